@@ -1,0 +1,117 @@
+"""The contract between the scheduler and a worker: plain data down, plain data up.
+
+The one rule (DESIGN section 2): every step, every request of the batch feeds its pending tokens
+(those without KV), then look-ahead tokens; a prefix of the fed rows is kept (the watermark moves),
+and a run of tokens is accepted. Workers differ in what they feed and accept, and in nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sglang.srt.mem_cache.kv_ledger import PageTableWrites
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class StepWidth:
+    """Rows that one step of a request may take, known before its result is.
+
+    Attributes:
+        decode_rows: rows fed by a decode step; also the slots to reserve beyond the watermark.
+        lookahead_rows: rows fed after the last prompt chunk.
+        max_kept: tokens by which a decode step may move the watermark, at most.
+    """
+
+    decode_rows: int
+    lookahead_rows: int
+    max_kept: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """State of a row that a request gets at admission.
+
+    Attributes:
+        row: index in the request-to-token table and in all device rows.
+        num_committed: tokens whose KV the cache already has.
+        seed: int64 seed of the request's noise.
+    """
+
+    row: int
+    num_committed: int
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleBatch:
+    """One step of R requests, as the scheduler asks for it. Never changed after it is built.
+
+    What depends on the results of a step in flight (watermarks, pending tokens) is on the device
+    under each request's row.
+
+    Attributes:
+        rows: R row indices.
+        q_lens: R counts of rows fed, look-ahead included.
+        host_tokens: tokens of all prompt chunks, one after the other.
+        num_host_tokens: R counts: how many of a request's first rows come from `host_tokens`;
+            0 where its pending tokens are on the device.
+        emits: R flags: whether the step accepts tokens (not so before the last prompt chunk).
+        kv_len_upper_bounds: R bounds of the tokens with KV after the step's rows are written.
+        new_rows, table_writes: applied before anything else of the step.
+        all_greedy: whether every emitting request is greedy.
+    """
+
+    rows: list[int]
+    q_lens: list[int]
+    host_tokens: list[int]
+    num_host_tokens: list[int]
+    emits: list[bool]
+    kv_len_upper_bounds: list[int]
+    new_rows: list[NewRow]
+    table_writes: PageTableWrites
+    all_greedy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HostResult:
+    """`GenerationBatchResult`, read."""
+
+    next_token_ids: list[list[int]]
+    accept_lens: list[int]
+    kept_lens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationBatchResult:
+    """Outcome of a step, on its way from the device.
+
+    Attributes:
+        next_token_ids: [R, M] int64; the first accept_lens[i] of row i go to the client.
+        accept_lens: [R] int64; 0 where the step emits nothing.
+        kept_lens: [R] int64; by how much each watermark moved.
+    """
+
+    next_token_ids: torch.Tensor
+    accept_lens: torch.Tensor
+    kept_lens: torch.Tensor
+
+    def read(self) -> HostResult:
+        """Waits for the step and returns its outcome."""
+        return HostResult(
+            self.next_token_ids.tolist(), self.accept_lens.tolist(), self.kept_lens.tolist()
+        )
+
+
+class Worker(Protocol):
+    """Runs steps. Launching returns at once where the device is asynchronous."""
+
+    def step_width(self, params: SamplingParams) -> StepWidth:
+        """Rows that a request with these parameters needs per step."""
+
+    def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        """Launches one step."""

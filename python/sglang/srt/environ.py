@@ -1,0 +1,46 @@
+"""The debug switches that are environment variables: typed, few, all in this file."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Environ:
+    """Values read once per process.
+
+    Attributes:
+        test_retract_interval: retract every running request after this many steps; 0 is never.
+            `SGLANG_TEST_RETRACT` is a number of steps, or a true word for 3.
+        strict_invariants: check the KV ledger after every step and raise on a violation
+            (`SGLANG_STRICT_INVARIANTS`); otherwise it is checked when idle and logged.
+    """
+
+    test_retract_interval: int = 0
+    strict_invariants: bool = False
+
+    @classmethod
+    def read(cls) -> Environ:
+        """Reads `os.environ`.
+
+        Raises:
+            ValueError: if a variable holds a value that is no number and no true or false word.
+        """
+        return cls(
+            test_retract_interval=_steps("SGLANG_TEST_RETRACT"),
+            strict_invariants=_steps("SGLANG_STRICT_INVARIANTS") > 0,
+        )
+
+
+def _steps(name: str) -> int:
+    value = os.environ.get(name, "").strip().lower()
+    if value in ("", "0", "false", "no", "off"):
+        return 0
+    if value in ("true", "yes", "on"):
+        return 3
+    if value.isdigit():
+        return int(value)
+    raise ValueError(
+        f"Environment variable {name}={value!r} is not a number of steps or a boolean."
+    )

@@ -1,0 +1,69 @@
+"""Contract of an attention implementation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class GraphSupport(Enum):
+    """Which batches a CUDA graph of this backend can replay."""
+
+    NEVER = "never"
+    UNIFORM_Q = "uniform_q"  # every request feeds the same number of rows
+    RAGGED_Q = "ragged_q"  # any mix, within a bucket of tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCapabilities:
+    """What a backend can do, as data. `page_sizes` None means any."""
+
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    page_sizes: frozenset[int] | None
+    graph: GraphSupport
+    needs_host_lens: bool
+    tree_masks: bool
+
+    def problems(self, device: str, dtype: torch.dtype, page_size: int) -> list[str]:
+        """Reasons why the backend cannot serve this configuration; empty when it can."""
+        found = []
+        if device not in self.devices:
+            found.append(f"runs on {sorted(self.devices)}, not on {device}")
+        if dtype not in self.dtypes:
+            found.append(f"has no {dtype}")
+        if self.page_sizes is not None and page_size not in self.page_sizes:
+            found.append(f"page sizes are {sorted(self.page_sizes)}, not {page_size}")
+        return found
+
+
+class AttentionBackend(Protocol):
+    """Causal attention of a ragged batch over the paged KV pool.
+
+    Query row at position p sees the keys of positions 0..p of its own request.
+    """
+
+    @classmethod
+    def capabilities(cls) -> AttentionCapabilities: ...
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Once per step, before the first layer."""
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Stores k and v of the planned batch and attends.
+
+        Args:
+            layer: index of the layer.
+            q: [T, num_heads, head_dim].
+            k, v: [T, num_kv_heads, head_dim].
+
+        Returns:
+            [T, num_heads * head_dim].
+        """

@@ -1,0 +1,140 @@
+"""Paged attention in plain torch: the CPU runtime, and the oracle for every other backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities, GraphSupport
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+MAX_MASK_ENTRIES = 1 << 24  # bounds the temporary memory of one group (64 MiB in float32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Requests that feed the same number of rows, attended in one call.
+
+    Attributes:
+        tokens: [N, q] int64; their rows among the T of the batch, or None for all in order.
+        slots: [N * L] int64; KV slots, padded with the dummy slot.
+        mask: [N, 1, 1 or q, L] bool; which keys each query row sees.
+    """
+
+    tokens: torch.Tensor | None
+    num_requests: int
+    num_queries: int
+    slots: torch.Tensor
+    mask: torch.Tensor
+
+
+class TorchNativeBackend:
+    """Groups requests by rows fed, gathers their KV and calls scaled_dot_product_attention.
+
+    The query heads that share a KV head are laid out as further query rows, so K and V are never
+    repeated.
+    """
+
+    def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: MHATokenToKVPool) -> None:
+        self._table = req_to_token_pool.req_to_token
+        self._kv_pool = kv_pool
+        self._slots = torch.empty(0, dtype=torch.int64)
+        self._groups: list[_Group] = []
+
+    @classmethod
+    def capabilities(cls) -> AttentionCapabilities:
+        return AttentionCapabilities(
+            devices=frozenset({"cpu", "cuda"}),
+            dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+            page_sizes=None,
+            graph=GraphSupport.NEVER,
+            needs_host_lens=True,
+            tree_masks=False,
+        )
+
+    def plan(self, batch: ForwardBatch) -> None:
+        self._slots = batch.slots
+        members: dict[int, list[int]] = {}
+        for index, q_len in enumerate(batch.q_lens):
+            members.setdefault(q_len, []).append(index)
+        if len(members) == 1 and self._fits(batch, *next(iter(members.items()))):
+            self._groups = [self._make_group(batch, batch.q_lens[0], None)]
+            return
+        self._groups = []
+        for q_len, indices in members.items():
+            for part in self._split(batch, q_len, indices):
+                self._groups.append(self._make_group(batch, q_len, part))
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        self._kv_pool.store(layer, self._slots, k, v)
+        keys, values = self._kv_pool.k[layer], self._kv_pool.v[layer]
+        if len(self._groups) == 1 and self._groups[0].tokens is None:
+            return self._attend(self._groups[0], q, keys, values).reshape(q.shape[0], -1)
+        out = torch.empty_like(q)
+        for group in self._groups:
+            assert group.tokens is not None
+            index = group.tokens.flatten()
+            out[index] = self._attend(group, q[index], keys, values)
+        return out.view(q.shape[0], -1)
+
+    def _attend(
+        self, group: _Group, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """q [N * num_queries, num_heads, head_dim] -> the same shape."""
+        num, queries = group.num_requests, group.num_queries
+        num_heads, head_dim = q.shape[1:]
+        num_kv_heads = keys.shape[1]
+        share = num_heads // num_kv_heads
+        k = keys.index_select(0, group.slots).view(num, -1, num_kv_heads, head_dim).transpose(1, 2)
+        v = (
+            values.index_select(0, group.slots)
+            .view(num, -1, num_kv_heads, head_dim)
+            .transpose(1, 2)
+        )
+        # [N, queries, kv_heads, share, D] -> [N, kv_heads, queries * share, D]
+        grouped = q.view(num, queries, num_kv_heads, share, head_dim).transpose(1, 2)
+        grouped = grouped.reshape(num, num_kv_heads, queries * share, head_dim)
+        mask = group.mask
+        if queries > 1:
+            mask = mask.repeat_interleave(share, dim=2)
+        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
+        out = out.view(num, num_kv_heads, queries, share, head_dim).transpose(1, 2)
+        return out.reshape(num * queries, num_heads, head_dim)
+
+    def _make_group(self, batch: ForwardBatch, q_len: int, part: list[int] | None) -> _Group:
+        """The group of the requests `part` (None: all), which feed q_len rows each."""
+        device = batch.positions.device
+        if part is None:
+            length = max(batch.kv_len_upper_bounds)
+            rows, kv_lens, tokens = batch.rows, batch.kv_lens, None
+            positions = batch.positions.view(-1, q_len)
+        else:
+            length = max(batch.kv_len_upper_bounds[index] for index in part)
+            chosen = torch.tensor(part, device=device)
+            starts = torch.tensor([0, *batch.q_lens], device=device).cumsum(0)[chosen]
+            tokens = starts[:, None] + torch.arange(q_len, device=device)
+            rows, kv_lens, positions = (
+                batch.rows[chosen],
+                batch.kv_lens[chosen],
+                batch.positions[tokens],
+            )
+        columns = torch.arange(length, device=device)
+        valid = columns < kv_lens[:, None]
+        slots = self._table[rows, :length].to(torch.int64) * valid
+        visible = columns <= positions[:, :, None]
+        return _Group(tokens, rows.shape[0], q_len, slots.flatten(), visible[:, None])
+
+    def _fits(self, batch: ForwardBatch, q_len: int, indices: list[int]) -> bool:
+        length = max(batch.kv_len_upper_bounds)
+        return len(indices) * q_len * length <= MAX_MASK_ENTRIES
+
+    def _split(self, batch: ForwardBatch, q_len: int, indices: list[int]) -> list[list[int]]:
+        """Parts of `indices` whose masks stay within MAX_MASK_ENTRIES (one request at least)."""
+        length = max(batch.kv_len_upper_bounds[index] for index in indices)
+        size = max(1, MAX_MASK_ENTRIES // (q_len * length))
+        return [indices[start : start + size] for start in range(0, len(indices), size)]

@@ -1,0 +1,28 @@
+"""Linear layers that know how a checkpoint stores them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class FusedLinear(nn.Linear):
+    """Several linear layers over one input as one matrix product (q, k, v; gate, up).
+
+    Attributes:
+        shards: names of the parts in the checkpoint, in order of their rows.
+        shard_sizes: output features of each part.
+    """
+
+    def __init__(
+        self, in_features: int, shards: tuple[str, ...], shard_sizes: tuple[int, ...], bias: bool
+    ) -> None:
+        super().__init__(in_features, sum(shard_sizes), bias=bias)
+        self.shards = shards
+        self.shard_sizes = shard_sizes
+
+    def shard_of(self, parameter: torch.Tensor, shard: str) -> torch.Tensor:
+        """The rows of `parameter` (weight or bias) that belong to one part."""
+        index = self.shards.index(shard)
+        start = sum(self.shard_sizes[:index])
+        return parameter.narrow(0, start, self.shard_sizes[index])

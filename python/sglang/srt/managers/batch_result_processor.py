@@ -1,0 +1,116 @@
+"""From the result of a step to tokens of requests, ends of requests and messages to clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sglang.srt.managers.io_struct import (
+    BatchTokenIDOutput,
+    DecodeOptions,
+    FinishReason,
+    ReqOutput,
+)
+from sglang.srt.managers.request_lifecycle import RequestLifecycle
+from sglang.srt.managers.schedule_batch import LaunchedRow, LaunchedStep, Req
+
+
+class BatchResultProcessor:
+    """Reads steps. What clients must hear is collected and sent once per step.
+
+    Args:
+        send: takes the news of a step, to the detokenizer.
+    """
+
+    def __init__(
+        self, lifecycle: RequestLifecycle, send: Callable[[BatchTokenIDOutput], None]
+    ) -> None:
+        self._lifecycle = lifecycle
+        self._send = send
+        self._outputs: list[ReqOutput] = []
+
+    def process(self, step: LaunchedStep) -> int:
+        """Waits for a step's result, applies it and sends the news; returns the accepted tokens."""
+        result = step.result.read()
+        for index, row in enumerate(step.rows):
+            row.req.num_inflight -= 1
+            row.req.num_inflight_emits -= row.emits
+            if row.req.finish_reason is None:
+                accepted = result.next_token_ids[index][: result.accept_lens[index]]
+                self._apply(row, accepted, result.kept_lens[index])
+            self._lifecycle.release_if_ended(row.req)
+        self.flush()
+        return sum(result.accept_lens)
+
+    def abort(self, req: Req, message: str, status_code: int | None, err_type: str | None) -> None:
+        """Ends a request with what it has generated so far."""
+        self.end(
+            req,
+            FinishReason(type="abort", message=message, status_code=status_code, err_type=err_type),
+        )
+
+    def end(self, req: Req, reason: FinishReason) -> None:
+        """Ends a request and queues its last output."""
+        self._lifecycle.finish(req, reason)
+        self._queue_output(req)
+
+    def flush(self) -> None:
+        """Sends what is queued."""
+        if self._outputs:
+            self._send(BatchTokenIDOutput(outputs=self._outputs))
+            self._outputs = []
+
+    def _apply(self, row: LaunchedRow, accepted: list[int], num_kept: int) -> None:
+        req = row.req
+        req.committed += num_kept
+        req.committed_bound -= row.max_kept - num_kept
+        if row.ends_prompt and req.kv is not None:
+            self._lifecycle.ledger.publish(req.kv, req.fill_ids[: req.committed])
+        if not row.emits:
+            return
+        req.num_emitted_since_admission += 1
+        reason = accept_tokens(req, accepted)
+        if reason is not None:
+            self.end(req, reason)
+        elif req.stream:
+            self._queue_output(req)
+
+    def _queue_output(self, req: Req) -> None:
+        is_first = not req.was_reported
+        params = req.params
+        options = DecodeOptions(
+            params.skip_special_tokens, params.stop_strings, params.no_stop_trim
+        )
+        self._outputs.append(
+            ReqOutput(
+                req_id=req.req_id,
+                token_ids=req.output_ids[req.num_sent :],
+                finish_reason=req.finish_reason,
+                prompt_tokens=len(req.input_ids),
+                completion_tokens=len(req.output_ids),
+                cached_tokens=req.num_cached_tokens,
+                num_retractions=req.num_retractions,
+                options=options if is_first else None,
+            )
+        )
+        req.num_sent = len(req.output_ids)
+        req.was_reported = True
+
+
+def accept_tokens(req: Req, tokens: list[int]) -> FinishReason | None:
+    """Appends accepted tokens up to the first stop; returns why the request ends, if it does.
+
+    A run is clipped at a stop token, at the token that completes a stop text, and at
+    max_new_tokens; a stop at the last allowed token counts as a stop.
+    """
+    for token in tokens:
+        if req.num_remaining <= 0:
+            break
+        req.output_ids.append(token)
+        if token in req.stop_token_ids:
+            return FinishReason(type="stop", matched=token)
+        found = req.stop_finder.push([token]) if req.stop_finder is not None else None
+        if found is not None:
+            return FinishReason(type="stop", matched=found.matched)
+    if req.num_remaining <= 0:
+        return FinishReason(type="length", length=len(req.output_ids))
+    return None

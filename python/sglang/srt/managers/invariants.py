@@ -1,0 +1,54 @@
+"""Checks of the KV ledger's identity: free + tree + sum(private) == pool, one owner per slot."""
+
+from __future__ import annotations
+
+import logging
+
+from sglang.srt.managers.request_lifecycle import RequestLifecycle
+from sglang.srt.mem_cache.kv_ledger import LedgerReport
+
+logger = logging.getLogger(__name__)
+
+
+class LedgerViolation(RuntimeError):
+    """The ledger is not exact. Raised in tests only."""
+
+
+class InvariantChecker:
+    """Checks after every step when strict (tests), and whenever the scheduler goes idle.
+
+    Attributes:
+        num_violations, num_repairs: counted since the start.
+    """
+
+    def __init__(self, lifecycle: RequestLifecycle, strict: bool) -> None:
+        self._lifecycle = lifecycle
+        self._strict = strict
+        self._num_steps = 0
+        self.num_violations = 0
+        self.num_repairs = 0
+
+    def report(self) -> LedgerReport:
+        return self._lifecycle.ledger.check(self._lifecycle.owners())
+
+    def after_step(self, transition: str) -> None:
+        """Raises LedgerViolation, when strict, naming step, transition and running requests."""
+        self._num_steps += 1
+        if not self._strict:
+            return
+        report = self.report()
+        if not report.is_exact:
+            rids = [req.rid for req in self._lifecycle.running]
+            raise LedgerViolation(f"Step {self._num_steps}, {transition}, running {rids}: {report}")
+
+    def when_idle(self) -> None:
+        """Logs and repairs a violation in production; raises when strict."""
+        report = self.report()
+        if report.is_exact:
+            return
+        self.num_violations += 1
+        if self._strict:
+            raise LedgerViolation(f"Idle after step {self._num_steps}: {report}")
+        logger.error("The KV ledger is not exact when idle: %s. Rebuilding the free list.", report)
+        self._lifecycle.ledger.repair(self._lifecycle.owners())
+        self.num_repairs += 1

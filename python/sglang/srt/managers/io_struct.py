@@ -1,0 +1,247 @@
+"""Every message between processes, and the bodies of the HTTP routes. One class per message.
+
+Messages are msgspec structs, tagged by class name; nothing is ever pickled.
+
+    front end (tokenizer manager) --TokenizedGenerateReqInput, AbortReq, control--> scheduler
+    scheduler --BatchTokenIDOutput, HealthPing--> detokenizer --BatchStrOutput, HealthPing--> front end
+    scheduler --control replies--> front end
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+
+class Message(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
+    """Base of all messages between processes."""
+
+
+# ---------------------------------------------------------------- bodies of HTTP routes
+
+
+class GenerateReqInput(msgspec.Struct, kw_only=True):
+    """Body of `/generate`: exactly one of `text` and `input_ids`, single or a list (a batch)."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    rid: str | list[str] | None = None
+    stream: bool = False
+
+
+class AbortReqInput(msgspec.Struct, kw_only=True):
+    """Body of `/abort_request`: a client's rid (matched exactly), or all."""
+
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class TokenizeReqInput(msgspec.Struct, kw_only=True):
+    """Body of `/tokenize`. `prompt` may be a list; the answer then holds lists."""
+
+    prompt: str | list[str]
+    add_special_tokens: bool = True
+
+
+class DetokenizeReqInput(msgspec.Struct, kw_only=True):
+    """Body of `/detokenize`. `tokens` may be a list of lists; the answer then holds a list."""
+
+    tokens: list[int | list[int]]
+    skip_special_tokens: bool = True
+
+
+# ---------------------------------------------------------------- results
+
+
+class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """`meta_info.finish_reason` of SGLang.
+
+    Attributes:
+        type: `stop` (matched: the token id or the text), `length` (length: tokens generated) or
+            `abort` (message, status_code and err_type say why).
+    """
+
+    type: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    length: int | None = None
+    message: str | None = None
+    status_code: int | None = None
+    err_type: str | None = None
+
+
+class DecodeOptions(msgspec.Struct, array_like=True, frozen=True):
+    """What the detokenizer must know of a request; sent with its first output."""
+
+    skip_special_tokens: bool
+    stop_strings: list[str]
+    no_stop_trim: bool
+
+
+class ReqOutput(msgspec.Struct, array_like=True):
+    """News of one request. A request's last output, and no other, has a finish reason.
+
+    Attributes:
+        req_id: the server's own number of the request.
+        token_ids: generated tokens since the last output, the stop token included.
+        completion_tokens: all tokens generated so far.
+        options: only on the first output of a request.
+    """
+
+    req_id: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    num_retractions: int
+    options: DecodeOptions | None = None
+
+
+class ReqTextOutput(msgspec.Struct, array_like=True):
+    """`ReqOutput` with its text.
+
+    Attributes:
+        text: text since the last output. Appending all of them gives the final text: a text that
+            could still become part of a stop string or of a longer character is held back.
+        token_ids: tokens since the last output, the stop token included.
+    """
+
+    req_id: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    num_retractions: int
+
+
+# ---------------------------------------------------------------- front end -> scheduler
+
+
+class TokenizedGenerateReqInput(Message):
+    """One sequence to generate, checked and tokenized.
+
+    Attributes:
+        req_id: the server's own number of the request, unique for the life of the server.
+        rid: the client's name for it, or one made by the front end; only a label.
+        stream: whether outputs are wanted before the last one.
+    """
+
+    req_id: int
+    rid: str
+    input_ids: list[int]
+    sampling_params: SamplingParams
+    stream: bool = False
+
+
+class AbortReq(Message):
+    """Ends requests, partial output included. One of req_ids, rid (exact) or abort_all."""
+
+    req_ids: list[int] = []
+    rid: str | None = None
+    abort_all: bool = False
+    finished_reason: dict[str, Any] | None = None
+    aborted_message: str | None = None
+
+
+class FlushCacheReqInput(Message):
+    """Empties the prefix cache; refused while requests run or wait."""
+
+    call_id: int
+
+
+class GetInternalStateReq(Message):
+    """Asks for `internal_states` of `/server_info`."""
+
+    call_id: int
+
+
+class HealthPing(Message):
+    """Goes round scheduler, detokenizer and front end: each must be alive and looping."""
+
+    call_id: int
+
+
+# ---------------------------------------------------------------- scheduler -> front end
+
+
+class FlushCacheReqOutput(Message):
+    """Outcome of a flush; `flushed_items` is the number of tokens that the tree dropped."""
+
+    call_id: int
+    success: bool
+    flushed_items: int = 0
+    error_msg: str = ""
+
+
+class GetInternalStateReqOutput(Message):
+    """Fields of DESIGN's `internal_states[0]`."""
+
+    call_id: int
+    internal_state: dict[str, Any]
+
+
+# ---------------------------------------------------------------- token and text streams
+
+
+class BatchTokenIDOutput(Message):
+    """Scheduler to detokenizer: the news of one step."""
+
+    outputs: list[ReqOutput]
+
+
+class BatchStrOutput(Message):
+    """Detokenizer to front end."""
+
+    outputs: list[ReqTextOutput]
+
+
+# ---------------------------------------------------------------- start of a process
+
+
+class SchedulerInfo(msgspec.Struct, kw_only=True):
+    """What the front end must know of the scheduler; resolved values, not wishes.
+
+    Attributes:
+        vocab_size: width of the logits; token ids at or above it are refused.
+        max_req_len: prompt plus max_new_tokens of one request at most, by context and KV pool.
+        max_req_len_reason: which of the two limits it, and the remedy.
+        eos_token_ids: ids that end an output.
+        resolved: the resolved configuration, for `/server_info`.
+    """
+
+    vocab_size: int
+    context_len: int
+    max_total_num_tokens: int
+    max_req_len: int
+    max_req_len_reason: str
+    max_running_requests: int
+    eos_token_ids: list[int]
+    resolved: dict[str, Any]
+
+
+class ProcessReady(Message):
+    """A child process can work now. `scheduler` comes from the scheduler alone."""
+
+    role: Literal["scheduler", "detokenizer"]
+    scheduler: SchedulerInfo | None = None
+
+
+class ProcessFailed(Message):
+    """A child process cannot start; `message` is one line for the user."""
+
+    role: Literal["scheduler", "detokenizer"]
+    message: str
+
+
+ToScheduler = (
+    TokenizedGenerateReqInput | AbortReq | FlushCacheReqInput | GetInternalStateReq | HealthPing
+)
+ToDetokenizer = BatchTokenIDOutput | HealthPing
+ToFrontend = BatchStrOutput | FlushCacheReqOutput | GetInternalStateReqOutput | HealthPing
+ToLauncher = ProcessReady | ProcessFailed

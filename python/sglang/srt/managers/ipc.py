@@ -1,0 +1,112 @@
+"""Typed ZeroMQ channels between the processes of one server: msgspec over `ipc://`, never pickle."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+M = TypeVar("M")
+
+
+class IpcAddresses(msgspec.Struct, frozen=True):
+    """Socket addresses of one server, all in a directory that only its user can enter.
+
+    The receiving side of a channel binds, the senders connect. `launcher` carries the readiness
+    handshake.
+    """
+
+    scheduler: str
+    detokenizer: str
+    frontend: str
+    launcher: str
+
+    @classmethod
+    def create(cls) -> tuple[IpcAddresses, str]:
+        """Makes a directory with mode 0700; returns the addresses and the directory's path."""
+        directory = tempfile.mkdtemp(prefix="sglang-")
+        os.chmod(directory, 0o700)
+        names = ("scheduler", "detokenizer", "frontend", "launcher")
+        return cls(*(f"ipc://{directory}/{name}" for name in names)), directory
+
+
+class ChildConfig(msgspec.Struct, frozen=True):
+    """What a child process reads from its standard input: one line of JSON.
+
+    Standard input stays open for the parent's life; end of file tells the child to exit.
+    """
+
+    server_args: dict[str, Any]
+    addresses: IpcAddresses
+
+
+class Sender(Generic[M]):
+    """Connects to a receiver's address and pushes messages of the type M."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 1000)  # ms to deliver what was sent before a close
+        self._socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, message: M) -> None:
+        self._socket.send(self._encoder.encode(message))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Receiver(Generic[M]):
+    """Binds an address and pulls messages of the union `message_type`."""
+
+    def __init__(self, address: str, message_type: Any) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.bind(address)
+        self._decoder = msgspec.msgpack.Decoder(message_type)
+
+    def poll(self, timeout_ms: int) -> bool:
+        """Whether a message is there, waiting for one up to `timeout_ms`."""
+        return bool(self._socket.poll(timeout_ms))
+
+    def wait(self) -> None:
+        """Returns when a message is there."""
+        self._socket.poll()
+
+    def receive(self) -> M:
+        """Waits for the next message."""
+        return self._decoder.decode(self._socket.recv())
+
+    def drain(self) -> Iterator[M]:
+        """The messages that are there now, without waiting."""
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield self._decoder.decode(frame)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+class AsyncReceiver(Generic[M]):
+    """`Receiver` for an asyncio loop; create it in the loop's thread."""
+
+    def __init__(self, address: str, message_type: Any) -> None:
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.bind(address)
+        self._decoder = msgspec.msgpack.Decoder(message_type)
+
+    async def receive(self) -> M:
+        return self._decoder.decode(await self._socket.recv())
+
+    def close(self) -> None:
+        self._socket.close(linger=0)

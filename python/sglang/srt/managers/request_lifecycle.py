@@ -1,0 +1,110 @@
+"""Every transition of a request, and with it of its KV:
+
+    submit -> waiting -> admit -> running -> finish -> (last launched step read) -> release
+                 ^                   |
+                 +----- retract -----+          abort: from any state to finish
+
+Nothing else moves requests between states or changes who owns pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.kv_ledger import KVLedger, RequestKV
+
+
+class RequestLifecycle:
+    """The requests of one scheduler.
+
+    Attributes:
+        waiting: not running; retracted ones first, then by arrival.
+        running: have a row and KV.
+    """
+
+    def __init__(self, ledger: KVLedger) -> None:
+        self.ledger = ledger
+        self.waiting: list[Req] = []
+        self.running: list[Req] = []
+        self._ending: list[Req] = []
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.waiting or self.running or self._ending)
+
+    def owners(self) -> Iterator[RequestKV]:
+        """KV of every request that has some, the ending ones included."""
+        for req in (*self.running, *self._ending):
+            if req.kv is not None:
+                yield req.kv
+
+    def find(self, req_id: int) -> Req | None:
+        """A request that has not finished."""
+        for req in (*self.running, *self.waiting):
+            if req.req_id == req_id:
+                return req
+        return None
+
+    def submit(self, req: Req) -> None:
+        self.waiting.append(req)
+
+    def admit(self, req: Req) -> None:
+        """Waiting to running: a row, the cached prefix, nothing computed yet."""
+        self.waiting.remove(req)
+        req.fill_ids = req.known_ids
+        req.kv = self.ledger.admit(req.namespace, req.fill_ids)
+        req.committed = req.committed_bound = len(req.kv.pages) * self.ledger.page_size
+        req.num_emitted_since_admission = 0
+        req.row_is_new = True
+        if not req.was_admitted:
+            req.num_cached_tokens = req.committed
+            req.was_admitted = True
+        self.running.append(req)
+
+    def retract(self, req: Req) -> None:
+        """Running to waiting, ahead of the never admitted; no private slot stays. Only without a
+        step in flight: then all its tokens are known and prefill can feed them again."""
+        if req.num_inflight:
+            raise RuntimeError(f"Request {req.rid!r} was retracted with a step in flight.")
+        self._release(req, insert=False)
+        self.running.remove(req)
+        req.num_retractions += 1
+        place = next(
+            (
+                index
+                for index, other in enumerate(self.waiting)
+                if not other.was_admitted or other.arrival > req.arrival
+            ),
+            len(self.waiting),
+        )
+        self.waiting.insert(place, req)
+
+    def finish(self, req: Req, reason: FinishReason) -> None:
+        """Ends a request. Its KV is released when no launched step names it any more."""
+        req.finish_reason = reason
+        if req.kv is None:
+            self.waiting.remove(req)
+            return
+        self.running.remove(req)
+        self._ending.append(req)
+        self.release_if_ended(req)
+
+    def release_if_ended(self, req: Req) -> None:
+        """Releases a finished request once its last launched step has been read."""
+        if req.finish_reason is None or req.num_inflight or req.kv is None:
+            return
+        self._ending.remove(req)
+        self._release(req, insert=req.finish_reason.type != "abort")
+
+    def _release(self, req: Req, insert: bool) -> None:
+        """Gives KV and row back; `insert` keeps the committed tokens, up to the stop, cached."""
+        kv = req.kv
+        if kv is None:
+            raise RuntimeError(f"KV of request {req.rid!r} was released twice.")
+        tokens = req.known_ids[: req.committed] if insert else None
+        self.ledger.release(kv, tokens)
+        req.kv = None
+        req.committed = req.committed_bound = 0
+        req.fill_ids = []

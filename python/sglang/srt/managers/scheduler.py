@@ -1,0 +1,194 @@
+"""The scheduler: builds its collaborators and runs one of two loops. It decides nothing itself."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sglang.srt.base_worker import Worker
+from sglang.srt.managers.batch_planner import BatchPlanner, MustDrain, PlannedStep, PlannerConfig
+from sglang.srt.managers.batch_result_processor import BatchResultProcessor
+from sglang.srt.managers.control import Control, SchedulerStats
+from sglang.srt.managers.invariants import InvariantChecker
+from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput
+from sglang.srt.managers.request_lifecycle import RequestLifecycle
+from sglang.srt.managers.schedule_batch import LaunchedStep, Req
+from sglang.srt.managers.schedule_policy import NewTokenRatio
+from sglang.srt.mem_cache.kv_ledger import KVLedger
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.tokenizer import StopStringFinder
+
+logger = logging.getLogger(__name__)
+
+QUEUE_FULL_MESSAGE = "The request queue is full; try again later."
+
+
+class Inbox(Protocol):
+    """Where messages of the front end arrive."""
+
+    def drain(self) -> Iterable[Any]:
+        """The messages that are there now."""
+
+    def wait(self) -> None:
+        """Returns when one is there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """What the scheduler needs to know.
+
+    Attributes:
+        eos_token_ids: ids that end an output unless the request ignores them.
+        strict_invariants: check the ledger after every step and raise on a violation.
+        random_seed: seed of the seeds of requests that bring none; None draws one.
+    """
+
+    planner: PlannerConfig
+    max_queued_requests: int
+    schedule_conservativeness: float
+    eos_token_ids: frozenset[int]
+    enable_overlap: bool
+    strict_invariants: bool
+    random_seed: int | None
+
+
+class Scheduler:
+    """Turns requests into steps and steps into tokens.
+
+    Args:
+        make_stop_finder: makes what looks for a request's stop strings.
+        to_detokenizer, to_frontend: send one message.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        worker: Worker,
+        ledger: KVLedger,
+        inbox: Inbox,
+        to_detokenizer: Callable[[Any], None],
+        to_frontend: Callable[[Any], None],
+        make_stop_finder: Callable[[SamplingParams], StopStringFinder],
+    ) -> None:
+        self._config = config
+        self._worker = worker
+        self._inbox = inbox
+        self._make_stop_finder = make_stop_finder
+        self._arrivals = itertools.count()
+        self._seeds = SeedSource(config.random_seed)
+        self.stats = SchedulerStats()
+        self.ratio = NewTokenRatio(config.schedule_conservativeness)
+        self.lifecycle = RequestLifecycle(ledger)
+        self.checker = InvariantChecker(self.lifecycle, config.strict_invariants)
+        self.processor = BatchResultProcessor(self.lifecycle, to_detokenizer)
+        self._planner = BatchPlanner(config.planner, self.lifecycle, self.ratio)
+        self.control = Control(
+            self.lifecycle,
+            self.processor,
+            self.checker,
+            self.ratio,
+            self.stats,
+            reply=to_frontend,
+            ping=to_detokenizer,
+        )
+
+    def run(self) -> None:
+        """Serves until the process is told to end."""
+        event_loop = (
+            self.event_loop_overlap if self._config.enable_overlap else self.event_loop_normal
+        )
+        ongoing: LaunchedStep | None = None
+        while True:
+            if ongoing is None and self.lifecycle.is_idle:
+                self._wait_for_message()
+            ongoing = event_loop(ongoing)
+
+    def event_loop_overlap(self, last: LaunchedStep | None) -> LaunchedStep | None:
+        """Launches the next step, then reads the last one while it runs."""
+        self.receive()
+        try:
+            planned = self._planner.next_step(has_inflight=last is not None)
+        except MustDrain:
+            planned = None
+        ongoing = self._launch(planned) if planned is not None else None
+        if last is not None:
+            self._read(last)
+        return ongoing
+
+    def event_loop_normal(self, last: LaunchedStep | None = None) -> None:
+        """Launches a step and reads it."""
+        self.receive()
+        planned = self._planner.next_step(has_inflight=False)
+        if planned is not None:
+            self._read(self._launch(planned))
+
+    def receive(self) -> None:
+        """Handles every message that has arrived."""
+        for message in self._inbox.drain():
+            if isinstance(message, TokenizedGenerateReqInput):
+                self._add_request(message)
+            else:
+                self.control.handlers[type(message)](message)
+        self.processor.flush()
+
+    def _launch(self, planned: PlannedStep) -> LaunchedStep:
+        for row in planned.rows:
+            row.req.committed_bound += row.max_kept
+            row.req.num_inflight += 1
+            row.req.num_inflight_emits += row.emits
+        result = self._worker.forward_batch_generation(planned.batch)
+        self.stats.on_launch(has_decode=any(row.is_decode for row in planned.rows))
+        return LaunchedStep(planned.rows, result)
+
+    def _read(self, step: LaunchedStep) -> None:
+        num_accepted = self.processor.process(step)
+        self.stats.on_read(num_accepted, sum(row.emits for row in step.rows))
+        self.checker.after_step("result read")
+
+    def _add_request(self, message: TokenizedGenerateReqInput) -> None:
+        params = message.sampling_params
+        stop_ids = frozenset(params.stop_token_ids or ())
+        req = Req(
+            req_id=message.req_id,
+            rid=message.rid,
+            input_ids=message.input_ids,
+            params=params,
+            width=self._worker.step_width(params),
+            stream=message.stream,
+            seed=self._seeds.next() if params.sampling_seed is None else params.sampling_seed,
+            arrival=next(self._arrivals),
+            namespace=(),
+            stop_token_ids=stop_ids if params.ignore_eos else stop_ids | self._config.eos_token_ids,
+            stop_finder=self._make_stop_finder(params) if params.stop_strings else None,
+        )
+        is_full = len(self.lifecycle.waiting) >= self._config.max_queued_requests
+        self.lifecycle.submit(req)
+        if is_full:
+            reason = FinishReason(
+                type="abort",
+                message=QUEUE_FULL_MESSAGE,
+                status_code=503,
+                err_type="ServiceUnavailable",
+            )
+            self.processor.end(req, reason)
+
+    def _wait_for_message(self) -> None:
+        self.checker.when_idle()
+        self.stats.on_idle()
+        self._inbox.wait()
+
+
+class SeedSource:
+    """Seeds for requests that bring none; repeatable if the server was given a seed."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._state = secrets.randbits(63) if seed is None else seed
+
+    def next(self) -> int:
+        """A fresh int64 seed (Weyl sequence)."""
+        self._state = (self._state + 0x9E3779B97F4A7C15) % (1 << 63)
+        return self._state

@@ -1,0 +1,133 @@
+"""The scheduler's process: `python -m sglang.srt.managers.scheduler_process`, started by the
+launcher, which writes one line of JSON (`ChildConfig`) to its standard input."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+import torch
+
+from sglang.srt.environ import Environ
+from sglang.srt.managers.child_process import configure_logging, start_child_process
+from sglang.srt.managers.io_struct import ProcessFailed, ProcessReady, SchedulerInfo, ToScheduler
+from sglang.srt.managers.ipc import IpcAddresses, Receiver, Sender
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.allocator import PageAllocator
+from sglang.srt.mem_cache.kv_ledger import KVLedger
+from sglang.srt.mem_cache.radix_cache import NullPrefixCache, RadixCache
+from sglang.srt.model_config import load_model_config, resolve_model_path
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.platform import Platform
+from sglang.srt.runtime_config import RuntimeConfig, resolve
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.tokenizer import StopStringFinder, Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Loads the model, says ready, serves until the launcher goes away."""
+    child = start_child_process()
+    args = msgspec.convert(child.server_args, ServerArgs)
+    configure_logging(args.log_level, "scheduler")
+    launcher: Sender[ProcessReady | ProcessFailed] = Sender(child.addresses.launcher)
+    try:
+        scheduler, info = build(args, child.addresses)
+    except (ValueError, MemoryError, RuntimeError) as error:
+        logger.debug("The scheduler cannot start.", exc_info=True)
+        launcher.send(ProcessFailed(role="scheduler", message=" ".join(str(error).split())))
+        launcher.close()
+        return 1
+    launcher.send(ProcessReady(role="scheduler", scheduler=info))
+    scheduler.run()
+    return 0
+
+
+def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, SchedulerInfo]:
+    """Makes the scheduler and everything below it.
+
+    Raises:
+        ValueError: for a flag, model or size that cannot be had.
+    """
+    config = resolve(args, Platform.probe(), load_model_config(args.model_path), Environ.read())
+    torch.set_num_threads(config.num_threads)
+    runner = ModelRunner(config.execution)
+    worker = TpModelWorker(
+        runner,
+        config.execution.max_running_requests,
+        config.execution.device,
+        config.mask_token_ids,
+    )
+    inbox: Receiver[Any] = Receiver(addresses.scheduler, ToScheduler)
+    scheduler = Scheduler(
+        config.scheduler,
+        worker,
+        make_ledger(config, runner.num_pages),
+        inbox,
+        Sender[Any](addresses.detokenizer).send,
+        Sender[Any](addresses.frontend).send,
+        _stop_finders(args),
+    )
+    return scheduler, _info(config, runner.num_pages)
+
+
+def make_ledger(config: RuntimeConfig, num_pages: int) -> KVLedger:
+    """The ledger over a pool of `num_pages`."""
+    page_size = config.execution.page_size
+    tree = RadixCache(page_size) if config.use_radix_cache else NullPrefixCache()
+    allocator = PageAllocator(num_pages, page_size)
+    return KVLedger(config.execution.max_running_requests, allocator, tree)
+
+
+def _stop_finders(args: ServerArgs) -> Callable[[SamplingParams], StopStringFinder]:
+    """Loads the tokenizer when the first request with stop strings comes."""
+
+    @functools.cache
+    def tokenizer() -> Tokenizer:
+        return load_tokenizer(resolve_model_path(args.tokenizer_path or args.model_path))
+
+    def make(params: SamplingParams) -> StopStringFinder:
+        return StopStringFinder(tokenizer(), params.stop_strings, params.skip_special_tokens)
+
+    return make
+
+
+def _info(config: RuntimeConfig, num_pages: int) -> SchedulerInfo:
+    execution = config.execution
+    pool = num_pages * execution.page_size
+    in_pool = pool - config.max_decode_rows
+    if execution.context_len <= in_pool:
+        limit, reason = execution.context_len, "the model's context length"
+    else:
+        limit, reason = in_pool, "the KV pool; raise --max-total-tokens or --mem-fraction-static"
+    return SchedulerInfo(
+        vocab_size=config.model.vocab_size,
+        context_len=execution.context_len,
+        max_total_num_tokens=pool,
+        max_req_len=limit,
+        max_req_len_reason=reason,
+        max_running_requests=execution.max_running_requests,
+        eos_token_ids=list(config.model.eos_token_ids),
+        resolved={
+            "device": execution.device,
+            "dtype": execution.dtype,
+            "attention_backend": execution.attention_backend,
+            "page_size": execution.page_size,
+            "num_threads": config.num_threads,
+            "max_total_num_tokens": pool,
+            "architecture": config.model.architecture,
+            "schedule": asdict(config.scheduler.planner),
+        },
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

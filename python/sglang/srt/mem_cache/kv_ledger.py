@@ -1,0 +1,228 @@
+"""The KV ledger: which request, or the prefix cache, owns each page. DESIGN section 3.
+
+Page regions of one request (`RequestKV.pages`, in token order):
+
+    0 ........ shared_end ........ duplicate_end ........ inserted_end ........ len(pages)
+    | the tree's, |  own copies of     | given to the tree,   | private            |
+    | matched     |  pages the tree has| locked by us         |                    |
+
+A step writes KV into private pages in place; nothing is freed per step. Identity, at any time:
+free + tree + sum(private) == pool, every page with exactly one owner.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from sglang.srt.mem_cache.allocator import PageAllocator
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, CacheNode, Namespace
+
+
+@dataclass(slots=True)
+class RequestKV:
+    """KV of one running request. Changed only by the ledger."""
+
+    row: int
+    namespace: Namespace
+    pages: list[int]
+    node: CacheNode
+    shared_end: int
+    duplicate_end: int
+    inserted_end: int
+
+    @property
+    def private_pages(self) -> list[int]:
+        return self.pages[self.shared_end : self.duplicate_end] + self.pages[self.inserted_end :]
+
+    @property
+    def num_private_pages(self) -> int:
+        return self.duplicate_end - self.shared_end + len(self.pages) - self.inserted_end
+
+
+@dataclass(slots=True)
+class PageTableWrites:
+    """Entries for the device's request-to-token table: table[rows[i], columns[i]] = slots[i]."""
+
+    rows: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerReport:
+    """Outcome of a check, in tokens, under the names of the project's founding notes.
+
+    Attributes:
+        legacy_missing_tokens: pool - free - tree - private.
+        orphan_token_count: slots that no owner claims.
+        overlap_token_count: slots that more than one owner claims.
+    """
+
+    legacy_missing_tokens: int
+    orphan_token_count: int
+    overlap_token_count: int
+
+    @property
+    def is_exact(self) -> bool:
+        return not (
+            self.legacy_missing_tokens or self.orphan_token_count or self.overlap_token_count
+        )
+
+
+class KVLedger:
+    """Rows of the request-to-token table and pages of the KV pool, and who has them."""
+
+    def __init__(self, num_rows: int, allocator: PageAllocator, tree: BasePrefixCache) -> None:
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._num_rows = num_rows
+        self._allocator = allocator
+        self._tree = tree
+        self._writes = PageTableWrites()
+        self.page_size = allocator.page_size
+
+    @property
+    def num_pool_tokens(self) -> int:
+        return self._allocator.num_pages * self.page_size
+
+    @property
+    def num_free_tokens(self) -> int:
+        """Slots that nobody owns; evictable ones are not counted."""
+        return self._allocator.num_free * self.page_size
+
+    @property
+    def num_available_tokens(self) -> int:
+        """Slots that a request can get, evictable ones included."""
+        return (self._allocator.num_free + self._tree.num_evictable_pages) * self.page_size
+
+    @property
+    def num_tree_tokens(self) -> int:
+        return self._tree.num_pages * self.page_size
+
+    @property
+    def num_used_rows(self) -> int:
+        return self._num_rows - len(self._free_rows)
+
+    @property
+    def has_free_row(self) -> bool:
+        return bool(self._free_rows)
+
+    def cached_prefix(self, namespace: Namespace, tokens: Sequence[int]) -> tuple[int, int]:
+        """Tokens of the cached prefix that `admit` would re-use, and how many of them are locked
+        by other requests already, so that re-using them takes nothing from the pool."""
+        found = self._tree.match(namespace, tokens[: len(tokens) - 1])
+        num_pages = len(found.pages)
+        return num_pages * self.page_size, (num_pages - found.num_unlocked_pages) * self.page_size
+
+    def admit(self, namespace: Namespace, tokens: Sequence[int]) -> RequestKV:
+        """Gives a request a row and its cached prefix, locked. At least one token is left over,
+        since a step needs something to feed. Needs `has_free_row`."""
+        found = self._tree.match(namespace, tokens[: len(tokens) - 1])
+        self._tree.lock(found.node)
+        num_shared = len(found.pages)
+        kv = RequestKV(
+            row=self._free_rows.pop(),
+            namespace=namespace,
+            pages=list(found.pages),
+            node=found.node,
+            shared_end=num_shared,
+            duplicate_end=num_shared,
+            inserted_end=num_shared,
+        )
+        self._write_table(kv.row, 0, found.pages)
+        return kv
+
+    def reserve(self, kv: RequestKV, num_tokens: int) -> bool:
+        """Makes the request own slots for its first `num_tokens` tokens, evicting if needed.
+
+        Returns False, with nothing changed, when the pool cannot give them.
+        """
+        num_new = -(-num_tokens // self.page_size) - len(kv.pages)
+        if num_new <= 0:
+            return True
+        num_lacking = num_new - self._allocator.num_free
+        if num_lacking > self._tree.num_evictable_pages:
+            return False
+        if num_lacking > 0:
+            self._allocator.free(self._tree.evict(num_lacking))
+        pages = self._allocator.allocate(num_new)
+        if pages is None:
+            return False
+        self._write_table(kv.row, len(kv.pages), pages)
+        kv.pages.extend(pages)
+        return True
+
+    def publish(self, kv: RequestKV, tokens: Sequence[int]) -> None:
+        """Passes the full pages of `tokens`, whose KV is committed, to the tree, locked.
+
+        Pages that the tree has meanwhile from elsewhere stay the request's own.
+        """
+        num_pages = len(tokens) // self.page_size
+        result = self._tree.insert(kv.namespace, tokens, kv.pages[:num_pages])
+        self._tree.lock(result.node)
+        self._tree.unlock(kv.node)
+        kv.node = result.node
+        kv.duplicate_end = result.num_existing_pages
+        kv.inserted_end = num_pages
+
+    def release(self, kv: RequestKV, tokens: Sequence[int] | None) -> None:
+        """Ends a request's ownership, once. `tokens` with committed KV go to the tree first;
+        None inserts nothing (abort, retract)."""
+        leftover = kv.private_pages
+        if tokens is not None:
+            num_pages = max(len(tokens) // self.page_size, kv.inserted_end)
+            path = kv.pages[:num_pages]
+            result = self._tree.insert(kv.namespace, tokens[: num_pages * self.page_size], path)
+            num_existing = max(result.num_existing_pages, kv.inserted_end)
+            leftover = (
+                kv.pages[kv.shared_end : kv.duplicate_end]
+                + kv.pages[kv.inserted_end : num_existing]
+                + kv.pages[num_pages:]
+            )
+        self._tree.unlock(kv.node)
+        self._allocator.free(leftover)
+        self._free_rows.append(kv.row)
+        kv.pages = []
+
+    def flush(self) -> int:
+        """Empties the tree; returns the tokens dropped. Nothing may be locked."""
+        pages = self._tree.reset()
+        self._allocator.free(pages)
+        return len(pages) * self.page_size
+
+    def take_table_writes(self) -> PageTableWrites:
+        """The table entries changed since the last call, for the next step to apply."""
+        writes, self._writes = self._writes, PageTableWrites()
+        return writes
+
+    def check(self, owners: Iterable[RequestKV]) -> LedgerReport:
+        """Compares every page's claims with the pool."""
+        claims = Counter(self._allocator.free_pages)
+        claims.update(self._tree.pages())
+        for kv in owners:
+            claims.update(kv.private_pages)
+        num_pages = self._allocator.num_pages
+        return LedgerReport(
+            legacy_missing_tokens=(num_pages - claims.total()) * self.page_size,
+            orphan_token_count=(num_pages - len(claims)) * self.page_size,
+            overlap_token_count=sum(1 for count in claims.values() if count > 1) * self.page_size,
+        )
+
+    def repair(self, owners: Iterable[RequestKV]) -> None:
+        """Makes the free list what nobody claims. Only when idle, after a failed `check`."""
+        used = set(self._tree.pages())
+        for kv in owners:
+            used.update(kv.private_pages)
+        self._allocator.rebuild(used)
+
+    def _write_table(self, row: int, first_page: int, pages: Sequence[int]) -> None:
+        size = self.page_size
+        writes = self._writes
+        count = len(pages) * size
+        writes.rows.extend([row] * count)
+        writes.columns.extend(range(first_page * size, first_page * size + count))
+        if size == 1:
+            writes.slots.extend(pages)
+        else:
+            writes.slots.extend(page * size + offset for page in pages for offset in range(size))

@@ -1,0 +1,47 @@
+"""How many KV slots the pool gets: pure arithmetic on bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVSizing:
+    """What the size of the pool depends on.
+
+    Attributes:
+        available_bytes: memory that the pool may take.
+        bytes_per_token: K and V of one token in all layers.
+        wished_tokens: `--max-total-tokens`, if given.
+        max_useful_tokens: more than all running requests at full context is never used.
+    """
+
+    available_bytes: int
+    bytes_per_token: int
+    page_size: int
+    wished_tokens: int | None
+    max_useful_tokens: int
+
+    def num_pages(self) -> int:
+        """Pages of the pool.
+
+        Raises:
+            ValueError: if not even one page fits, or the wish is larger than the memory.
+        """
+        affordable = self.available_bytes // self.bytes_per_token
+        wished = self.wished_tokens
+        if wished is not None and wished > affordable:
+            raise ValueError(
+                f"--max-total-tokens {wished} needs {wished * self.bytes_per_token >> 20} MiB for"
+                f" the KV pool, but {self.available_bytes >> 20} MiB may be used; lower it or raise"
+                " --mem-fraction-static."
+            )
+        tokens = wished if wished is not None else min(affordable, self.max_useful_tokens)
+        pages = tokens // self.page_size
+        if pages < 1:
+            raise ValueError(
+                f"The KV pool has no room for one page of {self.page_size} tokens"
+                f" ({self.bytes_per_token} bytes each, {self.available_bytes >> 20} MiB to use);"
+                " raise --max-total-tokens or --mem-fraction-static, or lower --page-size."
+            )
+        return pages

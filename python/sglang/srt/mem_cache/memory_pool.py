@@ -1,0 +1,54 @@
+"""Device memory of the KV cache: the request-to-token table and the K and V of every slot."""
+
+from __future__ import annotations
+
+import torch
+
+
+class ReqToTokenPool:
+    """Slot of each token of each running request.
+
+    Attributes:
+        req_to_token: [num_rows, width] int32; entry [r, i] is the slot of token i of row r. Rows
+            are as wide as the context plus twice the rows that one step may feed. Entries that
+            were never written point to the dummy slot 0.
+    """
+
+    def __init__(self, num_rows: int, width: int, device: str) -> None:
+        self.req_to_token = torch.zeros((num_rows, width), dtype=torch.int32, device=device)
+
+    def write(self, rows: list[int], columns: list[int], slots: list[int]) -> None:
+        """Sets req_to_token[rows[i], columns[i]] = slots[i]."""
+        if not rows:
+            return
+        device = self.req_to_token.device
+        index = torch.tensor([rows, columns, slots], device=device)
+        self.req_to_token[index[0], index[1]] = index[2].to(torch.int32)
+
+
+class MHATokenToKVPool:
+    """K and V of every layer, by slot. Page 0 (slots 0..page_size-1) is a dummy that stays zero
+    until padding rows of a CUDA graph write to it; it is no part of the pool.
+
+    Attributes:
+        k, v: per layer [num_slots + page_size, num_kv_heads, head_dim].
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        page_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str,
+    ) -> None:
+        shape = (num_slots + page_size, num_kv_heads, head_dim)
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    def store(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Writes k, v [T, num_kv_heads, head_dim] to slots [T] int64."""
+        self.k[layer].index_copy_(0, slots, k)
+        self.v[layer].index_copy_(0, slots, v)

@@ -1,0 +1,136 @@
+"""What a model directory says of its model: config.json and generation_config.json, no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DEMO_MODELS_DIR = Path(__file__).resolve().parent.parent / "demo_models"
+DEMO_MODELS = {"demo": "tiny-code"}
+
+
+class ModelPathError(ValueError):
+    """A model directory that is missing or cannot be read; the message names the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of a decoder-only model.
+
+    Attributes:
+        path: resolved model directory.
+        architecture: class name of the first entry of `architectures` (the registry's key).
+        context_len: `max_position_embeddings`, in tokens.
+        eos_token_ids: ids that end an output, of config.json and generation_config.json.
+        rope_scaling: the checkpoint's RoPE scaling parameters, or None.
+        hf: the whole config.json, for what a single model file needs beside this.
+    """
+
+    path: Path
+    architecture: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    context_len: int
+    tie_word_embeddings: bool
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    hf: dict[str, Any]
+
+
+def resolve_model_path(model_path: str) -> Path:
+    """The directory that `--model-path` names; `demo` is a bundled model.
+
+    Raises:
+        ModelPathError: if there is no such directory.
+    """
+    if model_path in DEMO_MODELS:
+        return DEMO_MODELS_DIR / DEMO_MODELS[model_path]
+    path = Path(model_path).expanduser()
+    if not path.is_dir():
+        names = ", ".join(f"`{name}`" for name in DEMO_MODELS)
+        raise ModelPathError(
+            f"--model-path {model_path!r} is not a directory. Give a local directory in Hugging"
+            f" Face layout (config.json, *.safetensors, tokenizer.json), or {names}."
+        )
+    return path
+
+
+def load_model_config(model_path: str) -> ModelConfig:
+    """Reads config.json (and generation_config.json, if there is one).
+
+    Raises:
+        ModelPathError: if the directory or a file is missing, is not JSON or lacks a needed key.
+    """
+    path = resolve_model_path(model_path)
+    config = _read_json(path / "config.json")
+    generation = path / "generation_config.json"
+    eos = _eos_ids(_read_json(generation) if generation.exists() else {}) or _eos_ids(config)
+    try:
+        return _parse(path, config, eos)
+    except KeyError as error:
+        raise ModelPathError(
+            f"{path / 'config.json'} has no entry {error.args[0]!r}; is it the config of a"
+            " decoder-only model?"
+        ) from None
+    except (TypeError, ValueError) as error:
+        raise ModelPathError(f"{path / 'config.json'} cannot be used: {error}.") from None
+
+
+def _parse(path: Path, config: dict[str, Any], eos: tuple[int, ...]) -> ModelConfig:
+    num_heads = int(config["num_attention_heads"])
+    hidden_size = int(config["hidden_size"])
+    # transformers 5 writes `rope_parameters`; earlier releases `rope_theta` and `rope_scaling`.
+    rope = config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or (
+        rope if rope.get("rope_type") not in (None, "default") else None
+    )
+    return ModelConfig(
+        path=path,
+        architecture=str(config["architectures"][0]),
+        model_type=str(config["model_type"]),
+        vocab_size=int(config["vocab_size"]),
+        hidden_size=hidden_size,
+        intermediate_size=int(config["intermediate_size"]),
+        num_layers=int(config["num_hidden_layers"]),
+        num_heads=num_heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+        head_dim=int(config.get("head_dim") or hidden_size // num_heads),
+        rms_norm_eps=float(config["rms_norm_eps"]),
+        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        rope_scaling=scaling,
+        context_len=int(config["max_position_embeddings"]),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        eos_token_ids=eos,
+        hf=config,
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelPathError(f"{path} cannot be read: {error.strerror}.") from None
+    except ValueError as error:
+        raise ModelPathError(f"{path} is not valid JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise ModelPathError(f"{path} must hold a JSON object.")
+    return value
+
+
+def _eos_ids(config: dict[str, Any]) -> tuple[int, ...]:
+    value = config.get("eos_token_id")
+    if value is None:
+        return ()
+    return tuple(int(item) for item in value) if isinstance(value, list) else (int(value),)

@@ -1,0 +1,98 @@
+"""A model, its KV memory and its attention: loads them, then turns forward batches into logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.mem_cache.kv_sizing import KVSizing
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_config import ModelConfig
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.model_loader import load_model
+from sglang.srt.registry import ATTENTION_BACKENDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionConfig:
+    """What the model runner needs to know.
+
+    Attributes:
+        dtype: name of the torch type of weights and KV.
+        row_width: tokens that a row of the request-to-token table holds: the context plus twice
+            the rows of the widest step.
+        kv_budget_bytes: memory for the KV pool.
+    """
+
+    model: ModelConfig
+    load_format: str
+    device: str
+    dtype: str
+    attention_backend: str
+    page_size: int
+    max_total_tokens: int | None
+    max_running_requests: int
+    context_len: int
+    row_width: int
+    kv_budget_bytes: int
+
+
+class ModelRunner:
+    """Owns everything that lives on the device for the target model.
+
+    Raises:
+        ModelPathError: if the weights cannot be loaded.
+        ValueError: if the attention backend or the KV pool cannot be had; the text says why.
+    """
+
+    def __init__(self, config: ExecutionConfig) -> None:
+        model, dtype = config.model, torch_dtype(config.dtype)
+        backend = ATTENTION_BACKENDS.load(config.attention_backend)
+        problems = backend.capabilities().problems(config.device, dtype, config.page_size)
+        if problems:
+            raise ValueError(
+                f"--attention-backend {config.attention_backend} cannot be used:"
+                f" {'; '.join(problems)}."
+            )
+        self.vocab_size = model.vocab_size
+        self.model = load_model(model, config.load_format, config.row_width, dtype, config.device)
+        self.num_pages = KVSizing(
+            available_bytes=config.kv_budget_bytes,
+            bytes_per_token=2
+            * model.num_layers
+            * model.num_kv_heads
+            * model.head_dim
+            * dtype.itemsize,
+            page_size=config.page_size,
+            wished_tokens=config.max_total_tokens,
+            max_useful_tokens=config.max_running_requests * config.context_len,
+        ).num_pages()
+        self.req_to_token_pool = ReqToTokenPool(
+            config.max_running_requests, config.row_width, config.device
+        )
+        self.kv_pool = MHATokenToKVPool(
+            self.num_pages * config.page_size,
+            config.page_size,
+            model.num_layers,
+            model.num_kv_heads,
+            model.head_dim,
+            dtype,
+            config.device,
+        )
+        self.attention = backend(self.req_to_token_pool, self.kv_pool)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits [S, vocab_size] float32."""
+        self.attention.plan(batch)
+        return self.model(batch, self.attention)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """`float32` and so on to torch's object."""
+    return {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }[name]

@@ -1,0 +1,62 @@
+"""What the device knows of each running request, so that a step can start before the host has read
+the one before it (DESIGN section 4)."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang.srt.base_worker import NewRow
+from sglang.srt.layers.sampler import SamplingRows
+
+
+class RequestRows:
+    """One entry per row of the request-to-token table.
+
+    Attributes:
+        committed: [N] int64; the watermark: tokens with KV.
+        pending: [N, max_pending] int64; tokens accepted last, without KV.
+    """
+
+    def __init__(self, num_rows: int, max_pending: int, vocab_size: int, device: str) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self.committed = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.pending = torch.zeros((num_rows, max_pending), dtype=torch.int64, device=device)
+        self._seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._top_k = torch.ones(num_rows, dtype=torch.int64, device=device)
+        # temperature, top_p, min_p
+        self._floats = torch.zeros((num_rows, 3), dtype=torch.float32, device=device)
+
+    def initialize(self, new_rows: list[NewRow]) -> None:
+        """Sets the state of requests that have just got a row."""
+        if not new_rows:
+            return
+        integers, floats = [], []
+        for new in new_rows:
+            params = new.params
+            top_k = self._vocab_size if params.top_k == -1 else params.top_k
+            integers.append((new.row, new.num_committed, new.seed, top_k))
+            floats.append(
+                (0.0 if params.is_greedy else params.temperature, params.top_p, params.min_p)
+            )
+        values = torch.tensor(integers, dtype=torch.int64, device=self._device)
+        rows = values[:, 0]
+        self.committed[rows] = values[:, 1]
+        self._seeds[rows] = values[:, 2]
+        self._top_k[rows] = values[:, 3]
+        self._floats[rows] = torch.tensor(floats, dtype=torch.float32, device=self._device)
+
+    def sampling(
+        self, rows: torch.Tensor, positions: torch.Tensor, all_greedy: bool
+    ) -> SamplingRows:
+        """Parameters of `rows` [S], which draw the tokens at `positions` [S]."""
+        floats = self._floats[rows]
+        return SamplingRows(
+            temperature=floats[:, 0],
+            top_p=floats[:, 1],
+            min_p=floats[:, 2],
+            top_k=self._top_k[rows],
+            seeds=self._seeds[rows],
+            positions=positions,
+            all_greedy=all_greedy,
+        )

@@ -1,0 +1,58 @@
+"""The only place that asks what hardware there is."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What this machine offers.
+
+    Attributes:
+        device: `cuda` or `cpu`, the better of those that work.
+        num_cores: processor cores that this process may use.
+        available_host_bytes: host memory that can be taken without swapping.
+        device_name: name of the accelerator, or of the processor.
+    """
+
+    device: str
+    num_cores: int
+    available_host_bytes: int
+    device_name: str
+
+    @classmethod
+    def probe(cls) -> Platform:
+        """Looks at the machine, once per process."""
+        has_cuda = torch.cuda.is_available()
+        return cls(
+            device="cuda" if has_cuda else "cpu",
+            num_cores=len(os.sched_getaffinity(0)),
+            available_host_bytes=_available_host_bytes(),
+            device_name=torch.cuda.get_device_name() if has_cuda else "cpu",
+        )
+
+
+def free_device_bytes(device: str) -> int:
+    """Unused memory of an accelerator."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free
+
+
+def _available_host_bytes() -> int:
+    """The smaller of MemAvailable and what the control group leaves."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        available = min(available, int(text) - used)
+    return available

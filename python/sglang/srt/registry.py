@@ -1,0 +1,42 @@
+"""Names to factories that are imported only when asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+class Registry:
+    """Maps names to `module:attribute`.
+
+    Args:
+        kind: what the names are, for the error text.
+    """
+
+    def __init__(self, kind: str, entries: dict[str, str]) -> None:
+        self._kind = kind
+        self._entries = entries
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._entries)
+
+    def load(self, name: str) -> Any:
+        """Imports what `name` stands for.
+
+        Raises:
+            ValueError: for an unknown name; the message lists the known ones.
+        """
+        if name not in self._entries:
+            raise ValueError(f"Unknown {self._kind} {name!r}; known: {', '.join(self.names)}.")
+        module, attribute = self._entries[name].split(":")
+        return getattr(importlib.import_module(module), attribute)
+
+
+ATTENTION_BACKENDS = Registry(
+    "attention backend",
+    {"torch_native": "sglang.srt.layers.attention.torch_native_backend:TorchNativeBackend"},
+)
+MODELS = Registry(
+    "model architecture", {"LlamaForCausalLM": "sglang.srt.models.llama:LlamaForCausalLM"}
+)

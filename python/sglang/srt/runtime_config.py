@@ -1,0 +1,159 @@
+"""From what the user asked for to frozen sub-configs, in pure named steps.
+
+Every refusal names the flag and the remedy. `ServerArgs` stops here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang.srt.environ import Environ
+from sglang.srt.managers.batch_planner import PlannerConfig
+from sglang.srt.managers.scheduler import SchedulerConfig
+from sglang.srt.model_config import ModelConfig
+from sglang.srt.model_executor.model_runner import ExecutionConfig
+from sglang.srt.platform import Platform
+from sglang.srt.registry import ATTENTION_BACKENDS
+from sglang.srt.server_args import ServerArgs
+
+CPU_KV_SHARE = 0.1  # of the available host memory, without --mem-fraction-static
+CPU_KV_MAX_BYTES = 1 << 30  # likewise
+MAX_CPU_THREADS = 16
+
+
+class ConfigError(ValueError):
+    """A flag that cannot be met on this machine or with this model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """What the processes below the command line get.
+
+    Attributes:
+        num_threads: torch threads of the scheduler process.
+        mask_token_ids: ids that are never emitted.
+    """
+
+    model: ModelConfig
+    execution: ExecutionConfig
+    scheduler: SchedulerConfig
+    num_threads: int
+    use_radix_cache: bool
+    max_decode_rows: int
+    mask_token_ids: tuple[int, ...]
+
+
+def resolve(
+    args: ServerArgs, platform: Platform, model: ModelConfig, environ: Environ
+) -> RuntimeConfig:
+    """Resolves every wish, or refuses it.
+
+    Raises:
+        ConfigError: the message names the flag and the remedy.
+    """
+    _check_sizes(args)
+    device = _device(args, platform)
+    context_len = _context_len(args, model)
+    max_decode_rows = 1
+    execution = ExecutionConfig(
+        model=model,
+        load_format=args.load_format,
+        device=device,
+        dtype=_dtype(args, model, device),
+        attention_backend=_attention_backend(args),
+        page_size=args.page_size,
+        max_total_tokens=args.max_total_tokens,
+        max_running_requests=args.max_running_requests,
+        context_len=context_len,
+        row_width=context_len + 2 * max_decode_rows,
+        kv_budget_bytes=_kv_budget(args, platform),
+    )
+    scheduler = SchedulerConfig(
+        planner=PlannerConfig(
+            chunked_prefill_size=args.chunked_prefill_size,
+            max_running_requests=args.max_running_requests,
+            schedule_policy=args.schedule_policy,
+            retract_interval=environ.test_retract_interval,
+        ),
+        max_queued_requests=args.max_queued_requests,
+        schedule_conservativeness=args.schedule_conservativeness,
+        eos_token_ids=frozenset(model.eos_token_ids),
+        enable_overlap=not args.disable_overlap_schedule,
+        strict_invariants=environ.strict_invariants,
+        random_seed=args.random_seed,
+    )
+    mask = model.hf.get("mtp_mask_token_id")
+    return RuntimeConfig(
+        model=model,
+        execution=execution,
+        scheduler=scheduler,
+        num_threads=args.num_threads or min(platform.num_cores, MAX_CPU_THREADS),
+        use_radix_cache=not args.disable_radix_cache,
+        max_decode_rows=max_decode_rows,
+        mask_token_ids=() if mask is None else (int(mask),),
+    )
+
+
+def _check_sizes(args: ServerArgs) -> None:
+    at_least_one = (
+        "page_size",
+        "max_running_requests",
+        "max_queued_requests",
+        "chunked_prefill_size",
+    )
+    values = vars(args)
+    for name in at_least_one:
+        if values[name] < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1.")
+    if args.schedule_conservativeness <= 0:
+        raise ConfigError("--schedule-conservativeness must be above 0.")
+    fraction = args.mem_fraction_static
+    if fraction is not None and not 0 < fraction < 1:
+        raise ConfigError("--mem-fraction-static must be between 0 and 1.")
+    if args.num_threads is not None and args.num_threads < 1:
+        raise ConfigError("--num-threads must be at least 1.")
+
+
+def _device(args: ServerArgs, platform: Platform) -> str:
+    if args.device == "auto":
+        return "cpu"
+    if args.device == "cuda":
+        raise ConfigError(
+            "--device cuda: this version has no GPU attention backend yet; use --device cpu."
+        )
+    return args.device
+
+
+def _context_len(args: ServerArgs, model: ModelConfig) -> int:
+    wished = args.context_length
+    if wished is None:
+        return model.context_len
+    if not 1 <= wished <= model.context_len:
+        raise ConfigError(
+            f"--context-length {wished} must be between 1 and the model's {model.context_len}."
+        )
+    return wished
+
+
+def _dtype(args: ServerArgs, model: ModelConfig, device: str) -> str:
+    if args.dtype != "auto":
+        return args.dtype
+    return "float32" if device == "cpu" else model.dtype
+
+
+def _attention_backend(args: ServerArgs) -> str:
+    name = args.attention_backend or "torch_native"
+    if name not in ATTENTION_BACKENDS.names:
+        known = ", ".join(ATTENTION_BACKENDS.names)
+        raise ConfigError(f"--attention-backend {name!r} is unknown; known: {known}.")
+    return name
+
+
+def _kv_budget(args: ServerArgs, platform: Platform) -> int:
+    """Bytes for the KV pool on a CPU."""
+    available = platform.available_host_bytes
+    if args.mem_fraction_static is not None:
+        return int(available * args.mem_fraction_static)
+    if args.max_total_tokens is not None:
+        return available
+    return min(int(available * CPU_KV_SHARE), CPU_KV_MAX_BYTES)

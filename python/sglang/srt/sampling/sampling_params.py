@@ -1,0 +1,75 @@
+"""Sampling parameters of one request, as they travel from the front end to the scheduler."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+GREEDY_TEMPERATURE = 1e-6  # below it the most probable token is taken, as SGLang does
+SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The `sampling_params` object of `/generate`, with SGLang's names and defaults.
+
+    Attributes:
+        max_new_tokens: tokens to generate at most.
+        min_p: keep tokens with at least `min_p` times the probability of the best one.
+        top_k: keep this many tokens; -1 keeps all.
+        sampling_seed: int64. Noise of the token at a position depends on (seed, position) alone,
+            so the same request gives the same tokens whatever else runs. None: drawn per request.
+        stop: texts that end the output when they appear in it; they are cut off.
+        stop_token_ids: token ids that end the output, beside the model's own end-of-text ids.
+        ignore_eos: go on after the model's end-of-text ids; `stop_token_ids` still count.
+        no_stop_trim: leave the stop text or stop token in the output.
+        n: samples per prompt; the front end makes one request of each.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    sampling_seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+    n: int = 1
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
+
+    @property
+    def stop_strings(self) -> list[str]:
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    def problem(self) -> str | None:
+        """The first rule that a field breaks, as `field: reason`; None when all hold.
+
+        Rules that depend on the model or on the server's limits are the front end's.
+        """
+        checks = (
+            ("max_new_tokens", self.max_new_tokens >= 0, "must be at least 0"),
+            ("temperature", _finite_at_least(self.temperature, 0.0), "must be a number >= 0"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "must be in (0, 1]"),
+            ("top_k", self.top_k == -1 or self.top_k >= 1, "must be -1 (all) or at least 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "must be in [0, 1]"),
+            ("n", self.n >= 1, "must be at least 1"),
+            (
+                "sampling_seed",
+                self.sampling_seed is None or SEED_MIN <= self.sampling_seed <= SEED_MAX,
+                "must fit in 64 bits",
+            ),
+            ("stop", all(self.stop_strings), "must not hold an empty text"),
+        )
+        return next((f"{name}: {rule}" for name, holds, rule in checks if not holds), None)
+
+
+def _finite_at_least(value: float, minimum: float) -> bool:
+    return math.isfinite(value) and value >= minimum

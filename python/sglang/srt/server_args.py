@@ -1,0 +1,139 @@
+"""Every flag of the server and the Engine: one flat dataclass whose field metadata makes the CLI.
+
+There is no logic here. `runtime_config.resolve` turns these wishes into frozen sub-configs; nothing
+below it sees this class.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, get_type_hints
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    aliases: tuple[str, ...] = (),
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """A dataclass field that carries what argparse needs to know about it."""
+    metadata = {"help": help, "aliases": aliases, "choices": choices}
+    if default is MISSING:
+        return field(metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerArgs:
+    """What the user asked for. `None` means: let `runtime_config` decide."""
+
+    # Model
+    model_path: str = flag(
+        MISSING, "Model directory (Hugging Face layout), or `demo`.", aliases=("--model",)
+    )
+    tokenizer_path: str | None = flag(None, "Tokenizer directory; default: the model's.")
+    served_model_name: str | None = flag(None, "Name that clients see; default: the model path.")
+    load_format: str = flag(
+        "auto",
+        "`auto` reads safetensors; `dummy` fills random weights from config.json alone.",
+        choices=("auto", "safetensors", "dummy"),
+    )
+    dtype: str = flag(
+        "auto",
+        "`auto` is the checkpoint's type on a GPU and float32 on a CPU.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    context_length: int | None = flag(None, "Tokens per request; default: config.json's.")
+
+    # HTTP
+    host: str = flag("127.0.0.1", "Address to listen on.")
+    port: int = flag(30000, "Port to listen on.")
+    shutdown_timeout_s: float = flag(
+        5.0, "After SIGTERM, seconds that running requests may use to finish before an abort."
+    )
+    skip_server_warmup: bool = flag(False, "Do not run one short request before saying ready.")
+
+    # Memory and schedule
+    mem_fraction_static: float | None = flag(
+        None, "Share of the device's memory for weights and KV pool; default: by device."
+    )
+    max_total_tokens: int | None = flag(None, "KV pool size in tokens; default: from memory.")
+    page_size: int = flag(1, "KV slots per page.")
+    max_running_requests: int = flag(64, "Requests in the running batch at most.")
+    max_queued_requests: int = flag(1024, "Waiting requests; one more is answered with 503.")
+    chunked_prefill_size: int = flag(2048, "Prompt tokens in one step at most.")
+    schedule_policy: str = flag(
+        "fcfs",
+        "Order of the waiting queue: `fcfs`, or `lpm` for longest cached prefix first.",
+        choices=("fcfs", "lpm"),
+    )
+    schedule_conservativeness: float = flag(
+        1.0, "Above 1 admits fewer requests at once (fewer retractions), below 1 more."
+    )
+    disable_radix_cache: bool = flag(False, "Do not re-use KV of earlier requests.")
+    disable_overlap_schedule: bool = flag(
+        False, "Read each step's result before the next one is launched."
+    )
+
+    # Execution
+    device: str = flag("auto", "Device to run on.", choices=("auto", "cpu", "cuda"))
+    attention_backend: str | None = flag(
+        None,
+        "Attention implementation; default: the best one for the device.",
+        choices=("torch_native",),
+    )
+    num_threads: int | None = flag(None, "Torch threads of the scheduler on a CPU.")
+    random_seed: int | None = flag(None, "Seed for requests that bring no sampling_seed.")
+
+    # Limits of one HTTP request
+    max_request_bytes: int = flag(32 * 1024 * 1024, "Size of an HTTP body at most.")
+    max_batch_size_per_request: int = flag(4096, "Prompts x n in one request at most.")
+    max_n: int = flag(128, "Samples per prompt (`n`) at most.")
+    max_stop_strings: int = flag(32, "Entries of `stop`, and of `stop_token_ids`, at most.")
+    max_stop_string_chars: int = flag(256, "Characters of one stop string at most.")
+
+    # Logging
+    log_level: str = flag(
+        "info", "Log level.", choices=("debug", "info", "warning", "error", "critical")
+    )
+
+
+def add_cli_args(parser: argparse.ArgumentParser) -> None:
+    """Adds one option per field; names are the field names with dashes."""
+    hints = get_type_hints(ServerArgs)
+    for entry in fields(ServerArgs):
+        names = (f"--{entry.name.replace('_', '-')}", *entry.metadata["aliases"])
+        kwargs: dict[str, Any] = {"dest": entry.name, "help": entry.metadata["help"]}
+        if hints[entry.name] is bool:
+            kwargs["action"] = "store_true"
+        else:
+            kwargs["type"] = _value_type(hints[entry.name])
+            kwargs["choices"] = entry.metadata["choices"]
+        if entry.default is MISSING:
+            kwargs["required"] = True
+        else:
+            kwargs["default"] = entry.default
+            if entry.default is not None and hints[entry.name] is not bool:
+                kwargs["help"] += f" (default: {entry.default})"
+        parser.add_argument(*names, **kwargs)
+
+
+def _value_type(hint: Any) -> type:
+    """`int` of `int | None`."""
+    members = [member for member in getattr(hint, "__args__", (hint,)) if member is not type(None)]
+    return members[0]
+
+
+def parse_cli(argv: list[str] | None = None) -> ServerArgs:
+    """Parses a command line.
+
+    Raises:
+        SystemExit: on unknown flags or values outside the choices (argparse prints the reason).
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang.launch_server", formatter_class=argparse.RawTextHelpFormatter
+    )
+    add_cli_args(parser)
+    return ServerArgs(**vars(parser.parse_args(argv)))

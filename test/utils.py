@@ -1,0 +1,209 @@
+"""Builders for tests: a scheduler without processes, requests, random models."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang.srt.base_worker import Worker
+from sglang.srt.managers.batch_planner import PlannerConfig
+from sglang.srt.managers.io_struct import (
+    BatchTokenIDOutput,
+    DecodeOptions,
+    FinishReason,
+    TokenizedGenerateReqInput,
+)
+from sglang.srt.managers.schedule_batch import LaunchedStep
+from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
+from sglang.srt.mem_cache.allocator import PageAllocator
+from sglang.srt.mem_cache.kv_ledger import KVLedger
+from sglang.srt.mem_cache.radix_cache import NullPrefixCache, RadixCache
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+CONTEXT_LEN = 512
+
+
+@dataclass(kw_only=True)
+class Setup:
+    """Everything that a test may want to vary of a scheduler."""
+
+    num_pages: int = 512
+    page_size: int = 1
+    use_radix_cache: bool = True
+    max_running_requests: int = 8
+    max_queued_requests: int = 1000
+    chunked_prefill_size: int = 2048
+    schedule_policy: str = "fcfs"
+    retract_interval: int = 0
+    enable_overlap: bool = True
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+class FakeInbox:
+    """Messages that a test has put there."""
+
+    def __init__(self) -> None:
+        self.messages: deque[Any] = deque()
+
+    def drain(self) -> Iterable[Any]:
+        while self.messages:
+            yield self.messages.popleft()
+
+    def wait(self) -> None:
+        raise AssertionError("A test steps the scheduler itself.")
+
+
+@dataclass
+class Collected:
+    """What a client has been told of one request.
+
+    Attributes:
+        num_ends: last outputs; must become exactly 1.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    num_ends: int = 0
+    options: list[DecodeOptions] = field(default_factory=list)
+    num_retractions: int = 0
+    cached_tokens: int = 0
+
+
+class SchedulerHarness:
+    """Steps a scheduler by hand and collects what it sends. The ledger is checked every step."""
+
+    def __init__(self, setup: Setup, worker: Worker) -> None:
+        self.setup = setup
+        self.inbox = FakeInbox()
+        self.replies: list[Any] = []
+        self.pings: list[Any] = []
+        self.outputs: dict[int, Collected] = {}
+        self.ongoing: LaunchedStep | None = None
+        self.num_steps = 0
+        self._next_id = 0
+        tree = RadixCache(setup.page_size) if setup.use_radix_cache else NullPrefixCache()
+        allocator = PageAllocator(setup.num_pages, setup.page_size)
+        self.ledger = KVLedger(setup.max_running_requests, allocator, tree)
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                planner=PlannerConfig(
+                    chunked_prefill_size=setup.chunked_prefill_size,
+                    max_running_requests=setup.max_running_requests,
+                    schedule_policy=setup.schedule_policy,
+                    retract_interval=setup.retract_interval,
+                ),
+                max_queued_requests=setup.max_queued_requests,
+                schedule_conservativeness=1.0,
+                eos_token_ids=setup.eos_token_ids,
+                enable_overlap=setup.enable_overlap,
+                strict_invariants=True,
+                random_seed=0,
+            ),
+            worker,
+            self.ledger,
+            self.inbox,
+            self._to_detokenizer,
+            self.replies.append,
+            make_stop_finder=_no_stop_finder,
+        )
+
+    def submit(
+        self, input_ids: list[int], stream: bool = True, rid: str = "", **params: Any
+    ) -> int:
+        """Sends a request; returns its number. `params` are sampling parameters."""
+        self._next_id += 1
+        self.outputs[self._next_id] = Collected()
+        self.inbox.messages.append(
+            TokenizedGenerateReqInput(
+                req_id=self._next_id,
+                rid=rid or f"request-{self._next_id}",
+                input_ids=list(input_ids),
+                sampling_params=SamplingParams(**params),
+                stream=stream,
+            )
+        )
+        return self._next_id
+
+    def step(self) -> None:
+        """One turn of the event loop."""
+        scheduler = self.scheduler
+        if self.setup.enable_overlap:
+            self.ongoing = scheduler.event_loop_overlap(self.ongoing)
+        else:
+            scheduler.event_loop_normal()
+        scheduler.checker.after_step("turn of the loop")
+        self.num_steps += 1
+
+    @property
+    def is_idle(self) -> bool:
+        return self.ongoing is None and not self.inbox.messages and self.scheduler.lifecycle.is_idle
+
+    def run(self, max_steps: int = 100_000) -> None:
+        """Steps until nothing is left to do."""
+        for _ in range(max_steps):
+            if self.is_idle:
+                self.scheduler.checker.when_idle()
+                return
+            self.step()
+        raise AssertionError(f"Not idle after {max_steps} steps.")
+
+    def generate(self, prompts: list[list[int]], **params: Any) -> list[list[int]]:
+        """Output tokens of prompts that arrive together."""
+        ids = [self.submit(prompt, **params) for prompt in prompts]
+        self.run()
+        return [self.outputs[req_id].token_ids for req_id in ids]
+
+    def _to_detokenizer(self, message: Any) -> None:
+        if not isinstance(message, BatchTokenIDOutput):
+            self.pings.append(message)
+            return
+        for output in message.outputs:
+            collected = self.outputs[output.req_id]
+            assert collected.num_ends == 0, "An output came after the last one."
+            collected.token_ids.extend(output.token_ids)
+            collected.num_retractions = output.num_retractions
+            collected.cached_tokens = output.cached_tokens
+            if output.options is not None:
+                collected.options.append(output.options)
+            assert output.completion_tokens == len(collected.token_ids)
+            if output.finish_reason is not None:
+                collected.finish_reason = output.finish_reason
+                collected.num_ends += 1
+
+
+def _no_stop_finder(params: SamplingParams) -> Any:
+    raise AssertionError("This harness has no tokenizer; test stop strings with one.")
+
+
+def make_random_llama(path: Path, seed: int = 0, num_shards: int = 1, **changes: Any) -> Path:
+    """Writes a small random Llama in Hugging Face layout; `changes` go to its config."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    values = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": CONTEXT_LEN,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "initializer_range": 0.2,
+        **changes,
+    }
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**values))
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    model.save_pretrained(path, max_shard_size=size // num_shards + 1)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+    return path
