@@ -139,6 +139,10 @@ class SchedulerHarness:
             scheduler.event_loop_normal()
         scheduler.checker.after_step("turn of the loop")
         self.num_steps += 1
+        if self.ongoing is None:
+            for req in scheduler.lifecycle.running:
+                assert req.committed_bound == req.committed, "A bound was not settled."
+                assert req.num_inflight == req.num_inflight_emits == 0
 
     @property
     def is_idle(self) -> bool:

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864, section 3.2.2), Llama's half-split form."""
+"""Rotary position embedding (RoFormer, arXiv 2104.09864, section 3.2.2), in Llama's split form."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def filter_probs(
 
 
 def uniform_noise(seeds: torch.Tensor, positions: torch.Tensor, size: int) -> torch.Tensor:
-    """Uniform noise in (0, 1) by counter: a hash of (seed, position, token), the same on any device.
+    """Uniform noise in (0, 1): a hash of (seed, position, token), the same on any device.
 
     SplitMix64's finalizer (Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
     OOPSLA 2014) over wrapping int64 arithmetic.

@@ -3,7 +3,8 @@
 Messages are msgspec structs, tagged by class name; nothing is ever pickled.
 
     front end (tokenizer manager) --TokenizedGenerateReqInput, AbortReq, control--> scheduler
-    scheduler --BatchTokenIDOutput, HealthPing--> detokenizer --BatchStrOutput, HealthPing--> front end
+    scheduler --BatchTokenIDOutput, HealthPing--> detokenizer
+    detokenizer --BatchStrOutput, HealthPing--> front end
     scheduler --control replies--> front end
 """
 

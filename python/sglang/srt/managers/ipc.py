@@ -1,4 +1,4 @@
-"""Typed ZeroMQ channels between the processes of one server: msgspec over `ipc://`, never pickle."""
+"""Typed ZeroMQ channels between the processes of one server: msgspec over `ipc://`, no pickle."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Sender(Generic[M]):
     """Connects to a receiver's address and pushes messages of the type M."""
 
     def __init__(self, address: str) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 1000)  # ms to deliver what was sent before a close
         self._socket.connect(address)
@@ -66,7 +66,7 @@ class Receiver(Generic[M]):
     """Binds an address and pulls messages of the union `message_type`."""
 
     def __init__(self, address: str, message_type: Any) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.PULL)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(address)
         self._decoder = msgspec.msgpack.Decoder(message_type)

@@ -1,0 +1,237 @@
+"""Whatever happens to requests, the ledger stays exact, tokens stay right, and each request is
+answered once. Random programs over the scheduler with workers that accept one or many tokens."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from fake_worker import VOCAB_SIZE, FakeWorker, oracle
+from utils import SchedulerHarness, Setup
+
+from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqInput, FlushCacheReqOutput
+
+KINDS = ("plain", "verify", "mtp")
+NUM_SEEDS = 130  # per kind
+K = 4
+MAX_SPARE = 2 * K  # rows of the widest step
+
+
+@dataclass
+class Submitted:
+    prompt: list[int]
+    max_new_tokens: int
+
+
+class Storm:
+    """A seeded program of arrivals, aborts, disconnects and flushes against one scheduler."""
+
+    def __init__(self, kind: str, seed: int) -> None:
+        self.random = random.Random(seed)
+        choose = self.random.choice
+        page_size = choose([1, 1, 4, 16])
+        self.setup = Setup(
+            page_size=page_size,
+            num_pages=choose([160, 240, 600]) // page_size,
+            use_radix_cache=choose([True, True, False]),
+            max_running_requests=choose([1, 3, 8]),
+            max_queued_requests=choose([2, 100, 100]),
+            chunked_prefill_size=choose([4, 16, 2048]),
+            schedule_policy=choose(["fcfs", "lpm"]),
+            retract_interval=choose([0, 0, 3]),
+            enable_overlap=choose([True, True, False]),
+            eos_token_ids=choose([frozenset(), frozenset({0, 1})]),
+        )
+        worker = FakeWorker(kind, K, self.setup.max_running_requests, seed)
+        self.harness = SchedulerHarness(self.setup, worker)
+        self.submitted: dict[int, Submitted] = {}
+        self.families = [self._tokens(self.random.randint(1, 60)) for _ in range(3)]
+
+    def run(self) -> None:
+        for _ in range(self.random.randint(20, 120)):
+            self._act()
+            self.harness.step()
+        self.harness.run()
+
+    def _act(self) -> None:
+        draw = self.random.random()
+        inbox = self.harness.inbox.messages
+        if draw < 0.45:
+            for _ in range(self.random.choice([1, 1, 5])):
+                self._submit()
+        elif draw < 0.55 and self.submitted:
+            inbox.append(AbortReq(req_ids=[self.random.choice(list(self.submitted))]))
+        elif draw < 0.58 and self.submitted:
+            inbox.append(AbortReq(rid=f"request-{self.random.choice(list(self.submitted))}"))
+        elif draw < 0.59:
+            inbox.append(AbortReq(abort_all=True))
+        elif draw < 0.62:
+            inbox.append(FlushCacheReqInput(call_id=1))
+
+    def _submit(self) -> None:
+        family = self.random.choice(self.families)
+        prompt = family[: self.random.randint(1, len(family))] + self._tokens(
+            self.random.choice([0, 1, 7])
+        )
+        max_new_tokens = self.random.choice([0, 1, 2, 9, 40])
+        req_id = self.harness.submit(
+            prompt,
+            stream=self.random.random() < 0.7,
+            max_new_tokens=max_new_tokens,
+            temperature=0.0,
+        )
+        self.submitted[req_id] = Submitted(prompt, max_new_tokens)
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.random.randrange(VOCAB_SIZE) for _ in range(count)]
+
+
+def expected_output(request: Submitted, eos: frozenset[int]) -> tuple[list[int], str]:
+    """Tokens and finish type of a request that is left alone."""
+    tokens = oracle(request.prompt, request.max_new_tokens)
+    for index, token in enumerate(tokens):
+        if token in eos:
+            return tokens[: index + 1], "stop"
+    return tokens, "length"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ledger_tokens_and_answers_survive_any_storm(kind: str) -> None:
+    """The harness checks the ledger after every step and every turn of the loop."""
+    num_aborted = num_retracted = num_refused = 0
+    for seed in range(NUM_SEEDS):
+        storm = Storm(kind, seed)
+        storm.run()
+        for req_id, request in storm.submitted.items():
+            outcome = storm.harness.outputs[req_id]
+            where = f"{kind}, seed {seed}, request {req_id}, {storm.setup}"
+            assert outcome.num_ends == 1, where
+            assert len(outcome.options) == 1, where
+            assert outcome.finish_reason is not None
+            tokens, kind_of_end = expected_output(request, storm.setup.eos_token_ids)
+            if outcome.finish_reason.type == "abort":
+                assert outcome.token_ids == tokens[: len(outcome.token_ids)], where
+                num_refused += outcome.finish_reason.status_code == 503
+                num_aborted += 1
+            else:
+                assert outcome.token_ids == tokens, where
+                assert outcome.finish_reason.type == kind_of_end, where
+            num_retracted += outcome.num_retractions
+        ledger = storm.harness.ledger
+        assert ledger.num_used_rows == 0
+        assert ledger.num_free_tokens + ledger.num_tree_tokens == ledger.num_pool_tokens
+    # The storms must really do what they are meant to.
+    assert num_aborted > 100
+    assert num_refused > 10
+    assert num_retracted > 100
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_flush_answers_and_empties_only_an_idle_cache(kind: str) -> None:
+    harness = SchedulerHarness(Setup(), FakeWorker(kind, K, 8, seed=0))
+    harness.submit([1, 2, 3, 4, 5, 6], max_new_tokens=20, temperature=0.0)
+    harness.step()
+    harness.inbox.messages.append(FlushCacheReqInput(call_id=7))
+    harness.step()
+    refused = harness.replies[-1]
+    assert isinstance(refused, FlushCacheReqOutput)
+    assert not refused.success
+    assert "1 requests are running" in refused.error_msg
+    harness.run()
+    cached = harness.ledger.num_tree_tokens
+    assert cached > 0
+    harness.inbox.messages.append(FlushCacheReqInput(call_id=8))
+    harness.step()
+    assert harness.replies[-1] == FlushCacheReqOutput(
+        call_id=8, success=True, flushed_items=cached
+    )
+    assert harness.ledger.num_free_tokens == harness.ledger.num_pool_tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_prefix_computed_once_is_reused_and_gives_the_same_tokens(
+    kind: str, overlap: bool
+) -> None:
+    for page_size in (1, 16):
+        setup = Setup(page_size=page_size, enable_overlap=overlap)
+        harness = SchedulerHarness(setup, FakeWorker(kind, K, 8, seed=0))
+        prompt = [i * 7 % VOCAB_SIZE for i in range(50)]
+        first = harness.generate([prompt], max_new_tokens=9, temperature=0.0)
+        again = harness.generate([prompt], max_new_tokens=9, temperature=0.0)
+        assert first == again == [oracle(prompt, 9)]
+        assert harness.outputs[2].cached_tokens == 49 // page_size * page_size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_finished_request_leaves_its_output_in_the_cache_up_to_the_stop(kind: str) -> None:
+    """What is cached is never more than has KV, nor past the stop."""
+    harness = SchedulerHarness(Setup(), FakeWorker(kind, K, 8, seed=0))
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    output = harness.generate([prompt], max_new_tokens=20, temperature=0.0)[0]
+    total = len(prompt) + len(output)
+    widest_pending = K if kind == "mtp" else 1
+    assert total - widest_pending <= harness.ledger.num_tree_tokens <= total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decode_and_prefill_share_steps(kind: str) -> None:
+    """A newcomer's prompt does not stop the running requests: both move in one step."""
+    worker = FakeWorker(kind, K, 8, seed=0)
+    harness = SchedulerHarness(Setup(chunked_prefill_size=4), worker)
+    first = harness.submit([1, 2], max_new_tokens=200, temperature=0.0)
+    for _ in range(3):
+        harness.step()
+    before = len(harness.outputs[first].token_ids)
+    second = harness.submit(list(range(40)), max_new_tokens=4, temperature=0.0)
+    for _ in range(8):
+        harness.step()
+    assert worker.max_rows_in_batch == 2
+    assert len(harness.outputs[first].token_ids) >= before + 8
+    assert harness.outputs[second].token_ids == []
+    harness.run()
+    assert harness.outputs[second].token_ids == oracle(list(range(40)), 4)
+
+
+def test_the_queue_limit_refuses_exactly_the_surplus_with_503() -> None:
+    harness = SchedulerHarness(
+        Setup(max_running_requests=1, max_queued_requests=3), FakeWorker("plain", K, 1, seed=0)
+    )
+    ids = [harness.submit([i, 2, 3], max_new_tokens=3, temperature=0.0) for i in range(8)]
+    harness.run()
+    ends = [harness.outputs[req_id].finish_reason for req_id in ids]
+    refused = [end for end in ends if end is not None and end.status_code == 503]
+    assert len(refused) == 5
+    assert all(end is not None and end.type == "length" for end in ends[:3])
+
+
+def test_retracted_requests_go_ahead_of_never_admitted_ones() -> None:
+    harness = SchedulerHarness(Setup(num_pages=90), FakeWorker("plain", K, 8, seed=0))
+    for i in range(12):
+        harness.submit([i, i + 1, i + 2], max_new_tokens=40, temperature=0.0)
+    seen_retracted = False
+    while not harness.is_idle:
+        harness.step()
+        waiting = harness.scheduler.lifecycle.waiting
+        flags = [req.was_admitted for req in waiting]
+        assert flags == sorted(flags, reverse=True)
+        arrivals = [req.arrival for req in waiting]
+        assert arrivals == sorted(arrivals)
+        seen_retracted |= any(flags)
+    assert seen_retracted
+
+
+def test_aborting_a_running_request_answers_in_the_same_turn_with_its_partial_output() -> None:
+    harness = SchedulerHarness(Setup(), FakeWorker("plain", K, 8, seed=0))
+    req_id = harness.submit([5, 6, 7], stream=False, max_new_tokens=100, temperature=0.0)
+    for _ in range(10):
+        harness.step()
+    harness.inbox.messages.append(AbortReq(req_ids=[req_id]))
+    harness.step()
+    outcome = harness.outputs[req_id]
+    assert outcome.num_ends == 1
+    assert 5 <= len(outcome.token_ids) <= 10
+    assert outcome.token_ids == oracle([5, 6, 7], 100)[: len(outcome.token_ids)]
+    harness.run()
+    assert harness.ledger.num_free_tokens + harness.ledger.num_tree_tokens == 512
