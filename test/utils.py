@@ -21,9 +21,12 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.schedule_batch import LaunchedStep
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
+from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.mem_cache.radix_cache import NullPrefixCache, RadixCache
+from sglang.srt.model_config import load_model_config
+from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 CONTEXT_LEN = 512
@@ -211,3 +214,26 @@ def make_random_llama(path: Path, seed: int = 0, num_shards: int = 1, **changes:
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config, indent=1))
     return path
+
+
+def make_model_worker(path: Path, setup: Setup, context_len: int = CONTEXT_LEN) -> TpModelWorker:
+    """The real worker over the model at `path`, on the CPU in float32."""
+    config = load_model_config(str(path))
+    runner = ModelRunner(
+        ExecutionConfig(
+            model=config,
+            load_format="auto",
+            device="cpu",
+            dtype="float32",
+            attention_backend="torch_native",
+            page_size=setup.page_size,
+            max_total_tokens=setup.num_pages * setup.page_size,
+            max_running_requests=setup.max_running_requests,
+            context_len=context_len,
+            row_width=context_len + 2,
+            kv_budget_bytes=1 << 30,
+        )
+    )
+    mask = config.hf.get("mtp_mask_token_id")
+    suppressed = () if mask is None else (int(mask),)
+    return TpModelWorker(runner, setup.max_running_requests, "cpu", suppressed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 
 def flag(
@@ -122,8 +122,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
 
 def _value_type(hint: Any) -> type:
     """`int` of `int | None`."""
-    members = [member for member in getattr(hint, "__args__", (hint,)) if member is not type(None)]
-    return members[0]
+    return next(member for member in get_args(hint) or (hint,) if member is not type(None))
 
 
 def parse_cli(argv: list[str] | None = None) -> ServerArgs:

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Runs the CPU suite, after the set-up if that is needed. Extra arguments go to pytest; a path or a
+# test id among them replaces the whole suite: bash scripts/test.sh test/unit/test_code_shape.py -x
+set -euo pipefail
+# shellcheck source=scripts/_setup_venv.sh
+source "$(dirname "${BASH_SOURCE[0]}")/_setup_venv.sh"
+setup_venv 1 3
+
+TARGETS=(test/unit test/e2e)
+cd "$ROOT"
+for argument in "$@"; do
+    case "$argument" in
+        -*) ;;
+        *) if [ -e "${argument%%::*}" ]; then TARGETS=(); fi ;;
+    esac
+done
+
+# Waiting torch threads sleep: two busy processes on two cores slow each other many times over.
+export OMP_WAIT_POLICY=PASSIVE KMP_BLOCKTIME=0 TOKENIZERS_PARALLELISM=false
+
+printf '[3/3] CPU suite\n'
+status=0
+"$VENV_PYTHON" -m pytest ${TARGETS[@]+"${TARGETS[@]}"} -q --durations=10 "$@" || status=$?
+case "$status" in
+    0) ;;
+    5) fail "pytest found no test to run" ;;
+    *) printf '\nFAILED: the CPU suite (pytest exit status %s). The lines that begin with FAILED or ERROR
+above name the tests. One test again: bash scripts/test.sh PATH::NAME\n' "$status" >&2 ;;
+esac
+exit "$status"

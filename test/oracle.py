@@ -1,0 +1,89 @@
+"""transformers as the oracle for greedy tokens, and the near-tie rule (DESIGN section 6)."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+MAX_GAP = 1e-3  # float32
+MAX_SHARE = 0.02
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Greedy output of one prompt; gaps[i] is the top-2 logit gap where token i was chosen."""
+
+    prompt: list[int]
+    tokens: list[int]
+    gaps: list[float]
+
+
+def transformers_greedy(path: Path, prompts: list[list[int]], num_tokens: int) -> list[Reference]:
+    """`generate` of transformers, one prompt at a time, float32, the mask token suppressed."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    mask = getattr(model.config, "mtp_mask_token_id", None)
+    references = []
+    for prompt in prompts:
+        out = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones((1, len(prompt)), dtype=torch.int64),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            suppress_tokens=None if mask is None else [mask],
+            return_dict_in_generate=True,
+            output_scores=True,
+            pad_token_id=0,
+        )
+        tops = [scores[0].topk(2).values for scores in out.scores]
+        gaps = [float(top[0] - top[1]) for top in tops]
+        references.append(Reference(prompt, out.sequences[0, len(prompt) :].tolist(), gaps))
+    return references
+
+
+def assert_equal_up_to_near_ties(
+    actual: list[list[int]], references: list[Reference], what: str
+) -> None:
+    """Tokens are equal, but for first divergences at near-ties in at most 2 % of the prompts.
+
+    The number of those is printed.
+    """
+    num_near_ties = 0
+    for index, (tokens, reference) in enumerate(zip(actual, references, strict=True)):
+        if tokens == reference.tokens:
+            continue
+        place = first_divergence(tokens, reference.tokens)
+        assert place < min(len(tokens), len(reference.tokens)), (
+            f"{what}, prompt {index}: {len(tokens)} tokens, the reference has"
+            f" {len(reference.tokens)}; they agree as far as they go"
+        )
+        assert reference.gaps[place] <= MAX_GAP, (
+            f"{what}, prompt {index}: token {place} is {tokens[place]}, the reference has"
+            f" {reference.tokens[place]} with a gap of {reference.gaps[place]:.4f}"
+        )
+        num_near_ties += 1
+    print(f"{what}: {num_near_ties} near-ties in {len(references)} prompts")
+    assert num_near_ties <= MAX_SHARE * len(references), f"{what}: {num_near_ties} near-ties"
+
+
+def first_divergence(left: list[int], right: list[int]) -> int:
+    """Index of the first difference; the shorter length if there is none before it."""
+    pairs = enumerate(zip(left, right))  # noqa: B905 (lengths may differ)
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+def code_snippets(modules: list[ModuleType], count: int, lengths: list[int]) -> list[str]:
+    """Pieces of real source code, `lengths` characters long in turn, from different places."""
+    sources = [inspect.getsource(module) for module in modules]
+    snippets = []
+    for index in range(count):
+        source = sources[index % len(sources)]
+        length = lengths[index % len(lengths)]
+        start = (index * 977) % (len(source) - length)
+        snippets.append(source[start : start + length])
+    return snippets
