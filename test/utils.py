@@ -232,6 +232,7 @@ def make_model_worker(path: Path, setup: Setup, context_len: int = CONTEXT_LEN) 
             context_len=context_len,
             row_width=context_len + 2,
             kv_budget_bytes=1 << 30,
+            num_threads=1,
         )
     )
     mask = config.hf.get("mtp_mask_token_id")

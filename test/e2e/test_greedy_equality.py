@@ -94,9 +94,7 @@ def test_mixed_arrival(model_path: Path, references: list[Reference], variant: s
     harness = make_harness(model_path, **VARIANTS[variant])
     ids = []
     for reference in references:
-        ids.append(
-            harness.submit(reference.prompt, max_new_tokens=NUM_TOKENS, temperature=0.0)
-        )
+        ids.append(harness.submit(reference.prompt, max_new_tokens=NUM_TOKENS, temperature=0.0))
         harness.step()
         harness.step()
     harness.run()

@@ -75,26 +75,31 @@ def load_model_config(model_path: str) -> ModelConfig:
     path = resolve_model_path(model_path)
     config = _read_json(path / "config.json")
     generation = path / "generation_config.json"
-    eos = _eos_ids(_read_json(generation) if generation.exists() else {}) or _eos_ids(config)
+    eos = _eos_ids(generation, _read_json(generation)) if generation.exists() else ()
+    eos = eos or _eos_ids(path / "config.json", config)
     try:
-        return _parse(path, config, eos)
+        parsed = _parse(path, config, eos)
+        _check_shape(parsed)
+        return parsed
     except KeyError as error:
         raise ModelPathError(
             f"{path / 'config.json'} has no entry {error.args[0]!r}; is it the config of a"
             " decoder-only model?"
         ) from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
         raise ModelPathError(f"{path / 'config.json'} cannot be used: {error}.") from None
 
 
 def _parse(path: Path, config: dict[str, Any], eos: tuple[int, ...]) -> ModelConfig:
     num_heads = int(config["num_attention_heads"])
+    if not config["architectures"]:
+        raise ValueError("`architectures` names no model class")
     hidden_size = int(config["hidden_size"])
     # transformers 5 writes `rope_parameters`; earlier releases `rope_theta` and `rope_scaling`.
     rope = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or (
-        rope if rope.get("rope_type") not in (None, "default") else None
-    )
+    scaling = config.get("rope_scaling") or rope
+    if (scaling.get("rope_type") or scaling.get("type") or "default") == "default":
+        scaling = None
     return ModelConfig(
         path=path,
         architecture=str(config["architectures"][0]),
@@ -117,6 +122,30 @@ def _parse(path: Path, config: dict[str, Any], eos: tuple[int, ...]) -> ModelCon
     )
 
 
+def _check_shape(config: ModelConfig) -> None:
+    """Raises ValueError for sizes that no model can have."""
+    sizes = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.context_len,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}, but must be at least 1")
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(
+            f"num_attention_heads {config.num_heads} is no multiple of num_key_value_heads"
+            f" {config.num_kv_heads}"
+        )
+    if config.head_dim % 2:
+        raise ValueError(f"head_dim {config.head_dim} is odd")
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -129,8 +158,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _eos_ids(config: dict[str, Any]) -> tuple[int, ...]:
+def _eos_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
     value = config.get("eos_token_id")
-    if value is None:
-        return ()
-    return tuple(int(item) for item in value) if isinstance(value, list) else (int(value),)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(item, int) for item in ids):
+        raise ModelPathError(f"eos_token_id in {path} must be a token id or a list of them.")
+    return tuple(ids)

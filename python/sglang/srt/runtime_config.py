@@ -5,6 +5,7 @@ Every refusal names the flag and the remedy. `ServerArgs` stops here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from sglang.srt.environ import Environ
@@ -30,14 +31,12 @@ class RuntimeConfig:
     """What the processes below the command line get.
 
     Attributes:
-        num_threads: torch threads of the scheduler process.
         mask_token_ids: ids that are never emitted.
     """
 
     model: ModelConfig
     execution: ExecutionConfig
     scheduler: SchedulerConfig
-    num_threads: int
     use_radix_cache: bool
     max_decode_rows: int
     mask_token_ids: tuple[int, ...]
@@ -67,6 +66,7 @@ def resolve(
         context_len=context_len,
         row_width=context_len + 2 * max_decode_rows,
         kv_budget_bytes=_kv_budget(args, platform),
+        num_threads=args.num_threads or min(platform.num_cores, MAX_CPU_THREADS),
     )
     scheduler = SchedulerConfig(
         planner=PlannerConfig(
@@ -82,15 +82,13 @@ def resolve(
         strict_invariants=environ.strict_invariants,
         random_seed=args.random_seed,
     )
-    mask = model.hf.get("mtp_mask_token_id")
     return RuntimeConfig(
         model=model,
         execution=execution,
         scheduler=scheduler,
-        num_threads=args.num_threads or min(platform.num_cores, MAX_CPU_THREADS),
         use_radix_cache=not args.disable_radix_cache,
         max_decode_rows=max_decode_rows,
-        mask_token_ids=() if mask is None else (int(mask),),
+        mask_token_ids=_mask_token_ids(model),
     )
 
 
@@ -100,13 +98,16 @@ def _check_sizes(args: ServerArgs) -> None:
         "max_running_requests",
         "max_queued_requests",
         "chunked_prefill_size",
+        "max_request_bytes",
+        "max_batch_size_per_request",
+        "max_n",
     )
     values = vars(args)
     for name in at_least_one:
         if values[name] < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1.")
-    if args.schedule_conservativeness <= 0:
-        raise ConfigError("--schedule-conservativeness must be above 0.")
+    if not 0 < args.schedule_conservativeness < math.inf:
+        raise ConfigError("--schedule-conservativeness must be a number above 0.")
     fraction = args.mem_fraction_static
     if fraction is not None and not 0 < fraction < 1:
         raise ConfigError("--mem-fraction-static must be between 0 and 1.")
@@ -147,6 +148,18 @@ def _attention_backend(args: ServerArgs) -> str:
         known = ", ".join(ATTENTION_BACKENDS.names)
         raise ConfigError(f"--attention-backend {name!r} is unknown; known: {known}.")
     return name
+
+
+def _mask_token_ids(model: ModelConfig) -> tuple[int, ...]:
+    mask = model.hf.get("mtp_mask_token_id")
+    if mask is None:
+        return ()
+    if not isinstance(mask, int) or not 0 <= mask < model.vocab_size:
+        raise ConfigError(
+            f"mtp_mask_token_id {mask!r} in {model.path / 'config.json'} must be a token id below"
+            f" vocab_size {model.vocab_size}."
+        )
+    return (mask,)
 
 
 def _kv_budget(args: ServerArgs, platform: Platform) -> int:

@@ -92,7 +92,8 @@ class DecodeStream:
             return ""
         text = self._tokenizer.decode(self._window, skip_special_tokens=False)
         num_pending = len(text) - len(text.rstrip(REPLACEMENT))
-        end = len(text) - min(num_pending, MAX_PENDING_CHARS)
+        # With byte fallback an unfinished character spoils the bytes of the context before it too.
+        end = len(text) - min(num_pending, MAX_PENDING_CHARS + self._context_len)
         piece = text[self._num_chars_out : end]
         self._num_chars_out = max(end, self._num_chars_out)
         if num_pending == 0 and piece:

@@ -73,7 +73,9 @@ def filter_probs(
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     mass_before = ordered.cumsum(dim=-1) - ordered
     rank = torch.arange(probs.shape[-1], device=probs.device)
-    keep = (rank < top_k[:, None]) & (mass_before < top_p[:, None])
+    # A sum of many float32 may round up to 1, so top_p = 1 is no comparison with it.
+    mass_limit = torch.where(top_p >= 1, torch.inf, top_p)
+    keep = (rank < top_k[:, None]) & (mass_before < mass_limit[:, None])
     keep &= ordered >= ordered[:, :1] * min_p[:, None]
     keep[:, 0] = True
     return torch.zeros_like(probs).scatter_(-1, order, ordered * keep)

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from typing import Any
 
 import msgspec
-import torch
 
 from sglang.srt.environ import Environ
 from sglang.srt.managers.child_process import configure_logging, start_child_process
@@ -58,7 +57,6 @@ def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, Schedul
         ValueError: for a flag, model or size that cannot be had.
     """
     config = resolve(args, Platform.probe(), load_model_config(args.model_path), Environ.read())
-    torch.set_num_threads(config.num_threads)
     runner = ModelRunner(config.execution)
     worker = TpModelWorker(
         runner,
@@ -121,7 +119,7 @@ def _info(config: RuntimeConfig, num_pages: int) -> SchedulerInfo:
             "dtype": execution.dtype,
             "attention_backend": execution.attention_backend,
             "page_size": execution.page_size,
-            "num_threads": config.num_threads,
+            "num_threads": execution.num_threads,
             "max_total_num_tokens": pool,
             "architecture": config.model.architecture,
             "schedule": asdict(config.scheduler.planner),

@@ -31,6 +31,7 @@ class RequestKV:
     shared_end: int
     duplicate_end: int
     inserted_end: int
+    is_released: bool = False
 
     @property
     def private_pages(self) -> list[int]:
@@ -79,7 +80,9 @@ class KVLedger:
         self._num_rows = num_rows
         self._allocator = allocator
         self._tree = tree
-        self._writes = PageTableWrites()
+        # By row, so that a row that changes hands between two steps is not written twice: the
+        # order of writes to one entry is undefined on a GPU.
+        self._writes: dict[int, PageTableWrites] = {}
         self.page_size = allocator.page_size
 
     @property
@@ -168,21 +171,27 @@ class KVLedger:
 
     def release(self, kv: RequestKV, tokens: Sequence[int] | None) -> None:
         """Ends a request's ownership, once. `tokens` with committed KV go to the tree first;
-        None inserts nothing (abort, retract)."""
+        None inserts nothing (abort, retract).
+
+        Raises:
+            RuntimeError: if it was released before.
+        """
+        if kv.is_released:
+            raise RuntimeError(f"KV of row {kv.row} was released twice.")
+        kv.is_released = True
         leftover = kv.private_pages
-        if tokens is not None:
-            num_pages = max(len(tokens) // self.page_size, kv.inserted_end)
-            path = kv.pages[:num_pages]
-            result = self._tree.insert(kv.namespace, tokens[: num_pages * self.page_size], path)
-            num_existing = max(result.num_existing_pages, kv.inserted_end)
+        num_pages = 0 if tokens is None else len(tokens) // self.page_size
+        if tokens is not None and num_pages > kv.inserted_end:
+            result = self._tree.insert(kv.namespace, tokens, kv.pages[:num_pages])
             leftover = (
                 kv.pages[kv.shared_end : kv.duplicate_end]
-                + kv.pages[kv.inserted_end : num_existing]
+                + kv.pages[kv.inserted_end : result.num_existing_pages]
                 + kv.pages[num_pages:]
             )
         self._tree.unlock(kv.node)
         self._allocator.free(leftover)
         self._free_rows.append(kv.row)
+        self._writes.pop(kv.row, None)
         kv.pages = []
 
     def flush(self) -> int:
@@ -192,21 +201,36 @@ class KVLedger:
         return len(pages) * self.page_size
 
     def take_table_writes(self) -> PageTableWrites:
-        """The table entries changed since the last call, for the next step to apply."""
-        writes, self._writes = self._writes, PageTableWrites()
-        return writes
+        """The table entries changed since the last call, for the next step to apply; each once."""
+        taken = PageTableWrites()
+        for writes in self._writes.values():
+            taken.rows.extend(writes.rows)
+            taken.columns.extend(writes.columns)
+            taken.slots.extend(writes.slots)
+        self._writes = {}
+        return taken
+
+    def num_missing_tokens(self, owners: Iterable[RequestKV]) -> int:
+        """pool - free - tree - private, by counts alone."""
+        num_owned = self._tree.num_pages + sum(kv.num_private_pages for kv in owners)
+        return (self._allocator.num_pages - self._allocator.num_free - num_owned) * self.page_size
 
     def check(self, owners: Iterable[RequestKV]) -> LedgerReport:
-        """Compares every page's claims with the pool."""
+        """Compares every page's claims with the pool. A claim on a page outside of it, the dummy
+        one for example, counts as an overlap."""
         claims = Counter(self._allocator.free_pages)
         claims.update(self._tree.pages())
         for kv in owners:
             claims.update(kv.private_pages)
         num_pages = self._allocator.num_pages
+        num_inside = sum(1 for page in claims if 1 <= page <= num_pages)
+        num_shared = sum(
+            1 for page, count in claims.items() if count > 1 or not 1 <= page <= num_pages
+        )
         return LedgerReport(
             legacy_missing_tokens=(num_pages - claims.total()) * self.page_size,
-            orphan_token_count=(num_pages - len(claims)) * self.page_size,
-            overlap_token_count=sum(1 for count in claims.values() if count > 1) * self.page_size,
+            orphan_token_count=(num_pages - num_inside) * self.page_size,
+            overlap_token_count=num_shared * self.page_size,
         )
 
     def repair(self, owners: Iterable[RequestKV]) -> None:
@@ -218,7 +242,7 @@ class KVLedger:
 
     def _write_table(self, row: int, first_page: int, pages: Sequence[int]) -> None:
         size = self.page_size
-        writes = self._writes
+        writes = self._writes.setdefault(row, PageTableWrites())
         count = len(pages) * size
         writes.rows.extend([row] * count)
         writes.columns.extend(range(first_page * size, first_page * size + count))

@@ -31,7 +31,9 @@ class MHATokenToKVPool:
     until padding rows of a CUDA graph write to it; it is no part of the pool.
 
     Attributes:
-        k, v: per layer [num_slots + page_size, num_kv_heads, head_dim].
+        kv: per layer [num_slots + page_size, 2 * num_kv_heads, head_dim]; a slot's K, then its V,
+            so that one gather fetches both.
+        k, v: per layer [num_slots + page_size, num_kv_heads, head_dim], views of `kv`.
     """
 
     def __init__(
@@ -44,9 +46,10 @@ class MHATokenToKVPool:
         dtype: torch.dtype,
         device: str,
     ) -> None:
-        shape = (num_slots + page_size, num_kv_heads, head_dim)
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        shape = (num_slots + page_size, 2 * num_kv_heads, head_dim)
+        self.kv = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.k = [kv[:, :num_kv_heads] for kv in self.kv]
+        self.v = [kv[:, num_kv_heads:] for kv in self.kv]
 
     def store(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes k, v [T, num_kv_heads, head_dim] to slots [T] int64."""

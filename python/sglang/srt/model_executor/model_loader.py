@@ -123,13 +123,11 @@ def _weight_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if index.exists():
         try:
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
-        except (ValueError, KeyError, AttributeError, TypeError):
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            # Only names inside the directory: an index must not reach other files.
+            files = sorted({path / Path(name).name for name in names})
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
             raise ModelPathError(f"{index} is not a safetensors index.") from None
-        # Only names inside the directory: an index must not reach other files.
-        files = [path / Path(name).name for name in names]
     else:
         files = sorted(path.glob("*.safetensors"))
     if not files:

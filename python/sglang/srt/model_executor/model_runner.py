@@ -23,6 +23,7 @@ class ExecutionConfig:
         row_width: tokens that a row of the request-to-token table holds: the context plus twice
             the rows of the widest step.
         kv_budget_bytes: memory for the KV pool.
+        num_threads: torch threads of a CPU.
     """
 
     model: ModelConfig
@@ -36,6 +37,7 @@ class ExecutionConfig:
     context_len: int
     row_width: int
     kv_budget_bytes: int
+    num_threads: int
 
 
 class ModelRunner:
@@ -66,7 +68,9 @@ class ModelRunner:
             * dtype.itemsize,
             page_size=config.page_size,
             wished_tokens=config.max_total_tokens,
-            max_useful_tokens=config.max_running_requests * config.context_len,
+            # Each request may fill its row, and its last page only in part.
+            max_useful_tokens=config.max_running_requests
+            * (config.row_width + config.page_size - 1),
         ).num_pages()
         self.req_to_token_pool = ReqToTokenPool(
             config.max_running_requests, config.row_width, config.device
@@ -81,12 +85,32 @@ class ModelRunner:
             config.device,
         )
         self.attention = backend(self.req_to_token_pool, self.kv_pool)
+        self._threads = HostThreads(config.num_threads)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [S, vocab_size] float32."""
+        self._threads.use_for(batch.input_ids.shape[0])
         self.attention.plan(batch)
         return self.model(batch, self.attention)
+
+
+class HostThreads:
+    """Torch threads by the size of a step: waking a second thread for each small operation costs
+    more than it computes."""
+
+    MIN_ROWS_PER_THREAD = 8
+
+    def __init__(self, max_threads: int) -> None:
+        self._max_threads = max_threads
+        self._current = max_threads
+        torch.set_num_threads(max_threads)
+
+    def use_for(self, num_rows: int) -> None:
+        wanted = max(1, min(self._max_threads, num_rows // self.MIN_ROWS_PER_THREAD))
+        if wanted != self._current:
+            torch.set_num_threads(wanted)
+            self._current = wanted
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -43,6 +43,7 @@ class TorchNativeBackend:
         self._kv_pool = kv_pool
         self._slots = torch.empty(0, dtype=torch.int64)
         self._groups: list[_Group] = []
+        self._scratch = kv_pool.kv[0][:0]
 
     @classmethod
     def capabilities(cls) -> AttentionCapabilities:
@@ -72,30 +73,24 @@ class TorchNativeBackend:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         self._kv_pool.store(layer, self._slots, k, v)
-        keys, values = self._kv_pool.k[layer], self._kv_pool.v[layer]
+        kv = self._kv_pool.kv[layer]
         if len(self._groups) == 1 and self._groups[0].tokens is None:
-            return self._attend(self._groups[0], q, keys, values).reshape(q.shape[0], -1)
+            return self._attend(self._groups[0], q, kv).reshape(q.shape[0], -1)
         out = torch.empty_like(q)
         for group in self._groups:
             assert group.tokens is not None
             index = group.tokens.flatten()
-            out[index] = self._attend(group, q[index], keys, values)
+            out[index] = self._attend(group, q[index], kv)
         return out.view(q.shape[0], -1)
 
-    def _attend(
-        self, group: _Group, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
+    def _attend(self, group: _Group, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """q [N * num_queries, num_heads, head_dim] -> the same shape."""
         num, queries = group.num_requests, group.num_queries
         num_heads, head_dim = q.shape[1:]
-        num_kv_heads = keys.shape[1]
+        num_kv_heads = kv.shape[1] // 2
         share = num_heads // num_kv_heads
-        k = keys.index_select(0, group.slots).view(num, -1, num_kv_heads, head_dim).transpose(1, 2)
-        v = (
-            values.index_select(0, group.slots)
-            .view(num, -1, num_kv_heads, head_dim)
-            .transpose(1, 2)
-        )
+        gathered = self._gather(kv, group.slots).view(num, -1, 2 * num_kv_heads, head_dim)
+        k, v = gathered.transpose(1, 2).chunk(2, dim=1)
         # [N, queries, kv_heads, share, D] -> [N, kv_heads, queries * share, D]
         grouped = q.view(num, queries, num_kv_heads, share, head_dim).transpose(1, 2)
         grouped = grouped.reshape(num, num_kv_heads, queries * share, head_dim)
@@ -105,6 +100,14 @@ class TorchNativeBackend:
         out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
         out = out.view(num, num_kv_heads, queries, share, head_dim).transpose(1, 2)
         return out.reshape(num * queries, num_heads, head_dim)
+
+    def _gather(self, kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """K and V of `slots`, in a buffer that all layers and steps share: fresh memory of this
+        size would cost more than the copy."""
+        count = slots.shape[0]
+        if self._scratch.shape[0] < count:
+            self._scratch = kv.new_empty((count + count // 4, *kv.shape[1:]))
+        return torch.index_select(kv, 0, slots, out=self._scratch[:count])
 
     def _make_group(self, batch: ForwardBatch, q_len: int, part: list[int] | None) -> _Group:
         """The group of the requests `part` (None: all), which feed q_len rows each."""

@@ -1,0 +1,220 @@
+"""The HTTP routes, and nothing else: each reads a body, asks the tokenizer manager and answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from sglang import __version__
+from sglang.srt.entrypoints.http_messages import (
+    EventStream,
+    add_error_handlers,
+    error_response,
+    json_response,
+    read_body,
+    unless_client_leaves,
+)
+from sglang.srt.entrypoints.openapi_schema import body_of, install_openapi
+from sglang.srt.entrypoints.server_info import describe_model, describe_server
+from sglang.srt.managers.body_parsing import (
+    RequestError,
+    field_error,
+    parse_json_object,
+    parse_struct,
+)
+from sglang.srt.managers.io_struct import (
+    AbortReqInput,
+    DetokenizeReqInput,
+    GenerateReqInput,
+    SchedulerInfo,
+    TokenizeReqInput,
+)
+from sglang.srt.managers.request_state import ServiceError
+from sglang.srt.managers.request_validation import check_rid, check_token_ids
+from sglang.srt.managers.tokenizer_manager import HEALTH_TIMEOUT_S, TokenizerManager
+from sglang.srt.model_config import ModelConfig
+from sglang.srt.server_args import ServerArgs
+
+FLUSH_TEXT = (
+    "Cache flushed.\nPlease check backend logs for more details. "
+    "(When there are running or waiting requests, the operation will not be performed.)\n"
+)
+PROBE = {"input_ids": [0], "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
+
+
+@dataclass
+class ServerState:
+    """What the routes answer from. `manager` and `scheduler` are set once the server can serve."""
+
+    server_args: ServerArgs
+    model_config: ModelConfig
+    manager: TokenizerManager | None = None
+    scheduler: SchedulerInfo | None = None
+    start_time: float = field(default_factory=time.monotonic)
+    startup_time_s: float = 0.0
+
+    @property
+    def ready_manager(self) -> TokenizerManager:
+        """The manager.
+
+        Raises:
+            ServiceError: with status 503 while the server starts.
+        """
+        if self.manager is None:
+            raise ServiceError("The server is starting.", 503)
+        return self.manager
+
+    def become_ready(self, manager: TokenizerManager, scheduler: SchedulerInfo) -> None:
+        self.startup_time_s = time.monotonic() - self.start_time
+        self.scheduler = scheduler
+        self.manager = manager
+
+
+def create_app(state: ServerState) -> FastAPI:
+    """The application with all routes."""
+    app = FastAPI(
+        title="sglang-adaptive",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        default_response_class=Response,
+    )
+    add_error_handlers(app)
+    _add_generate(app, state)
+    _add_health(app, state)
+    _add_info(app, state)
+    _add_control(app, state)
+    _add_tokenizer(app, state)
+    install_openapi(app)
+    return app
+
+
+def _add_generate(app: FastAPI, state: ServerState) -> None:
+    @app.put("/generate", include_in_schema=False)
+    @app.post("/generate", openapi_extra=body_of(GenerateReqInput))
+    async def generate(request: Request) -> Response:
+        """Generates text for a prompt or a batch of prompts, as one answer or as a stream."""
+        manager = state.ready_manager
+        raw = await read_body(request, state.server_args.max_request_bytes)
+        checked = manager.check(parse_json_object(raw))
+        outputs = manager.generate(checked)
+        # The first output decides the HTTP status, of a stream too.
+        first = await unless_client_leaves(request.receive, anext(outputs))
+        if checked.stream:
+            return EventStream(first, outputs)
+        await outputs.aclose()
+        return json_response(first)
+
+
+def _add_health(app: FastAPI, state: ServerState) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """200 if every process is alive and looping."""
+        await state.ready_manager.health_ping()
+        return Response()
+
+    @app.get("/health_generate")
+    async def health_generate(request: Request) -> Response:
+        """200 if one token can be generated in time."""
+        outputs = state.ready_manager.generate_request(PROBE)
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S), aclosing(outputs):
+                await unless_client_leaves(request.receive, anext(outputs))
+        except TimeoutError:
+            raise ServiceError(f"No token in {HEALTH_TIMEOUT_S:g} s.", 503) from None
+        return Response()
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """200 if new requests are taken."""
+        manager = state.manager
+        if manager is None or manager.draining or manager.failure is not None:
+            return error_response("The server takes no requests now.", 503)
+        return Response()
+
+
+def _add_info(app: FastAPI, state: ServerState) -> None:
+    @app.get("/get_model_info", include_in_schema=False)
+    @app.get("/model_info")
+    async def model_info() -> Response:
+        """What is served."""
+        return json_response(describe_model(state.server_args, state.model_config))
+
+    @app.get("/get_server_info", include_in_schema=False)
+    @app.get("/server_info")
+    async def server_info() -> Response:
+        """Flags, the resolved configuration and the scheduler's state."""
+        internal_state = await state.ready_manager.internal_state()
+        info = describe_server(state.server_args, state.scheduler, internal_state)
+        return json_response({**info, "startup_time": round(state.startup_time_s, 3)})
+
+
+def _add_control(app: FastAPI, state: ServerState) -> None:
+    @app.post("/abort_request", openapi_extra=body_of(AbortReqInput))
+    async def abort_request(request: Request) -> Response:
+        """Ends requests by their exact rid, or all; answers with their number."""
+        raw = await read_body(request, state.server_args.max_request_bytes)
+        body = parse_struct(raw, AbortReqInput)
+        if not body.abort_all:
+            if body.rid is None:
+                raise field_error("rid", "give a rid, or abort_all: true")
+            check_rid(body.rid, "rid")
+        aborted = state.ready_manager.abort_request(body.rid, body.abort_all)
+        return json_response({"aborted": aborted})
+
+    @app.get("/flush_cache", include_in_schema=False)
+    @app.post("/flush_cache")
+    async def flush_cache() -> Response:
+        """Empties the prefix cache; 400 while requests run or wait."""
+        reply = await state.ready_manager.flush_cache()
+        text = FLUSH_TEXT
+        if reply.success and reply.flushed_items:
+            text += f"Flushed items: {reply.flushed_items}\n"
+        elif not reply.success and reply.error_msg:
+            text += f"Reason: {reply.error_msg}\n"
+        return Response(text, 200 if reply.success else 400, media_type="text/plain")
+
+
+def _add_tokenizer(app: FastAPI, state: ServerState) -> None:
+    @app.post("/tokenize", openapi_extra=body_of(TokenizeReqInput))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a text, or of each text of a list."""
+        manager = state.ready_manager
+        raw = await read_body(request, state.server_args.max_request_bytes)
+        body = parse_struct(raw, TokenizeReqInput, ignored=frozenset(("model",)))
+        prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+        if len(prompts) > manager.limits.max_batch_size:
+            raise field_error("prompt", f"has more than {manager.limits.max_batch_size} entries")
+        ids = [await manager.encode(text, body.add_special_tokens) for text in prompts]
+        counts = [len(item) for item in ids]
+        is_list = isinstance(body.prompt, list)
+        return json_response(
+            {
+                "tokens": ids if is_list else ids[0],
+                "count": counts if is_list else counts[0],
+                "max_model_len": manager.limits.max_req_len,
+            }
+        )
+
+    @app.post("/detokenize", openapi_extra=body_of(DetokenizeReqInput))
+    async def detokenize(request: Request) -> Response:
+        """Text of token ids, or of each list of a list."""
+        manager = state.ready_manager
+        raw = await read_body(request, state.server_args.max_request_bytes)
+        body = parse_struct(raw, DetokenizeReqInput, ignored=frozenset(("model",)))
+        is_list = any(isinstance(item, list) for item in body.tokens)
+        texts = []
+        lists: list[Any] = body.tokens if is_list else [body.tokens]
+        for index, ids in enumerate(lists):
+            name = f"tokens[{index}]" if is_list else "tokens"
+            if not isinstance(ids, list):
+                raise RequestError(name, f"{name}: must be a list of token ids, as the others are.")
+            check_token_ids(name, ids, manager.limits.vocab_size)
+            texts.append(manager.tokenizer.decode(ids, body.skip_special_tokens))
+        return json_response({"text": texts if is_list else texts[0]})

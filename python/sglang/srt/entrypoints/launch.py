@@ -1,0 +1,230 @@
+"""The process tree of one server or Engine: start, readiness, death watch, stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+
+from sglang.srt.managers.io_struct import (
+    ProcessFailed,
+    ProcessReady,
+    SchedulerInfo,
+    ToFrontend,
+    ToLauncher,
+    ToScheduler,
+)
+from sglang.srt.managers.ipc import AsyncReceiver, ChildConfig, IpcAddresses, Receiver, Sender
+from sglang.srt.managers.request_validation import RequestLimits
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.model_config import load_model_config, resolve_model_path
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+CHILD_MODULES: Mapping[str, str] = {
+    "scheduler": "sglang.srt.managers.scheduler_process",
+    "detokenizer": "sglang.srt.managers.detokenizer_manager",
+}
+# Idle OpenMP threads sleep instead of spinning: two busy processes on few cores would otherwise
+# slow each other down by an order of magnitude.
+CHILD_ENVIRON = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "0",
+    "KMP_BLOCKTIME": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+STOP_TIMEOUT_S = 5.0
+POLL_MS = 100
+
+OnDeath = Callable[[str, int], None]
+
+
+class LaunchError(RuntimeError):
+    """The processes cannot start; the message is one line for the user."""
+
+
+class ProcessTree:
+    """The children of one server. They end with this process, however it ends.
+
+    Args:
+        on_death: called once, from a thread, with the role and the exit code of the first child
+            that ends without being told to, after all are ready.
+        modules: what `python -m` runs for each role.
+    """
+
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        on_death: OnDeath,
+        modules: Mapping[str, str] = CHILD_MODULES,
+    ) -> None:
+        self._server_args = server_args
+        self._on_death = on_death
+        self._modules = modules
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._death_reported = False
+        self.addresses, self._directory = IpcAddresses.create()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by role."""
+        return {role: child.pid for role, child in self._children.items()}
+
+    def start(self) -> SchedulerInfo:
+        """Starts the children and waits until all are ready; blocks for seconds to minutes.
+
+        Raises:
+            LaunchError: if a child cannot start or ends, or `stop` is called meanwhile.
+        """
+        start = time.monotonic()
+        receiver: Receiver[ProcessReady | ProcessFailed] = Receiver(
+            self.addresses.launcher, ToLauncher
+        )
+        try:
+            with self._lock:
+                for role, module in self._modules.items():
+                    if not self._stopping.is_set():
+                        self._children[role] = self._start_child(module)
+            return self._wait_ready(receiver, start)
+        finally:
+            receiver.close()
+
+    def stop(self) -> None:
+        """Ends the children by the end of their standard input, by force after `STOP_TIMEOUT_S`.
+
+        May be called more than once.
+        """
+        with self._lock:
+            self._stopping.set()
+            for child in self._children.values():
+                if child.stdin is not None:
+                    child.stdin.close()
+            deadline = time.monotonic() + STOP_TIMEOUT_S
+            for role, child in self._children.items():
+                try:
+                    child.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    logger.warning("The %s did not stop in time and is killed.", role)
+                    child.kill()
+                    child.wait()
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _start_child(self, module: str) -> subprocess.Popen[bytes]:
+        config = ChildConfig(server_args=asdict(self._server_args), addresses=self.addresses)
+        # A process group of its own: Ctrl-C in a terminal reaches this process alone.
+        child = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            env=_child_environ(),
+            process_group=0,
+        )
+        if child.stdin is None:
+            raise LaunchError("A child process has no standard input.")
+        try:
+            # The pipe stays open: its end tells the child that this process is gone.
+            child.stdin.write(msgspec.json.encode(config) + b"\n")
+            child.stdin.flush()
+        except BrokenPipeError:
+            logger.debug("%s ended before it read its configuration.", module)
+        return child
+
+    def _wait_ready(
+        self, receiver: Receiver[ProcessReady | ProcessFailed], start: float
+    ) -> SchedulerInfo:
+        waiting, info = set(self._modules), None
+        while waiting:
+            if self._stopping.is_set():
+                raise LaunchError("The start was interrupted.")
+            if not receiver.poll(POLL_MS):
+                self._raise_if_dead(receiver)
+                continue
+            message = receiver.receive()
+            if isinstance(message, ProcessFailed):
+                raise LaunchError(message.message)
+            waiting.discard(message.role)
+            info = message.scheduler or info
+            elapsed = time.monotonic() - start
+            logger.info("The %s is ready after %.1f s.", message.role, elapsed)
+        if info is None:
+            raise LaunchError("The scheduler did not say what it can do.")
+        for role, child in self._children.items():
+            name = f"{role}-watch"
+            threading.Thread(target=self._watch, args=(role, child), name=name, daemon=True).start()
+        return info
+
+    def _raise_if_dead(self, receiver: Receiver[ProcessReady | ProcessFailed]) -> None:
+        """Raises if a child has ended and left no last message that says why."""
+        for role, child in self._children.items():
+            if child.poll() is not None and not receiver.poll(POLL_MS):
+                raise LaunchError(
+                    f"The {role} process ended with exit code {child.returncode} while starting;"
+                    " its last log lines say why."
+                )
+
+    def _watch(self, role: str, child: subprocess.Popen[bytes]) -> None:
+        code = child.wait()
+        with self._lock:
+            if self._stopping.is_set() or self._death_reported:
+                return
+            self._death_reported = True
+        self._on_death(role, code)
+
+
+def _child_environ() -> dict[str, str]:
+    """The environment of children: they find this package as this process did."""
+    package_root = str(Path(__file__).resolve().parents[3])
+    paths = [package_root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, **CHILD_ENVIRON, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def check_model(server_args: ServerArgs) -> Tokenizer:
+    """Reads what a model directory must have for a start to make sense, before any is made.
+
+    Raises:
+        ModelPathError: if the model's directory or config.json cannot be read.
+        TokenizerError: if the tokenizer cannot be read.
+    """
+    load_model_config(server_args.model_path)
+    return load_tokenizer(server_args.tokenizer_path or resolve_model_path(server_args.model_path))
+
+
+def request_limits(server_args: ServerArgs, info: SchedulerInfo) -> RequestLimits:
+    """What one request may ask for, by the flags and by what the scheduler found out."""
+    return RequestLimits(
+        vocab_size=info.vocab_size,
+        max_req_len=info.max_req_len,
+        max_req_len_reason=info.max_req_len_reason,
+        max_batch_size=server_args.max_batch_size_per_request,
+        max_n=server_args.max_n,
+        max_stop_strings=server_args.max_stop_strings,
+        max_stop_string_chars=server_args.max_stop_string_chars,
+    )
+
+
+class FrontendChannels:
+    """The front end's two sockets; make and close it in the thread of the loop that uses it."""
+
+    def __init__(self, addresses: IpcAddresses) -> None:
+        self.receiver: AsyncReceiver[ToFrontend] = AsyncReceiver(addresses.frontend, ToFrontend)
+        self.sender: Sender[ToScheduler] = Sender(addresses.scheduler)
+
+    def make_manager(self, tokenizer: Tokenizer, limits: RequestLimits) -> TokenizerManager:
+        """A tokenizer manager on these sockets."""
+        return TokenizerManager(tokenizer, limits, self.sender.send, self.receiver.receive)
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()

@@ -1,0 +1,55 @@
+"""What `/model_info`, `/server_info` and `Engine.get_server_info()` answer."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from sglang import __version__
+from sglang.srt.managers.io_struct import SchedulerInfo
+from sglang.srt.managers.request_state import WEIGHT_VERSION, ServiceError
+from sglang.srt.model_config import ModelConfig
+from sglang.srt.server_args import ServerArgs
+
+
+def describe_model(server_args: ServerArgs, model_config: ModelConfig) -> dict[str, Any]:
+    """The answer of `/model_info`."""
+    return {
+        "model_path": server_args.model_path,
+        "served_model_name": server_args.served_model_name or server_args.model_path,
+        "tokenizer_path": server_args.tokenizer_path or server_args.model_path,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "weight_version": WEIGHT_VERSION,
+        "load_format": server_args.load_format,
+        "reasoning_parser": None,
+        "tool_call_parser": None,
+        "has_image_understanding": False,
+        "model_type": model_config.model_type,
+        "architectures": [model_config.architecture],
+        "vocab_size": model_config.vocab_size,
+    }
+
+
+def describe_server(
+    server_args: ServerArgs, scheduler: SchedulerInfo | None, internal_state: dict[str, Any]
+) -> dict[str, Any]:
+    """The answer of `/server_info` and `Engine.get_server_info()`: flags, then resolved values."""
+    if scheduler is None:
+        raise ServiceError("The server is starting.", 503)
+    return {
+        **asdict(server_args),
+        "served_model_name": server_args.served_model_name or server_args.model_path,
+        "tokenizer_path": server_args.tokenizer_path or server_args.model_path,
+        "tp_size": 1,
+        "dp_size": 1,
+        "vocab_size": scheduler.vocab_size,
+        "context_length": scheduler.context_len,
+        "max_total_num_tokens": scheduler.max_total_num_tokens,
+        "max_req_len": scheduler.max_req_len,
+        "max_running_requests": scheduler.max_running_requests,
+        "resolved": scheduler.resolved,
+        "status": "ready",
+        "version": __version__,
+        "internal_states": [internal_state],
+    }

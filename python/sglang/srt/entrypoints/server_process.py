@@ -1,0 +1,220 @@
+"""The life of a server: bind, start, serve, drain, exit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import uvicorn
+
+from sglang.srt.entrypoints.http_server import ServerState, create_app
+from sglang.srt.entrypoints.launch import (
+    CHILD_MODULES,
+    FrontendChannels,
+    LaunchError,
+    ProcessTree,
+    check_model,
+    request_limits,
+)
+from sglang.srt.managers.child_process import configure_logging
+from sglang.srt.managers.io_struct import SchedulerInfo
+from sglang.srt.managers.request_state import ServiceError
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.model_config import ModelPathError, load_model_config
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.tokenizer import Tokenizer, TokenizerError
+
+logger = logging.getLogger(__name__)
+
+LISTEN_BACKLOG = 2048
+FLUSH_TIMEOUT_S = 3  # for clients to read the end of their answers while the server exits
+WARMUP_TIMEOUT_S = 300.0
+WARMUP_TOKENS = 4
+
+
+class BindError(OSError):
+    """The address cannot be listened on; the message is one line for the user."""
+
+
+def run_server(server_args: ServerArgs, modules: Mapping[str, str] = CHILD_MODULES) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit code.
+
+    0 after a signal; 1, with one line on standard error, if the server cannot start or a process
+    of it dies.
+    """
+    configure_logging(server_args.log_level, "server")
+    try:
+        tokenizer = check_model(server_args)
+        listener = _bind(server_args.host, server_args.port)
+    except (ModelPathError, TokenizerError, BindError) as error:
+        _say(str(error))
+        return 1
+    with listener:
+        return asyncio.run(_Server(server_args, tokenizer, listener, modules).run())
+
+
+def _say(message: str) -> None:
+    print(f"sglang: error: {message}", file=sys.stderr, flush=True)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A listening socket, made before anything costly starts."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(LISTEN_BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise BindError(
+            f"Cannot listen on {host}:{port}: {error}. Choose another --port or --host."
+        ) from None
+    return listener
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to `_Server`: uvicorn raises them again at its end, so no exit code 0."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Server:
+    """Uvicorn, the process tree and the tokenizer manager, from start to exit."""
+
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        tokenizer: Tokenizer,
+        listener: socket.socket,
+        modules: Mapping[str, str],
+    ) -> None:
+        self._args = server_args
+        self._tokenizer = tokenizer
+        self._listener = listener
+        self._modules = modules
+        self._state = ServerState(server_args, load_model_config(server_args.model_path))
+        self._uvicorn = self._make_uvicorn()
+        self._exit_code = 0
+        self._manager: TokenizerManager | None = None
+        self._stop = asyncio.Event()
+        self._hasten = asyncio.Event()
+
+    def _make_uvicorn(self) -> _Uvicorn:
+        is_debug = self._args.log_level == "debug"
+        config = uvicorn.Config(
+            create_app(self._state),
+            log_config=None,
+            log_level="debug" if is_debug else "warning",
+            access_log=is_debug,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
+        )
+        return _Uvicorn(config)
+
+    async def run(self) -> int:
+        """Serves from the first moment, with 503 until ready; returns the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+        def on_death(role: str, code: int) -> None:
+            loop.call_soon_threadsafe(self._on_death, role, code)
+
+        tree = ProcessTree(self._args, on_death, self._modules)
+        channels = FrontendChannels(tree.addresses)
+        serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
+        try:
+            info = await self._start(tree)
+            manager = channels.make_manager(self._tokenizer, request_limits(self._args, info))
+            await self._serve_until_stopped(manager, info)
+        except (LaunchError, ServiceError) as error:
+            if not self._stop.is_set():
+                self._fail(str(error))
+        finally:
+            self._uvicorn.should_exit = True
+            await serving
+            await asyncio.to_thread(tree.stop)
+            channels.close()
+        return self._exit_code
+
+    async def _start(self, tree: ProcessTree) -> SchedulerInfo:
+        """Starts the children; a signal ends the start with a LaunchError."""
+        starting = asyncio.create_task(asyncio.to_thread(tree.start))
+        stopping = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not starting.done():
+            await asyncio.to_thread(tree.stop)
+        return await starting
+
+    async def _serve_until_stopped(self, manager: TokenizerManager, info: SchedulerInfo) -> None:
+        """From the first request to the end of the last one."""
+        self._manager = manager
+        receiving = asyncio.create_task(manager.run())
+        receiving.add_done_callback(self._on_receiving_end)
+        try:
+            if not self._args.skip_server_warmup:
+                await _warm_up(manager)
+            self._state.become_ready(manager, info)
+            logger.info("Ready after %.1f s: %s", self._state.startup_time_s, self._describe())
+            await self._stop.wait()
+            if manager.failure is None:
+                logger.info("Stopping; running requests get %g s.", self._args.shutdown_timeout_s)
+                await manager.drain(self._args.shutdown_timeout_s, self._hasten)
+        finally:
+            receiving.cancel()
+
+    def _describe(self) -> str:
+        host = f"[{self._args.host}]" if ":" in self._args.host else self._args.host
+        name = self._args.served_model_name or self._args.model_path
+        return f"{name} is served at http://{host}:{self._args.port}"
+
+    def _on_signal(self) -> None:
+        """The first signal drains, the second aborts what runs, the third cuts connections."""
+        if self._hasten.is_set():
+            self._uvicorn.force_exit = True
+        elif self._stop.is_set():
+            self._hasten.set()
+        self._stop.set()
+
+    def _on_death(self, role: str, code: int) -> None:
+        reason = f"signal {-code}" if code < 0 else f"exit code {code}"
+        self._fail(f"The {role} process ended with {reason}; the server stops.")
+
+    def _on_receiving_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            logger.error("The front end cannot receive.", exc_info=task.exception())
+            self._fail("The front end cannot receive outputs; the server stops.")
+
+    def _fail(self, message: str) -> None:
+        """Ends the server with exit code 1 and gives every waiting client an error."""
+        _say(message)
+        self._exit_code = 1
+        if self._manager is not None:
+            self._manager.fail_all(message)
+        self._stop.set()
+
+
+async def _warm_up(manager: TokenizerManager) -> None:
+    """One short request through all processes.
+
+    Raises:
+        LaunchError: if it does not come back.
+    """
+    num_tokens = min(WARMUP_TOKENS, manager.limits.max_req_len - 1)
+    params = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    outputs = manager.generate_request({"input_ids": [0], "sampling_params": params})
+    try:
+        await asyncio.wait_for(anext(outputs), WARMUP_TIMEOUT_S)
+    except TimeoutError:
+        raise LaunchError(f"The warm-up request had no answer in {WARMUP_TIMEOUT_S:g} s.") from None

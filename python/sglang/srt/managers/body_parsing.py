@@ -1,0 +1,126 @@
+"""Raw bytes of a request's body to Python values, and the error that user mistakes become."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, TypeVar
+
+import msgspec
+
+S = TypeVar("S", bound=msgspec.Struct)
+MAX_NAME_CHARS = 64
+
+
+class RequestError(ValueError):
+    """A client's mistake.
+
+    Attributes:
+        field: what is wrong, as the client wrote it; None for the body as a whole.
+        message: one sentence, safe to show: it never holds more than a name of the input.
+    """
+
+    def __init__(self, field: str | None, message: str, status_code: int = 400) -> None:
+        super().__init__(message)
+        self.field = field
+        self.message = message
+        self.status_code = status_code
+
+
+def field_error(field: str | None, reason: str) -> RequestError:
+    """The error "field: reason."."""
+    return RequestError(field, f"{field}: {reason}." if field else f"{reason}.")
+
+
+def shorten(name: str) -> str:
+    """A client's own name for something, printable and cut to a length fit for a message."""
+    printable = "".join(char if char.isprintable() else "?" for char in name[:MAX_NAME_CHARS])
+    return printable + ("..." if len(name) > MAX_NAME_CHARS else "")
+
+
+def parse_json_object(raw: bytes) -> dict[str, Any]:
+    """Parses a body that must be a JSON object.
+
+    Raises:
+        RequestError: saying what is wrong with it; NaN and Infinity are named with their field.
+    """
+    try:
+        return require_object(msgspec.json.decode(raw))
+    except UnicodeDecodeError:
+        raise RequestError(None, "The body is not valid UTF-8.") from None
+    except RecursionError:
+        raise RequestError(None, "The body is nested too deeply.") from None
+    except msgspec.DecodeError:
+        raise _malformed(raw) from None
+
+
+def require_object(body: Any) -> dict[str, Any]:
+    """The body itself, if it is a JSON object."""
+    if not isinstance(body, dict):
+        raise RequestError(None, "The body must be a JSON object.")
+    return body
+
+
+def parse_struct(raw: bytes, struct: type[S], ignored: frozenset[str] = frozenset()) -> S:
+    """Parses a body into a struct; null stands for a field's default.
+
+    Args:
+        ignored: fields that are accepted and not looked at.
+
+    Raises:
+        RequestError: naming the field that is unknown or of a wrong type.
+    """
+    body = parse_json_object(raw)
+    for name in body:
+        if name not in struct.__struct_fields__ and name not in ignored:
+            raise field_error(shorten(name), "is not a known field")
+    given = {k: v for k, v in body.items() if v is not None and k not in ignored}
+    try:
+        return msgspec.convert(given, struct)
+    except msgspec.ValidationError as error:
+        raise type_error(error) from None
+
+
+def type_error(error: msgspec.ValidationError, prefix: str = "") -> RequestError:
+    """A msgspec error such as "Expected `int`, got `str` - at `$.n`" as a `RequestError`."""
+    reason, _, path = str(error).partition(" - at ")
+    field = prefix + path.strip("`").removeprefix("$").removeprefix(".")
+    text = reason.replace("`", "")
+    return field_error(shorten(field) or None, text[:1].lower() + text[1:])
+
+
+def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether a value asks for nothing: null, false, empty, one of `neutral`, or a list of such."""
+    if value is None or value is False:
+        return True
+    if isinstance(value, (str, dict)):
+        return not value
+    if isinstance(value, list):
+        return all(not isinstance(item, list) and is_neutral(item, neutral) for item in value)
+    return any(
+        isinstance(value, bool) == isinstance(item, bool) and value == item for item in neutral
+    )
+
+
+def _malformed(raw: bytes) -> RequestError:
+    """Why strict parsing failed; Python's own parser knows the numbers that JSON does not have."""
+    try:
+        field = _find_non_finite(json.loads(raw), "")
+    except (ValueError, RecursionError):
+        return RequestError(None, "The body is not valid JSON.")
+    if field is None:
+        return RequestError(None, "The body is not valid JSON.")
+    return field_error(field or None, "must be a finite number")
+
+
+def _find_non_finite(value: Any, path: str) -> str | None:
+    """Where a NaN or an infinity is, or None."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else path
+    if isinstance(value, dict):
+        entries = ((f"{path}.{shorten(key)}".lstrip("."), item) for key, item in value.items())
+    elif isinstance(value, list):
+        entries = ((f"{path}[{index}]", item) for index, item in enumerate(value))
+    else:
+        return None
+    return next((hit for name, item in entries if (hit := _find_non_finite(item, name))), None)

@@ -1,0 +1,163 @@
+"""The detokenizer process: token ids of the scheduler to text for the front end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from sglang.srt.managers.child_process import configure_logging, start_child_process
+from sglang.srt.managers.io_struct import (
+    BatchStrOutput,
+    BatchTokenIDOutput,
+    DecodeOptions,
+    FinishReason,
+    HealthPing,
+    ProcessFailed,
+    ProcessReady,
+    ReqOutput,
+    ReqTextOutput,
+    ToDetokenizer,
+)
+from sglang.srt.managers.ipc import Receiver, Sender
+from sglang.srt.model_config import ModelPathError, resolve_model_path
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.tokenizer import (
+    Tokenizer,
+    TokenizerError,
+    find_stop,
+    load_tokenizer,
+    partial_stop_len,
+)
+
+logger = logging.getLogger(__name__)
+
+DECODE_FAILED = FinishReason(
+    type="abort",
+    message="The output could not be turned into text; see the server's log.",
+    status_code=500,
+    err_type="DetokenizerError",
+)
+
+
+class RequestText:
+    """The text of one request so far: what was sent, and what waits for the next tokens.
+
+    Held back are half a character, and an end that may be the beginning of a stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, options: DecodeOptions) -> None:
+        self._options = options
+        self._stream = tokenizer.decode_stream(options.skip_special_tokens)
+        self._stops = [] if options.no_stop_trim else options.stop_strings
+        self._held = ""
+
+    def push(self, ids: list[int]) -> str:
+        """Adds tokens; returns the text that may be shown now."""
+        text = self._held + self._stream.push(ids)
+        found = find_stop(text, self._stops)
+        end = found[0] if found else len(text) - partial_stop_len(text, self._stops)
+        self._held = text[end:]
+        return text[:end]
+
+    def finish(self, ids: list[int], reason: FinishReason) -> str:
+        """Adds the last tokens; returns the rest of the final text.
+
+        A stop token has no text, and a text ends before its stop string, unless `no_stop_trim`.
+        """
+        matched = None if self._options.no_stop_trim else reason.matched
+        if isinstance(matched, int) and ids and ids[-1] == matched:
+            ids = ids[:-1]
+        text = self._held + self._stream.push(ids) + self._stream.flush()
+        if isinstance(matched, str):
+            text, _, _ = text.partition(matched)
+        return text
+
+
+class DetokenizerManager:
+    """Keeps a `RequestText` per running request.
+
+    Args:
+        send: takes what goes to the front end.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, send: Callable[[BatchStrOutput | HealthPing], None]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._send = send
+        self._texts: dict[int, RequestText] = {}
+
+    def handle(self, message: BatchTokenIDOutput | HealthPing) -> None:
+        """Passes one message of the scheduler on, with text."""
+        if isinstance(message, HealthPing):
+            self._send(message)
+            return
+        outputs = [news for output in message.outputs if (news := self._news_of(output))]
+        if outputs:
+            self._send(BatchStrOutput(outputs=outputs))
+
+    def _news_of(self, output: ReqOutput) -> ReqTextOutput | None:
+        """The output with its text; None for one of a request that has failed here before."""
+        if output.options is not None:
+            self._texts[output.req_id] = RequestText(self._tokenizer, output.options)
+        request = self._texts.get(output.req_id)
+        if request is None:
+            return None
+        reason = output.finish_reason
+        try:
+            if reason is None:
+                text = request.push(output.token_ids)
+            else:
+                text = request.finish(output.token_ids, reason)
+        except Exception:  # one request's text must not end all the others
+            logger.exception("Request %d: its output cannot be decoded.", output.req_id)
+            text, reason = "", DECODE_FAILED
+        if reason is not None:
+            del self._texts[output.req_id]
+        return ReqTextOutput(
+            req_id=output.req_id,
+            text=text,
+            token_ids=output.token_ids,
+            finish_reason=reason,
+            prompt_tokens=output.prompt_tokens,
+            completion_tokens=output.completion_tokens,
+            cached_tokens=output.cached_tokens,
+            num_retractions=output.num_retractions,
+        )
+
+
+def run_loop(receiver: Receiver[Any], manager: DetokenizerManager) -> None:
+    """Handles messages until the process is told to exit."""
+    while True:
+        try:
+            message = receiver.receive()
+        except msgspec.DecodeError:
+            logger.exception("A message that cannot be read was dropped.")
+            continue
+        manager.handle(message)
+
+
+def main() -> int:
+    config = start_child_process()
+    server_args = ServerArgs(**config.server_args)
+    configure_logging(server_args.log_level, "detokenizer")
+    launcher: Sender[ProcessReady | ProcessFailed] = Sender(config.addresses.launcher)
+    try:
+        path = server_args.tokenizer_path or resolve_model_path(server_args.model_path)
+        tokenizer = load_tokenizer(path)
+    except (TokenizerError, ModelPathError) as error:
+        launcher.send(ProcessFailed(role="detokenizer", message=str(error)))
+        launcher.close()
+        return 1
+    receiver: Receiver[ToDetokenizer] = Receiver(config.addresses.detokenizer, ToDetokenizer)
+    frontend: Sender[BatchStrOutput | HealthPing] = Sender(config.addresses.frontend)
+    launcher.send(ProcessReady(role="detokenizer"))
+    run_loop(receiver, DetokenizerManager(tokenizer, frontend.send))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,302 @@
+"""The front end's side of every request: checks, tokens, state, answers, aborts, control calls.
+
+It lives on one asyncio loop, that of the HTTP server or of the Engine's background thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchStrOutput,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    GenerateReqInput,
+    GetInternalStateReq,
+    GetInternalStateReqOutput,
+    HealthPing,
+    ReqTextOutput,
+    ToFrontend,
+    TokenizedGenerateReqInput,
+    ToScheduler,
+)
+from sglang.srt.managers.request_state import GenerateCall, Sample, ServiceError
+from sglang.srt.managers.request_validation import (
+    CheckedPrompt,
+    CheckedRequest,
+    RequestLimits,
+    check_generate_request,
+    check_length,
+    expand_samples,
+)
+from sglang.srt.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+TOKENIZE_IN_THREAD_CHARS = 16_384  # below it encoding takes less than about 3 ms
+HEALTH_TIMEOUT_S = 20.0
+CONTROL_TIMEOUT_S = 60.0
+ABORT_TIMEOUT_S = 3.0  # for the last chunks of requests aborted at shutdown
+Answer = dict[str, Any] | list[dict[str, Any]]
+SHUTDOWN_MESSAGE = "The server is shutting down."
+
+
+class TokenizerManager:
+    """Turns client requests into scheduler messages and their outputs into answers.
+
+    Args:
+        send: takes messages for the scheduler.
+        receive: waits for the next message of the detokenizer or the scheduler.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        limits: RequestLimits,
+        send: Callable[[ToScheduler], None],
+        receive: Callable[[], Awaitable[ToFrontend]],
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self.draining = False
+        self.failure: str | None = None
+        self._send = send
+        self._receive = receive
+        self._req_ids = itertools.count()
+        self._call_ids = itertools.count()
+        self._samples: dict[int, Sample] = {}
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # ---------------------------------------------------------------- generate
+
+    def check(self, body: dict[str, Any] | GenerateReqInput) -> CheckedRequest:
+        """Checks a `/generate` body.
+
+        Raises:
+            RequestError: naming the field that breaks a rule.
+        """
+        fields = msgspec.structs.asdict(body) if isinstance(body, GenerateReqInput) else body
+        return check_generate_request(fields, self.limits)
+
+    def generate_request(
+        self, body: dict[str, Any] | GenerateReqInput
+    ) -> AsyncGenerator[Answer, None]:
+        """`generate` of a body that is not checked yet."""
+        return self.generate(self.check(body))
+
+    async def generate(self, request: CheckedRequest) -> AsyncGenerator[Answer, None]:
+        """Runs a request; leaving the iterator early aborts what is still running.
+
+        Yields:
+            Not streamed: the answer once, a list of answers for a batch or n > 1. Streamed: the
+            answer so far of one sample at a time, with its `index` where there are several.
+
+        Raises:
+            RequestError: if a prompt has no tokens or too many.
+            ServiceError: if the server cannot take the request, or fails it.
+        """
+        self._refuse_if_closed()
+        call = GenerateCall(is_list=request.is_batch)
+        try:
+            await self._start(request, call)
+            while not call.finished:
+                await call.wait_for_news()
+                call.raise_error()
+                # More news may come while a chunk is read, so each is taken only when it is sent.
+                while request.stream and (sample := call.pop_changed()) is not None:
+                    yield call.chunk_of(sample)
+                    call.raise_error()
+            if not request.stream:
+                yield call.answer()
+        finally:
+            self._leave(call)
+
+    async def _start(self, request: CheckedRequest, call: GenerateCall) -> None:
+        """Tokenizes, then sends all samples: none is sent if one prompt is refused."""
+        prompts = [
+            (prompt, await self._input_ids_of(prompt, request, index))
+            for index, prompt in enumerate(request.prompts)
+        ]
+        self._refuse_if_closed()
+        messages = []
+        for prompt, input_ids in prompts:
+            for params in expand_samples(prompt.sampling_params):
+                sample = call.add_sample(next(self._req_ids), prompt.rid or uuid.uuid4().hex)
+                self._samples[sample.req_id] = sample
+                messages.append(
+                    TokenizedGenerateReqInput(
+                        req_id=sample.req_id,
+                        rid=sample.rid,
+                        input_ids=input_ids,
+                        sampling_params=params,
+                        stream=request.stream,
+                    )
+                )
+        self._idle.clear()
+        for message in messages:
+            self._send(message)
+
+    async def _input_ids_of(
+        self, prompt: CheckedPrompt, request: CheckedRequest, index: int
+    ) -> list[int]:
+        name = "input_ids" if prompt.text is None else "text"
+        field = f"{name}[{index}]" if request.is_batch else name
+        max_new_tokens = prompt.sampling_params.max_new_tokens
+        if prompt.text is None:
+            input_ids = prompt.input_ids or []
+        else:
+            # A text that cannot fit is refused before any time goes into encoding it.
+            at_least = max(1, self.tokenizer.min_num_tokens(prompt.text))
+            check_length(field, at_least, max_new_tokens, self.limits)
+            input_ids = await self.encode(prompt.text)
+        check_length(field, len(input_ids), max_new_tokens, self.limits)
+        return input_ids
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; a long one does not keep the loop from other requests."""
+        if len(text) < TOKENIZE_IN_THREAD_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+
+    def _refuse_if_closed(self) -> None:
+        if self.failure is not None:
+            raise ServiceError(self.failure, 503)
+        if self.draining:
+            raise ServiceError(SHUTDOWN_MESSAGE, 503)
+
+    def _leave(self, call: GenerateCall) -> None:
+        """Forgets the samples of a call; the client no longer waits for those still running."""
+        running = [s.req_id for s in call.samples if self._samples.pop(s.req_id, None)]
+        if running and self.failure is None:
+            self._send(AbortReq(req_ids=running, aborted_message="The client has left."))
+        if not self._samples:
+            self._idle.set()
+
+    # ---------------------------------------------------------------- abort, drain, fail
+
+    def abort_request(
+        self, rid: str | None = None, abort_all: bool = False, message: str | None = None
+    ) -> int:
+        """Ends requests by their exact rid, or all; clients get the output so far.
+
+        Returns:
+            How many running or waiting samples that concerns.
+        """
+        matching = [s.req_id for s in self._samples.values() if abort_all or s.rid == rid]
+        if matching:
+            self._send(AbortReq(req_ids=matching, aborted_message=message))
+        return len(matching)
+
+    async def drain(self, timeout_s: float, hasten: asyncio.Event) -> None:
+        """Refuses new requests, waits for the running ones, then aborts what is left.
+
+        Args:
+            timeout_s: how long running requests may take to finish.
+            hasten: ends the waiting early.
+        """
+        self.draining = True
+        waits = [asyncio.create_task(event.wait()) for event in (self._idle, hasten)]
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in waits:
+            task.cancel()
+        if self.abort_request(abort_all=True, message=SHUTDOWN_MESSAGE):
+            try:
+                await asyncio.wait_for(self._idle.wait(), ABORT_TIMEOUT_S)
+            except TimeoutError:
+                self.fail_all(SHUTDOWN_MESSAGE)
+
+    def fail_all(self, reason: str) -> None:
+        """Gives every waiting client an error, and every later one 503: a process has died."""
+        if self.failure is not None:
+            return
+        self.failure = reason
+        for sample in self._samples.values():
+            sample.call.fail(ServiceError(reason, 503))
+        self._samples.clear()
+        for future in self._replies.values():
+            if not future.done():
+                future.set_exception(ServiceError(reason, 503))
+
+    # ---------------------------------------------------------------- control calls
+
+    async def flush_cache(self, timeout_s: float = CONTROL_TIMEOUT_S) -> FlushCacheReqOutput:
+        """Empties the prefix cache, if no request runs or waits."""
+        call_id = next(self._call_ids)
+        return await self._call(FlushCacheReqInput(call_id=call_id), call_id, timeout_s)
+
+    async def internal_state(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Any]:
+        """`internal_states[0]` of `/server_info`."""
+        call_id = next(self._call_ids)
+        reply: GetInternalStateReqOutput = await self._call(
+            GetInternalStateReq(call_id=call_id), call_id, timeout_s
+        )
+        return reply.internal_state
+
+    async def health_ping(self, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
+        """Returns when a message has gone round all processes.
+
+        Raises:
+            ServiceError: if it has not within `timeout_s`, or one of them is dead.
+        """
+        self._refuse_if_closed()
+        call_id = next(self._call_ids)
+        await self._call(HealthPing(call_id=call_id), call_id, timeout_s)
+
+    async def _call(self, message: ToScheduler, call_id: int, timeout_s: float) -> Any:
+        """Sends a control message and waits for the reply with its call_id."""
+        if self.failure is not None:
+            raise ServiceError(self.failure, 503)
+        future = asyncio.get_running_loop().create_future()
+        self._replies[call_id] = future
+        self._send(message)
+        try:
+            return await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            raise ServiceError(f"No answer from the scheduler in {timeout_s:g} s.", 503) from None
+        finally:
+            del self._replies[call_id]
+
+    # ---------------------------------------------------------------- outputs
+
+    async def run(self) -> None:
+        """Takes in messages until cancelled."""
+        while True:
+            try:
+                message = await self._receive()
+            except msgspec.DecodeError:
+                logger.exception("A message that cannot be read was dropped.")
+                continue
+            self.handle(message)
+
+    def handle(self, message: ToFrontend) -> None:
+        """Takes in one message of the detokenizer or the scheduler."""
+        if isinstance(message, BatchStrOutput):
+            for output in message.outputs:
+                self._handle_output(output)
+            return
+        future = self._replies.get(message.call_id)
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    def _handle_output(self, output: ReqTextOutput) -> None:
+        sample = self._samples.get(output.req_id)
+        if sample is None:  # its client has left
+            return
+        sample.add(output)
+        if output.finish_reason is None:
+            return
+        del self._samples[output.req_id]
+        if output.finish_reason.err_type == "DetokenizerError":
+            self._send(AbortReq(req_ids=[output.req_id]))
+        if not self._samples:
+            self._idle.set()

@@ -1,0 +1,151 @@
+"""How a server ends: a signal, a dead child, its own death, a start that cannot succeed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from serving_utils import (
+    DUMMY,
+    ENDLESS,
+    environ,
+    events,
+    free_port,
+    in_background,
+    make_model_dir,
+    running_server,
+    server_command,
+    stream_body,
+    wait_for_running,
+)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def gone(pids: list[int], timeout_s: float = 10.0) -> bool:
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    return not alive
+
+
+@pytest.mark.parametrize("victim", ["scheduler", "detokenizer"])
+def test_death_of_a_child_ends_the_server_with_an_error(model_dir: Path, victim: str) -> None:
+    with running_server(model_dir, *DUMMY, "--skip-server-warmup") as server:
+        children = server.children()
+        answer = in_background(
+            lambda: server.post("/generate", {"text": "a", "sampling_params": ENDLESS})
+        )
+        with server.client.stream("POST", "/generate", json=stream_body()) as response:
+            chunks = events(response.iter_lines())
+            next(chunks)
+            wait_for_running(server, 2)
+            os.kill(children[victim], signal.SIGKILL)
+            *_, error, done = chunks
+        assert victim in error["error"]["message"]
+        assert done == "[DONE]"
+        answer[0].join()
+        assert answer[1][0].status_code == 503
+        assert server.exit_code() == 1
+        assert gone(list(children.values()))
+
+
+def test_sigterm_finishes_what_runs_and_exits_0(model_dir: Path) -> None:
+    """After the first signal a short request finishes and new ones get 503; the second aborts."""
+    flags = ("--shutdown-timeout-s", "60", "--skip-server-warmup")
+    with running_server(model_dir, *DUMMY, *flags, SGLANG_STRICT_INVARIANTS="0") as server:
+        children = list(server.children().values())
+        with server.client.stream("POST", "/generate", json=stream_body()) as response:
+            chunks = events(response.iter_lines())
+            next(chunks)
+            short = in_background(lambda: server.generate(max_new_tokens=500))
+            wait_for_running(server, 2)
+            server.process.send_signal(signal.SIGTERM)
+            while server.client.get("/ready").status_code == 200:
+                time.sleep(0.02)
+            assert server.client.get("/health").status_code == 503
+            refused = server.generate()
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            short[0].join()
+            assert short[1][0].json()["meta_info"]["finish_reason"]["type"] == "length"
+            server.process.send_signal(signal.SIGTERM)
+            *_, last, done = chunks
+        assert last["meta_info"]["finish_reason"]["type"] == "abort"
+        assert done == "[DONE]"
+        assert server.exit_code() == 0
+        assert gone(children)
+
+
+def test_killed_server_leaves_no_children_and_no_sockets(model_dir: Path, tmp_path: Path) -> None:
+    with running_server(model_dir, *DUMMY, "--skip-server-warmup", TMPDIR=str(tmp_path)) as server:
+        assert list(tmp_path.glob("sglang-*"))
+        children = list(server.children().values())
+        assert len(children) == 2
+        server.process.kill()
+        assert gone(children)
+        assert not list(tmp_path.glob("sglang-*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_during_the_start_exits_0(model_dir: Path, number: int) -> None:
+    process = subprocess.Popen(
+        server_command(model_dir, free_port(), *DUMMY),
+        env=environ(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        while len(psutil.Process(process.pid).children()) < 2:
+            time.sleep(0.02)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert "Traceback" not in errors
+
+
+def run_to_end(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=environ(), capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def check_one_line(result: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert result.returncode == 1
+    (line,) = [text for text in result.stderr.splitlines() if "error" in text]
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in line
+
+
+def test_taken_port_is_one_clear_line(model_dir: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        check_one_line(run_to_end(server_command(model_dir, port, *DUMMY)), str(port), "--port")
+
+
+def test_broken_model_directory_is_one_clear_line(tmp_path: Path) -> None:
+    missing = server_command(tmp_path / "nothing", free_port())
+    check_one_line(run_to_end(missing), "nothing", "--model-path")
+    broken = make_model_dir(tmp_path / "broken")
+    (broken / "config.json").write_text("{")
+    check_one_line(run_to_end(server_command(broken, free_port())), "config.json")
+
+
+def test_child_that_cannot_start_is_one_clear_line(tmp_path: Path) -> None:
+    """No weights: only the scheduler finds out."""
+    model = make_model_dir(tmp_path / "model")
+    result = run_to_end(server_command(model, free_port()))
+    check_one_line(result, "safetensors")

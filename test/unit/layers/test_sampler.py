@@ -1,0 +1,354 @@
+"""The sampler against big integers, numpy and statistics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from sglang.srt.layers.sampler import SamplingRows, filter_probs, sample, uniform_noise
+
+torch.set_num_threads(1)
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+NUM_DRAWS = 20_000
+
+
+def rows(
+    count: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 1 << 30,
+    min_p: float = 0.0,
+    seed: int = 1,
+    first_position: int = 0,
+) -> SamplingRows:
+    """The same parameters at `count` consecutive positions."""
+    return SamplingRows(
+        temperature=torch.full((count,), temperature),
+        top_p=torch.full((count,), top_p),
+        top_k=torch.full((count,), top_k),
+        min_p=torch.full((count,), min_p),
+        seeds=torch.full((count,), seed),
+        positions=torch.arange(first_position, first_position + count),
+        all_greedy=False,
+    )
+
+
+# --- noise ---------------------------------------------------------------------------------------
+
+
+def mix(value: int) -> int:
+    """SplitMix64's finalizer over unsigned integers."""
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
+    return value ^ value >> 31
+
+
+def reference_noise(seed: int, position: int, token: int) -> float:
+    golden = 0x9E3779B97F4A7C15
+    stream = mix((mix(seed % 2**64) + position * golden) % 2**64)
+    bits = mix((stream + (token + 1) * golden) % 2**64)
+    return (bits // 2**41 + 0.5) / 2**23
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 42, 123456789, -(10**15), INT64_MIN, INT64_MAX])
+def test_noise_equals_the_same_hash_over_big_integers(seed: int) -> None:
+    positions = [0, 1, 2, 1000, 2**31, 2**40]
+    noise = uniform_noise(torch.full((len(positions),), seed), torch.tensor(positions), 50)
+    expected = [[reference_noise(seed, position, i) for i in range(50)] for position in positions]
+    assert noise.tolist() == expected
+
+
+def test_noise_is_strictly_between_0_and_1() -> None:
+    noise = uniform_noise(torch.arange(-500, 500), torch.arange(1000), 1000)
+    assert 0 < float(noise.min()) < 1e-5
+    assert 1 - 1e-5 < float(noise.max()) < 1
+    assert bool(torch.isfinite(torch.log(noise)).all())
+    assert float(torch.log(noise).max()) < 0
+
+
+def test_noise_of_a_row_does_not_depend_on_the_batch() -> None:
+    seeds, positions = torch.tensor([5, -9, 5, 7]), torch.tensor([3, 3, 4, 10**6])
+    together = uniform_noise(seeds, positions, 64)
+    for index in range(4):
+        alone = uniform_noise(seeds[index : index + 1], positions[index : index + 1], 64)
+        assert torch.equal(alone[0], together[index])
+
+
+def test_noise_of_a_token_does_not_depend_on_the_vocabulary_size() -> None:
+    seeds, positions = torch.tensor([5]), torch.tensor([3])
+    assert torch.equal(
+        uniform_noise(seeds, positions, 100)[:, :10], uniform_noise(seeds, positions, 10)
+    )
+
+
+@pytest.mark.parametrize("axis", ["seed", "position"])
+def test_neighbouring_rows_have_different_noise(axis: str) -> None:
+    moving, still = torch.arange(200), torch.zeros(200, dtype=torch.int64)
+    seeds, positions = (moving, still) if axis == "seed" else (still, moving)
+    noise = uniform_noise(seeds, positions, 200)
+    assert len({tuple(row) for row in noise.tolist()}) == 200
+    # Neither shifted along the tokens: a shared counter would repeat a row one token later.
+    assert float((noise[1:, :-1] == noise[:-1, 1:]).float().mean()) < 1e-3
+    assert float((noise[1:] == noise[:-1]).float().mean()) < 1e-3
+
+
+def test_seed_and_position_are_not_interchangeable() -> None:
+    one = uniform_noise(torch.tensor([3]), torch.tensor([4]), 50)
+    other = uniform_noise(torch.tensor([4]), torch.tensor([3]), 50)
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, INT64_MIN, INT64_MAX])
+def test_noise_is_uniform(seed: int) -> None:
+    """Mean, variance and a chi-square over 64 cells; bounds are beyond 5 sigma."""
+    noise = uniform_noise(torch.full((500,), seed), torch.arange(500), 400).double().flatten()
+    count = noise.numel()
+    assert abs(float(noise.mean()) - 1 / 2) < 5 * (1 / 12 / count) ** 0.5
+    assert abs(float(noise.var()) - 1 / 12) < 5 * (1 / 180 / count) ** 0.5
+    cells = torch.bincount((noise * 64).long(), minlength=64).numpy()
+    assert chi_square(cells, np.full(64, 1 / 64)) < chi_square_bound(63)
+
+
+@pytest.mark.parametrize("axis", ["seed", "position", "token"])
+@pytest.mark.parametrize("lag", [1, 2, 16])
+def test_noise_is_uncorrelated_along_every_axis(axis: str, lag: int) -> None:
+    if axis == "seed":
+        seeds, positions = torch.arange(400), torch.full((400,), 17)
+    else:
+        seeds, positions = torch.full((400,), 17), torch.arange(400)
+    noise = uniform_noise(seeds, positions, 400).double() - 0.5
+    if axis == "token":
+        noise = noise.T
+    products = noise[lag:] * noise[:-lag] * 12
+    assert abs(float(products.mean())) < 5 / products.numel() ** 0.5
+
+
+# --- filters -------------------------------------------------------------------------------------
+
+
+def reference_filter(
+    probs: np.ndarray, top_k: int, top_p: float, min_p: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Kept probabilities of one row, token by token; and the mass before each token."""
+    order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
+    kept, masses, mass = np.zeros_like(probs), np.zeros(len(probs)), 0.0
+    for rank, token in enumerate(order):
+        masses[token] = mass
+        is_best = rank == 0
+        inside = rank < top_k and (mass < top_p or top_p >= 1)
+        if is_best or (inside and probs[token] >= min_p * probs[order[0]]):
+            kept[token] = probs[token]
+        mass += float(probs[token])
+    return kept, masses
+
+
+def filtered(probs: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    out = filter_probs(
+        torch.from_numpy(probs)[None],
+        torch.tensor([top_k]),
+        torch.tensor([top_p]),
+        torch.tensor([min_p]),
+    )
+    return out[0].numpy()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_filters_agree_with_a_walk_over_the_tokens(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    size = int(generator.integers(1, 200))
+    logits = generator.normal(size=size) * generator.choice([0.3, 2.0, 8.0])
+    probs = (np.exp(logits) / np.exp(logits).sum()).astype(np.float32)
+    top_k = int(generator.choice([1, 2, 7, size, 1 << 30]))
+    top_p = np.float32(generator.choice([1e-6, 0.3, 0.9, 0.999]))
+    min_p = float(np.float32(generator.choice([0.0, 0.05, 0.5, 1.0])))
+    expected, masses = reference_filter(probs, top_k, float(top_p), min_p)
+    # Rounding may decide where a cumulated sum meets top_p, nowhere else.
+    clear = np.abs(masses - top_p) > 1e-6
+    assert clear.mean() > 0.9 or size < 10
+    assert np.array_equal(filtered(probs, top_k, float(top_p), min_p)[clear], expected[clear])
+
+
+def test_all_filters_open_keep_every_token_however_rare() -> None:
+    """A cumulated sum that rounds to 1 must not cut off the tail."""
+    torch.manual_seed(0)
+    probs = torch.softmax(torch.randn(4, 50_000) * 2, dim=-1)
+    probs[0] = 1 / 50_000
+    neutral = rows(4)
+    assert torch.equal(filter_probs(probs, neutral.top_k, neutral.top_p, neutral.min_p), probs)
+
+
+TIED = np.array([0.1, 0.2, 0.2, 0.2, 0.3], dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "kept"),
+    [
+        ((3, 1.0, 0.0), [1, 2, 4]),  # ties at the edge go to the lower token id
+        ((1, 1.0, 0.0), [4]),
+        ((5, 0.3, 0.0), [4]),  # the best token alone reaches the mass
+        ((5, 0.31, 0.0), [1, 4]),
+        ((5, 0.55, 0.0), [1, 2, 4]),
+        ((5, 1e-9, 0.0), [4]),
+        ((5, 1.0, 1.0), [4]),
+        ((5, 1.0, 0.6), [1, 2, 3, 4]),  # ties are kept or dropped together
+        ((2, 0.9, 0.1), [1, 4]),
+        ((4, 0.55, 0.9), [4]),
+    ],
+    ids=str,
+)
+def test_filters_at_ties_and_edges(parameters: tuple[int, float, float], kept: list[int]) -> None:
+    assert np.flatnonzero(filtered(TIED, *parameters)).tolist() == kept
+
+
+def test_min_p_1_keeps_all_tokens_that_tie_for_the_best() -> None:
+    probs = np.array([0.25, 0.25, 0.1, 0.25, 0.15], dtype=np.float32)
+    assert np.flatnonzero(filtered(probs, 5, 1.0, 1.0)).tolist() == [0, 1, 3]
+
+
+def test_each_row_is_filtered_by_its_own_parameters() -> None:
+    torch.manual_seed(1)
+    probs = torch.softmax(torch.randn(3, 30), dim=-1)
+    top_k, top_p = torch.tensor([2, 30, 30]), torch.tensor([1.0, 0.5, 1.0])
+    min_p = torch.tensor([0.0, 0.0, 0.4])
+    together = filter_probs(probs, top_k, top_p, min_p)
+    for i in range(3):
+        one = slice(i, i + 1)
+        assert torch.equal(filter_probs(probs[one], top_k[one], top_p[one], min_p[one])[0],
+                           together[i])
+
+
+# --- draws ---------------------------------------------------------------------------------------
+
+
+def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
+    expected = probs * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def chi_square_bound(degrees: int) -> float:
+    """Wilson and Hilferty's approximation of the quantile at 4.5 sigma (about 3 in a million)."""
+    term = 2 / (9 * degrees)
+    return degrees * (1 - term + 4.5 * term**0.5) ** 3
+
+
+def draws(logits: torch.Tensor, parameters: SamplingRows) -> np.ndarray:
+    """How often each token is drawn."""
+    count = len(parameters.positions)
+    tokens = sample(logits.expand(count, -1).contiguous(), parameters)
+    return torch.bincount(tokens, minlength=logits.numel()).numpy()
+
+
+LOGITS = torch.tensor([2.0, -1.0, 0.5, 0.0, 1.5, -0.5, 1.0, -2.0, 0.2, 1.9])
+
+
+@pytest.mark.parametrize("seed", [0, 7, INT64_MIN])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5},
+        {"temperature": 3.0},
+        {"top_p": 0.8},
+        {"top_k": 3},
+        {"min_p": 0.3},
+        {"temperature": 1.7, "top_p": 0.9, "top_k": 6, "min_p": 0.1},
+    ],
+    ids=str,
+)
+def test_draws_follow_the_filtered_distribution(parameters: dict[str, float], seed: int) -> None:
+    given = {"temperature": 1.0, "top_k": 10, "top_p": 1.0, "min_p": 0.0, **parameters}
+    scaled = LOGITS.double().numpy() / given["temperature"]
+    probs = np.exp(scaled) / np.exp(scaled).sum()
+    kept, _ = reference_filter(probs, int(given["top_k"]), given["top_p"], given["min_p"])
+    expected = kept / kept.sum()
+    counts = draws(LOGITS, rows(NUM_DRAWS, seed=seed, **parameters))
+    inside = expected > 0
+    assert counts[~inside].sum() == 0
+    assert chi_square(counts[inside], expected[inside]) < chi_square_bound(int(inside.sum()) - 1)
+
+
+def test_draws_over_seeds_at_one_position_follow_the_distribution() -> None:
+    seeds = torch.arange(NUM_DRAWS) - NUM_DRAWS // 2
+    counts = draws(
+        LOGITS,
+        replace(rows(NUM_DRAWS), seeds=seeds, positions=torch.full((NUM_DRAWS,), 12)),
+    )
+    assert chi_square(counts, torch.softmax(LOGITS, -1).double().numpy()) < chi_square_bound(9)
+
+
+def test_successive_draws_are_independent() -> None:
+    """Pairs of neighbouring positions, as a chi-square over all combinations."""
+    logits = torch.tensor([1.0, 0.0, 0.5, 0.2])
+    tokens = sample(logits.expand(40_000, -1).contiguous(), rows(40_000))
+    pairs = torch.bincount(tokens[::2] * 4 + tokens[1::2], minlength=16).numpy()
+    probs = torch.softmax(logits, -1).double().numpy()
+    assert chi_square(pairs, np.outer(probs, probs).flatten()) < chi_square_bound(15)
+
+
+def test_greedy_rows_take_the_best_token() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(30, 500)
+    mixed = rows(30)
+    mixed.temperature[::2] = 0.0
+    best = logits.argmax(-1)
+    assert torch.equal(sample(logits, mixed)[::2], best[::2])
+    assert not torch.equal(sample(logits, mixed)[1::2], best[1::2])
+
+
+def test_a_batch_known_to_be_greedy_takes_the_best_tokens() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(30, 500)
+    parameters = rows(30, temperature=0.0)
+    assert torch.equal(sample(logits, replace(parameters, all_greedy=True)), logits.argmax(-1))
+    assert torch.equal(sample(logits, parameters), logits.argmax(-1))
+
+
+def test_a_suppressed_token_is_never_drawn() -> None:
+    logits = LOGITS.clone()
+    logits[0] = float("-inf")
+    for temperature in (0.0, 0.7, 100.0):
+        assert draws(logits, rows(2000, temperature=temperature))[0] == 0
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-3, 1e6])
+def test_extreme_temperatures_give_finite_choices(temperature: float) -> None:
+    logits = torch.tensor([30.0, -50.0, 29.0, 0.0])
+    counts = draws(logits, rows(4000, temperature=temperature))
+    if temperature < 1:
+        assert counts.tolist() == [4000, 0, 0, 0]
+    else:
+        assert chi_square(counts, np.full(4, 0.25)) < chi_square_bound(3)
+
+
+def test_a_token_does_not_depend_on_the_rest_of_the_batch() -> None:
+    torch.manual_seed(3)
+    logits = torch.randn(9, 300) * 3
+    parameters = SamplingRows(
+        temperature=torch.tensor([0.0, 0.5, 1.0, 2.0, 1.0, 1.0, 1.0, 0.7, 0.0]),
+        top_p=torch.tensor([1.0, 0.9, 1.0, 0.5, 1.0, 0.99, 1.0, 0.8, 1.0]),
+        top_k=torch.tensor([300, 300, 5, 50, 300, 300, 1, 20, 300]),
+        min_p=torch.tensor([0.0, 0.0, 0.0, 0.1, 0.3, 0.0, 0.0, 0.05, 0.0]),
+        seeds=torch.tensor([1, 2, 3, -4, 5, INT64_MIN, 7, 8, INT64_MAX]),
+        positions=torch.tensor([0, 5, 5, 99, 1000, 2, 0, 4095, 7]),
+        all_greedy=False,
+    )
+    together = sample(logits, parameters)
+    for order in ([8, 3, 1], [4], [7, 6, 5, 4, 3, 2, 1, 0], [2, 2]):
+        index = torch.tensor(order)
+        part = SamplingRows(
+            temperature=parameters.temperature[index],
+            top_p=parameters.top_p[index],
+            top_k=parameters.top_k[index],
+            min_p=parameters.min_p[index],
+            seeds=parameters.seeds[index],
+            positions=parameters.positions[index],
+            all_greedy=False,
+        )
+        assert torch.equal(sample(logits[index], part), together[index])
+
+
+def test_no_rows_give_no_tokens() -> None:
+    assert sample(torch.empty(0, 10), rows(0)).shape == (0,)

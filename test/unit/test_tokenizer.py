@@ -1,0 +1,197 @@
+"""Encoding, incremental decoding and stop strings."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from serving_utils import VOCAB_SIZE, make_model_dir, make_tokenizer
+from sglang.srt import tokenizer as tokenizer_module
+from sglang.srt.tokenizer import (
+    StopStringFinder,
+    Tokenizer,
+    TokenizerError,
+    find_stop,
+    load_tokenizer,
+    partial_stop_len,
+)
+
+BOS_ID, EOS_ID, MASK_ID = 0, 1, 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(make_model_dir(tmp_path_factory.mktemp("model")))
+
+
+def save(backend: tokenizers.Tokenizer, directory: Path) -> Path:
+    backend.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def test_encode_adds_bos_once(tokenizer: Tokenizer) -> None:
+    plain = tokenizer.encode("hello", add_special_tokens=False)
+    assert tokenizer.bos_token_id == BOS_ID
+    assert tokenizer.encode("hello") == [BOS_ID, *plain]
+    assert tokenizer.encode("<bos>hello") == [BOS_ID, *plain]
+    assert tokenizer.encode("<bos>hello", add_special_tokens=False) == [BOS_ID, *plain]
+
+
+def test_tokenizer_without_bos_adds_none(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save(make_tokenizer(add_bos=False), tmp_path))
+    assert tokenizer.bos_token_id is None
+    twice = tokenizer.encode("<eos><eos>")
+    assert twice == [EOS_ID, EOS_ID]
+
+
+def test_decode_shows_special_tokens_only_when_asked(tokenizer: Tokenizer) -> None:
+    ids = [*tokenizer.encode("hello"), EOS_ID]
+    assert tokenizer.decode(ids) == "hello"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<bos>hello<eos>"
+
+
+def test_decode_ignores_ids_beyond_the_tokenizer(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode([VOCAB_SIZE + 100_000]) == ""
+
+
+def test_min_num_tokens_is_a_lower_bound(tokenizer: Tokenizer) -> None:
+    for text in ("hello", "<mask>" * 50, "😀" * 50, "the quick brown fox " * 20):
+        assert tokenizer.min_num_tokens(text) <= len(tokenizer.encode(text, False))
+    assert tokenizer.min_num_tokens("x" * 1_000_000) > 10_000
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.booleans())
+def test_pieces_of_stream_are_the_full_text(
+    tokenizer: Tokenizer, data: st.DataObject, skip_special_tokens: bool
+) -> None:
+    """For any ids, also such that are no text, cut into any runs."""
+    ids = data.draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=60))
+    stream, pieces, rest = tokenizer.decode_stream(skip_special_tokens), [], list(ids)
+    while rest:
+        count = data.draw(st.integers(1, 4))
+        pieces.append(stream.push(rest[:count]))
+        del rest[:count]
+    pieces.append(stream.flush())
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=30))
+def test_stream_of_a_text_never_shows_half_a_character(tokenizer: Tokenizer, text: str) -> None:
+    text = text.replace("\ufffd", "")
+    stream, shown = tokenizer.decode_stream(), ""
+    for token_id in tokenizer.encode(text, add_special_tokens=False):
+        shown += stream.push([token_id])
+        assert text.startswith(shown)
+    assert shown + stream.flush() == text
+
+
+def test_stream_of_sentencepiece_like_tokenizer_keeps_spaces_and_characters(tmp_path: Path) -> None:
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    vocab |= {"▁hi": 256, "▁you": 257, "!": 258}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer = load_tokenizer(save(backend, tmp_path))
+    ids = [256, 257, *"€😀".encode(), 256, 258]
+    stream = tokenizer.decode_stream()
+    pieces = [stream.push([token_id]) for token_id in ids]
+    assert pieces == ["hi", " you", "", "", "€", "", "", "", "😀", " hi", "!"]
+    assert stream.flush() == ""
+
+
+def test_long_run_of_broken_bytes_is_not_held_back(tokenizer: Tokenizer) -> None:
+    broken = [make_tokenizer().token_to_id("ð")]  # the first byte of a 4-byte character
+    stream = tokenizer.decode_stream()
+    shown = "".join(stream.push(broken) for _ in range(100))
+    assert len(shown) >= 97
+
+
+def test_stop_string_across_tokens_clips_the_run(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("hello world the end", add_special_tokens=False)
+    finder = StopStringFinder(tokenizer, ["world", "xyz"])
+    match = finder.push(ids)
+    assert match is not None
+    assert match.matched == "world"
+    assert "world" in tokenizer.decode(ids[: match.num_tokens])
+    assert "world" not in tokenizer.decode(ids[: match.num_tokens - 1])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_stop_is_found_at_the_first_token_that_completes_it(
+    tokenizer: Tokenizer, data: st.DataObject
+) -> None:
+    text = data.draw(st.text("ab€ ", min_size=1, max_size=30))
+    stops = data.draw(st.lists(st.text("ab€ ", min_size=1, max_size=4), min_size=1, max_size=3))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    ends = [
+        i
+        for i in range(1, len(ids) + 1)
+        if any(stop in tokenizer.decode(ids[:i]) for stop in stops)
+    ]
+    finder, found, seen = StopStringFinder(tokenizer, stops), None, 0
+    while found is None and seen < len(ids):
+        run = ids[seen : seen + data.draw(st.integers(1, 5))]
+        found = finder.push(run)
+        seen += len(run) if found is None else found.num_tokens
+    assert (seen if found else None) == (ends[0] if ends else None)
+
+
+def test_find_stop_prefers_the_first_then_the_longest() -> None:
+    assert find_stop("a stop", ["stop", "st", "op"]) == (2, "stop")
+    assert find_stop("abc", ["c", "b"]) == (1, "b")
+    assert find_stop("abc", ["x"]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "length"), [("abc", 0), ("ab</", 2), ("ab</s", 3), ("</s>", 0), ("<<", 1), ("", 0)]
+)
+def test_partial_stop_len(text: str, length: int) -> None:
+    assert partial_stop_len(text, ["</s>"]) == length
+
+
+def test_missing_tokenizer_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="--tokenizer-path") as error:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_broken_tokenizer_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerError, match="can be read") as error:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_other_files_without_transformers_name_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(TokenizerError, match="pip install"):
+        load_tokenizer(tmp_path)
+
+
+def test_other_files_are_read_by_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from transformers import PreTrainedTokenizerFast
+
+    fast = PreTrainedTokenizerFast(tokenizer_object=make_tokenizer())
+    fast.save_pretrained(str(tmp_path / "full"))
+    tokenizer = tokenizer_module._load_with_transformers(tmp_path / "full")
+    assert tokenizer.decode(tokenizer.encode("hello world")) == "hello world"
