@@ -216,8 +216,9 @@ def test_each_row_is_filtered_by_its_own_parameters() -> None:
     together = filter_probs(probs, top_k, top_p, min_p)
     for i in range(3):
         one = slice(i, i + 1)
-        assert torch.equal(filter_probs(probs[one], top_k[one], top_p[one], min_p[one])[0],
-                           together[i])
+        assert torch.equal(
+            filter_probs(probs[one], top_k[one], top_p[one], min_p[one])[0], together[i]
+        )
 
 
 # --- draws ---------------------------------------------------------------------------------------

@@ -36,12 +36,11 @@ def load_model(
         model = architecture(config, max_positions)
     rotary = model.model.rotary
     model.to_empty(device="cpu" if load_format != "dummy" else device)
-    rebuilt = type(rotary)(config.head_dim, max_positions, config.rope_theta)
-    model.model.rotary = rebuilt
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     model = model.to(dtype)
-    rebuilt.float()
+    # Computed after the conversion, so that it stays float32.
+    model.model.rotary = type(rotary)(config.head_dim, max_positions, config.rope_theta)
     if load_format == "dummy":
         _fill_dummy(model)
     else:

@@ -99,7 +99,7 @@ class HostThreads:
     """Torch threads by the size of a step: waking a second thread for each small operation costs
     more than it computes."""
 
-    MIN_ROWS_PER_THREAD = 8
+    MIN_ROWS_PER_THREAD = 4
 
     def __init__(self, max_threads: int) -> None:
         self._max_threads = max_threads

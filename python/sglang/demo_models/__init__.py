@@ -1,0 +1,1 @@
+"""Bundled models, as data: `--model-path demo`."""

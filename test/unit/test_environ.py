@@ -1,0 +1,60 @@
+"""Environment switches: words and numbers, and a refusal that names the variable."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang.srt.environ import Environ
+
+RETRACT, STRICT = "SGLANG_TEST_RETRACT", "SGLANG_STRICT_INVARIANTS"
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RETRACT, raising=False)
+    monkeypatch.delenv(STRICT, raising=False)
+
+
+def test_nothing_is_on_by_default() -> None:
+    assert Environ.read() == Environ() == Environ(0, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        *[(text, 0) for text in ("", "0", "false", "No", "OFF", "  ")],
+        *[("true", 3), ("Yes", 3), ("on", 3), ("1", 1), ("3", 3), (" 17 ", 17)],
+    ],
+)
+def test_retraction_interval_is_a_number_or_a_word(
+    monkeypatch: pytest.MonkeyPatch, text: str, steps: int
+) -> None:
+    monkeypatch.setenv(RETRACT, text)
+    assert Environ.read() == Environ(test_retract_interval=steps)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_on"), [("1", True), ("true", True), ("0", False), ("", False)]
+)
+def test_strict_invariants_is_a_switch(
+    monkeypatch: pytest.MonkeyPatch, text: str, is_on: bool
+) -> None:
+    monkeypatch.setenv(STRICT, text)
+    assert Environ.read() == Environ(strict_invariants=is_on)
+
+
+@pytest.mark.parametrize("name", [RETRACT, STRICT])
+@pytest.mark.parametrize("text", ["maybe", "-1", "1.5", "0x3", "3 steps"])
+def test_anything_else_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ValueError, match=name) as error:
+        Environ.read()
+    assert repr(text) in str(error.value)
+
+
+def test_the_environment_is_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    Environ.read()
+    monkeypatch.setenv(RETRACT, "5")
+    assert Environ.read().test_retract_interval == 5

@@ -1,0 +1,150 @@
+"""The command line is the dataclass, field by field."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import MISSING, Field, FrozenInstanceError, fields
+from typing import Any, get_type_hints
+
+import pytest
+
+from sglang.srt.server_args import ServerArgs, add_cli_args, parse_cli
+
+FIELDS = {entry.name: entry for entry in fields(ServerArgs)}
+HINTS = get_type_hints(ServerArgs)
+BOOLS = [name for name in FIELDS if HINTS[name] is bool]
+VALUES = [name for name in FIELDS if name not in BOOLS]
+CHOOSING = [name for name in VALUES if FIELDS[name].metadata["choices"]]
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def example(name: str) -> tuple[str, Any]:
+    """A text for a flag, and the value it stands for; never the default."""
+    entry: Field[Any] = FIELDS[name]
+    if choices := entry.metadata["choices"]:
+        other = next((choice for choice in choices if choice != entry.default), choices[0])
+        return other, other
+    hint = str(HINTS[name])
+    if "int" in hint:
+        return "123", 123
+    if "float" in hint:
+        return "0.25", 0.25
+    return "some text", "some text"
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_flag_says_what_it_does(name: str) -> None:
+    text = FIELDS[name].metadata["help"]
+    assert len(text) > 5
+    assert text.endswith(".")
+
+
+def test_help_lists_every_flag_and_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """Formatting it must work too: a stray percent sign would break it."""
+    with pytest.raises(SystemExit) as end:
+        parse_cli(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    for name in FIELDS:
+        assert re.search(rf"{flag(name)}\b", text)
+    assert "(default: 30000)" in text
+    assert "MISSING" not in text
+
+
+def test_without_flags_the_command_line_gives_the_dataclass_defaults() -> None:
+    assert parse_cli(["--model-path", "m"]) == ServerArgs(model_path="m")
+
+
+def test_the_model_is_the_only_thing_that_must_be_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert [name for name, entry in FIELDS.items() if entry.default is MISSING] == ["model_path"]
+    with pytest.raises(SystemExit) as end:
+        parse_cli([])
+    assert end.value.code == 2
+    assert "--model-path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_flag_sets_its_field_and_no_other(name: str) -> None:
+    text, value = example(name)
+    base = {"model_path": "m"}
+    argv = [] if name == "model_path" else ["--model-path", "m"]
+    parsed = parse_cli([*argv, flag(name), text])
+    assert parsed == ServerArgs(**{**base, name: value})
+    assert type(getattr(parsed, name)) is type(value)
+
+
+@pytest.mark.parametrize("name", BOOLS)
+def test_a_switch_turns_its_field_on_and_is_off_by_default(name: str) -> None:
+    assert FIELDS[name].default is False
+    parsed = parse_cli(["--model-path", "m", flag(name)])
+    assert parsed == ServerArgs(**{"model_path": "m", name: True})
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [(alias, name) for name, entry in FIELDS.items() for alias in entry.metadata["aliases"]],
+)
+def test_an_alias_sets_the_same_field(alias: str, name: str) -> None:
+    assert parse_cli([alias, "x"]) == parse_cli([flag(name), "x"])
+
+
+def test_the_old_name_of_the_model_flag_works() -> None:
+    assert parse_cli(["--model", "x"]).model_path == "x"
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_a_value_outside_the_choices_is_refused_with_all_of_them(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_cli(["--model-path", "m", flag(name), "no-such-thing"])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert flag(name) in error
+    for choice in FIELDS[name].metadata["choices"]:
+        assert choice in error
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_a_default_is_one_of_the_choices(name: str) -> None:
+    default = FIELDS[name].default
+    assert default is None or default in FIELDS[name].metadata["choices"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("port", "http"), ("page_size", "1.5"), ("mem_fraction_static", "half"), ("num_threads", "")],
+)
+def test_a_value_of_the_wrong_type_is_refused_with_its_flag(
+    name: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_cli(["--model-path", "m", flag(name), text])
+    assert end.value.code == 2
+    assert flag(name) in capsys.readouterr().err
+
+
+def test_an_unknown_flag_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_cli(["--model-path", "m", "--no-such-flag"])
+    assert end.value.code == 2
+    assert "--no-such-flag" in capsys.readouterr().err
+
+
+def test_flags_can_be_added_to_another_parser() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--num-prompts", type=int)
+    add_cli_args(parser)
+    parsed = parser.parse_args(["--num-prompts", "3", "--model-path", "m"])
+    assert (parsed.num_prompts, parsed.model_path) == (3, "m")
+
+
+def test_parsed_flags_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        ServerArgs(model_path="m").port = 1  # type: ignore[misc]
