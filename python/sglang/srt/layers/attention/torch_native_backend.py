@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities, GraphSupport
+from sglang.srt.layers.attention.kv_window import KVWindow
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -20,13 +21,15 @@ class _Group:
 
     Attributes:
         tokens: [N, q] int64; their rows among the T of the batch, or None for all in order.
-        slots: [N * L] int64; KV slots, padded with the dummy slot.
-        mask: [N, 1, 1 or q, L] bool; which keys each query row sees.
+        positions: [N, q] int64.
+        kv_lens: [N] int64.
+        slots: [N, L] int64; KV slots, the dummy slot past a request's end.
+        mask: [N, 1, q, L] bool; which keys each query row sees.
     """
 
     tokens: torch.Tensor | None
-    num_requests: int
-    num_queries: int
+    positions: torch.Tensor
+    kv_lens: torch.Tensor
     slots: torch.Tensor
     mask: torch.Tensor
 
@@ -44,6 +47,7 @@ class TorchNativeBackend:
         self._slots = torch.empty(0, dtype=torch.int64)
         self._groups: list[_Group] = []
         self._scratch = kv_pool.kv[0][:0]
+        self._window = KVWindow(kv_pool.kv)
 
     @classmethod
     def capabilities(cls) -> AttentionCapabilities:
@@ -62,9 +66,12 @@ class TorchNativeBackend:
         for index, q_len in enumerate(batch.q_lens):
             members.setdefault(q_len, []).append(index)
         if len(members) == 1 and self._fits(batch, *next(iter(members.items()))):
-            self._groups = [self._make_group(batch, batch.q_lens[0], None)]
+            group = self._make_group(batch, batch.q_lens[0], None)
+            self._groups = [group]
+            self._window.plan(group.slots, group.positions, group.kv_lens)
             return
         self._groups = []
+        self._window.forget()
         for q_len, indices in members.items():
             for part in self._split(batch, q_len, indices):
                 self._groups.append(self._make_group(batch, q_len, part))
@@ -73,24 +80,23 @@ class TorchNativeBackend:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         self._kv_pool.store(layer, self._slots, k, v)
-        kv = self._kv_pool.kv[layer]
         if len(self._groups) == 1 and self._groups[0].tokens is None:
-            return self._attend(self._groups[0], q, kv).reshape(q.shape[0], -1)
+            return self._attend(self._groups[0], q, self._window.gather(layer)).view(len(q), -1)
+        kv = self._kv_pool.kv[layer]
         out = torch.empty_like(q)
         for group in self._groups:
             assert group.tokens is not None
             index = group.tokens.flatten()
-            out[index] = self._attend(group, q[index], kv)
-        return out.view(q.shape[0], -1)
+            out[index] = self._attend(group, q[index], self._gather(kv, group.slots))
+        return out.view(len(q), -1)
 
     def _attend(self, group: _Group, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """q [N * num_queries, num_heads, head_dim] -> the same shape."""
-        num, queries = group.num_requests, group.num_queries
+        """q [N * q, num_heads, head_dim], kv [N, >= L, 2 * num_kv_heads, head_dim] -> as q."""
+        num, queries = group.positions.shape
         num_heads, head_dim = q.shape[1:]
-        num_kv_heads = kv.shape[1] // 2
+        num_kv_heads = kv.shape[2] // 2
         share = num_heads // num_kv_heads
-        gathered = self._gather(kv, group.slots).view(num, -1, 2 * num_kv_heads, head_dim)
-        k, v = gathered.transpose(1, 2).chunk(2, dim=1)
+        k, v = kv[:, : group.slots.shape[1]].transpose(1, 2).chunk(2, dim=1)
         # [N, queries, kv_heads, share, D] -> [N, kv_heads, queries * share, D]
         grouped = q.view(num, queries, num_kv_heads, share, head_dim).transpose(1, 2)
         grouped = grouped.reshape(num, num_kv_heads, queries * share, head_dim)
@@ -104,10 +110,11 @@ class TorchNativeBackend:
     def _gather(self, kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """K and V of `slots`, in a buffer that all layers and steps share: fresh memory of this
         size would cost more than the copy."""
-        count = slots.shape[0]
+        count = slots.numel()
         if self._scratch.shape[0] < count:
             self._scratch = kv.new_empty((count + count // 4, *kv.shape[1:]))
-        return torch.index_select(kv, 0, slots, out=self._scratch[:count])
+        torch.index_select(kv, 0, slots.flatten(), out=self._scratch[:count])
+        return self._scratch[:count].view(*slots.shape, *kv.shape[1:])
 
     def _make_group(self, batch: ForwardBatch, q_len: int, part: list[int] | None) -> _Group:
         """The group of the requests `part` (None: all), which feed q_len rows each."""
@@ -130,7 +137,7 @@ class TorchNativeBackend:
         valid = columns < kv_lens[:, None]
         slots = self._table[rows, :length].to(torch.int64) * valid
         visible = columns <= positions[:, :, None]
-        return _Group(tokens, rows.shape[0], q_len, slots.flatten(), visible[:, None])
+        return _Group(tokens, positions, kv_lens, slots, visible[:, None])
 
     def _fits(self, batch: ForwardBatch, q_len: int, indices: list[int]) -> bool:
         length = max(batch.kv_len_upper_bounds)
