@@ -45,7 +45,7 @@ def oracle(prompt: list[int], num_tokens: int) -> list[int]:
 class FakeResult(GenerationBatchResult):
     """Knows when the host has read it: until then the step counts as running on the device."""
 
-    __slots__ = ("unread", "rows")
+    __slots__ = ("rows", "unread")
 
     def read(self) -> HostResult:
         self.unread.remove(self.rows)

@@ -73,7 +73,7 @@ def assert_equal_up_to_near_ties(
 
 def first_divergence(left: list[int], right: list[int]) -> int:
     """Index of the first difference; the shorter length if there is none before it."""
-    pairs = enumerate(zip(left, right))  # noqa: B905 (lengths may differ)
+    pairs = enumerate(zip(left, right))
     return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 

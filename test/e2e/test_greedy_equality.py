@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+
 from oracle import (
     Reference,
     assert_equal_up_to_near_ties,
     code_snippets,
     transformers_greedy,
 )
-from utils import SchedulerHarness, Setup, make_model_worker
-
 from sglang.srt.model_config import load_model_config, resolve_model_path
 from sglang.srt.tokenizer import load_tokenizer
+from utils import SchedulerHarness, Setup, make_model_worker
 
 NUM_PROMPTS, NUM_TOKENS = 50, 32
 CONTEXT_LEN = 512

@@ -7,10 +7,10 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from fake_worker import VOCAB_SIZE, FakeWorker, oracle
-from utils import SchedulerHarness, Setup
 
+from fake_worker import VOCAB_SIZE, FakeWorker, oracle
 from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqInput, FlushCacheReqOutput
+from utils import SchedulerHarness, Setup
 
 KINDS = ("plain", "verify", "mtp")
 NUM_SEEDS = 130  # per kind
@@ -143,9 +143,7 @@ def test_flush_answers_and_empties_only_an_idle_cache(kind: str) -> None:
     assert cached > 0
     harness.inbox.messages.append(FlushCacheReqInput(call_id=8))
     harness.step()
-    assert harness.replies[-1] == FlushCacheReqOutput(
-        call_id=8, success=True, flushed_items=cached
-    )
+    assert harness.replies[-1] == FlushCacheReqOutput(call_id=8, success=True, flushed_items=cached)
     assert harness.ledger.num_free_tokens == harness.ledger.num_pool_tokens
 
 
