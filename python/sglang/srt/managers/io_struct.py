@@ -25,13 +25,32 @@ class Message(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
 
 
 class GenerateReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/generate`: exactly one of `text` and `input_ids`, single or a list (a batch)."""
+    """Body of `/generate`: exactly one of `text` and `input_ids`, single or a list (a batch).
+
+    Attributes:
+        logprob_start_len: first prompt position whose logprob is returned; -1: outputs only.
+        priority: larger ones go first (with --enable-priority-scheduling).
+        cache_salt, extra_key: KV is shared only between requests that have the same.
+        custom_labels: copied to the request log.
+        no_logs: leave the request out of the request log.
+    """
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     rid: str | list[str] | None = None
     stream: bool = False
+    return_logprob: bool | list[bool] = False
+    logprob_start_len: int | list[int] = -1
+    top_logprobs_num: int | list[int] = 0
+    token_ids_logprob: list[int | list[int]] | None = None
+    return_text_in_logprobs: bool = False
+    return_hidden_states: bool | Literal["last"] = False
+    priority: int | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    custom_labels: dict[str, str] | None = None
+    no_logs: bool = False
 
 
 class AbortReqInput(msgspec.Struct, kw_only=True):
@@ -80,6 +99,36 @@ class DecodeOptions(msgspec.Struct, array_like=True, frozen=True):
     skip_special_tokens: bool
     stop_strings: list[str]
     no_stop_trim: bool
+    stop_regexes: list[str] = []
+
+
+class LogprobOptions(msgspec.Struct, frozen=True):
+    """Which log-probabilities a request wants.
+
+    Attributes:
+        start_len: first prompt position wanted; the prompt's length less one for outputs only.
+        top_num: best tokens per position.
+        token_ids: ids wanted at every position.
+    """
+
+    start_len: int
+    top_num: int = 0
+    token_ids: list[int] = []
+
+
+class PositionLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities at one position.
+
+    Attributes:
+        logprob: of the token there; None where there is nothing before it.
+        top: [logprob, id] of the best tokens, best first.
+        chosen: logprobs of `LogprobOptions.token_ids`.
+    """
+
+    token_id: int
+    logprob: float | None
+    top: list[tuple[float, int]] = []
+    chosen: list[float] = []
 
 
 class ReqOutput(msgspec.Struct, array_like=True):
@@ -90,6 +139,8 @@ class ReqOutput(msgspec.Struct, array_like=True):
         token_ids: generated tokens since the last output, the stop token included.
         completion_tokens: all tokens generated so far.
         options: only on the first output of a request.
+        input_logprobs, output_logprobs: new ones, of prompt positions and of `token_ids`.
+        hidden_states: new ones, one list of floats per row that is returned.
     """
 
     req_id: int
@@ -100,6 +151,9 @@ class ReqOutput(msgspec.Struct, array_like=True):
     cached_tokens: int
     num_retractions: int
     options: DecodeOptions | None = None
+    input_logprobs: list[PositionLogprobs] = []
+    output_logprobs: list[PositionLogprobs] = []
+    hidden_states: list[list[float]] = []
 
 
 class ReqTextOutput(msgspec.Struct, array_like=True):
@@ -119,6 +173,9 @@ class ReqTextOutput(msgspec.Struct, array_like=True):
     completion_tokens: int
     cached_tokens: int
     num_retractions: int
+    input_logprobs: list[PositionLogprobs] = []
+    output_logprobs: list[PositionLogprobs] = []
+    hidden_states: list[list[float]] = []
 
 
 # ---------------------------------------------------------------- front end -> scheduler
@@ -131,6 +188,9 @@ class TokenizedGenerateReqInput(Message):
         req_id: the server's own number of the request, unique for the life of the server.
         rid: the client's name for it, or one made by the front end; only a label.
         stream: whether outputs are wanted before the last one.
+        logprobs: None for none.
+        hidden_states: `none`, `all` rows fed, or the `last` row of each step.
+        cache_key: KV is shared only between requests with the same.
     """
 
     req_id: int
@@ -138,6 +198,10 @@ class TokenizedGenerateReqInput(Message):
     input_ids: list[int]
     sampling_params: SamplingParams
     stream: bool = False
+    logprobs: LogprobOptions | None = None
+    hidden_states: Literal["none", "all", "last"] = "none"
+    priority: int = 0
+    cache_key: tuple[str, str] = ("", "")
 
 
 class AbortReq(Message):

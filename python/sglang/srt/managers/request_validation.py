@@ -22,7 +22,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_RID_CHARS = 256
 
-HANDLED_FIELDS = frozenset(("text", "input_ids", "sampling_params", "rid", "stream"))
+HANDLED_FIELDS = frozenset(
+    ("text", "input_ids", "sampling_params", "rid", "stream", "custom_labels", "no_logs")
+)
 # Fields of SGLang's /generate that this runtime does not have (yet), with the values, beside
 # null, false and empty, that ask for nothing.
 NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
@@ -57,7 +59,6 @@ NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "cache_salt": (),
     "extra_key": (),
     "routing_key": (),
-    "no_logs": (True,),
     "log_metrics": (True,),
     "conversation_id": (),
     "data_parallel_rank": (0,),
@@ -75,20 +76,12 @@ NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
 }
 SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
 NEUTRAL_SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_new_tokens": (0,),
-    "spaces_between_special_tokens": (True,),
-    "logit_bias": (),
-    "stop_regex": (),
     "json_schema": (),
     "regex": (),
     "ebnf": (),
     "structural_tag": (),
     "custom_params": (),
     "beam_width": (1,),
-    "stream_interval": (1,),
 }
 
 

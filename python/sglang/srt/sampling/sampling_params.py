@@ -23,6 +23,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         stop_token_ids: token ids that end the output, beside the model's own end-of-text ids.
         ignore_eos: go on after the model's end-of-text ids; `stop_token_ids` still count.
         no_stop_trim: leave the stop text or stop token in the output.
+        stop_regex: regular expressions that end the output when they match in it.
+        min_new_tokens: the model's end-of-text ids and `stop_token_ids` cannot be drawn before.
+        frequency_penalty, presence_penalty: taken off the logit of a generated token, times its
+            count or once.
+        repetition_penalty: divides positive logits of generated tokens and multiplies negative
+            ones (arXiv 1909.05858, section 4.1).
+        logit_bias: token id (as text, since JSON keys are texts) to what its logit gets added.
+        spaces_between_special_tokens: only tokenizers that put such spaces heed it.
+        stream_interval: a stream gets a chunk every so many tokens; None: the server's.
         n: samples per prompt; the front end makes one request of each.
     """
 
@@ -37,6 +46,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    stop_regex: str | list[str] | None = None
+    min_new_tokens: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] | None = None
+    spaces_between_special_tokens: bool = True
+    stream_interval: int | None = None
     n: int = 1
 
     @property
@@ -48,6 +65,25 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def stop_regexes(self) -> list[str]:
+        if self.stop_regex is None:
+            return []
+        return [self.stop_regex] if isinstance(self.stop_regex, str) else self.stop_regex
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.frequency_penalty != 0
+            or self.presence_penalty != 0
+            or self.repetition_penalty != 1
+        )
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether logits change before a token is drawn from them."""
+        return self.has_penalties or bool(self.logit_bias) or self.min_new_tokens > 0
 
     def problem(self) -> str | None:
         """The first rule that a field breaks, as `field: reason`; None when all hold.
@@ -67,6 +103,25 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
                 "must fit in 64 bits",
             ),
             ("stop", all(self.stop_strings), "must not hold an empty text"),
+            ("stop_regex", all(self.stop_regexes), "must not hold an empty expression"),
+            (
+                "min_new_tokens",
+                0 <= self.min_new_tokens <= self.max_new_tokens,
+                "must be between 0 and max_new_tokens",
+            ),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "must be in [-2, 2]"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "must be in [-2, 2]"),
+            ("repetition_penalty", 0 < self.repetition_penalty <= 2, "must be in (0, 2]"),
+            (
+                "logit_bias",
+                all(math.isfinite(value) for value in (self.logit_bias or {}).values()),
+                "must hold finite numbers",
+            ),
+            (
+                "stream_interval",
+                self.stream_interval is None or self.stream_interval >= 1,
+                "must be at least 1",
+            ),
         )
         return next((f"{name}: {rule}" for name, holds, rule in checks if not holds), None)
 
