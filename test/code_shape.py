@@ -51,7 +51,7 @@ LAYERS = {
 MAY_IMPORT: dict[str, set[str]] = {"base": set(), "step data": {"base"}}
 MAY_IMPORT["mem_cache"] = MAY_IMPORT["layers"] = {"step data", "base"}
 MAY_IMPORT["models"] = MAY_IMPORT["layers"] | {"layers"}
-MAY_IMPORT["worker contract"] = MAY_IMPORT["mem_cache"] | {"mem_cache"}
+MAY_IMPORT["worker contract"] = MAY_IMPORT["mem_cache"] | {"mem_cache", "layers"}
 MAY_IMPORT["model_executor"] = MAY_IMPORT["models"] | {"models", "mem_cache", "worker contract"}
 MAY_IMPORT["workers"] = MAY_IMPORT["model_executor"] | {"model_executor"}
 MAY_IMPORT["managers"] = MAY_IMPORT["workers"] | {"workers"}

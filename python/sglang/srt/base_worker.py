@@ -7,11 +7,13 @@ and a run of tokens is accepted. Workers differ in what they feed and accept, an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from sglang.srt.layers.logit_adjustments import RowAdjustments
+from sglang.srt.layers.logprobs import HostLogprobs, LogprobQueries, LogprobTensors
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -39,12 +41,33 @@ class NewRow:
         row: index in the request-to-token table and in all device rows.
         num_committed: tokens whose KV the cache already has.
         seed: int64 seed of the request's noise.
+        adjustments: what is done to its logits; None for nothing.
     """
 
     row: int
     num_committed: int
     params: SamplingParams
     seed: int
+    adjustments: RowAdjustments | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobPlan:
+    """Log-probabilities that a step returns.
+
+    Attributes:
+        emitting: which of the emitting requests, counted in order, want those of their tokens.
+        emitted: what they want, in that order.
+        prompt_rows: indices among the T rows whose next token is a prompt token to be scored.
+        prompt_targets: those next tokens.
+        prompts: what is wanted there.
+    """
+
+    emitting: list[int]
+    emitted: LogprobQueries
+    prompt_rows: list[int]
+    prompt_targets: list[int]
+    prompts: LogprobQueries
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +87,9 @@ class ScheduleBatch:
         kv_len_upper_bounds: R bounds of the tokens with KV after the step's rows are written.
         new_rows, table_writes: applied before anything else of the step.
         all_greedy: whether every emitting request is greedy.
+        adjusts_logits: whether any emitting request has penalties, biases or the like.
+        logprobs: None when nobody wants any.
+        hidden_rows: indices among the T rows whose last hidden states are returned.
     """
 
     rows: list[int]
@@ -75,6 +101,9 @@ class ScheduleBatch:
     new_rows: list[NewRow]
     table_writes: PageTableWrites
     all_greedy: bool
+    adjusts_logits: bool = False
+    logprobs: LogprobPlan | None = None
+    hidden_rows: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +113,9 @@ class HostResult:
     next_token_ids: list[list[int]]
     accept_lens: list[int]
     kept_lens: list[int]
+    emitted_logprobs: HostLogprobs | None = None
+    prompt_logprobs: HostLogprobs | None = None
+    hidden_states: list[list[float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +126,27 @@ class GenerationBatchResult:
         next_token_ids: [R, M] int64; the first accept_lens[i] of row i go to the client.
         accept_lens: [R] int64; 0 where the step emits nothing.
         kept_lens: [R] int64; by how much each watermark moved.
+        emitted_logprobs, prompt_logprobs: answers to `LogprobPlan.emitted` and `.prompts`.
+        hidden_states: [len(ScheduleBatch.hidden_rows), hidden_size] float32.
     """
 
     next_token_ids: torch.Tensor
     accept_lens: torch.Tensor
     kept_lens: torch.Tensor
+    emitted_logprobs: LogprobTensors | None = None
+    prompt_logprobs: LogprobTensors | None = None
+    hidden_states: torch.Tensor | None = None
 
     def read(self) -> HostResult:
         """Waits for the step and returns its outcome."""
+        emitted, prompts, hidden = self.emitted_logprobs, self.prompt_logprobs, self.hidden_states
         return HostResult(
-            self.next_token_ids.tolist(), self.accept_lens.tolist(), self.kept_lens.tolist()
+            self.next_token_ids.tolist(),
+            self.accept_lens.tolist(),
+            self.kept_lens.tolist(),
+            None if emitted is None else emitted.read(),
+            None if prompts is None else prompts.read(),
+            [] if hidden is None else hidden.tolist(),
         )
 
 

@@ -81,6 +81,7 @@ def resolve(
         enable_overlap=not args.disable_overlap_schedule,
         strict_invariants=environ.strict_invariants,
         random_seed=args.random_seed,
+        stream_interval=args.stream_interval,
     )
     return RuntimeConfig(
         model=model,

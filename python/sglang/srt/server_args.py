@@ -72,6 +72,7 @@ class ServerArgs:
     schedule_conservativeness: float = flag(
         1.0, "Above 1 admits fewer requests at once (fewer retractions), below 1 more."
     )
+    stream_interval: int = flag(1, "Tokens per chunk of a stream, unless the request says.")
     disable_radix_cache: bool = flag(False, "Do not re-use KV of earlier requests.")
     disable_overlap_schedule: bool = flag(
         False, "Read each step's result before the next one is launched."

@@ -76,7 +76,7 @@ class Model:
         return self.reference(torch.tensor([tokens])).logits[0]
 
 
-@pytest.fixture(scope="module", params=VARIANTS.values(), ids=VARIANTS)
+@pytest.fixture(scope="module", params=VARIANTS.values(), ids=list(VARIANTS))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(make_random_llama(tmp_path_factory.mktemp("model") / "llama", **request.param))
 
@@ -123,7 +123,8 @@ class Feeder:
         )
         with torch.inference_mode():
             inputs = build_forward_batch(batch, self.rows, self.runner.req_to_token_pool)
-            logits = self.runner.forward(inputs)
+            hidden = self.runner.forward(inputs)
+            logits = self.runner.compute_logits(hidden[inputs.logits_index])
             self.rows.committed[inputs.rows] = inputs.kv_lens
         assert logits.dtype == torch.float32
         return dict(zip(chunks, logits, strict=True))

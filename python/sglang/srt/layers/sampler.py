@@ -32,6 +32,12 @@ class SamplingRows:
     positions: torch.Tensor
     all_greedy: bool
 
+    def scale(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [S, V] divided by each row's temperature; greedy rows stay as they are."""
+        if self.all_greedy:
+            return logits
+        return logits / torch.where(self.temperature == 0, 1.0, self.temperature)[:, None]
+
 
 def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """Draws one token per row.
@@ -49,8 +55,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     if rows.all_greedy:
         return greedy
     is_greedy = rows.temperature == 0
-    temperature = torch.where(is_greedy, 1.0, rows.temperature)
-    probs = torch.softmax(logits / temperature[:, None], dim=-1)
+    probs = torch.softmax(rows.scale(logits), dim=-1)
     probs = filter_probs(probs, rows.top_k, rows.top_p, rows.min_p)
     # With E ~ Exp(1), argmax(p / E) follows p: the race of exponential clocks.
     clocks = -torch.log(uniform_noise(rows.seeds, rows.positions, logits.shape[-1]))

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field
 
 from sglang.srt.base_worker import NewRow, ScheduleBatch
+from sglang.srt.layers.logit_adjustments import RowAdjustments
 from sglang.srt.managers.request_lifecycle import RequestLifecycle
 from sglang.srt.managers.schedule_batch import LaunchedRow, Req
 from sglang.srt.managers.schedule_policy import (
@@ -14,6 +15,7 @@ from sglang.srt.managers.schedule_policy import (
     choose_victim,
     order_waiting,
 )
+from sglang.srt.managers.step_returns import StepReturns
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ class _Draft:
     num_host_tokens: list[int] = field(default_factory=list)
     kv_bounds: list[int] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
+    returns: StepReturns = field(default_factory=StepReturns)
 
 
 class BatchPlanner:
@@ -171,14 +174,17 @@ class BatchPlanner:
     ) -> None:
         assert req.kv is not None
         if req.row_is_new:
-            draft.new_rows.append(NewRow(req.kv.row, req.committed, req.params, req.seed))
+            draft.new_rows.append(_new_row(req, req.kv.row))
             req.row_is_new = False
+        num_scored, num_hidden = draft.returns.add(req, len(tokens), q_len, emits)
         draft.row_indices.append(req.kv.row)
         draft.q_lens.append(q_len)
         draft.host_tokens.extend(tokens)
         draft.num_host_tokens.append(len(tokens))
         draft.kv_bounds.append(req.committed_bound + q_len)
-        draft.rows.append(LaunchedRow(req, max_kept, emits, emits and bool(tokens)))
+        draft.rows.append(
+            LaunchedRow(req, max_kept, emits, emits and bool(tokens), num_scored, num_hidden)
+        )
 
     def _decode_end(self, req: Req) -> int:
         return req.committed_bound + req.width.decode_rows
@@ -194,5 +200,17 @@ class BatchPlanner:
             new_rows=draft.new_rows,
             table_writes=self._ledger.take_table_writes(),
             all_greedy=all(row.req.params.is_greedy for row in draft.rows if row.emits),
+            adjusts_logits=any(row.req.params.adjusts_logits for row in draft.rows if row.emits),
+            logprobs=draft.returns.logprob_plan(),
+            hidden_rows=draft.returns.hidden_rows,
         )
         return PlannedStep(batch, draft.rows)
+
+
+def _new_row(req: Req, row: int) -> NewRow:
+    adjustments = None
+    if req.params.adjusts_logits:
+        adjustments = RowAdjustments(
+            req.params, list(req.output_ids), len(req.input_ids), sorted(req.stop_token_ids)
+        )
+    return NewRow(row, req.committed, req.params, req.seed, adjustments)

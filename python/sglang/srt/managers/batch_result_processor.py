@@ -8,10 +8,12 @@ from sglang.srt.managers.io_struct import (
     BatchTokenIDOutput,
     DecodeOptions,
     FinishReason,
+    PositionLogprobs,
     ReqOutput,
 )
 from sglang.srt.managers.request_lifecycle import RequestLifecycle
 from sglang.srt.managers.schedule_batch import LaunchedRow, LaunchedStep, Req
+from sglang.srt.managers.step_returns import ReturnReader
 
 
 class BatchResultProcessor:
@@ -19,24 +21,37 @@ class BatchResultProcessor:
 
     Args:
         send: takes the news of a step, to the detokenizer.
+        stream_interval: tokens per chunk of a stream, for requests that say nothing else.
     """
 
     def __init__(
-        self, lifecycle: RequestLifecycle, send: Callable[[BatchTokenIDOutput], None]
+        self,
+        lifecycle: RequestLifecycle,
+        send: Callable[[BatchTokenIDOutput], None],
+        stream_interval: int,
     ) -> None:
         self._lifecycle = lifecycle
         self._send = send
+        self._stream_interval = stream_interval
         self._outputs: list[ReqOutput] = []
 
     def process(self, step: LaunchedStep) -> int:
         """Waits for a step's result, applies it and sends the news; returns the accepted tokens."""
         result = step.result.read()
+        returns = ReturnReader(
+            result.emitted_logprobs, result.prompt_logprobs, result.hidden_states
+        )
         for index, row in enumerate(step.rows):
             row.req.num_inflight -= 1
             row.req.num_inflight_emits -= row.emits
+            accepted = result.next_token_ids[index][: result.accept_lens[index]]
+            scores = returns.take_scores(row.req, row.num_scored)
+            hidden = returns.take_hidden(row.num_hidden)
+            logprobs = returns.take_emitted(row.req, accepted) if row.emits else []
             if row.req.finish_reason is None:
-                accepted = result.next_token_ids[index][: result.accept_lens[index]]
-                self._apply(row, accepted, result.kept_lens[index])
+                row.req.input_logprob_news += scores
+                row.req.hidden_news += hidden
+                self._apply(row, accepted, result.kept_lens[index], logprobs)
             self._lifecycle.release_if_ended(row.req)
         self.flush()
         return sum(result.accept_lens)
@@ -59,7 +74,13 @@ class BatchResultProcessor:
             self._send(BatchTokenIDOutput(outputs=self._outputs))
             self._outputs = []
 
-    def _apply(self, row: LaunchedRow, accepted: list[int], num_kept: int) -> None:
+    def _apply(
+        self,
+        row: LaunchedRow,
+        accepted: list[int],
+        num_kept: int,
+        logprobs: list[PositionLogprobs],
+    ) -> None:
         req = row.req
         req.committed += num_kept
         req.committed_bound -= row.max_kept - num_kept
@@ -68,11 +89,18 @@ class BatchResultProcessor:
         if not row.emits:
             return
         req.num_emitted_since_admission += 1
+        num_before = len(req.output_ids)
         reason = accept_tokens(req, accepted)
+        req.output_logprob_news += logprobs[: len(req.output_ids) - num_before]
         if reason is not None:
             self.end(req, reason)
-        elif req.stream:
+        elif req.stream and self._is_chunk_due(req):
             self._queue_output(req)
+
+    def _is_chunk_due(self, req: Req) -> bool:
+        """The first token goes out at once, the others in chunks of the stream interval."""
+        interval = req.params.stream_interval or self._stream_interval
+        return not req.was_reported or len(req.output_ids) - req.num_sent >= interval
 
     def _queue_output(self, req: Req) -> None:
         is_first = not req.was_reported
@@ -90,8 +118,12 @@ class BatchResultProcessor:
                 cached_tokens=req.num_cached_tokens,
                 num_retractions=req.num_retractions,
                 options=options if is_first else None,
+                input_logprobs=req.input_logprob_news,
+                output_logprobs=req.output_logprob_news,
+                hidden_states=req.hidden_news,
             )
         )
+        req.input_logprob_news, req.output_logprob_news, req.hidden_news = [], [], []
         req.num_sent = len(req.output_ids)
         req.was_reported = True
 

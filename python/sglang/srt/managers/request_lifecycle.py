@@ -54,7 +54,7 @@ class RequestLifecycle:
         """Waiting to running: a row, the cached prefix, nothing computed yet."""
         self.waiting.remove(req)
         req.fill_ids = req.known_ids
-        req.kv = self.ledger.admit(req.namespace, req.fill_ids)
+        req.kv = self.ledger.admit(req.namespace, req.fill_ids[: req.max_cached_tokens + 1])
         req.committed = req.committed_bound = len(req.kv.pages) * self.ledger.page_size
         req.num_emitted_since_admission = 0
         req.row_is_new = True

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from sglang.srt.base_worker import GenerationBatchResult, StepWidth
-from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.managers.io_struct import FinishReason, LogprobOptions, PositionLogprobs
 from sglang.srt.mem_cache.base_prefix_cache import Namespace
 from sglang.srt.mem_cache.kv_ledger import RequestKV
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.tokenizer import StopStringFinder
+
+HiddenStates = Literal["none", "all", "last"]
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +30,9 @@ class Req:
         num_inflight, num_inflight_emits: launched, unread steps with this request, and how many
             of them emit.
         row_is_new: the device does not know the request's row yet.
+        num_scored, num_scores_read: prompt positions whose logprobs have been launched; read.
+        num_hidden: positions whose hidden states have been launched.
+        input_logprob_news, output_logprob_news, hidden_news: results not sent yet.
         num_sent, was_reported: output tokens that the client has been told of; whether it has
             heard of the request at all.
     """
@@ -41,6 +47,9 @@ class Req:
     arrival: int
     namespace: Namespace
     stop_token_ids: frozenset[int]
+    priority: int = 0
+    logprobs: LogprobOptions | None = None
+    hidden_states: HiddenStates = "none"
     stop_finder: StopStringFinder | None = None
     output_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -51,6 +60,12 @@ class Req:
     num_inflight: int = 0
     num_inflight_emits: int = 0
     num_emitted_since_admission: int = 0
+    num_scored: int = 0
+    num_scores_read: int = 0
+    num_hidden: int = 0
+    input_logprob_news: list[PositionLogprobs] = field(default_factory=list)
+    output_logprob_news: list[PositionLogprobs] = field(default_factory=list)
+    hidden_news: list[list[float]] = field(default_factory=list)
     num_sent: int = 0
     was_reported: bool = False
     num_cached_tokens: int = 0
@@ -74,6 +89,23 @@ class Req:
         return self.num_inflight_emits >= max(self.num_remaining, 1)
 
     @property
+    def num_prompt_scores(self) -> int:
+        """Prompt positions that are scored: all after the first one wanted, which has nothing
+        before it."""
+        return 0 if self.logprobs is None else len(self.input_ids) - 1 - self.logprobs.start_len
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """How much of a cached prefix may be used: rows that are still to be read must be fed,
+        and so must the last one."""
+        limit = len(self.input_ids) + len(self.output_ids) - 1
+        if self.logprobs is not None and self.num_scored < self.num_prompt_scores:
+            limit = min(limit, self.logprobs.start_len + self.num_scored)
+        if self.hidden_states == "all":
+            limit = min(limit, self.num_hidden)
+        return limit
+
+    @property
     def known_ids(self) -> list[int]:
         return self.input_ids + self.output_ids
 
@@ -85,12 +117,15 @@ class LaunchedRow:
     Attributes:
         max_kept: what the launch added to `committed_bound`.
         ends_prompt: the step feeds the last prompt token.
+        num_scored, num_hidden: prompt logprobs and hidden states that the step returns for it.
     """
 
     req: Req
     max_kept: int
     emits: bool
     ends_prompt: bool
+    num_scored: int = 0
+    num_hidden: int = 0
 
     @property
     def is_decode(self) -> bool:

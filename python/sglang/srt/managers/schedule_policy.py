@@ -55,7 +55,8 @@ class AdmissionPolicy:
         set_aside = sum(self._still_needed(other) for other in running)
         tokens = req.known_ids
         # A cached prefix that nobody locks counts as available now, and no longer once locked.
-        _, num_free_of_charge = self.ledger.cached_prefix(req.namespace, tokens)
+        cacheable = tokens[: req.max_cached_tokens + 1]
+        _, num_free_of_charge = self.ledger.cached_prefix(req.namespace, cacheable)
         needed = len(tokens) - num_free_of_charge + self._growth(req)
         return set_aside + needed <= self.ledger.num_available_tokens
 

@@ -54,6 +54,7 @@ class SchedulerConfig:
     enable_overlap: bool
     strict_invariants: bool
     random_seed: int | None
+    stream_interval: int = 1
 
 
 class Scheduler:
@@ -84,7 +85,9 @@ class Scheduler:
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self.lifecycle = RequestLifecycle(ledger)
         self.checker = InvariantChecker(self.lifecycle, config.strict_invariants)
-        self.processor = BatchResultProcessor(self.lifecycle, to_detokenizer)
+        self.processor = BatchResultProcessor(
+            self.lifecycle, to_detokenizer, config.stream_interval
+        )
         self._planner = BatchPlanner(config.planner, self.lifecycle, self.ratio)
         self.control = Control(
             self.lifecycle,
@@ -161,7 +164,10 @@ class Scheduler:
             stream=message.stream,
             seed=self._seeds.next() if params.sampling_seed is None else params.sampling_seed,
             arrival=next(self._arrivals),
-            namespace=(),
+            namespace=message.cache_key,
+            priority=message.priority,
+            logprobs=message.logprobs,
+            hidden_states=message.hidden_states,
             stop_token_ids=stop_ids if params.ignore_eos else stop_ids | self._config.eos_token_ids,
             stop_finder=self._make_stop_finder(params) if params.stop_strings else None,
         )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from sglang.srt.mem_cache.kv_sizing import KVSizing
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
@@ -59,6 +62,8 @@ class ModelRunner:
             )
         self.vocab_size = model.vocab_size
         self.model = load_model(model, config.load_format, config.row_width, dtype, config.device)
+        self._decoder = self.model.get_submodule("model")
+        self._head = cast(nn.Linear, self.model.get_submodule("lm_head"))
         self.num_pages = KVSizing(
             available_bytes=config.kv_budget_bytes,
             bytes_per_token=2
@@ -89,10 +94,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits [S, vocab_size] float32."""
+        """Hidden states [T, hidden_size] after the last norm."""
         self._threads.use_for(batch.input_ids.shape[0])
         self.attention.plan(batch)
-        return self.model(batch, self.attention)
+        return self._decoder(batch, self.attention)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [S, vocab_size] float32 of hidden states [S, hidden_size]."""
+        return F.linear(hidden, self._head.weight).float()
 
 
 class HostThreads:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.base_worker import NewRow
+from sglang.srt.layers.logit_adjustments import LogitAdjustments
 from sglang.srt.layers.sampler import SamplingRows
 
 
@@ -26,6 +27,7 @@ class RequestRows:
         self._top_k = torch.ones(num_rows, dtype=torch.int64, device=device)
         # temperature, top_p, min_p
         self._floats = torch.zeros((num_rows, 3), dtype=torch.float32, device=device)
+        self.adjustments = LogitAdjustments(num_rows, vocab_size, device)
 
     def initialize(self, new_rows: list[NewRow]) -> None:
         """Sets the state of requests that have just got a row."""
@@ -33,6 +35,7 @@ class RequestRows:
             return
         integers, floats = [], []
         for new in new_rows:
+            self.adjustments.initialize(new.row, new.adjustments)
             params = new.params
             top_k = self._vocab_size if params.top_k == -1 else params.top_k
             integers.append((new.row, new.num_committed, new.seed, top_k))

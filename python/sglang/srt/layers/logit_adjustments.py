@@ -1,0 +1,127 @@
+"""What requests ask to be done to their logits before a token is drawn, by device row.
+
+In this order: repetition, frequency and presence penalty over generated tokens, logit_bias, and
+no stop token before min_new_tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RowAdjustments:
+    """What one request asks for.
+
+    Attributes:
+        output_ids: tokens that it has generated before (it was retracted).
+        num_prompt_tokens: where its output begins.
+        stop_token_ids: ids that cannot be drawn before min_new_tokens.
+    """
+
+    params: SamplingParams
+    output_ids: list[int]
+    num_prompt_tokens: int
+    stop_token_ids: list[int]
+
+
+class LogitAdjustments:
+    """State per row of the request-to-token table; allocated when the first request needs it."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: str) -> None:
+        self._num_rows, self._vocab_size, self._device = num_rows, vocab_size, device
+        self._used_rows: set[int] = set()
+        self._counts: torch.Tensor | None = None  # [num_rows, V] int32, of generated tokens
+        # repetition, frequency, presence
+        self._penalties = torch.tensor([[1.0, 0.0, 0.0]], device=device).repeat(num_rows, 1)
+        self._bias = _SparseRows(num_rows, device)
+        self._stops = _SparseRows(num_rows, device)
+        self._first_stop = torch.zeros(num_rows, dtype=torch.int64, device=device)
+
+    def initialize(self, row: int, wanted: RowAdjustments | None) -> None:
+        """Sets the state of a row that has just got a request. Call it for every request: the one
+        before may have left something."""
+        if wanted is None:
+            if row in self._used_rows:
+                self.initialize(row, RowAdjustments(SamplingParams(), [], 0, []))
+                self._used_rows.remove(row)
+            return
+        self._used_rows.add(row)
+        params = wanted.params
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        self._penalties[row] = torch.tensor(penalties, device=self._device)
+        self._set_counts(row, wanted.output_ids if params.has_penalties else None)
+        bias = params.logit_bias or {}
+        self._bias.set(row, [int(key) for key in bias], list(bias.values()))
+        stops = wanted.stop_token_ids if params.min_new_tokens else []
+        self._stops.set(row, stops, [float("-inf")] * len(stops))
+        self._first_stop[row] = wanted.num_prompt_tokens + params.min_new_tokens
+
+    def apply(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
+        """Changes logits in place.
+
+        Args:
+            logits: [S, V] float32.
+            rows: [S] int64.
+            positions: [S] int64; index in the sequence of the token that is drawn.
+        """
+        if self._counts is not None:
+            counts = self._counts[rows]
+            repetition, frequency, presence = self._penalties[rows].unsqueeze(-1).unbind(1)
+            seen = counts > 0
+            scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+            logits.copy_(torch.where(seen, scaled, logits))
+            logits -= counts * frequency + seen * presence
+        self._bias.add_to(logits, rows)
+        self._stops.add_to(logits, rows, positions < self._first_stop[rows])
+
+    def record(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Counts generated tokens: tokens [S] int64 of rows [S] int64, each row once."""
+        if self._counts is not None:
+            self._counts[rows, tokens] += 1
+
+    def _set_counts(self, row: int, output_ids: list[int] | None) -> None:
+        if self._counts is None:
+            if output_ids is None:
+                return
+            shape = (self._num_rows, self._vocab_size)
+            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        self._counts[row] = 0
+        if output_ids:
+            tokens = torch.tensor(output_ids, device=self._device)
+            self._counts[row] = torch.bincount(tokens, minlength=self._vocab_size).int()
+
+
+class _SparseRows:
+    """A few (token, value) pairs per row, to be added to logits. Padded with (0, 0.0)."""
+
+    def __init__(self, num_rows: int, device: str) -> None:
+        self._ids = torch.zeros((num_rows, 0), dtype=torch.int64, device=device)
+        self._values = torch.zeros((num_rows, 0), device=device)
+
+    def set(self, row: int, ids: list[int], values: list[float]) -> None:
+        """Replaces the pairs of a row; makes room for as many as it has."""
+        lacking = len(ids) - self._ids.shape[1]
+        if lacking > 0:
+            self._ids = torch.nn.functional.pad(self._ids, (0, lacking))
+            self._values = torch.nn.functional.pad(self._values, (0, lacking))
+        self._ids[row] = 0
+        self._values[row] = 0.0
+        if ids:
+            self._ids[row, : len(ids)] = torch.tensor(ids, device=self._ids.device)
+            self._values[row, : len(ids)] = torch.tensor(values, device=self._ids.device)
+
+    def add_to(
+        self, logits: torch.Tensor, rows: torch.Tensor, where: torch.Tensor | None = None
+    ) -> None:
+        """Adds the pairs of `rows` [S] to logits [S, V], where `where` [S] holds."""
+        if self._ids.shape[1] == 0:
+            return
+        values = self._values[rows]
+        if where is not None:
+            values = torch.where(where[:, None], values, 0.0)
+        logits.scatter_add_(1, self._ids[rows], values)
