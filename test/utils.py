@@ -17,9 +17,11 @@ from sglang.srt.managers.io_struct import (
     BatchTokenIDOutput,
     DecodeOptions,
     FinishReason,
+    LogprobOptions,
+    PositionLogprobs,
     TokenizedGenerateReqInput,
 )
-from sglang.srt.managers.schedule_batch import LaunchedStep
+from sglang.srt.managers.schedule_batch import HiddenStates, LaunchedStep
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.allocator import PageAllocator
@@ -76,6 +78,9 @@ class Collected:
     options: list[DecodeOptions] = field(default_factory=list)
     num_retractions: int = 0
     cached_tokens: int = 0
+    input_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    output_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    hidden_states: list[list[float]] = field(default_factory=list)
 
 
 class SchedulerHarness:
@@ -117,7 +122,14 @@ class SchedulerHarness:
         )
 
     def submit(
-        self, input_ids: list[int], stream: bool = True, rid: str = "", **params: Any
+        self,
+        input_ids: list[int],
+        stream: bool = True,
+        rid: str = "",
+        logprobs: LogprobOptions | None = None,
+        hidden_states: HiddenStates = "none",
+        priority: int = 0,
+        **params: Any,
     ) -> int:
         """Sends a request; returns its number. `params` are sampling parameters."""
         self._next_id += 1
@@ -129,6 +141,9 @@ class SchedulerHarness:
                 input_ids=list(input_ids),
                 sampling_params=SamplingParams(**params),
                 stream=stream,
+                logprobs=logprobs,
+                hidden_states=hidden_states,
+                priority=priority,
             )
         )
         return self._next_id
@@ -174,6 +189,9 @@ class SchedulerHarness:
             collected = self.outputs[output.req_id]
             assert collected.num_ends == 0, "An output came after the last one."
             collected.token_ids.extend(output.token_ids)
+            collected.input_logprobs.extend(output.input_logprobs)
+            collected.output_logprobs.extend(output.output_logprobs)
+            collected.hidden_states.extend(output.hidden_states)
             collected.num_retractions = output.num_retractions
             collected.cached_tokens = output.cached_tokens
             if output.options is not None:

@@ -132,7 +132,7 @@ BAD_REQUESTS: list[tuple[bytes, str | None]] = [
         b'{"text": "a", "sampling_params": {"stop": %s}}' % json.dumps(["x"] * 33).encode(),
         "sampling_params.stop",
     ),
-    (b'{"text": "a", "return_logprob": true}', "return_logprob"),
+    (b'{"text": "a", "return_logprob": 1}', "return_logprob"),
     (b'{"text": "a", "foo": 1}', "foo"),
 ]
 

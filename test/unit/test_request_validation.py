@@ -21,6 +21,7 @@ from sglang.srt.managers.request_validation import (
     check_length,
     expand_samples,
 )
+from sglang.srt.managers.return_options import ReturnLimits
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 LIMITS = RequestLimits(
@@ -31,6 +32,13 @@ LIMITS = RequestLimits(
     max_n=4,
     max_stop_strings=2,
     max_stop_string_chars=5,
+    returns=ReturnLimits(
+        vocab_size=100,
+        max_top_logprobs=16,
+        max_token_ids_logprob=8,
+        max_key_chars=16,
+        allow_hidden_states=True,
+    ),
 )
 
 
@@ -86,7 +94,7 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"text": ["x"] * 3, "sampling_params": {"n": 3}}, "sampling_params.n"),
     ({"text": "x", "unknown_thing": 1}, "unknown_thing"),
     ({"text": "x", "u" * 500: 1}, "u" * 64 + "..."),
-    ({"text": "x", "return_logprob": True}, "return_logprob"),
+    ({"text": "x", "return_logprob": 1}, "return_logprob"),
     ({"text": "x", "image_data": "data:"}, "image_data"),
     ({"text": "x", "lora_path": ["a"]}, "lora_path"),
     ({"text": "x", "top_logprobs_num": True}, "top_logprobs_num"),

@@ -24,6 +24,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.request_state import ServiceError
 from sglang.srt.managers.request_validation import RequestLimits
+from sglang.srt.managers.return_options import ReturnLimits
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 
@@ -35,6 +36,13 @@ LIMITS = RequestLimits(
     max_n=8,
     max_stop_strings=4,
     max_stop_string_chars=16,
+    returns=ReturnLimits(
+        vocab_size=VOCAB_SIZE,
+        max_top_logprobs=16,
+        max_token_ids_logprob=8,
+        max_key_chars=16,
+        allow_hidden_states=True,
+    ),
 )
 LENGTH = FinishReason(type="length", length=2)
 FULL = FinishReason(type="abort", message="The queue is full.", status_code=503)

@@ -25,6 +25,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.ipc import AsyncReceiver, ChildConfig, IpcAddresses, Receiver, Sender
 from sglang.srt.managers.request_validation import RequestLimits
+from sglang.srt.managers.return_options import ReturnLimits
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.model_config import load_model_config, resolve_model_path
 from sglang.srt.server_args import ServerArgs
@@ -212,6 +213,13 @@ def request_limits(server_args: ServerArgs, info: SchedulerInfo) -> RequestLimit
         max_n=server_args.max_n,
         max_stop_strings=server_args.max_stop_strings,
         max_stop_string_chars=server_args.max_stop_string_chars,
+        returns=ReturnLimits(
+            vocab_size=info.vocab_size,
+            max_top_logprobs=server_args.max_top_logprobs,
+            max_token_ids_logprob=server_args.max_token_ids_logprob,
+            max_key_chars=server_args.max_cache_key_chars,
+            allow_hidden_states=server_args.enable_return_hidden_states,
+        ),
     )
 
 

@@ -14,6 +14,7 @@ import msgspec
 
 from sglang.srt.managers.body_parsing import RequestError
 from sglang.srt.managers.io_struct import FinishReason, ReqTextOutput
+from sglang.srt.managers.return_options import Returns
 
 WEIGHT_VERSION = "default"
 RETRY_STATUS_CODE = 503
@@ -39,12 +40,15 @@ class Sample:
         index: place in the client's answer.
     """
 
-    def __init__(self, call: GenerateCall, index: int, req_id: int, rid: str) -> None:
+    def __init__(
+        self, call: GenerateCall, index: int, req_id: int, rid: str, returns: Returns
+    ) -> None:
         self.call = call
         self.index = index
         self.req_id = req_id
         self.rid = rid
         self.finish_reason: FinishReason | None = None
+        self._returns = returns
         self._text = ""
         self._output_ids: list[int] = []
         self._meta: dict[str, Any] = {}
@@ -54,6 +58,7 @@ class Sample:
         self._text += output.text
         self._output_ids.extend(output.token_ids)
         self.finish_reason = output.finish_reason
+        self._returns.add(output)
         self._meta = {
             "prompt_tokens": output.prompt_tokens,
             "completion_tokens": output.completion_tokens,
@@ -76,6 +81,7 @@ class Sample:
             "finish_reason": None if reason is None else finish_reason_dict(reason),
             "weight_version": WEIGHT_VERSION,
             **self._meta,
+            **self._returns.meta_info(),
         }
         return {"text": self._text, "output_ids": list(self._output_ids), "meta_info": meta}
 
@@ -92,9 +98,9 @@ class GenerateCall:
         self._news = asyncio.Event()
         self._error: Exception | None = None
 
-    def add_sample(self, req_id: int, rid: str) -> Sample:
+    def add_sample(self, req_id: int, rid: str, returns: Returns) -> Sample:
         """A new sample of this call, the next in its answer."""
-        sample = Sample(self, len(self.samples), req_id, rid)
+        sample = Sample(self, len(self.samples), req_id, rid, returns)
         self.samples.append(sample)
         self._num_unfinished += 1
         return sample

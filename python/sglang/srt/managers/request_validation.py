@@ -17,14 +17,26 @@ from sglang.srt.managers.body_parsing import (
     shorten,
     type_error,
 )
+from sglang.srt.managers.return_options import (
+    RETURN_FIELDS,
+    ReturnLimits,
+    ReturnOptions,
+    check_return_options,
+)
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_RID_CHARS = 256
 
-HANDLED_FIELDS = frozenset(
-    ("text", "input_ids", "sampling_params", "rid", "stream", "custom_labels", "no_logs")
-)
+HANDLED_FIELDS = RETURN_FIELDS | {
+    "text",
+    "input_ids",
+    "sampling_params",
+    "rid",
+    "stream",
+    "custom_labels",
+    "no_logs",
+}
 # Fields of SGLang's /generate that this runtime does not have (yet), with the values, beside
 # null, false and empty, that ask for nothing.
 NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
@@ -38,12 +50,6 @@ NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "image_max_dynamic_patch": (),
     "video_max_dynamic_patch": (),
     "use_audio_in_video": (),
-    "return_logprob": (),
-    "logprob_start_len": (-1, 0),
-    "top_logprobs_num": (0,),
-    "token_ids_logprob": (),
-    "return_text_in_logprobs": (True,),
-    "return_hidden_states": (),
     "return_routed_experts": (),
     "routed_experts_start_len": (0,),
     "return_sampling_mask": (),
@@ -55,9 +61,6 @@ NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "session_id": (),
     "session_params": (),
     "custom_logit_processor": (),
-    "priority": (0,),
-    "cache_salt": (),
-    "extra_key": (),
     "routing_key": (),
     "log_metrics": (True,),
     "conversation_id": (),
@@ -104,6 +107,7 @@ class RequestLimits:
     max_n: int
     max_stop_strings: int
     max_stop_string_chars: int
+    returns: ReturnLimits
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,7 @@ class CheckedPrompt:
     input_ids: list[int] | None
     sampling_params: SamplingParams
     rid: str | None
+    returns: ReturnOptions
 
 
 @dataclass(frozen=True)
@@ -146,6 +151,7 @@ def check_generate_request(body: Any, limits: RequestLimits) -> CheckedRequest:
         _refuse_batch("text" if texts is not None else "input_ids", num_prompts, limits)
     params = _check_sampling_list(fields.get("sampling_params"), num_prompts, is_batch, limits)
     rids = _check_rids(fields.get("rid"), num_prompts, is_batch)
+    returns = check_return_options(fields, num_prompts, is_batch, limits.returns)
     num_samples = sum(item.n for item in params)
     if num_samples > limits.max_batch_size:
         _refuse_batch("sampling_params.n", num_samples, limits)
@@ -155,6 +161,7 @@ def check_generate_request(body: Any, limits: RequestLimits) -> CheckedRequest:
             ids[i] if ids is not None else None,
             params[i],
             rids[i],
+            returns[i],
         )
         for i in range(num_prompts)
     ]

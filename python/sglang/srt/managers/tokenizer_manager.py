@@ -37,6 +37,7 @@ from sglang.srt.managers.request_validation import (
     check_length,
     expand_samples,
 )
+from sglang.srt.managers.return_options import Returns
 from sglang.srt.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -130,8 +131,14 @@ class TokenizerManager:
         self._refuse_if_closed()
         messages = []
         for prompt, input_ids in prompts:
+            wanted = prompt.returns
+            logprobs = wanted.logprobs_for(len(input_ids))
             for params in expand_samples(prompt.sampling_params):
-                sample = call.add_sample(next(self._req_ids), prompt.rid or uuid.uuid4().hex)
+                sample = call.add_sample(
+                    next(self._req_ids),
+                    prompt.rid or uuid.uuid4().hex,
+                    Returns(wanted, input_ids, self._text_of_token),
+                )
                 self._samples[sample.req_id] = sample
                 messages.append(
                     TokenizedGenerateReqInput(
@@ -140,6 +147,10 @@ class TokenizerManager:
                         input_ids=input_ids,
                         sampling_params=params,
                         stream=request.stream,
+                        logprobs=logprobs,
+                        hidden_states=wanted.hidden_states,
+                        priority=wanted.priority,
+                        cache_key=wanted.cache_key,
                     )
                 )
         self._idle.clear()
@@ -161,6 +172,9 @@ class TokenizerManager:
             input_ids = await self.encode(prompt.text)
         check_length(field, len(input_ids), max_new_tokens, self.limits)
         return input_ids
+
+    def _text_of_token(self, token_id: int) -> str:
+        return self.tokenizer.decode([token_id], skip_special_tokens=False)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; a long one does not keep the loop from other requests."""

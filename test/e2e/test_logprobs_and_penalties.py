@@ -1,0 +1,181 @@
+"""Log-probabilities, hidden states and penalties of the bundled model against transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from utils import Collected, SchedulerHarness, Setup, make_model_worker
+
+from sglang.srt.managers.io_struct import LogprobOptions, PositionLogprobs
+from sglang.srt.model_config import resolve_model_path
+
+TOLERANCE = 1e-4
+CHOSEN = [5, 300, 4000]
+BASE = Setup(num_pages=4096, max_running_requests=8)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "overlap": {},
+    "normal": {"enable_overlap": False},
+    "chunks of 4": {"chunked_prefill_size": 4},
+    "page size 16": {"page_size": 16, "num_pages": 256},
+    "retraction every 3 steps": {"retract_interval": 3},
+    "small pool": {"num_pages": 260},
+}
+PROMPTS = [[0, *(37 * i % 4093 + 3 for i in range(start, start + 20 + 7 * start))] for start in range(8)]
+
+
+@pytest.fixture(scope="module")
+def path() -> Path:
+    torch.set_num_threads(1)
+    return resolve_model_path("demo")
+
+
+@pytest.fixture(scope="module")
+def oracle(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def harness_of(path: Path, **changes: Any) -> SchedulerHarness:
+    setup = dataclasses.replace(BASE, **changes)
+    return SchedulerHarness(setup, make_model_worker(path, setup))
+
+
+def check(model: Any, prompt: list[int], result: Collected, start: int, scale: float) -> None:
+    """Every returned logprob equals transformers' log-softmax over prompt and output."""
+    tokens = prompt + result.token_ids
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0]
+    assert len(result.input_logprobs) == len(prompt) - 1 - start
+    assert len(result.output_logprobs) == len(result.token_ids)
+    for index, position in enumerate(result.input_logprobs):
+        compare(position, torch.log_softmax(logits[start + index], -1), tokens[start + index + 1])
+    logits[:, 2] = float("-inf")  # the mask token is never drawn
+    for index, position in enumerate(result.output_logprobs):
+        row = len(prompt) - 1 + index
+        compare(position, torch.log_softmax(logits[row] / scale, -1), tokens[row + 1])
+
+
+def compare(position: PositionLogprobs, expected: torch.Tensor, token: int) -> None:
+    assert position.token_id == token
+    assert position.logprob == pytest.approx(float(expected[token]), abs=TOLERANCE)
+    best = expected.topk(3)
+    assert [value for value, _ in position.top] == pytest.approx(
+        best.values.tolist(), abs=TOLERANCE
+    )
+    chosen = expected[CHOSEN].tolist()
+    assert position.chosen == pytest.approx(chosen, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_logprobs_equal_transformers(
+    path: Path, oracle: Any, variant: str, temperature: float
+) -> None:
+    """Requests with other starts, and one without logprobs, share the batch; run twice, so that
+    the second time much of each prompt is cached."""
+    harness = harness_of(path, **VARIANTS[variant])
+    starts = [0, 3, 7, None, 0, 1, 19, 0]
+    for _ in range(2):
+        ids = []
+        for prompt, start in zip(PROMPTS, starts, strict=True):
+            options = None if start is None else LogprobOptions(start, 3, CHOSEN)
+            ids.append(
+                harness.submit(
+                    prompt,
+                    logprobs=options,
+                    max_new_tokens=9,
+                    temperature=temperature,
+                    sampling_seed=5,
+                )
+            )
+        harness.run()
+        for req_id, prompt, start in zip(ids, PROMPTS, starts, strict=True):
+            result = harness.outputs[req_id]
+            if start is None:
+                assert result.input_logprobs == result.output_logprobs == []
+            else:
+                check(oracle, prompt, result, start, temperature or 1.0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_hidden_states_equal_transformers(path: Path, oracle: Any, variant: str) -> None:
+    harness = harness_of(path, **VARIANTS[variant])
+    for _ in range(2):
+        ids = [
+            harness.submit(
+                prompt,
+                hidden_states="last" if index % 3 == 0 else "all",
+                max_new_tokens=6,
+                temperature=0.0,
+            )
+            for index, prompt in enumerate(PROMPTS)
+        ]
+        harness.run()
+        for index, (req_id, prompt) in enumerate(zip(ids, PROMPTS, strict=True)):
+            result = harness.outputs[req_id]
+            fed = torch.tensor([prompt + result.token_ids[:-1]])
+            with torch.no_grad():
+                expected = oracle.model(fed).last_hidden_state[0]
+            if index % 3 == 0:
+                expected = expected[len(prompt) - 1 :]
+            torch.testing.assert_close(
+                torch.tensor(result.hidden_states), expected, rtol=1e-3, atol=1e-3
+            )
+
+
+def penalized_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """Plain recomputation with the penalties of `PENALTIES`."""
+    generated: list[int] = []
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + generated])).logits[0, -1]
+        logits[2] = float("-inf")
+        for token in set(generated):
+            value = logits[token]
+            value = value / 1.2 if value > 0 else value * 1.2
+            logits[token] = value - 0.4 * generated.count(token) - 0.3
+        logits[7] += 2.5
+        if len(generated) < 4:
+            logits[[1, 11]] = float("-inf")
+        generated.append(int(logits.argmax()))
+        if generated[-1] == 11:
+            break
+    return generated
+
+
+PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 1.2,
+    "frequency_penalty": 0.4,
+    "presence_penalty": 0.3,
+    "logit_bias": {"7": 2.5},
+    "min_new_tokens": 4,
+    "stop_token_ids": [11],
+}
+
+
+@pytest.fixture(scope="module")
+def penalized(oracle: Any) -> list[list[int]]:
+    return [penalized_greedy(oracle, prompt, 16) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_penalties_survive_every_schedule(
+    path: Path, penalized: list[list[int]], variant: str
+) -> None:
+    """Equal to a plain recomputation; requests without penalties share the batch unchanged."""
+    harness = harness_of(path, eos_token_ids=frozenset({1}), **VARIANTS[variant])
+    ids, plain = [], []
+    for prompt in PROMPTS:
+        plain.append(harness.submit(prompt, max_new_tokens=16, temperature=0.0, ignore_eos=True))
+        ids.append(harness.submit(prompt, max_new_tokens=16, temperature=0.0, **PENALTIES))
+    harness.run()
+    assert [harness.outputs[req_id].token_ids for req_id in ids] == penalized
+    alone = harness_of(path).generate(
+        PROMPTS, max_new_tokens=16, temperature=0.0, ignore_eos=True
+    )
+    assert [harness.outputs[req_id].token_ids for req_id in plain] == alone
+    assert alone != penalized
