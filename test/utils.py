@@ -45,6 +45,7 @@ class Setup:
     max_queued_requests: int = 1000
     chunked_prefill_size: int = 2048
     schedule_policy: str = "fcfs"
+    preemption_threshold: int | None = None
     retract_interval: int = 0
     enable_overlap: bool = True
     eos_token_ids: frozenset[int] = frozenset()
@@ -104,6 +105,7 @@ class SchedulerHarness:
                     chunked_prefill_size=setup.chunked_prefill_size,
                     max_running_requests=setup.max_running_requests,
                     schedule_policy=setup.schedule_policy,
+                    preemption_threshold=setup.preemption_threshold,
                     retract_interval=setup.retract_interval,
                 ),
                 max_queued_requests=setup.max_queued_requests,

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from utils import Collected, SchedulerHarness, Setup, make_model_worker
 
 from sglang.srt.managers.io_struct import LogprobOptions, PositionLogprobs
 from sglang.srt.model_config import resolve_model_path
+from utils import Collected, SchedulerHarness, Setup, make_model_worker
 
 TOLERANCE = 1e-4
 CHOSEN = [5, 300, 4000]
@@ -25,7 +25,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "retraction every 3 steps": {"retract_interval": 3},
     "small pool": {"num_pages": 260},
 }
-PROMPTS = [[0, *(37 * i % 4093 + 3 for i in range(start, start + 20 + 7 * start))] for start in range(8)]
+PROMPTS = [[0, *(37 * (n + i) % 4093 + 3 for i in range(20 + 7 * n))] for n in range(8)]
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +174,6 @@ def test_penalties_survive_every_schedule(
         ids.append(harness.submit(prompt, max_new_tokens=16, temperature=0.0, **PENALTIES))
     harness.run()
     assert [harness.outputs[req_id].token_ids for req_id in ids] == penalized
-    alone = harness_of(path).generate(
-        PROMPTS, max_new_tokens=16, temperature=0.0, ignore_eos=True
-    )
+    alone = harness_of(path).generate(PROMPTS, max_new_tokens=16, temperature=0.0, ignore_eos=True)
     assert [harness.outputs[req_id].token_ids for req_id in plain] == alone
     assert alone != penalized

@@ -123,7 +123,7 @@ def test_default_rope_scaling_is_none(tmp_path: Path, scaling: dict[str, Any]) -
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("name", ["rope_type", "type"])
 def test_real_rope_scaling_is_kept(tmp_path: Path, key: str, name: str) -> None:
-    scaling = {name: "linear", "factor": 2.0}
+    scaling: Any = {name: "linear", "factor": 2.0}
     assert load(tmp_path, **{key: scaling}).rope_scaling == scaling
 
 

@@ -72,7 +72,7 @@ def test_the_model_is_the_only_thing_that_must_be_given(
 @pytest.mark.parametrize("name", VALUES)
 def test_a_flag_sets_its_field_and_no_other(name: str) -> None:
     text, value = example(name)
-    base = {"model_path": "m"}
+    base: dict[str, Any] = {"model_path": "m"}
     argv = [] if name == "model_path" else ["--model-path", "m"]
     parsed = parse_cli([*argv, flag(name), text])
     assert parsed == ServerArgs(**{**base, name: value})
@@ -83,7 +83,8 @@ def test_a_flag_sets_its_field_and_no_other(name: str) -> None:
 def test_a_switch_turns_its_field_on_and_is_off_by_default(name: str) -> None:
     assert FIELDS[name].default is False
     parsed = parse_cli(["--model-path", "m", flag(name)])
-    assert parsed == ServerArgs(**{"model_path": "m", name: True})
+    expected: dict[str, Any] = {"model_path": "m", name: True}
+    assert parsed == ServerArgs(**expected)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,11 @@ def resolve(
             chunked_prefill_size=args.chunked_prefill_size,
             max_running_requests=args.max_running_requests,
             schedule_policy=args.schedule_policy,
+            preemption_threshold=(
+                args.priority_scheduling_preemption_threshold
+                if args.enable_priority_scheduling
+                else None
+            ),
             retract_interval=environ.test_retract_interval,
         ),
         max_queued_requests=args.max_queued_requests,
@@ -82,6 +87,7 @@ def resolve(
         strict_invariants=environ.strict_invariants,
         random_seed=args.random_seed,
         stream_interval=args.stream_interval,
+        low_priority_first=args.schedule_low_priority_values_first,
     )
     return RuntimeConfig(
         model=model,

@@ -69,6 +69,13 @@ class ServerArgs:
         "Order of the waiting queue: `fcfs`, or `lpm` for longest cached prefix first.",
         choices=("fcfs", "lpm"),
     )
+    enable_priority_scheduling: bool = flag(
+        False, "Requests with a larger `priority` go first and may push others aside."
+    )
+    schedule_low_priority_values_first: bool = flag(False, "Smaller priorities go first.")
+    priority_scheduling_preemption_threshold: int = flag(
+        10, "By how much a priority must be larger to push a running request aside."
+    )
     schedule_conservativeness: float = flag(
         1.0, "Above 1 admits fewer requests at once (fewer retractions), below 1 more."
     )

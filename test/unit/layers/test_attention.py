@@ -15,6 +15,7 @@ import torch
 
 from sglang.srt.layers.attention import torch_native_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.registry import ATTENTION_BACKENDS
@@ -41,6 +42,29 @@ SHAPES: dict[str, Shape] = {
     "128 decodes": [(index * 7 % 60, 1) for index in range(128)],
     "128 of any kind": [(index * 11 % 50, 1 + index % 5) for index in range(128)],
 }
+
+
+def softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention of one request, whose last rows are queried, written out head by head.
+
+    Args:
+        q: [q_len, num_heads, head_dim].
+        k, v: [kv_len, num_kv_heads, head_dim].
+
+    Returns:
+        [q_len, num_heads * head_dim] float64.
+    """
+    q_len, num_heads, head_dim = q.shape
+    share = num_heads // k.shape[1]
+    q, k, v = q.double(), k.double(), v.double()
+    out = torch.empty_like(q)
+    for row in range(q_len):
+        seen = len(k) - q_len + row + 1
+        for head in range(num_heads):
+            scores = k[:seen, head // share] @ q[row, head] / head_dim**0.5
+            weights = torch.exp(scores - scores.max())
+            out[row, head] = weights / weights.sum() @ v[:seen, head // share]
+    return out.flatten(1)
 
 
 @dataclass(kw_only=True)
@@ -114,7 +138,9 @@ class Case:
         """The step of some requests, or of all."""
         chosen = range(len(self.shape)) if chosen is None else chosen
         device = self.target[1]
-        positions, slots, kv_lens, bounds = [], [], [], []
+        positions: list[int] = []
+        slots: list[int] = []
+        kv_lens, bounds = [], []
         for index in chosen:
             before, q_len = self.shape[index]
             positions += range(before, before + q_len)
@@ -146,22 +172,13 @@ class Case:
 
     def expected(self) -> torch.Tensor:
         """[T, num_heads * head_dim] float64."""
-        share = self.num_heads // self.num_kv_heads
         rows, start = [], 0
-        for (before, q_len), (keys, values) in zip(self.shape, self.prefixes, strict=True):
-            k = torch.cat((keys, self.k[start : start + q_len])).double()
-            v = torch.cat((values, self.v[start : start + q_len])).double()
-            for offset in range(q_len):
-                seen = before + offset + 1
-                heads = []
-                for head in range(self.num_heads):
-                    query = self.q[start + offset, head].double()
-                    scores = k[:seen, head // share] @ query / self.head_dim**0.5
-                    weights = torch.exp(scores - scores.max())
-                    heads.append(weights / weights.sum() @ v[:seen, head // share])
-                rows.append(torch.cat(heads))
+        for (_, q_len), (keys, values) in zip(self.shape, self.prefixes, strict=True):
+            new = slice(start, start + q_len)
+            k, v = torch.cat((keys, self.k[new])), torch.cat((values, self.v[new]))
+            rows.append(softmax_attention(self.q[new], k, v))
             start += q_len
-        return torch.stack(rows)
+        return torch.cat(rows)
 
     def check(self) -> None:
         out = self.run()
@@ -229,6 +246,29 @@ def test_groups_split_for_memory_change_nothing(
     Case(shape=SHAPES[name]).check()
 
 
+@pytest.mark.parametrize("limit", [1, 50, 400])
+@pytest.mark.parametrize("name", ["128 of any kind", "128 decodes"])
+def test_masks_stay_within_the_memory_limit_or_serve_one_request(
+    monkeypatch: pytest.MonkeyPatch, name: str, limit: int
+) -> None:
+    case = Case(shape=SHAPES[name])
+    masks: list[torch.Size] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor
+    ) -> torch.Tensor:
+        masks.append(attn_mask.shape)
+        return attend(q, k, v, attn_mask=attn_mask)
+
+    monkeypatch.setattr(torch_native_backend, "MAX_MASK_ENTRIES", limit)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    case.run()
+    assert sum(shape[0] for shape in masks) == 128
+    share = case.num_heads // case.num_kv_heads
+    assert all(shape[0] == 1 or shape.numel() <= limit * share for shape in masks)
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("target", TARGETS, ids="-".join)
 def test_a_step_writes_the_slots_of_its_own_tokens_and_no_other(
@@ -269,3 +309,178 @@ def test_a_backend_takes_batches_of_any_shape_one_after_the_other(
     for chosen in (range(128), [77], range(9, 20), [5, 55], range(100), range(128)):
         out = case.run(chosen).double()
         torch.testing.assert_close(out, expected[case.tokens_of(chosen)], rtol=2e-5, atol=2e-5)
+
+
+NUM_LAYERS, NUM_ROWS, WIDTH = 2, 4, 400
+
+
+@dataclass(eq=False)
+class Running:
+    """A request: its row, its pages, and K and V of its kept tokens, per layer."""
+
+    row: int
+    pages: list[int]
+    kv: list[tuple[torch.Tensor, torch.Tensor]]
+
+    @property
+    def length(self) -> int:
+        return len(self.kv[0][0])
+
+
+class Steps:
+    """A seeded sequence of steps of one backend: requests come (some with a cached prefix), feed,
+    keep a part of what they fed, and go; pages and rows are used again at once."""
+
+    def __init__(self, target: tuple[str, str], page_size: int, seed: int) -> None:
+        name, self.device = target
+        self.random = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.page_size = page_size
+        self.bound_slacks = [0, 0, 6]
+        backend = ATTENTION_BACKENDS.load(name)
+        if problems := backend.capabilities().problems(self.device, torch.float32, page_size):
+            pytest.skip(f"{name} {'; '.join(problems)}")
+        self.table = ReqToTokenPool(NUM_ROWS, WIDTH, self.device)
+        num_pages = (NUM_ROWS + 1) * -(-WIDTH // page_size)
+        self.pool = MHATokenToKVPool(
+            num_pages * page_size, page_size, NUM_LAYERS, 2, 16, torch.float32, self.device
+        )
+        self.backend: AttentionBackend = backend(self.table, self.pool)
+        self.allocator = PageAllocator(num_pages, page_size)
+        self.free_rows = list(range(NUM_ROWS))
+        self.running: list[Running] = []
+        self.cached = Running(-1, [], self.kv(0))
+
+    def kv(self, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(self.values(count, 2), self.values(count, 2)) for _ in range(NUM_LAYERS)]
+
+    def values(self, count: int, heads: int) -> torch.Tensor:
+        return torch.randn(count, heads, 16, generator=self.generator)
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            if not self.running or (self.free_rows and self.random.random() < 0.1):
+                self.start()
+            elif self.random.random() < 0.07 or max(r.length for r in self.running) > WIDTH - 40:
+                self.end()
+            if self.running:
+                self.step(*self.any_batch())
+
+    def start(self) -> None:
+        """A newcomer with the first pages of the request that ended last, or with none."""
+        num_pages = self.random.choice([0, len(self.cached.pages)])
+        length = num_pages * self.page_size
+        kv = [(keys[:length], values[:length]) for keys, values in self.cached.kv]
+        request = Running(self.free_rows.pop(), [], kv)
+        self.give_pages(request, self.cached.pages[:num_pages])
+        self.running.insert(self.random.randint(0, len(self.running)), request)
+
+    def end(self) -> None:
+        """Keeps full pages as the cached ones if nobody uses those, frees the rest."""
+        request = self.running.pop(self.random.randrange(len(self.running)))
+        self.free_rows.append(request.row)
+        in_use = {page for other in self.running for page in other.pages}
+        shared = [page for page in request.pages if page in self.cached.pages]
+        if in_use.isdisjoint(self.cached.pages) and self.random.random() < 0.5:
+            self.allocator.free(page for page in self.cached.pages if page not in shared)
+            num_kept = request.length // self.page_size
+            self.cached = Running(-1, request.pages[:num_kept], request.kv)
+            self.allocator.free(reversed(request.pages[num_kept:]))
+        else:
+            self.allocator.free(page for page in reversed(request.pages) if page not in shared)
+
+    def give_pages(self, request: Running, pages: list[int]) -> None:
+        size = self.page_size
+        first = len(request.pages) * size
+        slots = [page * size + offset for page in pages for offset in range(size)]
+        columns = list(range(first, first + len(slots)))
+        self.table.write([request.row] * len(slots), columns, slots)
+        request.pages.extend(pages)
+
+    def any_batch(self) -> tuple[list[Running], list[int]]:
+        """Most often all requests, at one token or width each."""
+        batch = self.running
+        if self.random.random() < 0.1:
+            batch = self.random.sample(batch, self.random.randint(1, len(batch)))
+        width = self.random.choice([1, 1, 1, 3, 7])
+        q_lens = [width] * len(batch)
+        if self.random.random() < 0.2:
+            q_lens = [self.random.choice([1, 2, 20]) for _ in batch]
+        return batch, q_lens
+
+    def step(self, batch: list[Running], q_lens: list[int]) -> None:
+        """Feeds new tokens, and keeps some of each request's."""
+        fed = [self.kv(q_len) for q_len in q_lens]
+        for request, q_len in zip(batch, q_lens, strict=True):
+            num_new = -(-(request.length + q_len) // self.page_size) - len(request.pages)
+            pages = self.allocator.allocate(max(0, num_new))
+            assert pages is not None
+            self.give_pages(request, pages)
+        self.forward(batch, q_lens, fed)
+        for request, q_len, new in zip(batch, q_lens, fed, strict=True):
+            num_kept = self.random.randint(1, q_len)
+            request.kv = [
+                (torch.cat((keys, k[:num_kept])), torch.cat((values, v[:num_kept])))
+                for (keys, values), (k, v) in zip(request.kv, new, strict=True)
+            ]
+
+    def forward(
+        self,
+        batch: list[Running],
+        q_lens: list[int],
+        fed: list[list[tuple[torch.Tensor, torch.Tensor]]],
+    ) -> None:
+        """One step through all layers, each compared."""
+        positions = [
+            request.length + offset
+            for request, q_len in zip(batch, q_lens, strict=True)
+            for offset in range(q_len)
+        ]
+        rows = [r.row for r, q_len in zip(batch, q_lens, strict=True) for _ in range(q_len)]
+        kv_lens = [request.length + q_len for request, q_len in zip(batch, q_lens, strict=True)]
+        slack = self.random.choice(self.bound_slacks)
+        self.backend.plan(
+            ForwardBatch(
+                input_ids=torch.zeros(len(positions), dtype=torch.int64, device=self.device),
+                positions=torch.tensor(positions, device=self.device),
+                slots=self.table.req_to_token[rows, positions].long(),
+                rows=torch.tensor([request.row for request in batch], device=self.device),
+                q_lens=q_lens,
+                kv_lens=torch.tensor(kv_lens, device=self.device),
+                kv_len_upper_bounds=[length + slack for length in kv_lens],
+                logits_index=None,
+            )
+        )
+        for layer in range(NUM_LAYERS):
+            q = self.values(len(positions), 4)
+            k, v = (torch.cat([new[layer][part] for new in fed]) for part in (0, 1))
+            device = self.device
+            out = self.backend.forward(layer, q.to(device), k.to(device), v.to(device)).cpu()
+            parts = zip(batch, q.split(q_lens), fed, strict=True)
+            expected = [
+                softmax_attention(rows_q, *map(torch.cat, zip(request.kv[layer], new[layer])))
+                for request, rows_q, new in parts
+            ]
+            torch.testing.assert_close(out.double(), torch.cat(expected), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("target", TARGETS, ids="-".join)
+def test_steps_of_changing_batches_see_exactly_the_kept_tokens(
+    target: tuple[str, str], page_size: int, seed: int
+) -> None:
+    """Whatever a backend keeps between steps."""
+    Steps(target, page_size, seed).run(60)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids="-".join)
+def test_a_long_decode_of_one_batch_sees_all_its_tokens(target: tuple[str, str]) -> None:
+    """Hundreds of steps, past any spare room that a backend may keep for an unchanged batch."""
+    steps = Steps(target, page_size=16, seed=0)
+    steps.bound_slacks = [0]
+    for prompt_len in (5, 33, 1):
+        steps.start()
+        steps.step(steps.running, [1] * (len(steps.running) - 1) + [prompt_len])
+    for _ in range(200):
+        steps.step(steps.running, [1, 1, 1])

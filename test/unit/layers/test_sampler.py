@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -259,7 +260,7 @@ LOGITS = torch.tensor([2.0, -1.0, 0.5, 0.0, 1.5, -0.5, 1.0, -2.0, 0.2, 1.9])
     ],
     ids=str,
 )
-def test_draws_follow_the_filtered_distribution(parameters: dict[str, float], seed: int) -> None:
+def test_draws_follow_the_filtered_distribution(parameters: dict[str, Any], seed: int) -> None:
     given = {"temperature": 1.0, "top_k": 10, "top_p": 1.0, "min_p": 0.0, **parameters}
     scaled = LOGITS.double().numpy() / given["temperature"]
     probs = np.exp(scaled) / np.exp(scaled).sum()

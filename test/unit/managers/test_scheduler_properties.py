@@ -39,6 +39,7 @@ class Storm:
             max_queued_requests=choose([2, 100, 100]),
             chunked_prefill_size=choose([4, 16, 2048]),
             schedule_policy=choose(["fcfs", "lpm"]),
+            preemption_threshold=choose([None, None, 0, 3]),
             retract_interval=choose([0, 0, 3]),
             enable_overlap=choose([True, True, False]),
             eos_token_ids=choose([frozenset(), frozenset({0, 1})]),
@@ -78,6 +79,7 @@ class Storm:
         req_id = self.harness.submit(
             prompt,
             stream=self.random.random() < 0.7,
+            priority=self.random.choice([0, 0, 0, 2, 9]),
             max_new_tokens=max_new_tokens,
             temperature=0.0,
         )

@@ -56,6 +56,7 @@ class Program:
         while self.lives:
             self.release()
             self.compare()
+        assert self.ledger.num_available_tokens == self.ledger.num_pool_tokens, "A lock stayed."
         self.flush()
         assert self.ledger.num_free_tokens == self.ledger.num_pool_tokens
 

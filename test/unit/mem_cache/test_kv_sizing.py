@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ SIZING = KVSizing(
 )
 
 
-def num_pages(**changes: int | None) -> int:
+def num_pages(**changes: Any) -> int:
     return dataclasses.replace(SIZING, **changes).num_pages()
 
 

@@ -284,3 +284,27 @@ def test_the_empty_cache_owns_nothing() -> None:
     assert cache.match((), [1, 2, 3]).pages == []
     assert list(cache.pages()) == cache.evict(3) == cache.reset() == []
     assert cache.num_pages == cache.num_evictable_pages == 0
+
+
+def test_a_namespace_leaves_nothing_behind_when_its_pages_are_evicted() -> None:
+    """Clients choose namespaces (cache_salt), so they must not add up."""
+    cache = RadixCache(1)
+    for salt in range(50):
+        cache.match((salt,), [1, 2, 3])
+        cache.insert((salt,), [1, 2, 3], [3 * salt + 1, 3 * salt + 2, 3 * salt + 3])
+    assert len(cache._roots) == 50
+    assert len(cache.evict(1000)) == 150
+    assert not cache._roots
+    assert cache.match((0,), [1, 2, 3]).pages == []
+
+
+def test_a_lock_taken_before_the_namespace_had_pages_can_be_given_back() -> None:
+    cache = RadixCache(1)
+    early = cache.match((), [1, 2]).node
+    cache.lock(early)
+    node = cache.insert((), [1, 2], [1, 2]).node
+    cache.lock(node)
+    cache.unlock(early)
+    assert cache.num_evictable_pages == 0
+    cache.unlock(node)
+    assert cache.evict(5) == [1, 2]

@@ -9,19 +9,19 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from sglang.srt.base_worker import NewRow, ScheduleBatch
+from sglang.srt.managers import tp_worker
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.mem_cache.kv_ledger import KVLedger, RequestKV
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.model_config import load_model_config
-from sglang.srt.model_executor.forward_inputs import build_forward_batch
 from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
-from sglang.srt.model_executor.request_rows import RequestRows
 from sglang.srt.sampling.sampling_params import SamplingParams
 from utils import CONTEXT_LEN, make_random_llama
 
@@ -90,14 +90,13 @@ class Feeder:
     """Feeds chosen tokens of several requests through the paged pool, as a scheduler would."""
 
     def __init__(self, runner: ModelRunner, page_size: int) -> None:
-        self.runner = runner
-        self.rows = RequestRows(8, 1, runner.vocab_size, "cpu")
+        self.worker = TpModelWorker(runner, 8, "cpu", suppressed_token_ids=())
         self.ledger = KVLedger(8, PageAllocator(runner.num_pages, page_size), RadixCache(page_size))
         self.requests: dict[str, RequestKV] = {}
         self.fed: dict[str, int] = {}
 
     def feed(self, chunks: dict[str, list[int]]) -> dict[str, torch.Tensor]:
-        """One step; returns the logits of each request's last row."""
+        """One step; returns the logits of each request's last row, as the sampler gets them."""
         new_rows, rows, bounds = [], [], []
         for name, tokens in chunks.items():
             if name not in self.requests:
@@ -121,11 +120,9 @@ class Feeder:
             table_writes=self.ledger.take_table_writes(),
             all_greedy=True,
         )
-        with torch.inference_mode():
-            inputs = build_forward_batch(batch, self.rows, self.runner.req_to_token_pool)
-            hidden = self.runner.forward(inputs)
-            logits = self.runner.compute_logits(hidden[inputs.logits_index])
-            self.rows.committed[inputs.rows] = inputs.kv_lens
+        with mock.patch.object(tp_worker, "sample", wraps=tp_worker.sample) as sampler:
+            self.worker.forward_batch_generation(batch)
+        logits = sampler.call_args.args[0]
         assert logits.dtype == torch.float32
         return dict(zip(chunks, logits, strict=True))
 

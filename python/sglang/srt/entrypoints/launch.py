@@ -219,6 +219,7 @@ def request_limits(server_args: ServerArgs, info: SchedulerInfo) -> RequestLimit
             max_token_ids_logprob=server_args.max_token_ids_logprob,
             max_key_chars=server_args.max_cache_key_chars,
             allow_hidden_states=server_args.enable_return_hidden_states,
+            allow_priority=server_args.enable_priority_scheduling,
         ),
     )
 

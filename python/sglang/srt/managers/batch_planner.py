@@ -12,7 +12,9 @@ from sglang.srt.managers.schedule_batch import LaunchedRow, Req
 from sglang.srt.managers.schedule_policy import (
     AdmissionPolicy,
     NewTokenRatio,
+    choose_preempted,
     choose_victim,
+    order_by_priority,
     order_waiting,
 )
 from sglang.srt.managers.step_returns import StepReturns
@@ -25,6 +27,8 @@ class PlannerConfig:
     """Sizes and switches of scheduling.
 
     Attributes:
+        preemption_threshold: orders by priority, and lets a waiting request push aside a running
+            one whose priority is lower by more than this; None looks at no priorities.
         retract_interval: retract each request when it has emitted in this many steps since its
             admission (a test switch); 0 is never.
     """
@@ -32,6 +36,7 @@ class PlannerConfig:
     chunked_prefill_size: int
     max_running_requests: int
     schedule_policy: str
+    preemption_threshold: int | None = None
     retract_interval: int = 0
 
 
@@ -83,6 +88,7 @@ class BatchPlanner:
             MustDrain: when the step in flight has to be read before anything can be planned.
         """
         self._force_retractions(has_inflight)
+        self._preempt(has_inflight)
         self._reserve_decodes(has_inflight)
         draft = self._draft()
         while not draft.rows and not has_inflight and self._lifecycle.running:
@@ -130,6 +136,25 @@ class BatchPlanner:
         for req in due:
             self._retract(req)
 
+    def _preempt(self, has_inflight: bool) -> None:
+        """Makes room for the first in the queue at the cost of requests of lower priority."""
+        threshold, running = self._config.preemption_threshold, self._lifecycle.running
+        if threshold is None or not self._lifecycle.waiting:
+            return
+        first = self._order()[0]
+        while not (self._has_room(budget=1) and self._admission.fits(first, running)):
+            victim = choose_preempted(running, first.priority, threshold)
+            if victim is None:
+                return
+            if has_inflight:
+                raise MustDrain
+            self._retract(victim)
+
+    def _order(self) -> list[Req]:
+        if self._config.preemption_threshold is not None:
+            return order_by_priority(self._lifecycle.waiting)
+        return order_waiting(self._lifecycle.waiting, self._config.schedule_policy, self._ledger)
+
     def _retract_for_room(self) -> None:
         self._retract(choose_victim(self._lifecycle.running))
         self._ratio.on_retract(self._lifecycle.running)
@@ -142,7 +167,7 @@ class BatchPlanner:
         waiting, running = self._lifecycle.waiting, self._lifecycle.running
         if not waiting or not self._has_room(budget):
             return
-        for req in order_waiting(waiting, self._config.schedule_policy, self._ledger):
+        for req in self._order():
             if not self._has_room(budget) or not self._admission.fits(req, running):
                 return
             self._lifecycle.admit(req)

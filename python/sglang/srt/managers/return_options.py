@@ -35,6 +35,7 @@ class ReturnLimits:
     max_token_ids_logprob: int
     max_key_chars: int
     allow_hidden_states: bool
+    allow_priority: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,8 @@ def check_return_options(
     with_text = _flag(fields, "return_text_in_logprobs")
     hidden = _hidden_states(fields.get("return_hidden_states"), limits)
     priority = _integer(fields.get("priority") or 0, "priority", -MAX_PRIORITY, MAX_PRIORITY)
+    if priority and not limits.allow_priority:
+        raise field_error("priority", "start the server with --enable-priority-scheduling")
     keys = (_key(fields, "extra_key", limits), _key(fields, "cache_salt", limits))
     options = []
     for index in range(num_prompts):

@@ -74,6 +74,11 @@ class AdmissionPolicy:
         return int(new_tokens * self.ratio.value) + spare
 
 
+def order_by_priority(waiting: list[Req]) -> list[Req]:
+    """Largest priority first; within one, retracted requests, then by arrival."""
+    return sorted(waiting, key=lambda req: (-req.priority, not req.was_admitted, req.arrival))
+
+
 def order_waiting(waiting: list[Req], policy: str, ledger: KVLedger) -> list[Req]:
     """Candidates for admission, best first. Retracted requests come before all others.
 
@@ -86,6 +91,13 @@ def order_waiting(waiting: list[Req], policy: str, ledger: KVLedger) -> list[Req
     fresh = [req for req in waiting if not req.was_admitted]
     fresh.sort(key=lambda req: -ledger.cached_prefix(req.namespace, req.input_ids)[0])
     return retracted + fresh
+
+
+def choose_preempted(running: list[Req], priority: int, threshold: int) -> Req | None:
+    """Whom a request of `priority` may push aside: the one of least priority, if that is lower by
+    more than `threshold`; among equals the one with the least output to redo."""
+    lower = [req for req in running if req.priority + threshold < priority]
+    return min(lower, key=lambda req: (req.priority, len(req.output_ids)), default=None)
 
 
 def choose_victim(running: list[Req]) -> Req:

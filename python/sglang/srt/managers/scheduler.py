@@ -17,7 +17,7 @@ from sglang.srt.managers.invariants import InvariantChecker
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput
 from sglang.srt.managers.request_lifecycle import RequestLifecycle
 from sglang.srt.managers.schedule_batch import LaunchedStep, Req
-from sglang.srt.managers.schedule_policy import NewTokenRatio
+from sglang.srt.managers.schedule_policy import NewTokenRatio, order_by_priority
 from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.tokenizer import StopStringFinder
@@ -44,6 +44,7 @@ class SchedulerConfig:
     Attributes:
         eos_token_ids: ids that end an output unless the request ignores them.
         strict_invariants: check the ledger after every step and raise on a violation.
+        low_priority_first: smaller priorities go first.
         random_seed: seed of the seeds of requests that bring none; None draws one.
     """
 
@@ -55,6 +56,7 @@ class SchedulerConfig:
     strict_invariants: bool
     random_seed: int | None
     stream_interval: int = 1
+    low_priority_first: bool = False
 
 
 class Scheduler:
@@ -165,7 +167,7 @@ class Scheduler:
             seed=self._seeds.next() if params.sampling_seed is None else params.sampling_seed,
             arrival=next(self._arrivals),
             namespace=message.cache_key,
-            priority=message.priority,
+            priority=-message.priority if self._config.low_priority_first else message.priority,
             logprobs=message.logprobs,
             hidden_states=message.hidden_states,
             stop_token_ids=stop_ids if params.ignore_eos else stop_ids | self._config.eos_token_ids,
@@ -174,13 +176,20 @@ class Scheduler:
         is_full = len(self.lifecycle.waiting) >= self._config.max_queued_requests
         self.lifecycle.submit(req)
         if is_full:
-            reason = FinishReason(
-                type="abort",
-                message=QUEUE_FULL_MESSAGE,
-                status_code=503,
-                err_type="ServiceUnavailable",
-            )
-            self.processor.end(req, reason)
+            self._refuse_one()
+
+    def _refuse_one(self) -> None:
+        """Ends the request that would be the last to run, with 503."""
+        last = self.lifecycle.waiting[-1]
+        if self._config.planner.preemption_threshold is not None:
+            last = order_by_priority(self.lifecycle.waiting)[-1]
+        reason = FinishReason(
+            type="abort",
+            message=QUEUE_FULL_MESSAGE,
+            status_code=503,
+            err_type="ServiceUnavailable",
+        )
+        self.processor.end(last, reason)
 
     def _wait_for_message(self) -> None:
         self.checker.when_idle()

@@ -17,7 +17,16 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 class TreeNode:
     """An edge of the tree: `key` tokens (whole pages) and the pages with their KV."""
 
-    __slots__ = ("children", "in_heap", "key", "last_used", "lock_count", "pages", "parent")
+    __slots__ = (
+        "children",
+        "in_heap",
+        "key",
+        "last_used",
+        "lock_count",
+        "namespace",
+        "pages",
+        "parent",
+    )
 
     def __init__(self, parent: TreeNode | None, key: list[int], pages: list[int]) -> None:
         self.parent = parent
@@ -27,6 +36,7 @@ class TreeNode:
         self.lock_count = 0
         self.last_used = 0
         self.in_heap = False
+        self.namespace: Namespace = ()  # of a root
 
 
 class RadixCache:
@@ -61,7 +71,7 @@ class RadixCache:
             stack.extend(node.children.values())
 
     def match(self, namespace: Namespace, tokens: Sequence[int]) -> PrefixMatch:
-        node = self._root(namespace)
+        node = self._roots.get(namespace) or TreeNode(None, [], [])
         pages: list[int] = []
         num_unlocked = 0
         tokens = list(tokens)
@@ -85,6 +95,9 @@ class RadixCache:
         if num_existing == len(pages):
             return InsertResult(num_existing, found.node)
         parent = cast(TreeNode, found.node)
+        if parent.parent is None:
+            parent = self._roots.setdefault(namespace, parent)
+            parent.namespace = namespace
         leaf = TreeNode(
             parent, tokens[num_existing * self._page_size :], list(pages[num_existing:])
         )
@@ -130,12 +143,6 @@ class RadixCache:
         self._heap.clear()
         self._num_pages = self._num_locked_pages = 0
         return pages
-
-    def _root(self, namespace: Namespace) -> TreeNode:
-        root = self._roots.get(namespace)
-        if root is None:
-            root = self._roots[namespace] = TreeNode(None, [], [])
-        return root
 
     def _first_page(self, tokens: list[int], num_skipped_pages: int) -> tuple[int, ...]:
         start = num_skipped_pages * self._page_size
@@ -188,6 +195,8 @@ class RadixCache:
             parent = cast(TreeNode, leaf.parent)
             del parent.children[first_page]
             self._offer(parent)
+            if parent.parent is None and not parent.children:
+                del self._roots[parent.namespace]
         return freed
 
 

@@ -50,11 +50,11 @@ def load_model(
 
 def _fill_dummy(model: nn.Module) -> None:
     """Normal weights as at initialization, from a fixed seed; norms stay at one."""
-    for name, parameter in model.named_parameters():
+    for index, (name, parameter) in enumerate(model.named_parameters()):
         if name.endswith("norm.weight"):
             nn.init.ones_(parameter)
             continue
-        generator = torch.Generator(parameter.device).manual_seed(DUMMY_SEED)
+        generator = torch.Generator(parameter.device).manual_seed(DUMMY_SEED + index)
         parameter.data.normal_(0.0, DUMMY_STD, generator=generator)
 
 
