@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from sglang.srt.managers.io_struct import (
     HealthPing,
     ReqOutput,
 )
-from sglang.srt.tokenizer import StopStringFinder, Tokenizer, load_tokenizer
+from sglang.srt.stops import StopSet, compile_expression
+from sglang.srt.tokenizer import StopFinder, Tokenizer, load_tokenizer
 
 LENGTH = FinishReason(type="length", length=1)
 
@@ -124,7 +127,7 @@ def test_pieces_are_the_decode_of_what_is_shown(tokenizer: Tokenizer, data: st.D
     start = data.draw(st.integers(0, max(0, len(full) - 1)))
     stops = [s for s in (full[start : start + 3], "ab") if s and "\ufffd" not in s]
     trim = data.draw(st.booleans())
-    match = StopStringFinder(tokenizer, stops).push(ids) if stops else None
+    match = StopFinder(tokenizer, StopSet(stops), True).push(ids) if stops else None
     ids = ids[: match.num_tokens] if match else ids
     reason = FinishReason(type="stop", matched=match.matched) if match else LENGTH
     harness, options = Harness(tokenizer), DecodeOptions(True, stops, not trim)
@@ -173,3 +176,52 @@ def test_finished_requests_leave_no_state(tokenizer: Tokenizer, tmp_path: Path) 
         harness.push([5], None, DecodeOptions(True, [], False), req_id)
         harness.push([6], LENGTH, None, req_id)
     assert not harness.manager._texts
+
+
+EXPRESSIONS = ["a+b", "[0-9]{2}", "€.€", "b$", "(ab|ba)c?"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_stop_expressions_end_at_the_first_match_and_are_never_shown(
+    tokenizer: Tokenizer, data: st.DataObject
+) -> None:
+    """Against `re` on the decode of every prefix; strings and expressions together."""
+    text = data.draw(st.text("ab1€ c", min_size=1, max_size=25))
+    expressions = data.draw(st.lists(st.sampled_from(EXPRESSIONS), min_size=1, max_size=2))
+    strings = data.draw(st.lists(st.text("abc ", min_size=1, max_size=3), max_size=1))
+    ids = encode(tokenizer, text)
+    sources = [re.compile(e) for e in expressions] + [re.compile(re.escape(s)) for s in strings]
+
+    def first_match(num_ids: int) -> int | None:
+        shown = tokenizer.decode(ids[:num_ids]).rstrip("\ufffd")
+        starts = [m.start() for source in sources if (m := source.search(shown))]
+        return min(starts, default=None)
+
+    end = next((n for n in range(1, len(ids) + 1) if first_match(n) is not None), None)
+    match = StopFinder(tokenizer, StopSet(strings, expressions), True).push(ids)
+    assert (match.num_tokens if match else None) == end
+    kept = ids[:end]
+    reason = FinishReason(type="stop", matched=match.matched) if match else LENGTH
+    harness, options = Harness(tokenizer), DecodeOptions(True, strings, False, expressions)
+    for index, token in enumerate(kept):
+        harness.push([token], reason if index == len(kept) - 1 else None, options)
+        options = None
+    expected = tokenizer.decode(kept)
+    if end is not None:
+        expected = expected[: first_match(end)]
+    assert "".join(harness.pieces()) == expected
+
+
+def test_a_stop_expression_that_takes_too_long_is_stopped(tokenizer: Tokenizer) -> None:
+    finder = StopFinder(tokenizer, StopSet([], ["(a|aa)+$x"]), True)
+    start = time.monotonic()
+    with pytest.raises(TimeoutError):
+        finder.push(encode(tokenizer, "a" * 200))
+    assert time.monotonic() - start < 5.0
+
+
+@pytest.mark.parametrize("expression", ["(", "[", "x*", "", "(?P<n>a)(?P=m)"])
+def test_useless_expressions_are_refused(expression: str) -> None:
+    with pytest.raises(ValueError):
+        compile_expression(expression)

@@ -13,13 +13,12 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from serving_utils import VOCAB_SIZE, make_model_dir, make_tokenizer
 from sglang.srt import tokenizer as tokenizer_module
+from sglang.srt.stops import StopSet
 from sglang.srt.tokenizer import (
-    StopStringFinder,
+    StopFinder,
     Tokenizer,
     TokenizerError,
-    find_stop,
     load_tokenizer,
-    partial_stop_len,
 )
 
 BOS_ID, EOS_ID, MASK_ID = 0, 1, 2
@@ -123,7 +122,7 @@ def test_long_run_of_broken_bytes_is_not_held_back(tokenizer: Tokenizer) -> None
 
 def test_stop_string_across_tokens_clips_the_run(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("hello world the end", add_special_tokens=False)
-    finder = StopStringFinder(tokenizer, ["world", "xyz"])
+    finder = StopFinder(tokenizer, StopSet(["world", "xyz"]), True)
     match = finder.push(ids)
     assert match is not None
     assert match.matched == "world"
@@ -144,25 +143,12 @@ def test_stop_is_found_at_the_first_token_that_completes_it(
         for i in range(1, len(ids) + 1)
         if any(stop in tokenizer.decode(ids[:i]) for stop in stops)
     ]
-    finder, found, seen = StopStringFinder(tokenizer, stops), None, 0
+    finder, found, seen = StopFinder(tokenizer, StopSet(stops), True), None, 0
     while found is None and seen < len(ids):
         run = ids[seen : seen + data.draw(st.integers(1, 5))]
         found = finder.push(run)
         seen += len(run) if found is None else found.num_tokens
     assert (seen if found else None) == (ends[0] if ends else None)
-
-
-def test_find_stop_prefers_the_first_then_the_longest() -> None:
-    assert find_stop("a stop", ["stop", "st", "op"]) == (2, "stop")
-    assert find_stop("abc", ["c", "b"]) == (1, "b")
-    assert find_stop("abc", ["x"]) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "length"), [("abc", 0), ("ab</", 2), ("ab</s", 3), ("</s>", 0), ("<<", 1), ("", 0)]
-)
-def test_partial_stop_len(text: str, length: int) -> None:
-    assert partial_stop_len(text, ["</s>"]) == length
 
 
 def test_missing_tokenizer_is_one_clear_line(tmp_path: Path) -> None:

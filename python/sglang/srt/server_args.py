@@ -100,6 +100,8 @@ class ServerArgs:
     max_batch_size_per_request: int = flag(4096, "Prompts x n in one request at most.")
     max_n: int = flag(128, "Samples per prompt (`n`) at most.")
     max_stop_strings: int = flag(32, "Entries of `stop`, and of `stop_token_ids`, at most.")
+    max_stop_regex_bytes: int = flag(256, "Bytes of one `stop_regex` at most.")
+    max_logit_bias: int = flag(1024, "Entries of `logit_bias` at most.")
     max_top_logprobs: int = flag(128, "`top_logprobs_num` at most.")
     max_token_ids_logprob: int = flag(1024, "Entries of `token_ids_logprob` at most.")
     max_cache_key_chars: int = flag(256, "Characters of `cache_salt` and `extra_key` at most.")

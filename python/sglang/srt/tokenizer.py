@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import tokenizers
 
+from sglang.srt.stops import StopSet
+
 OTHER_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
 # An unfinished UTF-8 character is at most 3 bytes, so at most 3 replacement characters can change.
 REPLACEMENT, MAX_PENDING_CHARS = "\ufffd", 3
@@ -119,58 +121,42 @@ class StopMatch(NamedTuple):
     """A stop string found in an output.
 
     Attributes:
-        num_tokens: how many of the ids given to `StopStringFinder.push` the output keeps: up to
+        num_tokens: how many of the ids given to `StopFinder.push` the output keeps: up to
             and with the one that completes the match.
-        matched: the stop string.
+        matched: the stop string or expression.
     """
 
     num_tokens: int
     matched: str
 
 
-class StopStringFinder:
-    """Finds stop strings in a growing output: what the scheduler asks per request and step.
+class StopFinder:
+    """Finds the stops of a request in its growing output: what the scheduler asks per step.
 
-    Make one per request that has stop strings, with the request's own `skip_special_tokens`, so
-    that the text searched is the text shown. `push` every accepted run; a match says how far to
-    clip it. The detokenizer cuts the same match from the text.
+    `push` every accepted run; a match says how far to clip it. The detokenizer cuts the same match
+    from the text.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, stop_strings: Sequence[str], skip_special_tokens: bool = True
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: StopSet, skip_special_tokens: bool) -> None:
         self._stream = tokenizer.decode_stream(skip_special_tokens)
-        self._stop_strings = tuple(stop_strings)
-        self._keep_chars = max(map(len, stop_strings)) - 1
-        self._tail = ""
+        self._stops = stops
+        self._text = ""
 
     def push(self, ids: Sequence[int]) -> StopMatch | None:
-        """Adds the ids of one step (1 or more); None as long as no stop string is in the text."""
+        """Adds the ids of one step (1 or more); None as long as no stop is in the text.
+
+        Raises:
+            TimeoutError: if a stop expression takes too long.
+        """
         for index, token_id in enumerate(ids):
-            self._tail += self._stream.push([token_id])
-            found = find_stop(self._tail, self._stop_strings)
+            num_seen = len(self._text)
+            self._text += self._stream.push([token_id])
+            if len(self._text) == num_seen:
+                continue
+            found = self._stops.find(self._text, num_seen)
             if found is not None:
-                return StopMatch(index + 1, found[1])
-            self._tail = self._tail[-self._keep_chars :] if self._keep_chars else ""
+                return StopMatch(index + 1, found.matched)
         return None
-
-
-def find_stop(text: str, stop_strings: Sequence[str]) -> tuple[int, str] | None:
-    """Position and text of the first stop string in `text`; of two at one place, the longer."""
-    hits = [(text.find(stop), -len(stop), stop) for stop in stop_strings]
-    first = min((hit for hit in hits if hit[0] >= 0), default=None)
-    return None if first is None else (first[0], first[2])
-
-
-def partial_stop_len(text: str, stop_strings: Sequence[str]) -> int:
-    """Length of the longest end of `text` that is the beginning of a stop string."""
-    longest = 0
-    for stop in stop_strings:
-        for length in range(min(len(stop) - 1, len(text)), longest, -1):
-            if text.endswith(stop[:length]):
-                longest = length
-                break
-    return longest
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:

@@ -213,6 +213,8 @@ def request_limits(server_args: ServerArgs, info: SchedulerInfo) -> RequestLimit
         max_n=server_args.max_n,
         max_stop_strings=server_args.max_stop_strings,
         max_stop_string_chars=server_args.max_stop_string_chars,
+        max_stop_regex_bytes=server_args.max_stop_regex_bytes,
+        max_logit_bias=server_args.max_logit_bias,
         returns=ReturnLimits(
             vocab_size=info.vocab_size,
             max_top_logprobs=server_args.max_top_logprobs,

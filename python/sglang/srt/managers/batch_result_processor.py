@@ -106,7 +106,10 @@ class BatchResultProcessor:
         is_first = not req.was_reported
         params = req.params
         options = DecodeOptions(
-            params.skip_special_tokens, params.stop_strings, params.no_stop_trim
+            params.skip_special_tokens,
+            params.stop_strings,
+            params.no_stop_trim,
+            params.stop_regexes,
         )
         self._outputs.append(
             ReqOutput(
@@ -140,7 +143,15 @@ def accept_tokens(req: Req, tokens: list[int]) -> FinishReason | None:
         req.output_ids.append(token)
         if token in req.stop_token_ids:
             return FinishReason(type="stop", matched=token)
-        found = req.stop_finder.push([token]) if req.stop_finder is not None else None
+        try:
+            found = req.stop_finder.push([token]) if req.stop_finder is not None else None
+        except TimeoutError:
+            return FinishReason(
+                type="abort",
+                message="stop_regex takes too long on this output; use a simpler expression.",
+                status_code=400,
+                err_type="BadRequestError",
+            )
         if found is not None:
             return FinishReason(type="stop", matched=found.matched)
     if req.num_remaining <= 0:

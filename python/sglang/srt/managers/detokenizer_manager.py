@@ -24,12 +24,11 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.ipc import Receiver, Sender
 from sglang.srt.model_config import ModelPathError, resolve_model_path
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.stops import StopSet
 from sglang.srt.tokenizer import (
     Tokenizer,
     TokenizerError,
-    find_stop,
     load_tokenizer,
-    partial_stop_len,
 )
 
 logger = logging.getLogger(__name__)
@@ -43,37 +42,45 @@ DECODE_FAILED = FinishReason(
 
 
 class RequestText:
-    """The text of one request so far: what was sent, and what waits for the next tokens.
+    """The text of one request so far, and how much of it is out.
 
-    Held back are half a character, and an end that may be the beginning of a stop string.
+    Held back are half a character, and an end that may be the beginning of a stop.
     """
 
     def __init__(self, tokenizer: Tokenizer, options: DecodeOptions) -> None:
         self._options = options
         self._stream = tokenizer.decode_stream(options.skip_special_tokens)
-        self._stops = [] if options.no_stop_trim else options.stop_strings
-        self._held = ""
+        strings, expressions = options.stop_strings, options.stop_regexes
+        self._stops = StopSet([]) if options.no_stop_trim else StopSet(strings, expressions)
+        self._text = ""
+        self._num_shown = 0
 
     def push(self, ids: list[int]) -> str:
         """Adds tokens; returns the text that may be shown now."""
-        text = self._held + self._stream.push(ids)
-        found = find_stop(text, self._stops)
-        end = found[0] if found else len(text) - partial_stop_len(text, self._stops)
-        self._held = text[end:]
-        return text[:end]
+        self._text += self._stream.push(ids)
+        if not self._stops:
+            return self._show(len(self._text))
+        found = self._stops.find(self._text, self._num_shown)
+        return self._show(found.start if found else self._stops.num_safe_chars(self._text))
 
     def finish(self, ids: list[int], reason: FinishReason) -> str:
         """Adds the last tokens; returns the rest of the final text.
 
-        A stop token has no text, and a text ends before its stop string, unless `no_stop_trim`.
+        A stop token has no text, and a text ends before its stop, unless `no_stop_trim`.
         """
-        matched = None if self._options.no_stop_trim else reason.matched
-        if isinstance(matched, int) and ids and ids[-1] == matched:
+        matched = reason.matched
+        if isinstance(matched, int) and not self._options.no_stop_trim and ids[-1:] == [matched]:
             ids = ids[:-1]
-        text = self._held + self._stream.push(ids) + self._stream.flush()
-        if isinstance(matched, str):
-            text, _, _ = text.partition(matched)
-        return text
+        self._text += self._stream.push(ids) + self._stream.flush()
+        found = None
+        if isinstance(matched, str) and self._stops:
+            found = self._stops.find(self._text, self._num_shown)
+        return self._show(found.start if found else len(self._text))
+
+    def _show(self, end: int) -> str:
+        piece = self._text[self._num_shown : end]
+        self._num_shown = max(end, self._num_shown)
+        return piece
 
 
 class DetokenizerManager:

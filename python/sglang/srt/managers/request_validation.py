@@ -24,9 +24,11 @@ from sglang.srt.managers.return_options import (
     check_return_options,
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.stops import compile_expression
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_RID_CHARS = 256
+MAX_ID_DIGITS = 9
 
 HANDLED_FIELDS = RETURN_FIELDS | {
     "text",
@@ -107,6 +109,8 @@ class RequestLimits:
     max_n: int
     max_stop_strings: int
     max_stop_string_chars: int
+    max_stop_regex_bytes: int = 256
+    max_logit_bias: int = 1024
     returns: ReturnLimits
 
 
@@ -321,7 +325,8 @@ def _check_sampling_limits(params: SamplingParams, limits: RequestLimits, name: 
     stops, stop_ids = params.stop_strings, params.stop_token_ids or []
     if params.n > limits.max_n:
         raise field_error(f"{name}.n", f"must be at most {limits.max_n} (--max-n)")
-    for field, entries in (("stop", stops), ("stop_token_ids", stop_ids)):
+    regexes = params.stop_regexes
+    for field, entries in (("stop", stops), ("stop_token_ids", stop_ids), ("stop_regex", regexes)):
         if len(entries) > limits.max_stop_strings:
             raise field_error(
                 f"{name}.{field}",
@@ -337,6 +342,29 @@ def _check_sampling_limits(params: SamplingParams, limits: RequestLimits, name: 
                 f" {limits.max_stop_string_chars} (--max-stop-string-chars)",
             )
     check_token_ids(f"{name}.stop_token_ids", stop_ids, limits.vocab_size)
+    for expression in params.stop_regexes:
+        _check_encodable(f"{name}.stop_regex", expression)
+        if len(expression.encode()) > limits.max_stop_regex_bytes:
+            raise field_error(
+                f"{name}.stop_regex",
+                f"has more than {limits.max_stop_regex_bytes} bytes (--max-stop-regex-bytes)",
+            )
+        try:
+            compile_expression(expression)
+        except ValueError as error:
+            raise field_error(f"{name}.stop_regex", shorten(str(error))) from None
+    _check_logit_bias(f"{name}.logit_bias", params.logit_bias or {}, limits)
+
+
+def _check_logit_bias(name: str, bias: dict[str, float], limits: RequestLimits) -> None:
+    if len(bias) > limits.max_logit_bias:
+        raise field_error(
+            name, f"has {len(bias)} entries, more than {limits.max_logit_bias} (--max-logit-bias)"
+        )
+    for key in bias:
+        is_id = key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS
+        if not is_id or int(key) >= limits.vocab_size:
+            raise field_error(name, f"keys must be token ids from 0 to {limits.vocab_size - 1}")
 
 
 def _check_rids(value: Any, num_prompts: int, is_batch: bool) -> list[str | None]:

@@ -10,7 +10,7 @@ from sglang.srt.managers.io_struct import FinishReason, LogprobOptions, Position
 from sglang.srt.mem_cache.base_prefix_cache import Namespace
 from sglang.srt.mem_cache.kv_ledger import RequestKV
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.tokenizer import StopStringFinder
+from sglang.srt.tokenizer import StopFinder
 
 HiddenStates = Literal["none", "all", "last"]
 
@@ -50,7 +50,7 @@ class Req:
     priority: int = 0
     logprobs: LogprobOptions | None = None
     hidden_states: HiddenStates = "none"
-    stop_finder: StopStringFinder | None = None
+    stop_finder: StopFinder | None = None
     output_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     kv: RequestKV | None = None

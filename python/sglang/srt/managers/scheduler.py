@@ -20,7 +20,7 @@ from sglang.srt.managers.schedule_batch import LaunchedStep, Req
 from sglang.srt.managers.schedule_policy import NewTokenRatio, order_by_priority
 from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.tokenizer import StopStringFinder
+from sglang.srt.tokenizer import StopFinder
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Scheduler:
         inbox: Inbox,
         to_detokenizer: Callable[[Any], None],
         to_frontend: Callable[[Any], None],
-        make_stop_finder: Callable[[SamplingParams], StopStringFinder],
+        make_stop_finder: Callable[[SamplingParams], StopFinder],
     ) -> None:
         self._config = config
         self._worker = worker
@@ -171,7 +171,7 @@ class Scheduler:
             logprobs=message.logprobs,
             hidden_states=message.hidden_states,
             stop_token_ids=stop_ids if params.ignore_eos else stop_ids | self._config.eos_token_ids,
-            stop_finder=self._make_stop_finder(params) if params.stop_strings else None,
+            stop_finder=self._make_stop_finder(params) if params.has_stop_texts else None,
         )
         is_full = len(self.lifecycle.waiting) >= self._config.max_queued_requests
         self.lifecycle.submit(req)

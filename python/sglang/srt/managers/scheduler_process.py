@@ -27,7 +27,8 @@ from sglang.srt.platform import Platform
 from sglang.srt.runtime_config import RuntimeConfig, resolve
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.tokenizer import StopStringFinder, Tokenizer, load_tokenizer
+from sglang.srt.stops import StopSet
+from sglang.srt.tokenizer import StopFinder, Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -85,15 +86,16 @@ def make_ledger(config: RuntimeConfig, num_pages: int) -> KVLedger:
     return KVLedger(config.execution.max_running_requests, allocator, tree)
 
 
-def _stop_finders(args: ServerArgs) -> Callable[[SamplingParams], StopStringFinder]:
+def _stop_finders(args: ServerArgs) -> Callable[[SamplingParams], StopFinder]:
     """Loads the tokenizer when the first request with stop strings comes."""
 
     @functools.cache
     def tokenizer() -> Tokenizer:
         return load_tokenizer(resolve_model_path(args.tokenizer_path or args.model_path))
 
-    def make(params: SamplingParams) -> StopStringFinder:
-        return StopStringFinder(tokenizer(), params.stop_strings, params.skip_special_tokens)
+    def make(params: SamplingParams) -> StopFinder:
+        stops = StopSet(params.stop_strings, params.stop_regexes)
+        return StopFinder(tokenizer(), stops, params.skip_special_tokens)
 
     return make
 

@@ -73,6 +73,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         return [self.stop_regex] if isinstance(self.stop_regex, str) else self.stop_regex
 
     @property
+    def has_stop_texts(self) -> bool:
+        return bool(self.stop or self.stop_regex)
+
+    @property
     def has_penalties(self) -> bool:
         return (
             self.frequency_penalty != 0
