@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 CONTEXT_LEN = 512
+VOCAB_SIZE = 320
 
 
 @dataclass(kw_only=True)
@@ -210,10 +210,18 @@ def _no_stop_finder(params: SamplingParams) -> Any:
 
 def make_random_llama(path: Path, seed: int = 0, num_shards: int = 1, **changes: Any) -> Path:
     """Writes a small random Llama in Hugging Face layout; `changes` go to its config."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    return make_random_model("llama", path, seed, num_shards, **changes)
+
+
+def make_random_model(
+    model_type: str, path: Path, seed: int = 0, num_shards: int = 1, **changes: Any
+) -> Path:
+    """Writes a small random model of a family that transformers knows, with random biases and norm
+    weights too; `changes` go to its config."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     values = {
-        "vocab_size": 320,
+        "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
@@ -228,11 +236,14 @@ def make_random_llama(path: Path, seed: int = 0, num_shards: int = 1, **changes:
         **changes,
     }
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**values))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values))
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.5)
     size = sum(parameter.nbytes for parameter in model.parameters())
     model.save_pretrained(path, max_shard_size=size // num_shards + 1)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config, indent=1))
     return path
 
 

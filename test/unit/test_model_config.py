@@ -16,7 +16,15 @@ from sglang.srt.model_config import (
     load_model_config,
     resolve_model_path,
 )
+from sglang.srt.rope_config import RopeConfig
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -79,8 +87,7 @@ def test_every_entry_arrives_where_it_belongs(tmp_path: Path) -> None:
         num_kv_heads=2,
         head_dim=24,
         rms_norm_eps=1e-6,
-        rope_theta=500000.0,
-        rope_scaling=None,
+        rope=RopeConfig(theta=500000.0),
         context_len=512,
         tie_word_embeddings=True,
         dtype="bfloat16",
@@ -94,7 +101,7 @@ def test_defaults_of_old_checkpoints(tmp_path: Path) -> None:
     config = load(tmp_path, without=optional)
     assert config.num_kv_heads == config.num_heads == 4
     assert config.head_dim == 16
-    assert config.rope_theta == 10000.0
+    assert config.rope == RopeConfig(theta=10000.0)
     assert not config.tie_word_embeddings
     assert config.dtype == "float32"
     assert config.eos_token_ids == ()
@@ -102,29 +109,84 @@ def test_defaults_of_old_checkpoints(tmp_path: Path) -> None:
 
 def test_a_null_entry_counts_as_missing(tmp_path: Path) -> None:
     config = load(tmp_path, head_dim=None, num_key_value_heads=None, rope_scaling=None)
-    assert (config.head_dim, config.num_kv_heads, config.rope_scaling) == (16, 4, None)
+    assert (config.head_dim, config.num_kv_heads, config.rope.scaling) == (16, 4, None)
 
 
-def test_new_spellings_of_rope_and_dtype(tmp_path: Path) -> None:
-    config = load(
-        tmp_path,
-        without=("rope_theta", "torch_dtype"),
-        rope_parameters={"rope_theta": 77.0, "rope_type": "default"},
-        dtype="float16",
-    )
-    assert (config.rope_theta, config.rope_scaling, config.dtype) == (77.0, None, "float16")
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [({"dtype": "float16"}, "float16"), ({"torch_dtype": "float16"}, "float16"), ({}, "float32")],
+    ids=str,
+)
+def test_spellings_of_the_dtype(tmp_path: Path, entries: dict[str, Any], expected: str) -> None:
+    assert load(tmp_path, without=("torch_dtype",), **entries).dtype == expected
 
 
-@pytest.mark.parametrize("scaling", [{"rope_type": "default"}, {"type": "default"}, {}], ids=str)
-def test_default_rope_scaling_is_none(tmp_path: Path, scaling: dict[str, Any]) -> None:
-    assert load(tmp_path, rope_scaling=scaling).rope_scaling is None
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({}, 512),
+        ({"rope_type": "linear", "factor": 4.0}, 2048),
+        ({"rope_type": "yarn", "factor": 2.5}, 1280),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+            512,
+        ),
+        (LLAMA3, 512),
+    ],
+    ids=str,
+)
+def test_the_context_grows_where_max_position_embeddings_is_the_original(
+    tmp_path: Path, rope: dict[str, Any], expected: int
+) -> None:
+    assert load(tmp_path, rope_scaling=rope).context_len == expected
 
 
-@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize("name", ["rope_type", "type"])
-def test_real_rope_scaling_is_kept(tmp_path: Path, key: str, name: str) -> None:
-    scaling: Any = {name: "linear", "factor": 2.0}
-    assert load(tmp_path, **{key: scaling}).rope_scaling == scaling
+def test_flags_and_integers_of_a_family(tmp_path: Path) -> None:
+    config = load(tmp_path, yes=True, no=False, null=None, five=5)
+    assert [config.flag(name) for name in ("yes", "no", "null", "none")] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert config.integer("five", 7, minimum=5) == 5
+    assert config.integer("missing", 7, minimum=1) == 7
+    assert config.integer("null", 7, minimum=1) is None
+
+
+@pytest.mark.parametrize("value", [4, True, 5.5, "5", [5]], ids=str)
+def test_an_integer_of_a_family_that_is_none_is_refused(tmp_path: Path, value: Any) -> None:
+    config = load(tmp_path, five=value)
+    with pytest.raises(ModelPathError, match="five must be an integer of at least 5"):
+        config.integer("five", 7, minimum=5)
+
+
+@pytest.mark.parametrize("value", [0, 1, "true", []], ids=str)
+def test_a_flag_of_a_family_that_is_none_is_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(ModelPathError, match="it must be true or false"):
+        load(tmp_path, it=value).flag("it")
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"num_experts": 8}, "use a dense checkpoint"),
+        ({"num_local_experts": 8}, "use a dense checkpoint"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "in bfloat16"),
+        ({"hidden_act": "gelu"}, "silu"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "remove the scaling"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "one of default, linear, llama3, yarn"),
+        ({"partial_rotary_factor": 0.5}, "rotates whole heads"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "share one RoPE"),
+    ],
+    ids=str,
+)
+def test_what_would_be_computed_wrongly_is_refused_with_the_remedy(
+    tmp_path: Path, changes: dict[str, Any], remedy: str
+) -> None:
+    message = refusal(tmp_path, **changes)
+    assert "not supported" in message
+    assert remedy in message
 
 
 @pytest.mark.parametrize(

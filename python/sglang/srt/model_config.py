@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.rope_config import RopeConfig, parse_rope
+
 DEMO_MODELS_DIR = Path(__file__).resolve().parent.parent / "demo_models"
+SILU_NAMES = ("silu", "swish")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 DEMO_MODELS = {"demo": "tiny-code"}
 
 
@@ -22,10 +26,10 @@ class ModelConfig:
     Attributes:
         path: resolved model directory.
         architecture: class name of the first entry of `architectures` (the registry's key).
-        context_len: `max_position_embeddings`, in tokens.
+        rope: rotary positions, the same in all layers.
+        context_len: `max_position_embeddings` in tokens, and what a RoPE scaling adds to it.
         eos_token_ids: ids that end an output, of config.json and generation_config.json.
-        rope_scaling: the checkpoint's RoPE scaling parameters, or None.
-        hf: the whole config.json, for what a single model file needs beside this.
+        hf: the whole config.json; `flag` and `integer` read what one family needs beside this.
     """
 
     path: Path
@@ -39,13 +43,32 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: dict[str, Any] | None
+    rope: RopeConfig
     context_len: int
     tie_word_embeddings: bool
     dtype: str
     eos_token_ids: tuple[int, ...]
     hf: dict[str, Any]
+
+    def flag(self, name: str) -> bool:
+        """A boolean entry of config.json; missing and null are false."""
+        value = self.hf.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.refusal(f"{name} must be true or false, not {value!r}")
+        return bool(value)
+
+    def integer(self, name: str, default: int | None, minimum: int) -> int | None:
+        """An entry of config.json; null is None, and a missing one is `default`."""
+        value = self.hf.get(name, default)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.refusal(f"{name} must be an integer of at least {minimum}, not {value!r}")
+        return value
+
+    def refusal(self, reason: str) -> ModelPathError:
+        """The error to raise for an entry that cannot be met."""
+        return ModelPathError(f"{self.path / 'config.json'} cannot be used: {reason}.")
 
 
 def resolve_model_path(model_path: str) -> Path:
@@ -80,6 +103,7 @@ def load_model_config(model_path: str) -> ModelConfig:
     try:
         parsed = _parse(path, config, eos)
         _check_shape(parsed)
+        _check_kind(config)
         return parsed
     except KeyError as error:
         raise ModelPathError(
@@ -95,11 +119,7 @@ def _parse(path: Path, config: dict[str, Any], eos: tuple[int, ...]) -> ModelCon
     if not config["architectures"]:
         raise ValueError("`architectures` names no model class")
     hidden_size = int(config["hidden_size"])
-    # transformers 5 writes `rope_parameters`; earlier releases `rope_theta` and `rope_scaling`.
-    rope = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or rope
-    if (scaling.get("rope_type") or scaling.get("type") or "default") == "default":
-        scaling = None
+    rope = parse_rope(config)
     return ModelConfig(
         path=path,
         architecture=str(config["architectures"][0]),
@@ -112,9 +132,8 @@ def _parse(path: Path, config: dict[str, Any], eos: tuple[int, ...]) -> ModelCon
         num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
         head_dim=int(config.get("head_dim") or hidden_size // num_heads),
         rms_norm_eps=float(config["rms_norm_eps"]),
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        rope_scaling=scaling,
-        context_len=int(config["max_position_embeddings"]),
+        rope=rope,
+        context_len=int(int(config["max_position_embeddings"]) * rope.context_factor),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         eos_token_ids=eos,
@@ -144,6 +163,26 @@ def _check_shape(config: ModelConfig) -> None:
         )
     if config.head_dim % 2:
         raise ValueError(f"head_dim {config.head_dim} is odd")
+
+
+def _check_kind(config: dict[str, Any]) -> None:
+    """Raises ValueError for what every model here would compute wrongly."""
+    for name in EXPERT_COUNTS:
+        if config.get(name):
+            raise ValueError(
+                f"{name} says mixture of experts, which is not supported; use a dense checkpoint"
+            )
+    if config.get("quantization_config"):
+        raise ValueError(
+            "quantization_config says quantized weights, which are not supported; use the"
+            " checkpoint in bfloat16, float16 or float32"
+        )
+    activation = config.get("hidden_act") or "silu"
+    if activation not in SILU_NAMES:
+        raise ValueError(
+            f"hidden_act {activation!r} is not supported; use a checkpoint with"
+            f" {' or '.join(SILU_NAMES)}"
+        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

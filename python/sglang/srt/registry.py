@@ -38,5 +38,11 @@ ATTENTION_BACKENDS = Registry(
     {"torch_native": "sglang.srt.layers.attention.torch_native_backend:TorchNativeBackend"},
 )
 MODELS = Registry(
-    "model architecture", {"LlamaForCausalLM": "sglang.srt.models.llama:LlamaForCausalLM"}
+    "model architecture",
+    {
+        "LlamaForCausalLM": "sglang.srt.models.llama:LlamaForCausalLM",
+        "MistralForCausalLM": "sglang.srt.models.mistral:MistralForCausalLM",
+        "Qwen2ForCausalLM": "sglang.srt.models.qwen2:Qwen2ForCausalLM",
+        "Qwen3ForCausalLM": "sglang.srt.models.qwen3:Qwen3ForCausalLM",
+    },
 )

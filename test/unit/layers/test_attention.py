@@ -44,7 +44,9 @@ SHAPES: dict[str, Shape] = {
 }
 
 
-def softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def softmax_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+) -> torch.Tensor:
     """Causal attention of one request, whose last rows are queried, written out head by head.
 
     Args:
@@ -59,11 +61,12 @@ def softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torc
     q, k, v = q.double(), k.double(), v.double()
     out = torch.empty_like(q)
     for row in range(q_len):
-        seen = len(k) - q_len + row + 1
+        end = len(k) - q_len + row + 1
+        seen = slice(0 if window is None else max(0, end - window), end)
         for head in range(num_heads):
-            scores = k[:seen, head // share] @ q[row, head] / head_dim**0.5
+            scores = k[seen, head // share] @ q[row, head] / head_dim**0.5
             weights = torch.exp(scores - scores.max())
-            out[row, head] = weights / weights.sum() @ v[:seen, head // share]
+            out[row, head] = weights / weights.sum() @ v[seen, head // share]
     return out.flatten(1)
 
 
@@ -80,6 +83,7 @@ class Case:
     page_size: int = 1
     bound_slack: int = 0
     seed: int = 0
+    windows: tuple[int | None, int | None] = (None, None)
     prefixes: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -89,7 +93,7 @@ class Case:
             pytest.skip(f"{name} {'; '.join(problems)}")
         self.generator = torch.Generator().manual_seed(self.seed)
         self._place_requests(device)
-        self.backend: AttentionBackend = backend(self.table, self.pool)
+        self.backend: AttentionBackend = backend(self.table, self.pool, self.windows)
         self.q_lens = [q_len for _, q_len in self.shape]
         num_tokens = sum(self.q_lens)
         self.q = self._random(num_tokens, self.num_heads)
@@ -176,7 +180,7 @@ class Case:
         for (_, q_len), (keys, values) in zip(self.shape, self.prefixes, strict=True):
             new = slice(start, start + q_len)
             k, v = torch.cat((keys, self.k[new])), torch.cat((values, self.v[new]))
-            rows.append(softmax_attention(self.q[new], k, v))
+            rows.append(softmax_attention(self.q[new], k, v, self.windows[1]))
             start += q_len
         return torch.cat(rows)
 
@@ -331,8 +335,15 @@ class Steps:
     """A seeded sequence of steps of one backend: requests come (some with a cached prefix), feed,
     keep a part of what they fed, and go; pages and rows are used again at once."""
 
-    def __init__(self, target: tuple[str, str], page_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        target: tuple[str, str],
+        page_size: int,
+        seed: int,
+        windows: tuple[int | None, ...] = (None,) * NUM_LAYERS,
+    ) -> None:
         name, self.device = target
+        self.windows = windows
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.page_size = page_size
@@ -345,7 +356,7 @@ class Steps:
         self.pool = MHATokenToKVPool(
             num_pages * page_size, page_size, NUM_LAYERS, 2, 16, torch.float32, self.device
         )
-        self.backend: AttentionBackend = backend(self.table, self.pool)
+        self.backend: AttentionBackend = backend(self.table, self.pool, self.windows)
         self.allocator = PageAllocator(num_pages, page_size)
         self.free_rows = list(range(NUM_ROWS))
         self.running: list[Running] = []
@@ -457,10 +468,10 @@ class Steps:
             device = self.device
             out = self.backend.forward(layer, q.to(device), k.to(device), v.to(device)).cpu()
             parts = zip(batch, q.split(q_lens), fed, strict=True)
-            expected = [
-                softmax_attention(rows_q, *map(torch.cat, zip(request.kv[layer], new[layer])))
-                for request, rows_q, new in parts
-            ]
+            expected = []
+            for request, rows_q, new in parts:
+                keys, values = map(torch.cat, zip(request.kv[layer], new[layer]))
+                expected.append(softmax_attention(rows_q, keys, values, self.windows[layer]))
             torch.testing.assert_close(out.double(), torch.cat(expected), rtol=2e-5, atol=2e-5)
 
 
@@ -472,6 +483,36 @@ def test_steps_of_changing_batches_see_exactly_the_kept_tokens(
 ) -> None:
     """Whatever a backend keeps between steps."""
     Steps(target, page_size, seed).run(60)
+
+
+@pytest.mark.parametrize("windows", [(5, None), (None, 20), (1, 40), (7, 7)], ids=str)
+@pytest.mark.parametrize("target", TARGETS, ids="-".join)
+def test_steps_of_changing_batches_with_a_window_per_layer(
+    target: tuple[str, str], windows: tuple[int | None, ...]
+) -> None:
+    Steps(target, page_size=4, seed=1, windows=windows).run(60)
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 16, 100])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
+@pytest.mark.parametrize("target", TARGETS, ids="-".join)
+def test_a_sliding_window_hides_what_lies_before_it(
+    target: tuple[str, str], shape: Shape, window: int
+) -> None:
+    Case(target=target, shape=shape, windows=(None, window), bound_slack=5).check()
+
+
+@pytest.mark.parametrize("limit", [1, 50, 400])
+def test_windows_in_groups_split_for_memory(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(torch_native_backend, "MAX_MASK_ENTRIES", limit)
+    Case(shape=SHAPES["128 of any kind"], windows=(None, 9)).check()
+
+
+@pytest.mark.parametrize("target", TARGETS, ids="-".join)
+def test_a_window_as_long_as_the_sequence_is_full_attention(target: tuple[str, str]) -> None:
+    full = Case(target=target, shape=[(9, 11)]).run()
+    assert torch.equal(Case(target=target, shape=[(9, 11)], windows=(3, 20)).run(), full)
+    assert not torch.allclose(Case(target=target, shape=[(9, 11)], windows=(3, 19)).run(), full)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids="-".join)

@@ -289,22 +289,3 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(model_dir: Path)
     change_config(model_dir, architectures=["SomethingForCausalLM"])
     with pytest.raises(ValueError, match=r"SomethingForCausalLM.*known.*LlamaForCausalLM"):
         load(model_dir)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-        {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
-        {"attention_bias": True},
-        {"mlp_bias": True},
-    ],
-    ids=str,
-)
-def test_what_the_model_would_compute_wrongly_is_refused(
-    model_dir: Path, changes: dict[str, Any]
-) -> None:
-    change_config(model_dir, **changes)
-    with pytest.raises(ValueError, match="not supported"):
-        load(model_dir)

@@ -2,33 +2,94 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
+
+from sglang.srt.rope_config import Llama3Scaling, RopeConfig, RopeScaling, YarnScaling
 
 
 class RotaryEmbedding(nn.Module):
     """Table of cos and sin for every position a step can feed.
 
-    The table is computed in float32, as transformers does, whatever the model's type is.
+    The table is float32, whatever the model's type is.
     """
 
-    def __init__(self, head_dim: int, max_positions: int, theta: float) -> None:
+    def __init__(self, head_dim: int, max_positions: int, config: RopeConfig) -> None:
         super().__init__()
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), theta**-exponent)
-        cos, sin = angles.cos(), angles.sin()
-        # [max_positions, 2, head_dim]: cos over both halves; sin with the first half negated, so
-        # that rotating is x * cos + swapped halves of x * sin.
-        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
+        self._head_dim, self._max_positions, self._config = head_dim, max_positions, config
         self.table: torch.Tensor
-        self.register_buffer("table", table, persistent=False)
+        self.register_buffer("table", self._compute_table(), persistent=False)
+
+    def recompute(self) -> None:
+        """Fills the table anew: after a model was built without memory or changed its type."""
+        self.table = self._compute_table()
 
     def lookup(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[T] int64 -> [T, 2, 1, head_dim], shared by all layers of a step."""
         return self.table[positions].to(dtype).unsqueeze(2)
+
+    def _compute_table(self) -> torch.Tensor:
+        """[max_positions, 2, head_dim]: cos over both halves; sin with the first half negated, so
+        that rotating is x * cos + swapped halves of x * sin."""
+        frequencies = inverse_frequencies(self._head_dim, self._config)
+        positions = torch.arange(self._max_positions, dtype=torch.float32)
+        angles = torch.outer(positions, frequencies)
+        factor = attention_factor(self._config.scaling)
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     """Rotates x [T, heads, head_dim] by `RotaryEmbedding.lookup`'s [T, 2, 1, head_dim]."""
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(x * cos_sin[:, 0], swapped, cos_sin[:, 1])
+
+
+def attention_factor(scaling: RopeScaling | None) -> float:
+    """What cos and sin are multiplied by."""
+    return scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0
+
+
+def inverse_frequencies(head_dim: int, config: RopeConfig) -> torch.Tensor:
+    """[head_dim / 2] float32: radians per position of each pair of dimensions."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    wavelengths = config.theta**exponents  # over 2 pi
+    scaling = config.scaling
+    if scaling is None:
+        return 1.0 / wavelengths
+    if isinstance(scaling, YarnScaling):
+        return _yarn(wavelengths, config.theta, scaling)
+    if isinstance(scaling, Llama3Scaling):
+        return _llama3(1.0 / wavelengths, scaling)
+    return 1.0 / wavelengths / scaling.factor
+
+
+def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+    """Divides the low frequencies, keeps the high ones, and mixes both between the bounds."""
+    turns = scaling.original_context_len / (2 * math.pi / frequencies)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept_share = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - kept_share) * frequencies / scaling.factor + kept_share * frequencies
+
+
+def _yarn(wavelengths: torch.Tensor, theta: float, scaling: YarnScaling) -> torch.Tensor:
+    """NTK-by-parts (arXiv 2309.00071, section 3.2), ramped over dimensions, not over turns."""
+    num_pairs = wavelengths.shape[0]
+
+    def pair_with_turns(turns: float) -> float:
+        """The (fractional) pair that turns so often within the original context."""
+        wavelength = scaling.original_context_len / (turns * 2 * math.pi)
+        return num_pairs * math.log(wavelength) / math.log(theta)
+
+    first, last = pair_with_turns(scaling.beta_fast), pair_with_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * num_pairs - 1)
+    if first == last:
+        last += 0.001  # a step instead of a ramp
+    ramp = (torch.arange(num_pairs, dtype=torch.float32) - first) / (last - first)
+    kept_share = 1 - ramp.clamp(0.0, 1.0)
+    interpolated = 1.0 / (scaling.factor * wavelengths)
+    return interpolated * (1 - kept_share) + 1.0 / wavelengths * kept_share

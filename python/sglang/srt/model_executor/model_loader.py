@@ -12,6 +12,7 @@ from torch import nn
 
 from sglang.srt.layers.linear import FusedLinear
 from sglang.srt.model_config import ModelConfig, ModelPathError
+from sglang.srt.models.transformer import CausalLM
 from sglang.srt.registry import MODELS
 
 DUMMY_STD = 0.02
@@ -20,7 +21,7 @@ DUMMY_SEED = 0
 
 def load_model(
     config: ModelConfig, load_format: str, max_positions: int, dtype: torch.dtype, device: str
-) -> nn.Module:
+) -> CausalLM:
     """Builds the architecture that config.json names.
 
     Args:
@@ -28,19 +29,22 @@ def load_model(
         max_positions: length of the RoPE table.
 
     Raises:
-        ModelPathError: if weights are missing, broken, or do not fit the architecture.
-        ValueError: if the architecture is unknown.
+        ModelPathError: if the architecture is unknown, config.json asks of it what it has not, or
+            weights are missing, broken or misshapen.
     """
+    if config.architecture not in MODELS.names:
+        raise config.refusal(
+            f"architecture {config.architecture!r} is not supported; known: "
+            f"{', '.join(MODELS.names)}"
+        )
     architecture = MODELS.load(config.architecture)
     with torch.device("meta"):
-        model = architecture(config, max_positions)
-    rotary = model.model.rotary
+        model: CausalLM = architecture(config, max_positions)
     model.to_empty(device="cpu" if load_format != "dummy" else device)
-    if config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
+    model.tie_head()
     model = model.to(dtype)
-    # Computed after the conversion, so that it stays float32.
-    model.model.rotary = type(rotary)(config.head_dim, max_positions, config.rope_theta)
+    # After the conversion, so that the table stays float32.
+    model.model.rotary.recompute()
     if load_format == "dummy":
         _fill_dummy(model)
     else:

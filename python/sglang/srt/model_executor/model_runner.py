@@ -89,7 +89,7 @@ class ModelRunner:
             dtype,
             config.device,
         )
-        self.attention = backend(self.req_to_token_pool, self.kv_pool)
+        self.attention = backend(self.req_to_token_pool, self.kv_pool, self.model.windows)
         self._threads = HostThreads(config.num_threads)
 
     @torch.inference_mode()

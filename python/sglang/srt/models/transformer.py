@@ -1,6 +1,8 @@
-"""Blocks that decoder-only models are declared from."""
+"""Blocks that decoder-only models are declared from: a family is a `DecoderSpec`."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -8,9 +10,30 @@ from torch import nn
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.linear import FusedLinear
+from sglang.srt.layers.logits_processor import compute_logits
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, rotate
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSpec:
+    """What a family adds to the plain form: no bias, no norm of queries and keys, full attention.
+
+    Attributes:
+        qkv_bias: the projections to queries, keys and values have biases.
+        output_bias: the attention's output projection has one.
+        mlp_bias: the gate, up and down projections have biases.
+        qk_norm: an RMSNorm over each head of queries and of keys, before they are rotated.
+        windows: sliding window of each layer (see `AttentionBackend`), None for full attention;
+            empty if all layers are full.
+    """
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()
 
 
 class RMSNorm(nn.Module):
@@ -26,9 +49,10 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (arXiv 2305.13245) over the paged KV pool."""
+    """Grouped-query attention (arXiv 2305.13245) over the paged KV pool, optionally with normalized
+    queries and keys (arXiv 2302.05442, section 2.1, there with LayerNorm)."""
 
-    def __init__(self, config: ModelConfig, layer: int, bias: bool) -> None:
+    def __init__(self, config: ModelConfig, layer: int, spec: DecoderSpec) -> None:
         super().__init__()
         self.layer = layer
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
@@ -38,16 +62,24 @@ class Attention(nn.Module):
             config.hidden_size,
             ("q_proj", "k_proj", "v_proj"),
             (q_size, kv_size, kv_size),
-            bias,
+            spec.qkv_bias,
         )
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=spec.output_bias)
+        self.has_qk_norm = spec.qk_norm
+        if spec.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(
         self, x: torch.Tensor, cos_sin: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         num_qk = self.num_heads + self.num_kv_heads
-        rotated = rotate(heads[:, :num_qk], cos_sin)
+        qk = heads[:, :num_qk]
+        if self.has_qk_norm:
+            q, k = qk.split((self.num_heads, self.num_kv_heads), dim=1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        rotated = rotate(qk, cos_sin)
         out = attention.forward(
             self.layer,
             rotated[:, : self.num_heads],
@@ -60,13 +92,13 @@ class Attention(nn.Module):
 class GatedMLP(nn.Module):
     """SwiGLU feed-forward layer (arXiv 2002.05202)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, bias: bool) -> None:
         super().__init__()
         size = config.intermediate_size
         self.gate_up_proj = FusedLinear(
-            config.hidden_size, ("gate_proj", "up_proj"), (size, size), bias=False
+            config.hidden_size, ("gate_proj", "up_proj"), (size, size), bias
         )
-        self.down_proj = nn.Linear(size, config.hidden_size, bias=False)
+        self.down_proj = nn.Linear(size, config.hidden_size, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
@@ -76,12 +108,12 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual."""
 
-    def __init__(self, config: ModelConfig, layer: int, attention_bias: bool) -> None:
+    def __init__(self, config: ModelConfig, layer: int, spec: DecoderSpec) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer, attention_bias)
+        self.self_attn = Attention(config, layer, spec)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config)
+        self.mlp = GatedMLP(config, spec.mlp_bias)
 
     def forward(
         self, x: torch.Tensor, cos_sin: torch.Tensor, attention: AttentionBackend
@@ -93,14 +125,14 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Token embedding, layers and last norm: what checkpoints call `model`."""
 
-    def __init__(self, config: ModelConfig, max_positions: int, attention_bias: bool) -> None:
+    def __init__(self, config: ModelConfig, max_positions: int, spec: DecoderSpec) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, attention_bias) for layer in range(config.num_layers)
+            DecoderLayer(config, layer, spec) for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary = RotaryEmbedding(config.head_dim, max_positions, config.rope_theta)
+        self.rotary = RotaryEmbedding(config.head_dim, max_positions, config.rope)
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """Hidden states [T, hidden_size] of the batch, after the last norm."""
@@ -109,3 +141,30 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x, cos_sin, attention)
         return self.norm(x)
+
+
+class CausalLM(nn.Module):
+    """A decoder and its output head. Parameters bear the checkpoint's names; see `model_loader` for
+    the fused ones.
+
+    Attributes:
+        windows: sliding window of each layer, for the attention backend.
+    """
+
+    def __init__(self, config: ModelConfig, max_positions: int, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.windows = spec.windows or (None,) * config.num_layers
+        assert len(self.windows) == config.num_layers
+        self.model = Decoder(config, max_positions, spec)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.is_tied = config.tie_word_embeddings
+        self.tie_head()
+
+    def tie_head(self) -> None:
+        """Makes the head share the embedding's memory, if the checkpoint says so."""
+        if self.is_tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
+        """Logits [S, vocab_size] float32 of the rows in `batch.logits_index`."""
+        return compute_logits(self.model(batch, attention), self.lm_head.weight, batch)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 import torch
 
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
@@ -45,8 +47,17 @@ class AttentionCapabilities:
 class AttentionBackend(Protocol):
     """Causal attention of a ragged batch over the paged KV pool.
 
-    Query row at position p sees the keys of positions 0..p of its own request.
+    A query row at position p sees the keys of positions 0..p of its own request; in a layer with a
+    sliding window w (arXiv 2310.06825, section 2) those of p-w+1..p alone.
     """
+
+    def __init__(
+        self,
+        req_to_token_pool: ReqToTokenPool,
+        kv_pool: MHATokenToKVPool,
+        windows: Sequence[int | None],
+    ) -> None:
+        """`windows`: the sliding window of each layer of the pool, None for full attention."""
 
     @classmethod
     def capabilities(cls) -> AttentionCapabilities: ...

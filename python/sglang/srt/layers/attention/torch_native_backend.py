@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,14 +25,14 @@ class _Group:
         positions: [N, q] int64.
         kv_lens: [N] int64.
         slots: [N, L] int64; KV slots, the dummy slot past a request's end.
-        mask: [N, 1, q, L] bool; which keys each query row sees.
+        masks: for each distinct window of the model, [N, 1, q, L] bool: which keys a query sees.
     """
 
     tokens: torch.Tensor | None
     positions: torch.Tensor
     kv_lens: torch.Tensor
     slots: torch.Tensor
-    mask: torch.Tensor
+    masks: tuple[torch.Tensor, ...]
 
 
 class TorchNativeBackend:
@@ -41,13 +42,20 @@ class TorchNativeBackend:
     repeated.
     """
 
-    def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: MHATokenToKVPool) -> None:
+    def __init__(
+        self,
+        req_to_token_pool: ReqToTokenPool,
+        kv_pool: MHATokenToKVPool,
+        windows: Sequence[int | None],
+    ) -> None:
+        self._windows = tuple(dict.fromkeys(windows))
+        self._mask_of_layer = [self._windows.index(window) for window in windows]
         self._table = req_to_token_pool.req_to_token
         self._kv_pool = kv_pool
         self._slots = torch.empty(0, dtype=torch.int64)
         self._groups: list[_Group] = []
         self._scratch = kv_pool.kv[0][:0]
-        self._window = KVWindow(kv_pool.kv)
+        self._kept = KVWindow(kv_pool.kv)
 
     @classmethod
     def capabilities(cls) -> AttentionCapabilities:
@@ -68,10 +76,10 @@ class TorchNativeBackend:
         if len(members) == 1 and self._fits(batch, *next(iter(members.items()))):
             group = self._make_group(batch, batch.q_lens[0], None)
             self._groups = [group]
-            self._window.plan(group.slots, group.positions, group.kv_lens)
+            self._kept.plan(group.slots, group.positions, group.kv_lens)
             return
         self._groups = []
-        self._window.forget()
+        self._kept.forget()
         for q_len, indices in members.items():
             for part in self._split(batch, q_len, indices):
                 self._groups.append(self._make_group(batch, q_len, part))
@@ -81,16 +89,18 @@ class TorchNativeBackend:
     ) -> torch.Tensor:
         self._kv_pool.store(layer, self._slots, k, v)
         if len(self._groups) == 1 and self._groups[0].tokens is None:
-            return self._attend(self._groups[0], q, self._window.gather(layer)).view(len(q), -1)
+            return self._attend(layer, self._groups[0], q, self._kept.gather(layer)).view(
+                len(q), -1
+            )
         kv = self._kv_pool.kv[layer]
         out = torch.empty_like(q)
         for group in self._groups:
             assert group.tokens is not None
             index = group.tokens.flatten()
-            out[index] = self._attend(group, q[index], self._gather(kv, group.slots))
+            out[index] = self._attend(layer, group, q[index], self._gather(kv, group.slots))
         return out.view(len(q), -1)
 
-    def _attend(self, group: _Group, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    def _attend(self, layer: int, group: _Group, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """q [N * q, num_heads, head_dim], kv [N, >= L, 2 * num_kv_heads, head_dim] -> as q."""
         num, queries = group.positions.shape
         num_heads, head_dim = q.shape[1:]
@@ -100,7 +110,7 @@ class TorchNativeBackend:
         # [N, queries, kv_heads, share, D] -> [N, kv_heads, queries * share, D]
         grouped = q.view(num, queries, num_kv_heads, share, head_dim).transpose(1, 2)
         grouped = grouped.reshape(num, num_kv_heads, queries * share, head_dim)
-        mask = group.mask
+        mask = group.masks[self._mask_of_layer[layer]]
         if queries > 1:
             mask = mask.repeat_interleave(share, dim=2)
         out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
@@ -136,8 +146,19 @@ class TorchNativeBackend:
         columns = torch.arange(length, device=device)
         valid = columns < kv_lens[:, None]
         slots = self._table[rows, :length].to(torch.int64) * valid
-        visible = columns <= positions[:, :, None]
-        return _Group(tokens, positions, kv_lens, slots, visible[:, None])
+        return _Group(tokens, positions, kv_lens, slots, self._make_masks(columns, positions))
+
+    def _make_masks(
+        self, columns: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Masks over columns [L] of queries at positions [N, q]; one object where no window cuts
+        anything off."""
+        at = positions[:, None, :, None]
+        causal = columns <= at
+        return tuple(
+            causal if window is None or window >= len(columns) else causal & (columns > at - window)
+            for window in self._windows
+        )
 
     def _fits(self, batch: ForwardBatch, q_len: int, indices: list[int]) -> bool:
         length = max(batch.kv_len_upper_bounds)

@@ -1,0 +1,22 @@
+"""Mistral (arXiv 2310.06825, section 2)."""
+
+from __future__ import annotations
+
+from sglang.srt.model_config import ModelConfig
+from sglang.srt.models.transformer import CausalLM, DecoderSpec
+
+DEFAULT_WINDOW = 4096  # of checkpoints that do not say; null means none
+
+
+class MistralForCausalLM(CausalLM):
+    """Llama's form with one sliding window in all layers, in the first releases."""
+
+    def __init__(self, config: ModelConfig, max_positions: int) -> None:
+        if config.hf.get("layer_types") is not None:
+            raise config.refusal(
+                "layer_types are not supported in a Mistral, whose layers share one sliding_window;"
+                " remove the entry to serve it so"
+            )
+        window = config.integer("sliding_window", DEFAULT_WINDOW, minimum=1)
+        windows = (window,) * config.num_layers
+        super().__init__(config, max_positions, DecoderSpec(windows=windows))
