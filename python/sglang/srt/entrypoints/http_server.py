@@ -20,6 +20,14 @@ from sglang.srt.entrypoints.http_messages import (
     read_body,
     unless_client_leaves,
 )
+from sglang.srt.entrypoints.openai.protocol import IGNORED, CompletionRequest
+from sglang.srt.entrypoints.openai.serving_completions import (
+    Completion,
+    describe_models,
+)
+from sglang.srt.entrypoints.openai.serving_completions import (
+    describe_model as describe_openai_model,
+)
 from sglang.srt.entrypoints.openapi_schema import body_of, install_openapi
 from sglang.srt.entrypoints.server_info import describe_model, describe_server
 from sglang.srt.managers.body_parsing import (
@@ -91,6 +99,7 @@ def create_app(state: ServerState) -> FastAPI:
     _add_info(app, state)
     _add_control(app, state)
     _add_tokenizer(app, state)
+    _add_openai(app, state)
     install_openapi(app)
     return app
 
@@ -218,3 +227,37 @@ def _add_tokenizer(app: FastAPI, state: ServerState) -> None:
             check_token_ids(name, ids, manager.limits.vocab_size)
             texts.append(manager.tokenizer.decode(ids, body.skip_special_tokens))
         return json_response({"text": texts if is_list else texts[0]})
+
+
+def _add_openai(app: FastAPI, state: ServerState) -> None:
+    args = state.server_args
+    name = args.served_model_name or args.model_path
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The one model that is served."""
+        return json_response(describe_models(name, state.ready_manager.limits.max_req_len))
+
+    @app.get("/v1/models/{model:path}")
+    async def model_by_name(model: str) -> Response:
+        """The model that is served, by its name."""
+        if model != name:
+            return error_response("There is no such model; see /v1/models.", 404, "model")
+        return json_response(describe_openai_model(name, state.ready_manager.limits.max_req_len))
+
+    @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        """Completes a prompt, or each of a list, in the form of OpenAI's API."""
+        manager = state.ready_manager
+        kind = request.headers.get("content-type", "application/json").partition(";")[0].strip()
+        if kind.lower() != "application/json":
+            raise field_error("content-type", "must be application/json")
+        raw = await read_body(request, args.max_request_bytes)
+        body = parse_struct(raw, CompletionRequest, IGNORED)
+        completion = Completion(manager, body, name)
+        outputs = completion.chunks() if body.stream else completion.answer()
+        first = await unless_client_leaves(request.receive, anext(outputs))
+        if body.stream:
+            return EventStream(first, outputs)
+        await outputs.aclose()
+        return json_response(first)

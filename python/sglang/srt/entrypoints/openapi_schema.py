@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
+from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 from sglang.srt.managers.io_struct import (
     AbortReqInput,
     DetokenizeReqInput,
@@ -16,7 +17,14 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-BODIES = (AbortReqInput, DetokenizeReqInput, GenerateReqInput, TokenizeReqInput, SamplingParams)
+BODIES = (
+    AbortReqInput,
+    CompletionRequest,
+    DetokenizeReqInput,
+    GenerateReqInput,
+    TokenizeReqInput,
+    SamplingParams,
+)
 REF = "#/components/schemas/{name}"
 ERROR_SCHEMA = {
     "type": "object",

@@ -1,0 +1,1 @@
+"""Routes in the form of OpenAI's API."""
