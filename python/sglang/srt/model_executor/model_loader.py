@@ -34,8 +34,8 @@ def load_model(
     """
     if config.architecture not in MODELS.names:
         raise config.refusal(
-            f"architecture {config.architecture!r} is not supported; known: "
-            f"{', '.join(MODELS.names)}"
+            f"architecture {config.architecture!r} is not supported; use a checkpoint of one that"
+            f" is known: {', '.join(MODELS.names)}"
         )
     architecture = MODELS.load(config.architecture)
     with torch.device("meta"):
