@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from sglang.srt.managers.body_parsing import field_error
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchStrOutput,
@@ -170,6 +171,11 @@ class TokenizerManager:
             at_least = max(1, self.tokenizer.min_num_tokens(prompt.text))
             check_length(field, at_least, max_new_tokens, self.limits)
             input_ids = await self.encode(prompt.text)
+            if max(input_ids, default=0) >= self.limits.vocab_size:
+                raise field_error(
+                    field,
+                    "the tokenizer gives ids that the model does not have; see --tokenizer-path",
+                )
         check_length(field, len(input_ids), max_new_tokens, self.limits)
         return input_ids
 
