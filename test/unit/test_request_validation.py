@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 
 from sglang.srt.managers.body_parsing import RequestError, parse_json_object, parse_struct
 from sglang.srt.managers.io_struct import AbortReqInput, GenerateReqInput, TokenizeReqInput
+from sglang.srt.managers.request_limits import RequestLimits, check_length
 from sglang.srt.managers.request_validation import (
     NEUTRAL_FIELDS,
-    NEUTRAL_SAMPLING_FIELDS,
     CheckedRequest,
-    RequestLimits,
     check_generate_request,
-    check_length,
-    expand_samples,
 )
 from sglang.srt.managers.return_options import ReturnLimits
+from sglang.srt.managers.sampling_validation import NEUTRAL_SAMPLING_FIELDS, expand_samples
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 LIMITS = RequestLimits(

@@ -22,8 +22,8 @@ from sglang.srt.managers.io_struct import (
     ReqTextOutput,
     TokenizedGenerateReqInput,
 )
+from sglang.srt.managers.request_limits import RequestLimits
 from sglang.srt.managers.request_state import ServiceError
-from sglang.srt.managers.request_validation import RequestLimits
 from sglang.srt.managers.return_options import ReturnLimits
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer

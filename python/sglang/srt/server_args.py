@@ -7,8 +7,10 @@ below it sees this class.
 from __future__ import annotations
 
 import argparse
+import difflib
+import sys
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
 
 def flag(
@@ -112,12 +114,50 @@ class ServerArgs:
     log_level: str = flag(
         "info", "Log level.", choices=("debug", "info", "warning", "error", "critical")
     )
+    log_requests: bool = flag(False, "Write one JSON line at the end of each request.")
+    log_requests_level: int = flag(
+        0, "0: figures and labels; 1: sampling parameters too; 2: prompts and outputs too."
+    )
+    log_requests_target: str = flag("stdout", "`stdout`, or a file to append to.")
+
+
+# The first field of each section of --help; a section goes on to the next one's first field.
+SECTIONS = {
+    "model_path": "Model",
+    "host": "HTTP",
+    "mem_fraction_static": "Memory and schedule",
+    "device": "Execution",
+    "max_request_bytes": "Limits of one request",
+    "log_level": "Logging",
+}
+
+
+class SuggestingParser(argparse.ArgumentParser):
+    """Names the flag that an unknown one was probably meant to be; no abbreviations."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def refuse_unknown(self, argv: list[str]) -> None:
+        """Exits with 2 at the first flag that does not exist."""
+        known = [name for action in self._actions for name in action.option_strings]
+        for word in argv:
+            name = word.partition("=")[0]
+            if name.startswith("--") and name != "--" and name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                self.error(f"unknown flag {name}" + (f", did you mean {near[0]}?" if near else ""))
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\nSee --help.\n")
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Adds one option per field; names are the field names with dashes."""
     hints = get_type_hints(ServerArgs)
+    group: argparse._ArgumentGroup | argparse.ArgumentParser = parser
     for entry in fields(ServerArgs):
+        if entry.name in SECTIONS:
+            group = parser.add_argument_group(SECTIONS[entry.name])
         names = (f"--{entry.name.replace('_', '-')}", *entry.metadata["aliases"])
         kwargs: dict[str, Any] = {"dest": entry.name, "help": entry.metadata["help"]}
         if hints[entry.name] is bool:
@@ -131,7 +171,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
             kwargs["default"] = entry.default
             if entry.default is not None and hints[entry.name] is not bool:
                 kwargs["help"] += f" (default: {entry.default})"
-        parser.add_argument(*names, **kwargs)
+        group.add_argument(*names, **kwargs)
 
 
 def _value_type(hint: Any) -> type:
@@ -145,8 +185,7 @@ def parse_cli(argv: list[str] | None = None) -> ServerArgs:
     Raises:
         SystemExit: on unknown flags or values outside the choices (argparse prints the reason).
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m sglang.launch_server", formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = SuggestingParser(prog="python -m sglang.launch_server")
     add_cli_args(parser)
+    parser.refuse_unknown(sys.argv[1:] if argv is None else argv)
     return ServerArgs(**vars(parser.parse_args(argv)))

@@ -43,8 +43,9 @@ from sglang.srt.managers.io_struct import (
     SchedulerInfo,
     TokenizeReqInput,
 )
+from sglang.srt.managers.request_limits import check_token_ids
 from sglang.srt.managers.request_state import ServiceError
-from sglang.srt.managers.request_validation import check_rid, check_token_ids
+from sglang.srt.managers.request_validation import check_rid
 from sglang.srt.managers.tokenizer_manager import HEALTH_TIMEOUT_S, TokenizerManager
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs

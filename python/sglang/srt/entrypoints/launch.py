@@ -24,10 +24,11 @@ from sglang.srt.managers.io_struct import (
     ToScheduler,
 )
 from sglang.srt.managers.ipc import AsyncReceiver, ChildConfig, IpcAddresses, Receiver, Sender
-from sglang.srt.managers.request_validation import RequestLimits
+from sglang.srt.managers.request_limits import RequestLimits
 from sglang.srt.managers.return_options import ReturnLimits
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.model_config import load_model_config, resolve_model_path
+from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 
@@ -233,9 +234,12 @@ class FrontendChannels:
         self.receiver: AsyncReceiver[ToFrontend] = AsyncReceiver(addresses.frontend, ToFrontend)
         self.sender: Sender[ToScheduler] = Sender(addresses.scheduler)
 
-    def make_manager(self, tokenizer: Tokenizer, limits: RequestLimits) -> TokenizerManager:
+    def make_manager(
+        self, tokenizer: Tokenizer, limits: RequestLimits, request_log: RequestLog | None = None
+    ) -> TokenizerManager:
         """A tokenizer manager on these sockets."""
-        return TokenizerManager(tokenizer, limits, self.sender.send, self.receiver.receive)
+        send, receive = self.sender.send, self.receiver.receive
+        return TokenizerManager(tokenizer, limits, send, receive, request_log)
 
     def close(self) -> None:
         self.sender.close()

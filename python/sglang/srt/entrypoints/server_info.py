@@ -53,3 +53,28 @@ def describe_server(
         "version": __version__,
         "internal_states": [internal_state],
     }
+
+
+def describe_start(server_args: ServerArgs, scheduler: SchedulerInfo) -> str:
+    """The start-up summary: what was resolved, not what was wished."""
+    found = scheduler.resolved
+    pool_mib = found["max_total_num_tokens"] * found["kv_bytes_per_token"] >> 20
+    parameters = f"{found['num_parameters'] / 1e6:,.1f} M parameters"
+    rows = (
+        ("model", f"{server_args.model_path} ({found['architecture']}, {parameters})"),
+        ("runs on", f"{found['device']}, {found['dtype']}, {found['num_threads']} threads"),
+        ("attention", found["attention_backend"]),
+        (
+            "KV pool",
+            f"{found['max_total_num_tokens']} tokens, {pool_mib} MiB,"
+            f" pages of {found['page_size']}",
+        ),
+        ("context", f"{found['context_len']} tokens; a request up to {scheduler.max_req_len}"),
+        (
+            "requests",
+            f"{scheduler.max_running_requests} running, {found['max_queued_requests']} waiting",
+        ),
+        ("overlap", "on" if found["enable_overlap"] else "off"),
+        ("radix cache", "on" if found["use_radix_cache"] else "off"),
+    )
+    return "Start-up summary\n" + "\n".join(f"    {name:<12} {value}" for name, value in rows)

@@ -21,11 +21,13 @@ from sglang.srt.entrypoints.launch import (
     check_model,
     request_limits,
 )
+from sglang.srt.entrypoints.server_info import describe_start
 from sglang.srt.managers.child_process import configure_logging
 from sglang.srt.managers.io_struct import SchedulerInfo
 from sglang.srt.managers.request_state import ServiceError
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.model_config import ModelPathError, load_model_config
+from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer, TokenizerError
 
@@ -105,6 +107,7 @@ class _Server:
         self._uvicorn = self._make_uvicorn()
         self._exit_code = 0
         self._manager: TokenizerManager | None = None
+        self._request_log: RequestLog | None = None
         self._stop = asyncio.Event()
         self._hasten = asyncio.Event()
 
@@ -135,7 +138,8 @@ class _Server:
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
         try:
             info = await self._start(tree)
-            manager = channels.make_manager(self._tokenizer, request_limits(self._args, info))
+            limits = request_limits(self._args, info)
+            manager = channels.make_manager(self._tokenizer, limits, self._open_request_log())
             await self._serve_until_stopped(manager, info)
         except (LaunchError, ServiceError) as error:
             if not self._stop.is_set():
@@ -145,7 +149,26 @@ class _Server:
             await serving
             await asyncio.to_thread(tree.stop)
             channels.close()
+            if self._request_log is not None:
+                self._request_log.close()
         return self._exit_code
+
+    def _open_request_log(self) -> RequestLog | None:
+        """The request log, if it is wanted.
+
+        Raises:
+            LaunchError: if its file cannot be written.
+        """
+        if not self._args.log_requests:
+            return None
+        target = self._args.log_requests_target
+        try:
+            self._request_log = RequestLog(target, self._args.log_requests_level)
+        except OSError as error:
+            raise LaunchError(
+                f"--log-requests-target {target} cannot be written: {error.strerror}."
+            ) from None
+        return self._request_log
 
     async def _start(self, tree: ProcessTree) -> SchedulerInfo:
         """Starts the children; a signal ends the start with a LaunchError."""
@@ -166,6 +189,7 @@ class _Server:
             if not self._args.skip_server_warmup:
                 await _warm_up(manager)
             self._state.become_ready(manager, info)
+            logger.info("%s", describe_start(self._args, info))
             logger.info("Ready after %.1f s: %s", self._state.startup_time_s, self._describe())
             await self._stop.wait()
             if manager.failure is None:
@@ -213,7 +237,8 @@ async def _warm_up(manager: TokenizerManager) -> None:
     """
     num_tokens = min(WARMUP_TOKENS, manager.limits.max_req_len - 1)
     params = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
-    outputs = manager.generate_request({"input_ids": [0], "sampling_params": params})
+    body = {"input_ids": [0], "sampling_params": params, "no_logs": True}
+    outputs = manager.generate_request(body)
     try:
         await asyncio.wait_for(anext(outputs), WARMUP_TIMEOUT_S)
     except TimeoutError:

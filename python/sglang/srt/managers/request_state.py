@@ -48,13 +48,17 @@ class Sample:
         self.req_id = req_id
         self.rid = rid
         self.finish_reason: FinishReason | None = None
+        self.log_fields: dict[str, Any] | None = None
         self._returns = returns
+        self._first_output_time: float | None = None
         self._text = ""
         self._output_ids: list[int] = []
         self._meta: dict[str, Any] = {}
 
     def add(self, output: ReqTextOutput) -> None:
         """Takes in news and wakes the client's call."""
+        if self._first_output_time is None and output.token_ids:
+            self._first_output_time = time.monotonic()
         self._text += output.text
         self._output_ids.extend(output.token_ids)
         self.finish_reason = output.finish_reason
@@ -68,6 +72,23 @@ class Sample:
         if output.finish_reason is not None:
             self._meta["e2e_latency"] = time.monotonic() - self.call.start_time
         self.call.on_news(self)
+
+    def log_line(self, level: int) -> dict[str, Any]:
+        """What the request log says at the end of this sample, whether it finished or was left."""
+        reason, first = self.finish_reason, self._first_output_time
+        fields: dict[str, Any] = {
+            "rid": self.rid,
+            "req_id": self.req_id,
+            "finish_reason": "client left" if reason is None else reason.type,
+            "status_code": 499 if reason is None else reason.status_code or 200,
+            "ttft": None if first is None else first - self.call.start_time,
+            "e2e_latency": time.monotonic() - self.call.start_time,
+            **self._meta,
+            **(self.log_fields or {}),
+        }
+        if level >= 2:
+            fields["output"] = self._text
+        return fields
 
     @property
     def has_output(self) -> bool:

@@ -8,27 +8,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from sglang.srt.managers.body_parsing import (
     field_error,
-    is_neutral,
     require_object,
-    shorten,
-    type_error,
+)
+from sglang.srt.managers.request_limits import (
+    RequestLimits,
+    check_encodable,
+    check_known_fields,
+    check_token_ids,
 )
 from sglang.srt.managers.return_options import (
     RETURN_FIELDS,
-    ReturnLimits,
     ReturnOptions,
     check_return_options,
 )
+from sglang.srt.managers.sampling_validation import check_sampling_params
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.stops import compile_expression
 
-INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_RID_CHARS = 256
-MAX_ID_DIGITS = 9
+MAX_LABELS = 32
 
 HANDLED_FIELDS = RETURN_FIELDS | {
     "text",
@@ -79,39 +78,6 @@ NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "external_trace_header": (),
     "received_time": (),
 }
-SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
-NEUTRAL_SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = {
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-    "structural_tag": (),
-    "custom_params": (),
-    "beam_width": (1,),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestLimits:
-    """What one request may ask for.
-
-    Attributes:
-        vocab_size: width of the logits; token ids at or above it are refused.
-        max_req_len: prompt plus max_new_tokens at most, in tokens.
-        max_req_len_reason: what sets `max_req_len`, and the remedy.
-        max_batch_size: prompts times n at most.
-        max_stop_strings: entries of `stop`, and of `stop_token_ids`, at most.
-    """
-
-    vocab_size: int
-    max_req_len: int
-    max_req_len_reason: str
-    max_batch_size: int
-    max_n: int
-    max_stop_strings: int
-    max_stop_string_chars: int
-    max_stop_regex_bytes: int = 256
-    max_logit_bias: int = 1024
-    returns: ReturnLimits
 
 
 @dataclass(frozen=True)
@@ -136,6 +102,8 @@ class CheckedRequest:
     prompts: list[CheckedPrompt]
     is_batch: bool
     stream: bool
+    labels: dict[str, str]
+    no_logs: bool
 
 
 def check_generate_request(body: Any, limits: RequestLimits) -> CheckedRequest:
@@ -169,41 +137,25 @@ def check_generate_request(body: Any, limits: RequestLimits) -> CheckedRequest:
         )
         for i in range(num_prompts)
     ]
-    return CheckedRequest(prompts, is_batch, bool(stream))
+    labels = _check_labels(fields.get("custom_labels"))
+    no_logs = fields.get("no_logs") or False
+    if not isinstance(no_logs, bool):
+        raise field_error("no_logs", "must be true or false")
+    return CheckedRequest(prompts, is_batch, bool(stream), labels, no_logs)
 
 
-def check_length(
-    field: str, num_prompt_tokens: int, max_new_tokens: int, limits: RequestLimits
-) -> None:
-    """Checks the length of a tokenized prompt with its output.
-
-    Raises:
-        RequestError: if the prompt is empty, or both together are too long.
-    """
-    if num_prompt_tokens == 0:
-        raise field_error(field, "the prompt has no tokens; give at least one")
-    if num_prompt_tokens + max_new_tokens > limits.max_req_len:
-        raise field_error(
-            field,
-            f"the prompt ({num_prompt_tokens} tokens) and max_new_tokens ({max_new_tokens}) are"
-            f" together more than {limits.max_req_len} tokens ({limits.max_req_len_reason})",
-        )
-
-
-def check_known_fields(
-    fields: dict[str, Any],
-    handled: frozenset[str],
-    neutral: dict[str, tuple[Any, ...]],
-    prefix: str,
-) -> None:
-    """Refuses unknown fields, and known ones that ask for what is not supported."""
-    for name, value in fields.items():
-        if name in handled:
-            continue
-        if name not in neutral:
-            raise field_error(prefix + shorten(name), "is not a known field")
-        if not is_neutral(value, neutral[name]):
-            raise field_error(prefix + name, "is not supported yet; leave it out")
+def _check_labels(value: Any) -> dict[str, str]:
+    """Labels for the request log: few and short."""
+    labels = value or {}
+    if not isinstance(labels, dict) or len(labels) > MAX_LABELS:
+        raise field_error("custom_labels", f"must be an object of at most {MAX_LABELS} strings")
+    for key, label in labels.items():
+        if not isinstance(label, str) or max(len(key), len(label)) > MAX_RID_CHARS:
+            raise field_error(
+                "custom_labels", f"must hold strings of at most {MAX_RID_CHARS} characters"
+            )
+        check_encodable("custom_labels", key + label)
+    return labels
 
 
 def _refuse_batch(field: str, num_samples: int, limits: RequestLimits) -> None:
@@ -246,32 +198,8 @@ def _check_texts(texts: list[Any], is_batch: bool) -> list[str]:
         if not text:
             raise field_error(name, "the prompt is empty")
         if not text.isascii():
-            _check_encodable(name, text)
+            check_encodable(name, text)
     return texts
-
-
-def _check_encodable(name: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise field_error(name, "holds half a surrogate pair, which is not text") from None
-
-
-def check_token_ids(name: str, ids: list[Any], vocab_size: int) -> None:
-    """Checks that all are integers (no booleans) in [0, vocab_size).
-
-    Raises:
-        RequestError: naming the first entry that is not.
-    """
-    if all(type(token_id) is int for token_id in ids) and (
-        not ids or (min(ids) >= 0 and max(ids) < vocab_size)
-    ):
-        return
-    for index, token_id in enumerate(ids):
-        if type(token_id) is not int:
-            raise field_error(f"{name}[{index}]", "must be an integer token id")
-        if not 0 <= token_id < vocab_size:
-            raise field_error(f"{name}[{index}]", f"is outside the vocabulary, 0..{vocab_size - 1}")
 
 
 def _check_sampling_list(
@@ -287,84 +215,6 @@ def _check_sampling_list(
         check_sampling_params(item, limits, f"sampling_params[{index}]")
         for index, item in enumerate(value)
     ]
-
-
-def check_sampling_params(value: Any, limits: RequestLimits, name: str) -> SamplingParams:
-    """Checks one `sampling_params` object; null is the defaults, for a field as for the whole.
-
-    Args:
-        name: the field as the client knows it, such as `sampling_params[3]`.
-
-    Raises:
-        RequestError: naming the field that breaks a rule.
-    """
-    if value is None:
-        return SamplingParams()
-    if not isinstance(value, dict):
-        raise field_error(name, "must be an object")
-    check_known_fields(value, SAMPLING_FIELDS, NEUTRAL_SAMPLING_FIELDS, f"{name}.")
-    given = {k: v for k, v in value.items() if k in SAMPLING_FIELDS and v is not None}
-    for key, number in given.items():
-        if isinstance(number, int) and not INT64_MIN <= number <= INT64_MAX:
-            raise field_error(f"{name}.{key}", "must fit in 64 bits")
-    try:
-        params = msgspec.convert(given, SamplingParams)
-    except msgspec.ValidationError as error:
-        raise type_error(error, f"{name}.") from None
-    problem = params.problem()
-    if problem is not None:
-        field, _, reason = problem.partition(": ")
-        raise field_error(f"{name}.{field}", reason)
-    _check_sampling_limits(params, limits, name)
-    # Rows are as wide as the vocabulary: a larger top_k keeps all.
-    keeps_all = params.top_k >= limits.vocab_size
-    return msgspec.structs.replace(params, top_k=-1) if keeps_all else params
-
-
-def _check_sampling_limits(params: SamplingParams, limits: RequestLimits, name: str) -> None:
-    stops, stop_ids = params.stop_strings, params.stop_token_ids or []
-    if params.n > limits.max_n:
-        raise field_error(f"{name}.n", f"must be at most {limits.max_n} (--max-n)")
-    regexes = params.stop_regexes
-    for field, entries in (("stop", stops), ("stop_token_ids", stop_ids), ("stop_regex", regexes)):
-        if len(entries) > limits.max_stop_strings:
-            raise field_error(
-                f"{name}.{field}",
-                f"has {len(entries)} entries, more than {limits.max_stop_strings}"
-                " (--max-stop-strings)",
-            )
-    for stop in stops:
-        _check_encodable(f"{name}.stop", stop)
-        if len(stop) > limits.max_stop_string_chars:
-            raise field_error(
-                f"{name}.stop",
-                f"has an entry of {len(stop)} characters, more than"
-                f" {limits.max_stop_string_chars} (--max-stop-string-chars)",
-            )
-    check_token_ids(f"{name}.stop_token_ids", stop_ids, limits.vocab_size)
-    for expression in params.stop_regexes:
-        _check_encodable(f"{name}.stop_regex", expression)
-        if len(expression.encode()) > limits.max_stop_regex_bytes:
-            raise field_error(
-                f"{name}.stop_regex",
-                f"has more than {limits.max_stop_regex_bytes} bytes (--max-stop-regex-bytes)",
-            )
-        try:
-            compile_expression(expression)
-        except ValueError as error:
-            raise field_error(f"{name}.stop_regex", shorten(str(error))) from None
-    _check_logit_bias(f"{name}.logit_bias", params.logit_bias or {}, limits)
-
-
-def _check_logit_bias(name: str, bias: dict[str, float], limits: RequestLimits) -> None:
-    if len(bias) > limits.max_logit_bias:
-        raise field_error(
-            name, f"has {len(bias)} entries, more than {limits.max_logit_bias} (--max-logit-bias)"
-        )
-    for key in bias:
-        is_id = key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS
-        if not is_id or int(key) >= limits.vocab_size:
-            raise field_error(name, f"keys must be token ids from 0 to {limits.vocab_size - 1}")
 
 
 def _check_rids(value: Any, num_prompts: int, is_batch: bool) -> list[str | None]:
@@ -384,14 +234,5 @@ def check_rid(value: Any, name: str) -> str:
         raise field_error(name, "must be a string that is not empty")
     if len(value) > MAX_RID_CHARS:
         raise field_error(name, f"must have at most {MAX_RID_CHARS} characters")
-    _check_encodable(name, value)
+    check_encodable(name, value)
     return value
-
-
-def expand_samples(params: SamplingParams) -> list[SamplingParams]:
-    """One set of parameters per sample; the j-th of a seeded request uses seed + j (int64)."""
-    seed = params.sampling_seed
-    if seed is None:
-        return [params] * params.n
-    seeds = [(seed + j - INT64_MIN) % 2**64 + INT64_MIN for j in range(params.n)]
-    return [msgspec.structs.replace(params, sampling_seed=value) for value in seeds]

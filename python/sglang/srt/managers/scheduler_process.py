@@ -75,7 +75,7 @@ def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, Schedul
         Sender[Any](addresses.frontend).send,
         _stop_finders(args),
     )
-    return scheduler, _info(config, runner.num_pages)
+    return scheduler, _info(config, runner)
 
 
 def make_ledger(config: RuntimeConfig, num_pages: int) -> KVLedger:
@@ -100,9 +100,9 @@ def _stop_finders(args: ServerArgs) -> Callable[[SamplingParams], StopFinder]:
     return make
 
 
-def _info(config: RuntimeConfig, num_pages: int) -> SchedulerInfo:
+def _info(config: RuntimeConfig, runner: ModelRunner) -> SchedulerInfo:
     execution = config.execution
-    pool = num_pages * execution.page_size
+    pool = runner.num_pages * execution.page_size
     in_pool = pool - config.max_decode_rows
     if execution.context_len <= in_pool:
         limit, reason = execution.context_len, "the model's context length"
@@ -124,6 +124,12 @@ def _info(config: RuntimeConfig, num_pages: int) -> SchedulerInfo:
             "num_threads": execution.num_threads,
             "max_total_num_tokens": pool,
             "architecture": config.model.architecture,
+            "kv_bytes_per_token": runner.kv_bytes_per_token,
+            "num_parameters": sum(p.numel() for p in runner.model.parameters()),
+            "context_len": execution.context_len,
+            "max_queued_requests": config.scheduler.max_queued_requests,
+            "enable_overlap": config.scheduler.enable_overlap,
+            "use_radix_cache": config.use_radix_cache,
             "schedule": asdict(config.scheduler.planner),
         },
     )

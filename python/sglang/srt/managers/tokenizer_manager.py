@@ -29,16 +29,17 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     ToScheduler,
 )
+from sglang.srt.managers.request_limits import RequestLimits, check_length
 from sglang.srt.managers.request_state import GenerateCall, Sample, ServiceError
 from sglang.srt.managers.request_validation import (
     CheckedPrompt,
     CheckedRequest,
-    RequestLimits,
     check_generate_request,
-    check_length,
-    expand_samples,
 )
 from sglang.srt.managers.return_options import Returns
+from sglang.srt.managers.sampling_validation import expand_samples
+from sglang.srt.observability.request_log import RequestLog
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class TokenizerManager:
     Args:
         send: takes messages for the scheduler.
         receive: waits for the next message of the detokenizer or the scheduler.
+        request_log: gets a line at the end of each sample.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class TokenizerManager:
         limits: RequestLimits,
         send: Callable[[ToScheduler], None],
         receive: Callable[[], Awaitable[ToFrontend]],
+        request_log: RequestLog | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
@@ -72,6 +75,7 @@ class TokenizerManager:
         self.failure: str | None = None
         self._send = send
         self._receive = receive
+        self._request_log = request_log
         self._req_ids = itertools.count()
         self._call_ids = itertools.count()
         self._samples: dict[int, Sample] = {}
@@ -141,6 +145,7 @@ class TokenizerManager:
                     Returns(wanted, input_ids, self._text_of_token),
                 )
                 self._samples[sample.req_id] = sample
+                sample.log_fields = self._log_fields(request, prompt, params)
                 messages.append(
                     TokenizedGenerateReqInput(
                         req_id=sample.req_id,
@@ -188,6 +193,23 @@ class TokenizerManager:
             return self.tokenizer.encode(text, add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
 
+    def _log_fields(
+        self, request: CheckedRequest, prompt: CheckedPrompt, params: SamplingParams
+    ) -> dict[str, Any] | None:
+        """What the request log says of a sample beside its figures; None to leave it out."""
+        if self._request_log is None or request.no_logs:
+            return None
+        fields: dict[str, Any] = {"custom_labels": request.labels}
+        if self._request_log.level >= 1:
+            fields["sampling_params"] = params
+        if self._request_log.level >= 2:
+            fields["prompt"] = prompt.input_ids if prompt.text is None else prompt.text
+        return fields
+
+    def _log_end(self, sample: Sample) -> None:
+        if self._request_log is not None and sample.log_fields is not None:
+            self._request_log.write(sample.log_line(self._request_log.level))
+
     def _refuse_if_closed(self) -> None:
         if self.failure is not None:
             raise ServiceError(self.failure, 503)
@@ -196,7 +218,10 @@ class TokenizerManager:
 
     def _leave(self, call: GenerateCall) -> None:
         """Forgets the samples of a call; the client no longer waits for those still running."""
-        running = [s.req_id for s in call.samples if self._samples.pop(s.req_id, None)]
+        left = [s for s in call.samples if self._samples.pop(s.req_id, None)]
+        for sample in left:
+            self._log_end(sample)
+        running = [sample.req_id for sample in left]
         if running and self.failure is None:
             self._send(AbortReq(req_ids=running, aborted_message="The client has left."))
         if not self._samples:
@@ -316,6 +341,7 @@ class TokenizerManager:
         if output.finish_reason is None:
             return
         del self._samples[output.req_id]
+        self._log_end(sample)
         if output.finish_reason.err_type == "DetokenizerError":
             self._send(AbortReq(req_ids=[output.req_id]))
         if not self._samples:

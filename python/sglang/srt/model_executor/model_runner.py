@@ -64,13 +64,11 @@ class ModelRunner:
         self.model = load_model(model, config.load_format, config.row_width, dtype, config.device)
         self._decoder = self.model.get_submodule("model")
         self._head = cast(nn.Linear, self.model.get_submodule("lm_head"))
+        num_values = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+        self.kv_bytes_per_token = num_values * dtype.itemsize
         self.num_pages = KVSizing(
             available_bytes=config.kv_budget_bytes,
-            bytes_per_token=2
-            * model.num_layers
-            * model.num_kv_heads
-            * model.head_dim
-            * dtype.itemsize,
+            bytes_per_token=self.kv_bytes_per_token,
             page_size=config.page_size,
             wished_tokens=config.max_total_tokens,
             # Each request may fill its row, and its last page only in part.

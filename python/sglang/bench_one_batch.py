@@ -1,0 +1,191 @@
+"""One static batch through scheduler and worker in this process, step by step:
+`python -m sglang.bench_one_batch --model-path demo --batch-size 1 8 --input-len 128`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from sglang.benchmark.datasets import FIRST_PLAIN_ID
+from sglang.srt.environ import Environ
+from sglang.srt.managers.io_struct import BatchTokenIDOutput, TokenizedGenerateReqInput
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_process import make_ledger
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_config import load_model_config
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.platform import Platform
+from sglang.srt.runtime_config import resolve
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs, add_cli_args
+
+
+class LocalInbox:
+    """Messages put there by the same process."""
+
+    def __init__(self) -> None:
+        self.messages: deque[Any] = deque()
+
+    def drain(self) -> Iterable[Any]:
+        while self.messages:
+            yield self.messages.popleft()
+
+    def wait(self) -> None:
+        raise RuntimeError("The benchmark steps the scheduler itself.")
+
+
+@dataclass(frozen=True)
+class BatchTimes:
+    """Times of one batch, in seconds.
+
+    Attributes:
+        prefill: until every request has its first token.
+        decode: of each step after that.
+    """
+
+    prefill: float
+    decode: list[float]
+    outputs: dict[int, list[int]]
+
+
+class OneBatch:
+    """A scheduler without processes around the real model."""
+
+    def __init__(self, args: ServerArgs) -> None:
+        config = resolve(args, Platform.probe(), load_model_config(args.model_path), Environ.read())
+        runner = ModelRunner(config.execution)
+        rows, device = config.execution.max_running_requests, config.execution.device
+        worker = TpModelWorker(runner, rows, device, config.mask_token_ids)
+        self.vocab_size = runner.vocab_size
+        self._inbox = LocalInbox()
+        self._outputs: dict[int, list[int]] = {}
+        self._next_id = 0
+        self._scheduler = Scheduler(
+            replace(config.scheduler, enable_overlap=False),
+            worker,
+            make_ledger(config, runner.num_pages),
+            self._inbox,
+            self._collect,
+            lambda message: None,
+            _no_stop_finder,
+        )
+
+    def run(self, prompts: list[list[int]], output_len: int) -> BatchTimes:
+        """Runs the batch to its end."""
+        params = SamplingParams(temperature=0.0, max_new_tokens=output_len, ignore_eos=True)
+        self._outputs = {}
+        for prompt in prompts:
+            self._outputs[self._next_id] = []
+            self._inbox.messages.append(
+                TokenizedGenerateReqInput(
+                    req_id=self._next_id,
+                    rid=str(self._next_id),
+                    input_ids=prompt,
+                    sampling_params=params,
+                    stream=True,
+                )
+            )
+            self._next_id += 1
+        start = time.perf_counter()
+        while not all(self._outputs.values()):
+            self._scheduler.event_loop_normal()
+        prefill, decode = time.perf_counter() - start, []
+        while not self._scheduler.lifecycle.is_idle:
+            start = time.perf_counter()
+            self._scheduler.event_loop_normal()
+            decode.append(time.perf_counter() - start)
+        return BatchTimes(prefill, decode, self._outputs)
+
+    def _collect(self, message: Any) -> None:
+        if isinstance(message, BatchTokenIDOutput):
+            for output in message.outputs:
+                self._outputs[output.req_id].extend(output.token_ids)
+
+
+def _no_stop_finder(params: SamplingParams) -> Any:
+    raise RuntimeError("The benchmark sends no stop strings.")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m sglang.bench_one_batch", description=__doc__)
+    add_cli_args(parser)
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1])
+    parser.add_argument("--input-len", type=int, nargs="+", default=[1024])
+    parser.add_argument("--output-len", type=int, nargs="+", default=[16])
+    parser.add_argument("--run-name", default="default")
+    parser.add_argument("--result-filename", help="Gets one JSON line per batch.")
+    parser.add_argument("--correctness-test", action="store_true", help="Print the tokens.")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    names = {entry.name for entry in fields(ServerArgs)}
+    server_args = ServerArgs(
+        **{
+            **{k: v for k, v in vars(args).items() if k in names},
+            "disable_radix_cache": True,
+            "max_running_requests": max(args.max_running_requests, *args.batch_size),
+        }
+    )
+    batch = OneBatch(server_args)
+    chooser = random.Random(args.seed)
+    shapes = [(b, i, o) for b in args.batch_size for i in args.input_len for o in args.output_len]
+    for index, (size, input_len, output_len) in enumerate([shapes[0], *shapes]):
+        prompts = [
+            [chooser.randrange(FIRST_PLAIN_ID, batch.vocab_size) for _ in range(input_len)]
+            for _ in range(size)
+        ]
+        times = batch.run(prompts, output_len)
+        if index == 0:
+            continue  # the first run warms up
+        _report(args, times, size, input_len, output_len)
+    return 0
+
+
+def _report(
+    args: argparse.Namespace, times: BatchTimes, size: int, input_len: int, output_len: int
+) -> None:
+    """Prints SGLang's rows and writes the JSON line."""
+    total = times.prefill + sum(times.decode)
+    throughput = size * input_len / times.prefill
+    print(f"Batch {size} x ({input_len} in, {output_len} out), {args.run_name}")
+    print(f"Prefill. latency: {times.prefill:6.5f} s, throughput: {throughput:9.2f} token/s")
+    result: dict[str, Any] = {
+        "run_name": args.run_name,
+        "batch_size": size,
+        "input_len": input_len,
+        "output_len": output_len,
+        "prefill_latency": times.prefill,
+        "prefill_throughput": throughput,
+    }
+    if times.decode:
+        median = statistics.median(times.decode)
+        print(
+            f"Decode.  median latency: {median:6.5f} s,"
+            f" median throughput: {size / median:9.2f} token/s"
+        )
+        result |= {"median_decode_latency": median, "median_decode_throughput": size / median}
+    overall = size * (input_len + output_len) / total
+    print(f"Total. latency: {total:6.3f} s, throughput: {overall:9.2f} token/s")
+    result |= {"total_latency": total, "overall_throughput": overall}
+    if args.correctness_test:
+        for req_id, tokens in times.outputs.items():
+            print(f"Request {req_id}: {tokens}")
+    if args.result_filename:
+        with open(args.result_filename, "a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

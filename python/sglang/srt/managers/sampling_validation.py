@@ -1,0 +1,118 @@
+"""From a `sampling_params` object to checked `SamplingParams`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sglang.srt.managers.body_parsing import field_error, shorten, type_error
+from sglang.srt.managers.request_limits import (
+    RequestLimits,
+    check_encodable,
+    check_known_fields,
+    check_token_ids,
+)
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.stops import compile_expression
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+MAX_ID_DIGITS = 9
+SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
+
+
+NEUTRAL_SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = {
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "structural_tag": (),
+    "custom_params": (),
+    "beam_width": (1,),
+}
+
+
+def check_sampling_params(value: Any, limits: RequestLimits, name: str) -> SamplingParams:
+    """Checks one `sampling_params` object; null is the defaults, for a field as for the whole.
+
+    Args:
+        name: the field as the client knows it, such as `sampling_params[3]`.
+
+    Raises:
+        RequestError: naming the field that breaks a rule.
+    """
+    if value is None:
+        return SamplingParams()
+    if not isinstance(value, dict):
+        raise field_error(name, "must be an object")
+    check_known_fields(value, SAMPLING_FIELDS, NEUTRAL_SAMPLING_FIELDS, f"{name}.")
+    given = {k: v for k, v in value.items() if k in SAMPLING_FIELDS and v is not None}
+    for key, number in given.items():
+        if isinstance(number, int) and not INT64_MIN <= number <= INT64_MAX:
+            raise field_error(f"{name}.{key}", "must fit in 64 bits")
+    try:
+        params = msgspec.convert(given, SamplingParams)
+    except msgspec.ValidationError as error:
+        raise type_error(error, f"{name}.") from None
+    problem = params.problem()
+    if problem is not None:
+        field, _, reason = problem.partition(": ")
+        raise field_error(f"{name}.{field}", reason)
+    _check_sampling_limits(params, limits, name)
+    # Rows are as wide as the vocabulary: a larger top_k keeps all.
+    keeps_all = params.top_k >= limits.vocab_size
+    return msgspec.structs.replace(params, top_k=-1) if keeps_all else params
+
+
+def _check_sampling_limits(params: SamplingParams, limits: RequestLimits, name: str) -> None:
+    stops, stop_ids = params.stop_strings, params.stop_token_ids or []
+    if params.n > limits.max_n:
+        raise field_error(f"{name}.n", f"must be at most {limits.max_n} (--max-n)")
+    regexes = params.stop_regexes
+    for field, entries in (("stop", stops), ("stop_token_ids", stop_ids), ("stop_regex", regexes)):
+        if len(entries) > limits.max_stop_strings:
+            raise field_error(
+                f"{name}.{field}",
+                f"has {len(entries)} entries, more than {limits.max_stop_strings}"
+                " (--max-stop-strings)",
+            )
+    for stop in stops:
+        check_encodable(f"{name}.stop", stop)
+        if len(stop) > limits.max_stop_string_chars:
+            raise field_error(
+                f"{name}.stop",
+                f"has an entry of {len(stop)} characters, more than"
+                f" {limits.max_stop_string_chars} (--max-stop-string-chars)",
+            )
+    check_token_ids(f"{name}.stop_token_ids", stop_ids, limits.vocab_size)
+    for expression in params.stop_regexes:
+        check_encodable(f"{name}.stop_regex", expression)
+        if len(expression.encode()) > limits.max_stop_regex_bytes:
+            raise field_error(
+                f"{name}.stop_regex",
+                f"has more than {limits.max_stop_regex_bytes} bytes (--max-stop-regex-bytes)",
+            )
+        try:
+            compile_expression(expression)
+        except ValueError as error:
+            raise field_error(f"{name}.stop_regex", shorten(str(error))) from None
+    _check_logit_bias(f"{name}.logit_bias", params.logit_bias or {}, limits)
+
+
+def _check_logit_bias(name: str, bias: dict[str, float], limits: RequestLimits) -> None:
+    if len(bias) > limits.max_logit_bias:
+        raise field_error(
+            name, f"has {len(bias)} entries, more than {limits.max_logit_bias} (--max-logit-bias)"
+        )
+    for key in bias:
+        is_id = key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS
+        if not is_id or int(key) >= limits.vocab_size:
+            raise field_error(name, f"keys must be token ids from 0 to {limits.vocab_size - 1}")
+
+
+def expand_samples(params: SamplingParams) -> list[SamplingParams]:
+    """One set of parameters per sample; the j-th of a seeded request uses seed + j (int64)."""
+    seed = params.sampling_seed
+    if seed is None:
+        return [params] * params.n
+    seeds = [(seed + j - INT64_MIN) % 2**64 + INT64_MIN for j in range(params.n)]
+    return [msgspec.structs.replace(params, sampling_seed=value) for value in seeds]
