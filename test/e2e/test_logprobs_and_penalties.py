@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from double_step_worker import DoubleStepWorker
 from sglang.srt.managers.io_struct import LogprobOptions, PositionLogprobs
 from sglang.srt.model_config import resolve_model_path
 from utils import Collected, SchedulerHarness, Setup, make_model_worker
@@ -125,6 +126,20 @@ def test_hidden_states_equal_transformers(path: Path, oracle: Any, variant: str)
             torch.testing.assert_close(
                 torch.tensor(result.hidden_states), expected, rtol=1e-3, atol=1e-3
             )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_penalties_survive_several_accepted_tokens_per_step(
+    path: Path, penalized: list[list[int]], variant: str
+) -> None:
+    """A step accepts two tokens; the run is clipped at stops and at max_new_tokens (odd here)."""
+    changes = VARIANTS[variant]
+    setup = dataclasses.replace(BASE, eos_token_ids=frozenset({1}), **changes)
+    worker = DoubleStepWorker(make_model_worker(path, setup))
+    harness = SchedulerHarness(setup, worker)
+    outputs = harness.generate(PROMPTS, max_new_tokens=15, temperature=0.0, **PENALTIES)
+    assert outputs == [tokens[:15] for tokens in penalized]
+    assert harness.num_steps < 15 * len(PROMPTS)
 
 
 def penalized_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:

@@ -149,3 +149,19 @@ def test_flags_can_be_added_to_another_parser() -> None:
 def test_parsed_flags_cannot_be_changed() -> None:
     with pytest.raises(FrozenInstanceError):
         ServerArgs(model_path="m").port = 1  # type: ignore[misc]
+
+
+def test_help_is_grouped_and_unknown_flags_get_a_suggestion(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_cli(["--help"])
+    text = capsys.readouterr().out
+    for section in ("Model:", "HTTP:", "Memory and schedule:", "Execution:", "Logging:"):
+        assert f"\n{section}\n" in text
+    with pytest.raises(SystemExit) as exit_info:
+        parse_cli(["--model-path", "demo", "--max-totl-tokens", "5"])
+    assert exit_info.value.code == 2
+    assert "did you mean --max-total-tokens?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_cli(["--model-path", "demo", "--page", "5"])  # no abbreviations

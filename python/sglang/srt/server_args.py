@@ -104,6 +104,8 @@ class ServerArgs:
     max_stop_strings: int = flag(32, "Entries of `stop`, and of `stop_token_ids`, at most.")
     max_stop_regex_bytes: int = flag(256, "Bytes of one `stop_regex` at most.")
     max_logit_bias: int = flag(1024, "Entries of `logit_bias` at most.")
+    max_label_chars: int = flag(256, "Characters of `rid`, and of a custom label, at most.")
+    max_custom_labels: int = flag(32, "Entries of `custom_labels` at most.")
     max_top_logprobs: int = flag(128, "`top_logprobs_num` at most.")
     max_token_ids_logprob: int = flag(1024, "Entries of `token_ids_logprob` at most.")
     max_cache_key_chars: int = flag(256, "Characters of `cache_salt` and `extra_key` at most.")

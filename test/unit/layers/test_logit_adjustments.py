@@ -81,6 +81,16 @@ def test_every_row_equals_numpy_through_arrivals_and_draws(seed: int) -> None:
             generated[row].append(token)
 
 
+def test_a_row_may_record_several_tokens_at_once() -> None:
+    state = LogitAdjustments(ROWS, VOCAB, "cpu")
+    wish = RowAdjustments(SamplingParams(frequency_penalty=1.0), [], 10, [])
+    state.initialize(2, wish)
+    state.record(torch.tensor([2, 2, 2]), torch.tensor([5, 5, 7]))
+    logits = torch.zeros(1, VOCAB)
+    state.apply(logits, torch.tensor([2]), torch.tensor([13]))
+    assert logits[0, [5, 7, 8]].tolist() == [-2.0, -1.0, 0.0]
+
+
 def test_without_wishes_nothing_is_allocated_and_nothing_changes() -> None:
     state = LogitAdjustments(ROWS, 1_000_000, "cpu")
     state.initialize(0, None)

@@ -174,7 +174,7 @@ def _add_control(app: FastAPI, state: ServerState) -> None:
         if not body.abort_all:
             if body.rid is None:
                 raise field_error("rid", "give a rid, or abort_all: true")
-            check_rid(body.rid, "rid")
+            check_rid(body.rid, "rid", state.server_args.max_label_chars)
         aborted = state.ready_manager.abort_request(body.rid, body.abort_all)
         return json_response({"aborted": aborted})
 

@@ -216,6 +216,8 @@ def request_limits(server_args: ServerArgs, info: SchedulerInfo) -> RequestLimit
         max_stop_string_chars=server_args.max_stop_string_chars,
         max_stop_regex_bytes=server_args.max_stop_regex_bytes,
         max_logit_bias=server_args.max_logit_bias,
+        max_label_chars=server_args.max_label_chars,
+        max_custom_labels=server_args.max_custom_labels,
         returns=ReturnLimits(
             vocab_size=info.vocab_size,
             max_top_logprobs=server_args.max_top_logprobs,

@@ -80,9 +80,10 @@ class LogitAdjustments:
         self._stops.add_to(logits, rows, positions < self._first_stop[rows])
 
     def record(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Counts generated tokens: tokens [S] int64 of rows [S] int64, each row once."""
+        """Counts generated tokens [S] int64 of rows [S] int64; a row may have several."""
         if self._counts is not None:
-            self._counts[rows, tokens] += 1
+            one = torch.ones_like(tokens, dtype=torch.int32)
+            self._counts.index_put_((rows, tokens), one, accumulate=True)
 
     def _set_counts(self, row: int, output_ids: list[int] | None) -> None:
         if self._counts is None:

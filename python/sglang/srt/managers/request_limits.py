@@ -30,6 +30,8 @@ class RequestLimits:
     max_stop_string_chars: int
     max_stop_regex_bytes: int = 256
     max_logit_bias: int = 1024
+    max_label_chars: int = 256
+    max_custom_labels: int = 32
     returns: ReturnLimits
 
 

@@ -26,9 +26,6 @@ from sglang.srt.managers.return_options import (
 from sglang.srt.managers.sampling_validation import check_sampling_params
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-MAX_RID_CHARS = 256
-MAX_LABELS = 32
-
 HANDLED_FIELDS = RETURN_FIELDS | {
     "text",
     "input_ids",
@@ -122,7 +119,7 @@ def check_generate_request(body: Any, limits: RequestLimits) -> CheckedRequest:
     if num_prompts > limits.max_batch_size:
         _refuse_batch("text" if texts is not None else "input_ids", num_prompts, limits)
     params = _check_sampling_list(fields.get("sampling_params"), num_prompts, is_batch, limits)
-    rids = _check_rids(fields.get("rid"), num_prompts, is_batch)
+    rids = _check_rids(fields.get("rid"), num_prompts, is_batch, limits.max_label_chars)
     returns = check_return_options(fields, num_prompts, is_batch, limits.returns)
     num_samples = sum(item.n for item in params)
     if num_samples > limits.max_batch_size:
@@ -137,22 +134,24 @@ def check_generate_request(body: Any, limits: RequestLimits) -> CheckedRequest:
         )
         for i in range(num_prompts)
     ]
-    labels = _check_labels(fields.get("custom_labels"))
+    labels = _check_labels(fields.get("custom_labels"), limits)
     no_logs = fields.get("no_logs") or False
     if not isinstance(no_logs, bool):
         raise field_error("no_logs", "must be true or false")
     return CheckedRequest(prompts, is_batch, bool(stream), labels, no_logs)
 
 
-def _check_labels(value: Any) -> dict[str, str]:
+def _check_labels(value: Any, limits: RequestLimits) -> dict[str, str]:
     """Labels for the request log: few and short."""
     labels = value or {}
-    if not isinstance(labels, dict) or len(labels) > MAX_LABELS:
-        raise field_error("custom_labels", f"must be an object of at most {MAX_LABELS} strings")
+    if not isinstance(labels, dict) or len(labels) > limits.max_custom_labels:
+        raise field_error(
+            "custom_labels", f"must be an object of at most {limits.max_custom_labels} strings"
+        )
     for key, label in labels.items():
-        if not isinstance(label, str) or max(len(key), len(label)) > MAX_RID_CHARS:
+        if not isinstance(label, str) or max(len(key), len(label)) > limits.max_label_chars:
             raise field_error(
-                "custom_labels", f"must hold strings of at most {MAX_RID_CHARS} characters"
+                "custom_labels", f"must hold strings of at most {limits.max_label_chars} characters"
             )
         check_encodable("custom_labels", key + label)
     return labels
@@ -217,22 +216,22 @@ def _check_sampling_list(
     ]
 
 
-def _check_rids(value: Any, num_prompts: int, is_batch: bool) -> list[str | None]:
+def _check_rids(value: Any, num_prompts: int, is_batch: bool, max_chars: int) -> list[str | None]:
     """One label per prompt; a single one for a batch names all of it."""
     if not isinstance(value, list):
-        return [None if value is None else check_rid(value, "rid")] * num_prompts
+        return [None if value is None else check_rid(value, "rid", max_chars)] * num_prompts
     if not is_batch:
         raise field_error("rid", "must be one string for one prompt")
     if len(value) != num_prompts:
         raise field_error("rid", f"has {len(value)} entries for {num_prompts} prompts")
-    return [check_rid(item, f"rid[{index}]") for index, item in enumerate(value)]
+    return [check_rid(item, f"rid[{index}]", max_chars) for index, item in enumerate(value)]
 
 
-def check_rid(value: Any, name: str) -> str:
+def check_rid(value: Any, name: str, max_chars: int) -> str:
     """Checks a client's label of a request; it need not be unique."""
     if not isinstance(value, str) or not value:
         raise field_error(name, "must be a string that is not empty")
-    if len(value) > MAX_RID_CHARS:
-        raise field_error(name, f"must have at most {MAX_RID_CHARS} characters")
+    if len(value) > max_chars:
+        raise field_error(name, f"must have at most {max_chars} characters")
     check_encodable(name, value)
     return value
