@@ -47,3 +47,44 @@ def test_kv_is_shared_only_within_a_cache_key() -> None:
     cached = [submit_with_key(harness, i, key).cached_tokens for i, key in enumerate(keys)]
     assert cached == [0, 0, 0, 29, 29]
     assert all(out.token_ids == oracle(list(range(30)), 4) for out in harness.outputs.values())
+
+
+STOPPING = oracle([1, 2], 30)
+
+
+@pytest.mark.parametrize("kind", ["plain", "verify", "mtp"])
+def test_ends_by_token_and_what_ignores_them(kind: str) -> None:
+    """End-of-text ids end an output unless ignored, stop_token_ids always do; the stop token is the
+    last one, wherever it stood in an accepted run."""
+    first_seen = [i for i, token in enumerate(STOPPING) if token not in STOPPING[:i]]
+    eos_at, stop_at = first_seen[4], first_seen[8]
+    eos, stop = STOPPING[eos_at], STOPPING[stop_at]
+    setup = Setup(eos_token_ids=frozenset({eos}))
+
+    def run(**params: object) -> Collected:
+        harness = SchedulerHarness(setup, FakeWorker(kind, 4, 8, seed=1))
+        req_id = harness.submit([1, 2], max_new_tokens=30, temperature=0.0, **params)
+        harness.run()
+        return harness.outputs[req_id]
+
+    ended = run()
+    assert ended.token_ids == STOPPING[: eos_at + 1]
+    assert ended.finish_reason is not None
+    assert ended.finish_reason.matched == eos
+    assert run(ignore_eos=True).token_ids == STOPPING
+    stopped = run(ignore_eos=True, stop_token_ids=[stop])
+    assert stopped.token_ids == STOPPING[: stop_at + 1]
+    assert stopped.finish_reason is not None
+    assert stopped.finish_reason.matched == stop
+
+
+@pytest.mark.parametrize("kind", ["plain", "verify", "mtp"])
+def test_a_stop_at_the_last_allowed_token_counts_as_a_stop(kind: str) -> None:
+    harness = SchedulerHarness(Setup(), FakeWorker(kind, 4, 8, seed=1))
+    last = max(i for i, token in enumerate(STOPPING) if token not in STOPPING[:i])
+    params = {"max_new_tokens": last + 1, "temperature": 0.0, "stop_token_ids": [STOPPING[last]]}
+    req_id = harness.submit([1, 2], **params)
+    harness.run()
+    reason = harness.outputs[req_id].finish_reason
+    assert reason is not None
+    assert reason.type == "stop"

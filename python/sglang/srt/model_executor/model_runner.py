@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from sglang.srt.mem_cache.kv_sizing import KVSizing
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
@@ -62,8 +59,6 @@ class ModelRunner:
             )
         self.vocab_size = model.vocab_size
         self.model = load_model(model, config.load_format, config.row_width, dtype, config.device)
-        self._decoder = self.model.get_submodule("model")
-        self._head = cast(nn.Linear, self.model.get_submodule("lm_head"))
         num_values = 2 * model.num_layers * model.num_kv_heads * model.head_dim
         self.kv_bytes_per_token = num_values * dtype.itemsize
         self.num_pages = KVSizing(
@@ -95,11 +90,11 @@ class ModelRunner:
         """Hidden states [T, hidden_size] after the last norm."""
         self._threads.use_for(batch.input_ids.shape[0])
         self.attention.plan(batch)
-        return self._decoder(batch, self.attention)
+        return self.model(batch, self.attention)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [S, vocab_size] float32 of hidden states [S, hidden_size]."""
-        return F.linear(hidden, self._head.weight).float()
+        return self.model.compute_logits(hidden)
 
 
 class HostThreads:

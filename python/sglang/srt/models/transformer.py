@@ -10,7 +10,6 @@ from torch import nn
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.linear import FusedLinear
-from sglang.srt.layers.logits_processor import compute_logits
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, rotate
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -166,5 +165,10 @@ class CausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
-        """Logits [S, vocab_size] float32 of the rows in `batch.logits_index`."""
-        return compute_logits(self.model(batch, attention), self.lm_head.weight, batch)
+        """Hidden states [T, hidden_size] after the last norm."""
+        return self.model(batch, attention)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [S, vocab_size] float32 of hidden states [S, hidden_size]: of the rows that
+        somebody reads."""
+        return self.lm_head(hidden).float()
