@@ -10,7 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import sglang
 from double_step_worker import DoubleStepWorker
+from sglang.srt.layers.logprobs import LogprobQueries, query_prompt_logprobs
 from sglang.srt.managers.io_struct import LogprobOptions, PositionLogprobs
 from sglang.srt.model_config import resolve_model_path
 from utils import Collected, SchedulerHarness, Setup, make_model_worker
@@ -192,3 +194,48 @@ def test_penalties_survive_every_schedule(
     alone = harness_of(path).generate(PROMPTS, max_new_tokens=16, temperature=0.0, ignore_eos=True)
     assert [harness.outputs[req_id].token_ids for req_id in plain] == alone
     assert alone != penalized
+
+
+def test_the_engine_takes_every_field_of_generate() -> None:
+    with sglang.Engine(model_path="demo", enable_return_hidden_states=True) as engine:
+        params = {"max_new_tokens": 3, "temperature": 0}
+        answer = engine.generate(
+            "import os",
+            params,
+            return_logprob=True,
+            logprob_start_len=0,
+            top_logprobs_num=2,
+            return_text_in_logprobs=True,
+            return_hidden_states=True,
+        )
+        meta = answer["meta_info"]
+        num_prompt = meta["prompt_tokens"]
+        assert [entry[1] for entry in meta["output_token_logprobs"]] == answer["output_ids"]
+        assert len(meta["input_token_logprobs"]) == num_prompt
+        assert meta["input_token_logprobs"][0][0] is None
+        assert [len(top) for top in meta["output_top_logprobs"]] == [2, 2, 2]
+        assert "".join(entry[2] for entry in meta["output_token_logprobs"]) == answer["text"]
+        prompt_rows, *output_rows = meta["hidden_states"]
+        assert (len(prompt_rows), len(output_rows)) == (num_prompt, 2)
+        assert {len(row) for row in (*prompt_rows, *output_rows)} == {256}
+        with pytest.raises(ValueError, match="retrun_logprob"):
+            engine.generate("a", params, retrun_logprob=True)
+
+
+def test_a_long_prompts_logits_are_computed_a_few_rows_at_a_time() -> None:
+    widths: list[int] = []
+
+    def compute_logits(hidden: torch.Tensor) -> torch.Tensor:
+        widths.append(len(hidden))
+        return hidden
+
+    hidden = torch.randn(1000, 11)
+    targets = [i % 11 for i in range(1000)]
+    queries = LogprobQueries(2, [[1]] * 1000)
+    result = query_prompt_logprobs(hidden, compute_logits, targets, queries)
+    assert sum(widths) == 1000
+    assert max(widths) <= 256
+    expected = torch.log_softmax(hidden, -1)
+    torch.testing.assert_close(result.target, expected[range(1000), targets])
+    torch.testing.assert_close(result.top_values, expected.topk(2).values)
+    torch.testing.assert_close(result.chosen[:, 0], expected[:, 1])

@@ -115,13 +115,13 @@ def test_slow_readers_hold_nobody_up_and_grow_no_memory(server: RunningServer) -
     clients = [_slow_reader(server) for _ in range(NUM_SLOW)]
     try:
         worst = 0.0
-        for _ in range(20):
+        for _ in range(6):
             for client in clients:
                 client.recv(1)
             start = time.monotonic()
             assert server.generate(max_new_tokens=2).status_code == 200
             worst = max(worst, time.monotonic() - start)
-            time.sleep(0.1)
+            time.sleep(1.0)
         grown = front.memory_info().rss - before
     finally:
         for client in clients:

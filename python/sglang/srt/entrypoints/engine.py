@@ -64,8 +64,12 @@ class Engine:
         input_ids: list[int] | list[list[int]] | None = None,
         stream: bool = False,
         rid: str | list[str] | None = None,
+        **fields: Any,
     ) -> Any:
         """Generates for a prompt or a batch.
+
+        Args:
+            fields: other fields of `/generate`, such as return_logprob=True or priority=3.
 
         Returns:
             The answer of `/generate`: a dict, or a list for a batch or n > 1. With `stream`, an
@@ -75,7 +79,7 @@ class Engine:
             ValueError: naming the field that is wrong.
             RuntimeError: if the Engine is shut down or a process of it has died.
         """
-        outputs = self._outputs(prompt, sampling_params, input_ids, stream, rid)
+        outputs = self._outputs(prompt, sampling_params, input_ids, stream, rid, fields)
         if stream:
             return self._iterate(outputs)
         return self._runtime.wait_for(_only(outputs))
@@ -87,9 +91,10 @@ class Engine:
         input_ids: list[int] | list[list[int]] | None = None,
         stream: bool = False,
         rid: str | list[str] | None = None,
+        **fields: Any,
     ) -> Any:
         """`generate` for a running event loop; with `stream`, awaiting gives an async iterator."""
-        outputs = self._outputs(prompt, sampling_params, input_ids, stream, rid)
+        outputs = self._outputs(prompt, sampling_params, input_ids, stream, rid, fields)
         if stream:
             return self._iterate_async(outputs)
         return await self._runtime.wait_for_async(_only(outputs))
@@ -135,6 +140,7 @@ class Engine:
         input_ids: list[int] | list[list[int]] | None,
         stream: bool,
         rid: str | list[str] | None,
+        fields: dict[str, Any],
     ) -> AsyncGenerator[Answer, None]:
         if isinstance(sampling_params, SamplingParams):
             sampling_params = msgspec.structs.asdict(sampling_params)
@@ -144,6 +150,7 @@ class Engine:
             "sampling_params": sampling_params,
             "rid": rid,
             "stream": stream,
+            **fields,
         }
         return self._runtime.manager.generate_request(body)
 
