@@ -196,8 +196,14 @@ def test_penalties_survive_every_schedule(
     assert alone != penalized
 
 
-def test_the_engine_takes_every_field_of_generate() -> None:
-    with sglang.Engine(model_path="demo", enable_return_hidden_states=True) as engine:
+def test_the_engine_takes_every_field_of_generate(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    with sglang.Engine(
+        model_path="demo",
+        enable_return_hidden_states=True,
+        log_requests=True,
+        log_requests_target=str(log),
+    ) as engine:
         params = {"max_new_tokens": 3, "temperature": 0}
         answer = engine.generate(
             "import os",
@@ -220,6 +226,7 @@ def test_the_engine_takes_every_field_of_generate() -> None:
         assert {len(row) for row in (*prompt_rows, *output_rows)} == {256}
         with pytest.raises(ValueError, match="retrun_logprob"):
             engine.generate("a", params, retrun_logprob=True)
+    assert log.read_text().count('"finish_reason":"length"') == 1
 
 
 def test_a_long_prompts_logits_are_computed_a_few_rows_at_a_time() -> None:

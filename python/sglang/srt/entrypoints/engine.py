@@ -17,11 +17,13 @@ from sglang.srt.entrypoints.launch import (
     FrontendChannels,
     ProcessTree,
     check_model,
+    open_request_log,
     request_limits,
 )
 from sglang.srt.entrypoints.server_info import describe_server
 from sglang.srt.managers.io_struct import FlushCacheReqOutput, SchedulerInfo
 from sglang.srt.managers.tokenizer_manager import Answer, TokenizerManager
+from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer
@@ -204,6 +206,7 @@ class _Runtime:
         self._receiving: asyncio.Task[None] | None = None
         self._manager: TokenizerManager | None = None
         self._info: SchedulerInfo | None = None
+        self._request_log: RequestLog | None = None
         self._lock = threading.Lock()
         self._closed = False
 
@@ -227,9 +230,9 @@ class _Runtime:
         self._thread.start()
         self._channels = self.wait_for(self._open_channels())
         self._info = self._tree.start()
-        self._manager = self._channels.make_manager(
-            self._tokenizer, request_limits(self._server_args, self._info)
-        )
+        limits = request_limits(self._server_args, self._info)
+        self._request_log = open_request_log(self._server_args)
+        self._manager = self._channels.make_manager(self._tokenizer, limits, self._request_log)
         self.wait_for(self._start_receiving(self._manager))
 
     async def _open_channels(self) -> FrontendChannels:
@@ -284,6 +287,8 @@ class _Runtime:
             self._thread.join()
         self._loop.close()
         self._tree.stop()
+        if self._request_log is not None:
+            self._request_log.close()
 
     async def _wind_down(self) -> None:
         await self._fail_all(SHUTDOWN_MESSAGE)

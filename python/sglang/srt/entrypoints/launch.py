@@ -229,6 +229,23 @@ def request_limits(server_args: ServerArgs, info: SchedulerInfo) -> RequestLimit
     )
 
 
+def open_request_log(server_args: ServerArgs) -> RequestLog | None:
+    """The request log, if it is wanted.
+
+    Raises:
+        LaunchError: if its file cannot be written.
+    """
+    if not server_args.log_requests:
+        return None
+    target = server_args.log_requests_target
+    try:
+        return RequestLog(target, server_args.log_requests_level)
+    except OSError as error:
+        raise LaunchError(
+            f"--log-requests-target {target} cannot be written: {error.strerror}."
+        ) from None
+
+
 class FrontendChannels:
     """The front end's two sockets; make and close it in the thread of the loop that uses it."""
 

@@ -19,6 +19,7 @@ from sglang.srt.entrypoints.launch import (
     LaunchError,
     ProcessTree,
     check_model,
+    open_request_log,
     request_limits,
 )
 from sglang.srt.entrypoints.server_info import describe_start
@@ -139,7 +140,8 @@ class _Server:
         try:
             info = await self._start(tree)
             limits = request_limits(self._args, info)
-            manager = channels.make_manager(self._tokenizer, limits, self._open_request_log())
+            self._request_log = open_request_log(self._args)
+            manager = channels.make_manager(self._tokenizer, limits, self._request_log)
             await self._serve_until_stopped(manager, info)
         except (LaunchError, ServiceError) as error:
             if not self._stop.is_set():
@@ -152,23 +154,6 @@ class _Server:
             if self._request_log is not None:
                 self._request_log.close()
         return self._exit_code
-
-    def _open_request_log(self) -> RequestLog | None:
-        """The request log, if it is wanted.
-
-        Raises:
-            LaunchError: if its file cannot be written.
-        """
-        if not self._args.log_requests:
-            return None
-        target = self._args.log_requests_target
-        try:
-            self._request_log = RequestLog(target, self._args.log_requests_level)
-        except OSError as error:
-            raise LaunchError(
-                f"--log-requests-target {target} cannot be written: {error.strerror}."
-            ) from None
-        return self._request_log
 
     async def _start(self, tree: ProcessTree) -> SchedulerInfo:
         """Starts the children; a signal ends the start with a LaunchError."""
