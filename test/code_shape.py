@@ -35,6 +35,7 @@ LAYERS = {
     "sglang.srt.managers": "managers",
     "sglang.srt.managers.tp_worker": "workers",
     "sglang.srt.mtp": "workers",
+    "sglang.srt.worker_factory": "workers",
     "sglang.srt.speculative": "workers",
     "sglang.srt.model_executor": "model_executor",
     "sglang.srt.models": "models",

@@ -7,7 +7,7 @@ import dataclasses
 
 import torch
 
-from sglang.srt.base_worker import GenerationBatchResult, ScheduleBatch, StepWidth
+from sglang.srt.base_worker import GenerationBatchResult, HostResult, ScheduleBatch, StepWidth
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -22,17 +22,20 @@ class DoubleStepWorker:
     def step_width(self, params: SamplingParams) -> StepWidth:
         return StepWidth(decode_rows=2, lookahead_rows=0, max_kept=2)
 
+    def observe(self, result: HostResult) -> None:
+        pass
+
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
         decodes = [i for i, count in enumerate(batch.num_host_tokens) if count == 0]
-        plain = [1 if i in set(decodes) else q for i, q in enumerate(batch.q_lens)]
-        first = self._worker.forward_batch_generation(dataclasses.replace(batch, q_lens=plain))
+        plain = [1 if i in set(decodes) else q for i, q in enumerate(batch.max_q_lens)]
+        first = self._worker.forward_batch_generation(dataclasses.replace(batch, max_q_lens=plain))
         tokens = torch.cat((first.next_token_ids, torch.zeros_like(first.next_token_ids)), dim=1)
         accept, kept = first.accept_lens.clone(), first.kept_lens.clone()
         if decodes:
             second = self._worker.forward_batch_generation(
                 ScheduleBatch(
                     rows=[batch.rows[i] for i in decodes],
-                    q_lens=[1] * len(decodes),
+                    max_q_lens=[1] * len(decodes),
                     host_tokens=[],
                     num_host_tokens=[0] * len(decodes),
                     emits=[True] * len(decodes),

@@ -99,9 +99,9 @@ class FakeWorker:
         for i, row_index in enumerate(batch.rows):
             host_tokens = [next(chunks) for _ in range(batch.num_host_tokens[i])]
             row = self._rows[row_index]
-            assert row.committed + batch.q_lens[i] <= batch.kv_len_upper_bounds[i]
+            assert row.committed + batch.max_q_lens[i] <= batch.kv_len_upper_bounds[i]
             tokens, num_kept = self._step(
-                row_index, row, host_tokens, batch.q_lens[i], batch.emits[i]
+                row_index, row, host_tokens, batch.max_q_lens[i], batch.emits[i]
             )
             row.committed += num_kept
             accepted.append(tokens)
@@ -114,6 +114,9 @@ class FakeWorker:
         object.__setattr__(result, "rows", batch.rows)
         self._unread.append(batch.rows)
         return result
+
+    def observe(self, result: HostResult) -> None:
+        pass
 
     def _step(
         self, index: int, row: _Row, host_tokens: list[int], q_len: int, emits: bool

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.kv_ledger import KVLedger, RequestKV
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
+from sglang.srt.model_executor.request_rows import RequestRows
 from sglang.srt.sampling.sampling_params import SamplingParams
 from utils import CONTEXT_LEN, VOCAB_SIZE
 
@@ -61,11 +62,18 @@ class Model:
         return self.reference(torch.tensor([tokens])).logits[0]
 
 
+def plain_worker(
+    runner: ModelRunner, num_rows: int, suppressed: tuple[int, ...] = ()
+) -> TpModelWorker:
+    """The worker that decodes one token per step."""
+    return TpModelWorker(runner, RequestRows(num_rows, 1, runner.vocab_size, "cpu"), suppressed)
+
+
 class Feeder:
     """Feeds chosen tokens of several requests through the paged pool, as a scheduler would."""
 
     def __init__(self, runner: ModelRunner, page_size: int) -> None:
-        self.worker = TpModelWorker(runner, 8, "cpu", suppressed_token_ids=())
+        self.worker = plain_worker(runner, 8)
         self.ledger = KVLedger(8, PageAllocator(runner.num_pages, page_size), RadixCache(page_size))
         self.requests: dict[str, RequestKV] = {}
         self.fed: dict[str, int] = {}
@@ -86,7 +94,7 @@ class Feeder:
         q_lens = [len(tokens) for tokens in chunks.values()]
         batch = ScheduleBatch(
             rows=rows,
-            q_lens=q_lens,
+            max_q_lens=q_lens,
             host_tokens=[token for tokens in chunks.values() for token in tokens],
             num_host_tokens=q_lens,
             emits=[True] * len(rows),
@@ -116,7 +124,7 @@ class Decoding:
 
     def __init__(self, model: Model, page_size: int) -> None:
         runner = model.runner(page_size)
-        self.worker = TpModelWorker(runner, 8, "cpu", suppressed_token_ids=())
+        self.worker = plain_worker(runner, 8)
         self.ledger = KVLedger(8, PageAllocator(runner.num_pages, page_size), RadixCache(page_size))
 
     def generate(self, prompts: list[list[int]], num_tokens: int, chunk: int) -> list[list[int]]:
@@ -136,7 +144,7 @@ class Decoding:
             result = self.worker.forward_batch_generation(
                 ScheduleBatch(
                     rows=[kv.row for kv in kvs],
-                    q_lens=q_lens,
+                    max_q_lens=q_lens,
                     host_tokens=[token for tokens in chunks for token in tokens],
                     num_host_tokens=[len(tokens) for tokens in chunks],
                     emits=emits,

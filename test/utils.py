@@ -28,9 +28,14 @@ from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.mem_cache.radix_cache import NullPrefixCache, RadixCache
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
+from sglang.srt.model_executor.request_rows import RequestRows
+from sglang.srt.mtp.length_policy import FullLength, LengthPolicy
+from sglang.srt.mtp.mtp_worker import MTPConfig, MTPWorker
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 CONTEXT_LEN = 512
+MTP_MAX_K = 8
+MTP_MAX_ROWS = 2 * MTP_MAX_K - 1
 VOCAB_SIZE = 320
 
 
@@ -82,6 +87,7 @@ class Collected:
     input_logprobs: list[PositionLogprobs] = field(default_factory=list)
     output_logprobs: list[PositionLogprobs] = field(default_factory=list)
     hidden_states: list[list[float]] = field(default_factory=list)
+    step_lens: list[int] = field(default_factory=list)
 
 
 class SchedulerHarness:
@@ -194,6 +200,7 @@ class SchedulerHarness:
             collected.input_logprobs.extend(output.input_logprobs)
             collected.output_logprobs.extend(output.output_logprobs)
             collected.hidden_states.extend(output.hidden_states)
+            collected.step_lens.extend(output.step_lens)
             collected.num_retractions = output.num_retractions
             collected.cached_tokens = output.cached_tokens
             if output.options is not None:
@@ -247,12 +254,13 @@ def make_random_model(
     return path
 
 
-def make_model_worker(path: Path, setup: Setup, context_len: int = CONTEXT_LEN) -> TpModelWorker:
-    """The real worker over the model at `path`, on the CPU in float32."""
-    config = load_model_config(str(path))
-    runner = ModelRunner(
+def make_runner(
+    path: Path, setup: Setup, context_len: int = CONTEXT_LEN, max_decode_rows: int = 1
+) -> ModelRunner:
+    """A runner over the model at `path`, on the CPU in float32."""
+    return ModelRunner(
         ExecutionConfig(
-            model=config,
+            model=load_model_config(str(path)),
             load_format="auto",
             device="cpu",
             dtype="float32",
@@ -261,11 +269,26 @@ def make_model_worker(path: Path, setup: Setup, context_len: int = CONTEXT_LEN) 
             max_total_tokens=setup.num_pages * setup.page_size,
             max_running_requests=setup.max_running_requests,
             context_len=context_len,
-            row_width=context_len + 2,
+            row_width=context_len + 2 * max_decode_rows,
             kv_budget_bytes=1 << 30,
             num_threads=1,
         )
     )
-    mask = config.hf.get("mtp_mask_token_id")
-    suppressed = () if mask is None else (int(mask),)
-    return TpModelWorker(runner, setup.max_running_requests, "cpu", suppressed)
+
+
+def make_model_worker(path: Path, setup: Setup, context_len: int = CONTEXT_LEN) -> TpModelWorker:
+    """The plain worker over the model at `path`; a mask token of the model is suppressed."""
+    runner = make_runner(path, setup, context_len)
+    state = RequestRows(setup.max_running_requests, 1, runner.vocab_size, "cpu")
+    mask = load_model_config(str(path)).hf.get("mtp_mask_token_id")
+    return TpModelWorker(runner, state, () if mask is None else (int(mask),))
+
+
+def make_mtp_worker(
+    runner: ModelRunner, mask_token_id: int, policy: LengthPolicy | None = None, **config: Any
+) -> MTPWorker:
+    """The worker that predicts up to MTP_MAX_K tokens per step, over a runner with rows for it."""
+    num_rows = runner.req_to_token_pool.req_to_token.shape[0]
+    state = RequestRows(num_rows, MTP_MAX_K, runner.vocab_size, "cpu")
+    settings = MTPConfig(mask_token_id=mask_token_id, max_k=MTP_MAX_K, **config)
+    return MTPWorker(runner, state, settings, policy or FullLength())

@@ -20,13 +20,13 @@ from sglang.srt.environ import Environ
 from sglang.srt.managers.io_struct import BatchTokenIDOutput, TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_process import make_ledger
-from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.platform import Platform
 from sglang.srt.runtime_config import resolve
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, add_cli_args
+from sglang.srt.worker_factory import make_worker
 
 
 class LocalInbox:
@@ -63,8 +63,7 @@ class OneBatch:
     def __init__(self, args: ServerArgs) -> None:
         config = resolve(args, Platform.probe(), load_model_config(args.model_path), Environ.read())
         runner = ModelRunner(config.execution)
-        rows, device = config.execution.max_running_requests, config.execution.device
-        worker = TpModelWorker(runner, rows, device, config.mask_token_ids)
+        worker = make_worker(runner, config.mtp)
         self.vocab_size = runner.vocab_size
         self._inbox = LocalInbox()
         self._outputs: dict[int, list[int]] = {}

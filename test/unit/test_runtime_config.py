@@ -102,7 +102,7 @@ def test_defaults_on_a_cpu(model: ModelConfig) -> None:
     assert config.scheduler.eos_token_ids == frozenset(model.eos_token_ids) == {1}
     assert config.scheduler.enable_overlap
     assert config.use_radix_cache
-    assert config.mask_token_ids == ()
+    assert config.mtp is None
 
 
 def test_a_row_holds_the_context_and_two_steps_beyond(model: ModelConfig) -> None:
@@ -195,7 +195,10 @@ def with_mask(path: Path, mask: Any) -> ModelConfig:
 
 @pytest.mark.parametrize("mask", [0, 7, 319])
 def test_the_mask_token_of_the_model_is_never_emitted(model_path: Path, mask: int) -> None:
-    assert resolved(with_mask(model_path, mask)).mask_token_ids == (mask,)
+    config = resolved(with_mask(model_path, mask))
+    assert config.mtp is not None
+    assert config.mtp.mask_token_id == mask
+    assert config.max_decode_rows == 15
 
 
 @pytest.mark.parametrize("mask", [-1, 320, "mask", 1.5, [3]], ids=str)

@@ -51,21 +51,25 @@ class NewRow:
     adjustments: RowAdjustments | None = None
 
 
+# A fed row: (index of its request in the batch, offset among the rows of that request).
+RowRef = tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class LogprobPlan:
     """Log-probabilities that a step returns.
 
     Attributes:
-        emitting: which of the emitting requests, counted in order, want those of their tokens.
+        emitting: indices of the emitting requests that want those of their tokens.
         emitted: what they want, in that order.
-        prompt_rows: indices among the T rows whose next token is a prompt token to be scored.
+        prompt_rows: rows whose next token is a prompt token to be scored.
         prompt_targets: those next tokens.
         prompts: what is wanted there.
     """
 
     emitting: list[int]
     emitted: LogprobQueries
-    prompt_rows: list[int]
+    prompt_rows: list[RowRef]
     prompt_targets: list[int]
     prompts: LogprobQueries
 
@@ -79,21 +83,23 @@ class ScheduleBatch:
 
     Attributes:
         rows: R row indices.
-        q_lens: R counts of rows fed, look-ahead included.
+        max_q_lens: R counts of rows that have slots, look-ahead included. A worker feeds all of
+            them, or fewer look-ahead rows.
         host_tokens: tokens of all prompt chunks, one after the other.
         num_host_tokens: R counts: how many of a request's first rows come from `host_tokens`;
             0 where its pending tokens are on the device.
         emits: R flags: whether the step accepts tokens (not so before the last prompt chunk).
-        kv_len_upper_bounds: R bounds of the tokens with KV after the step's rows are written.
+        kv_len_upper_bounds: R bounds of the tokens with KV after `max_q_lens` rows are written.
         new_rows, table_writes: applied before anything else of the step.
         all_greedy: whether every emitting request is greedy.
         adjusts_logits: whether any emitting request has penalties, biases or the like.
         logprobs: None when nobody wants any.
-        hidden_rows: indices among the T rows whose last hidden states are returned.
+        hidden_rows: rows whose last hidden states are returned. Rows that the worker did not
+            feed may be named; what is returned for them means nothing.
     """
 
     rows: list[int]
-    q_lens: list[int]
+    max_q_lens: list[int]
     host_tokens: list[int]
     num_host_tokens: list[int]
     emits: list[bool]
@@ -103,7 +109,23 @@ class ScheduleBatch:
     all_greedy: bool
     adjusts_logits: bool = False
     logprobs: LogprobPlan | None = None
-    hidden_rows: list[int] = field(default_factory=list)
+    hidden_rows: list[RowRef] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class FedRows:
+    """What a step fed, for traces.
+
+    Attributes:
+        input_ids, positions: [T] int64.
+        q_lens: R counts of rows fed.
+        num_predicted: R counts of tokens predicted; 0 where the step emits nothing.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    q_lens: list[int]
+    num_predicted: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +138,7 @@ class HostResult:
     emitted_logprobs: HostLogprobs | None = None
     prompt_logprobs: HostLogprobs | None = None
     hidden_states: list[list[float]] = field(default_factory=list)
+    fed: FedRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +149,11 @@ class GenerationBatchResult:
         next_token_ids: [R, M] int64; the first accept_lens[i] of row i go to the client.
         accept_lens: [R] int64; 0 where the step emits nothing.
         kept_lens: [R] int64; by how much each watermark moved.
-        emitted_logprobs, prompt_logprobs: answers to `LogprobPlan.emitted` and `.prompts`.
+        emitted_logprobs: answers to `LogprobPlan.emitted`, M positions for each of its requests,
+            of which the first accept_lens[i] mean something.
+        prompt_logprobs: answers to `LogprobPlan.prompts`.
         hidden_states: [len(ScheduleBatch.hidden_rows), hidden_size] float32.
+        fed: what was fed, where the worker was asked to say so.
     """
 
     next_token_ids: torch.Tensor
@@ -136,6 +162,7 @@ class GenerationBatchResult:
     emitted_logprobs: LogprobTensors | None = None
     prompt_logprobs: LogprobTensors | None = None
     hidden_states: torch.Tensor | None = None
+    fed: FedRows | None = None
 
     def read(self) -> HostResult:
         """Waits for the step and returns its outcome."""
@@ -147,6 +174,7 @@ class GenerationBatchResult:
             None if emitted is None else emitted.read(),
             None if prompts is None else prompts.read(),
             [] if hidden is None else hidden.tolist(),
+            self.fed,
         )
 
 
@@ -158,3 +186,6 @@ class Worker(Protocol):
 
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Launches one step."""
+
+    def observe(self, result: HostResult) -> None:
+        """Learns from a step's result; called once per step, in the order of launches."""

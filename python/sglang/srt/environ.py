@@ -15,10 +15,15 @@ class Environ:
             `SGLANG_TEST_RETRACT` is a number of steps, or a true word for 3.
         strict_invariants: check the KV ledger after every step and raise on a violation
             (`SGLANG_STRICT_INVARIANTS`); otherwise it is checked when idle and logged.
+        mtp_debug_trace: file that gets a JSON line per request and step (`SGLANG_MTP_DEBUG_TRACE`).
+        kv_leak_debug: log what became of a request's KV slots when it ends, and the ledger when
+            idle (`SGLANG_MTP_KV_LEAK_DEBUG`).
     """
 
     test_retract_interval: int = 0
     strict_invariants: bool = False
+    mtp_debug_trace: str | None = None
+    kv_leak_debug: bool = False
 
     @classmethod
     def read(cls) -> Environ:
@@ -30,6 +35,8 @@ class Environ:
         return cls(
             test_retract_interval=_steps("SGLANG_TEST_RETRACT"),
             strict_invariants=_steps("SGLANG_STRICT_INVARIANTS") > 0,
+            mtp_debug_trace=os.environ.get("SGLANG_MTP_DEBUG_TRACE") or None,
+            kv_leak_debug=_steps("SGLANG_MTP_KV_LEAK_DEBUG") > 0,
         )
 
 

@@ -13,6 +13,7 @@ from sglang.srt.managers.batch_planner import PlannerConfig
 from sglang.srt.managers.scheduler import SchedulerConfig
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.model_runner import ExecutionConfig
+from sglang.srt.mtp.mtp_worker import MTPConfig
 from sglang.srt.platform import Platform
 from sglang.srt.registry import ATTENTION_BACKENDS
 from sglang.srt.server_args import ServerArgs
@@ -31,7 +32,8 @@ class RuntimeConfig:
     """What the processes below the command line get.
 
     Attributes:
-        mask_token_ids: ids that are never emitted.
+        max_decode_rows: rows of the widest decode step.
+        mtp: None for a model without a mask token.
     """
 
     model: ModelConfig
@@ -39,7 +41,7 @@ class RuntimeConfig:
     scheduler: SchedulerConfig
     use_radix_cache: bool
     max_decode_rows: int
-    mask_token_ids: tuple[int, ...]
+    mtp: MTPConfig | None
 
 
 def resolve(
@@ -53,7 +55,8 @@ def resolve(
     _check_sizes(args)
     device = _device(args, platform)
     context_len = _context_len(args, model)
-    max_decode_rows = 1
+    mtp = _mtp(args, model, environ)
+    max_decode_rows = 1 if mtp is None else 2 * mtp.max_k - 1
     execution = ExecutionConfig(
         model=model,
         load_format=args.load_format,
@@ -95,7 +98,7 @@ def resolve(
         scheduler=scheduler,
         use_radix_cache=not args.disable_radix_cache,
         max_decode_rows=max_decode_rows,
-        mask_token_ids=_mask_token_ids(model),
+        mtp=mtp,
     )
 
 
@@ -108,6 +111,7 @@ def _check_sizes(args: ServerArgs) -> None:
         "max_request_bytes",
         "max_batch_size_per_request",
         "max_n",
+        "mtp_max_k",
     )
     values = vars(args)
     for name in at_least_one:
@@ -157,16 +161,23 @@ def _attention_backend(args: ServerArgs) -> str:
     return name
 
 
-def _mask_token_ids(model: ModelConfig) -> tuple[int, ...]:
-    mask = model.hf.get("mtp_mask_token_id")
+def _mtp(args: ServerArgs, model: ModelConfig, environ: Environ) -> MTPConfig | None:
+    mask, source = args.mtp_mask_token_id, "--mtp-mask-token-id"
     if mask is None:
-        return ()
-    if not isinstance(mask, int) or not 0 <= mask < model.vocab_size:
+        mask = model.hf.get("mtp_mask_token_id")
+        source = f"mtp_mask_token_id in {model.path / 'config.json'}"
+    if mask is None:
+        return None
+    if type(mask) is not int or not 0 <= mask < model.vocab_size:
         raise ConfigError(
-            f"mtp_mask_token_id {mask!r} in {model.path / 'config.json'} must be a token id below"
-            f" vocab_size {model.vocab_size}."
+            f"{source}: {mask!r} must be a token id below vocab_size {model.vocab_size}."
         )
-    return (mask,)
+    return MTPConfig(
+        mask_token_id=mask,
+        max_k=args.mtp_max_k,
+        limits_unverified=args.mtp_load_aware_k,
+        traces=environ.mtp_debug_trace is not None,
+    )
 
 
 def _kv_budget(args: ServerArgs, platform: Platform) -> int:

@@ -97,6 +97,22 @@ class ServerArgs:
     num_threads: int | None = flag(None, "Torch threads of the scheduler on a CPU.")
     random_seed: int | None = flag(None, "Seed for requests that bring no sampling_seed.")
 
+    # Multi-token prediction
+    mtp_max_k: int = flag(8, "Tokens that a request may predict per step (`mtp_k`) at most.")
+    mtp_mask_token_id: int | None = flag(
+        None, "The model's mask token; default: `mtp_mask_token_id` in its config.json."
+    )
+    mtp_load_aware_k: bool = flag(
+        False,
+        "Predict fewer tokens under load for requests without `mtp_verify` too; their output"
+        " depends on it.",
+    )
+    preferred_sampling_params: str | None = flag(
+        None,
+        "JSON object of sampling parameters for requests that do not give them, such as"
+        ' \'{"mtp_enabled": true, "mtp_verify": true, "mtp_k": 8}\'.',
+    )
+
     # Limits of one HTTP request
     max_request_bytes: int = flag(32 * 1024 * 1024, "Size of an HTTP body at most.")
     max_batch_size_per_request: int = flag(4096, "Prompts x n in one request at most.")
@@ -129,6 +145,7 @@ SECTIONS = {
     "host": "HTTP",
     "mem_fraction_static": "Memory and schedule",
     "device": "Execution",
+    "mtp_max_k": "Multi-token prediction",
     "max_request_bytes": "Limits of one request",
     "log_level": "Logging",
 }

@@ -159,7 +159,6 @@ class Case:
             q_lens=[self.shape[index][1] for index in chosen],
             kv_lens=torch.tensor(kv_lens, device=device),
             kv_len_upper_bounds=bounds,
-            logits_index=None,
         )
 
     def tokens_of(self, chosen: Sequence[int]) -> list[int]:
@@ -459,7 +458,6 @@ class Steps:
                 q_lens=q_lens,
                 kv_lens=torch.tensor(kv_lens, device=self.device),
                 kv_len_upper_bounds=[length + slack for length in kv_lens],
-                logits_index=None,
             )
         )
         for layer in range(NUM_LAYERS):

@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 
-from model_harness import TOLERANCE, Decoding, Feeder, Model, assert_close, assert_greedy, sequence
-from sglang.srt.managers.tp_worker import TpModelWorker
+from model_harness import (
+    TOLERANCE,
+    Decoding,
+    Feeder,
+    Model,
+    assert_close,
+    assert_greedy,
+    plain_worker,
+    sequence,
+)
 from utils import make_random_llama
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -109,7 +117,7 @@ def test_a_suppressed_token_is_never_emitted(plain_model: Model) -> None:
     prompt = sequence(10)
     first = decoding.generate([prompt], 1, 100)[0][0]
     other = Decoding(plain_model, 1)
-    other.worker = TpModelWorker(plain_model.runner(1), 8, "cpu", suppressed_token_ids=(first,))
+    other.worker = plain_worker(plain_model.runner(1), 8, (first,))
     order = plain_model.expected(prompt)[-1].argsort(descending=True).tolist()
     assert order[0] == first
     assert other.generate([prompt], 1, 100) == [order[1:2]]

@@ -218,6 +218,7 @@ def request_limits(server_args: ServerArgs, info: SchedulerInfo) -> RequestLimit
         max_logit_bias=server_args.max_logit_bias,
         max_label_chars=server_args.max_label_chars,
         max_custom_labels=server_args.max_custom_labels,
+        mtp_max_k=info.mtp_max_k,
         returns=ReturnLimits(
             vocab_size=info.vocab_size,
             max_top_logprobs=server_args.max_top_logprobs,

@@ -29,6 +29,19 @@ class RowAdjustments:
     stop_token_ids: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class ExtraTokens:
+    """Tokens that count as generated for one row of logits and are not recorded (yet).
+
+    Attributes:
+        tokens: [S, E] int64.
+        counts: [S, E] int32; how often each counts, 0 for not at all.
+    """
+
+    tokens: torch.Tensor
+    counts: torch.Tensor
+
+
 class LogitAdjustments:
     """State per row of the request-to-token table; allocated when the first request needs it."""
 
@@ -61,7 +74,13 @@ class LogitAdjustments:
         self._stops.set(row, stops, [float("-inf")] * len(stops))
         self._first_stop[row] = wanted.num_prompt_tokens + params.min_new_tokens
 
-    def apply(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
+    def apply(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        extra: ExtraTokens | None = None,
+    ) -> None:
         """Changes logits in place.
 
         Args:
@@ -71,6 +90,8 @@ class LogitAdjustments:
         """
         if self._counts is not None:
             counts = self._counts[rows]
+            if extra is not None:
+                counts.scatter_add_(1, extra.tokens, extra.counts)
             repetition, frequency, presence = self._penalties[rows].unsqueeze(-1).unbind(1)
             seen = counts > 0
             scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -79,11 +100,15 @@ class LogitAdjustments:
         self._bias.add_to(logits, rows)
         self._stops.add_to(logits, rows, positions < self._first_stop[rows])
 
-    def record(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Counts generated tokens [S] int64 of rows [S] int64; a row may have several."""
+    def record(
+        self, rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor | None = None
+    ) -> None:
+        """Counts generated tokens [S] int64 of rows [S] int64, once each or as often as counts [S]
+        int32 says; a row may have several."""
         if self._counts is not None:
-            one = torch.ones_like(tokens, dtype=torch.int32)
-            self._counts.index_put_((rows, tokens), one, accumulate=True)
+            if counts is None:
+                counts = torch.ones_like(tokens, dtype=torch.int32)
+            self._counts.index_put_((rows, tokens), counts, accumulate=True)
 
     def _set_counts(self, row: int, output_ids: list[int] | None) -> None:
         if self._counts is None:

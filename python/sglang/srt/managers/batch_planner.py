@@ -201,7 +201,7 @@ class BatchPlanner:
         if req.row_is_new:
             draft.new_rows.append(_new_row(req, req.kv.row))
             req.row_is_new = False
-        num_scored, num_hidden = draft.returns.add(req, len(tokens), q_len, emits)
+        num_scored, num_hidden = draft.returns.add(req, len(tokens), max_kept, emits)
         draft.row_indices.append(req.kv.row)
         draft.q_lens.append(q_len)
         draft.host_tokens.extend(tokens)
@@ -217,7 +217,7 @@ class BatchPlanner:
     def _build(self, draft: _Draft) -> PlannedStep:
         batch = ScheduleBatch(
             rows=draft.row_indices,
-            q_lens=draft.q_lens,
+            max_q_lens=draft.q_lens,
             host_tokens=draft.host_tokens,
             num_host_tokens=draft.num_host_tokens,
             emits=[row.emits for row in draft.rows],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from sglang.srt.base_worker import HostResult
 from sglang.srt.managers.io_struct import (
     BatchTokenIDOutput,
     DecodeOptions,
@@ -35,26 +36,29 @@ class BatchResultProcessor:
         self._stream_interval = stream_interval
         self._outputs: list[ReqOutput] = []
 
-    def process(self, step: LaunchedStep) -> int:
-        """Waits for a step's result, applies it and sends the news; returns the accepted tokens."""
+    def process(self, step: LaunchedStep) -> HostResult:
+        """Waits for a step's result, applies it and sends the news."""
         result = step.result.read()
         returns = ReturnReader(
-            result.emitted_logprobs, result.prompt_logprobs, result.hidden_states
+            result.emitted_logprobs,
+            result.prompt_logprobs,
+            result.hidden_states,
+            width=len(result.next_token_ids[0]),
         )
         for index, row in enumerate(step.rows):
             row.req.num_inflight -= 1
             row.req.num_inflight_emits -= row.emits
             accepted = result.next_token_ids[index][: result.accept_lens[index]]
             scores = returns.take_scores(row.req, row.num_scored)
-            hidden = returns.take_hidden(row.num_hidden)
+            hidden = returns.take_hidden(row, result.kept_lens[index])
             logprobs = returns.take_emitted(row.req, accepted) if row.emits else []
             if row.req.finish_reason is None:
                 row.req.input_logprob_news += scores
-                row.req.hidden_news += hidden
+                row.req.add_hidden(hidden)
                 self._apply(row, accepted, result.kept_lens[index], logprobs)
             self._lifecycle.release_if_ended(row.req)
         self.flush()
-        return sum(result.accept_lens)
+        return result
 
     def abort(self, req: Req, message: str, status_code: int | None, err_type: str | None) -> None:
         """Ends a request with what it has generated so far."""
@@ -91,7 +95,11 @@ class BatchResultProcessor:
         req.num_emitted_since_admission += 1
         num_before = len(req.output_ids)
         reason = accept_tokens(req, accepted)
-        req.output_logprob_news += logprobs[: len(req.output_ids) - num_before]
+        num_new = len(req.output_ids) - num_before
+        if num_new and req.params.reports_steps:
+            req.step_len_news.append(num_new)
+        req.output_logprob_news += logprobs[:num_new]
+        req.drop_hidden_past_output()
         if reason is not None:
             self.end(req, reason)
         elif req.stream and self._is_chunk_due(req):
@@ -124,9 +132,11 @@ class BatchResultProcessor:
                 input_logprobs=req.input_logprob_news,
                 output_logprobs=req.output_logprob_news,
                 hidden_states=req.hidden_news,
+                step_lens=req.step_len_news,
             )
         )
-        req.input_logprob_news, req.output_logprob_news, req.hidden_news = [], [], []
+        req.input_logprob_news, req.output_logprob_news = [], []
+        req.hidden_news, req.step_len_news = [], []
         req.num_sent = len(req.output_ids)
         req.was_reported = True
 

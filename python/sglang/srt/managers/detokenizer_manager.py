@@ -133,6 +133,7 @@ class DetokenizerManager:
             completion_tokens=output.completion_tokens,
             cached_tokens=output.cached_tokens,
             num_retractions=output.num_retractions,
+            step_lens=output.step_lens,
             input_logprobs=output.input_logprobs,
             output_logprobs=output.output_logprobs,
             hidden_states=output.hidden_states,

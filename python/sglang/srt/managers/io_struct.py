@@ -139,6 +139,7 @@ class ReqOutput(msgspec.Struct, array_like=True):
         token_ids: generated tokens since the last output, the stop token included.
         completion_tokens: all tokens generated so far.
         options: only on the first output of a request.
+        step_lens: how many of `token_ids` each step gave, if the request wants to know.
         input_logprobs, output_logprobs: new ones, of prompt positions and of `token_ids`.
         hidden_states: new ones, one list of floats per row that is returned.
     """
@@ -154,6 +155,7 @@ class ReqOutput(msgspec.Struct, array_like=True):
     input_logprobs: list[PositionLogprobs] = []
     output_logprobs: list[PositionLogprobs] = []
     hidden_states: list[list[float]] = []
+    step_lens: list[int] = []
 
 
 class ReqTextOutput(msgspec.Struct, array_like=True):
@@ -176,6 +178,7 @@ class ReqTextOutput(msgspec.Struct, array_like=True):
     input_logprobs: list[PositionLogprobs] = []
     output_logprobs: list[PositionLogprobs] = []
     hidden_states: list[list[float]] = []
+    step_lens: list[int] = []
 
 
 # ---------------------------------------------------------------- front end -> scheduler
@@ -277,6 +280,7 @@ class SchedulerInfo(msgspec.Struct, kw_only=True):
         max_req_len: prompt plus max_new_tokens of one request at most, by context and KV pool.
         max_req_len_reason: which of the two limits it, and the remedy.
         eos_token_ids: ids that end an output.
+        mtp_max_k: tokens that a request may predict per step; 0 for a model that cannot.
         resolved: the resolved configuration, for `/server_info`.
     """
 
@@ -287,6 +291,7 @@ class SchedulerInfo(msgspec.Struct, kw_only=True):
     max_req_len_reason: str
     max_running_requests: int
     eos_token_ids: list[int]
+    mtp_max_k: int = 0
     resolved: dict[str, Any]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang.srt.managers.body_parsing import field_error, is_neutral, shorten
@@ -19,6 +19,8 @@ class RequestLimits:
         max_req_len_reason: what sets `max_req_len`, and the remedy.
         max_batch_size: prompts times n at most.
         max_stop_strings: entries of `stop`, and of `stop_token_ids`, at most.
+        mtp_max_k: tokens predicted per step at most; 0 for a model that cannot.
+        preferred_sampling_params: what holds where a request says nothing.
     """
 
     vocab_size: int
@@ -32,6 +34,8 @@ class RequestLimits:
     max_logit_bias: int = 1024
     max_label_chars: int = 256
     max_custom_labels: int = 32
+    mtp_max_k: int = 0
+    preferred_sampling_params: dict[str, Any] = field(default_factory=dict)
     returns: ReturnLimits
 
 

@@ -41,7 +41,13 @@ class Sample:
     """
 
     def __init__(
-        self, call: GenerateCall, index: int, req_id: int, rid: str, returns: Returns
+        self,
+        call: GenerateCall,
+        index: int,
+        req_id: int,
+        rid: str,
+        returns: Returns,
+        reports_steps: bool = False,
     ) -> None:
         self.call = call
         self.index = index
@@ -53,6 +59,7 @@ class Sample:
         self._first_output_time: float | None = None
         self._text = ""
         self._output_ids: list[int] = []
+        self._step_lens: list[int] | None = [] if reports_steps else None
         self._meta: dict[str, Any] = {}
 
     def add(self, output: ReqTextOutput) -> None:
@@ -69,6 +76,10 @@ class Sample:
             "cached_tokens": output.cached_tokens,
             "num_retractions": output.num_retractions,
         }
+        if self._step_lens is not None:
+            self._step_lens.extend(output.step_lens)
+            num_steps = max(len(self._step_lens), 1)
+            self._meta["mtp_avg_effective_k"] = sum(self._step_lens) / num_steps
         if output.finish_reason is not None:
             self._meta["e2e_latency"] = time.monotonic() - self.call.start_time
         self.call.on_news(self)
@@ -104,6 +115,8 @@ class Sample:
             **self._meta,
             **self._returns.meta_info(),
         }
+        if self._step_lens is not None:
+            meta["mtp_effective_k"] = list(self._step_lens)
         return {"text": self._text, "output_ids": list(self._output_ids), "meta_info": meta}
 
 
@@ -119,9 +132,11 @@ class GenerateCall:
         self._news = asyncio.Event()
         self._error: Exception | None = None
 
-    def add_sample(self, req_id: int, rid: str, returns: Returns) -> Sample:
+    def add_sample(
+        self, req_id: int, rid: str, returns: Returns, reports_steps: bool = False
+    ) -> Sample:
         """A new sample of this call, the next in its answer."""
-        sample = Sample(self, len(self.samples), req_id, rid, returns)
+        sample = Sample(self, len(self.samples), req_id, rid, returns, reports_steps)
         self.samples.append(sample)
         self._num_unfinished += 1
         return sample

@@ -13,11 +13,14 @@ from sglang.srt.managers.request_limits import (
     check_known_fields,
     check_token_ids,
 )
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.sampling_params import MTP_STRATEGY_RULE, SamplingParams
 from sglang.srt.stops import compile_expression
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_ID_DIGITS = 9
+MTP_PREFIX = "mtp_"
+STRATEGY_FIELDS = ("mtp_strategy", "mtp_conf_threshold")
+DEFAULT_MTP_K = SamplingParams().mtp_k
 SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
 
 
@@ -41,14 +44,16 @@ def check_sampling_params(value: Any, limits: RequestLimits, name: str) -> Sampl
         RequestError: naming the field that breaks a rule.
     """
     if value is None:
-        return SamplingParams()
+        value = {}
     if not isinstance(value, dict):
         raise field_error(name, "must be an object")
     check_known_fields(value, SAMPLING_FIELDS, NEUTRAL_SAMPLING_FIELDS, f"{name}.")
-    given = {k: v for k, v in value.items() if k in SAMPLING_FIELDS and v is not None}
+    given = with_preferred(value, limits.preferred_sampling_params)
+    given = {k: v for k, v in given.items() if k in SAMPLING_FIELDS and v is not None}
     for key, number in given.items():
         if isinstance(number, int) and not INT64_MIN <= number <= INT64_MAX:
             raise field_error(f"{name}.{key}", "must fit in 64 bits")
+    _complete_mtp(given, limits, name)
     try:
         params = msgspec.convert(given, SamplingParams)
     except msgspec.ValidationError as error:
@@ -107,6 +112,46 @@ def _check_logit_bias(name: str, bias: dict[str, float], limits: RequestLimits) 
         is_id = key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS
         if not is_id or int(key) >= limits.vocab_size:
             raise field_error(name, f"keys must be token ids from 0 to {limits.vocab_size - 1}")
+
+
+def with_preferred(value: dict[str, Any], preferred: dict[str, Any]) -> dict[str, Any]:
+    """A request's parameters over the server's. A request that switches multi-token prediction off
+    gets none of the server's settings of it, one that brings a strategy keeps its own threshold."""
+    if not preferred:
+        return value
+    given = {name for name, item in value.items() if item is not None}
+    defaults = dict(preferred)
+    if given & set(STRATEGY_FIELDS):
+        defaults = {k: v for k, v in defaults.items() if k not in STRATEGY_FIELDS}
+    if value.get("mtp_enabled") is False:
+        defaults = {k: v for k, v in defaults.items() if not k.startswith(MTP_PREFIX)}
+    return {**defaults, **{name: value[name] for name in value if name in given}}
+
+
+def _complete_mtp(given: dict[str, Any], limits: RequestLimits, name: str) -> None:
+    """Checks what only the raw fields show, and fills in the defaults of multi-token prediction."""
+    fields = [key for key in given if key.startswith(MTP_PREFIX)]
+    if not fields:
+        return
+    if given.get("mtp_enabled") is not True:
+        others = [key for key in fields if key != "mtp_enabled"]
+        if others and given.get("mtp_enabled") in (None, False):
+            raise field_error(f"{name}.{others[0]}", "needs mtp_enabled: true")
+        return
+    if limits.mtp_max_k == 0:
+        raise field_error(
+            f"{name}.mtp_enabled",
+            "the model has no mask token: start the server with --mtp-mask-token-id, or with a"
+            " model whose config.json has mtp_mask_token_id",
+        )
+    strategy = given.get("mtp_strategy")
+    if strategy is not None and (not isinstance(strategy, list) or not strategy):
+        raise field_error(f"{name}.mtp_strategy", MTP_STRATEGY_RULE)
+    given.setdefault("mtp_k", min(DEFAULT_MTP_K, limits.mtp_max_k))
+    if type(given["mtp_k"]) is int and given["mtp_k"] > limits.mtp_max_k:
+        raise field_error(f"{name}.mtp_k", f"must be at most {limits.mtp_max_k} (--mtp-max-k)")
+    if given.get("mtp_verify") is not True:
+        given.setdefault("temperature", 0.0)
 
 
 def expand_samples(params: SamplingParams) -> list[SamplingParams]:

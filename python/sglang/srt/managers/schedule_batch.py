@@ -31,8 +31,8 @@ class Req:
             of them emit.
         row_is_new: the device does not know the request's row yet.
         num_scored, num_scores_read: prompt positions whose logprobs have been launched; read.
-        num_hidden: positions whose hidden states have been launched.
-        input_logprob_news, output_logprob_news, hidden_news: results not sent yet.
+        num_hidden: positions whose hidden states have been read.
+        input_logprob_news, output_logprob_news, hidden_news, step_len_news: results not sent yet.
         num_sent, was_reported: output tokens that the client has been told of; whether it has
             heard of the request at all.
     """
@@ -66,6 +66,7 @@ class Req:
     input_logprob_news: list[PositionLogprobs] = field(default_factory=list)
     output_logprob_news: list[PositionLogprobs] = field(default_factory=list)
     hidden_news: list[list[float]] = field(default_factory=list)
+    step_len_news: list[int] = field(default_factory=list)
     num_sent: int = 0
     was_reported: bool = False
     num_cached_tokens: int = 0
@@ -105,6 +106,19 @@ class Req:
             limit = min(limit, self.num_hidden)
         return limit
 
+    def add_hidden(self, states: list[list[float]]) -> None:
+        """Takes in hidden states of the next positions."""
+        self.hidden_news += states
+        self.num_hidden += len(states)
+
+    def drop_hidden_past_output(self) -> None:
+        """A step may keep rows past the stop; each state returned belongs to a token before the
+        last one."""
+        excess = self.num_hidden - (len(self.input_ids) + len(self.output_ids) - 1)
+        if self.hidden_states == "all" and excess > 0:
+            del self.hidden_news[-excess:]
+            self.num_hidden -= excess
+
     @property
     def known_ids(self) -> list[int]:
         return self.input_ids + self.output_ids
@@ -118,6 +132,7 @@ class LaunchedRow:
         max_kept: what the launch added to `committed_bound`.
         ends_prompt: the step feeds the last prompt token.
         num_scored, num_hidden: prompt logprobs and hidden states that the step returns for it.
+            Of hidden states of a decode step only those of kept rows count.
     """
 
     req: Req

@@ -150,7 +150,9 @@ class Scheduler:
         return LaunchedStep(planned.rows, result)
 
     def _read(self, step: LaunchedStep) -> None:
-        num_accepted = self.processor.process(step)
+        result = self.processor.process(step)
+        self._worker.observe(result)
+        num_accepted = sum(result.accept_lens)
         self.stats.on_read(num_accepted, sum(row.emits for row in step.rows))
         self.checker.after_step("result read")
 

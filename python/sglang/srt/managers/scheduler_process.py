@@ -17,7 +17,6 @@ from sglang.srt.managers.child_process import configure_logging, start_child_pro
 from sglang.srt.managers.io_struct import ProcessFailed, ProcessReady, SchedulerInfo, ToScheduler
 from sglang.srt.managers.ipc import IpcAddresses, Receiver, Sender
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.mem_cache.radix_cache import NullPrefixCache, RadixCache
@@ -29,6 +28,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.stops import StopSet
 from sglang.srt.tokenizer import StopFinder, Tokenizer, load_tokenizer
+from sglang.srt.worker_factory import make_worker
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +59,7 @@ def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, Schedul
     """
     config = resolve(args, Platform.probe(), load_model_config(args.model_path), Environ.read())
     runner = ModelRunner(config.execution)
-    worker = TpModelWorker(
-        runner,
-        config.execution.max_running_requests,
-        config.execution.device,
-        config.mask_token_ids,
-    )
+    worker = make_worker(runner, config.mtp)
     inbox: Receiver[Any] = Receiver(addresses.scheduler, ToScheduler)
     scheduler = Scheduler(
         config.scheduler,
@@ -116,6 +111,7 @@ def _info(config: RuntimeConfig, runner: ModelRunner) -> SchedulerInfo:
         max_req_len_reason=reason,
         max_running_requests=execution.max_running_requests,
         eos_token_ids=list(config.model.eos_token_ids),
+        mtp_max_k=0 if config.mtp is None else config.mtp.max_k,
         resolved={
             "device": execution.device,
             "dtype": execution.dtype,

@@ -4,36 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sglang.srt.base_worker import LogprobPlan
+from sglang.srt.base_worker import LogprobPlan, RowRef
 from sglang.srt.layers.logprobs import HostLogprobs, LogprobQueries
 from sglang.srt.managers.io_struct import LogprobOptions, PositionLogprobs
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import LaunchedRow, Req
 
 
 @dataclass(slots=True)
 class StepReturns:
     """Collects, request by request in the order of the batch, which rows are to be returned."""
 
-    hidden_rows: list[int] = field(default_factory=list)
-    _num_rows: int = 0
-    _num_emitting: int = 0
+    hidden_rows: list[RowRef] = field(default_factory=list)
+    _num_requests: int = 0
     _emitting: list[int] = field(default_factory=list)
     _emitted_options: list[LogprobOptions] = field(default_factory=list)
-    _prompt_rows: list[int] = field(default_factory=list)
+    _prompt_rows: list[RowRef] = field(default_factory=list)
     _prompt_targets: list[int] = field(default_factory=list)
     _prompt_options: list[LogprobOptions] = field(default_factory=list)
 
-    def add(self, req: Req, num_prompt_rows: int, q_len: int, emits: bool) -> tuple[int, int]:
-        """Notes the next request of the step, which feeds q_len rows from `committed_bound` on;
-        returns how many prompt logprobs and hidden states the step returns for it."""
+    def add(self, req: Req, num_prompt_rows: int, max_kept: int, emits: bool) -> tuple[int, int]:
+        """Notes the next request of the step, which keeps at most max_kept rows; returns how many
+        prompt logprobs and hidden states the step returns for it."""
         num_scored = self._add_scores(req, num_prompt_rows)
-        num_hidden = self._add_hidden(req, num_prompt_rows or 1, emits)
-        if emits:
-            if req.logprobs is not None:
-                self._emitting.append(self._num_emitting)
-                self._emitted_options.append(req.logprobs)
-            self._num_emitting += 1
-        self._num_rows += q_len
+        num_hidden = self._add_hidden(req, num_prompt_rows, max_kept, emits)
+        if emits and req.logprobs is not None:
+            self._emitting.append(self._num_requests)
+            self._emitted_options.append(req.logprobs)
+        self._num_requests += 1
         return num_scored, num_hidden
 
     def logprob_plan(self) -> LogprobPlan | None:
@@ -58,38 +55,45 @@ class StepReturns:
         end = min(start + num_prompt_rows, len(req.input_ids) - 1)
         count = max(0, end - first)
         self._prompt_rows.extend(
-            range(self._num_rows + first - start, self._num_rows + end - start)
+            (self._num_requests, position - start) for position in range(first, end)
         )
         self._prompt_targets.extend(req.input_ids[first + 1 : end + 1])
         self._prompt_options.extend([options] * count)
         req.num_scored += count
         return count
 
-    def _add_hidden(self, req: Req, num_rows: int, emits: bool) -> int:
-        """Fed rows whose hidden states are wanted: each position once, or the emitting one."""
+    def _add_hidden(self, req: Req, num_prompt_rows: int, max_kept: int, emits: bool) -> int:
+        """Rows whose hidden states are wanted: each position once, or the one behind a step.
+
+        Of a decode step all rows that may be kept are asked for; how many are is not known yet.
+        """
         if req.hidden_states == "none":
             return 0
-        end = req.committed_bound + num_rows
-        first = max(req.num_hidden, req.committed_bound)
-        if req.hidden_states == "last":
-            first = end - 1 if emits else end
-        count = max(0, end - first)
-        offset = self._num_rows - req.committed_bound
-        self.hidden_rows.extend(range(offset + first, offset + end))
-        req.num_hidden = max(req.num_hidden, end)
-        return count
+        first = 0
+        if num_prompt_rows and req.hidden_states == "all":
+            first = min(max(0, req.num_hidden - req.committed_bound), max_kept)
+        elif num_prompt_rows:
+            first = max_kept - 1 if emits else max_kept
+        self.hidden_rows.extend((self._num_requests, offset) for offset in range(first, max_kept))
+        return max_kept - first
 
 
 class ReturnReader:
-    """Hands the returns of a read step to its requests, in the same order."""
+    """Hands the returns of a read step to its requests, in the same order.
+
+    Args:
+        width: positions of `emitted` per request.
+    """
 
     def __init__(
         self,
         emitted: HostLogprobs | None,
         prompts: HostLogprobs | None,
         hidden_states: list[list[float]],
+        width: int,
     ) -> None:
         self._emitted, self._prompts, self._hidden = emitted, prompts, hidden_states
+        self._width = width
         self._next_emitted = self._next_prompt = self._next_hidden = 0
 
     def take_scores(self, req: Req, num_scored: int) -> list[PositionLogprobs]:
@@ -110,14 +114,21 @@ class ReturnReader:
         """Logprobs of the tokens that an emitting request accepted."""
         if self._emitted is None or req.logprobs is None:
             return []
-        index = self._next_emitted
-        self._next_emitted += 1
-        return [position_logprobs(self._emitted, index, token, req.logprobs) for token in tokens]
+        first = self._next_emitted
+        self._next_emitted += self._width
+        return [
+            position_logprobs(self._emitted, first + i, token, req.logprobs)
+            for i, token in enumerate(tokens)
+        ]
 
-    def take_hidden(self, num_hidden: int) -> list[list[float]]:
+    def take_hidden(self, row: LaunchedRow, num_kept: int) -> list[list[float]]:
+        """Hidden states of what the step kept of a request, or of the last row of it."""
         start = self._next_hidden
-        self._next_hidden += num_hidden
-        return self._hidden[start : self._next_hidden]
+        self._next_hidden += row.num_hidden
+        if row.ends_prompt or not row.emits:
+            return self._hidden[start : self._next_hidden]
+        kept = self._hidden[start : self._next_hidden][:num_kept]
+        return kept[-1:] if row.req.hidden_states == "last" else kept
 
 
 def position_logprobs(

@@ -143,6 +143,7 @@ class TokenizerManager:
                     next(self._req_ids),
                     prompt.rid or uuid.uuid4().hex,
                     Returns(wanted, input_ids, self._text_of_token),
+                    params.reports_steps,
                 )
                 self._samples[sample.req_id] = sample
                 sample.log_fields = self._log_fields(request, prompt, params)

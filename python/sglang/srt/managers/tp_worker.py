@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from sglang.srt.base_worker import (
     GenerationBatchResult,
+    HostResult,
     LogprobPlan,
     ScheduleBatch,
     StepWidth,
 )
-from sglang.srt.layers.logprobs import LogprobTensors, query_logprobs, query_prompt_logprobs
+from sglang.srt.layers.logprobs import LogprobTensors, query_logprobs
 from sglang.srt.layers.sampler import SamplingRows, sample
-from sglang.srt.model_executor.forward_inputs import build_forward_batch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_inputs import (
+    apply_writes,
+    build_forward_batch,
+    flat_rows,
+)
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.request_rows import RequestRows
+from sglang.srt.model_executor.step_outputs import hidden_states, prompt_logprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 PLAIN_WIDTH = StepWidth(decode_rows=1, lookahead_rows=0, max_kept=1)
@@ -28,11 +37,11 @@ class TpModelWorker:
     """
 
     def __init__(
-        self, runner: ModelRunner, num_rows: int, device: str, suppressed_token_ids: tuple[int, ...]
+        self, runner: ModelRunner, state: RequestRows, suppressed_token_ids: tuple[int, ...]
     ) -> None:
         self._runner = runner
         self._table = runner.req_to_token_pool
-        self._state = RequestRows(num_rows, 1, runner.vocab_size, device)
+        self._state = state
         self._suppressed = list(suppressed_token_ids)
 
     def step_width(self, params: SamplingParams) -> StepWidth:
@@ -40,18 +49,24 @@ class TpModelWorker:
 
     @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        state = self._state
-        inputs = build_forward_batch(batch, state, self._table)
+        apply_writes(batch, self._state, self._table)
+        inputs = build_forward_batch(batch, batch.max_q_lens, self._state, self._table)
+        return self.run(batch, inputs)
+
+    def run(self, batch: ScheduleBatch, inputs: ForwardBatch) -> GenerationBatchResult:
+        """A step whose writes have been applied and whose rows are laid out."""
+        state, q_lens = self._state, inputs.q_lens
         hidden = self._runner.forward(inputs)
-        last = hidden if inputs.logits_index is None else hidden[inputs.logits_index]
-        logits = self._runner.compute_logits(last)
         state.committed[inputs.rows] = inputs.kv_lens
         device = inputs.rows.device
-        if all(batch.emits):
-            rows, positions = inputs.rows, inputs.kv_lens
-        else:
+        rows, positions, last = inputs.rows, inputs.kv_lens, hidden
+        if not all(batch.emits):
             emits = torch.tensor(batch.emits, device=device)
-            rows, positions = inputs.rows[emits], inputs.kv_lens[emits]
+            rows, positions = rows[emits], positions[emits]
+        if len(hidden) > len(rows):
+            emitting = [(i, q_lens[i] - 1) for i, emits in enumerate(batch.emits) if emits]
+            last = hidden[flat_rows(emitting, q_lens)]
+        logits = self._runner.compute_logits(last)
         if batch.adjusts_logits:
             state.adjustments.apply(logits, rows, positions)
         if self._suppressed:
@@ -61,37 +76,34 @@ class TpModelWorker:
         state.pending[rows, 0] = tokens
         if batch.adjusts_logits:
             state.adjustments.record(rows, tokens)
-        emitted, prompts = self._logprobs(batch.logprobs, logits, sampling, tokens, hidden)
+        emitted = prompts = None
+        if batch.logprobs is not None:
+            emitted = self._emitted_logprobs(batch, batch.logprobs, logits, sampling, tokens)
+            prompts = prompt_logprobs(batch.logprobs, hidden, q_lens, self._runner.compute_logits)
         return GenerationBatchResult(
-            next_token_ids=state.pending[inputs.rows],
+            next_token_ids=state.pending[inputs.rows, :1],
             accept_lens=torch.tensor(batch.emits, dtype=torch.int64, device=device),
-            kept_lens=torch.tensor(batch.q_lens, dtype=torch.int64, device=device),
+            kept_lens=torch.tensor(q_lens, dtype=torch.int64, device=device),
             emitted_logprobs=emitted,
             prompt_logprobs=prompts,
-            hidden_states=hidden[batch.hidden_rows].float() if batch.hidden_rows else None,
+            hidden_states=hidden_states(batch, hidden, q_lens),
         )
 
-    def _logprobs(
+    def observe(self, result: HostResult) -> None:
+        """Learns nothing from results."""
+
+    def _emitted_logprobs(
         self,
-        plan: LogprobPlan | None,
+        batch: ScheduleBatch,
+        plan: LogprobPlan,
         logits: torch.Tensor,
         sampling: SamplingRows,
         tokens: torch.Tensor,
-        hidden: torch.Tensor,
-    ) -> tuple[LogprobTensors | None, LogprobTensors | None]:
-        """Of the emitted tokens, in the distribution they were drawn from before top-k, top-p and
-        min-p; of prompt tokens, in the model's own."""
-        if plan is None:
-            return None, None
-        emitted = prompts = None
-        if plan.emitting:
-            logprobs = torch.log_softmax(sampling.scale(logits), dim=-1)[plan.emitting]
-            emitted = query_logprobs(logprobs, tokens[plan.emitting], plan.emitted)
-        if plan.prompt_rows:
-            prompts = query_prompt_logprobs(
-                hidden[plan.prompt_rows],
-                self._runner.compute_logits,
-                plan.prompt_targets,
-                plan.prompts,
-            )
-        return emitted, prompts
+    ) -> LogprobTensors | None:
+        """In the distribution that tokens were drawn from, before top-k, top-p and min-p."""
+        if not plan.emitting:
+            return None
+        places = list(itertools.accumulate(batch.emits, initial=0))
+        wanted = [places[i] for i in plan.emitting]
+        logprobs = torch.log_softmax(sampling.scale(logits)[wanted], dim=-1)
+        return query_logprobs(logprobs, tokens[wanted], plan.emitted)

@@ -20,7 +20,6 @@ class ForwardBatch:
         q_lens: host list of R; tokens fed by each request.
         kv_lens: [R] int64; tokens with KV after this step's are written.
         kv_len_upper_bounds: host list of R; at least `kv_lens`, without reading the device.
-        logits_index: [S] int64; which of the T rows need logits, or None for all of them in order.
     """
 
     input_ids: torch.Tensor
@@ -30,4 +29,3 @@ class ForwardBatch:
     q_lens: list[int]
     kv_lens: torch.Tensor
     kv_len_upper_bounds: list[int]
-    logits_index: torch.Tensor | None

@@ -6,72 +6,81 @@ import itertools
 
 import torch
 
-from sglang.srt.base_worker import ScheduleBatch
+from sglang.srt.base_worker import RowRef, ScheduleBatch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.request_rows import RequestRows
 
+NO_TOKEN = 0  # fed by look-ahead rows of workers that have none
+
+
+def apply_writes(batch: ScheduleBatch, state: RequestRows, table: ReqToTokenPool) -> None:
+    """The step's writes to the page table and its new rows, before anything else of the step."""
+    writes = batch.table_writes
+    table.write(writes.rows, writes.columns, writes.slots)
+    state.initialize(batch.new_rows)
+
 
 def build_forward_batch(
-    batch: ScheduleBatch, state: RequestRows, table: ReqToTokenPool
+    batch: ScheduleBatch,
+    q_lens: list[int],
+    state: RequestRows,
+    table: ReqToTokenPool,
+    lookahead_token: int = NO_TOKEN,
 ) -> ForwardBatch:
-    """Applies the step's row and table writes, then lays out its T rows.
+    """Lays out the T rows of a step.
 
-    A request feeds its `host_tokens`, or else the first q_len of its pending tokens.
+    A request feeds its `host_tokens`, or else its pending tokens; the rest of its q_lens[i] rows
+    feed `lookahead_token`.
     """
-    table.write(batch.table_writes.rows, batch.table_writes.columns, batch.table_writes.slots)
-    state.initialize(batch.new_rows)
     device = table.req_to_token.device
     rows = torch.tensor(batch.rows, device=device)
     committed = state.committed[rows]
-    if max(batch.q_lens) == 1 and not batch.host_tokens:
+    if max(q_lens) == 1 and not batch.host_tokens:
         positions, input_ids = committed, state.pending[rows, 0]
-        slots, kv_lens, logits_index = table.req_to_token[rows, positions], committed + 1, None
+        slots, kv_lens = table.req_to_token[rows, positions], committed + 1
     else:
-        q_lens = torch.tensor(batch.q_lens, device=device)
-        ends = q_lens.cumsum(0)
-        request = torch.repeat_interleave(q_lens, output_size=sum(batch.q_lens))
-        offsets = torch.arange(request.shape[0], device=device) - (ends - q_lens)[request]
+        lens = torch.tensor(q_lens, device=device)
+        request = torch.repeat_interleave(lens, output_size=sum(q_lens))
+        offsets = torch.arange(request.shape[0], device=device) - (lens.cumsum(0) - lens)[request]
         positions = committed[request] + offsets
         slots = table.req_to_token[rows[request], positions]
-        input_ids = _input_ids(batch, state, rows, request, offsets)
-        kv_lens = committed + q_lens
-        logits_index = ends[_emitting(batch, device)] - 1
+        input_ids = _input_ids(batch, q_lens, state, rows[request], offsets, lookahead_token)
+        kv_lens = committed + lens
+    trimmed = zip(batch.kv_len_upper_bounds, batch.max_q_lens, q_lens, strict=True)
     return ForwardBatch(
         input_ids=input_ids,
         positions=positions,
         slots=slots.to(torch.int64),
         rows=rows,
-        q_lens=batch.q_lens,
+        q_lens=q_lens,
         kv_lens=kv_lens,
-        kv_len_upper_bounds=batch.kv_len_upper_bounds,
-        logits_index=logits_index,
+        kv_len_upper_bounds=[bound - reserved + fed for bound, reserved, fed in trimmed],
     )
 
 
 def _input_ids(
     batch: ScheduleBatch,
+    q_lens: list[int],
     state: RequestRows,
     rows: torch.Tensor,
-    request: torch.Tensor,
     offsets: torch.Tensor,
+    lookahead_token: int,
 ) -> torch.Tensor:
-    """[T] int64: host tokens where the host knows them, pending tokens elsewhere."""
-    host_flags = list(
-        itertools.chain.from_iterable(
-            [True] * num_host + [False] * (q_len - num_host)
-            for q_len, num_host in zip(batch.q_lens, batch.num_host_tokens, strict=True)
-        )
-    )
-    device = rows.device
-    input_ids = torch.empty(len(host_flags), dtype=torch.int64, device=device)
-    from_host = torch.tensor(host_flags, device=device)
-    input_ids[from_host] = torch.tensor(batch.host_tokens, dtype=torch.int64, device=device)
-    from_device = ~from_host
-    input_ids[from_device] = state.pending[rows[request[from_device]], offsets[from_device]]
+    """[T] int64: host tokens, pending tokens or `lookahead_token`; rows, offsets [T] int64."""
+    num_host = batch.num_host_tokens
+    last = state.pending.shape[1] - 1
+    pending = state.pending[rows, offsets.clamp(max=last)]
+    input_ids = torch.where(offsets < state.pending_lens[rows], pending, lookahead_token)
+    if batch.host_tokens:
+        kinds = zip(q_lens, num_host, strict=True)
+        runs = ([True] * host + [False] * (q_len - host) for q_len, host in kinds)
+        from_host = torch.tensor(list(itertools.chain.from_iterable(runs)), device=rows.device)
+        input_ids[from_host] = torch.tensor(batch.host_tokens, device=rows.device)
     return input_ids
 
 
-def _emitting(batch: ScheduleBatch, device: torch.device) -> torch.Tensor:
-    """[S] int64: indices of the requests that accept tokens in this step."""
-    return torch.tensor([i for i, emits in enumerate(batch.emits) if emits], device=device).long()
+def flat_rows(refs: list[RowRef], q_lens: list[int]) -> list[int]:
+    """Indices among the T rows of a step; an offset past a request's last row gives the last."""
+    starts = list(itertools.accumulate(q_lens, initial=0))
+    return [starts[i] + min(offset, q_lens[i] - 1) for i, offset in refs]

@@ -15,7 +15,8 @@ class RequestRows:
 
     Attributes:
         committed: [N] int64; the watermark: tokens with KV.
-        pending: [N, max_pending] int64; tokens accepted last, without KV.
+        pending: [N, max_pending] int64; tokens without KV that the next decode step feeds.
+        pending_lens: [N] int64; how many, at least 1.
     """
 
     def __init__(self, num_rows: int, max_pending: int, vocab_size: int, device: str) -> None:
@@ -23,6 +24,7 @@ class RequestRows:
         self._device = device
         self.committed = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.pending = torch.zeros((num_rows, max_pending), dtype=torch.int64, device=device)
+        self.pending_lens = torch.ones(num_rows, dtype=torch.int64, device=device)
         self._seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._top_k = torch.ones(num_rows, dtype=torch.int64, device=device)
         # temperature, top_p, min_p
@@ -45,6 +47,7 @@ class RequestRows:
         values = torch.tensor(integers, dtype=torch.int64, device=self._device)
         rows = values[:, 0]
         self.committed[rows] = values[:, 1]
+        self.pending_lens[rows] = 1
         self._seeds[rows] = values[:, 2]
         self._top_k[rows] = values[:, 3]
         self._floats[rows] = torch.tensor(floats, dtype=torch.float32, device=self._device)

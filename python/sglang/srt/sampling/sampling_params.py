@@ -7,6 +7,9 @@ import math
 import msgspec
 
 GREEDY_TEMPERATURE = 1e-6  # below it the most probable token is taken, as SGLang does
+STATIC, CONF_ADAPT = "static", "conf_adapt"
+DEFAULT_TAU = 0.9  # in messages only: there is no default threshold
+MTP_STRATEGY_RULE = f'must be ["{STATIC}"] or ["{CONF_ADAPT}", threshold]'
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 
 
@@ -30,6 +33,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         repetition_penalty: divides positive logits of generated tokens and multiplies negative
             ones (arXiv 1909.05858, section 4.1).
         logit_bias: token id (as text, since JSON keys are texts) to what its logit gets added.
+        mtp_enabled: predict several tokens per step (needs a model with a mask token).
+        mtp_k: tokens predicted per step at most.
+        mtp_strategy: `["static"]` accepts all k; `["conf_adapt", tau]` the longest prefix whose
+            top-1 probabilities reach tau, at least one.
+        mtp_conf_threshold: tau, as part of the strategy or here.
+        mtp_verify: accept only what one token per step would have given.
         spaces_between_special_tokens: only tokenizers that put such spaces heed it.
         stream_interval: a stream gets a chunk every so many tokens; None: the server's.
         n: samples per prompt; the front end makes one request of each.
@@ -54,6 +63,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     logit_bias: dict[str, float] | None = None
     spaces_between_special_tokens: bool = True
     stream_interval: int | None = None
+    mtp_enabled: bool = False
+    mtp_k: int = 3
+    mtp_strategy: list[str | float] | None = None
+    mtp_conf_threshold: float | None = None
+    mtp_verify: bool = False
     n: int = 1
 
     @property
@@ -88,6 +102,24 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     def adjusts_logits(self) -> bool:
         """Whether logits change before a token is drawn from them."""
         return self.has_penalties or bool(self.logit_bias) or self.min_new_tokens > 0
+
+    @property
+    def num_predicted(self) -> int:
+        """Tokens predicted per step at most."""
+        return self.mtp_k if self.mtp_enabled else 1
+
+    @property
+    def reports_steps(self) -> bool:
+        """Whether the client wants to know how many tokens each step gave."""
+        return self.mtp_enabled
+
+    @property
+    def mtp_threshold(self) -> float:
+        """Probability that a prediction must reach; 0 where all are accepted."""
+        if not self.mtp_strategy or self.mtp_strategy[0] != CONF_ADAPT:
+            return 0.0
+        in_list = self.mtp_strategy[1:]
+        return float(in_list[0]) if in_list else self.mtp_conf_threshold or 0.0
 
     def problem(self) -> str | None:
         """The first rule that a field breaks, as `field: reason`; None when all hold.
@@ -127,7 +159,35 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
                 "must be at least 1",
             ),
         )
-        return next((f"{name}: {rule}" for name, holds, rule in checks if not holds), None)
+        first = next((f"{name}: {rule}" for name, holds, rule in checks if not holds), None)
+        return first or (self._mtp_problem() if self.mtp_enabled else None)
+
+    def _mtp_problem(self) -> str | None:
+        """The first rule of multi-token prediction that is broken."""
+        strategy, threshold = self.mtp_strategy or [STATIC], self.mtp_conf_threshold
+        in_list = strategy[1:]
+        if self.mtp_k < 1:
+            return "mtp_k: must be at least 1"
+        if strategy[0] not in (STATIC, CONF_ADAPT) or len(strategy) > 2:
+            return f"mtp_strategy: {MTP_STRATEGY_RULE}"
+        for name, value in (("mtp_strategy", in_list[:1]), ("mtp_conf_threshold", [threshold])):
+            for tau in value:
+                if tau is not None and not (isinstance(tau, int | float) and 0 <= tau <= 1):
+                    return f"{name}: the threshold must be a number in [0, 1]"
+        if strategy[0] == STATIC and (in_list or threshold is not None):
+            name = "mtp_strategy" if in_list else "mtp_conf_threshold"
+            return f'{name}: static takes no threshold; use ["{CONF_ADAPT}", {DEFAULT_TAU}]'
+        if strategy[0] == CONF_ADAPT and not in_list and threshold is None:
+            return f'mtp_strategy: needs a threshold, as in ["{CONF_ADAPT}", {DEFAULT_TAU}]'
+        if in_list and threshold is not None and in_list[0] != threshold:
+            return f"mtp_conf_threshold: {threshold:g} is not the {in_list[0]} of mtp_strategy"
+        if self.mtp_verify:
+            return None
+        if self.temperature > 0:
+            return "temperature: must be 0 or left out with mtp_enabled, unless mtp_verify is true"
+        if self.has_penalties:
+            return "mtp_enabled: penalties need mtp_verify: true"
+        return None
 
 
 def _finite_at_least(value: float, minimum: float) -> bool:

@@ -1,0 +1,33 @@
+"""What every worker returns alike beside tokens: hidden states and logprobs of prompt rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from sglang.srt.base_worker import LogprobPlan, ScheduleBatch
+from sglang.srt.layers.logprobs import LogprobTensors, query_prompt_logprobs
+from sglang.srt.model_executor.forward_inputs import flat_rows
+
+
+def hidden_states(
+    batch: ScheduleBatch, hidden: torch.Tensor, q_lens: list[int]
+) -> torch.Tensor | None:
+    """Those of `batch.hidden_rows` out of hidden [T, D]: [H, D] float32; None for none."""
+    if not batch.hidden_rows:
+        return None
+    return hidden[flat_rows(batch.hidden_rows, q_lens)].float()
+
+
+def prompt_logprobs(
+    plan: LogprobPlan,
+    hidden: torch.Tensor,
+    q_lens: list[int],
+    compute_logits: Callable[[torch.Tensor], torch.Tensor],
+) -> LogprobTensors | None:
+    """Of prompt tokens, in the model's own distribution; hidden [T, D]."""
+    if not plan.prompt_rows:
+        return None
+    rows = flat_rows(plan.prompt_rows, q_lens)
+    return query_prompt_logprobs(hidden[rows], compute_logits, plan.prompt_targets, plan.prompts)

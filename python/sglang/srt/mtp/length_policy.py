@@ -1,0 +1,136 @@
+"""How many tokens to predict under the load at hand.
+
+More predictions per request cost more rows per step. While a step is bound by reading the weights
+they are nearly free; beyond that each row costs time, and rows of predictions that will not be
+accepted should go.
+"""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+PRIOR_SURVIVAL = 0.7  # of a prediction, given that the one before it was accepted
+LEARNING_RATE = 0.02
+FORGETTING_RATE = 0.001  # towards the prior, of what is not tried
+
+
+class LengthPolicy(Protocol):
+    """Decides lengths on the host, before the step before is read."""
+
+    def limit(self, wishes: Sequence[int], num_other_rows: int) -> int:
+        """Most tokens that any request may predict in the next step.
+
+        Args:
+            wishes: k of each request that the policy may shorten.
+            num_other_rows: rows that the step feeds besides.
+        """
+
+    def observe(self, num_tried: int, num_accepted: int) -> None:
+        """A request could have accepted `num_tried` tokens and accepted `num_accepted`."""
+
+
+class FullLength:
+    """Every request predicts as many tokens as it wishes."""
+
+    def limit(self, wishes: Sequence[int], num_other_rows: int) -> int:
+        return max(wishes)
+
+    def observe(self, num_tried: int, num_accepted: int) -> None:
+        """Learns nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Duration of a step by the rows that it feeds, linear between measured points.
+
+    Attributes:
+        num_rows: ascending.
+        costs_ms: of a step with so many rows.
+    """
+
+    num_rows: tuple[int, ...]
+    costs_ms: tuple[float, ...]
+
+    @classmethod
+    def flat(cls) -> CostTable:
+        """Rows cost nothing: every request predicts as many tokens as it wishes."""
+        return cls((1,), (1.0,))
+
+    def cost_ms(self, num_rows: int) -> float:
+        """Beyond the last point the last slope goes on."""
+        rows, costs = self.num_rows, self.costs_ms
+        if len(rows) == 1 or num_rows <= rows[0]:
+            return costs[0]
+        right = min(bisect.bisect_left(rows, num_rows), len(rows) - 1)
+        share = (num_rows - rows[right - 1]) / (rows[right] - rows[right - 1])
+        return costs[right - 1] + share * (costs[right] - costs[right - 1])
+
+
+def measure_costs(
+    run_step: Callable[[int], None],
+    num_rows: Sequence[int],
+    repeats: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> CostTable:
+    """Medians of `run_step(rows)`, which must wait for the device, after one run to warm up."""
+    costs = []
+    for rows in num_rows:
+        run_step(rows)
+        times = []
+        for _ in range(repeats):
+            start = clock()
+            run_step(rows)
+            times.append((clock() - start) * 1e3)
+        costs.append(statistics.median(times))
+    return CostTable(tuple(num_rows), tuple(costs))
+
+
+class LoadAwareLength:
+    """Maximizes expected accepted tokens per millisecond.
+
+    The expectation comes from how often the j-th token of a run was accepted lately, the price from
+    the cost table. At equal value the longer length wins.
+    """
+
+    def __init__(self, costs: CostTable, max_k: int) -> None:
+        self._costs = costs
+        # Chance that the (j+2)-th token is accepted, given that the one before it is.
+        self._survival = [PRIOR_SURVIVAL] * (max_k - 1)
+
+    def limit(self, wishes: Sequence[int], num_other_rows: int) -> int:
+        counts = Counter(wishes)
+        best, best_value = 1, 0.0
+        for length in range(1, max(wishes) + 1):
+            tokens, rows = 0.0, num_other_rows
+            for wish, count in counts.items():
+                used = min(wish, length)
+                tokens += count * self._expected(used)
+                rows += count * (2 * used - 1)
+            value = tokens / self._costs.cost_ms(rows)
+            if value >= best_value:
+                best, best_value = length, value
+        return best
+
+    def observe(self, num_tried: int, num_accepted: int) -> None:
+        for j in range(len(self._survival)):
+            if j + 2 > num_tried:
+                self._move(j, PRIOR_SURVIVAL, FORGETTING_RATE)
+            elif num_accepted >= j + 1:
+                self._move(j, float(num_accepted >= j + 2), LEARNING_RATE)
+
+    def _move(self, j: int, towards: float, rate: float) -> None:
+        self._survival[j] += rate * (towards - self._survival[j])
+
+    def _expected(self, length: int) -> float:
+        """Accepted tokens per step of a request that predicts `length`."""
+        expected = chance = 1.0
+        for survival in self._survival[: length - 1]:
+            chance *= survival
+            expected += chance
+        return expected

@@ -1,0 +1,89 @@
+"""How far each request looks ahead: parameters on the device, bounds on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.base_worker import NewRow, ScheduleBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepLengths:
+    """What a step feeds and reads, request by request; known before the step before it is read.
+
+    Attributes:
+        q_lens: rows fed.
+        num_predicted: tokens predicted (k of this step); 0 where the step emits nothing.
+        num_read: rows whose logits are read.
+        max_accepted: tokens that can be accepted.
+    """
+
+    q_lens: list[int]
+    num_predicted: list[int]
+    num_read: list[int]
+    max_accepted: list[int]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nobody looks ahead or has more than one pending token."""
+        return max(self.num_predicted) <= 1 and max(self.max_accepted) <= 1
+
+
+class LookaheadRows:
+    """One entry per row of the request-to-token table.
+
+    Attributes:
+        thresholds: [N] float32; tau, 0 for static k.
+        is_verified: [N] bool; also of requests that do not look ahead.
+        max_predicted: N host integers; the request's k.
+        host_thresholds, is_lossless: `thresholds` and `is_verified` on the host.
+    """
+
+    def __init__(self, num_rows: int, device: str) -> None:
+        self._device = device
+        self.thresholds = torch.zeros(num_rows, device=device)
+        self.is_verified = torch.ones(num_rows, dtype=torch.bool, device=device)
+        self.max_predicted = [1] * num_rows
+        self.host_thresholds = [0.0] * num_rows
+        self.is_lossless = [True] * num_rows
+        self._pending_bounds = [1] * num_rows
+
+    def initialize(self, new_rows: list[NewRow]) -> None:
+        """Sets the state of requests that have just got a row."""
+        if not new_rows:
+            return
+        for new in new_rows:
+            params = new.params
+            self.max_predicted[new.row] = params.num_predicted
+            self.host_thresholds[new.row] = params.mtp_threshold
+            self.is_lossless[new.row] = params.mtp_verify or not params.mtp_enabled
+            self._pending_bounds[new.row] = 1
+        places = [new.row for new in new_rows]
+        rows = torch.tensor(places, device=self._device)
+        thresholds = [self.host_thresholds[row] for row in places]
+        self.thresholds[rows] = torch.tensor(thresholds, device=self._device)
+        lossless = [self.is_lossless[row] for row in places]
+        self.is_verified[rows] = torch.tensor(lossless, device=self._device)
+
+    def plan(self, batch: ScheduleBatch, limits: list[int]) -> StepLengths:
+        """Lengths of the next step.
+
+        Args:
+            limits: R tokens that may be predicted, at most.
+        """
+        lengths = StepLengths([], [], [], [])
+        for i, row in enumerate(batch.rows):
+            num_host = batch.num_host_tokens[i]
+            k = min(self.max_predicted[row], limits[i]) if batch.emits[i] else 0
+            bound = 1 if num_host else self._pending_bounds[row]
+            q_len = (num_host or bound) + max(k - 1, 0)
+            reads_pending = self.is_lossless[row] and not num_host
+            lengths.q_lens.append(q_len)
+            lengths.num_predicted.append(k)
+            lengths.num_read.append(q_len if reads_pending else k)
+            lengths.max_accepted.append(bound if self.is_lossless[row] else k)
+            if k:
+                self._pending_bounds[row] = k
+        return lengths

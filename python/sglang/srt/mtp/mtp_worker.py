@@ -1,0 +1,279 @@
+"""Multi-token prediction: one model predicts k tokens per step from mask tokens.
+
+A step feeds the pending tokens (or a prompt chunk), then mask tokens. Masks come last, so under
+causal attention they change nothing before them: requests with any k, threshold and mode, and
+requests without look-ahead, share one batch, and a row may be padded with masks to any width.
+Nothing here waits for the device: what depends on the step before is gathered from device rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.base_worker import (
+    FedRows,
+    GenerationBatchResult,
+    HostResult,
+    LogprobPlan,
+    ScheduleBatch,
+    StepWidth,
+)
+from sglang.srt.layers.logit_adjustments import ExtraTokens
+from sglang.srt.layers.logprobs import LogprobQueries, LogprobTensors, query_logprobs
+from sglang.srt.layers.sampler import SamplingRows, sample
+from sglang.srt.managers.tp_worker import PLAIN_WIDTH, TpModelWorker
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_inputs import apply_writes, build_forward_batch
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.request_rows import RequestRows
+from sglang.srt.model_executor.step_outputs import hidden_states, prompt_logprobs
+from sglang.srt.mtp.acceptance import Acceptance, Readings, accept
+from sglang.srt.mtp.length_policy import LengthPolicy
+from sglang.srt.mtp.lookahead_rows import LookaheadRows, StepLengths
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class MTPConfig:
+    """What the worker needs to know.
+
+    Attributes:
+        mask_token_id: fed by look-ahead rows; never emitted.
+        max_k: tokens that a request may predict per step, at most.
+        limits_unverified: the length policy also shortens unverified requests, whose output
+            depends on k.
+        traces: results say what was fed.
+    """
+
+    mask_token_id: int
+    max_k: int
+    limits_unverified: bool = False
+    traces: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """The S rows whose logits are read, request by request.
+
+    Attributes:
+        request: [S] int64; which of the R requests.
+        offset: [S] int64; place among the rows read of that request.
+        index: [S] int64; place among the T rows of the step.
+        positions: [S] int64; of the token that the row predicts.
+        starts: host list of R + 1; where each request's rows begin.
+    """
+
+    request: torch.Tensor
+    offset: torch.Tensor
+    index: torch.Tensor
+    positions: torch.Tensor
+    starts: list[int]
+
+    def dense(self, values: torch.Tensor, width: int) -> torch.Tensor:
+        """[S] -> [R, width]; past a request's rows stands something of another's."""
+        starts = torch.tensor(self.starts[:-1], device=values.device)
+        columns = torch.arange(width, device=values.device)
+        return values[(starts[:, None] + columns).clamp(max=len(values) - 1)]
+
+
+class MTPWorker:
+    """Runs steps of requests that look ahead and of others.
+
+    Args:
+        state: device rows with room for `max_k` pending tokens.
+        policy: how many tokens may be predicted under the load at hand.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, state: RequestRows, config: MTPConfig, policy: LengthPolicy
+    ) -> None:
+        self._runner = runner
+        self._table = runner.req_to_token_pool
+        self._state = state
+        self._config = config
+        self._policy = policy
+        self._plain = TpModelWorker(runner, state, (config.mask_token_id,))
+        num_rows = state.committed.shape[0]
+        self._lookahead = LookaheadRows(num_rows, str(state.committed.device))
+        self._unread: deque[StepLengths] = deque()
+
+    def step_width(self, params: SamplingParams) -> StepWidth:
+        k = params.num_predicted
+        return PLAIN_WIDTH if k == 1 else StepWidth(2 * k - 1, k - 1, k)
+
+    def observe(self, result: HostResult) -> None:
+        """Tells the length policy how many tokens of the oldest unread step were accepted."""
+        lengths = self._unread.popleft()
+        for most, accepted in zip(lengths.max_accepted, result.accept_lens, strict=True):
+            if most > 1:
+                self._policy.observe(most, accepted)
+
+    @torch.inference_mode()
+    def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        state = self._state
+        apply_writes(batch, state, self._table)
+        self._lookahead.initialize(batch.new_rows)
+        lengths = self._lookahead.plan(batch, self._limits(batch))
+        self._unread.append(lengths)
+        mask, traces = self._config.mask_token_id, self._config.traces
+        inputs = build_forward_batch(batch, lengths.q_lens, state, self._table, mask)
+        fed = FedRows(inputs.input_ids, inputs.positions, lengths.q_lens, lengths.num_predicted)
+        result = (
+            self._plain.run(batch, inputs)
+            if lengths.is_plain
+            else self._run(batch, lengths, inputs)
+        )
+        return dataclasses.replace(result, fed=fed) if traces else result
+
+    def _run(
+        self, batch: ScheduleBatch, lengths: StepLengths, inputs: ForwardBatch
+    ) -> GenerationBatchResult:
+        hidden = self._runner.forward(inputs)
+        reads = self._reads(batch, lengths, inputs)
+        rows = inputs.rows[reads.request]
+        sampling = self._state.sampling(rows, reads.positions, batch.all_greedy)
+        logits = self._logits(batch, inputs, reads, hidden)
+        tokens = sample(logits, sampling)
+        outcome = self._accept(batch, lengths, inputs, reads, logits, tokens)
+        width = max(1, *lengths.max_accepted)
+        targets = reads.dense(tokens, width)
+        self._commit(batch, inputs, outcome, targets)
+        emitted = prompts = None
+        if batch.logprobs is not None:
+            emitted = _emitted_logprobs(batch.logprobs, reads, logits, sampling, tokens, width)
+            compute = self._runner.compute_logits
+            prompts = prompt_logprobs(batch.logprobs, hidden, lengths.q_lens, compute)
+        return GenerationBatchResult(
+            next_token_ids=targets,
+            accept_lens=outcome.accept_lens,
+            kept_lens=outcome.kept_lens,
+            emitted_logprobs=emitted,
+            prompt_logprobs=prompts,
+            hidden_states=hidden_states(batch, hidden, lengths.q_lens),
+        )
+
+    def _limits(self, batch: ScheduleBatch) -> list[int]:
+        """How many tokens each request may predict under the load at hand."""
+        rows, always = self._lookahead, self._config.limits_unverified
+        bound = [
+            emits and (always or rows.is_lossless[row])
+            for row, emits in zip(batch.rows, batch.emits, strict=True)
+        ]
+        wishes = [rows.max_predicted[row] for row, is_bound in zip(batch.rows, bound) if is_bound]
+        if max(wishes, default=1) == 1:
+            return [self._config.max_k] * len(bound)
+        num_others = sum(batch.max_q_lens) - sum(2 * k - 1 for k in wishes)
+        limit = self._policy.limit(wishes, max(num_others, 0))
+        return [limit if is_bound else self._config.max_k for is_bound in bound]
+
+    def _reads(self, batch: ScheduleBatch, lengths: StepLengths, inputs: ForwardBatch) -> _Reads:
+        """A verified request's rows from its first pending token on, all others' from their last
+        certain token on."""
+        device = inputs.rows.device
+        num_read = torch.tensor(lengths.num_read, device=device)
+        starts = list(itertools.accumulate(lengths.num_read, initial=0))
+        request = torch.repeat_interleave(num_read, output_size=starts[-1])
+        offset = torch.arange(starts[-1], device=device) - (num_read.cumsum(0) - num_read)[request]
+        host = torch.tensor(batch.num_host_tokens, device=device)
+        pending_lens = self._state.pending_lens[inputs.rows]
+        first = torch.where(self._lookahead.is_verified[inputs.rows], 0, pending_lens - 1)
+        first = torch.where(host > 0, host - 1, first)
+        q_lens = torch.tensor(lengths.q_lens, device=device)
+        index = (q_lens.cumsum(0) - q_lens + first)[request] + offset
+        return _Reads(request, offset, index, inputs.positions[index] + 1, starts)
+
+    def _logits(
+        self, batch: ScheduleBatch, inputs: ForwardBatch, reads: _Reads, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """[S, V] float32, after penalties, biases and the mask token's ban."""
+        logits = self._runner.compute_logits(hidden[reads.index])
+        if batch.adjusts_logits:
+            rows = inputs.rows[reads.request]
+            fed_before = self._drafts_before(rows, reads)
+            self._state.adjustments.apply(logits, rows, reads.positions, fed_before)
+        logits[:, self._config.mask_token_id] = float("-inf")
+        return logits
+
+    def _drafts_before(self, rows: torch.Tensor, reads: _Reads) -> ExtraTokens:
+        """Drafts fed before each row read: a row counts only if they are confirmed, and then they
+        are part of the output that penalties look at."""
+        drafts = self._state.pending[rows, 1:]
+        num_before = torch.minimum(reads.offset, self._state.pending_lens[rows] - 1)
+        columns = torch.arange(drafts.shape[1], device=rows.device)
+        counts = (columns < num_before[:, None]) & self._lookahead.is_verified[rows][:, None]
+        return ExtraTokens(drafts, counts.int())
+
+    def _accept(
+        self,
+        batch: ScheduleBatch,
+        lengths: StepLengths,
+        inputs: ForwardBatch,
+        reads: _Reads,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+    ) -> Acceptance:
+        rows, device = inputs.rows, inputs.rows.device
+        width = max(lengths.num_read)
+        confident = torch.ones((len(rows), width), dtype=torch.bool, device=device)
+        if any(self._lookahead.host_thresholds[row] > 0 for row in batch.rows):
+            best = torch.exp(logits.amax(dim=-1) - logits.logsumexp(dim=-1))
+            thresholds = self._lookahead.thresholds[rows]
+            confident = reads.dense(best, width) >= thresholds[:, None]
+        readings = Readings(
+            targets=reads.dense(tokens, width),
+            confident=confident,
+            pending=self._state.pending[rows],
+            pending_lens=self._state.pending_lens[rows],
+            is_verified=self._lookahead.is_verified[rows],
+            num_predicted=torch.tensor(lengths.num_predicted, device=device),
+        )
+        outcome = accept(readings)
+        host = torch.tensor(batch.num_host_tokens, device=device)
+        emits = torch.tensor(batch.emits, device=device)
+        return Acceptance(
+            accept_lens=outcome.accept_lens * emits,
+            kept_lens=torch.where(host > 0, host, outcome.kept_lens),
+            pending=outcome.pending,
+            pending_lens=torch.where(emits, outcome.pending_lens, 1),
+        )
+
+    def _commit(
+        self,
+        batch: ScheduleBatch,
+        inputs: ForwardBatch,
+        outcome: Acceptance,
+        targets: torch.Tensor,
+    ) -> None:
+        state, rows = self._state, inputs.rows
+        state.committed[rows] += outcome.kept_lens
+        state.pending[rows] = outcome.pending
+        state.pending_lens[rows] = outcome.pending_lens
+        if batch.adjusts_logits:
+            columns = torch.arange(targets.shape[1], device=rows.device)
+            counts = (columns < outcome.accept_lens[:, None]).int()
+            repeated = rows[:, None].expand_as(targets)
+            state.adjustments.record(repeated.flatten(), targets.flatten(), counts.flatten())
+
+
+def _emitted_logprobs(
+    plan: LogprobPlan,
+    reads: _Reads,
+    logits: torch.Tensor,
+    sampling: SamplingRows,
+    tokens: torch.Tensor,
+    width: int,
+) -> LogprobTensors | None:
+    """Of the tokens of each row read, `width` rows per request: an accepted token's logprob is that
+    of the row that emitted it."""
+    if not plan.emitting:
+        return None
+    last = len(tokens) - 1
+    wanted = [min(reads.starts[i] + j, last) for i in plan.emitting for j in range(width)]
+    logprobs = torch.log_softmax(sampling.scale(logits)[wanted], dim=-1)
+    token_ids = [ids for ids in plan.emitted.token_ids for _ in range(width)]
+    return query_logprobs(logprobs, tokens[wanted], LogprobQueries(plan.emitted.top_num, token_ids))

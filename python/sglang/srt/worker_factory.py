@@ -1,0 +1,21 @@
+"""Which worker runs a model."""
+
+from __future__ import annotations
+
+from sglang.srt.base_worker import Worker
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.request_rows import RequestRows
+from sglang.srt.mtp.length_policy import CostTable, LoadAwareLength
+from sglang.srt.mtp.mtp_worker import MTPConfig, MTPWorker
+
+
+def make_worker(runner: ModelRunner, mtp: MTPConfig | None) -> Worker:
+    """The worker for what a model can do: several tokens per step with a mask token, else one."""
+    table = runner.req_to_token_pool.req_to_token
+    num_rows, device = table.shape[0], str(table.device)
+    max_pending = 1 if mtp is None else mtp.max_k
+    state = RequestRows(num_rows, max_pending, runner.vocab_size, device)
+    if mtp is None:
+        return TpModelWorker(runner, state, ())
+    return MTPWorker(runner, state, mtp, LoadAwareLength(CostTable.flat(), mtp.max_k))

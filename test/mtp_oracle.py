@@ -1,0 +1,100 @@
+"""Reference decodes of multi-token prediction: transformers, the whole sequence every step.
+
+Each follows the published description (arXiv 2602.06019) or docs/mtp.md, not the runtime. A
+reference knows at each token how close the step's decisions were (top-2 logit gaps, distance of a
+confidence to the threshold), for the near-tie rule.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+STATIC = -1.0  # a threshold that every confidence reaches
+
+
+@dataclass(frozen=True)
+class MTPReference:
+    """Tokens, tokens per step, and per token the margin by which its step was decided."""
+
+    tokens: list[int]
+    step_lens: list[int]
+    margins: list[float]
+
+
+@functools.cache
+def load_reference(path: Path) -> Any:
+    """The model at `path` in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def predict(
+    model: Any, certain: list[int], drafts: list[int], k: int, mask: int
+) -> tuple[list[int], list[float], list[float]]:
+    """Best token, its probability and the top-2 logit gap at the last certain token, at each draft
+    and at the k - 1 masks behind them."""
+    ids = torch.tensor([certain + drafts + [mask] * (k - 1)])
+    logits = model(ids).logits[0, len(certain) - 1 :].float()
+    logits[:, mask] = float("-inf")
+    top = logits.topk(2).values
+    best = logits.softmax(-1).max(-1)
+    return best.indices.tolist(), best.values.tolist(), (top[:, 0] - top[:, 1]).tolist()
+
+
+def unverified_decode(
+    model: Any, prompt: list[int], num_tokens: int, k: int, tau: float, mask: int
+) -> MTPReference:
+    """Accepts all k predictions (STATIC), or the longest prefix of probability >= tau, at least one
+    token; the next step predicts behind them."""
+    out: list[int] = []
+    steps: list[int] = []
+    margins: list[float] = []
+    while len(out) < num_tokens:
+        tokens, confidences, gaps = predict(model, prompt + out, [], k, mask)
+        count = 0
+        while count < k and confidences[count] >= tau:
+            count += 1
+        margin = min(abs(c - tau) for c in confidences[: count + 1]) if k > 1 else 1.0
+        count = min(max(count, 1), num_tokens - len(out))
+        out += tokens[:count]
+        steps.append(count)
+        margins += [min(margin, *gaps[:count])] * count
+    return MTPReference(out, steps, margins)
+
+
+def verified_decode(
+    model: Any, prompt: list[int], num_tokens: int, k: int, tau: float, mask: int
+) -> MTPReference:
+    """Accepts the drafts that the model's own row before each confirms, and the token after them;
+    if it confirms all, the predictions (of probability >= tau) behind that are the next drafts."""
+    out: list[int] = []
+    steps: list[int] = []
+    margins: list[float] = []
+    drafts: list[int] = []
+    while len(out) < num_tokens:
+        tokens, confidences, gaps = predict(model, prompt + out, drafts, k, mask)
+        num_right = 0
+        while num_right < len(drafts) and drafts[num_right] == tokens[num_right]:
+            num_right += 1
+        emitted = tokens[: num_right + 1][: num_tokens - len(out)]
+        margin = min(gaps)
+        if num_right == len(drafts):
+            drafts = []
+            for token, confidence in zip(tokens[num_right + 1 :], confidences[num_right + 1 :]):
+                margin = min(margin, abs(confidence - tau))
+                if confidence < tau:
+                    break
+                drafts.append(token)
+        else:
+            drafts = []
+        out += emitted
+        steps.append(len(emitted))
+        margins += [margin] * len(emitted)
+    return MTPReference(out, steps, margins)
