@@ -120,12 +120,41 @@ class FedRows:
         input_ids, positions: [T] int64.
         q_lens: R counts of rows fed.
         num_predicted: R counts of tokens predicted; 0 where the step emits nothing.
+        pending: [R, P] int64; tokens that the step leaves without KV.
+        pending_lens: [R] int64; how many.
+        used_graph: whether a captured graph was replayed.
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     q_lens: list[int]
     num_predicted: list[int]
+    pending: torch.Tensor
+    pending_lens: torch.Tensor
+    used_graph: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What a step did to one request, for traces.
+
+    Attributes:
+        index: of the request in the step that `fed` describes.
+        ends_prompt: the step fed the last prompt token.
+        num_emitted: tokens that went to the client, after clipping at stops.
+        finish_reason: how the step ended the request, if it did.
+    """
+
+    req_id: int
+    rid: str
+    params: SamplingParams
+    index: int
+    fed: FedRows
+    emits: bool
+    ends_prompt: bool
+    num_emitted: int
+    num_kept: int
+    finish_reason: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from sglang.srt.entrypoints.launch import (
     ProcessTree,
     check_model,
     open_request_log,
-    request_limits,
 )
+from sglang.srt.entrypoints.limits import request_limits
 from sglang.srt.entrypoints.server_info import describe_server
 from sglang.srt.managers.io_struct import FlushCacheReqOutput, SchedulerInfo
 from sglang.srt.managers.tokenizer_manager import Answer, TokenizerManager

@@ -25,7 +25,6 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.ipc import AsyncReceiver, ChildConfig, IpcAddresses, Receiver, Sender
 from sglang.srt.managers.request_limits import RequestLimits
-from sglang.srt.managers.return_options import ReturnLimits
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.model_config import load_model_config, resolve_model_path
 from sglang.srt.observability.request_log import RequestLog
@@ -202,32 +201,6 @@ def check_model(server_args: ServerArgs) -> Tokenizer:
     """
     load_model_config(server_args.model_path)
     return load_tokenizer(server_args.tokenizer_path or resolve_model_path(server_args.model_path))
-
-
-def request_limits(server_args: ServerArgs, info: SchedulerInfo) -> RequestLimits:
-    """What one request may ask for, by the flags and by what the scheduler found out."""
-    return RequestLimits(
-        vocab_size=info.vocab_size,
-        max_req_len=info.max_req_len,
-        max_req_len_reason=info.max_req_len_reason,
-        max_batch_size=server_args.max_batch_size_per_request,
-        max_n=server_args.max_n,
-        max_stop_strings=server_args.max_stop_strings,
-        max_stop_string_chars=server_args.max_stop_string_chars,
-        max_stop_regex_bytes=server_args.max_stop_regex_bytes,
-        max_logit_bias=server_args.max_logit_bias,
-        max_label_chars=server_args.max_label_chars,
-        max_custom_labels=server_args.max_custom_labels,
-        mtp_max_k=info.mtp_max_k,
-        returns=ReturnLimits(
-            vocab_size=info.vocab_size,
-            max_top_logprobs=server_args.max_top_logprobs,
-            max_token_ids_logprob=server_args.max_token_ids_logprob,
-            max_key_chars=server_args.max_cache_key_chars,
-            allow_hidden_states=server_args.enable_return_hidden_states,
-            allow_priority=server_args.enable_priority_scheduling,
-        ),
-    )
 
 
 def open_request_log(server_args: ServerArgs) -> RequestLog | None:

@@ -20,8 +20,8 @@ from sglang.srt.entrypoints.launch import (
     ProcessTree,
     check_model,
     open_request_log,
-    request_limits,
 )
+from sglang.srt.entrypoints.limits import request_limits
 from sglang.srt.entrypoints.server_info import describe_start
 from sglang.srt.managers.child_process import configure_logging
 from sglang.srt.managers.io_struct import SchedulerInfo

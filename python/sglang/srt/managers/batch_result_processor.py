@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sglang.srt.base_worker import HostResult
+from sglang.srt.base_worker import FedRows, HostResult, StepRecord
 from sglang.srt.managers.io_struct import (
     BatchTokenIDOutput,
     DecodeOptions,
@@ -23,6 +23,7 @@ class BatchResultProcessor:
     Args:
         send: takes the news of a step, to the detokenizer.
         stream_interval: tokens per chunk of a stream, for requests that say nothing else.
+        trace: is told of every step of every request, if the worker says what was fed.
     """
 
     def __init__(
@@ -30,10 +31,12 @@ class BatchResultProcessor:
         lifecycle: RequestLifecycle,
         send: Callable[[BatchTokenIDOutput], None],
         stream_interval: int,
+        trace: Callable[[StepRecord], None] | None = None,
     ) -> None:
         self._lifecycle = lifecycle
         self._send = send
         self._stream_interval = stream_interval
+        self._trace = trace
         self._outputs: list[ReqOutput] = []
 
     def process(self, step: LaunchedStep) -> HostResult:
@@ -55,7 +58,11 @@ class BatchResultProcessor:
             if row.req.finish_reason is None:
                 row.req.input_logprob_news += scores
                 row.req.add_hidden(hidden)
+                num_before = len(row.req.output_ids)
                 self._apply(row, accepted, result.kept_lens[index], logprobs)
+                if self._trace is not None and result.fed is not None:
+                    num_new = len(row.req.output_ids) - num_before
+                    self._trace(_step_record(index, row, result.fed, num_new, result.kept_lens))
             self._lifecycle.release_if_ended(row.req)
         self.flush()
         return result
@@ -139,6 +146,24 @@ class BatchResultProcessor:
         req.hidden_news, req.step_len_news = [], []
         req.num_sent = len(req.output_ids)
         req.was_reported = True
+
+
+def _step_record(
+    index: int, row: LaunchedRow, fed: FedRows, num_emitted: int, kept_lens: list[int]
+) -> StepRecord:
+    reason = row.req.finish_reason
+    return StepRecord(
+        req_id=row.req.req_id,
+        rid=row.req.rid,
+        params=row.req.params,
+        index=index,
+        fed=fed,
+        emits=row.emits,
+        ends_prompt=row.ends_prompt,
+        num_emitted=num_emitted,
+        num_kept=kept_lens[index],
+        finish_reason=None if reason is None else reason.type,
+    )
 
 
 def accept_tokens(req: Req, tokens: list[int]) -> FinishReason | None:

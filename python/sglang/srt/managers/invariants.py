@@ -20,13 +20,17 @@ class LedgerViolation(RuntimeError):
 class InvariantChecker:
     """Checks after every step when strict (tests), and whenever the scheduler goes idle.
 
+    Args:
+        logs_idle: log every check of an idle ledger, slot by slot.
+
     Attributes:
         num_violations, num_repairs: counted since the start.
     """
 
-    def __init__(self, lifecycle: RequestLifecycle, strict: bool) -> None:
+    def __init__(self, lifecycle: RequestLifecycle, strict: bool, logs_idle: bool = False) -> None:
         self._lifecycle = lifecycle
         self._strict = strict
+        self._logs_idle = logs_idle
         self._num_steps = 0
         self._last_full_check = 0.0
         self.num_violations = 0
@@ -51,12 +55,16 @@ class InvariantChecker:
         Counts are compared every time, slots one by one every `FULL_CHECK_INTERVAL_S`.
         """
         now = time.monotonic()
-        is_full_check_due = self._strict or now - self._last_full_check > FULL_CHECK_INTERVAL_S
+        is_full_check_due = (
+            self._strict or self._logs_idle or now - self._last_full_check > FULL_CHECK_INTERVAL_S
+        )
         lifecycle = self._lifecycle
         if not is_full_check_due and not lifecycle.ledger.num_missing_tokens(lifecycle.owners()):
             return
         self._last_full_check = now
         report = self.report()
+        if self._logs_idle:
+            logger.info("Idle KV ledger: %s", report)
         if report.is_exact:
             return
         self.num_violations += 1

@@ -9,23 +9,30 @@ Nothing else moves requests between states or changes who owns pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.kv_audit import ReleaseAudit, ReleaseReport
 from sglang.srt.mem_cache.kv_ledger import KVLedger, RequestKV
 
 
 class RequestLifecycle:
     """The requests of one scheduler.
 
+    Args:
+        release_audit: is told what became of a request's KV slots.
+
     Attributes:
         waiting: not running; retracted ones first, then by arrival.
         running: have a row and KV.
     """
 
-    def __init__(self, ledger: KVLedger) -> None:
+    def __init__(
+        self, ledger: KVLedger, release_audit: Callable[[ReleaseReport], None] | None = None
+    ) -> None:
         self.ledger = ledger
+        self._release_audit = release_audit
         self.waiting: list[Req] = []
         self.running: list[Req] = []
         self._ending: list[Req] = []
@@ -104,7 +111,13 @@ class RequestLifecycle:
         if kv is None:
             raise RuntimeError(f"KV of request {req.rid!r} was released twice.")
         tokens = req.known_ids[: req.committed] if insert else None
-        self.ledger.release(kv, tokens)
+        if self._release_audit is None:
+            self.ledger.release(kv, tokens)
+        else:
+            width = req.width.decode_rows
+            audit = ReleaseAudit(self.ledger, kv, req.committed, len(req.input_ids), width)
+            self.ledger.release(kv, tokens)
+            self._release_audit(audit.report(req.rid))
         req.kv = None
         req.committed = req.committed_bound = 0
         req.fill_ids = []

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sglang.srt.base_worker import Worker
+from sglang.srt.base_worker import StepRecord, Worker
 from sglang.srt.managers.batch_planner import BatchPlanner, MustDrain, PlannedStep, PlannerConfig
 from sglang.srt.managers.batch_result_processor import BatchResultProcessor
 from sglang.srt.managers.control import Control, SchedulerStats
@@ -18,6 +18,7 @@ from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInpu
 from sglang.srt.managers.request_lifecycle import RequestLifecycle
 from sglang.srt.managers.schedule_batch import LaunchedStep, Req
 from sglang.srt.managers.schedule_policy import NewTokenRatio, order_by_priority
+from sglang.srt.mem_cache.kv_audit import ReleaseReport
 from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.tokenizer import StopFinder
@@ -59,11 +60,30 @@ class SchedulerConfig:
     low_priority_first: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class SchedulerDebug:
+    """Debug switches.
+
+    Attributes:
+        trace: is told of every step of every request.
+        release_audit: is told what became of a request's KV slots.
+        logs_idle_ledger: log the ledger's check whenever the scheduler goes idle.
+    """
+
+    trace: Callable[[StepRecord], None] | None = None
+    release_audit: Callable[[ReleaseReport], None] | None = None
+    logs_idle_ledger: bool = False
+
+
+NO_DEBUG = SchedulerDebug()
+
+
 class Scheduler:
     """Turns requests into steps and steps into tokens.
 
     Args:
         make_stop_finder: makes what looks for a request's stop strings.
+        debug: what watches steps and releases of KV.
         to_detokenizer, to_frontend: send one message.
     """
 
@@ -76,6 +96,7 @@ class Scheduler:
         to_detokenizer: Callable[[Any], None],
         to_frontend: Callable[[Any], None],
         make_stop_finder: Callable[[SamplingParams], StopFinder],
+        debug: SchedulerDebug = NO_DEBUG,
     ) -> None:
         self._config = config
         self._worker = worker
@@ -85,10 +106,12 @@ class Scheduler:
         self._seeds = SeedSource(config.random_seed)
         self.stats = SchedulerStats()
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
-        self.lifecycle = RequestLifecycle(ledger)
-        self.checker = InvariantChecker(self.lifecycle, config.strict_invariants)
+        self.lifecycle = RequestLifecycle(ledger, debug.release_audit)
+        self.checker = InvariantChecker(
+            self.lifecycle, config.strict_invariants, debug.logs_idle_ledger
+        )
         self.processor = BatchResultProcessor(
-            self.lifecycle, to_detokenizer, config.stream_interval
+            self.lifecycle, to_detokenizer, config.stream_interval, debug.trace
         )
         self._planner = BatchPlanner(config.planner, self.lifecycle, self.ratio)
         self.control = Control(

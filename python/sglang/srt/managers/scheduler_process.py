@@ -16,12 +16,13 @@ from sglang.srt.environ import Environ
 from sglang.srt.managers.child_process import configure_logging, start_child_process
 from sglang.srt.managers.io_struct import ProcessFailed, ProcessReady, SchedulerInfo, ToScheduler
 from sglang.srt.managers.ipc import IpcAddresses, Receiver, Sender
-from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler import Scheduler, SchedulerDebug
 from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.mem_cache.radix_cache import NullPrefixCache, RadixCache
 from sglang.srt.model_config import load_model_config, resolve_model_path
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.mtp.debug_trace import DebugTrace
 from sglang.srt.platform import Platform
 from sglang.srt.runtime_config import RuntimeConfig, resolve
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -57,7 +58,8 @@ def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, Schedul
     Raises:
         ValueError: for a flag, model or size that cannot be had.
     """
-    config = resolve(args, Platform.probe(), load_model_config(args.model_path), Environ.read())
+    environ = Environ.read()
+    config = resolve(args, Platform.probe(), load_model_config(args.model_path), environ)
     runner = ModelRunner(config.execution)
     worker = make_worker(runner, config.mtp)
     inbox: Receiver[Any] = Receiver(addresses.scheduler, ToScheduler)
@@ -69,8 +71,18 @@ def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, Schedul
         Sender[Any](addresses.detokenizer).send,
         Sender[Any](addresses.frontend).send,
         _stop_finders(args),
+        _debug(environ),
     )
     return scheduler, _info(config, runner)
+
+
+def _debug(environ: Environ) -> SchedulerDebug:
+    path, kv = environ.mtp_debug_trace, environ.kv_leak_debug
+    return SchedulerDebug(
+        trace=None if path is None else DebugTrace(path),
+        release_audit=(lambda report: logger.info("KV released: %s", report)) if kv else None,
+        logs_idle_ledger=kv,
+    )
 
 
 def make_ledger(config: RuntimeConfig, num_pages: int) -> KVLedger:

@@ -15,9 +15,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, CacheNode, Namespace
+
+SlotState = Literal["cached", "free", "missing"]
 
 
 @dataclass(slots=True)
@@ -232,6 +235,12 @@ class KVLedger:
             orphan_token_count=(num_pages - num_inside) * self.page_size,
             overlap_token_count=num_shared * self.page_size,
         )
+
+    def slot_states(self, slots: Sequence[int]) -> list[SlotState]:
+        """Which of the slots the prefix cache has, and which are free. Looks at the whole pool."""
+        free, cached = set(self._allocator.free_pages), set(self._tree.pages())
+        pages = [slot // self.page_size for slot in slots]
+        return ["cached" if p in cached else "free" if p in free else "missing" for p in pages]
 
     def repair(self, owners: Iterable[RequestKV]) -> None:
         """Makes the free list what nobody claims. Only when idle, after a failed `check`."""

@@ -120,15 +120,16 @@ class MTPWorker:
         self._lookahead.initialize(batch.new_rows)
         lengths = self._lookahead.plan(batch, self._limits(batch))
         self._unread.append(lengths)
-        mask, traces = self._config.mask_token_id, self._config.traces
+        mask = self._config.mask_token_id
         inputs = build_forward_batch(batch, lengths.q_lens, state, self._table, mask)
-        fed = FedRows(inputs.input_ids, inputs.positions, lengths.q_lens, lengths.num_predicted)
         result = (
             self._plain.run(batch, inputs)
             if lengths.is_plain
             else self._run(batch, lengths, inputs)
         )
-        return dataclasses.replace(result, fed=fed) if traces else result
+        if not self._config.traces:
+            return result
+        return dataclasses.replace(result, fed=self._fed(lengths, inputs))
 
     def _run(
         self, batch: ScheduleBatch, lengths: StepLengths, inputs: ForwardBatch
@@ -155,6 +156,17 @@ class MTPWorker:
             emitted_logprobs=emitted,
             prompt_logprobs=prompts,
             hidden_states=hidden_states(batch, hidden, lengths.q_lens),
+        )
+
+    def _fed(self, lengths: StepLengths, inputs: ForwardBatch) -> FedRows:
+        return FedRows(
+            input_ids=inputs.input_ids,
+            positions=inputs.positions,
+            q_lens=lengths.q_lens,
+            num_predicted=lengths.num_predicted,
+            pending=self._state.pending[inputs.rows],
+            pending_lens=self._state.pending_lens[inputs.rows],
+            used_graph=False,
         )
 
     def _limits(self, batch: ScheduleBatch) -> list[int]:

@@ -1,0 +1,62 @@
+"""What requests may ask for, from flags and from what the scheduler found out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from sglang.srt.entrypoints.launch import LaunchError
+from sglang.srt.managers.body_parsing import RequestError, field_error, parse_json_object
+from sglang.srt.managers.io_struct import SchedulerInfo
+from sglang.srt.managers.request_limits import RequestLimits
+from sglang.srt.managers.return_options import ReturnLimits
+from sglang.srt.managers.sampling_validation import check_sampling_params
+from sglang.srt.server_args import ServerArgs
+
+PREFERRED_FLAG = "--preferred-sampling-params"
+
+
+def request_limits(server_args: ServerArgs, info: SchedulerInfo) -> RequestLimits:
+    """What one request may ask for, by the flags and by what the scheduler found out.
+
+    Raises:
+        LaunchError: if --preferred-sampling-params breaks a rule.
+    """
+    limits = RequestLimits(
+        vocab_size=info.vocab_size,
+        max_req_len=info.max_req_len,
+        max_req_len_reason=info.max_req_len_reason,
+        max_batch_size=server_args.max_batch_size_per_request,
+        max_n=server_args.max_n,
+        max_stop_strings=server_args.max_stop_strings,
+        max_stop_string_chars=server_args.max_stop_string_chars,
+        max_stop_regex_bytes=server_args.max_stop_regex_bytes,
+        max_logit_bias=server_args.max_logit_bias,
+        max_label_chars=server_args.max_label_chars,
+        max_custom_labels=server_args.max_custom_labels,
+        mtp_max_k=info.mtp_max_k,
+        returns=ReturnLimits(
+            vocab_size=info.vocab_size,
+            max_top_logprobs=server_args.max_top_logprobs,
+            max_token_ids_logprob=server_args.max_token_ids_logprob,
+            max_key_chars=server_args.max_cache_key_chars,
+            allow_hidden_states=server_args.enable_return_hidden_states,
+            allow_priority=server_args.enable_priority_scheduling,
+        ),
+    )
+    try:
+        preferred = _preferred_sampling_params(server_args)
+        check_sampling_params(preferred, limits, PREFERRED_FLAG)
+    except RequestError as error:
+        raise LaunchError(error.message) from None
+    return dataclasses.replace(limits, preferred_sampling_params=preferred)
+
+
+def _preferred_sampling_params(server_args: ServerArgs) -> dict[str, Any]:
+    text = server_args.preferred_sampling_params
+    if text is None:
+        return {}
+    try:
+        return parse_json_object(text.encode())
+    except RequestError as error:
+        raise field_error(PREFERRED_FLAG, f"must be a JSON object ({error.message})") from None
