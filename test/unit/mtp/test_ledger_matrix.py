@@ -1,0 +1,169 @@
+"""Seed 001's validation matrix: static k and conf_adapt, one request and eight at once, k of 3, 5
+and 8, under arrivals, aborts, retractions and little memory. The ledger must be exact after every
+step and nothing may ever need repair; re-introducing the bug that the matrix is about must show."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtp_oracle import STATIC, MTPReference, load_reference, unverified_decode, verified_decode
+from sglang.srt.managers.invariants import LedgerViolation
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.request_lifecycle import RequestLifecycle
+from sglang.srt.model_executor.model_runner import ModelRunner
+from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner
+
+MASK = 5
+NUM_SEEDS = 200
+TAU = 0.6  # conf_adapt then accepts one token about as often as more
+MAX_NEW_TOKENS = 14
+NUM_PROMPTS = 6
+EQUALITY_MARGIN = 1e-4
+BASE = Setup(num_pages=400, max_running_requests=8)
+
+
+@functools.cache
+def runner_for(path: Path, page_size: int) -> ModelRunner:
+    """Shared by all runs: what earlier ones left in the pool must not matter."""
+    setup = replace(BASE, page_size=page_size, num_pages=400 // page_size)
+    return make_runner(path, setup, 128, MTP_MAX_ROWS)
+
+
+@functools.cache
+def prompt(index: int) -> list[int]:
+    chooser = random.Random(index)
+    return [chooser.randrange(MASK) for _ in range(chooser.choice([1, 4, 15, 16, 17, 30]))]
+
+
+@functools.cache
+def reference(path: Path, index: int, k: int, tau: float, verify: bool) -> MTPReference:
+    decode = verified_decode if verify else unverified_decode
+    return decode(load_reference(path), prompt(index), MAX_NEW_TOKENS, k, tau, MASK)
+
+
+class MatrixRun:
+    """One seeded run of the matrix."""
+
+    def __init__(self, path: Path, k: int, tau: float, concurrency: int, seed: int) -> None:
+        self.path, self.k, self.tau = path, k, tau
+        self.random = random.Random(seed)
+        choose = self.random.choice
+        page_size = choose([1, 1, 16])
+        num_tokens = choose([112, 160, 400])
+        self.setup = replace(
+            BASE,
+            page_size=page_size,
+            num_pages=num_tokens // page_size,
+            use_radix_cache=choose([True, True, False]),
+            enable_overlap=choose([True, True, False]),
+            chunked_prefill_size=choose([4, 2048]),
+            retract_interval=choose([0, 0, 0, 2]),
+            max_running_requests=concurrency,
+        )
+        worker = make_mtp_worker(runner_for(path, page_size), MASK)
+        self.harness = SchedulerHarness(self.setup, worker)
+        self.jobs: dict[int, tuple[int, bool, int]] = {}
+        self.num_left = concurrency * 2 if concurrency > 1 else 2
+
+    def run(self) -> None:
+        while self.num_left:
+            for _ in range(min(self.num_left, self.random.choice([1, 2, 8]))):
+                self._submit()
+            for _ in range(self.random.choice([1, 2, 5])):
+                self.harness.step()
+            if self.random.random() < 0.2:
+                victim = self.random.choice(list(self.jobs))
+                self.harness.inbox.messages.append(AbortReq(req_ids=[victim]))
+        self.harness.run()
+
+    def _submit(self) -> None:
+        self.num_left -= 1
+        index = self.random.randrange(NUM_PROMPTS)
+        verify = self.random.random() < 0.3
+        num_tokens = self.random.choice([1, 2, 5, MAX_NEW_TOKENS, MAX_NEW_TOKENS])
+        strategy: list[Any] = ["static"] if self.tau == STATIC else ["conf_adapt", self.tau]
+        req_id = self.harness.submit(
+            prompt(index),
+            stream=self.random.random() < 0.5,
+            max_new_tokens=num_tokens,
+            temperature=0.0,
+            mtp_enabled=True,
+            mtp_k=self.k,
+            mtp_strategy=strategy,
+            mtp_verify=verify,
+        )
+        self.jobs[req_id] = (index, verify, num_tokens)
+
+    def check(self) -> None:
+        """The ledger was checked by the harness after every step; here the answers are."""
+        checker = self.harness.scheduler.checker
+        assert checker.num_violations == checker.num_repairs == 0
+        assert checker.report().is_exact
+        ledger = self.harness.ledger
+        assert ledger.num_used_rows == 0
+        assert ledger.num_free_tokens + ledger.num_tree_tokens == ledger.num_pool_tokens
+        for req_id, (index, verify, num_tokens) in self.jobs.items():
+            outcome = self.harness.outputs[req_id]
+            assert outcome.num_ends == 1
+            assert sum(outcome.step_lens) == len(outcome.token_ids)
+            assert outcome.finish_reason is not None
+            if outcome.finish_reason.type == "length":
+                assert len(outcome.token_ids) == num_tokens
+            right = reference(self.path, index, self.k, self.tau, verify)
+            count = len(outcome.token_ids)
+            if outcome.token_ids != right.tokens[:count]:
+                assert min(right.margins) < EQUALITY_MARGIN, (self.setup, index, verify)
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+@pytest.mark.parametrize("tau", [STATIC, TAU], ids=["static", "conf_adapt"])
+@pytest.mark.parametrize("k", [3, 5, 8])
+def test_the_ledger_is_exact_after_every_step(
+    small_model: Path, k: int, tau: float, concurrency: int
+) -> None:
+    num_retractions, step_lens = 0, set()
+    for seed in range(NUM_SEEDS):
+        run = MatrixRun(small_model, k, tau, concurrency, seed)
+        run.run()
+        run.check()
+        for outcome in run.harness.outputs.values():
+            num_retractions += outcome.num_retractions
+            step_lens.update(outcome.step_lens)
+    # The runs must really do what they are meant to.
+    assert {1, 2, k} <= step_lens <= set(range(1, k + 1))
+    assert num_retractions > 30
+
+
+def defer_through_admission(lifecycle: RequestLifecycle) -> None:
+    """The published defect: a running request that does not suit the batch goes back to the queue
+    as if it had never run, and its KV is forgotten when it is admitted again."""
+    for req in [req for req in lifecycle.running if not req.num_inflight and req.output_ids]:
+        lifecycle.running.remove(req)
+        lifecycle.waiting.insert(0, req)
+        req.kv = None
+        req.committed = req.committed_bound = 0
+
+
+def test_readmitting_a_running_request_through_prefill_is_found(small_model: Path) -> None:
+    setup = replace(BASE, enable_overlap=False)
+    harness = SchedulerHarness(setup, make_mtp_worker(runner_for(small_model, 1), MASK))
+    for index in range(4):
+        harness.submit(
+            prompt(index),
+            max_new_tokens=MAX_NEW_TOKENS,
+            temperature=0.0,
+            mtp_enabled=True,
+            mtp_k=3,
+            mtp_strategy=["conf_adapt", TAU],
+        )
+    harness.step()
+    harness.step()
+    defer_through_admission(harness.scheduler.lifecycle)
+    with pytest.raises(LedgerViolation, match=r"orphan_token_count=[1-9]"):
+        harness.step()

@@ -1,0 +1,176 @@
+"""Tokens and tokens per step of the worker over the demo model equal the reference decodes, for
+every k, threshold and mode, in one mixed batch and however the scheduler cuts it up."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from mtp_oracle import (
+    STATIC,
+    MTPReference,
+    load_reference,
+    unverified_decode,
+    verified_decode,
+)
+from oracle import MAX_GAP, MAX_SHARE, code_snippets, first_divergence
+from sglang.srt.mem_cache.kv_ledger import KVLedger
+from sglang.srt.model_config import resolve_model_path
+from sglang.srt.mtp.lookahead_rows import LookaheadRows, StepLengths
+from sglang.srt.tokenizer import load_tokenizer
+from utils import MTP_MAX_ROWS, Collected, SchedulerHarness, Setup, make_mtp_worker, make_runner
+
+DEMO = resolve_model_path("demo")
+MASK = 2
+NUM_TOKENS = 20
+PROMPT_LENGTHS = (15, 16, 33)  # around the edges of pages of 16
+LENGTHS = (1, 2, 3, 4, 8)
+THRESHOLDS = (STATIC, 0.0, 0.5, 0.9, 0.99)
+BASE = Setup(num_pages=6000, max_running_requests=8)
+SETUPS = {
+    "eight at once": BASE,
+    "alone": replace(BASE, max_running_requests=1),
+    "overlap off": replace(BASE, enable_overlap=False),
+    "radix off": replace(BASE, use_radix_cache=False),
+    "pages of 16": replace(BASE, page_size=16, num_pages=400),
+    "chunks of 4": replace(BASE, chunked_prefill_size=4),
+    "retracted at every step": replace(BASE, retract_interval=1),
+    "retracted at every third step": replace(BASE, retract_interval=3),
+    "little memory": replace(BASE, num_pages=170),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request and its reference."""
+
+    prompt: int
+    k: int
+    tau: float
+    verify: bool
+
+    @property
+    def params(self) -> dict[str, Any]:
+        params: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "temperature": 0.0}
+        if self.k:
+            strategy = ["static"] if self.tau == STATIC else ["conf_adapt", self.tau]
+            params |= {"mtp_enabled": True, "mtp_k": self.k, "mtp_strategy": strategy}
+            params |= {"mtp_verify": self.verify}
+        return params
+
+
+# k = 0 is a plain request; a lossless one is told from a plain one by its steps alone.
+JOBS = [
+    *(Job(p, k, tau, False) for k in LENGTHS for tau in THRESHOLDS for p in range(3)),
+    *(Job(p, k, tau, True) for k in (1, 2, 8) for tau in (STATIC, 0.5, 0.9) for p in range(3)),
+    *(Job(p, 0, STATIC, False) for p in range(3)),
+]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = load_tokenizer(DEMO)
+    texts = code_snippets([json, argparse, ast], 3, [200, 210, 220])
+    ids = [tokenizer.encode(text, add_special_tokens=True) for text in texts]
+    return [tokens[:length] for tokens, length in zip(ids, PROMPT_LENGTHS, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def references(prompts: list[list[int]]) -> dict[Job, MTPReference]:
+    model = load_reference(DEMO)
+    found = {}
+    for job in JOBS:
+        decode = verified_decode if job.verify or not job.k else unverified_decode
+        k = job.k or 1
+        found[job] = decode(model, prompts[job.prompt], NUM_TOKENS, k, job.tau, MASK)
+    return found
+
+
+def run_jobs(setup: Setup, prompts: list[list[int]], jobs: list[Job]) -> list[Collected]:
+    # Neighbours in the batch are of different kinds.
+    order = sorted(range(len(jobs)), key=lambda index: (index * 37) % len(jobs))
+    runner = make_runner(DEMO, setup, 256, MTP_MAX_ROWS)
+    harness = SchedulerHarness(setup, make_mtp_worker(runner, MASK))
+    ids = {i: harness.submit(prompts[jobs[i].prompt], **jobs[i].params) for i in order}
+    harness.run()
+    return [harness.outputs[ids[i]] for i in range(len(jobs))]
+
+
+def check(
+    outcomes: list[Collected], references: dict[Job, MTPReference], jobs: list[Job], what: str
+) -> None:
+    """Tokens and steps are equal, up to near-ties (also of a confidence with its threshold)."""
+    num_near_ties = 0
+    for outcome, job in zip(outcomes, jobs, strict=True):
+        right = references[job]
+        steps = right.step_lens if job.k else []
+        if outcome.num_retractions:
+            assert sum(outcome.step_lens) == (NUM_TOKENS if job.k else 0)
+            if job.verify:  # drafts that were not shown yet are lost with a retraction
+                steps = outcome.step_lens
+        if (outcome.token_ids, outcome.step_lens) == (right.tokens, steps):
+            continue
+        place = first_divergence(outcome.token_ids, right.tokens)
+        if place == NUM_TOKENS:
+            place = sum(right.step_lens[: first_divergence(outcome.step_lens, steps)])
+        assert right.margins[place] <= MAX_GAP, f"{what}: {job} at {place}: {outcome.step_lens}"
+        num_near_ties += 1
+    print(f"{what}: {num_near_ties} near-ties in {len(jobs)} requests")
+    assert num_near_ties <= MAX_SHARE * len(jobs)
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_tokens_and_steps_equal_the_reference(
+    name: str, prompts: list[list[int]], references: dict[Job, MTPReference]
+) -> None:
+    check(run_jobs(SETUPS[name], prompts, JOBS), references, JOBS, name)
+
+
+def test_the_references_see_what_they_are_to_tell_apart(
+    references: dict[Job, MTPReference],
+) -> None:
+    """Steps of every length occur, and unverified text differs from greedy text somewhere."""
+    lengths = {n for job, right in references.items() if job.k == 8 for n in right.step_lens}
+    assert lengths >= {1, 2, 3, 8}
+    plain = {job.prompt: right.tokens for job, right in references.items() if not job.k}
+    unverified = [job for job in JOBS if job.k > 1 and not job.verify]
+    assert any(references[job].tokens != plain[job.prompt] for job in unverified)
+
+
+def test_k_1_and_verified_requests_give_the_greedy_tokens(
+    references: dict[Job, MTPReference],
+) -> None:
+    """Of the references; that the worker equals them is tested above."""
+    plain = {job.prompt: right.tokens for job, right in references.items() if not job.k}
+    for job, right in references.items():
+        if job.k == 1 or job.verify:
+            assert right.tokens == plain[job.prompt], job
+
+
+def test_masks_to_the_right_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    prompts: list[list[int]],
+    references: dict[Job, MTPReference],
+) -> None:
+    """Rows padded with one to three more masks give the same tokens and steps."""
+    reserve, plan = KVLedger.reserve, LookaheadRows.plan
+
+    def reserve_more(self: KVLedger, kv: Any, num_tokens: int) -> bool:
+        return reserve(self, kv, num_tokens + 3)
+
+    def plan_more(self: LookaheadRows, batch: Any, limits: list[int]) -> StepLengths:
+        lengths = plan(self, batch, limits)
+        padded = [
+            q_len + 1 + i % 3 if k > 1 else q_len
+            for i, (q_len, k) in enumerate(zip(lengths.q_lens, lengths.num_predicted, strict=True))
+        ]
+        return replace(lengths, q_lens=padded)
+
+    monkeypatch.setattr(KVLedger, "reserve", reserve_more)
+    monkeypatch.setattr(LookaheadRows, "plan", plan_more)
+    check(run_jobs(BASE, prompts, JOBS), references, JOBS, "padded")
