@@ -1,0 +1,294 @@
+"""What a request may ask for beside tokens: stops inside an accepted run, aborts, sampling,
+penalties, biases, logprobs and hidden states. Over the small model, against plain requests or the
+reference decodes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtp_oracle import STATIC, load_reference, predict, unverified_decode
+from sglang.srt.managers.io_struct import AbortReq, LogprobOptions
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.mtp.length_policy import CostTable, LoadAwareLength
+from utils import (
+    MTP_MAX_K,
+    MTP_MAX_ROWS,
+    Collected,
+    SchedulerHarness,
+    Setup,
+    make_mtp_worker,
+    make_runner,
+)
+
+MASK = 5
+PROMPT = [3, 1, 4, 1, 2, 0, 2]
+SETUP = Setup(num_pages=600)
+STATIC_4 = {"mtp_enabled": True, "mtp_k": 4, "temperature": 0.0}
+ADAPTIVE_4 = {**STATIC_4, "mtp_strategy": ["conf_adapt", 0.6]}
+VERIFIED_4 = {"mtp_enabled": True, "mtp_k": 4, "mtp_verify": True}
+
+
+@pytest.fixture(scope="module")
+def runner(small_model: Path) -> ModelRunner:
+    return make_runner(small_model, SETUP, 128, MTP_MAX_ROWS)
+
+
+def run(
+    runner: ModelRunner, setup: Setup = SETUP, prompt: list[int] = PROMPT, **params: Any
+) -> Collected:
+    harness = SchedulerHarness(setup, make_mtp_worker(runner, MASK))
+    req_id = harness.submit(prompt, **params)
+    harness.run()
+    return harness.outputs[req_id]
+
+
+def run_all(runner: ModelRunner, many: list[dict[str, Any]]) -> list[Collected]:
+    """Requests of one batch."""
+    harness = SchedulerHarness(SETUP, make_mtp_worker(runner, MASK))
+    ids = [harness.submit(PROMPT, **params) for params in many]
+    harness.run()
+    return [harness.outputs[req_id] for req_id in ids]
+
+
+# ---------------------------------------------------------------- ends
+
+
+@pytest.mark.parametrize("mode", [STATIC_4, ADAPTIVE_4, {**VERIFIED_4, "temperature": 0.0}])
+def test_every_length_limit_clips_the_run(runner: ModelRunner, mode: dict[str, Any]) -> None:
+    whole = run(runner, max_new_tokens=20, **mode)
+    limits = list(range(1, 20))
+    clipped = run_all(runner, [{"max_new_tokens": limit, **mode} for limit in limits])
+    for limit, outcome in zip(limits, clipped, strict=True):
+        assert outcome.token_ids == whole.token_ids[:limit]
+        assert sum(outcome.step_lens) == limit
+        assert outcome.finish_reason is not None
+        assert outcome.finish_reason.type == "length"
+
+
+@pytest.mark.parametrize("as_eos", [True, False], ids=["EOS", "stop id"])
+@pytest.mark.parametrize("mode", [STATIC_4, ADAPTIVE_4, {**VERIFIED_4, "temperature": 0.0}])
+def test_a_stop_token_inside_a_run_ends_it_there(
+    runner: ModelRunner, mode: dict[str, Any], as_eos: bool
+) -> None:
+    places_in_run = set()
+    for start in range(len(PROMPT)):
+        prompt = PROMPT[start:]
+        whole = run(runner, prompt=prompt, max_new_tokens=20, **mode)
+        for token in sorted(set(whole.token_ids)):
+            setup, params = SETUP, {"stop_token_ids": [token]}
+            if as_eos:
+                setup, params = Setup(num_pages=600, eos_token_ids=frozenset({token})), {}
+            outcome = run(runner, setup, prompt, max_new_tokens=20, **params, **mode)
+            end = whole.token_ids.index(token) + 1
+            assert outcome.token_ids == whole.token_ids[:end]
+            assert sum(outcome.step_lens) == end
+            assert outcome.finish_reason is not None
+            assert outcome.finish_reason.matched == token
+            places_in_run.add(outcome.step_lens[-1])
+    assert len(places_in_run) > 1, "All stops were at the same place of their run."
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("mode", [STATIC_4, ADAPTIVE_4, {**VERIFIED_4, "temperature": 0.0}])
+def test_an_abort_at_any_step_answers_with_a_prefix(
+    runner: ModelRunner, mode: dict[str, Any], overlap: bool
+) -> None:
+    setup = Setup(num_pages=600, enable_overlap=overlap, chunked_prefill_size=3)
+    whole = run(runner, setup, max_new_tokens=20, **mode)
+    bystander = run(runner, setup, max_new_tokens=20, temperature=0.0)
+    for num_steps in range(12):
+        harness = SchedulerHarness(setup, make_mtp_worker(runner, MASK))
+        other = harness.submit(PROMPT, max_new_tokens=20, temperature=0.0)
+        victim = harness.submit(PROMPT, max_new_tokens=20, **mode)
+        for _ in range(num_steps):
+            harness.step()
+        harness.inbox.messages.append(AbortReq(req_ids=[victim]))
+        harness.run()
+        outcome = harness.outputs[victim]
+        assert outcome.num_ends == 1
+        assert outcome.token_ids == whole.token_ids[: len(outcome.token_ids)]
+        assert sum(outcome.step_lens) == len(outcome.token_ids)
+        assert harness.outputs[other].token_ids == bystander.token_ids
+        used = harness.ledger.num_free_tokens + harness.ledger.num_tree_tokens
+        assert used == harness.ledger.num_pool_tokens
+
+
+# ---------------------------------------------------------------- lossless
+
+
+SAMPLED = [
+    {"temperature": temperature, "sampling_seed": seed, **more}
+    for temperature in (0.5, 1.0, 1.7)
+    for seed in (1, 2, 3)
+    for more in ({}, {"top_p": 0.8}, {"top_k": 3, "min_p": 0.05})
+]
+PENALIZED = [
+    {"frequency_penalty": 0.7},
+    {"presence_penalty": 1.5},
+    {"repetition_penalty": 1.6},
+    {"repetition_penalty": 0.6, "frequency_penalty": -0.4},
+    {"logit_bias": {"1": 2.5, "2": -4.0}},
+    {"min_new_tokens": 9, "stop_token_ids": [0, 1, 2]},
+    {"frequency_penalty": 1.9, "min_new_tokens": 5, "stop_token_ids": [3], "logit_bias": {"3": 3}},
+]
+
+
+def assert_lossless(runner: ModelRunner, many: list[dict[str, Any]]) -> None:
+    """With `mtp_verify` the same tokens come, in fewer steps."""
+    plain = run_all(runner, [{"max_new_tokens": 24, **params} for params in many])
+    verified = run_all(runner, [{"max_new_tokens": 24, **params, **VERIFIED_4} for params in many])
+    assert [outcome.token_ids for outcome in verified] == [outcome.token_ids for outcome in plain]
+    assert [o.finish_reason for o in verified] == [o.finish_reason for o in plain]
+    assert sum(len(outcome.step_lens) for outcome in verified) < 0.9 * sum(
+        len(outcome.token_ids) for outcome in plain
+    )
+    assert len({tuple(outcome.token_ids) for outcome in plain}) > len(many) // 2
+
+
+def test_seeded_output_with_verification_is_the_seeded_plain_output(runner: ModelRunner) -> None:
+    assert_lossless(runner, SAMPLED)
+
+
+def test_penalties_and_biases_hold_inside_a_verified_run(runner: ModelRunner) -> None:
+    assert_lossless(runner, [{"temperature": 0.0, **params} for params in PENALIZED])
+
+
+def test_penalties_and_sampling_together(runner: ModelRunner) -> None:
+    seeded = {"temperature": 1.0, "sampling_seed": 4}
+    assert_lossless(runner, [{**seeded, **params} for params in PENALIZED])
+
+
+@pytest.mark.parametrize("retract_interval", [1, 2])
+def test_seeded_verified_output_survives_retraction(
+    runner: ModelRunner, retract_interval: int
+) -> None:
+    params = {"temperature": 1.0, "sampling_seed": 4, "max_new_tokens": 24, **VERIFIED_4}
+    params["frequency_penalty"] = 0.7
+    whole = run(runner, **params)
+    setup = Setup(num_pages=600, retract_interval=retract_interval)
+    outcome = run(runner, setup, **params)
+    assert outcome.num_retractions > 3
+    assert outcome.token_ids == whole.token_ids
+
+
+def test_biases_and_min_new_tokens_reach_every_row_of_an_unverified_request(
+    runner: ModelRunner,
+) -> None:
+    banned = {"logit_bias": {"0": -100.0, "3": -100.0}}
+    minimum = {"min_new_tokens": 13, "stop_token_ids": [1, 2]}
+    for mode in (STATIC_4, ADAPTIVE_4):
+        whole = run(runner, max_new_tokens=16, **mode)
+        assert {0, 1, 2, 3} & set(whole.token_ids)
+        biased = run(runner, max_new_tokens=16, **mode, **banned)
+        assert not {0, 3} & set(biased.token_ids)
+        late = run(runner, max_new_tokens=16, **mode, **minimum)
+        assert len(late.token_ids) >= 13
+        assert not {1, 2} & set(late.token_ids[:13])
+
+
+# ---------------------------------------------------------------- returns
+
+
+def options(start_len: int) -> LogprobOptions:
+    return LogprobOptions(start_len=start_len, top_num=2, token_ids=[4, 0])
+
+
+def assert_same_logprobs(left: list[Any], right: list[Any]) -> None:
+    assert [entry.token_id for entry in left] == [entry.token_id for entry in right]
+    for a, b in zip(left, right, strict=True):
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+        assert a.chosen == pytest.approx(b.chosen, abs=1e-4)
+        assert [value for value, _ in a.top] == pytest.approx([v for v, _ in b.top], abs=1e-4)
+
+
+@pytest.mark.parametrize("mode", [{"temperature": 0.0}, {"temperature": 0.8, "sampling_seed": 5}])
+def test_logprobs_of_a_verified_request_are_the_plain_ones(
+    runner: ModelRunner, mode: dict[str, Any]
+) -> None:
+    plain = run(runner, max_new_tokens=15, logprobs=options(2), **mode)
+    harness = SchedulerHarness(SETUP, make_mtp_worker(runner, MASK))
+    others = [harness.submit(PROMPT, max_new_tokens=9, **m) for m in (STATIC_4, mode)]
+    req_id = harness.submit(PROMPT, max_new_tokens=15, logprobs=options(2), **(VERIFIED_4 | mode))
+    harness.run()
+    outcome = harness.outputs[req_id]
+    assert_same_logprobs(outcome.output_logprobs, plain.output_logprobs)
+    assert_same_logprobs(outcome.input_logprobs, plain.input_logprobs)
+    assert len(outcome.step_lens) < 15
+    assert all(not harness.outputs[other].output_logprobs for other in others)
+
+
+@pytest.mark.parametrize("tau", [STATIC, 0.6])
+def test_a_logprob_of_an_unverified_token_is_that_of_the_row_that_emitted_it(
+    runner: ModelRunner, small_model: Path, tau: float
+) -> None:
+    mode = STATIC_4 if tau == STATIC else ADAPTIVE_4
+    outcome = run(runner, max_new_tokens=15, logprobs=options(len(PROMPT) - 1), **mode)
+    model = load_reference(small_model)
+    right = unverified_decode(model, PROMPT, 15, 4, tau, MASK)
+    assert outcome.token_ids == right.tokens
+    expected: list[float] = []
+    for count in right.step_lens:
+        before = PROMPT + right.tokens[: len(expected)]
+        _, confidences, _ = predict(model, before, [], 4, MASK)
+        expected += [math.log(confidence) for confidence in confidences[:count]]
+    got = [entry.logprob for entry in outcome.output_logprobs]
+    assert got == pytest.approx(expected, abs=1e-4)
+
+
+def test_hidden_states_of_a_verified_request_are_the_plain_ones(runner: ModelRunner) -> None:
+    plain = run(runner, max_new_tokens=15, temperature=0.0, hidden_states="all")
+    assert len(plain.hidden_states) == len(PROMPT) + 14
+    for setup in (SETUP, Setup(num_pages=600, retract_interval=2, chunked_prefill_size=3)):
+        outcome = run(
+            runner, setup, max_new_tokens=15, hidden_states="all", temperature=0.0, **VERIFIED_4
+        )
+        assert len(outcome.hidden_states) == len(plain.hidden_states)
+        for left, right in zip(outcome.hidden_states, plain.hidden_states, strict=True):
+            assert left == pytest.approx(right, abs=1e-3)
+
+
+def test_the_last_hidden_state_comes_once_per_step(runner: ModelRunner) -> None:
+    outcome = run(runner, max_new_tokens=15, hidden_states="last", **STATIC_4)
+    assert len(outcome.hidden_states) == len(outcome.step_lens)
+
+
+# ---------------------------------------------------------------- load
+
+
+class Expensive(LoadAwareLength):
+    """Rows cost as much as they would beyond the knee: lengths fall as requests come."""
+
+    def __init__(self) -> None:
+        super().__init__(CostTable((1, 16, 17, 64), (1.0, 1.0, 4.0, 16.0)), MTP_MAX_K)
+
+
+def test_under_load_verified_requests_predict_less_and_keep_their_tokens(
+    runner: ModelRunner,
+) -> None:
+    plain = run(runner, max_new_tokens=24, temperature=0.0).token_ids
+    num_steps = {}
+    for num_requests in (1, 8):
+        harness = SchedulerHarness(SETUP, make_mtp_worker(runner, MASK, Expensive()))
+        params = {"max_new_tokens": 24, "temperature": 0.0, **VERIFIED_4, "mtp_k": 8}
+        ids = [harness.submit(PROMPT, **params) for _ in range(num_requests)]
+        harness.run()
+        assert [harness.outputs[req_id].token_ids for req_id in ids] == [plain] * num_requests
+        num_steps[num_requests] = len(harness.outputs[ids[0]].step_lens)
+    assert num_steps[1] < num_steps[8] == 24
+
+
+@pytest.mark.parametrize("limits_unverified", [False, True])
+def test_unverified_requests_predict_less_only_if_the_server_is_told_to(
+    runner: ModelRunner, limits_unverified: bool
+) -> None:
+    worker = make_mtp_worker(runner, MASK, Expensive(), limits_unverified=limits_unverified)
+    harness = SchedulerHarness(SETUP, worker)
+    params = {**STATIC_4, "mtp_k": 8, "max_new_tokens": 24}
+    ids = [harness.submit(PROMPT, **params) for _ in range(8)]
+    harness.run()
+    expected = [1] * 24 if limits_unverified else [8] * 3
+    assert all(harness.outputs[req_id].step_lens == expected for req_id in ids)
