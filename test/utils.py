@@ -21,7 +21,12 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
 )
 from sglang.srt.managers.schedule_batch import HiddenStates, LaunchedStep
-from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig
+from sglang.srt.managers.scheduler import (
+    NO_DEBUG,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerDebug,
+)
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.mem_cache.kv_ledger import KVLedger
@@ -93,7 +98,7 @@ class Collected:
 class SchedulerHarness:
     """Steps a scheduler by hand and collects what it sends. The ledger is checked every step."""
 
-    def __init__(self, setup: Setup, worker: Worker) -> None:
+    def __init__(self, setup: Setup, worker: Worker, debug: SchedulerDebug = NO_DEBUG) -> None:
         self.setup = setup
         self.inbox = FakeInbox()
         self.replies: list[Any] = []
@@ -127,6 +132,7 @@ class SchedulerHarness:
             self._to_detokenizer,
             self.replies.append,
             make_stop_finder=_no_stop_finder,
+            debug=debug,
         )
 
     def submit(

@@ -18,12 +18,14 @@ class StepLengths:
         num_predicted: tokens predicted (k of this step); 0 where the step emits nothing.
         num_read: rows whose logits are read.
         max_accepted: tokens that can be accepted.
+        looks_ahead: whether the request wants to predict more than one token.
     """
 
     q_lens: list[int]
     num_predicted: list[int]
     num_read: list[int]
     max_accepted: list[int]
+    looks_ahead: list[bool]
 
     @property
     def is_plain(self) -> bool:
@@ -73,7 +75,7 @@ class LookaheadRows:
         Args:
             limits: R tokens that may be predicted, at most.
         """
-        lengths = StepLengths([], [], [], [])
+        lengths = StepLengths([], [], [], [], [])
         for i, row in enumerate(batch.rows):
             num_host = batch.num_host_tokens[i]
             k = min(self.max_predicted[row], limits[i]) if batch.emits[i] else 0
@@ -84,6 +86,7 @@ class LookaheadRows:
             lengths.num_predicted.append(k)
             lengths.num_read.append(q_len if reads_pending else k)
             lengths.max_accepted.append(bound if self.is_lossless[row] else k)
+            lengths.looks_ahead.append(batch.emits[i] and self.max_predicted[row] > 1)
             if k:
                 self._pending_bounds[row] = k
         return lengths

@@ -109,9 +109,9 @@ class MTPWorker:
     def observe(self, result: HostResult) -> None:
         """Tells the length policy how many tokens of the oldest unread step were accepted."""
         lengths = self._unread.popleft()
-        for most, accepted in zip(lengths.max_accepted, result.accept_lens, strict=True):
-            if most > 1:
-                self._policy.observe(most, accepted)
+        for i, looks_ahead in enumerate(lengths.looks_ahead):
+            if looks_ahead:
+                self._policy.observe(lengths.max_accepted[i], result.accept_lens[i])
 
     @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:

@@ -1,0 +1,93 @@
+"""How many tokens to predict under load."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from sglang.srt.mtp.length_policy import (
+    PRIOR_SURVIVAL,
+    CostTable,
+    FullLength,
+    LoadAwareLength,
+    measure_costs,
+)
+
+MAX_K = 8
+KNEE = CostTable((1, 64, 128, 256), (5.0, 5.0, 10.0, 20.0))
+
+
+def expected_tokens(survival: list[float], length: int) -> float:
+    total, chance = 1.0, 1.0
+    for value in survival[: length - 1]:
+        chance *= value
+        total += chance
+    return total
+
+
+def test_the_table_is_linear_between_points_and_beyond_the_last() -> None:
+    table = CostTable((10, 20, 40), (1.0, 3.0, 4.0))
+    for rows, cost in ((1, 1.0), (10, 1.0), (15, 2.0), (20, 3.0), (30, 3.5), (40, 4.0), (80, 6.0)):
+        assert table.cost_ms(rows) == pytest.approx(cost)
+    assert CostTable.flat().cost_ms(1) == CostTable.flat().cost_ms(10_000)
+
+
+def test_where_rows_cost_nothing_every_request_gets_its_wish() -> None:
+    policy = LoadAwareLength(CostTable.flat(), MAX_K)
+    for _ in range(2000):
+        policy.observe(MAX_K, 1)  # even when no prediction is ever accepted
+    assert policy.limit([8, 3, 1] * 50, num_other_rows=500) == 8
+    assert FullLength().limit([2, 5], 100) == 5
+
+
+def test_the_choice_is_the_best_by_brute_force() -> None:
+    for num_requests in (1, 2, 4, 6, 10, 30, 100):
+        policy = LoadAwareLength(KNEE, MAX_K)
+        survival = [PRIOR_SURVIVAL] * (MAX_K - 1)
+
+        def value(length: int, survival: list[float], num_requests: int) -> float:
+            cost = KNEE.cost_ms(num_requests * (2 * length - 1) + 7)
+            return num_requests * expected_tokens(survival, length) / cost
+
+        values = [value(length, survival, num_requests) for length in range(1, MAX_K + 1)]
+        chosen = policy.limit([MAX_K] * num_requests, num_other_rows=7)
+        assert values[chosen - 1] == pytest.approx(max(values))
+
+
+def test_lengths_fall_with_load_and_with_failure() -> None:
+    limits = [LoadAwareLength(KNEE, MAX_K).limit([8] * n, 0) for n in (1, 4, 16, 64, 256)]
+    assert limits[0] == 8
+    assert limits[-1] == 1
+    assert all(a >= b for a, b in pairwise(limits))
+    lucky, unlucky = LoadAwareLength(KNEE, MAX_K), LoadAwareLength(KNEE, MAX_K)
+    for _ in range(500):
+        lucky.observe(8, 8)
+        unlucky.observe(8, 1)
+    assert lucky.limit([8] * 40, 0) > unlucky.limit([8] * 40, 0) == 1
+
+
+def test_what_is_not_tried_is_forgotten_so_that_it_is_tried_again() -> None:
+    policy = LoadAwareLength(KNEE, MAX_K)
+    for _ in range(500):
+        policy.observe(8, 1)
+    assert policy.limit([8] * 30, 0) == 1
+    for _ in range(5000):
+        policy.observe(1, 1)
+    assert policy.limit([8] * 30, 0) == LoadAwareLength(KNEE, MAX_K).limit([8] * 30, 0) > 1
+
+
+def test_costs_are_medians_of_timed_runs() -> None:
+    now = 0.0
+    runs: list[int] = []
+    spikes = iter([0, 50, 0, 0, 0, 0] * 3)
+
+    def run_step(num_rows: int) -> None:
+        nonlocal now
+        runs.append(num_rows)
+        now += num_rows * 1e-3 + next(spikes) * 1e-3
+
+    table = measure_costs(run_step, [1, 8, 64], repeats=5, clock=lambda: now)
+    assert runs == [1] * 6 + [8] * 6 + [64] * 6
+    assert table.num_rows == (1, 8, 64)
+    assert table.costs_ms == pytest.approx((1.0, 8.0, 64.0))
