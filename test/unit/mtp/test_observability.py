@@ -72,7 +72,8 @@ def test_the_trace_tells_the_whole_decode(small_model: Path, tmp_path: Path, ove
         assert steps[-1]["phase_after"] == "finished"
         assert steps[-1]["finish_reason"] == "length"
         committed = [token for line in steps for token in line["committed"]]
-        assert committed == (PROMPT + outcome.token_ids)[: len(committed)], "KV is of the output"
+        fed = (PROMPT + outcome.token_ids)[steps[0]["seq_len_base"] :]
+        assert committed == fed[: len(committed)], "KV is of what was emitted"
         for line, following in zip(steps, [*steps[1:], None], strict=True):
             k = mode["mtp_k"] if line["phase_before"] != "prefill" else 0
             assert line["k"] == k
