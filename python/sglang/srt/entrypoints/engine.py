@@ -145,7 +145,7 @@ class Engine:
         fields: dict[str, Any],
     ) -> AsyncGenerator[Answer, None]:
         if isinstance(sampling_params, SamplingParams):
-            sampling_params = msgspec.structs.asdict(sampling_params)
+            sampling_params = msgspec.to_builtins(sampling_params)
         body = {
             "text": prompt,
             "input_ids": input_ids,
