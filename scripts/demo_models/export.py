@@ -119,9 +119,10 @@ def _corpus_table(results: dict[str, Any]) -> str:
     return _table(["package", "version", "licence", "files", "MB"], rows)
 
 
-def _samples(results: dict[str, Any]) -> str:
+def sample_texts(samples: list[dict[str, str]]) -> str:
+    """Markdown of continuations that `draw_samples` made."""
     parts = []
-    for sample in results["samples"]:
+    for sample in samples:
         lines = len(sample["prompt"].splitlines())
         text = (sample["prompt"] + sample["text"]).rstrip()
         parts.append(
@@ -238,7 +239,7 @@ def model_card(results: dict[str, Any], weights_bytes: int) -> str:
         transformers=results["versions"]["transformers"],
         hf_nats=check["transformers_nats_per_token"],
         own_nats=check["training_code_nats_per_token"],
-        samples=_samples(results),
+        samples=sample_texts(results["samples"]),
         max_positions=shape["max_position_embeddings"],
         train_files=sum(p["files"] for p in corpus["train"]),
         train_megabytes=sum(p["bytes"] for p in corpus["train"]) / 1e6,

@@ -1,0 +1,102 @@
+"""The model card's part on multi-token prediction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+OLD_LIMIT = (
+    "- The mask token is there for multi-token decoding; these base weights were not taught to fill"
+    " it.\n"
+)
+NEW_LIMIT = (
+    "- Several tokens per step without `mtp_verify` change the text: see the table of multi-token"
+    " prediction.\n"
+)
+SECTION = """## Multi-token prediction
+
+The weights in this folder are the base model's after a second training that teaches it to predict
+the next tokens from mask tokens behind its input (docs/mtp.md of the project):
+
+    {command}
+
+{seconds:.0f} s on one {device} (commit {commit}), {steps:,} steps; the model is its own teacher.
+All figures are in `benchmark/results/train_mtp_tiny_code.json`, of the held-out packages below.
+
+Loss with one token per step, before and after: {before:.3f} and {after:.3f} nats/token in
+512-token windows ({change:+.1%}), {before_long:.3f} and {after_long:.3f} in {long}-token windows.
+The losses further down are those of the base model.
+
+Real text, {positions:,} positions: how often mask 1..7 says what the model says there once it has
+read the text up to it.
+
+| offset | 1 | 2 | 3 | 4 | 5 | 6 | 7 |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+| alone | {marginal} |
+| with all before it | {prefix} |
+
+Text of its own, {prompts} held-out prompts of 128 tokens continued by {new} tokens, greedy,
+float32. Tokens per step count only continuations with less than 20 % repeated 4-grams (in brackets:
+all). The last columns compare the text with that of one token per step, whose nats/token are
+{plain_nats:.3f}.
+
+| | tokens/step | equal text | agreeing prefix | nats/token |
+| --- | --- | --- | --- | --- |
+{rows}
+
+"""
+
+
+def _cells(shares: list[float]) -> str:
+    return " | ".join(f"{share:.2f}" for share in shares)
+
+
+def prediction_section(results: dict[str, Any]) -> str:
+    """Markdown of the section, from the results of train_mtp.py."""
+    losses, predicted = results["held_out_loss"], results["prediction"]
+    before, after = losses["before"], losses["after"]
+    long = max(before, key=int)
+    rows = [
+        f"| {name} | {item['tokens_per_step'] or 0:.2f} ({item['tokens_per_step_all']:.2f}) |"
+        f" {item['equal_to_greedy']:.2f} | {item['mean_agreeing_prefix']:.2f} |"
+        f" {item['nats_per_token']:.3f} |"
+        for name, item in predicted["own_text"].items()
+    ]
+
+    def loss(table: dict[str, Any], context: str) -> float:
+        return float(table[context]["overall"]["nats_per_token"])
+
+    return SECTION.format(
+        command=results["command"],
+        seconds=results["training"]["seconds"],
+        device=results["device"],
+        commit=results["commit"],
+        steps=results["training"]["steps"],
+        before=loss(before, "512"),
+        after=loss(after, "512"),
+        change=loss(after, "512") / loss(before, "512") - 1,
+        before_long=loss(before, long),
+        after_long=loss(after, long),
+        long=long,
+        positions=predicted["real_text"]["positions"],
+        marginal=_cells(predicted["real_text"]["marginal"]),
+        prefix=_cells(predicted["real_text"]["prefix"]),
+        prompts=predicted["prompts"],
+        new=predicted["new_tokens"],
+        plain_nats=next(iter(predicted["own_text"].values()))["greedy_nats_per_token"],
+        rows="\n".join(rows),
+    )
+
+
+def extend_card(card: str, results: dict[str, Any], samples: str) -> str:
+    """The base model's card with the section on prediction and new samples.
+
+    Raises:
+        ValueError: if it is not the card of a base model.
+    """
+    start, end = card.find("## Samples (not picked)"), card.find("## Limits")
+    place = card.find("## Held-out packages")
+    if OLD_LIMIT not in card or min(start, end, place) < 0:
+        raise ValueError("The card is not one that train_base.py wrote: give --base its folder.")
+    card = card[:start] + f"## Samples (not picked)\n\n{samples}\n\n" + card[end:]
+    card = card.replace(OLD_LIMIT, NEW_LIMIT)
+    return card[:place] + prediction_section(results) + card[place:]

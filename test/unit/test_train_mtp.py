@@ -1,0 +1,113 @@
+"""The training script's layout: masks must see what they see when a request is decoded."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts" / "demo_models"))
+
+from model import Llama, LlamaShape  # noqa: E402
+from mtp_layout import (  # noqa: E402
+    LATE_WEIGHT,
+    make_layout,
+    region_rows,
+    row_weights,
+    slot_tokens,
+    weighted_loss,
+    with_slots,
+)
+from optim import MuonAdamW  # noqa: E402
+
+MASK = 2
+NUM_REAL, NUM_MASKS = 12, 10
+SHAPE = LlamaShape(
+    vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=2, head_dim=8
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    torch.manual_seed(0)
+    model = Llama(SHAPE)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("width", [1, 3, 4])
+@torch.no_grad()
+def test_mask_rows_compute_what_a_request_with_masks_behind_it_computes(
+    model: Llama, width: int
+) -> None:
+    torch.manual_seed(width)
+    real = torch.randint(3, 20, (2, NUM_REAL))
+    anchors = torch.randint(NUM_REAL, (2, NUM_MASKS // width))
+    layout = make_layout(anchors, NUM_REAL, NUM_MASKS, width)
+    slots = torch.randint(3, 20, (2, NUM_MASKS // width, width))
+    masks = torch.full((2, NUM_MASKS), MASK)
+    for tokens in (
+        torch.cat((real, masks), dim=1),
+        with_slots(layout, torch.cat((real, masks), dim=1), slots),
+    ):
+        hidden = model(tokens, layout.positions, layout.visible)
+        torch.testing.assert_close(hidden[:, :NUM_REAL], model(real))
+        fed = region_rows(layout, tokens)
+        for row in range(2):
+            for region, anchor in enumerate(anchors[row].tolist()):
+                alone = torch.cat((real[row, : anchor + 1], fed[row, region]))[None]
+                expected = model(alone)[0, anchor + 1 :]
+                start = NUM_REAL + region * width
+                torch.testing.assert_close(hidden[row, start : start + width], expected)
+
+
+def test_slots_hold_the_students_own_continuation() -> None:
+    anchors = torch.tensor([[4, 0]])
+    layout = make_layout(anchors, NUM_REAL, 6, 3)
+    predicted = torch.arange(100, 100 + NUM_REAL + 6)[None]
+    slots = slot_tokens(layout, predicted)
+    assert slots.tolist() == [[[104, 112, 113], [100, 115, 116]]]
+
+
+def test_a_row_counts_while_those_before_it_are_right() -> None:
+    predicted = torch.tensor([[[1, 2, 3, 4], [9, 2, 3, 4]]])
+    labels = torch.tensor([[[1, 2, 9, 4], [1, 2, 3, 4]]])
+    late = LATE_WEIGHT
+    expected = torch.tensor([[[1, 1, 1, late], [1, late, late, late]]])
+    torch.testing.assert_close(row_weights(predicted, labels), expected)
+
+
+def test_training_teaches_masks_to_predict() -> None:
+    """A text that repeats itself: soon the masks say what comes."""
+    torch.manual_seed(0)
+    model = Llama(SHAPE)
+    optimizer = MuonAdamW(model, muon_lr=0.01, adam_lr=3e-3)
+    width = 2
+    losses, hits = [], []
+    for _ in range(120):
+        start = torch.randint(5, (16, 1))
+        text = 3 + (start + torch.arange(NUM_REAL + 1)) % 5
+        real, following = text[:, :-1], text[:, 1:]
+        layout = make_layout(torch.randint(NUM_REAL, (16, 5)), NUM_REAL, NUM_MASKS, width)
+        masks = torch.full((16, NUM_MASKS), MASK)
+        tokens = torch.cat((real, masks), dim=1)
+        hidden = model(tokens, layout.positions, layout.visible)
+        with torch.no_grad():
+            predicted = model.logits(hidden).argmax(-1)
+            own = with_slots(layout, tokens, slot_tokens(layout, predicted))
+            judged = model.logits(model(own, layout.positions, layout.visible)).argmax(-1)
+            labels, guesses = region_rows(layout, judged), region_rows(layout, predicted)
+        targets = with_slots(layout, torch.cat((following, masks), dim=1), labels)
+        weights = torch.cat((torch.ones(real.shape), row_weights(guesses, labels).flatten(1)), 1)
+        loss = weighted_loss(model.logits(hidden), targets, weights / real.numel())
+        loss.backward()
+        optimizer.step(1.0)
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        hits.append(float((guesses == labels).float().mean()))
+    assert losses[-1] < 0.3 * losses[0]
+    assert hits[-1] > 0.95
