@@ -20,7 +20,7 @@ import torch
 from data import BOS_ID, MASK_ID, collect_corpus
 from evaluate import windows
 from model import Llama
-from mtp_layout import make_layout, region_rows
+from mtp_layout import make_layout, region_rows, slot_tokens, with_slots
 from torch import Tensor
 from tqdm import tqdm
 
@@ -38,36 +38,39 @@ STATIC = -1.0
 
 @torch.no_grad()
 def teacher_forced(model: Llama, stream: np.ndarray, device: torch.device) -> dict[str, Any]:
-    """Behind every position of a stream [N] uint16, cut into windows: how often each mask row says
-    what the model itself says there once it has read the real text up to it.
+    """Behind every position of a stream [N] uint16, cut into windows: how often the model, given
+    its own tokens before it, confirms what mask 1..7 says.
 
     Returns:
-        `marginal`: share per offset 1..7; `prefix`: with all offsets before it right.
+        `marginal`: share per offset, `accepted`: with all offsets before it confirmed too (what
+        `mtp_verify` would accept); `real_marginal`: against what the model says there after the
+        real text instead of its own.
     """
     inputs, _ = windows(stream[: len(stream) // WINDOW * WINDOW], WINDOW)
     anchors = torch.arange(WINDOW, device=device)
-    right = torch.zeros(2, MAX_OFFSET, dtype=torch.float64)
+    right = torch.zeros(3, MAX_OFFSET, dtype=torch.float64)
     total = torch.zeros(MAX_OFFSET, dtype=torch.float64)
     later = anchors[:, None] + torch.arange(1, MAX_OFFSET + 1, device=device)
     for batch in inputs.split(16 if device.type == "cuda" else 2):
         real = batch.to(device)
         layout = make_layout(anchors.expand(len(real), -1), WINDOW, WINDOW * MAX_OFFSET, MAX_OFFSET)
         masks = real.new_full((len(real), WINDOW * MAX_OFFSET), MASK_ID)
-        hidden = model(torch.cat((real, masks), dim=1), layout.positions, layout.visible)
-        best = best_tokens(model, hidden)[0]
-        own = best[:, :WINDOW]
+        tokens = torch.cat((real, masks), dim=1)
+        best = best_tokens(model, model(tokens, layout.positions, layout.visible))[0]
+        own = with_slots(layout, tokens, slot_tokens(layout, best))
+        judged = best_tokens(model, model(own, layout.positions, layout.visible))[0]
         inside = later < WINDOW
-        wanted = own[:, later.clamp(max=WINDOW - 1)]
-        hits = (region_rows(layout, best) == wanted) & inside
+        said = region_rows(layout, best)
+        hits = (said == region_rows(layout, judged)) & inside
+        on_real = (said == best[:, :WINDOW][:, later.clamp(max=WINDOW - 1)]) & inside
         right[0] += hits.sum(dim=(0, 1)).double().cpu()
         right[1] += hits.long().cumprod(dim=2).sum(dim=(0, 1)).double().cpu()
+        right[2] += on_real.sum(dim=(0, 1)).double().cpu()
         total += (inside.sum(dim=0) * len(real)).double().cpu()
-    shares = (right / total).tolist()
-    return {
-        "marginal": [round(share, 4) for share in shares[0]],
-        "prefix": [round(share, 4) for share in shares[1]],
-        "positions": int(total[0]),
-    }
+    names = ("marginal", "accepted", "real_marginal")
+    shares = dict(zip(names, (right / total).tolist(), strict=True))
+    rounded = {name: [round(share, 4) for share in row] for name, row in shares.items()}
+    return {**rounded, "positions": int(total[0])}
 
 
 def best_tokens(model: Llama, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,13 +26,14 @@ Loss with one token per step, before and after: {before:.3f} and {after:.3f} nat
 512-token windows ({change:+.1%}), {before_long:.3f} and {after_long:.3f} in {long}-token windows.
 The losses further down are those of the base model.
 
-Real text, {positions:,} positions: how often mask 1..7 says what the model says there once it has
-read the text up to it.
+Behind {positions:,} positions of real text: how often the model, given its own tokens before it,
+confirms what mask 1..7 says, and (last row) how often it says the same after the real text instead.
 
 | offset | 1 | 2 | 3 | 4 | 5 | 6 | 7 |
 | --- | --- | --- | --- | --- | --- | --- | --- |
 | alone | {marginal} |
-| with all before it | {prefix} |
+| with all before it | {accepted} |
+| after real text | {real_marginal} |
 
 Text of its own, {prompts} held-out prompts of 128 tokens continued by {new} tokens, greedy,
 float32. Tokens per step count only continuations with less than 20 % repeated 4-grams (in brackets:
@@ -79,7 +80,8 @@ def prediction_section(results: dict[str, Any]) -> str:
         long=long,
         positions=predicted["real_text"]["positions"],
         marginal=_cells(predicted["real_text"]["marginal"]),
-        prefix=_cells(predicted["real_text"]["prefix"]),
+        accepted=_cells(predicted["real_text"]["accepted"]),
+        real_marginal=_cells(predicted["real_text"]["real_marginal"]),
         prompts=predicted["prompts"],
         new=predicted["new_tokens"],
         plain_nats=next(iter(predicted["own_text"].values()))["greedy_nats_per_token"],

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100
 LATE_WEIGHT = 0.2  # of a mask row behind a wrong one
 
 
@@ -107,13 +106,17 @@ def row_weights(predicted: Tensor, labels: Tensor) -> Tensor:
     return LATE_WEIGHT + (1.0 - LATE_WEIGHT) * before
 
 
-def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Sum of weighted cross-entropies in nats.
+def mask_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """Mean weighted cross-entropy in nats; logits [..., V], labels int64 and weights [...]."""
+    losses = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="none")
+    return (losses * weights.flatten()).mean()
 
-    Args:
-        logits: [B, T, V]; targets [B, T] int64; weights [B, T] float32.
-    """
-    losses = F.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="none"
+
+def holding_loss(logits: Tensor, base_logits: Tensor) -> Tensor:
+    """Mean Kullback-Leibler divergence in nats from the base model's distributions, [..., V] each:
+    with one token per step the model is to stay what it was."""
+    student = torch.log_softmax(logits.float(), dim=-1)
+    base = torch.log_softmax(base_logits.float(), dim=-1)
+    return F.kl_div(
+        student.flatten(0, -2), base.flatten(0, -2), log_target=True, reduction="batchmean"
     )
-    return (losses * weights.flatten()).sum()

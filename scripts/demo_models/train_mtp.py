@@ -10,6 +10,7 @@ with small settings. `mtp_layout.py` says what is trained, `evaluate_mtp.py` wha
 from __future__ import annotations
 
 import argparse
+import copy
 import platform
 import shlex
 import sys
@@ -30,9 +31,18 @@ from evaluate_mtp import evaluate_prediction, teacher_forced
 from export import sample_texts, write_json, write_model_folder
 from export_mtp import extend_card
 from model import Llama
-from mtp_layout import make_layout, region_rows, row_weights, slot_tokens, weighted_loss, with_slots
+from mtp_layout import (
+    holding_loss,
+    make_layout,
+    mask_loss,
+    region_rows,
+    row_weights,
+    slot_tokens,
+    with_slots,
+)
 from optim import MuonAdamW, warm_constant_linear
 from torch import Tensor
+from torch.nn import functional
 from tqdm import tqdm
 from train_base import held_out_streams, pick_device, training_windows
 
@@ -46,7 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--minutes", type=float, default=4.5, help="training time, compilation not counted")
+    add("--minutes", type=float, default=5.0, help="training time, compilation not counted")
     add("--base", type=Path, required=True, help="folder that train_base.py wrote")
     add("--out", type=Path, required=True, help="folder for the exported model")
     add("--results", type=Path, help="results JSON (default: results.json beside --out)")
@@ -57,9 +67,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--batch-size", type=int, default=64, help="sequences per step")
     add("--context", type=int, default=512, help="real tokens per sequence")
     add("--masks", type=int, default=256, help="mask rows per sequence")
-    add("--long-context", type=int, default=4096, help="window of plain next-token steps")
-    add("--long-rows", type=int, default=16, help="windows per plain step")
-    add("--long-every", type=int, default=4, help="one plain step after so many others")
+    add("--long-context", type=int, default=4096, help="window of steps without masks")
+    add("--long-rows", type=int, default=12, help="windows per such step")
+    add("--long-every", type=int, default=4, help="one such step after so many others")
+    add("--mask-weight", type=float, default=0.5, help="of the mask rows' loss")
     add("--muon-lr", type=float, default=0.006)
     add("--adam-lr", type=float, default=9e-4)
     add("--weight-decay", type=float, default=0.02, help="of the matrices, per unit of lr")
@@ -103,11 +114,15 @@ class MTPTrainer:
             return torch.compile(function, dynamic=False) if compiled else function
 
         self.hidden_of = maybe_compile(model.forward)
+        self.base = copy.deepcopy(model)
+        self.base_hidden_of = maybe_compile(self.base.forward)
         self.best_of = maybe_compile(self._best_tokens)
-        self.loss_of = maybe_compile(self._loss)
-        self.plain_loss_of = maybe_compile(model.next_token_loss)
+        self.mask_loss_of = maybe_compile(self._mask_loss)
+        self.holding_loss_of = maybe_compile(self._holding_loss)
         tokens = torch.from_numpy(stream.astype(np.int32)).to(self.device)
         self.generator = torch.Generator(self.device).manual_seed(arguments.seed)
+        with torch.no_grad():
+            model.embed_tokens.weight[MASK_ID] = model.embed_tokens.weight.mean(dim=0)
         self.windows = training_windows(
             tokens, arguments.context, arguments.batch_size, self.generator
         )
@@ -120,13 +135,16 @@ class MTPTrainer:
         is_mask = torch.arange(logits.shape[-1], device=logits.device) == MASK_ID
         return logits.masked_fill(is_mask, float("-inf")).argmax(dim=-1)
 
-    def _loss(self, hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        return weighted_loss(self.model.logits(hidden), targets, weights)
+    def _mask_loss(self, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        return mask_loss(self.model.logits(hidden), labels, weights)
+
+    def _holding_loss(self, hidden: Tensor, base_hidden: Tensor) -> Tensor:
+        return holding_loss(self.model.logits(hidden), self.base.logits(base_hidden))
 
     def _backward(self, width: int) -> tuple[Tensor, Tensor]:
         """One step's gradients; returns the loss and the share of right first predictions."""
         arguments = self.arguments
-        real, real_targets = next(self.windows)
+        real, _ = next(self.windows)
         batch, num_real = real.shape
         num_regions = arguments.masks // width
         anchors = torch.randint(
@@ -143,21 +161,24 @@ class MTPTrainer:
                 judged = self.best_of(self.hidden_of(own, layout.positions, layout.visible))
                 labels = region_rows(layout, judged)
                 guesses = region_rows(layout, predicted)
-                used = num_regions * width
-                weights = torch.zeros_like(tokens, dtype=torch.float32)
-                weights[:, :num_real] = 1.0 / real.numel()
-                weights[:, num_real : num_real + used] = (
-                    row_weights(guesses, labels).flatten(1) / guesses.numel()
-                )
-                targets = with_slots(layout, torch.cat((real_targets, masks), dim=1), labels)
-            loss = self.loss_of(hidden, targets, weights)
+                weights = row_weights(guesses, labels).flatten(1)
+                base_hidden = self.base_hidden_of(real)
+            # Rows left over are scored too, without weight, so that all widths have one shape.
+            unused = (0, arguments.masks - weights.shape[1])
+            labels_of_rows = functional.pad(labels.flatten(1), unused)
+            loss = self.holding_loss_of(hidden[:, :num_real], base_hidden)
+            loss = loss + arguments.mask_weight * self.mask_loss_of(
+                hidden[:, num_real:], labels_of_rows, functional.pad(weights, unused)
+            )
         loss.backward()
         return loss.detach(), (guesses[:, :, 0] == labels[:, :, 0]).float().mean()
 
     def _plain_backward(self) -> Tensor:
-        inputs, targets = next(self.long_windows)
+        inputs, _ = next(self.long_windows)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu):
-            loss = self.plain_loss_of(inputs, targets)
+            with torch.no_grad():
+                base_hidden = self.base_hidden_of(inputs)
+            loss = self.holding_loss_of(self.hidden_of(inputs), base_hidden)
         loss.backward()
         return loss.detach()
 
@@ -220,7 +241,7 @@ class MTPTrainer:
                 (round(log.seconds, 1), log.steps, round(loss, 4), round(hits, 4))
             )
         if log.seconds >= budget * (len(log.acceptance_curve) + 1) / 10:
-            accepted = teacher_forced(self.model, self.probe, self.device)["marginal"]
+            accepted = teacher_forced(self.model, self.probe, self.device)["accepted"]
             log.acceptance_curve.append((round(log.seconds, 1), log.steps, accepted))
             tqdm.write(f"{log.seconds:.0f} s, step {log.steps}: accepted by offset {accepted}")
 
@@ -283,8 +304,6 @@ def main() -> None:
 
     model = Llama.from_hf_folder(arguments.base).to(device)
     before = plain_losses(model, streams, num_bytes, device)
-    with torch.no_grad():
-        model.embed_tokens.weight[MASK_ID] = model.embed_tokens.weight.mean(dim=0)
     probe = np.concatenate([part[:1024] for part in streams.values()])
     log = MTPTrainer(arguments, model, stream, probe).run()
 

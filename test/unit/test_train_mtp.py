@@ -14,11 +14,12 @@ sys.path.insert(0, str(ROOT / "scripts" / "demo_models"))
 from model import Llama, LlamaShape  # noqa: E402
 from mtp_layout import (  # noqa: E402
     LATE_WEIGHT,
+    holding_loss,
     make_layout,
+    mask_loss,
     region_rows,
     row_weights,
     slot_tokens,
-    weighted_loss,
     with_slots,
 )
 from optim import MuonAdamW  # noqa: E402
@@ -81,6 +82,17 @@ def test_a_row_counts_while_those_before_it_are_right() -> None:
     torch.testing.assert_close(row_weights(predicted, labels), expected)
 
 
+def test_the_holding_loss_is_zero_only_for_the_base_models_own_distribution() -> None:
+    torch.manual_seed(1)
+    base = torch.randn(3, 5, 20)
+    assert float(holding_loss(base + 3.0, base)) == pytest.approx(0, abs=1e-6)
+    other = base + torch.randn(3, 5, 20)
+    p, q = base.softmax(-1), other.softmax(-1)
+    expected = float((p * (p / q).log()).sum(-1).mean())
+    assert float(holding_loss(other, base)) == pytest.approx(expected, rel=1e-4)
+    assert expected > 0.1
+
+
 def test_training_teaches_masks_to_predict() -> None:
     """A text that repeats itself: soon the masks say what comes."""
     torch.manual_seed(0)
@@ -101,9 +113,10 @@ def test_training_teaches_masks_to_predict() -> None:
             own = with_slots(layout, tokens, slot_tokens(layout, predicted))
             judged = model.logits(model(own, layout.positions, layout.visible)).argmax(-1)
             labels, guesses = region_rows(layout, judged), region_rows(layout, predicted)
-        targets = with_slots(layout, torch.cat((following, masks), dim=1), labels)
-        weights = torch.cat((torch.ones(real.shape), row_weights(guesses, labels).flatten(1)), 1)
-        loss = weighted_loss(model.logits(hidden), targets, weights / real.numel())
+        logits = model.logits(hidden)
+        loss = mask_loss(logits[:, :NUM_REAL], following, torch.ones(real.shape))
+        weights = row_weights(guesses, labels).flatten(1)
+        loss = loss + mask_loss(logits[:, NUM_REAL:], labels.flatten(1), weights)
         loss.backward()
         optimizer.step(1.0)
         optimizer.zero_grad()
