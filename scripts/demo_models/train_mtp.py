@@ -56,7 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--minutes", type=float, default=5.0, help="training time, compilation not counted")
+    add("--minutes", type=float, default=5.2, help="training time, compilation not counted")
     add("--base", type=Path, required=True, help="folder that train_base.py wrote")
     add("--out", type=Path, required=True, help="folder for the exported model")
     add("--results", type=Path, help="results JSON (default: results.json beside --out)")
@@ -70,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--long-context", type=int, default=4096, help="window of steps without masks")
     add("--long-rows", type=int, default=12, help="windows per such step")
     add("--long-every", type=int, default=4, help="one such step after so many others")
-    add("--mask-weight", type=float, default=0.5, help="of the mask rows' loss")
+    add("--mask-weight", type=float, default=0.45, help="of the mask rows' loss")
     add("--muon-lr", type=float, default=0.006)
     add("--adam-lr", type=float, default=9e-4)
     add("--weight-decay", type=float, default=0.02, help="of the matrices, per unit of lr")

@@ -1,0 +1,298 @@
+"""Does multi-token prediction give the same tokens, step by step, however the server runs it?
+
+    python scripts/playground/mtp_cudagraph_ab.py
+    python scripts/playground/mtp_cudagraph_ab.py --model-path DIR --dtype bfloat16 --out ab.json
+
+Fixed prompts at k = 2 and k = 3 (static, conf_adapt and verified) through arms: overlap on and off,
+radix cache on and off, one request and eight at once; graphs on and off where the build captures
+them on this machine. Every arm is compared with the plainest one (first line of the table): the
+first three steps' input, pending and committed tokens, positions and effective k, and the whole
+outputs. A difference is allowed where the plainest arm's choice was a near-tie, in at most 2 % of
+the runs. Also shown: how many tokens are EOS, the mask or token 0 (the symptoms of a broken graph),
+and the KV ledger. Exit code 1 if anything differs that must not, or the ledger is not exact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+import sglang
+from sglang.srt.model_config import load_model_config
+from sglang.srt.server_args import ServerArgs
+
+PROMPTS = (
+    "def read_config(path):\n    ",
+    "import os\nimport sys\n\n",
+    "class Queue:\n    def __init__(self, maxsize=0):\n        ",
+    "for index, value in enumerate(values):\n    if value",
+    "try:\n    import json\nexcept ImportError:\n",
+    "    def test_",
+    "@dataclass\nclass Point:\n    x: int\n",
+    'raise ValueError(f"',
+)
+TAU = 0.9
+NUM_TRACED_STEPS = 3
+MAX_GAP = {"float32": 1e-3, "bfloat16": 0.125, "float16": 0.0625}
+MAX_SHARE = 0.02
+STEP_FIELDS = ("input", "pending", "committed", "positions", "effective_k")
+GRAPH_SWITCH = "disable_mtp_cuda_graph"
+MODES: dict[str, dict[str, Any]] = {
+    "static": {},
+    "conf_adapt": {"mtp_strategy": ["conf_adapt", TAU]},
+    "verified": {"mtp_verify": True, "temperature": 0.0},
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run the server. `use_graph` is None where the build has no graphs."""
+
+    overlap: bool
+    radix: bool
+    batch: int
+    use_graph: bool | None
+
+    @property
+    def name(self) -> str:
+        def word(flag: bool) -> str:
+            return "on" if flag else "off"
+
+        graph = "" if self.use_graph is None else f", graph {word(self.use_graph)}"
+        return f"overlap {word(self.overlap)}, radix {word(self.radix)}, batch {self.batch}{graph}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one request gave."""
+
+    output_ids: list[int]
+    effective_k: list[int]
+    finish: str
+    steps: list[dict[str, Any]]
+    top_logprobs: list[list[float]]
+
+
+@dataclass
+class Findings:
+    """Outcome of one arm."""
+
+    name: str
+    runs: int = 0
+    equal: int = 0
+    near_ties: int = 0
+    differences: list[str] = field(default_factory=list)
+    eos: float = 0.0
+    mask: float = 0.0
+    token_0: float = 0.0
+    ledger: str = ""
+    is_ledger_exact: bool = False
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.differences and self.is_ledger_exact
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model-path", default="demo")
+    parser.add_argument("--dtype", default="float32", choices=tuple(MAX_GAP))
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--out", type=Path, help="also write the findings as JSON")
+    return parser.parse_args()
+
+
+def all_arms() -> list[Arm]:
+    """The plainest one first."""
+    graphs: tuple[bool | None, ...] = (None,)
+    if any(item.name == GRAPH_SWITCH for item in fields(ServerArgs)):
+        graphs = (False, True)
+    switches = itertools.product(graphs, (False, True), (False, True), (1, 8))
+    return [Arm(overlap, radix, batch, graph) for graph, overlap, radix, batch in switches]
+
+
+def run_server(
+    arms: list[Arm], arguments: argparse.Namespace
+) -> dict[Arm, tuple[dict[tuple[str, int], Run], str, bool]]:
+    """All runs of arms that differ in the batch alone: one server serves them."""
+    arm = arms[0]
+    flags: dict[str, Any] = {
+        "disable_overlap_schedule": not arm.overlap,
+        "disable_radix_cache": not arm.radix,
+        "dtype": arguments.dtype,
+    }
+    if arm.use_graph is not None:
+        flags[GRAPH_SWITCH] = not arm.use_graph
+    with tempfile.TemporaryDirectory() as directory:
+        trace = Path(directory) / "trace.jsonl"
+        os.environ["SGLANG_MTP_DEBUG_TRACE"] = str(trace)
+        with sglang.Engine(model_path=arguments.model_path, **flags) as engine:
+            answers = {arm: generate(engine, arm, arguments.new_tokens) for arm in arms}
+            state = engine.get_server_info()["internal_states"][0]
+        steps = read_trace(trace)
+    names = ("legacy_missing_tokens", "orphan_token_count", "overlap_token_count")
+    counts = [state[name] for name in names]
+    ledger = "/".join(map(str, counts))
+    return {
+        arm: (
+            {key: as_run(answer, steps) for key, answer in found.items()},
+            ledger,
+            not any(counts),
+        )
+        for arm, found in answers.items()
+    }
+
+
+def generate(
+    engine: sglang.Engine, arm: Arm, new_tokens: int
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """Answers by (mode and k, prompt)."""
+    answers: dict[tuple[str, int], dict[str, Any]] = {}
+    for (mode, more), k in itertools.product(MODES.items(), (2, 3)):
+        params = {"max_new_tokens": new_tokens, "mtp_enabled": True, "mtp_k": k, **more}
+        what = f"{mode} k={k}"
+        for start in range(0, len(PROMPTS), arm.batch):
+            indices = range(start, min(start + arm.batch, len(PROMPTS)))
+            found = engine.generate(
+                [PROMPTS[index] for index in indices],
+                params,
+                rid=[f"{arm.name}|{what}|{index}" for index in indices],
+                return_logprob=True,
+                top_logprobs_num=2,
+            )
+            answers |= {(what, i): answer for i, answer in zip(indices, found, strict=True)}
+    return answers
+
+
+def read_trace(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The first decoding steps of each request: from the one that ends the prompt on."""
+    steps: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        found = steps[record["rid"]]
+        if record["phase_before"] != "prefill" and len(found) < NUM_TRACED_STEPS:
+            found.append(record)
+    return steps
+
+
+def as_run(answer: dict[str, Any], steps: dict[str, list[dict[str, Any]]]) -> Run:
+    meta = answer["meta_info"]
+    return Run(
+        output_ids=answer["output_ids"],
+        effective_k=meta["mtp_effective_k"],
+        finish=meta["finish_reason"]["type"],
+        steps=steps[meta["id"]],
+        top_logprobs=[[entry[0] for entry in top] for top in meta["output_top_logprobs"]],
+    )
+
+
+def same_steps(arm: Run, plainest: Run) -> str:
+    """Empty if the traced steps agree, else what does not. A cached prefix is not fed, so the
+    first step is compared from where the arm begins."""
+    for number, (got, right) in enumerate(zip(arm.steps, plainest.steps, strict=True)):
+        skipped = got["positions"][0] - right["positions"][0] if number == 0 else 0
+        for name in STEP_FIELDS:
+            expected = right[name]
+            if name in ("input", "committed", "positions"):
+                expected = expected[skipped:]
+            if got[name] != expected:
+                return f"step {number}, {name}: {got[name]}, expected {expected}"
+    return ""
+
+
+def margin(run: Run, place: int) -> float:
+    """How close the choice of a token was: its distance in logits to the second, or of its
+    probability to the threshold."""
+    best, second = run.top_logprobs[place]
+    return min(best - second, abs(math.exp(best) - TAU))
+
+
+def first_difference(left: list[int], right: list[int]) -> int | None:
+    pairs = enumerate(zip(left, right))
+    place = next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+    return None if len(left) == len(right) == place else place
+
+
+def compare(arm: Run, plainest: Run, what: str, max_gap: float, findings: Findings) -> None:
+    findings.runs += 1
+    place = first_difference(arm.output_ids, plainest.output_ids)
+    if place is None:
+        step = first_difference(arm.effective_k, plainest.effective_k)
+        place = None if step is None else sum(plainest.effective_k[: step + 1]) - 1
+    problem = same_steps(arm, plainest)
+    if place is None and not problem and arm.finish == plainest.finish:
+        findings.equal += 1
+        return
+    nearby = range(max(0, (place or 0) - 3), min((place or 0) + 4, len(plainest.top_logprobs)))
+    if place is not None and any(margin(plainest, near) <= max_gap for near in nearby):
+        findings.near_ties += 1
+        return
+    findings.differences.append(f"{what}: {problem or f'outputs differ at token {place}'}")
+
+
+def fractions(runs: list[Run], special: tuple[set[int], int | None]) -> tuple[float, float, float]:
+    """Shares of EOS, mask and token 0 among all tokens."""
+    tokens = [token for run in runs for token in run.output_ids]
+    eos, mask = special
+    counts = (sum(t in eos for t in tokens), tokens.count(-1 if mask is None else mask))
+    return counts[0] / len(tokens), counts[1] / len(tokens), tokens.count(0) / len(tokens)
+
+
+def print_table(findings: list[Findings]) -> None:
+    width = max(len(item.name) for item in findings)
+    print(f"{'arm':{width}}  runs  equal  ties  diff    EOS   mask    id0  ledger  verdict")
+    for item in findings:
+        print(
+            f"{item.name:{width}}  {item.runs:4}  {item.equal:5}  {item.near_ties:4}"
+            f"  {len(item.differences):4}  {item.eos:.3f}  {item.mask:.3f}  {item.token_0:.3f}"
+            f"  {item.ledger:6}  {'clean' if item.is_clean else 'BROKEN'}"
+        )
+    for item in findings:
+        for difference in item.differences[:5]:
+            print(f"{item.name}: {difference}", file=sys.stderr)
+
+
+def main() -> int:
+    """Runs all arms; returns the exit code."""
+    arguments = parse_arguments()
+    model = load_model_config(arguments.model_path)
+    special = (set(model.eos_token_ids), model.hf.get("mtp_mask_token_id"))
+    groups: dict[Any, list[Arm]] = defaultdict(list)
+    for arm in all_arms():
+        groups[arm.overlap, arm.radix, arm.use_graph].append(arm)
+    results = {}
+    for arms in tqdm(groups.values(), desc="servers", unit="server"):
+        results |= run_server(arms, arguments)
+    plainest = results[all_arms()[0]][0]
+    findings = []
+    for arm, (runs, ledger, is_exact) in results.items():
+        found = Findings(arm.name, ledger=ledger, is_ledger_exact=is_exact)
+        for key, run in runs.items():
+            what = f"{key[0]}, prompt {key[1]}"
+            compare(run, plainest[key], what, MAX_GAP[arguments.dtype], found)
+        if found.near_ties > max(1, MAX_SHARE * found.runs):
+            found.differences.append(f"{found.near_ties} near-ties are too many")
+        found.eos, found.mask, found.token_0 = fractions(list(runs.values()), special)
+        if found.mask:
+            found.differences.append("the mask token was emitted")
+        findings.append(found)
+    print_table(findings)
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps([asdict(item) for item in findings], indent=2) + "\n")
+    return 0 if all(item.is_clean for item in findings) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
