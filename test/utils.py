@@ -52,7 +52,7 @@ class Setup:
     page_size: int = 1
     use_radix_cache: bool = True
     max_running_requests: int = 8
-    max_queued_requests: int = 1000
+    max_queued_requests: int | None = 1000
     chunked_prefill_size: int = 2048
     schedule_policy: str = "fcfs"
     preemption_threshold: int | None = None

@@ -115,7 +115,7 @@ def _check_sizes(args: ServerArgs) -> None:
     )
     values = vars(args)
     for name in at_least_one:
-        if values[name] < 1:
+        if values[name] is not None and values[name] < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1.")
     if not 0 < args.schedule_conservativeness < math.inf:
         raise ConfigError("--schedule-conservativeness must be a number above 0.")

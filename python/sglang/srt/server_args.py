@@ -64,7 +64,9 @@ class ServerArgs:
     max_total_tokens: int | None = flag(None, "KV pool size in tokens; default: from memory.")
     page_size: int = flag(1, "KV slots per page.")
     max_running_requests: int = flag(64, "Requests in the running batch at most.")
-    max_queued_requests: int = flag(1024, "Waiting requests; one more is answered with 503.")
+    max_queued_requests: int | None = flag(
+        None, "Waiting requests; one more is answered with 503. Default: any number may wait."
+    )
     chunked_prefill_size: int = flag(2048, "Prompt tokens in one step at most.")
     schedule_policy: str = flag(
         "fcfs",

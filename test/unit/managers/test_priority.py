@@ -62,6 +62,54 @@ def test_lack_of_memory_too_is_a_reason_to_push_aside() -> None:
     assert harness.outputs[low].num_retractions == 1
 
 
+def test_lack_of_memory_retracts_the_least_priority_first() -> None:
+    """Whoever has the least output would be cheapest to redo, but that is the important one."""
+    harness = harness_of(max_running_requests=4, num_pages=205, preemption_threshold=1000)
+    for index in range(3):
+        harness.submit([index, 2, 3], priority=0, max_new_tokens=60, temperature=0.0)
+    for _ in range(12):
+        harness.step()
+    high = harness.submit([9, 8], priority=100, max_new_tokens=60, temperature=0.0)
+    harness.run()
+    assert harness.outputs[high].num_retractions == 0
+    assert sum(outcome.num_retractions for outcome in harness.outputs.values()) > 0
+    assert harness.outputs[high].token_ids == oracle([9, 8], 60)
+
+
+def test_nobody_is_pushed_aside_where_that_makes_no_room() -> None:
+    """The one in the way is too important to be pushed; the others would be stopped in vain."""
+    harness = harness_of(max_running_requests=8, num_pages=120)
+    middle = harness.submit(list(range(60)), priority=95, max_new_tokens=20, temperature=0.0)
+    harness.step()
+    lows = [
+        harness.submit([index, 5], priority=0, max_new_tokens=10, temperature=0.0)
+        for index in range(2)
+    ]
+    for _ in range(3):
+        harness.step()
+    assert len(harness.scheduler.lifecycle.running) == 3
+    harness.submit(list(range(59, -1, -1)), priority=100, max_new_tokens=20, temperature=0.0)
+    harness.run()
+    assert [harness.outputs[req_id].num_retractions for req_id in (middle, *lows)] == [0, 0, 0]
+
+
+def test_a_full_queue_never_ends_a_request_that_has_run() -> None:
+    harness = harness_of(max_queued_requests=1)
+    low = harness.submit([1, 2], priority=0, **PARAMS)
+    for _ in range(5):
+        harness.step()
+    high = harness.submit([3, 4], priority=50, **PARAMS)
+    harness.step()
+    harness.step()
+    assert harness.scheduler.lifecycle.waiting[0].req_id == low, "It was pushed aside."
+    waiting = harness.submit([5, 6], priority=40, **PARAMS)
+    refused = harness.submit([7, 8], priority=30, **PARAMS)
+    harness.run()
+    ends = {i: harness.outputs[i].finish_reason for i in (low, high, waiting, refused)}
+    assert [end is not None and end.status_code for end in ends.values()] == [None, None, None, 503]
+    assert harness.outputs[low].token_ids == oracle([1, 2], 12)
+
+
 def test_a_full_queue_refuses_the_least_priority() -> None:
     harness = harness_of(max_queued_requests=2)
     harness.submit([1, 2], priority=0, **PARAMS)

@@ -206,6 +206,16 @@ def test_the_queue_limit_refuses_exactly_the_surplus_with_503() -> None:
     assert all(end is not None and end.type == "length" for end in ends[:3])
 
 
+def test_without_a_limit_a_batch_of_any_size_waits() -> None:
+    harness = SchedulerHarness(
+        Setup(max_running_requests=4, max_queued_requests=None), FakeWorker("plain", K, 4, seed=0)
+    )
+    ids = [harness.submit([i % 50, 2, 3], max_new_tokens=1, temperature=0.0) for i in range(1500)]
+    harness.run()
+    ends = [harness.outputs[req_id].finish_reason for req_id in ids]
+    assert all(end is not None and end.type == "length" for end in ends)
+
+
 def test_retracted_requests_go_ahead_of_never_admitted_ones() -> None:
     harness = SchedulerHarness(Setup(num_pages=90), FakeWorker("plain", K, 8, seed=0))
     for i in range(12):

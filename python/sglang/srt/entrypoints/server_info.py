@@ -72,7 +72,8 @@ def describe_start(server_args: ServerArgs, scheduler: SchedulerInfo) -> str:
         ("context", f"{found['context_len']} tokens; a request up to {scheduler.max_req_len}"),
         (
             "requests",
-            f"{scheduler.max_running_requests} running, {found['max_queued_requests']} waiting",
+            f"{scheduler.max_running_requests} running,"
+            f" {found['max_queued_requests'] or 'any number'} waiting",
         ),
         ("overlap", "on" if found["enable_overlap"] else "off"),
         ("radix cache", "on" if found["use_radix_cache"] else "off"),

@@ -12,10 +12,10 @@ from sglang.srt.managers.schedule_batch import LaunchedRow, Req
 from sglang.srt.managers.schedule_policy import (
     AdmissionPolicy,
     NewTokenRatio,
-    choose_preempted,
     choose_victim,
     order_by_priority,
     order_waiting,
+    preemptible,
 )
 from sglang.srt.managers.step_returns import StepReturns
 
@@ -142,13 +142,20 @@ class BatchPlanner:
         if threshold is None or not self._lifecycle.waiting:
             return
         first = self._order()[0]
+        victims = preemptible(running, first.priority, threshold)
         while not (self._has_room(budget=1) and self._admission.fits(first, running)):
-            victim = choose_preempted(running, first.priority, threshold)
-            if victim is None:
+            if not victims or not self._would_fit_without(victims, first):
                 return
             if has_inflight:
                 raise MustDrain
-            self._retract(victim)
+            self._retract(victims.pop(0))
+
+    def _would_fit_without(self, victims: list[Req], first: Req) -> bool:
+        """Whether pushing all of them aside would make room, at the best: prefixes that they share
+        with others stay."""
+        others = [req for req in self._lifecycle.running if req not in victims]
+        num_pages = sum(len(req.kv.pages) for req in victims if req.kv is not None)
+        return self._admission.fits(first, others, num_pages * self._ledger.page_size)
 
     def _order(self) -> list[Req]:
         if self._config.preemption_threshold is not None:

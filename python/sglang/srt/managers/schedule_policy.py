@@ -48,8 +48,9 @@ class AdmissionPolicy:
     ledger: KVLedger
     ratio: NewTokenRatio
 
-    def fits(self, req: Req, running: list[Req]) -> bool:
-        """A request alone always fits: larger ones are refused on arrival."""
+    def fits(self, req: Req, running: list[Req], num_freed: int = 0) -> bool:
+        """Whether there is room once `num_freed` slots more are free. A request alone always fits:
+        larger ones are refused on arrival."""
         if not running:
             return True
         set_aside = sum(self._still_needed(other) for other in running)
@@ -58,7 +59,7 @@ class AdmissionPolicy:
         cacheable = tokens[: req.max_cached_tokens + 1]
         _, num_free_of_charge = self.ledger.cached_prefix(req.namespace, cacheable)
         needed = len(tokens) - num_free_of_charge + self._growth(req)
-        return set_aside + needed <= self.ledger.num_available_tokens
+        return set_aside + needed <= self.ledger.num_available_tokens + num_freed
 
     def _still_needed(self, req: Req) -> int:
         """Slots that a running request is expected to take beyond those it has."""
@@ -93,13 +94,18 @@ def order_waiting(waiting: list[Req], policy: str, ledger: KVLedger) -> list[Req
     return retracted + fresh
 
 
-def choose_preempted(running: list[Req], priority: int, threshold: int) -> Req | None:
-    """Whom a request of `priority` may push aside: the one of least priority, if that is lower by
-    more than `threshold`; among equals the one with the least output to redo."""
+def preemptible(running: list[Req], priority: int, threshold: int) -> list[Req]:
+    """Whom a request of `priority` may push aside, in this order: those whose priority is lower by
+    more than `threshold`, the least first; among equals the one with the least output to redo."""
     lower = [req for req in running if req.priority + threshold < priority]
-    return min(lower, key=lambda req: (req.priority, len(req.output_ids)), default=None)
+    return sorted(lower, key=lambda req: (req.priority, len(req.output_ids)))
 
 
 def choose_victim(running: list[Req]) -> Req:
-    """Whom to retract: the one with the least output to redo, the longest prompt among those."""
-    return min(running, key=lambda req: (len(req.output_ids), -len(req.input_ids), -req.arrival))
+    """Whom to retract: of the least priority the one with the least output to redo, the longest
+    prompt among those."""
+
+    def cost(req: Req) -> tuple[int, int, int, int]:
+        return req.priority, len(req.output_ids), -len(req.input_ids), -req.arrival
+
+    return min(running, key=cost)

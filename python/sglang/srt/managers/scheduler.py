@@ -43,6 +43,7 @@ class SchedulerConfig:
     """What the scheduler needs to know.
 
     Attributes:
+        max_queued_requests: never admitted requests that may wait; None for any number.
         eos_token_ids: ids that end an output unless the request ignores them.
         strict_invariants: check the ledger after every step and raise on a violation.
         low_priority_first: smaller priorities go first.
@@ -50,7 +51,7 @@ class SchedulerConfig:
     """
 
     planner: PlannerConfig
-    max_queued_requests: int
+    max_queued_requests: int | None
     schedule_conservativeness: float
     eos_token_ids: frozenset[int]
     enable_overlap: bool
@@ -198,16 +199,21 @@ class Scheduler:
             stop_token_ids=stop_ids if params.ignore_eos else stop_ids | self._config.eos_token_ids,
             stop_finder=self._make_stop_finder(params) if params.has_stop_texts else None,
         )
-        is_full = len(self.lifecycle.waiting) >= self._config.max_queued_requests
         self.lifecycle.submit(req)
-        if is_full:
-            self._refuse_one()
+        self._refuse_surplus()
 
-    def _refuse_one(self) -> None:
-        """Ends the request that would be the last to run, with 503."""
-        last = self.lifecycle.waiting[-1]
+    def _refuse_surplus(self) -> None:
+        """Ends the request that would be the last to run with 503, if more wait than may. Those
+        that have run before are neither counted nor refused."""
+        limit = self._config.max_queued_requests
+        if limit is None or len(self.lifecycle.waiting) <= limit:
+            return
+        fresh = [req for req in self.lifecycle.waiting if not req.was_admitted]
+        if len(fresh) <= limit:
+            return
+        last = fresh[-1]
         if self._config.planner.preemption_threshold is not None:
-            last = order_by_priority(self.lifecycle.waiting)[-1]
+            last = order_by_priority(fresh)[-1]
         reason = FinishReason(
             type="abort",
             message=QUEUE_FULL_MESSAGE,

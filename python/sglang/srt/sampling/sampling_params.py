@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
 GREEDY_TEMPERATURE = 1e-6  # below it the most probable token is taken, as SGLang does
 STATIC, CONF_ADAPT = "static", "conf_adapt"
 DEFAULT_TAU = 0.9  # in messages only: there is no default threshold
 MTP_STRATEGY_RULE = f'must be ["{STATIC}"] or ["{CONF_ADAPT}", threshold]'
+MAX_MAGNITUDE = 1e6  # of temperatures and biases: logits of float32 stay finite
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 
 
@@ -128,7 +127,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         """
         checks = (
             ("max_new_tokens", self.max_new_tokens >= 0, "must be at least 0"),
-            ("temperature", _finite_at_least(self.temperature, 0.0), "must be a number >= 0"),
+            (
+                "temperature",
+                0.0 <= self.temperature <= MAX_MAGNITUDE,
+                f"must be a number in [0, {MAX_MAGNITUDE:g}]",
+            ),
             ("top_p", 0.0 < self.top_p <= 1.0, "must be in (0, 1]"),
             ("top_k", self.top_k == -1 or self.top_k >= 1, "must be -1 (all) or at least 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "must be in [0, 1]"),
@@ -150,8 +153,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
             ("repetition_penalty", 0 < self.repetition_penalty <= 2, "must be in (0, 2]"),
             (
                 "logit_bias",
-                all(math.isfinite(value) for value in (self.logit_bias or {}).values()),
-                "must hold finite numbers",
+                all(abs(value) <= MAX_MAGNITUDE for value in (self.logit_bias or {}).values()),
+                f"must hold numbers in [-{MAX_MAGNITUDE:g}, {MAX_MAGNITUDE:g}]",
             ),
             (
                 "stream_interval",
@@ -188,7 +191,3 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         if self.has_penalties:
             return "mtp_enabled: penalties need mtp_verify: true"
         return None
-
-
-def _finite_at_least(value: float, minimum: float) -> bool:
-    return math.isfinite(value) and value >= minimum
