@@ -55,7 +55,7 @@ def resolve(
     _check_sizes(args)
     device = _device(args, platform)
     context_len = _context_len(args, model)
-    mtp = _mtp(args, model, environ)
+    mtp = _mtp(args, model, environ, device)
     max_decode_rows = 1 if mtp is None else 2 * mtp.max_k - 1
     execution = ExecutionConfig(
         model=model,
@@ -161,7 +161,7 @@ def _attention_backend(args: ServerArgs) -> str:
     return name
 
 
-def _mtp(args: ServerArgs, model: ModelConfig, environ: Environ) -> MTPConfig | None:
+def _mtp(args: ServerArgs, model: ModelConfig, environ: Environ, device: str) -> MTPConfig | None:
     mask, source = args.mtp_mask_token_id, "--mtp-mask-token-id"
     if mask is None:
         mask = model.hf.get("mtp_mask_token_id")
@@ -176,6 +176,7 @@ def _mtp(args: ServerArgs, model: ModelConfig, environ: Environ) -> MTPConfig | 
         mask_token_id=mask,
         max_k=args.mtp_max_k,
         limits_unverified=args.mtp_load_aware_k,
+        measures_costs=device != "cpu",
         traces=environ.mtp_debug_trace is not None,
     )
 

@@ -8,6 +8,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.request_rows import RequestRows
 from sglang.srt.mtp.length_policy import CostTable, LoadAwareLength
 from sglang.srt.mtp.mtp_worker import MTPConfig, MTPWorker
+from sglang.srt.mtp.step_costs import measure_step_costs
 
 
 def make_worker(runner: ModelRunner, mtp: MTPConfig | None) -> Worker:
@@ -18,4 +19,7 @@ def make_worker(runner: ModelRunner, mtp: MTPConfig | None) -> Worker:
     state = RequestRows(num_rows, max_pending, runner.vocab_size, device)
     if mtp is None:
         return TpModelWorker(runner, state, ())
-    return MTPWorker(runner, state, mtp, LoadAwareLength(CostTable.flat(), mtp.max_k))
+    costs = CostTable.flat()
+    if mtp.measures_costs:
+        costs = measure_step_costs(runner, num_rows * (2 * mtp.max_k - 1))
+    return MTPWorker(runner, state, mtp, LoadAwareLength(costs, mtp.max_k))

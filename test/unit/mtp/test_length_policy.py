@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,10 @@ from sglang.srt.mtp.length_policy import (
     LoadAwareLength,
     measure_costs,
 )
+from sglang.srt.mtp.mtp_worker import MTPConfig
+from sglang.srt.mtp.step_costs import measure_step_costs
+from sglang.srt.worker_factory import make_worker
+from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_runner
 
 MAX_K = 8
 KNEE = CostTable((1, 64, 128, 256), (5.0, 5.0, 10.0, 20.0))
@@ -75,6 +80,22 @@ def test_what_is_not_tried_is_forgotten_so_that_it_is_tried_again() -> None:
     for _ in range(5000):
         policy.observe(1, 1)
     assert policy.limit([8] * 30, 0) == LoadAwareLength(KNEE, MAX_K).limit([8] * 30, 0) > 1
+
+
+def test_costs_can_be_measured_and_leave_no_trace(small_model: Path) -> None:
+    """With measured prices verified requests give the same tokens as with a flat table."""
+    setup = Setup(max_running_requests=4)
+    tokens = []
+    for measures in (False, True):
+        runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
+        mtp = MTPConfig(mask_token_id=5, max_k=MAX_K, measures_costs=measures)
+        harness = SchedulerHarness(setup, make_worker(runner, mtp))
+        params = {"max_new_tokens": 12, "temperature": 0.0, "mtp_enabled": True, "mtp_k": 8}
+        tokens.append(harness.generate([[1, 2, 3], [4]], mtp_verify=True, **params))
+    assert tokens[0] == tokens[1]
+    table = measure_step_costs(make_runner(small_model, setup, 128, MTP_MAX_ROWS), 300)
+    assert table.num_rows == (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    assert table.costs_ms[-1] > table.costs_ms[0] > 0
 
 
 def test_costs_are_medians_of_timed_runs() -> None:

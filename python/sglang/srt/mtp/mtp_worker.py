@@ -47,12 +47,15 @@ class MTPConfig:
         max_k: tokens that a request may predict per step, at most.
         limits_unverified: the length policy also shortens unverified requests, whose output
             depends on k.
+        measures_costs: the length policy's prices are measured at start-up; otherwise rows cost
+            nothing, and every request predicts as many tokens as it wishes.
         traces: results say what was fed.
     """
 
     mask_token_id: int
     max_k: int
     limits_unverified: bool = False
+    measures_costs: bool = False
     traces: bool = False
 
 
