@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 OLD_LIMIT = (
@@ -12,6 +13,15 @@ NEW_LIMIT = (
     "- Several tokens per step without `mtp_verify` change the text: see the table of multi-token"
     " prediction.\n"
 )
+HEADINGS = ("## Held-out packages", "## Samples (not picked)", "## Limits")
+BASE_ROWS = {
+    "| held-out loss |": "| held-out loss of the base model |",
+    "| loss on training text |": "| the same on training text |",
+}
+TAUGHT_ROW = (
+    "\n| held-out loss of these weights | {nats_per_token:.3f} nats/token, {bits_per_byte:.3f} "
+    "bits/byte, accuracy {accuracy:.3f} (one token per step, 512-token windows) |"
+)
 SECTION = """## Multi-token prediction
 
 The weights in this folder are the base model's after a second training that teaches it to predict
@@ -20,11 +30,12 @@ the next tokens from mask tokens behind its input (docs/mtp.md of the project):
     {command}
 
 {seconds:.0f} s on one {device} (commit {commit}), {steps:,} steps; the model is its own teacher.
-All figures are in `benchmark/results/train_mtp_tiny_code.json`, of the held-out packages below.
+The folder after `--base` holds the base model, as it was at that commit. All figures are in
+`benchmark/results/train_mtp_tiny_code.json`, of the held-out packages below.
 
 Loss with one token per step, before and after: {before:.3f} and {after:.3f} nats/token in
 512-token windows ({change:+.1%}), {before_long:.3f} and {after_long:.3f} in {long}-token windows.
-The losses further down are those of the base model.
+The losses by package and by position below are those of the base model.
 
 Behind {positions:,} positions of real text: how often the model, given its own tokens before it,
 confirms what mask 1..7 says, and (last row) how often it says the same after the real text instead.
@@ -37,8 +48,11 @@ confirms what mask 1..7 says, and (last row) how often it says the same after th
 
 Text of its own, {prompts} held-out prompts of 128 tokens continued by {new} tokens, greedy,
 float32. Tokens per step count only continuations with less than 20 % repeated 4-grams (in brackets:
-all). The last columns compare the text with that of one token per step, whose nats/token are
-{plain_nats:.3f}.
+all). `k=8 tau 0.9` takes up to 8 tokens per step while the probability of each reaches 0.9, `k=3
+static` always 3; `verified` keeps only what one token per step would have said too (checked for
+every text; departures at a near-tie of two logits: {near_ties}). The last columns compare the text
+with that of one token per step: share of equal texts, share of the tokens before the first
+difference, nats/token as one token per step sees them (its own text: {plain_nats:.3f}).
 
 | | tokens/step | equal text | agreeing prefix | nats/token |
 | --- | --- | --- | --- | --- |
@@ -84,21 +98,34 @@ def prediction_section(results: dict[str, Any]) -> str:
         real_marginal=_cells(predicted["real_text"]["real_marginal"]),
         prompts=predicted["prompts"],
         new=predicted["new_tokens"],
+        near_ties=sum(predicted["near_ties"].values()),
         plain_nats=next(iter(predicted["own_text"].values()))["greedy_nats_per_token"],
         rows="\n".join(rows),
     )
 
 
-def extend_card(card: str, results: dict[str, Any], samples: str) -> str:
-    """The base model's card with the section on prediction and new samples.
+def read_base_card(folder: Path) -> str:
+    """The card of a base model's folder.
 
     Raises:
-        ValueError: if it is not the card of a base model.
+        ValueError: if train_base.py did not write it (the weights may be taught already).
     """
-    start, end = card.find("## Samples (not picked)"), card.find("## Limits")
-    place = card.find("## Held-out packages")
-    if OLD_LIMIT not in card or min(start, end, place) < 0:
-        raise ValueError("The card is not one that train_base.py wrote: give --base its folder.")
+    card = (folder / "README.md").read_text()
+    if any(part not in card for part in (OLD_LIMIT, *BASE_ROWS, *HEADINGS)):
+        raise ValueError(
+            f"{folder} is not a folder that train_base.py wrote, or its weights were taught "
+            "several tokens per step already: give --base the base model's folder."
+        )
+    return card
+
+
+def extend_card(card: str, results: dict[str, Any], samples: str) -> str:
+    """The base model's card with the section on prediction and new samples."""
+    taught = results["held_out_loss"]["after"]["512"]["overall"]
+    for name, new_name in BASE_ROWS.items():
+        card = card.replace(name, new_name)
+    card = card.replace("\n\n## Training\n", TAUGHT_ROW.format(**taught) + "\n\n## Training\n", 1)
+    place, start, end = (card.find(heading) for heading in HEADINGS)
     card = card[:start] + f"## Samples (not picked)\n\n{samples}\n\n" + card[end:]
     card = card.replace(OLD_LIMIT, NEW_LIMIT)
     return card[:place] + prediction_section(results) + card[place:]

@@ -29,7 +29,7 @@ from data import MASK_ID, collect_corpus, pack
 from evaluate import draw_samples, score_packages
 from evaluate_mtp import evaluate_prediction, teacher_forced
 from export import sample_texts, write_json, write_model_folder
-from export_mtp import extend_card
+from export_mtp import extend_card, read_base_card
 from model import Llama
 from mtp_layout import (
     holding_loss,
@@ -190,8 +190,8 @@ class MTPTrainer:
         """Compile without changing a weight; returns seconds."""
         start = time.perf_counter()
         for _ in range(2):
-            for work in (*(lambda w=w: self._backward(w) for _, w in CURRICULUM),):
-                work()
+            for _, width in CURRICULUM:
+                self._backward(width)
             self._plain_backward()
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
@@ -295,6 +295,7 @@ def main() -> None:
     """Corpus, training, evaluation, export, card, results."""
     arguments = parse_arguments()
     device = pick_device(arguments.device)
+    card = read_base_card(arguments.base)
     torch.manual_seed(arguments.seed)
     corpus = collect_corpus(0, arguments.max_corpus_bytes)
     tokenizer = tokenizers.Tokenizer.from_file(str(arguments.base / "tokenizer.json"))
@@ -314,7 +315,6 @@ def main() -> None:
     results["held_out_loss"] = {"before": before, "after": after}
     results["prediction"] = evaluate_prediction(exported, streams, arguments.prompts, device)
     write_json(arguments.results or arguments.out.parent / "results.json", results)
-    card = (arguments.base / "README.md").read_text()
     samples = sample_texts(draw_samples(arguments.out, device, arguments.seed))
     (arguments.out / "README.md").write_text(extend_card(card, results, samples))
     summary = {

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FOLDER = Path(__file__).resolve().parents[2] / "python" / "sglang" / "demo_models" / "tiny-code"
+RESULTS = FOLDER.parents[3] / "benchmark" / "results"
 SPECIAL_IDS = {"bos": 0, "eos": 1, "mask": 2}
 
 # Written for this test, so it is in no training file.
@@ -113,8 +114,30 @@ def test_folder_is_complete_small_and_described() -> None:
     } == set(files)
     assert sum(files.values()) < 10.6e6
     card = (FOLDER / "README.md").read_text()
-    for part in ("## Held-out packages", "## Samples", "## Limits", "## Licence and corpus"):
+    for part in (
+        "## Multi-token prediction",
+        "## Held-out packages",
+        "## Samples",
+        "## Limits",
+        "## Licence and corpus",
+    ):
         assert part in card
+
+
+def test_card_holds_the_figures_of_the_results_files() -> None:
+    card = (FOLDER / "README.md").read_text()
+    base = json.loads((RESULTS / "train_base_tiny_code.json").read_text())["held_out_loss"]
+    taught = json.loads((RESULTS / "train_mtp_tiny_code.json").read_text())
+    before, after = (taught["held_out_loss"][when] for when in ("before", "after"))
+    for context in ("512", "4096"):
+        losses = [table[context]["overall"]["nats_per_token"] for table in (base, before, after)]
+        assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+        assert losses[2] < 1.04 * losses[0]
+        assert f"{losses[1]:.3f} and {losses[2]:.3f} " in card
+    for name, made in taught["prediction"]["own_text"].items():
+        speed = f"{made['tokens_per_step']:.2f} ({made['tokens_per_step_all']:.2f})"
+        assert f"| {name} | {speed} |" in card
+    assert "were not taught" not in card
 
 
 def test_special_tokens_are_in_the_vocabulary_and_distinct(tokenizer, plain_tokenizer) -> None:
@@ -169,6 +192,23 @@ def test_attention_reaches_far_back(tokenizer, model) -> None:
     losses = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
     first, last = losses[: len(one)].mean(), losses[-len(one) :].mean()
     assert last < 0.4 * first
+
+
+def test_a_mask_says_the_token_after_the_next(tokenizer, model) -> None:
+    ids = tokenizer(UNSEEN_SOURCE).input_ids
+    mask = SPECIAL_IDS["mask"]
+
+    def last_choice(tokens: list[int]) -> int:
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([tokens])).logits[0, -1].clone()
+            logits[mask] = -math.inf
+            return int(logits.argmax())
+
+    right = []
+    for end in range(16, len(ids), 8):
+        after_next = last_choice([*ids[:end], last_choice(ids[:end])])
+        right.append(last_choice([*ids[:end], mask]) == after_next)
+    assert sum(right) > 0.45 * len(right)
 
 
 def test_greedy_continuation_is_python_like(tokenizer, model) -> None:

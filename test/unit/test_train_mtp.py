@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "demo_models"))
 
+from export_mtp import extend_card, read_base_card  # noqa: E402
 from model import Llama, LlamaShape  # noqa: E402
 from mtp_layout import (  # noqa: E402
     LATE_WEIGHT,
@@ -91,6 +93,23 @@ def test_the_holding_loss_is_zero_only_for_the_base_models_own_distribution() ->
     expected = float((p * (p / q).log()).sum(-1).mean())
     assert float(holding_loss(other, base)) == pytest.approx(expected, rel=1e-4)
     assert expected > 0.1
+
+
+def test_only_a_base_models_card_is_extended() -> None:
+    folder = ROOT / "python" / "sglang" / "demo_models" / "tiny-code"
+    with pytest.raises(ValueError, match="taught several tokens per step already"):
+        read_base_card(folder)
+    results = json.loads((ROOT / "benchmark/results/train_mtp_tiny_code.json").read_text())
+    base = (
+        "| held-out loss | 1 |\n\n## Training\n\n## Held-out packages\n\n"
+        "## Samples (not picked)\n\nthese go\n\n## Limits\n\n"
+    )
+    card = extend_card(base, results, "these come")
+    headings = [line for line in card.splitlines() if line.startswith("## ")]
+    assert headings[:3] == ["## Training", "## Multi-token prediction", "## Held-out packages"]
+    assert "| held-out loss of the base model | 1 |\n| held-out loss of these weights |" in card
+    assert "these come" in card
+    assert "these go" not in card
 
 
 def test_training_teaches_masks_to_predict() -> None:
