@@ -176,6 +176,7 @@ def _mtp(args: ServerArgs, model: ModelConfig, environ: Environ, device: str) ->
         mask_token_id=mask,
         max_k=args.mtp_max_k,
         limits_unverified=args.mtp_load_aware_k,
+        trims_rows=device == "cpu",
         measures_costs=device != "cpu",
         traces=environ.mtp_debug_trace is not None,
     )

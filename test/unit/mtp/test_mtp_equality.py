@@ -91,11 +91,13 @@ def references(prompts: list[list[int]]) -> dict[Job, MTPReference]:
     return found
 
 
-def run_jobs(setup: Setup, prompts: list[list[int]], jobs: list[Job]) -> list[Collected]:
+def run_jobs(
+    setup: Setup, prompts: list[list[int]], jobs: list[Job], **config: Any
+) -> list[Collected]:
     # Neighbours in the batch are of different kinds.
     order = sorted(range(len(jobs)), key=lambda index: (index * 37) % len(jobs))
     runner = make_runner(DEMO, setup, 256, MTP_MAX_ROWS)
-    harness = SchedulerHarness(setup, make_mtp_worker(runner, MASK))
+    harness = SchedulerHarness(setup, make_mtp_worker(runner, MASK, **config))
     ids = {i: harness.submit(prompts[jobs[i].prompt], **jobs[i].params) for i in order}
     harness.run()
     return [harness.outputs[ids[i]] for i in range(len(jobs))]
@@ -131,6 +133,14 @@ def test_tokens_and_steps_equal_the_reference(
     check(run_jobs(SETUPS[name], prompts, JOBS), references, JOBS, name)
 
 
+@pytest.mark.parametrize("name", ["eight at once", "alone", "retracted at every third step"])
+def test_rows_padded_to_the_batch_alone_give_the_same(
+    name: str, prompts: list[list[int]], references: dict[Job, MTPReference]
+) -> None:
+    outcomes = run_jobs(SETUPS[name], prompts, JOBS, trims_rows=True)
+    check(outcomes, references, JOBS, f"{name}, trimmed")
+
+
 def test_the_references_see_what_they_are_to_tell_apart(
     references: dict[Job, MTPReference],
 ) -> None:
@@ -163,8 +173,8 @@ def test_masks_to_the_right_change_nothing(
     def reserve_more(self: KVLedger, kv: Any, num_tokens: int) -> bool:
         return reserve(self, kv, num_tokens + 3)
 
-    def plan_more(self: LookaheadRows, batch: Any, limits: list[int]) -> StepLengths:
-        lengths = plan(self, batch, limits)
+    def plan_more(self: LookaheadRows, *arguments: Any) -> StepLengths:
+        lengths = plan(self, *arguments)
         padded = [
             q_len + 1 + i % 3 if k > 1 else q_len
             for i, (q_len, k) in enumerate(zip(lengths.q_lens, lengths.num_predicted, strict=True))

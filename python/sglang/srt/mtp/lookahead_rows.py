@@ -69,17 +69,22 @@ class LookaheadRows:
         lossless = [self.is_lossless[row] for row in places]
         self.is_verified[rows] = torch.tensor(lossless, device=self._device)
 
-    def plan(self, batch: ScheduleBatch, limits: list[int]) -> StepLengths:
+    def plan(
+        self, batch: ScheduleBatch, limits: list[int], longest_pending: int | None
+    ) -> StepLengths:
         """Lengths of the next step.
 
         Args:
             limits: R tokens that may be predicted, at most.
+            longest_pending: most pending tokens that a request has, where that is known.
         """
         lengths = StepLengths([], [], [], [], [])
         for i, row in enumerate(batch.rows):
             num_host = batch.num_host_tokens[i]
             k = min(self.max_predicted[row], limits[i]) if batch.emits[i] else 0
             bound = 1 if num_host else self._pending_bounds[row]
+            if longest_pending is not None:
+                bound = min(bound, longest_pending)
             q_len = (num_host or bound) + max(k - 1, 0)
             reads_pending = self.is_lossless[row] and not num_host
             lengths.q_lens.append(q_len)

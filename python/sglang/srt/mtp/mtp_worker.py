@@ -47,6 +47,8 @@ class MTPConfig:
         max_k: tokens that a request may predict per step, at most.
         limits_unverified: the length policy also shortens unverified requests, whose output
             depends on k.
+        trims_rows: look at how many tokens are pending and pad to the longest run of the batch, not
+            to the longest possible one: for devices where looking costs nothing.
         measures_costs: the length policy's prices are measured at start-up; otherwise rows cost
             nothing, and every request predicts as many tokens as it wishes.
         traces: results say what was fed.
@@ -55,6 +57,7 @@ class MTPConfig:
     mask_token_id: int
     max_k: int
     limits_unverified: bool = False
+    trims_rows: bool = False
     measures_costs: bool = False
     traces: bool = False
 
@@ -121,7 +124,10 @@ class MTPWorker:
         state = self._state
         apply_writes(batch, state, self._table)
         self._lookahead.initialize(batch.new_rows)
-        lengths = self._lookahead.plan(batch, self._limits(batch))
+        longest = None
+        if self._config.trims_rows:
+            longest = int(state.pending_lens[batch.rows].max())
+        lengths = self._lookahead.plan(batch, self._limits(batch), longest)
         self._unread.append(lengths)
         mask = self._config.mask_token_id
         inputs = build_forward_batch(batch, lengths.q_lens, state, self._table, mask)
