@@ -4,99 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
 
 import pytest
 
-from serving_utils import VOCAB_SIZE, make_model_dir
+from fake_backend import FULL, LENGTH, Backend, answer_of, run
+from serving_utils import make_model_dir
 from sglang.srt.managers.body_parsing import RequestError
 from sglang.srt.managers.io_struct import (
-    AbortReq,
-    BatchStrOutput,
     FinishReason,
     FlushCacheReqInput,
     FlushCacheReqOutput,
     HealthPing,
-    ReqTextOutput,
-    TokenizedGenerateReqInput,
 )
-from sglang.srt.managers.request_limits import RequestLimits
 from sglang.srt.managers.request_state import ServiceError
-from sglang.srt.managers.return_options import ReturnLimits
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
-
-LIMITS = RequestLimits(
-    vocab_size=VOCAB_SIZE,
-    max_req_len=256,
-    max_req_len_reason="the model's context length",
-    max_batch_size=64,
-    max_n=8,
-    max_stop_strings=4,
-    max_stop_string_chars=16,
-    returns=ReturnLimits(
-        vocab_size=VOCAB_SIZE,
-        max_top_logprobs=16,
-        max_token_ids_logprob=8,
-        max_key_chars=16,
-        allow_hidden_states=True,
-    ),
-)
-LENGTH = FinishReason(type="length", length=2)
-FULL = FinishReason(type="abort", message="The queue is full.", status_code=503)
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(make_model_dir(tmp_path_factory.mktemp("model")))
-
-
-class Backend:
-    """Stands for scheduler and detokenizer: records what is sent, answers what a test says."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.sent: list[Any] = []
-        self.inbox: asyncio.Queue[Any] = asyncio.Queue()
-        self.manager = TokenizerManager(tokenizer, LIMITS, self.sent.append, self.inbox.get)
-
-    @property
-    def requests(self) -> list[TokenizedGenerateReqInput]:
-        return [m for m in self.sent if isinstance(m, TokenizedGenerateReqInput)]
-
-    @property
-    def aborted(self) -> list[int]:
-        return [i for m in self.sent if isinstance(m, AbortReq) for i in m.req_ids]
-
-    def put(
-        self, req_id: int, text: str = "", ids: tuple[int, ...] = (), reason: Any = None
-    ) -> None:
-        output = ReqTextOutput(req_id, text, list(ids), reason, 3, len(ids), 1, 0)
-        self.inbox.put_nowait(BatchStrOutput(outputs=[output]))
-
-    async def wait_sent(self, count: int) -> None:
-        while len(self.sent) < count:
-            await asyncio.sleep(0)
-
-
-def run(tokenizer: Tokenizer, scenario: Callable[[Backend], Awaitable[None]]) -> None:
-    """Runs a scenario with the manager's receive loop beside it; nothing may be left behind."""
-
-    async def main() -> None:
-        backend = Backend(tokenizer)
-        receiving = asyncio.create_task(backend.manager.run())
-        await asyncio.wait_for(scenario(backend), 20)
-        receiving.cancel()
-        assert not backend.manager._samples
-        assert not backend.manager._replies
-
-    asyncio.run(main())
-
-
-async def answer_of(backend: Backend, **body: Any) -> Any:
-    async with aclosing(backend.manager.generate_request(body)) as outputs:
-        return await anext(outputs)
 
 
 def test_single_answer_has_sglangs_form(tokenizer: Tokenizer) -> None:

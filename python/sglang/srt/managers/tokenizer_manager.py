@@ -6,18 +6,20 @@ It lives on one asyncio loop, that of the HTTP server or of the Engine's backgro
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
 
-from sglang.srt.managers.body_parsing import field_error
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchStrOutput,
+    FinishReason,
     FlushCacheReqInput,
     FlushCacheReqOutput,
     GenerateReqInput,
@@ -29,7 +31,8 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     ToScheduler,
 )
-from sglang.srt.managers.request_limits import RequestLimits, check_length
+from sglang.srt.managers.prompt_encoding import encode_prompts, map_texts
+from sglang.srt.managers.request_limits import RequestLimits
 from sglang.srt.managers.request_state import GenerateCall, Sample, ServiceError
 from sglang.srt.managers.request_validation import (
     CheckedPrompt,
@@ -44,12 +47,22 @@ from sglang.srt.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-TOKENIZE_IN_THREAD_CHARS = 16_384  # below it encoding takes less than about 3 ms
+# Tokens per output of a request that does not stream: the front end sees that the model works, and
+# a large answer is built bit by bit.
+UNSTREAMED_INTERVAL = 50
 HEALTH_TIMEOUT_S = 20.0
+PROBE_PARAMS = {"temperature": 0, "max_new_tokens": 1, "min_new_tokens": 0, "n": 1}
+PROBE = {"input_ids": [0], "sampling_params": PROBE_PARAMS, "no_logs": True}
 CONTROL_TIMEOUT_S = 60.0
 ABORT_TIMEOUT_S = 3.0  # for the last chunks of requests aborted at shutdown
 Answer = dict[str, Any] | list[dict[str, Any]]
 SHUTDOWN_MESSAGE = "The server is shutting down."
+BROKEN_OUTPUT = FinishReason(
+    type="abort",
+    message="The output could not be taken in; see the server's log.",
+    status_code=500,
+    err_type="InternalServerError",
+)
 
 
 class TokenizerManager:
@@ -82,6 +95,9 @@ class TokenizerManager:
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
+        self._progress = asyncio.Event()  # some request has got output; see health_generate
+        # A text per token id, so as many as the vocabulary has at most.
+        self._text_of_token = functools.cache(lambda i: tokenizer.decode([i], False))
 
     # ---------------------------------------------------------------- generate
 
@@ -129,70 +145,48 @@ class TokenizerManager:
 
     async def _start(self, request: CheckedRequest, call: GenerateCall) -> None:
         """Tokenizes, then sends all samples: none is sent if one prompt is refused."""
-        prompts = [
-            (prompt, await self._input_ids_of(prompt, request, index))
-            for index, prompt in enumerate(request.prompts)
-        ]
+        input_ids = await encode_prompts(request, self.tokenizer, self.limits)
         self._refuse_if_closed()
-        messages = []
-        for prompt, input_ids in prompts:
-            wanted = prompt.returns
-            logprobs = wanted.logprobs_for(len(input_ids))
-            for params in expand_samples(prompt.sampling_params):
-                sample = call.add_sample(
-                    next(self._req_ids),
-                    prompt.rid or uuid.uuid4().hex,
-                    Returns(wanted, input_ids, self._text_of_token),
-                    params.reports_steps,
-                )
-                self._samples[sample.req_id] = sample
-                sample.log_fields = self._log_fields(request, prompt, params)
-                messages.append(
-                    TokenizedGenerateReqInput(
-                        req_id=sample.req_id,
-                        rid=sample.rid,
-                        input_ids=input_ids,
-                        sampling_params=params,
-                        stream=request.stream,
-                        logprobs=logprobs,
-                        hidden_states=wanted.hidden_states,
-                        priority=wanted.priority,
-                        cache_key=wanted.cache_key,
-                    )
-                )
+        messages = [
+            (prompt, params, self._message(request, prompt, ids, params))
+            for prompt, ids in zip(request.prompts, input_ids, strict=True)
+            for params in expand_samples(prompt.sampling_params)
+        ]
+        for prompt, params, message in messages:
+            returns = Returns(prompt.returns, message.input_ids, self._text_of_token)
+            sample = call.add_sample(message.req_id, message.rid, returns, params.reports_steps)
+            self._samples[sample.req_id] = sample
+            sample.log_fields = self._log_fields(request, prompt, params)
         self._idle.clear()
-        for message in messages:
+        for _, _, message in messages:
             self._send(message)
 
-    async def _input_ids_of(
-        self, prompt: CheckedPrompt, request: CheckedRequest, index: int
-    ) -> list[int]:
-        name = "input_ids" if prompt.text is None else "text"
-        field = f"{name}[{index}]" if request.is_batch else name
-        max_new_tokens = prompt.sampling_params.max_new_tokens
-        if prompt.text is None:
-            input_ids = prompt.input_ids or []
-        else:
-            # A text that cannot fit is refused before any time goes into encoding it.
-            at_least = max(1, self.tokenizer.min_num_tokens(prompt.text))
-            check_length(field, at_least, max_new_tokens, self.limits)
-            input_ids = await self.encode(prompt.text)
-            if max(input_ids, default=0) >= self.limits.vocab_size:
-                raise field_error(
-                    field,
-                    "the tokenizer gives ids that the model does not have; see --tokenizer-path",
-                )
-        check_length(field, len(input_ids), max_new_tokens, self.limits)
-        return input_ids
+    def _message(
+        self,
+        request: CheckedRequest,
+        prompt: CheckedPrompt,
+        input_ids: list[int],
+        params: SamplingParams,
+    ) -> TokenizedGenerateReqInput:
+        wanted = prompt.returns
+        if not request.stream:
+            params = msgspec.structs.replace(params, stream_interval=UNSTREAMED_INTERVAL)
+        return TokenizedGenerateReqInput(
+            req_id=next(self._req_ids),
+            rid=prompt.rid or uuid.uuid4().hex,
+            input_ids=input_ids,
+            sampling_params=params,
+            stream=True,
+            logprobs=wanted.logprobs_for(len(input_ids)),
+            hidden_states=wanted.hidden_states,
+            priority=wanted.priority,
+            cache_key=wanted.cache_key,
+        )
 
-    def _text_of_token(self, token_id: int) -> str:
-        return self.tokenizer.decode([token_id], skip_special_tokens=False)
-
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; a long one does not keep the loop from other requests."""
-        if len(text) < TOKENIZE_IN_THREAD_CHARS:
-            return self.tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+    async def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text; long ones do not keep the loop from other requests."""
+        encode = functools.partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
+        return await map_texts(encode, texts, sum(map(len, texts)))
 
     def _log_fields(
         self, request: CheckedRequest, prompt: CheckedPrompt, params: SamplingParams
@@ -266,6 +260,7 @@ class TokenizerManager:
         if self.failure is not None:
             return
         self.failure = reason
+        self._progress.set()
         for sample in self._samples.values():
             sample.call.fail(ServiceError(reason, 503))
         self._samples.clear()
@@ -298,6 +293,40 @@ class TokenizerManager:
         call_id = next(self._call_ids)
         await self._call(HealthPing(call_id=call_id), call_id, timeout_s)
 
+    async def health_generate(self, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
+        """Returns when the model has made output: of a probe, or of a request before it.
+
+        Raises:
+            ServiceError: if there is none within `timeout_s`, or the probe fails.
+        """
+        self._refuse_if_closed()
+        self._progress.clear()
+        progress = asyncio.create_task(self._progress.wait())
+        probe = asyncio.create_task(self._probe())
+        try:
+            await asyncio.wait((progress, probe), timeout=timeout_s, return_when="FIRST_COMPLETED")
+            if self.failure is not None:
+                raise ServiceError(self.failure, 503)
+            if progress.done():
+                return
+            if not probe.done():
+                raise ServiceError(f"No token in {timeout_s:g} s.", 503)
+            probe.result()
+        finally:
+            progress.cancel()
+            probe.cancel()
+            await asyncio.gather(progress, probe, return_exceptions=True)
+
+    async def _probe(self) -> None:
+        """One token; a server that is too full for that must make progress on other requests."""
+        try:
+            async with aclosing(self.generate_request(PROBE)) as outputs:
+                await anext(outputs)
+        except ServiceError as error:
+            if error.status_code != 503:
+                raise
+            await self._progress.wait()
+
     async def _call(self, message: ToScheduler, call_id: int, timeout_s: float) -> Any:
         """Sends a control message and waits for the reply with its call_id."""
         if self.failure is not None:
@@ -328,22 +357,39 @@ class TokenizerManager:
         """Takes in one message of the detokenizer or the scheduler."""
         if isinstance(message, BatchStrOutput):
             for output in message.outputs:
-                self._handle_output(output)
+                try:
+                    self._handle_output(output)
+                except Exception:  # one sample's error must not end all the others
+                    logger.exception("Request %d: its output failed.", output.req_id)
+                    self._end_broken(output.req_id)
             return
         future = self._replies.get(message.call_id)
         if future is not None and not future.done():
             future.set_result(message)
 
     def _handle_output(self, output: ReqTextOutput) -> None:
+        reason = output.finish_reason
+        if output.token_ids or (reason is not None and reason.type != "abort"):
+            self._progress.set()
         sample = self._samples.get(output.req_id)
         if sample is None:  # its client has left
             return
         sample.add(output)
-        if output.finish_reason is None:
-            return
-        del self._samples[output.req_id]
-        self._log_end(sample)
-        if output.finish_reason.err_type == "DetokenizerError":
-            self._send(AbortReq(req_ids=[output.req_id]))
+        if reason is not None:
+            self._end(sample, reason.err_type == "DetokenizerError")
+
+    def _end_broken(self, req_id: int) -> None:
+        """Ends a sample that cannot take in its output; the others go on."""
+        sample = self._samples.get(req_id)
+        if sample is not None:
+            sample.finish_reason = BROKEN_OUTPUT
+            sample.call.on_news(sample)
+            self._end(sample, still_runs=True)
+
+    def _end(self, sample: Sample, still_runs: bool) -> None:
+        del self._samples[sample.req_id]
+        if still_runs:
+            self._send(AbortReq(req_ids=[sample.req_id]))
         if not self._samples:
             self._idle.set()
+        self._log_end(sample)
