@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import sys
 import threading
@@ -11,7 +12,10 @@ from typing import Any
 
 import msgspec
 
+logger = logging.getLogger(__name__)
+
 QUEUE_LINES = 10_000  # beyond it lines are dropped and counted, so a slow disk holds nobody up
+CLOSE_TIMEOUT_S = 5.0
 
 
 class RequestLog:
@@ -22,11 +26,16 @@ class RequestLog:
     Args:
         target: `stdout` or a file, which is appended to.
         level: 0 figures and labels; 1 sampling parameters too; 2 prompts and outputs too.
+
+    Attributes:
+        num_dropped: lines that found the queue full.
+        num_failed: lines that could not be written.
     """
 
     def __init__(self, target: str, level: int) -> None:
         self.level = level
         self.num_dropped = 0
+        self.num_failed = 0
         self._target = target
         self._lines: queue.Queue[bytes | None] = queue.Queue(QUEUE_LINES)
         self._thread = threading.Thread(target=self._write_all, name="request-log", daemon=True)
@@ -43,16 +52,27 @@ class RequestLog:
             self.num_dropped += 1
 
     def close(self) -> None:
-        """Writes what is queued and ends the thread."""
-        self._lines.put(None)
-        self._thread.join()
+        """Writes what is queued and ends the thread; a disk that hangs is not waited for."""
+        try:
+            self._lines.put(None, timeout=CLOSE_TIMEOUT_S)
+        except queue.Full:
+            logger.warning("The request log cannot be written; its last lines are lost.")
+            return
+        self._thread.join(CLOSE_TIMEOUT_S)
 
     def _write_all(self) -> None:
         while (line := self._lines.get()) is not None:
-            text = line.decode() + "\n"
-            if self._target == "stdout":
-                sys.stdout.write(text)
-                sys.stdout.flush()
-                continue
-            with Path(self._target).open("a", encoding="utf-8") as file:
-                file.write(text)
+            try:
+                self._write_line(line.decode() + "\n")
+            except OSError as error:
+                self.num_failed += 1
+                if self.num_failed == 1:
+                    logger.warning("Lines of the request log are lost: %s", error)
+
+    def _write_line(self, line: str) -> None:
+        if self._target == "stdout":
+            sys.stdout.write(line)
+            sys.stdout.flush()
+            return
+        with Path(self._target).open("a", encoding="utf-8") as file:
+            file.write(line)
