@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from mtp_oracle import STATIC, load_reference, predict, unverified_decode
+from sglang.srt.base_worker import GenerationBatchResult, ScheduleBatch
 from sglang.srt.managers.io_struct import AbortReq, LogprobOptions
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.mtp.length_policy import CostTable, LoadAwareLength
+from sglang.srt.mtp.mtp_worker import MTPWorker
 from utils import (
     MTP_MAX_K,
     MTP_MAX_ROWS,
@@ -117,6 +119,36 @@ def test_an_abort_at_any_step_answers_with_a_prefix(
         assert used == harness.ledger.num_pool_tokens
 
 
+def test_results_keep_the_contract_while_others_are_in_their_prompt(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is accepted before the end of a prompt, and nothing is kept beyond what may be."""
+    launch, kinds = MTPWorker.forward_batch_generation, set()
+
+    def checked(worker: MTPWorker, batch: ScheduleBatch) -> GenerationBatchResult:
+        result = launch(worker, batch)
+        read = result.read()
+        for i, emits in enumerate(batch.emits):
+            num_host = batch.num_host_tokens[i]
+            assert emits == (read.accept_lens[i] > 0)
+            assert 1 <= read.kept_lens[i] <= batch.max_q_lens[i]
+            assert not num_host or read.kept_lens[i] == num_host
+        kinds.add((any(batch.emits), all(batch.emits)))
+        return result
+
+    monkeypatch.setattr(MTPWorker, "forward_batch_generation", checked)
+    harness = SchedulerHarness(
+        Setup(num_pages=600, chunked_prefill_size=3), make_mtp_worker(runner, MASK)
+    )
+    modes = (STATIC_4, ADAPTIVE_4, {**VERIFIED_4, "temperature": 0.0}, {"temperature": 0.0})
+    for i, mode in enumerate(modes):
+        harness.submit([i, *PROMPT], max_new_tokens=12, **mode)
+        for _ in range(2):
+            harness.step()
+    harness.run()
+    assert kinds == {(False, False), (True, False), (True, True)}
+
+
 # ---------------------------------------------------------------- lossless
 
 
@@ -212,12 +244,13 @@ def test_logprobs_of_a_verified_request_are_the_plain_ones(
     plain = run(runner, max_new_tokens=15, logprobs=options(2), **mode)
     harness = SchedulerHarness(SETUP, make_mtp_worker(runner, MASK))
     others = [harness.submit(PROMPT, max_new_tokens=9, **m) for m in (STATIC_4, mode)]
+    first = harness.submit(PROMPT, max_new_tokens=15, logprobs=options(2), **(VERIFIED_4 | mode))
     req_id = harness.submit(PROMPT, max_new_tokens=15, logprobs=options(2), **(VERIFIED_4 | mode))
     harness.run()
-    outcome = harness.outputs[req_id]
-    assert_same_logprobs(outcome.output_logprobs, plain.output_logprobs)
-    assert_same_logprobs(outcome.input_logprobs, plain.input_logprobs)
-    assert len(outcome.step_lens) < 15
+    for outcome in (harness.outputs[first], harness.outputs[req_id]):
+        assert_same_logprobs(outcome.output_logprobs, plain.output_logprobs)
+        assert_same_logprobs(outcome.input_logprobs, plain.input_logprobs)
+        assert len(outcome.step_lens) < 15
     assert all(not harness.outputs[other].output_logprobs for other in others)
 
 
@@ -249,6 +282,13 @@ def test_hidden_states_of_a_verified_request_are_the_plain_ones(runner: ModelRun
         assert len(outcome.hidden_states) == len(plain.hidden_states)
         for left, right in zip(outcome.hidden_states, plain.hidden_states, strict=True):
             assert left == pytest.approx(right, abs=1e-3)
+
+
+def test_no_hidden_state_is_of_a_token_past_the_end(runner: ModelRunner) -> None:
+    """A step may keep rows of drafts that are cut off by the length limit."""
+    params = [{"max_new_tokens": n, "hidden_states": "all", **VERIFIED_4} for n in range(1, 16)]
+    for outcome in run_all(runner, [{**p, "temperature": 0.0} for p in params]):
+        assert len(outcome.hidden_states) == len(PROMPT) + len(outcome.token_ids) - 1
 
 
 def test_the_last_hidden_state_comes_once_per_step(runner: ModelRunner) -> None:

@@ -24,7 +24,8 @@ class Readings:
         pending: [R, P] int64; tokens that the step fed, the first of them certain.
         pending_lens: [R] int64; how many, 1 after a prompt.
         is_verified: [R] bool.
-        num_predicted: [R] int64; k of this step.
+        num_predicted: [R] int64; k of this step, 0 before the end of a prompt: then one token stays
+            pending, which means nothing.
     """
 
     targets: torch.Tensor

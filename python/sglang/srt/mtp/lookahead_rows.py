@@ -61,7 +61,6 @@ class LookaheadRows:
             self.max_predicted[new.row] = params.num_predicted
             self.host_thresholds[new.row] = params.mtp_threshold
             self.is_lossless[new.row] = params.mtp_verify or not params.mtp_enabled
-            self._pending_bounds[new.row] = 1
         places = [new.row for new in new_rows]
         rows = torch.tensor(places, device=self._device)
         thresholds = [self.host_thresholds[row] for row in places]

@@ -260,7 +260,7 @@ class MTPWorker:
             accept_lens=outcome.accept_lens * emits,
             kept_lens=torch.where(host > 0, host, outcome.kept_lens),
             pending=outcome.pending,
-            pending_lens=torch.where(emits, outcome.pending_lens, 1),
+            pending_lens=outcome.pending_lens,
         )
 
     def _commit(
