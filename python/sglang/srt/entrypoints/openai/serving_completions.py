@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -17,6 +19,7 @@ from sglang.srt.entrypoints.openai.protocol import (
 )
 from sglang.srt.managers.body_parsing import RequestError
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.tokenizer import Tokenizer
 
 START_TIME = int(time.time())
 
@@ -39,6 +42,35 @@ def describe_model(name: str, context_len: int) -> dict[str, Any]:
     }
 
 
+class TextOffsets:
+    """Where tokens begin in a text, given bit by bit. Ids that are not shown take no place."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, start: int) -> None:
+        self._stream = tokenizer.decode_stream(skip_special_tokens)
+        self._end = start
+
+    def push(self, ids: list[int]) -> list[int]:
+        """The places of the next tokens."""
+        lens = (len(self._stream.push([token_id])) for token_id in ids)
+        *offsets, self._end = itertools.accumulate(lens, initial=self._end)
+        return offsets
+
+
+class Choice:
+    """What a choice has sent so far.
+
+    Attributes:
+        echo: the prompt's text, if it comes before the output.
+    """
+
+    def __init__(self, echo: str, offsets: TextOffsets) -> None:
+        self.echo = echo
+        self.offsets = offsets
+        self.has_begun = False
+        self.num_chars = 0
+        self.num_tokens = 0
+
+
 class Completion:
     """One call of `/v1/completions`.
 
@@ -54,6 +86,7 @@ class Completion:
             self._checked = manager.check(to_generate_body(request, self._prompts))
         except RequestError as error:
             raise in_openai_terms(error) from None
+        self._params = self._checked.prompts[0].sampling_params  # of all prompts
         self._base = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -69,16 +102,12 @@ class Completion:
                 results: Any = await anext(outputs)
             except RequestError as error:
                 raise in_openai_terms(error) from None
-        choices = [
-            self._choice(index, result, 0, result["text"], 0)
-            for index, result in enumerate(results)
-        ]
+        choices = [await self._news(index, result, {}) for index, result in enumerate(results)]
         yield {**self._base, "choices": choices, "usage": self._usage(results)}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yields what is new since the last chunk of a choice, then the usage if wanted."""
-        num_chars: dict[int, int] = {}
-        num_tokens: dict[int, int] = {}
+        sent: dict[int, Choice] = {}
         latest: dict[int, dict[str, Any]] = {}
         options = self._request.stream_options
         outputs: AsyncGenerator[Any, None] = self._manager.generate(self._checked)
@@ -86,11 +115,7 @@ class Completion:
             try:
                 async for result in outputs:
                     index = result["index"]
-                    start, seen = num_chars.get(index, 0), num_tokens.get(index, 0)
-                    piece = result["text"][start:]
-                    choice = self._choice(index, result, seen, piece, start)
-                    num_chars[index] = len(result["text"])
-                    num_tokens[index] = len(result["output_ids"])
+                    choice = await self._news(index, result, sent)
                     latest[index] = result
                     yield {**self._base, "choices": [choice]}
             except RequestError as error:
@@ -98,37 +123,48 @@ class Completion:
         if options is not None and options.include_usage:
             yield {**self._base, "choices": [], "usage": self._usage(list(latest.values()))}
 
-    def _choice(
-        self, index: int, result: dict[str, Any], num_tokens: int, piece: str, start: int
+    async def _news(
+        self, index: int, result: dict[str, Any], sent: dict[int, Choice]
     ) -> dict[str, Any]:
-        """A choice with the text `piece`, and the logprobs from output token `num_tokens` on."""
+        """What is new of a choice. Many log-probabilities take long: a thread builds them."""
+        choice = sent.get(index) or sent.setdefault(index, self._begin(index))
+        if self._request.logprobs is None:
+            return self._build(index, result, choice)
+        return await asyncio.to_thread(self._build, index, result, choice)
+
+    def _begin(self, index: int) -> Choice:
+        echo = self._prompt_text(index) if self._request.echo else ""
+        skips = self._params.skip_special_tokens
+        return Choice(echo, TextOffsets(self._manager.tokenizer, skips, len(echo)))
+
+    def _build(self, index: int, result: dict[str, Any], sent: Choice) -> dict[str, Any]:
+        """A choice with what `sent` does not have yet, and notes that in it."""
         meta = result["meta_info"]
         reason = meta["finish_reason"]
-        is_first = start == 0 and num_tokens == 0
-        echo = self._prompt_text(index) if self._request.echo and is_first else ""
-        offset = start + (len(self._prompt_text(index)) if self._request.echo and start else 0)
-        return {
+        echo = "" if sent.has_begun else sent.echo
+        choice = {
             "index": index,
-            "text": echo + piece,
-            "logprobs": self._logprobs(meta, num_tokens, is_first, offset),
+            "text": echo + result["text"][sent.num_chars :],
+            "logprobs": None if self._request.logprobs is None else self._logprobs(meta, sent),
             "finish_reason": None if reason is None else reason["type"],
             "matched_stop": None if reason is None else reason.get("matched"),
         }
+        sent.has_begun = True
+        sent.num_chars = len(result["text"])
+        sent.num_tokens = len(result["output_ids"])
+        return choice
 
-    def _logprobs(
-        self, meta: dict[str, Any], num_tokens: int, is_first: bool, offset: int
-    ) -> dict[str, Any] | None:
-        if self._request.logprobs is None:
-            return None
-        entries = list(meta["output_token_logprobs"][num_tokens:])
-        tops = list(meta.get("output_top_logprobs", [])[num_tokens:])
-        if self._request.echo and is_first:
-            entries = meta["input_token_logprobs"] + entries
+    def _logprobs(self, meta: dict[str, Any], sent: Choice) -> dict[str, Any]:
+        entries = meta["output_token_logprobs"][sent.num_tokens :]
+        tops = meta.get("output_top_logprobs", [])[sent.num_tokens :]
+        offsets = sent.offsets.push([token_id for _, token_id, _ in entries])
+        if self._request.echo and not sent.has_begun:
+            prompt = meta["input_token_logprobs"]
+            offsets = self._prompt_offsets([entry[1] for entry in prompt], sent.echo) + offsets
+            entries = prompt + entries
             tops = meta.get("input_top_logprobs", []) + tops
-        texts = [text for _, _, text in entries]
-        offsets = [offset + sum(map(len, texts[:i])) for i in range(len(texts))]
         return {
-            "tokens": texts,
+            "tokens": [text for _, _, text in entries],
             "token_logprobs": [logprob for logprob, _, _ in entries],
             "top_logprobs": [
                 None if top is None else {text: logprob for logprob, _, text in top} for top in tops
@@ -137,9 +173,20 @@ class Completion:
             "text_offset": offsets,
         }
 
+    def _prompt_offsets(self, ids: list[int], text: str) -> list[int]:
+        """Places of a prompt's tokens in its text: a BOS that encoding has added is not in it."""
+        tokenizer = self._manager.tokenizer
+        if self._prompts.texts is None:
+            return TextOffsets(tokenizer, True, 0).push(ids)
+        bos = tokenizer.bos_token_id
+        has_bos = bos is not None and ids[:1] == [bos]
+        is_hidden = has_bos and not text.startswith(tokenizer.decode(ids[:1], False))
+        offsets = TextOffsets(tokenizer, False, 0).push(ids[is_hidden:])
+        return [0] * is_hidden + offsets
+
     def _prompt_text(self, index: int) -> str:
         """The prompt of a choice; choices are in prompt order, n of each."""
-        place = index // (self._request.n or 1)
+        place = index // self._params.n
         if self._prompts.texts is not None:
             return self._prompts.texts[place]
         ids = (self._prompts.ids or [])[place]
@@ -148,7 +195,7 @@ class Completion:
     def _usage(self, results: list[dict[str, Any]]) -> dict[str, Any]:
         """A prompt counts once, however many samples it has."""
         metas = [result["meta_info"] for result in results]
-        prompt = sum(meta["prompt_tokens"] for meta in metas) // (self._request.n or 1)
+        prompt = sum(meta["prompt_tokens"] for meta in metas) // self._params.n
         output = sum(meta["completion_tokens"] for meta in metas)
         cached = sum(meta["cached_tokens"] for meta in metas)
         return {
