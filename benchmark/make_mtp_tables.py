@@ -30,7 +30,7 @@ def quality(result: dict[str, Any]) -> str:
     greedy = next(iter(predicted["own_text"].values()))["greedy_nats_per_token"]
     accepted = ", ".join(f"{share:.2f}" for share in predicted["real_text"]["marginal"])
     return f"""\
-`tiny-code`, {predicted["prompts"]} prompts of whole held-out packages, {predicted["new_tokens"]} new
+`tiny-code`, {predicted["prompts"]} prompts of held-out packages, {predicted["new_tokens"]} new
 tokens, greedy; tokens per step count only texts with less than 20 % repeated 4-grams. "Same text"
 is the share of outputs equal to plain greedy, "agreeing" how far outputs agree on average,
 nats/token are those of the text under one token per step (plain greedy text: {greedy:.2f}).
@@ -40,8 +40,9 @@ nats/token are those of the text under one token per step (plain greedy text: {g
 {rows}
 
 Behind real text the model confirms what mask 1..7 says, given its own tokens before it, in
-{accepted} of the cases. Training raised its loss with one token per step from {loss["before"]:.3f} to
-{loss["after"]:.3f} nats/token ({loss["after"] / loss["before"] - 1:+.1%}). {result["device"]},
+{accepted} of the cases.
+Training raised its loss with one token per step from {loss["before"]:.3f} to {loss["after"]:.3f}
+nats/token ({loss["after"] / loss["before"] - 1:+.1%}). {result["device"]},
 `benchmark/results/train_mtp_tiny_code.json`.
 """
 
