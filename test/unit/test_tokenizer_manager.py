@@ -207,7 +207,7 @@ def test_refusal_by_the_scheduler_is_the_clients_mistake(tokenizer: Tokenizer) -
 
 def test_too_long_prompts_are_refused_before_anything_is_sent(tokenizer: Tokenizer) -> None:
     async def scenario(backend: Backend) -> None:
-        for text in ("hello " * 200, "x" * 1_000_000):
+        for text in ("hello " * 400, "x" * 1_000_000):
             with pytest.raises(RequestError, match=r"text\[1\]"):
                 await answer_of(backend, text=["fine", text])
         assert not backend.sent
@@ -289,5 +289,27 @@ def test_control_call_without_reply_times_out(tokenizer: Tokenizer) -> None:
     async def scenario(backend: Backend) -> None:
         with pytest.raises(ServiceError, match="No answer"):
             await backend.manager.health_ping(timeout_s=0.01)
+
+    run(tokenizer, scenario)
+
+
+def test_a_length_that_nobody_set_gives_way_to_a_long_prompt(tokenizer: Tokenizer) -> None:
+    async def scenario(backend: Backend) -> None:
+        limit = backend.manager.limits.max_req_len
+        assert limit > 130
+        for num_tokens, expected in ((limit - 5, 5), (limit - 128, 128), (3, 128)):
+            task = asyncio.create_task(answer_of(backend, input_ids=[7] * num_tokens))
+            num_sent = len(backend.requests)
+            await backend.wait_sent(num_sent + 1)
+            request = backend.requests[-1]
+            assert request.sampling_params.max_new_tokens == expected
+            backend.put(request.req_id, "x", (1,), LENGTH)
+            await task
+        with pytest.raises(RequestError, match="together more than"):
+            await answer_of(
+                backend, input_ids=[7] * (limit - 5), sampling_params={"max_new_tokens": 128}
+            )
+        with pytest.raises(RequestError, match="together more than"):
+            await answer_of(backend, input_ids=[7] * limit)
 
     run(tokenizer, scenario)

@@ -57,7 +57,7 @@ def _input_ids_of(
     prompt = request.prompts[index]
     name = "input_ids" if prompt.text is None else "text"
     field = f"{name}[{index}]" if request.is_batch else name
-    max_new_tokens = prompt.sampling_params.max_new_tokens
+    max_new_tokens = 1 if prompt.has_default_length else prompt.sampling_params.max_new_tokens
     if prompt.text is None:
         input_ids = prompt.input_ids or []
     else:

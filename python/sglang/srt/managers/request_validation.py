@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from sglang.srt.managers.body_parsing import (
     field_error,
     require_object,
@@ -79,13 +81,25 @@ NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class CheckedPrompt:
-    """One prompt: `text` or `input_ids` is set, and its sampling parameters hold."""
+    """One prompt: `text` or `input_ids` is set, and its sampling parameters hold.
+
+    Attributes:
+        has_default_length: nobody set max_new_tokens, so it gives way to a long prompt.
+    """
 
     text: str | None
     input_ids: list[int] | None
     sampling_params: SamplingParams
     rid: str | None
     returns: ReturnOptions
+    has_default_length: bool = False
+
+    def params_for(self, num_prompt_tokens: int, limits: RequestLimits) -> SamplingParams:
+        """The sampling parameters, once the prompt's length is known."""
+        params, room = self.sampling_params, limits.max_req_len - num_prompt_tokens
+        if not self.has_default_length or params.max_new_tokens <= room:
+            return params
+        return msgspec.structs.replace(params, max_new_tokens=room)
 
 
 @dataclass(frozen=True)
@@ -131,6 +145,7 @@ def check_generate_request(body: Any, limits: RequestLimits) -> CheckedRequest:
             params[i],
             rids[i],
             returns[i],
+            _has_default_length(fields.get("sampling_params"), i, limits),
         )
         for i in range(num_prompts)
     ]
@@ -214,6 +229,12 @@ def _check_sampling_list(
         check_sampling_params(item, limits, f"sampling_params[{index}]")
         for index, item in enumerate(value)
     ]
+
+
+def _has_default_length(value: Any, index: int, limits: RequestLimits) -> bool:
+    given = value[index] if isinstance(value, list) else value
+    own = (given or {}).get("max_new_tokens")
+    return own is None and limits.preferred_sampling_params.get("max_new_tokens") is None
 
 
 def _check_rids(value: Any, num_prompts: int, is_batch: bool, max_chars: int) -> list[str | None]:

@@ -150,7 +150,7 @@ class TokenizerManager:
         messages = [
             (prompt, params, self._message(request, prompt, ids, params))
             for prompt, ids in zip(request.prompts, input_ids, strict=True)
-            for params in expand_samples(prompt.sampling_params)
+            for params in expand_samples(prompt.params_for(len(ids), self.limits))
         ]
         for prompt, params, message in messages:
             returns = Returns(prompt.returns, message.input_ids, self._text_of_token)
