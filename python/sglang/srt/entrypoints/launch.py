@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
+import zmq
 
 from sglang.srt.managers.io_struct import (
     ProcessFailed,
@@ -49,6 +50,8 @@ CHILD_ENVIRON = {
 STOP_TIMEOUT_S = 5.0
 POLL_MS = 100
 
+TMPDIR_REMEDY = "Set TMPDIR to a writable directory with a short path."
+
 OnDeath = Callable[[str, int], None]
 
 
@@ -63,6 +66,9 @@ class ProcessTree:
         on_death: called once, from a thread, with the role and the exit code of the first child
             that ends without being told to, after all are ready.
         modules: what `python -m` runs for each role.
+
+    Raises:
+        LaunchError: if there is no place for the sockets.
     """
 
     def __init__(
@@ -78,7 +84,10 @@ class ProcessTree:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._death_reported = False
-        self.addresses, self._directory = IpcAddresses.create()
+        try:
+            self.addresses, self._directory = IpcAddresses.create()
+        except OSError as error:
+            raise LaunchError(f"No directory for sockets: {error}. {TMPDIR_REMEDY}") from None
 
     @property
     def pids(self) -> dict[str, int]:
@@ -221,10 +230,17 @@ def open_request_log(server_args: ServerArgs) -> RequestLog | None:
 
 
 class FrontendChannels:
-    """The front end's two sockets; make and close it in the thread of the loop that uses it."""
+    """The front end's two sockets; make and close it in the thread of the loop that uses it.
+
+    Raises:
+        LaunchError: if they cannot be made where the addresses say.
+    """
 
     def __init__(self, addresses: IpcAddresses) -> None:
-        self.receiver: AsyncReceiver[ToFrontend] = AsyncReceiver(addresses.frontend, ToFrontend)
+        try:
+            self.receiver: AsyncReceiver[ToFrontend] = AsyncReceiver(addresses.frontend, ToFrontend)
+        except zmq.ZMQError as error:
+            raise LaunchError(f"{addresses.frontend}: {error}. {TMPDIR_REMEDY}") from None
         self.sender: Sender[ToScheduler] = Sender(addresses.scheduler)
 
     def make_manager(

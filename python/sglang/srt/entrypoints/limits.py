@@ -13,6 +13,7 @@ from sglang.srt.managers.return_options import ReturnLimits
 from sglang.srt.managers.sampling_validation import check_sampling_params
 from sglang.srt.server_args import ServerArgs
 
+MIN_REQ_LEN = 2  # one token in, one out
 PREFERRED_FLAG = "--preferred-sampling-params"
 
 
@@ -20,8 +21,13 @@ def request_limits(server_args: ServerArgs, info: SchedulerInfo) -> RequestLimit
     """What one request may ask for, by the flags and by what the scheduler found out.
 
     Raises:
-        LaunchError: if --preferred-sampling-params breaks a rule.
+        LaunchError: if --preferred-sampling-params breaks a rule, or no request has room.
     """
+    if info.max_req_len < MIN_REQ_LEN:
+        raise LaunchError(
+            f"There is room for {max(info.max_req_len, 0)} tokens per request, prompt and output"
+            f" together, and at least {MIN_REQ_LEN} are needed: {info.max_req_len_reason}."
+        )
     limits = RequestLimits(
         vocab_size=info.vocab_size,
         max_req_len=info.max_req_len,

@@ -26,7 +26,7 @@ from sglang.srt.entrypoints.server_info import describe_start
 from sglang.srt.managers.child_process import configure_logging
 from sglang.srt.managers.io_struct import SchedulerInfo
 from sglang.srt.managers.request_state import ServiceError
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.tokenizer_manager import PROBE, PROBE_PARAMS, TokenizerManager
 from sglang.srt.model_config import ModelPathError, load_model_config
 from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.server_args import ServerArgs
@@ -58,7 +58,11 @@ def run_server(server_args: ServerArgs, modules: Mapping[str, str] = CHILD_MODUL
         _say(str(error))
         return 1
     with listener:
-        return asyncio.run(_Server(server_args, tokenizer, listener, modules).run())
+        try:
+            return asyncio.run(_Server(server_args, tokenizer, listener, modules).run())
+        except LaunchError as error:
+            _say(str(error))
+            return 1
 
 
 def _say(message: str) -> None:
@@ -135,7 +139,11 @@ class _Server:
             loop.call_soon_threadsafe(self._on_death, role, code)
 
         tree = ProcessTree(self._args, on_death, self._modules)
-        channels = FrontendChannels(tree.addresses)
+        try:
+            channels = FrontendChannels(tree.addresses)
+        except LaunchError:
+            tree.stop()
+            raise
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
         try:
             info = await self._start(tree)
@@ -221,8 +229,8 @@ async def _warm_up(manager: TokenizerManager) -> None:
         LaunchError: if it does not come back.
     """
     num_tokens = min(WARMUP_TOKENS, manager.limits.max_req_len - 1)
-    params = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
-    body = {"input_ids": [0], "sampling_params": params, "no_logs": True}
+    params = {**PROBE_PARAMS, "max_new_tokens": num_tokens, "ignore_eos": True}
+    body = {**PROBE, "sampling_params": params}
     outputs = manager.generate_request(body)
     try:
         await asyncio.wait_for(anext(outputs), WARMUP_TIMEOUT_S)

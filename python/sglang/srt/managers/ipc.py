@@ -12,6 +12,8 @@ import zmq
 import zmq.asyncio
 
 M = TypeVar("M")
+FALLBACK_DIRECTORY = "/tmp"
+SOCKET_NAMES = ("scheduler", "detokenizer", "frontend", "launcher")
 
 
 class IpcAddresses(msgspec.Struct, frozen=True):
@@ -28,11 +30,22 @@ class IpcAddresses(msgspec.Struct, frozen=True):
 
     @classmethod
     def create(cls) -> tuple[IpcAddresses, str]:
-        """Makes a directory with mode 0700; returns the addresses and the directory's path."""
+        """Makes a directory with mode 0700; returns the addresses and the directory's path.
+
+        Raises:
+            OSError: if no directory with a path short enough for sockets can be made.
+        """
         directory = tempfile.mkdtemp(prefix="sglang-")
+        if not _fits_sockets(directory):
+            os.rmdir(directory)
+            directory = tempfile.mkdtemp(prefix="sglang-", dir=FALLBACK_DIRECTORY)
         os.chmod(directory, 0o700)
-        names = ("scheduler", "detokenizer", "frontend", "launcher")
-        return cls(*(f"ipc://{directory}/{name}" for name in names)), directory
+        return cls(*(f"ipc://{directory}/{name}" for name in SOCKET_NAMES)), directory
+
+
+def _fits_sockets(directory: str) -> bool:
+    paths = [os.path.join(directory, name) for name in SOCKET_NAMES]
+    return max(len(os.fsencode(path)) for path in paths) <= zmq.IPC_PATH_MAX_LEN
 
 
 class ChildConfig(msgspec.Struct, frozen=True):
