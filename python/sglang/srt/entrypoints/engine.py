@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Iterator
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Coroutine,
+    Iterator,
+    Sequence,
+)
 from concurrent.futures import Future
 from contextlib import suppress
 from types import TracebackType
@@ -28,10 +36,14 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 WIND_DOWN_TIMEOUT_S = 1.0
 SHUTDOWN_MESSAGE = "The Engine has been shut down."
-SamplingInput = dict[str, Any] | list[dict[str, Any]] | SamplingParams | None
+RECEIVE_FAILED = "The front end cannot receive outputs; the Engine cannot go on."
+OneSampling = dict[str, Any] | SamplingParams
+SamplingInput = OneSampling | Sequence[OneSampling] | None
 
 
 class Engine:
@@ -144,12 +156,10 @@ class Engine:
         rid: str | list[str] | None,
         fields: dict[str, Any],
     ) -> AsyncGenerator[Answer, None]:
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = msgspec.to_builtins(sampling_params)
         body = {
             "text": prompt,
             "input_ids": input_ids,
-            "sampling_params": sampling_params,
+            "sampling_params": _sampling_fields(sampling_params),
             "rid": rid,
             "stream": stream,
             **fields,
@@ -169,6 +179,13 @@ class Engine:
                 yield chunk
         finally:
             self._runtime.submit(_close(outputs))
+
+
+def _sampling_fields(params: Any) -> Any:
+    """Sampling parameters as `/generate` takes them; what is no such thing is refused there."""
+    if isinstance(params, list | tuple):
+        return [_sampling_fields(item) for item in params]
+    return msgspec.to_builtins(params) if isinstance(params, SamplingParams) else params
 
 
 async def _next(outputs: AsyncGenerator[Answer, None]) -> Answer | None:
@@ -197,11 +214,11 @@ class _Runtime:
     def __init__(self, server_args: ServerArgs, tokenizer: Tokenizer) -> None:
         self._server_args = server_args
         self._tokenizer = tokenizer
+        self._tree = ProcessTree(server_args, self._on_death)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="sglang-engine", daemon=True
         )
-        self._tree = ProcessTree(server_args, self._on_death)
         self._channels: FrontendChannels | None = None
         self._receiving: asyncio.Task[None] | None = None
         self._manager: TokenizerManager | None = None
@@ -240,6 +257,12 @@ class _Runtime:
 
     async def _start_receiving(self, manager: TokenizerManager) -> None:
         self._receiving = asyncio.create_task(manager.run())
+        self._receiving.add_done_callback(self._on_receiving_end)
+
+    def _on_receiving_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and self._manager is not None:
+            logger.error(RECEIVE_FAILED, exc_info=task.exception())
+            self._manager.fail_all(RECEIVE_FAILED)
 
     def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work` on the loop; an interrupt here cancels it there."""

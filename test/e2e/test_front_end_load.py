@@ -1,0 +1,143 @@
+"""The front end with real processes: busy servers, dead tasks, starts that cannot succeed."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from serving_utils import (
+    DUMMY,
+    ENDLESS,
+    environ,
+    free_port,
+    in_background,
+    make_model_dir,
+    running_server,
+    server_command,
+    wait_for_running,
+)
+from sglang import Engine, SamplingParams
+from sglang.srt.entrypoints.launch import LaunchError
+
+GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def engine(model_dir: Path) -> Iterator[Engine]:
+    with Engine(model_path=str(model_dir), load_format="dummy") as engine:
+        yield engine
+
+
+# ---------------------------------------------------------------- the server
+
+
+def test_full_server_of_requests_that_do_not_stream_is_healthy(model_dir: Path) -> None:
+    """One runs, one waits, and the next would be refused: probes too, yet tokens are made."""
+    flags = ("--max-running-requests", "1", "--max-queued-requests", "1", "--skip-server-warmup")
+    with running_server(model_dir, *DUMMY, *flags, SGLANG_STRICT_INVARIANTS="0") as server:
+        body = {"text": "hello", "sampling_params": ENDLESS}
+        calls = []
+        for _ in range(2):
+            calls.append(in_background(lambda: server.post("/generate", body)))
+            wait_for_running(server, 1)
+        deadline = time.monotonic() + 10
+        while server.internal_state()["waiting_queue_size"] != 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert server.generate().status_code == 503
+        assert server.client.get("/health_generate").status_code == 200
+        server.post("/abort_request", {"abort_all": True})
+        for thread, results in calls:
+            thread.join()
+            assert results[0].status_code == 200
+
+
+def run_to_end(command: list[str], **extra: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=environ(**extra), capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_pool_without_room_for_a_request_is_one_clear_line(model_dir: Path) -> None:
+    command = server_command(model_dir, free_port(), *DUMMY, "--max-total-tokens", "1")
+    result = run_to_end(command)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    (line,) = [text for text in result.stderr.splitlines() if "error" in text]
+    assert "--max-total-tokens" in line
+    with pytest.raises(LaunchError, match="--max-total-tokens"):
+        Engine(model_path=str(model_dir), load_format="dummy", max_total_tokens=1)
+
+
+def test_preferred_parameters_do_not_break_warm_up_and_probes(model_dir: Path) -> None:
+    preferred = '{"min_new_tokens": 10, "n": 2}'
+    flags = ("--preferred-sampling-params", preferred)
+    with running_server(model_dir, *DUMMY, *flags) as server:
+        assert server.client.get("/health_generate").status_code == 200
+
+
+def test_server_starts_with_a_temporary_directory_too_long_for_sockets(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / ("x" * 100)
+    directory.mkdir()
+    with running_server(model_dir, *DUMMY, TMPDIR=str(directory)) as server:
+        assert server.generate().status_code == 200
+    assert not list(directory.glob("sglang-*"))
+
+
+# ---------------------------------------------------------------- the Engine
+
+
+def test_engine_whose_receiving_ends_answers_everyone(engine: Engine) -> None:
+    results: list[Any] = []
+
+    def call() -> None:
+        try:
+            results.append(engine.generate("hello", ENDLESS))
+        except RuntimeError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    while not engine.get_server_info()["internal_states"][0]["running_batch_size"]:
+        time.sleep(0.02)
+
+    def broken(message: Any) -> None:
+        raise ValueError("broken")
+
+    manager = engine._runtime.manager
+    manager.handle = broken  # type: ignore[method-assign]
+    engine._runtime.submit(_ping(manager))
+    thread.join(20)
+    assert not thread.is_alive()
+    assert "receive" in str(results[0])
+    with pytest.raises(RuntimeError, match="receive"):
+        engine.generate("hello", GREEDY)
+
+
+async def _ping(manager: Any) -> None:
+    await manager.health_ping()
+
+
+def test_list_of_sampling_params_objects_is_one_per_prompt(engine: Engine) -> None:
+    params: list[Any] = [SamplingParams(**GREEDY), {**GREEDY, "max_new_tokens": 2}]
+    answers = engine.generate(["hello", "world"], params)
+    assert [len(answer["output_ids"]) for answer in answers] == [4, 2]
+    dicts = [msgspec.to_builtins(SamplingParams(**GREEDY)), params[1]]
+    expected = engine.generate(["hello", "world"], dicts)
+    assert [a["output_ids"] for a in answers] == [e["output_ids"] for e in expected]
+    with pytest.raises(ValueError, match=r"sampling_params\[1\]"):
+        engine.generate(["hello", "world"], [params[0], 5])  # type: ignore[list-item]
