@@ -19,10 +19,13 @@ import itertools
 import json
 import math
 import os
+import platform
+import shlex
 import sys
 import tempfile
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +49,7 @@ TAU = 0.9
 NUM_TRACED_STEPS = 3
 MAX_GAP = {"float32": 1e-3, "bfloat16": 0.125, "float16": 0.0625}
 MAX_SHARE = 0.02
-STEP_FIELDS = ("input", "pending", "committed", "positions", "effective_k")
+STEP_FIELDS = ("input", "pending", "committed", "positions", "effective_k", "k")
 GRAPH_SWITCH = "disable_mtp_cuda_graph"
 MODES: dict[str, dict[str, Any]] = {
     "static": {},
@@ -124,7 +127,7 @@ def all_arms() -> list[Arm]:
 
 
 def run_server(
-    arms: list[Arm], arguments: argparse.Namespace
+    arms: list[Arm], arguments: argparse.Namespace, mask: int
 ) -> dict[Arm, tuple[dict[tuple[str, int], Run], str, bool]]:
     """All runs of arms that differ in the batch alone: one server serves them."""
     arm = arms[0]
@@ -141,7 +144,7 @@ def run_server(
         with sglang.Engine(model_path=arguments.model_path, **flags) as engine:
             answers = {arm: generate(engine, arm, arguments.new_tokens) for arm in arms}
             state = engine.get_server_info()["internal_states"][0]
-        steps = read_trace(trace)
+        steps = read_trace(trace, mask)
     names = ("legacy_missing_tokens", "orphan_token_count", "overlap_token_count")
     counts = [state[name] for name in names]
     ledger = "/".join(map(str, counts))
@@ -176,14 +179,14 @@ def generate(
     return answers
 
 
-def read_trace(path: Path) -> dict[str, list[dict[str, Any]]]:
+def read_trace(path: Path, mask: int) -> dict[str, list[dict[str, Any]]]:
     """The first decoding steps of each request: from the one that ends the prompt on."""
     steps: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in path.read_text().splitlines():
         record = json.loads(line)
         found = steps[record["rid"]]
         if record["phase_before"] != "prefill" and len(found) < NUM_TRACED_STEPS:
-            found.append(record)
+            found.append(without_masks(record, mask))
     return steps
 
 
@@ -196,6 +199,17 @@ def as_run(answer: dict[str, Any], steps: dict[str, list[dict[str, Any]]]) -> Ru
         steps=steps[meta["id"]],
         top_logprobs=[[entry[0] for entry in top] for top in meta["output_top_logprobs"]],
     )
+
+
+def without_masks(step: dict[str, Any], mask: int) -> dict[str, Any]:
+    """A step without its masks, of which there may be more than k - 1 (padding of the batch)."""
+    tokens = list(step["input"])
+    while tokens[-1] == mask:
+        tokens.pop()
+    num_masks = step["q_len"] - len(tokens)
+    if num_masks < step["k"] - 1:
+        raise RuntimeError(f"{step['rid']}, step {step['step']}: {num_masks} masks are too few.")
+    return {**step, "input": tokens, "positions": step["positions"][: len(tokens)]}
 
 
 def same_steps(arm: Run, plainest: Run) -> str:
@@ -242,11 +256,11 @@ def compare(arm: Run, plainest: Run, what: str, max_gap: float, findings: Findin
     findings.differences.append(f"{what}: {problem or f'outputs differ at token {place}'}")
 
 
-def fractions(runs: list[Run], special: tuple[set[int], int | None]) -> tuple[float, float, float]:
+def fractions(runs: list[Run], special: tuple[set[int], int]) -> tuple[float, float, float]:
     """Shares of EOS, mask and token 0 among all tokens."""
     tokens = [token for run in runs for token in run.output_ids]
     eos, mask = special
-    counts = (sum(t in eos for t in tokens), tokens.count(-1 if mask is None else mask))
+    counts = (sum(t in eos for t in tokens), tokens.count(mask))
     return counts[0] / len(tokens), counts[1] / len(tokens), tokens.count(0) / len(tokens)
 
 
@@ -268,13 +282,14 @@ def main() -> int:
     """Runs all arms; returns the exit code."""
     arguments = parse_arguments()
     model = load_model_config(arguments.model_path)
-    special = (set(model.eos_token_ids), model.hf.get("mtp_mask_token_id"))
+    mask = model.hf["mtp_mask_token_id"]
+    special = (set(model.eos_token_ids), mask)
     groups: dict[Any, list[Arm]] = defaultdict(list)
     for arm in all_arms():
         groups[arm.overlap, arm.radix, arm.use_graph].append(arm)
     results = {}
     for arms in tqdm(groups.values(), desc="servers", unit="server"):
-        results |= run_server(arms, arguments)
+        results |= run_server(arms, arguments, mask)
     plainest = results[all_arms()[0]][0]
     findings = []
     for arm, (runs, ledger, is_exact) in results.items():
@@ -290,7 +305,15 @@ def main() -> int:
         findings.append(found)
     print_table(findings)
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps([asdict(item) for item in findings], indent=2) + "\n")
+        report = {
+            "command": shlex.join(["python", *sys.argv]),
+            "model": arguments.model_path,
+            "dtype": arguments.dtype,
+            "versions": {"torch": version("torch"), "sglang-adaptive": sglang.__version__},
+            "machine": platform.processor() or platform.machine(),
+            "arms": [asdict(item) for item in findings],
+        }
+        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
     return 0 if all(item.is_clean for item in findings) else 1
 
 

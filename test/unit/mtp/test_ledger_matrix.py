@@ -69,7 +69,7 @@ class MatrixRun:
         worker = make_mtp_worker(runner_for(path, page_size), MASK)
         self.harness = SchedulerHarness(self.setup, worker)
         self.jobs: dict[int, tuple[int, bool, int]] = {}
-        self.num_left = concurrency * 2 if concurrency > 1 else 2
+        self.num_left = concurrency + 2
 
     def run(self) -> None:
         while self.num_left:

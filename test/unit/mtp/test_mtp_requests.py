@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mtp_oracle import STATIC, load_reference, predict, unverified_decode
 from sglang.srt.base_worker import GenerationBatchResult, ScheduleBatch
@@ -147,6 +148,36 @@ def test_results_keep_the_contract_while_others_are_in_their_prompt(
             harness.step()
     harness.run()
     assert kinds == {(False, False), (True, False), (True, True)}
+
+
+@pytest.mark.parametrize(
+    ("params", "num_prompt_rows", "num_decode_rows"),
+    [
+        ({"temperature": 0.0}, 1, 1),
+        (STATIC_4, 4, 4),
+        (ADAPTIVE_4, 4, 4),
+        ({**VERIFIED_4, "temperature": 0.0}, 4, 7),
+    ],
+    ids=["plain", "static", "conf_adapt", "verified"],
+)
+def test_logits_are_computed_for_the_rows_that_are_read_alone(
+    runner: ModelRunner,
+    monkeypatch: pytest.MonkeyPatch,
+    params: dict[str, Any],
+    num_prompt_rows: int,
+    num_decode_rows: int,
+) -> None:
+    """k per request; a verified one's pending rows too."""
+    compute, computed = runner.compute_logits, []
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        computed.append(len(hidden))
+        return compute(hidden)
+
+    monkeypatch.setattr(runner, "compute_logits", counted)
+    run_all(runner, [{"max_new_tokens": 16, **params}] * 5)
+    assert computed[0] == 5 * num_prompt_rows
+    assert set(computed[1:-3]) == {5 * num_decode_rows}
 
 
 # ---------------------------------------------------------------- lossless
