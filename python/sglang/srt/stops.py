@@ -1,19 +1,29 @@
 """Stop strings and stop expressions in a growing text: what ends it, and what may not be shown yet.
 
-Expressions run under a time limit over the last `WINDOW_CHARS` characters, so no request can hold a
-process up; an expression that matches the empty text is refused, since it would end every output.
+Expressions run over the last `WINDOW_CHARS` characters on a time budget of the request, so none can
+hold a process up. Refused are those that match the empty text, since they would end every output,
+and those that repeat groups within groups too often: the regex module copies what is repeated.
 """
 
 from __future__ import annotations
 
-import functools
+import re
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import regex
 
 WINDOW_CHARS = 1024
-MATCH_TIMEOUT_S = 0.05
+# CPU time of a request's searches: at first, at most, and what every search of new text adds again.
+BUDGET_S = 0.05
+REFILL_S = 0.0005
+EMPTY_MATCH_TIMEOUT_S = 0.05
+MAX_GROUP_COPIES = 256
+MAX_GROUPS = 64
+
+_GROUP_REPEAT = re.compile(r"\)\s*(?:(\+)|\{\s*([0-9]*)\s*,?\s*([0-9]*)\s*\})")
+_VERBOSE_OR_COMMENT = re.compile(r"\(\?(?:#|[a-zA-Z0-9-]*x)")
 
 
 class StopFound(NamedTuple):
@@ -31,13 +41,15 @@ class StopFound(NamedTuple):
 class StopSet:
     """The stop strings and expressions of one request.
 
-    Searches raise TimeoutError when an expression takes more than `MATCH_TIMEOUT_S`.
+    Searches raise TimeoutError when the expressions have used up their time.
     """
 
     def __init__(self, strings: Sequence[str], expressions: Sequence[str] = ()) -> None:
         self._strings = tuple(strings)
-        self._patterns = [compile_expression(text) for text in expressions]
+        # Not cached: a pattern can hold megabytes, and lives as long as its request.
+        self._patterns = [regex.compile(text, cache_pattern=False) for text in expressions]
         self._longest = max(map(len, strings), default=0)
+        self._left_s = BUDGET_S
 
     def __bool__(self) -> bool:
         return bool(self._strings or self._patterns)
@@ -45,11 +57,12 @@ class StopSet:
     def find(self, text: str, num_seen: int) -> StopFound | None:
         """The first stop in `text`, of which the first `num_seen` characters hold no whole one; of
         two at one place, the longer."""
+        self._left_s = min(self._left_s + REFILL_S, BUDGET_S)
         start = max(0, num_seen - self._longest + 1)
         hits = [(text.find(stop, start), -len(stop), stop) for stop in self._strings]
         hits = [hit for hit in hits if hit[0] >= 0]
         for pattern in self._patterns:
-            match = pattern.search(text, pos=_window_start(text), timeout=MATCH_TIMEOUT_S)
+            match = self._search(pattern, text)
             if match is not None:
                 hits.append((match.start(), -len(match.group()), pattern.pattern))
         first = min(hits, default=None)
@@ -59,12 +72,22 @@ class StopSet:
         """How much of `text`, which holds no whole stop, cannot become part of one."""
         end = len(text) - self._partial_string_len(text)
         for pattern in self._patterns:
-            match = pattern.search(
-                text, pos=_window_start(text), partial=True, timeout=MATCH_TIMEOUT_S
-            )
+            match = self._search(pattern, text, partial=True)
             if match is not None:
                 end = min(end, match.start())
         return end
+
+    def _search(
+        self, pattern: regex.Pattern[str], text: str, partial: bool = False
+    ) -> regex.Match[str] | None:
+        if self._left_s <= 0:
+            raise TimeoutError("the request's time for stop expressions is used up")
+        start_s = time.thread_time()
+        try:
+            window_start = max(0, len(text) - WINDOW_CHARS)
+            return pattern.search(text, pos=window_start, partial=partial, timeout=self._left_s)
+        finally:
+            self._left_s -= time.thread_time() - start_s
 
     def _partial_string_len(self, text: str) -> int:
         """Length of the longest end of `text` that is the beginning of a stop string."""
@@ -74,21 +97,35 @@ class StopSet:
         return 0
 
 
-@functools.lru_cache(maxsize=1024)
-def compile_expression(text: str) -> regex.Pattern[str]:
-    """Compiles a stop expression.
+def check_expressions(expressions: Sequence[str]) -> None:
+    """Refuses stop expressions of one request that cannot be used.
 
     Raises:
-        ValueError: if it is no regular expression, or matches the empty text.
+        ValueError: if one is no regular expression, matches the empty text or cannot be judged, or
+            if all together would be large once compiled.
     """
-    try:
-        pattern = regex.compile(text)
-        if pattern.search("", timeout=MATCH_TIMEOUT_S) is not None:
+    if sum(map(_num_group_copies, expressions)) > MAX_GROUP_COPIES:
+        raise ValueError(
+            f"repeats groups more than {MAX_GROUP_COPIES} times (the counts of nested groups"
+            " multiply); use smaller counts"
+        )
+    for text in expressions:
+        try:
+            pattern = regex.compile(text, cache_pattern=False)
+            matches_empty = pattern.search("", timeout=EMPTY_MATCH_TIMEOUT_S) is not None
+        except Exception as error:  # noqa: BLE001 - a client's text; the library's errors are many
+            raise ValueError(f"is not a usable regular expression ({error})") from None
+        if matches_empty:
             raise ValueError("matches the empty text")
-    except (regex.error, RecursionError, OverflowError, TimeoutError) as error:
-        raise ValueError(f"is not a usable regular expression ({error})") from None
-    return pattern
 
 
-def _window_start(text: str) -> int:
-    return max(0, len(text) - WINDOW_CHARS)
+def _num_group_copies(text: str) -> int:
+    """Upper bound of the copies of one group that compiling makes, as if all groups were nested."""
+    if text.count("(") > MAX_GROUPS:
+        raise ValueError(f"has more than {MAX_GROUPS} groups; use fewer")
+    if _VERBOSE_OR_COMMENT.search(text):
+        raise ValueError("must not use the x flag or comments; write it without")
+    copies = 1
+    for plus, low, high in _GROUP_REPEAT.findall(text):
+        copies *= 2 if plus else max(1, int(low or 1), int(high or 1))
+    return copies

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from sglang.srt.base_worker import FedRows, HostResult, StepRecord
 from sglang.srt.managers.io_struct import (
+    DECODE_FAILED,
+    STOP_TOO_SLOW,
     BatchTokenIDOutput,
     DecodeOptions,
     FinishReason,
@@ -15,6 +18,8 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.request_lifecycle import RequestLifecycle
 from sglang.srt.managers.schedule_batch import LaunchedRow, LaunchedStep, Req
 from sglang.srt.managers.step_returns import ReturnReader
+
+logger = logging.getLogger(__name__)
 
 
 class BatchResultProcessor:
@@ -181,12 +186,10 @@ def accept_tokens(req: Req, tokens: list[int]) -> FinishReason | None:
         try:
             found = req.stop_finder.push([token]) if req.stop_finder is not None else None
         except TimeoutError:
-            return FinishReason(
-                type="abort",
-                message="stop_regex takes too long on this output; use a simpler expression.",
-                status_code=400,
-                err_type="BadRequestError",
-            )
+            return STOP_TOO_SLOW
+        except Exception:  # one request's stops must not end all the others
+            logger.exception("Request %s: its stops cannot be searched.", req.rid)
+            return DECODE_FAILED
         if found is not None:
             return FinishReason(type="stop", matched=found.matched)
     if req.num_remaining <= 0:

@@ -10,6 +10,8 @@ import msgspec
 
 from sglang.srt.managers.child_process import configure_logging, start_child_process
 from sglang.srt.managers.io_struct import (
+    DECODE_FAILED,
+    STOP_TOO_SLOW,
     BatchStrOutput,
     BatchTokenIDOutput,
     DecodeOptions,
@@ -32,13 +34,6 @@ from sglang.srt.tokenizer import (
 )
 
 logger = logging.getLogger(__name__)
-
-DECODE_FAILED = FinishReason(
-    type="abort",
-    message="The output could not be turned into text; see the server's log.",
-    status_code=500,
-    err_type="DetokenizerError",
-)
 
 
 class RequestText:
@@ -108,22 +103,24 @@ class DetokenizerManager:
 
     def _news_of(self, output: ReqOutput) -> ReqTextOutput | None:
         """The output with its text; None for one of a request that has failed here before."""
-        if output.options is not None:
-            self._texts[output.req_id] = RequestText(self._tokenizer, output.options)
-        request = self._texts.get(output.req_id)
-        if request is None:
+        if output.options is None and output.req_id not in self._texts:
             return None
         reason = output.finish_reason
         try:
+            if output.options is not None:
+                self._texts[output.req_id] = RequestText(self._tokenizer, output.options)
+            request = self._texts[output.req_id]
             if reason is None:
                 text = request.push(output.token_ids)
             else:
                 text = request.finish(output.token_ids, reason)
+        except TimeoutError:
+            text, reason = "", STOP_TOO_SLOW
         except Exception:  # one request's text must not end all the others
             logger.exception("Request %d: its output cannot be decoded.", output.req_id)
             text, reason = "", DECODE_FAILED
         if reason is not None:
-            del self._texts[output.req_id]
+            self._texts.pop(output.req_id, None)
         return ReqTextOutput(
             req_id=output.req_id,
             text=text,

@@ -93,6 +93,20 @@ class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
     err_type: str | None = None
 
 
+DECODE_FAILED = FinishReason(
+    type="abort",
+    message="The output could not be turned into text; see the server's log.",
+    status_code=500,
+    err_type="DetokenizerError",
+)
+STOP_TOO_SLOW = FinishReason(
+    type="abort",
+    message="stop_regex takes too long on this output; use a simpler expression.",
+    status_code=400,
+    err_type="BadRequestError",
+)
+
+
 class DecodeOptions(msgspec.Struct, array_like=True, frozen=True):
     """What the detokenizer must know of a request; sent with its first output."""
 

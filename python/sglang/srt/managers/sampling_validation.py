@@ -14,7 +14,7 @@ from sglang.srt.managers.request_limits import (
     check_token_ids,
 )
 from sglang.srt.sampling.sampling_params import MTP_STRATEGY_RULE, SamplingParams
-from sglang.srt.stops import compile_expression
+from sglang.srt.stops import check_expressions
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_ID_DIGITS = 9
@@ -96,10 +96,10 @@ def _check_sampling_limits(params: SamplingParams, limits: RequestLimits, name: 
                 f"{name}.stop_regex",
                 f"has more than {limits.max_stop_regex_bytes} bytes (--max-stop-regex-bytes)",
             )
-        try:
-            compile_expression(expression)
-        except ValueError as error:
-            raise field_error(f"{name}.stop_regex", shorten(str(error))) from None
+    try:
+        check_expressions(params.stop_regexes)
+    except ValueError as error:
+        raise field_error(f"{name}.stop_regex", shorten(str(error))) from None
     _check_logit_bias(f"{name}.logit_bias", params.logit_bias or {}, limits)
 
 
