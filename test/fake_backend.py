@@ -8,8 +8,8 @@ from contextlib import aclosing
 from typing import Any
 
 from serving_utils import VOCAB_SIZE
+from sglang.srt.managers.control_messages import AbortReq
 from sglang.srt.managers.io_struct import (
-    AbortReq,
     BatchStrOutput,
     FinishReason,
     ReqTextOutput,

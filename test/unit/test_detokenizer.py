@@ -12,14 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving_utils import VOCAB_SIZE, make_model_dir
+from sglang.srt.managers.control_messages import HealthPing
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
-from sglang.srt.managers.io_struct import (
-    BatchTokenIDOutput,
-    DecodeOptions,
-    FinishReason,
-    HealthPing,
-    ReqOutput,
-)
+from sglang.srt.managers.io_struct import BatchTokenIDOutput, DecodeOptions, FinishReason, ReqOutput
 from sglang.srt.stops import StopSet, check_expressions
 from sglang.srt.tokenizer import StopFinder, Tokenizer, load_tokenizer
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.managers.body_parsing import RequestError, parse_json_object, parse_struct
-from sglang.srt.managers.io_struct import AbortReqInput, GenerateReqInput, TokenizeReqInput
+from sglang.srt.managers.control_messages import AbortReqInput
+from sglang.srt.managers.io_struct import GenerateReqInput, TokenizeReqInput
 from sglang.srt.managers.request_limits import RequestLimits, check_length
 from sglang.srt.managers.request_validation import (
     NEUTRAL_FIELDS,

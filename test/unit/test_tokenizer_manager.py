@@ -11,12 +11,8 @@ import pytest
 from fake_backend import FULL, LENGTH, Backend, answer_of, run
 from serving_utils import make_model_dir
 from sglang.srt.managers.body_parsing import RequestError
-from sglang.srt.managers.io_struct import (
-    FinishReason,
-    FlushCacheReqInput,
-    FlushCacheReqOutput,
-    HealthPing,
-)
+from sglang.srt.managers.control_messages import FlushCacheReqInput, FlushCacheReqOutput, HealthPing
+from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.request_state import ServiceError
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 

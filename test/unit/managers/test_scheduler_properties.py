@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from fake_worker import VOCAB_SIZE, FakeWorker, oracle
-from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqInput, FlushCacheReqOutput
+from sglang.srt.managers.control_messages import AbortReq, FlushCacheReqInput, FlushCacheReqOutput
 from utils import SchedulerHarness, Setup
 
 KINDS = ("plain", "verify", "mtp")

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mtp_oracle import STATIC, MTPReference, load_reference, unverified_decode, verified_decode
+from sglang.srt.managers.control_messages import AbortReq
 from sglang.srt.managers.invariants import LedgerViolation
-from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.request_lifecycle import RequestLifecycle
 from sglang.srt.model_executor.model_runner import ModelRunner
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner

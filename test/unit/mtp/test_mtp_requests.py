@@ -13,7 +13,8 @@ import torch
 
 from mtp_oracle import STATIC, load_reference, predict, unverified_decode
 from sglang.srt.base_worker import GenerationBatchResult, ScheduleBatch
-from sglang.srt.managers.io_struct import AbortReq, LogprobOptions
+from sglang.srt.managers.control_messages import AbortReq
+from sglang.srt.managers.io_struct import LogprobOptions
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.mtp.length_policy import CostTable, LoadAwareLength
 from sglang.srt.mtp.mtp_worker import MTPWorker

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.control_messages import AbortReq
 from sglang.srt.managers.scheduler import SchedulerDebug
 from sglang.srt.mem_cache.kv_audit import ReleaseReport
 from sglang.srt.mtp.debug_trace import DebugTrace

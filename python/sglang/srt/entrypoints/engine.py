@@ -29,7 +29,8 @@ from sglang.srt.entrypoints.launch import (
 )
 from sglang.srt.entrypoints.limits import request_limits
 from sglang.srt.entrypoints.server_info import describe_server
-from sglang.srt.managers.io_struct import FlushCacheReqOutput, SchedulerInfo
+from sglang.srt.managers.control_messages import FlushCacheReqOutput
+from sglang.srt.managers.io_struct import SchedulerInfo
 from sglang.srt.managers.tokenizer_manager import Answer, TokenizerManager
 from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.sampling.sampling_params import SamplingParams

@@ -34,8 +34,8 @@ from sglang.srt.managers.body_parsing import (
     parse_json_object,
     parse_struct,
 )
+from sglang.srt.managers.control_messages import AbortReqInput
 from sglang.srt.managers.io_struct import (
-    AbortReqInput,
     DetokenizeReqInput,
     GenerateReqInput,
     SchedulerInfo,

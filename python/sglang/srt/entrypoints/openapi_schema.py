@@ -9,12 +9,8 @@ import msgspec
 from fastapi import FastAPI
 
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
-from sglang.srt.managers.io_struct import (
-    AbortReqInput,
-    DetokenizeReqInput,
-    GenerateReqInput,
-    TokenizeReqInput,
-)
+from sglang.srt.managers.control_messages import AbortReqInput
+from sglang.srt.managers.io_struct import DetokenizeReqInput, GenerateReqInput, TokenizeReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 BODIES = (

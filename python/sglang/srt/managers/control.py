@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.managers.batch_result_processor import BatchResultProcessor
-from sglang.srt.managers.invariants import InvariantChecker
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.control_messages import (
     AbortReq,
     FlushCacheReqInput,
     FlushCacheReqOutput,
@@ -15,6 +14,7 @@ from sglang.srt.managers.io_struct import (
     GetInternalStateReqOutput,
     HealthPing,
 )
+from sglang.srt.managers.invariants import InvariantChecker
 from sglang.srt.managers.request_lifecycle import RequestLifecycle
 from sglang.srt.managers.schedule_policy import NewTokenRatio
 

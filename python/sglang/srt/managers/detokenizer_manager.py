@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from sglang.srt.managers.child_process import configure_logging, start_child_process
+from sglang.srt.managers.control_messages import HealthPing
 from sglang.srt.managers.io_struct import (
     DECODE_FAILED,
     STOP_TOO_SLOW,
@@ -16,7 +17,6 @@ from sglang.srt.managers.io_struct import (
     BatchTokenIDOutput,
     DecodeOptions,
     FinishReason,
-    HealthPing,
     ProcessFailed,
     ProcessReady,
     ReqOutput,

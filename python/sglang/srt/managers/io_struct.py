@@ -1,4 +1,6 @@
-"""Every message between processes, and the bodies of the HTTP routes. One class per message.
+"""The messages of requests and their outputs, and the bodies of their HTTP routes.
+
+One class per message; `control_messages` has those of control calls.
 
 Messages are msgspec structs, tagged by class name; nothing is ever pickled.
 
@@ -14,12 +16,16 @@ from typing import Any, Literal
 
 import msgspec
 
+# Names that clients know from here too.
+from sglang.srt.managers.control_messages import AbortReq as AbortReq
+from sglang.srt.managers.control_messages import (
+    ContinueGenerationReqInput as ContinueGenerationReqInput,
+)
+from sglang.srt.managers.control_messages import ControlOutput, ControlRequest, HealthPing, Message
+from sglang.srt.managers.control_messages import FlushCacheReqInput as FlushCacheReqInput
+from sglang.srt.managers.control_messages import FlushCacheReqOutput as FlushCacheReqOutput
+from sglang.srt.managers.control_messages import PauseGenerationReqInput as PauseGenerationReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
-
-
-class Message(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
-    """Base of all messages between processes."""
-
 
 # ---------------------------------------------------------------- bodies of HTTP routes
 
@@ -51,13 +57,6 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     extra_key: str | None = None
     custom_labels: dict[str, str] | None = None
     no_logs: bool = False
-
-
-class AbortReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/abort_request`: a client's rid (matched exactly), or all."""
-
-    rid: str | None = None
-    abort_all: bool = False
 
 
 class TokenizeReqInput(msgspec.Struct, kw_only=True):
@@ -156,6 +155,8 @@ class ReqOutput(msgspec.Struct, array_like=True):
         step_lens: how many of `token_ids` each step gave, if the request wants to know.
         input_logprobs, output_logprobs: new ones, of prompt positions and of `token_ids`.
         hidden_states: new ones, one list of floats per row that is returned.
+        weight_spans: labels of the weights that generated the tokens, each with its first token's
+            index among all tokens generated; empty if nothing has changed since the last output.
     """
 
     req_id: int
@@ -170,6 +171,7 @@ class ReqOutput(msgspec.Struct, array_like=True):
     output_logprobs: list[PositionLogprobs] = []
     hidden_states: list[list[float]] = []
     step_lens: list[int] = []
+    weight_spans: list[tuple[str, int]] = []
 
 
 class ReqTextOutput(msgspec.Struct, array_like=True):
@@ -193,6 +195,7 @@ class ReqTextOutput(msgspec.Struct, array_like=True):
     output_logprobs: list[PositionLogprobs] = []
     hidden_states: list[list[float]] = []
     step_lens: list[int] = []
+    weight_spans: list[tuple[str, int]] = []
 
 
 # ---------------------------------------------------------------- front end -> scheduler
@@ -219,53 +222,6 @@ class TokenizedGenerateReqInput(Message):
     hidden_states: Literal["none", "all", "last"] = "none"
     priority: int = 0
     cache_key: tuple[str, str] = ("", "")
-
-
-class AbortReq(Message):
-    """Ends requests, partial output included. One of req_ids, rid (exact) or abort_all."""
-
-    req_ids: list[int] = []
-    rid: str | None = None
-    abort_all: bool = False
-    finished_reason: dict[str, Any] | None = None
-    aborted_message: str | None = None
-
-
-class FlushCacheReqInput(Message):
-    """Empties the prefix cache; refused while requests run or wait."""
-
-    call_id: int
-
-
-class GetInternalStateReq(Message):
-    """Asks for `internal_states` of `/server_info`."""
-
-    call_id: int
-
-
-class HealthPing(Message):
-    """Goes round scheduler, detokenizer and front end: each must be alive and looping."""
-
-    call_id: int
-
-
-# ---------------------------------------------------------------- scheduler -> front end
-
-
-class FlushCacheReqOutput(Message):
-    """Outcome of a flush; `flushed_items` is the number of tokens that the tree dropped."""
-
-    call_id: int
-    success: bool
-    flushed_items: int = 0
-    error_msg: str = ""
-
-
-class GetInternalStateReqOutput(Message):
-    """Fields of DESIGN's `internal_states[0]`."""
-
-    call_id: int
-    internal_state: dict[str, Any]
 
 
 # ---------------------------------------------------------------- token and text streams
@@ -323,9 +279,7 @@ class ProcessFailed(Message):
     message: str
 
 
-ToScheduler = (
-    TokenizedGenerateReqInput | AbortReq | FlushCacheReqInput | GetInternalStateReq | HealthPing
-)
+ToScheduler = TokenizedGenerateReqInput | ControlRequest | HealthPing
 ToDetokenizer = BatchTokenIDOutput | HealthPing
-ToFrontend = BatchStrOutput | FlushCacheReqOutput | GetInternalStateReqOutput | HealthPing
+ToFrontend = BatchStrOutput | ControlOutput | HealthPing
 ToLauncher = ProcessReady | ProcessFailed

@@ -16,16 +16,18 @@ from typing import Any
 
 import msgspec
 
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.control_messages import (
     AbortReq,
-    BatchStrOutput,
-    FinishReason,
     FlushCacheReqInput,
     FlushCacheReqOutput,
-    GenerateReqInput,
     GetInternalStateReq,
     GetInternalStateReqOutput,
     HealthPing,
+)
+from sglang.srt.managers.io_struct import (
+    BatchStrOutput,
+    FinishReason,
+    GenerateReqInput,
     ReqTextOutput,
     ToFrontend,
     TokenizedGenerateReqInput,
