@@ -59,7 +59,10 @@ class Backend:
     def put(
         self, req_id: int, text: str = "", ids: tuple[int, ...] = (), reason: Any = None
     ) -> None:
-        output = ReqTextOutput(req_id, text, list(ids), reason, 3, len(ids), 1, 0)
+        spans = [("default", 0)] if ids else []
+        output = ReqTextOutput(
+            req_id, text, list(ids), reason, 3, len(ids), 1, 0, weight_spans=spans
+        )
         self.inbox.put_nowait(BatchStrOutput(outputs=[output]))
 
     async def wait_sent(self, count: int) -> None:
@@ -76,7 +79,7 @@ def run(tokenizer: Tokenizer, scenario: Callable[[Backend], Awaitable[None]]) ->
         await asyncio.wait_for(scenario(backend), 20)
         receiving.cancel()
         assert not backend.manager._samples
-        assert not backend.manager._replies
+        assert not backend.manager.control._replies
 
     asyncio.run(main())
 

@@ -75,6 +75,8 @@ class FakeWorker:
         self._table: dict[tuple[int, int], int] = {}
         self._kv: dict[int, int] = {}
         self._unread: list[list[int]] = []
+        self._kv_weights: dict[int, int] = {}  # slot to the weights that computed it
+        self.weights_version = 0
         self.max_rows_in_batch = 0
 
     def step_width(self, params: SamplingParams) -> StepWidth:
@@ -92,6 +94,9 @@ class FakeWorker:
         for new in batch.new_rows:
             assert all(new.row not in rows for rows in self._unread), "A row in flight was re-used."
             self._rows[new.row] = _Row(committed=new.num_committed)
+            for position in range(new.num_committed):
+                weights = self._kv_weights[self._table[new.row, position]]
+                assert weights == self.weights_version, "KV of other weights was re-used."
         assert len(set(batch.rows)) == len(batch.rows)
         self.max_rows_in_batch = max(self.max_rows_in_batch, len(batch.rows))
         chunks = iter(batch.host_tokens)
@@ -128,7 +133,9 @@ class FakeWorker:
         fed += [MASK] * (q_len - len(fed))
         assert len(fed) == q_len
         for offset, token in enumerate(fed):
-            self._kv[self._table[index, row.committed + offset]] = token
+            slot = self._table[index, row.committed + offset]
+            self._kv[slot] = token
+            self._kv_weights[slot] = self.weights_version
         if not emits:
             return [], len(certain)
         num_right = 0

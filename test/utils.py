@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
+from fake_weights import FakeWeights
 from sglang.srt.base_worker import Worker
 from sglang.srt.managers.batch_planner import PlannerConfig
+from sglang.srt.managers.control import ModelResources
+from sglang.srt.managers.control_messages import EngineStatus
 from sglang.srt.managers.io_struct import (
     BatchTokenIDOutput,
     DecodeOptions,
@@ -59,6 +62,7 @@ class Setup:
     retract_interval: int = 0
     enable_overlap: bool = True
     eos_token_ids: frozenset[int] = frozenset()
+    refuses_while_stopped: bool = False
 
 
 class FakeInbox:
@@ -71,7 +75,7 @@ class FakeInbox:
         while self.messages:
             yield self.messages.popleft()
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None) -> None:
         raise AssertionError("A test steps the scheduler itself.")
 
 
@@ -93,12 +97,19 @@ class Collected:
     output_logprobs: list[PositionLogprobs] = field(default_factory=list)
     hidden_states: list[list[float]] = field(default_factory=list)
     step_lens: list[int] = field(default_factory=list)
+    weight_spans: list[tuple[str, int]] = field(default_factory=list)
 
 
 class SchedulerHarness:
     """Steps a scheduler by hand and collects what it sends. The ledger is checked every step."""
 
-    def __init__(self, setup: Setup, worker: Worker, debug: SchedulerDebug = NO_DEBUG) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        worker: Worker,
+        debug: SchedulerDebug = NO_DEBUG,
+        resources: ModelResources | None = None,
+    ) -> None:
         self.setup = setup
         self.inbox = FakeInbox()
         self.replies: list[Any] = []
@@ -106,6 +117,7 @@ class SchedulerHarness:
         self.outputs: dict[int, Collected] = {}
         self.ongoing: LaunchedStep | None = None
         self.num_steps = 0
+        self.now = 0.0
         self._next_id = 0
         tree = RadixCache(setup.page_size) if setup.use_radix_cache else NullPrefixCache()
         allocator = PageAllocator(setup.num_pages, setup.page_size)
@@ -125,14 +137,17 @@ class SchedulerHarness:
                 enable_overlap=setup.enable_overlap,
                 strict_invariants=True,
                 random_seed=0,
+                refuses_while_stopped=setup.refuses_while_stopped,
             ),
             worker,
             self.ledger,
+            resources or ModelResources(weights=FakeWeights(worker), memory={}),
             self.inbox,
             self._to_detokenizer,
             self.replies.append,
             make_stop_finder=_no_stop_finder,
             debug=debug,
+            clock=lambda: self.now,
         )
 
     def submit(
@@ -180,6 +195,23 @@ class SchedulerHarness:
     def is_idle(self) -> bool:
         return self.ongoing is None and not self.inbox.messages and self.scheduler.lifecycle.is_idle
 
+    def call(self, message: Any, max_steps: int = 50) -> Any:
+        """Sends a control message and steps until it is answered."""
+        self.inbox.messages.append(message)
+        for _ in range(max_steps):
+            self.step()
+            if (reply := self.reply_to(message.call_id)) is not None:
+                return reply
+        raise AssertionError(f"No answer to {message} after {max_steps} steps.")
+
+    def reply_to(self, call_id: int) -> Any:
+        """The one answer to a call; None if there is none yet."""
+        replies = [
+            r for r in self.replies if not isinstance(r, EngineStatus) and r.call_id == call_id
+        ]
+        assert len(replies) <= 1, "A call was answered twice."
+        return replies[0] if replies else None
+
     def run(self, max_steps: int = 100_000) -> None:
         """Steps until nothing is left to do."""
         for _ in range(max_steps):
@@ -207,6 +239,7 @@ class SchedulerHarness:
             collected.output_logprobs.extend(output.output_logprobs)
             collected.hidden_states.extend(output.hidden_states)
             collected.step_lens.extend(output.step_lens)
+            collected.weight_spans = output.weight_spans or collected.weight_spans
             collected.num_retractions = output.num_retractions
             collected.cached_tokens = output.cached_tokens
             if output.options is not None:

@@ -19,7 +19,7 @@ from sglang.benchmark.datasets import FIRST_PLAIN_ID
 from sglang.srt.environ import Environ
 from sglang.srt.managers.io_struct import BatchTokenIDOutput, TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_process import make_ledger
+from sglang.srt.managers.scheduler_process import make_ledger, make_resources
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.platform import Platform
@@ -39,7 +39,7 @@ class LocalInbox:
         while self.messages:
             yield self.messages.popleft()
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None) -> None:
         raise RuntimeError("The benchmark steps the scheduler itself.")
 
 
@@ -72,6 +72,7 @@ class OneBatch:
             replace(config.scheduler, enable_overlap=False),
             worker,
             make_ledger(config, runner.num_pages),
+            make_resources(runner),
             self._inbox,
             self._collect,
             lambda message: None,

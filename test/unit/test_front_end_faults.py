@@ -13,6 +13,7 @@ import pytest
 from fake_backend import FULL, LENGTH, LIMITS, Backend, answer_of, run
 from serving_utils import make_model_dir
 from sglang.srt.managers.body_parsing import RequestError
+from sglang.srt.managers.control_messages import EngineStatus, HealthPing
 from sglang.srt.managers.io_struct import (
     BatchStrOutput,
     FinishReason,
@@ -181,6 +182,29 @@ def test_probe_of_an_idle_server_is_enough(tokenizer: Tokenizer) -> None:
         backend.put(0, "x", (1,), LENGTH)
         await health
         assert not backend.aborted
+
+    run(tokenizer, scenario)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_paused_server_is_healthy_if_its_processes_answer(
+    tokenizer: Tokenizer, is_late: bool
+) -> None:
+    """Also if the pause comes after the probe, which then gets no token."""
+
+    async def scenario(backend: Backend) -> None:
+        paused = EngineStatus(stopped="Generation is paused.")
+        if not is_late:
+            backend.manager.handle(paused)
+        health = asyncio.create_task(backend.manager.health_generate(0.2))
+        await backend.wait_sent(1)
+        if is_late:
+            backend.manager.handle(paused)
+        while not (pings := [m for m in backend.sent if isinstance(m, HealthPing)]):
+            await asyncio.sleep(0.01)
+        backend.inbox.put_nowait(pings[0])
+        await health
+        assert len(backend.requests) == is_late
 
     run(tokenizer, scenario)
 

@@ -40,6 +40,7 @@ def test_single_answer_has_sglangs_form(tokenizer: Tokenizer) -> None:
                 "id": "mine",
                 "finish_reason": {"type": "length", "length": 2},
                 "weight_version": "default",
+                "weight_versions": [{"version": "default", "start": 0, "end": 2}],
                 "prompt_tokens": 3,
                 "completion_tokens": 1,
                 "cached_tokens": 1,
@@ -159,6 +160,21 @@ def test_abort_matches_the_exact_rid_of_all_its_requests(tokenizer: Tokenizer) -
     run(tokenizer, scenario)
 
 
+def test_abort_by_prefix_is_only_for_those_who_ask(tokenizer: Tokenizer) -> None:
+    async def scenario(backend: Backend) -> None:
+        names = ("job-1", "job-10", "other")
+        tasks = [asyncio.create_task(answer_of(backend, text="a", rid=rid)) for rid in names]
+        await backend.wait_sent(3)
+        assert backend.manager.abort_request("job-1") == 1
+        assert backend.manager.abort_request("job-1", prefix=True) == 2
+        assert backend.manager.abort_request(None, prefix=True) == 0
+        for request in backend.requests:
+            backend.put(request.req_id, "x", (1,), LENGTH)
+        await asyncio.gather(*tasks)
+
+    run(tokenizer, scenario)
+
+
 def test_full_queue_fails_the_whole_batch_and_aborts_the_rest(tokenizer: Tokenizer) -> None:
     async def scenario(backend: Backend) -> None:
         task = asyncio.create_task(answer_of(backend, text=["a", "b"]))
@@ -214,7 +230,7 @@ def test_too_long_prompts_are_refused_before_anything_is_sent(tokenizer: Tokeniz
 def test_death_answers_every_client_once_and_refuses_later_ones(tokenizer: Tokenizer) -> None:
     async def scenario(backend: Backend) -> None:
         tasks = [asyncio.create_task(answer_of(backend, text="a")) for _ in range(3)]
-        tasks.append(asyncio.create_task(backend.manager.flush_cache()))
+        tasks.append(asyncio.create_task(backend.manager.control.flush_cache()))
         await backend.wait_sent(4)
         backend.manager.fail_all("The scheduler is dead.")
         backend.manager.fail_all("Again.")
@@ -266,7 +282,7 @@ def test_second_signal_hastens_the_drain(tokenizer: Tokenizer) -> None:
 
 def test_control_replies_find_their_calls(tokenizer: Tokenizer) -> None:
     async def scenario(backend: Backend) -> None:
-        flushes = [asyncio.create_task(backend.manager.flush_cache()) for _ in range(2)]
+        flushes = [asyncio.create_task(backend.manager.control.flush_cache()) for _ in range(2)]
         ping = asyncio.create_task(backend.manager.health_ping())
         await backend.wait_sent(3)
         first, second = (m.call_id for m in backend.sent if isinstance(m, FlushCacheReqInput))

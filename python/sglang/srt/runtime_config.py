@@ -91,6 +91,7 @@ def resolve(
         random_seed=args.random_seed,
         stream_interval=args.stream_interval,
         low_priority_first=args.schedule_low_priority_values_first,
+        refuses_while_stopped=args.paused_requests == "reject",
     )
     return RuntimeConfig(
         model=model,

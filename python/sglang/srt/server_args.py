@@ -67,6 +67,11 @@ class ServerArgs:
     max_queued_requests: int | None = flag(
         None, "Waiting requests; one more is answered with 503. Default: any number may wait."
     )
+    paused_requests: str = flag(
+        "queue",
+        "What becomes of requests that arrive while generation is paused: they wait, or get 503.",
+        choices=("queue", "reject"),
+    )
     chunked_prefill_size: int = flag(2048, "Prompt tokens in one step at most.")
     schedule_policy: str = flag(
         "fcfs",
@@ -117,6 +122,9 @@ class ServerArgs:
 
     # Limits of one HTTP request
     max_request_bytes: int = flag(32 * 1024 * 1024, "Size of an HTTP body at most.")
+    max_weight_bytes: int = flag(
+        2 * 1024 * 1024 * 1024, "Size of an HTTP body of /update_weights_from_tensor at most."
+    )
     max_batch_size_per_request: int = flag(4096, "Prompts x n in one request at most.")
     max_n: int = flag(128, "Samples per prompt (`n`) at most.")
     max_stop_strings: int = flag(32, "Entries of `stop`, and of `stop_token_ids`, at most.")

@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import threading
 import weakref
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Coroutine,
-    Iterator,
-    Sequence,
-)
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import msgspec
 
-from sglang.srt.entrypoints.launch import (
-    FrontendChannels,
-    ProcessTree,
-    check_model,
-    open_request_log,
-)
-from sglang.srt.entrypoints.limits import request_limits
+from sglang.srt.entrypoints import engine_calls
+from sglang.srt.entrypoints.engine_runtime import EngineRuntime
+from sglang.srt.entrypoints.launch import check_model
 from sglang.srt.entrypoints.server_info import describe_server
+from sglang.srt.entrypoints.tensor_file import NamedTensors, written_tensors
 from sglang.srt.managers.control_messages import FlushCacheReqOutput
-from sglang.srt.managers.io_struct import SchedulerInfo
-from sglang.srt.managers.tokenizer_manager import Answer, TokenizerManager
-from sglang.srt.observability.request_log import RequestLog
+from sglang.srt.managers.tokenizer_manager import Answer
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-WIND_DOWN_TIMEOUT_S = 1.0
-SHUTDOWN_MESSAGE = "The Engine has been shut down."
-RECEIVE_FAILED = "The front end cannot receive outputs; the Engine cannot go on."
 OneSampling = dict[str, Any] | SamplingParams
 SamplingInput = OneSampling | Sequence[OneSampling] | None
 
@@ -64,7 +40,7 @@ class Engine:
             raise ValueError("Give server_args or keyword arguments, not both.")
         self.server_args = server_args or ServerArgs(**{"log_level": "error", **kwargs})
         tokenizer = check_model(self.server_args)
-        self._runtime = _Runtime(self.server_args, tokenizer)
+        self._runtime = EngineRuntime(self.server_args, tokenizer)
         self._finalizer = weakref.finalize(self, self._runtime.stop)
         try:
             self._runtime.start()
@@ -114,23 +90,192 @@ class Engine:
             return self._iterate_async(outputs)
         return await self._runtime.wait_for_async(_only(outputs))
 
-    def flush_cache(self) -> FlushCacheReqOutput:
-        """Empties the prefix cache; `success` is false while requests run or wait."""
-        return self._runtime.wait_for(self._runtime.manager.flush_cache())
+    # ---------------------------------------------------------------- pause, abort, flush
 
-    def abort_request(self, rid: str | None = None, abort_all: bool = False) -> int:
-        """Ends requests by their exact rid, or all; returns how many that concerns."""
-        if rid is None and not abort_all:
-            raise ValueError("rid: give a rid, or abort_all=True.")
+    def pause_generation(
+        self,
+        mode: str = "retract",
+        lease_s: float | None = None,
+        lease_end: str = "continue",
+        drain_timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        """Stops generation; returns when the engine has stopped. May be called from any thread.
 
-        async def abort() -> int:
-            return self._runtime.manager.abort_request(rid, abort_all)
+        Args:
+            mode: `abort`, `retract`, `in_place` or `drain`; see `PauseGenerationReqInput`.
 
-        return self._runtime.wait_for(abort())
+        Returns:
+            The answer of `/pause_generation`: message, status, counts and epoch.
+
+        Raises:
+            ValueError: naming the argument that is wrong. So do all control calls.
+            RuntimeError: if the Engine cannot answer. So do all control calls.
+        """
+        return self._runtime.wait_for(self._pause(mode, lease_s, lease_end, drain_timeout_s))
+
+    async def async_pause_generation(
+        self,
+        mode: str = "retract",
+        lease_s: float | None = None,
+        lease_end: str = "continue",
+        drain_timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        """`pause_generation` for a running event loop."""
+        work = self._pause(mode, lease_s, lease_end, drain_timeout_s)
+        return await self._runtime.wait_for_async(work)
+
+    def _pause(self, *values: Any) -> Coroutine[Any, Any, dict[str, Any]]:
+        names = ("mode", "lease_s", "lease_end", "drain_timeout_s")
+        fields = dict(zip(names, values, strict=True))
+        return engine_calls.pause(self._runtime.control, fields)
+
+    def continue_generation(self) -> dict[str, Any]:
+        """Ends a pause; without one nothing happens."""
+        return self._runtime.wait_for(self._runtime.control.resume())
+
+    async def async_continue_generation(self) -> dict[str, Any]:
+        """`continue_generation` for a running event loop."""
+        return await self._runtime.wait_for_async(self._runtime.control.resume())
+
+    def abort_request(
+        self, rid: str | None = None, abort_all: bool = False, prefix: bool = False
+    ) -> int:
+        """Ends requests by their rid, or all, with the output so far.
+
+        Args:
+            prefix: take every request whose rid begins with `rid`.
+
+        Returns:
+            How many requests that concerns.
+        """
+        return self._runtime.wait_for(self._abort(rid, abort_all, prefix))
+
+    async def async_abort_request(
+        self, rid: str | None = None, abort_all: bool = False, prefix: bool = False
+    ) -> int:
+        """`abort_request` for a running event loop."""
+        return await self._runtime.wait_for_async(self._abort(rid, abort_all, prefix))
+
+    def _abort(self, *values: Any) -> Coroutine[Any, Any, int]:
+        fields = dict(zip(("rid", "abort_all", "prefix"), values, strict=True))
+        most = self.server_args.max_label_chars
+        return engine_calls.abort(self._runtime.manager, fields, most)
+
+    def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReqOutput:
+        """Empties the prefix cache; `success` is false if requests hold KV after `timeout_s`."""
+        return self._runtime.wait_for(engine_calls.flush(self._runtime.control, timeout_s))
+
+    async def async_flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReqOutput:
+        """`flush_cache` for a running event loop."""
+        work = engine_calls.flush(self._runtime.control, timeout_s)
+        return await self._runtime.wait_for_async(work)
+
+    # ---------------------------------------------------------------- weights and memory
+
+    def update_weights_from_disk(self, model_path: str, **options: Any) -> dict[str, Any]:
+        """Changes all weights to those of a checkpoint; running requests finish first.
+
+        Args:
+            options: weight_version, flush_cache=True, abort_all_requests=False.
+
+        Returns:
+            `success`, `message` and what the scheduler counts. A failure raises.
+        """
+        fields = {"model_path": model_path, **options}
+        return self._runtime.wait_for(engine_calls.update_from_disk(self._runtime.control, fields))
+
+    def update_weights_from_tensor(
+        self,
+        named_tensors: NamedTensors,
+        weight_version: str | None = None,
+        flush_cache: bool = True,
+        abort_all_requests: bool = False,
+    ) -> dict[str, Any]:
+        """Changes some weights to these tensors, through a file in shared memory."""
+        options = engine_calls.update_options(
+            weight_version=weight_version,
+            flush_cache=flush_cache,
+            abort_all_requests=abort_all_requests,
+        )
+        control = self._runtime.control
+        with written_tensors(named_tensors, self._runtime.private_directory) as source:
+            return self._runtime.wait_for(control.update_weights(source, options))
+
+    def update_weights_from_distributed(
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group_name: str = "weight_update_group",
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Changes some weights to those that rank 0 of a group broadcasts, in this order.
+
+        Args:
+            options: as for `update_weights_from_disk`.
+        """
+        fields = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group_name}
+        work = engine_calls.update_from_group(self._runtime.control, {**fields, **options})
+        return self._runtime.wait_for(work)
+
+    def init_weights_update_group(
+        self, master_address: str, master_port: int, rank_offset: int, world_size: int, **more: Any
+    ) -> dict[str, Any]:
+        """Joins the group that a trainer has opened.
+
+        Args:
+            more: group_name="weight_update_group", backend="gloo", timeout_s=60.0.
+        """
+        fields = {"master_address": master_address, "master_port": master_port, **more}
+        fields |= {"rank_offset": rank_offset, "world_size": world_size}
+        return self._runtime.wait_for(engine_calls.join_group(self._runtime.control, fields))
+
+    def destroy_weights_update_group(
+        self, group_name: str = "weight_update_group"
+    ) -> dict[str, Any]:
+        """Leaves a group."""
+        work = engine_calls.leave_group(self._runtime.control, group_name)
+        return self._runtime.wait_for(work)
+
+    def begin_weight_update(self) -> dict[str, Any]:
+        """Opens a weight session: updates are staged until a commit takes them all over."""
+        return self._runtime.wait_for(self._runtime.control.begin_weight_update())
+
+    def commit_weight_update(self, **options: Any) -> dict[str, Any]:
+        """Takes over what was staged, all or nothing; `options` as for an update."""
+        checked = engine_calls.update_options(**options)
+        return self._runtime.wait_for(self._runtime.control.commit_weight_update(checked))
+
+    def rollback_weight_update(self) -> dict[str, Any]:
+        """Drops what was staged."""
+        return self._runtime.wait_for(self._runtime.control.rollback_weight_update())
+
+    def update_weight_version(
+        self, new_version: str, abort_all_requests: bool = True
+    ) -> dict[str, Any]:
+        """Gives the weights a new label; ends all requests first, unless told not to."""
+        work = engine_calls.relabel(self._runtime.control, new_version, abort_all_requests)
+        return self._runtime.wait_for(work)
+
+    def get_weight_version(self) -> str:
+        """The label of the weights."""
+        return self._runtime.control.status.weight_version
+
+    def release_memory_occupation(self, tags: list[str] | None = None) -> dict[str, Any]:
+        """Gives memory back: `kv_cache`, `weights`, `cuda_graph`, or None for all there is."""
+        engine_calls.check_tags(tags)
+        return self._runtime.wait_for(self._runtime.control.release_memory(tags))
+
+    def resume_memory_occupation(self, tags: list[str] | None = None) -> dict[str, Any]:
+        """Takes released memory again."""
+        engine_calls.check_tags(tags)
+        return self._runtime.wait_for(self._runtime.control.resume_memory(tags))
+
+    # ---------------------------------------------------------------- the Engine itself
 
     def get_server_info(self) -> dict[str, Any]:
         """The answer of `/server_info`."""
-        state = self._runtime.wait_for(self._runtime.manager.internal_state())
+        state = self._runtime.wait_for(self._runtime.control.internal_state())
         return describe_server(self.server_args, self._runtime.info, state)
 
     def shutdown(self) -> None:
@@ -204,122 +349,3 @@ async def _only(outputs: AsyncGenerator[Answer, None]) -> Answer:
 
 async def _close(outputs: AsyncGenerator[Answer, None]) -> None:
     await outputs.aclose()
-
-
-class _Runtime:
-    """The processes, and the tokenizer manager on a loop of its own in a background thread.
-
-    It does not know its Engine, so that an Engine that nobody uses any more can end it.
-    """
-
-    def __init__(self, server_args: ServerArgs, tokenizer: Tokenizer) -> None:
-        self._server_args = server_args
-        self._tokenizer = tokenizer
-        self._tree = ProcessTree(server_args, self._on_death)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="sglang-engine", daemon=True
-        )
-        self._channels: FrontendChannels | None = None
-        self._receiving: asyncio.Task[None] | None = None
-        self._manager: TokenizerManager | None = None
-        self._info: SchedulerInfo | None = None
-        self._request_log: RequestLog | None = None
-        self._lock = threading.Lock()
-        self._closed = False
-
-    @property
-    def manager(self) -> TokenizerManager:
-        """The manager.
-
-        Raises:
-            RuntimeError: before the start and after the end.
-        """
-        if self._manager is None or self._closed:
-            raise RuntimeError(SHUTDOWN_MESSAGE)
-        return self._manager
-
-    @property
-    def info(self) -> SchedulerInfo | None:
-        return self._info
-
-    def start(self) -> None:
-        """Starts everything; blocks until requests can be served."""
-        self._thread.start()
-        self._channels = self.wait_for(self._open_channels())
-        self._info = self._tree.start()
-        limits = request_limits(self._server_args, self._info)
-        self._request_log = open_request_log(self._server_args)
-        self._manager = self._channels.make_manager(self._tokenizer, limits, self._request_log)
-        self.wait_for(self._start_receiving(self._manager))
-
-    async def _open_channels(self) -> FrontendChannels:
-        return FrontendChannels(self._tree.addresses)
-
-    async def _start_receiving(self, manager: TokenizerManager) -> None:
-        self._receiving = asyncio.create_task(manager.run())
-        self._receiving.add_done_callback(self._on_receiving_end)
-
-    def _on_receiving_end(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and self._manager is not None:
-            logger.error(RECEIVE_FAILED, exc_info=task.exception())
-            self._manager.fail_all(RECEIVE_FAILED)
-
-    def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work` on the loop; an interrupt here cancels it there."""
-        future = self._submit(work)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def wait_for_async(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
-        """`wait_for` for a caller on another loop."""
-        return asyncio.wrap_future(self._submit(work))
-
-    def submit(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work` on the loop, if there still is one, without waiting."""
-        with suppress(RuntimeError):
-            self._submit(work)
-
-    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        with self._lock:
-            if not self._closed:
-                return asyncio.run_coroutine_threadsafe(work, self._loop)
-        work.close()
-        raise RuntimeError(SHUTDOWN_MESSAGE)
-
-    def _on_death(self, role: str, code: int) -> None:
-        reason = f"signal {-code}" if code < 0 else f"exit code {code}"
-        message = f"The {role} process ended with {reason}; the Engine cannot go on."
-        self.submit(self._fail_all(message))
-
-    async def _fail_all(self, message: str) -> None:
-        if self._manager is not None:
-            self._manager.fail_all(message)
-
-    def stop(self) -> None:
-        """Fails what still runs, ends the loop and the processes; later calls do nothing."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._wind_down(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-        self._loop.close()
-        self._tree.stop()
-        if self._request_log is not None:
-            self._request_log.close()
-
-    async def _wind_down(self) -> None:
-        await self._fail_all(SHUTDOWN_MESSAGE)
-        if self._receiving is not None:
-            self._receiving.cancel()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        if others:
-            await asyncio.wait(others, timeout=WIND_DOWN_TIMEOUT_S)
-        if self._channels is not None:
-            self._channels.close()

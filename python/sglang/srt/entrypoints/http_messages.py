@@ -71,6 +71,17 @@ def response_of_error(error: Exception) -> Response:
     return error_response("The server failed on this request; its log says why.", 500)
 
 
+def update_failure(error: RequestError | ServiceError) -> Response:
+    """The response of a weight update that failed: clients of SGLang read `success`."""
+    field = error.field if isinstance(error, RequestError) else None
+    body = error_body(error.message, error.status_code, field)
+    response = json_response({"success": False, "message": error.message, **body})
+    response.status_code = error.status_code
+    if error.status_code == 503:
+        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+    return response
+
+
 def add_error_handlers(app: FastAPI) -> None:
     """Makes every error of a route a JSON answer."""
 
@@ -81,16 +92,14 @@ def add_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(kind, handle)
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body of a request, read no further than `max_bytes`.
+async def read_body(request: Request, max_bytes: int, flag: str = "--max-request-bytes") -> bytes:
+    """The body of a request, read no further than `max_bytes`, which `flag` sets.
 
     Raises:
         RequestError: with status 413 if it is longer.
         ClientDisconnect: if the client leaves before its end.
     """
-    too_large = RequestError(
-        None, f"The body is larger than {max_bytes} bytes (--max-request-bytes).", 413
-    )
+    too_large = RequestError(None, f"The body is larger than {max_bytes} bytes ({flag}).", 413)
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         raise too_large

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from sglang import __version__
+from sglang.srt.entrypoints.control_routes import add_control_routes
 from sglang.srt.entrypoints.http_messages import (
     EventStream,
     add_error_handlers,
@@ -28,59 +27,20 @@ from sglang.srt.entrypoints.openai.serving_completions import (
 )
 from sglang.srt.entrypoints.openapi_schema import body_of, install_openapi
 from sglang.srt.entrypoints.server_info import describe_model, describe_server
+from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.managers.body_parsing import (
     RequestError,
     field_error,
     parse_json_object,
     parse_struct,
 )
-from sglang.srt.managers.control_messages import AbortReqInput
 from sglang.srt.managers.io_struct import (
     DetokenizeReqInput,
     GenerateReqInput,
-    SchedulerInfo,
     TokenizeReqInput,
 )
 from sglang.srt.managers.prompt_encoding import map_texts
 from sglang.srt.managers.request_limits import check_token_ids
-from sglang.srt.managers.request_state import ServiceError
-from sglang.srt.managers.request_validation import check_rid
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.model_config import ModelConfig
-from sglang.srt.server_args import ServerArgs
-
-FLUSH_TEXT = (
-    "Cache flushed.\nPlease check backend logs for more details. "
-    "(When there are running or waiting requests, the operation will not be performed.)\n"
-)
-
-
-@dataclass
-class ServerState:
-    """What the routes answer from. `manager` and `scheduler` are set once the server can serve."""
-
-    server_args: ServerArgs
-    model_config: ModelConfig
-    manager: TokenizerManager | None = None
-    scheduler: SchedulerInfo | None = None
-    start_time: float = field(default_factory=time.monotonic)
-    startup_time_s: float = 0.0
-
-    @property
-    def ready_manager(self) -> TokenizerManager:
-        """The manager.
-
-        Raises:
-            ServiceError: with status 503 while the server starts.
-        """
-        if self.manager is None:
-            raise ServiceError("The server is starting.", 503)
-        return self.manager
-
-    def become_ready(self, manager: TokenizerManager, scheduler: SchedulerInfo) -> None:
-        self.startup_time_s = time.monotonic() - self.start_time
-        self.scheduler = scheduler
-        self.manager = manager
 
 
 def create_app(state: ServerState) -> FastAPI:
@@ -96,7 +56,7 @@ def create_app(state: ServerState) -> FastAPI:
     _add_generate(app, state)
     _add_health(app, state)
     _add_info(app, state)
-    _add_control(app, state)
+    add_control_routes(app, state)
     _add_tokenizer(app, state)
     _add_openai(app, state)
     install_openapi(app)
@@ -135,10 +95,12 @@ def _add_health(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        """200 if new requests are taken."""
+        """200 if new requests are taken and run."""
         manager = state.manager
         if manager is None or manager.draining or manager.failure is not None:
             return error_response("The server takes no requests now.", 503)
+        if stopped := manager.control.status.stopped:
+            return error_response(f"No request runs now: {stopped}", 503)
         return Response()
 
 
@@ -147,41 +109,17 @@ def _add_info(app: FastAPI, state: ServerState) -> None:
     @app.get("/model_info")
     async def model_info() -> Response:
         """What is served."""
-        return json_response(describe_model(state.server_args, state.model_config))
+        return json_response(
+            describe_model(state.server_args, state.model_config, state.weight_version)
+        )
 
     @app.get("/get_server_info", include_in_schema=False)
     @app.get("/server_info")
     async def server_info() -> Response:
         """Flags, the resolved configuration and the scheduler's state."""
-        internal_state = await state.ready_manager.internal_state()
+        internal_state = await state.ready_manager.control.internal_state()
         info = describe_server(state.server_args, state.scheduler, internal_state)
         return json_response({**info, "startup_time": round(state.startup_time_s, 3)})
-
-
-def _add_control(app: FastAPI, state: ServerState) -> None:
-    @app.post("/abort_request", openapi_extra=body_of(AbortReqInput))
-    async def abort_request(request: Request) -> Response:
-        """Ends requests by their exact rid, or all; answers with their number."""
-        raw = await read_body(request, state.server_args.max_request_bytes)
-        body = parse_struct(raw, AbortReqInput)
-        if not body.abort_all:
-            if body.rid is None:
-                raise field_error("rid", "give a rid, or abort_all: true")
-            check_rid(body.rid, "rid", state.server_args.max_label_chars)
-        aborted = state.ready_manager.abort_request(body.rid, body.abort_all)
-        return json_response({"aborted": aborted})
-
-    @app.get("/flush_cache", include_in_schema=False)
-    @app.post("/flush_cache")
-    async def flush_cache() -> Response:
-        """Empties the prefix cache; 400 while requests run or wait."""
-        reply = await state.ready_manager.flush_cache()
-        text = FLUSH_TEXT
-        if reply.success and reply.flushed_items:
-            text += f"Flushed items: {reply.flushed_items}\n"
-        elif not reply.success and reply.error_msg:
-            text += f"Reason: {reply.error_msg}\n"
-        return Response(text, 200 if reply.success else 400, media_type="text/plain")
 
 
 def _add_tokenizer(app: FastAPI, state: ServerState) -> None:

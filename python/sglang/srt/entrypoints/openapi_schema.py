@@ -9,15 +9,37 @@ import msgspec
 from fastapi import FastAPI
 
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
-from sglang.srt.managers.control_messages import AbortReqInput
+from sglang.srt.managers.control_messages import (
+    AbortReqInput,
+    CommitWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    DestroyWeightsUpdateGroupReqInput,
+    InitWeightsUpdateGroupReqInput,
+    MemoryOccupationReqInput,
+    PauseGenerationReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromTensorReqInput,
+    UpdateWeightVersionReqInput,
+)
 from sglang.srt.managers.io_struct import DetokenizeReqInput, GenerateReqInput, TokenizeReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 BODIES = (
     AbortReqInput,
+    CommitWeightUpdateReqInput,
     CompletionRequest,
+    ContinueGenerationReqInput,
+    DestroyWeightsUpdateGroupReqInput,
     DetokenizeReqInput,
     GenerateReqInput,
+    InitWeightsUpdateGroupReqInput,
+    MemoryOccupationReqInput,
+    PauseGenerationReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightVersionReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromTensorReqInput,
     TokenizeReqInput,
     SamplingParams,
 )
@@ -45,10 +67,11 @@ ERRORS = {
 }
 
 
-def body_of(struct: type[msgspec.Struct]) -> dict[str, Any]:
+def body_of(struct: type[msgspec.Struct], required: bool = True) -> dict[str, Any]:
     """What documents a route's JSON body."""
     schema = {"$ref": REF.format(name=struct.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": required, "content": content}}
 
 
 def install_openapi(app: FastAPI) -> None:

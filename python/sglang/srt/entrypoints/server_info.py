@@ -7,12 +7,14 @@ from typing import Any
 
 from sglang import __version__
 from sglang.srt.managers.io_struct import SchedulerInfo
-from sglang.srt.managers.request_state import WEIGHT_VERSION, ServiceError
+from sglang.srt.managers.request_state import ServiceError
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
 
-def describe_model(server_args: ServerArgs, model_config: ModelConfig) -> dict[str, Any]:
+def describe_model(
+    server_args: ServerArgs, model_config: ModelConfig, weight_version: str
+) -> dict[str, Any]:
     """The answer of `/model_info`."""
     return {
         "model_path": server_args.model_path,
@@ -20,7 +22,7 @@ def describe_model(server_args: ServerArgs, model_config: ModelConfig) -> dict[s
         "tokenizer_path": server_args.tokenizer_path or server_args.model_path,
         "is_generation": True,
         "preferred_sampling_params": None,
-        "weight_version": WEIGHT_VERSION,
+        "weight_version": weight_version,
         "load_format": server_args.load_format,
         "reasoning_parser": None,
         "tool_call_parser": None,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from sglang.srt.entrypoints.http_server import ServerState, create_app
+from sglang.srt.entrypoints.http_server import create_app
 from sglang.srt.entrypoints.launch import (
     CHILD_MODULES,
     FrontendChannels,
@@ -23,6 +23,7 @@ from sglang.srt.entrypoints.launch import (
 )
 from sglang.srt.entrypoints.limits import request_limits
 from sglang.srt.entrypoints.server_info import describe_start
+from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.managers.child_process import configure_logging
 from sglang.srt.managers.io_struct import SchedulerInfo
 from sglang.srt.managers.request_state import ServiceError

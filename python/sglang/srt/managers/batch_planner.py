@@ -81,26 +81,30 @@ class BatchPlanner:
         self._ratio = ratio
         self._admission = AdmissionPolicy(lifecycle.ledger, ratio)
 
-    def next_step(self, has_inflight: bool) -> PlannedStep | None:
+    def next_step(self, has_inflight: bool, admits: bool = True) -> PlannedStep | None:
         """The next step, or None when there is nothing to launch.
+
+        Args:
+            admits: whether waiting requests may start.
 
         Raises:
             MustDrain: when the step in flight has to be read before anything can be planned.
         """
         self._force_retractions(has_inflight)
-        self._preempt(has_inflight)
+        if admits:
+            self._preempt(has_inflight)
         self._reserve_decodes(has_inflight)
-        draft = self._draft()
+        draft = self._draft(admits)
         while not draft.rows and not has_inflight and self._lifecycle.running:
             # Half-read prompts have filled the pool: one of them has to make room.
             self._retract_for_room()
-            draft = self._draft()
+            draft = self._draft(admits)
         if not draft.rows:
             return None
         self._ratio.on_step()
         return self._build(draft)
 
-    def _draft(self) -> _Draft:
+    def _draft(self, admits: bool) -> _Draft:
         draft = _Draft()
         for req in self._lifecycle.running:
             if not req.is_prefilling and not req.surely_ends:
@@ -109,7 +113,8 @@ class BatchPlanner:
         for req in self._lifecycle.running:
             if req.is_prefilling and budget > 0:
                 budget -= self._add_chunk(draft, req, budget)
-        self._admit_newcomers(draft, budget)
+        if admits:
+            self._admit_newcomers(draft, budget)
         return draft
 
     def _reserve_decodes(self, has_inflight: bool) -> None:

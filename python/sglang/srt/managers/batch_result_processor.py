@@ -145,12 +145,13 @@ class BatchResultProcessor:
                 output_logprobs=req.output_logprob_news,
                 hidden_states=req.hidden_news,
                 step_lens=req.step_len_news,
+                weight_spans=[] if req.spans_were_sent else list(req.weight_spans),
             )
         )
         req.input_logprob_news, req.output_logprob_news = [], []
         req.hidden_news, req.step_len_news = [], []
         req.num_sent = len(req.output_ids)
-        req.was_reported = True
+        req.was_reported = req.spans_were_sent = True
 
 
 def _step_record(

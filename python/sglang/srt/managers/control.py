@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.managers.batch_result_processor import BatchResultProcessor
+from sglang.srt.managers.cache_flush import CacheFlusher
 from sglang.srt.managers.control_messages import (
     AbortReq,
-    FlushCacheReqInput,
-    FlushCacheReqOutput,
     GetInternalStateReq,
     GetInternalStateReqOutput,
     HealthPing,
 )
+from sglang.srt.managers.engine_state import EngineState, RestQueue
 from sglang.srt.managers.invariants import InvariantChecker
+from sglang.srt.managers.memory_control import MemoryControl, MemoryPart
+from sglang.srt.managers.pause import PauseController
 from sglang.srt.managers.request_lifecycle import RequestLifecycle
 from sglang.srt.managers.schedule_policy import NewTokenRatio
+from sglang.srt.managers.weight_control import POLL_S, ModelWeights, WeightControl
 
 ABORT_MESSAGE = "The request was aborted."
 
@@ -56,12 +62,25 @@ class SchedulerStats:
         self.forward_ct_decode = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelResources:
+    """What control calls change below the scheduler.
+
+    Attributes:
+        memory: what can be given back, by tag.
+    """
+
+    weights: ModelWeights
+    memory: Mapping[str, MemoryPart]
+
+
 class Control:
     """Handlers of everything that is not a request to generate.
 
     Args:
         reply: sends a message to the front end.
         ping: passes a health ping on to the detokenizer.
+        clock: seconds, for deadlines.
     """
 
     def __init__(
@@ -71,8 +90,10 @@ class Control:
         checker: InvariantChecker,
         ratio: NewTokenRatio,
         stats: SchedulerStats,
+        resources: ModelResources,
         reply: Callable[[Any], None],
         ping: Callable[[Any], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lifecycle = lifecycle
         self._processor = processor
@@ -80,13 +101,57 @@ class Control:
         self._ratio = ratio
         self._stats = stats
         self._reply = reply
-        self._ping = ping
+        self._clock = clock
+        self.state = EngineState(lifecycle, reply)
+        self._rest = RestQueue()
+        shared = (self.state, lifecycle, self._rest)
+        self._pause = PauseController(*shared, self._abort_all, reply, clock)
+        self._flusher = CacheFlusher(*shared, self._reset_counters, reply, clock)
+        self._weights = WeightControl(resources.weights, *shared, reply)
+        memory = MemoryControl(resources.memory, *shared, reply)
         self.handlers: dict[type, Callable[[Any], None]] = {
             AbortReq: self._abort,
-            FlushCacheReqInput: self._flush_cache,
             GetInternalStateReq: self._internal_state,
-            HealthPing: self._ping,
+            HealthPing: ping,
+            **self._pause.handlers,
+            **self._flusher.handlers,
+            **self._weights.handlers,
+            **memory.handlers,
         }
+
+    @property
+    def may_launch(self) -> bool:
+        return self.state.may_launch and not self._rest
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn of the loop would do something without a message or a deadline."""
+        if self._rest:
+            return True
+        can_start = self.state.admits and self._lifecycle.waiting
+        return bool(self.state.may_launch and (self._lifecycle.running or can_start))
+
+    @property
+    def wait_s(self) -> float | None:
+        """How long the scheduler may wait for a message; None for any time."""
+        if self._weights.is_busy:
+            return POLL_S
+        deadline = min(self._pause.next_deadline, self._flusher.next_deadline)
+        return None if deadline == math.inf else max(0.0, deadline - self._clock())
+
+    def tick(self) -> None:
+        """Looks at deadlines and at what goes on in threads."""
+        self._pause.tick()
+        self._weights.tick()
+        self._flusher.tick()
+
+    def at_rest(self) -> None:
+        """Every launched step has been read: does what has waited for that."""
+        self.tick()
+        self._rest.run()
+        if not self.state.may_launch:
+            self._stats.on_idle()
+        self._processor.flush()
 
     def _abort(self, message: AbortReq) -> None:
         """Ends what the message names, with partial output; unknown names change nothing."""
@@ -98,26 +163,12 @@ class Control:
                 self._processor.abort(req, text, status_code=None, err_type=None)
         self._processor.flush()
 
-    def _flush_cache(self, message: FlushCacheReqInput) -> None:
-        lifecycle = self._lifecycle
-        if not lifecycle.is_idle:
-            self._reply(
-                FlushCacheReqOutput(
-                    call_id=message.call_id,
-                    success=False,
-                    error_msg=(
-                        f"{len(lifecycle.running)} requests are running and"
-                        f" {len(lifecycle.waiting)} waiting; wait for them or abort them."
-                    ),
-                )
-            )
-            return
-        flushed = lifecycle.ledger.flush()
+    def _abort_all(self, text: str) -> None:
+        self._abort(AbortReq(abort_all=True, aborted_message=text))
+
+    def _reset_counters(self) -> None:
         self._stats.reset()
         self._ratio.reset()
-        self._reply(
-            FlushCacheReqOutput(call_id=message.call_id, success=True, flushed_items=flushed)
-        )
 
     def _internal_state(self, message: GetInternalStateReq) -> None:
         self._reply(
@@ -126,7 +177,7 @@ class Control:
 
     def internal_state(self) -> dict[str, Any]:
         """`internal_states[0]` of `/server_info`; slots and lengths in tokens."""
-        lifecycle, ledger = self._lifecycle, self._lifecycle.ledger
+        lifecycle, ledger, state = self._lifecycle, self._lifecycle.ledger, self.state
         report = self._checker.report()
         return {
             "legacy_missing_tokens": report.legacy_missing_tokens,
@@ -148,7 +199,15 @@ class Control:
             "init_new_token_ratio": self._ratio.initial,
             "cur_batch_is_none": not self._stats.has_current_batch,
             "last_batch_is_none": not self._stats.has_last_batch,
-            "engine_paused": False,
+            "engine_paused": state.pause_mode is not None and not state.is_draining,
+            "pause_mode": state.pause_mode,
+            "pause_epoch": self._pause.epoch,
+            "num_lease_expiries": self._pause.num_lease_expiries,
+            "stopped": state.stopped,
+            "released_memory": sorted(state.released),
+            "weight_version": lifecycle.weight_version,
+            "weight_epoch": ledger.epoch,
+            "in_weight_session": state.in_weight_session,
         }
 
 

@@ -12,6 +12,8 @@ import msgspec
 
 PauseMode = Literal["abort", "retract", "in_place", "drain"]
 LeaseEnd = Literal["continue", "abort"]
+SessionAction = Literal["begin", "commit", "rollback"]
+DEFAULT_WEIGHT_VERSION = "default"
 
 
 class Message(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
@@ -231,7 +233,7 @@ class WeightSessionReq(Message):
     """Begins, commits or rolls back a weight update of several parts."""
 
     call_id: int
-    action: Literal["begin", "commit", "rollback"]
+    action: SessionAction
     weight_version: str | None = None
     flush_cache: bool = True
 
@@ -304,7 +306,7 @@ class EngineStatus(Message):
     """
 
     stopped: str = ""
-    weight_version: str = "default"
+    weight_version: str = DEFAULT_WEIGHT_VERSION
     in_weight_session: bool = False
 
 

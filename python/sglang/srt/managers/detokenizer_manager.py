@@ -131,6 +131,7 @@ class DetokenizerManager:
             cached_tokens=output.cached_tokens,
             num_retractions=output.num_retractions,
             step_lens=output.step_lens,
+            weight_spans=output.weight_spans,
             input_logprobs=output.input_logprobs,
             output_logprobs=output.output_logprobs,
             hidden_states=output.hidden_states,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -88,9 +89,9 @@ class Receiver(Generic[M]):
         """Whether a message is there, waiting for one up to `timeout_ms`."""
         return bool(self._socket.poll(timeout_ms))
 
-    def wait(self) -> None:
-        """Returns when a message is there."""
-        self._socket.poll()
+    def wait(self, timeout_s: float | None) -> None:
+        """Returns when a message is there, or after the time (None: no limit)."""
+        self._socket.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
 
     def receive(self) -> M:
         """Waits for the next message."""

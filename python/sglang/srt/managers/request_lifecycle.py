@@ -10,11 +10,22 @@ Nothing else moves requests between states or changes who owns pages.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
+from sglang.srt.managers.control_messages import DEFAULT_WEIGHT_VERSION
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.kv_audit import ReleaseAudit, ReleaseReport
 from sglang.srt.mem_cache.kv_ledger import KVLedger, RequestKV
+
+
+@dataclass(frozen=True, slots=True)
+class LifecycleCounts:
+    """What has happened to requests: `num_ended` counts the aborted ones too."""
+
+    num_ended: int = 0
+    num_aborted: int = 0
+    num_retracted: int = 0
 
 
 class RequestLifecycle:
@@ -26,6 +37,8 @@ class RequestLifecycle:
     Attributes:
         waiting: not running; retracted ones first, then by arrival.
         running: have a row and KV.
+        weight_version: the clients' label of the weights.
+        counts: what has happened to requests since the start.
     """
 
     def __init__(
@@ -36,6 +49,13 @@ class RequestLifecycle:
         self.waiting: list[Req] = []
         self.running: list[Req] = []
         self._ending: list[Req] = []
+        self.weight_version = DEFAULT_WEIGHT_VERSION
+        self.counts = LifecycleCounts()
+
+    @property
+    def holds_kv(self) -> bool:
+        """Whether any request has KV, the ending ones included."""
+        return bool(self.running or self._ending)
 
     @property
     def is_idle(self) -> bool:
@@ -55,7 +75,14 @@ class RequestLifecycle:
         return None
 
     def submit(self, req: Req) -> None:
+        req.begin_weight_span(self.weight_version)
         self.waiting.append(req)
+
+    def set_weight_version(self, weight_version: str) -> None:
+        """Labels all tokens that come from here on. Only without a step in flight."""
+        self.weight_version = weight_version
+        for req in (*self.running, *self.waiting):
+            req.begin_weight_span(weight_version)
 
     def admit(self, req: Req) -> None:
         """Waiting to running: a row, the cached prefix, nothing computed yet."""
@@ -78,6 +105,7 @@ class RequestLifecycle:
         self._release(req, insert=False)
         self.running.remove(req)
         req.num_retractions += 1
+        self.counts = replace(self.counts, num_retracted=self.counts.num_retracted + 1)
         place = next(
             (
                 index
@@ -88,9 +116,19 @@ class RequestLifecycle:
         )
         self.waiting.insert(place, req)
 
+    def retract_all(self) -> None:
+        """Every running request waits, without KV. Only without a step in flight."""
+        for req in list(self.running):
+            self.retract(req)
+
     def finish(self, req: Req, reason: FinishReason) -> None:
         """Ends a request. Its KV is released when no launched step names it any more."""
         req.finish_reason = reason
+        self.counts = replace(
+            self.counts,
+            num_ended=self.counts.num_ended + 1,
+            num_aborted=self.counts.num_aborted + (reason.type == "abort"),
+        )
         if req.kv is None:
             self.waiting.remove(req)
             return

@@ -16,7 +16,6 @@ from sglang.srt.managers.body_parsing import RequestError
 from sglang.srt.managers.io_struct import FinishReason, ReqTextOutput
 from sglang.srt.managers.return_options import Returns
 
-WEIGHT_VERSION = "default"
 RETRY_STATUS_CODE = 503
 
 
@@ -60,6 +59,7 @@ class Sample:
         self._text = ""
         self._output_ids: list[int] = []
         self._step_lens: list[int] | None = [] if reports_steps else None
+        self._weight_spans: list[tuple[str, int]] = []
         self._meta: dict[str, Any] = {}
 
     def add(self, output: ReqTextOutput) -> None:
@@ -70,6 +70,7 @@ class Sample:
         self._output_ids.extend(output.token_ids)
         self.finish_reason = output.finish_reason
         self._returns.add(output)
+        self._weight_spans = output.weight_spans or self._weight_spans
         self._meta = {
             "prompt_tokens": output.prompt_tokens,
             "completion_tokens": output.completion_tokens,
@@ -101,6 +102,19 @@ class Sample:
             fields["output"] = self._text
         return fields
 
+    def _weight_meta(self) -> dict[str, Any]:
+        """The label of the weights that the last token comes from, and the labels of all tokens
+        as spans [start, end)."""
+        if not self._weight_spans:
+            return {}
+        starts = [start for _, start in self._weight_spans]
+        ends = [*starts[1:], len(self._output_ids)]
+        spans = [
+            {"version": version, "start": start, "end": end}
+            for (version, start), end in zip(self._weight_spans, ends, strict=True)
+        ]
+        return {"weight_version": spans[-1]["version"], "weight_versions": spans}
+
     @property
     def has_output(self) -> bool:
         return bool(self._output_ids)
@@ -111,7 +125,7 @@ class Sample:
         meta = {
             "id": self.rid,
             "finish_reason": None if reason is None else finish_reason_dict(reason),
-            "weight_version": WEIGHT_VERSION,
+            **self._weight_meta(),
             **self._meta,
             **self._returns.meta_info(),
         }

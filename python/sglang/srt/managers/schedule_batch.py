@@ -35,6 +35,9 @@ class Req:
         input_logprob_news, output_logprob_news, hidden_news, step_len_news: results not sent yet.
         num_sent, was_reported: output tokens that the client has been told of; whether it has
             heard of the request at all.
+        weight_spans: labels of the weights that generated the output, each with the index of its
+            first token.
+        spans_were_sent: whether the client knows them.
     """
 
     req_id: int
@@ -73,6 +76,8 @@ class Req:
     num_retractions: int = 0
     was_admitted: bool = False
     row_is_new: bool = False
+    weight_spans: list[tuple[str, int]] = field(default_factory=list)
+    spans_were_sent: bool = False
 
     @property
     def is_prefilling(self) -> bool:
@@ -105,6 +110,15 @@ class Req:
         if self.hidden_states == "all":
             limit = min(limit, self.num_hidden)
         return limit
+
+    def begin_weight_span(self, weight_version: str) -> None:
+        """From its next token on the output comes from these weights."""
+        start = len(self.output_ids)
+        if self.weight_spans and self.weight_spans[-1][1] == start:
+            self.weight_spans.pop()
+        if not self.weight_spans or self.weight_spans[-1][0] != weight_version:
+            self.weight_spans.append((weight_version, start))
+        self.spans_were_sent = False
 
     def add_hidden(self, states: list[list[float]]) -> None:
         """Takes in hidden states of the next positions."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 from sglang.srt.base_worker import StepRecord, Worker
 from sglang.srt.managers.batch_planner import BatchPlanner, MustDrain, PlannedStep, PlannerConfig
 from sglang.srt.managers.batch_result_processor import BatchResultProcessor
-from sglang.srt.managers.control import Control, SchedulerStats
+from sglang.srt.managers.control import Control, ModelResources, SchedulerStats
 from sglang.srt.managers.invariants import InvariantChecker
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput
 from sglang.srt.managers.request_lifecycle import RequestLifecycle
@@ -34,8 +35,8 @@ class Inbox(Protocol):
     def drain(self) -> Iterable[Any]:
         """The messages that are there now."""
 
-    def wait(self) -> None:
-        """Returns when one is there."""
+    def wait(self, timeout_s: float | None) -> None:
+        """Returns when one is there, or after the time (None: no limit)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,7 @@ class SchedulerConfig:
         eos_token_ids: ids that end an output unless the request ignores them.
         strict_invariants: check the ledger after every step and raise on a violation.
         low_priority_first: smaller priorities go first.
+        refuses_while_stopped: requests that arrive during a pause get 503 instead of waiting.
         random_seed: seed of the seeds of requests that bring none; None draws one.
     """
 
@@ -59,6 +61,7 @@ class SchedulerConfig:
     random_seed: int | None
     stream_interval: int = 1
     low_priority_first: bool = False
+    refuses_while_stopped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +86,11 @@ class Scheduler:
     """Turns requests into steps and steps into tokens.
 
     Args:
+        resources: what control calls change: weights, memory.
         make_stop_finder: makes what looks for a request's stop strings.
         debug: what watches steps and releases of KV.
         to_detokenizer, to_frontend: send one message.
+        clock: seconds, for deadlines of control calls.
     """
 
     def __init__(
@@ -93,11 +98,13 @@ class Scheduler:
         config: SchedulerConfig,
         worker: Worker,
         ledger: KVLedger,
+        resources: ModelResources,
         inbox: Inbox,
         to_detokenizer: Callable[[Any], None],
         to_frontend: Callable[[Any], None],
         make_stop_finder: Callable[[SamplingParams], StopFinder],
         debug: SchedulerDebug = NO_DEBUG,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._worker = worker
@@ -121,8 +128,10 @@ class Scheduler:
             self.checker,
             self.ratio,
             self.stats,
+            resources,
             reply=to_frontend,
             ping=to_detokenizer,
+            clock=clock,
         )
 
     def run(self) -> None:
@@ -132,28 +141,28 @@ class Scheduler:
         )
         ongoing: LaunchedStep | None = None
         while True:
-            if ongoing is None and self.lifecycle.is_idle:
+            if ongoing is None and not self.control.has_work:
                 self._wait_for_message()
             ongoing = event_loop(ongoing)
 
     def event_loop_overlap(self, last: LaunchedStep | None) -> LaunchedStep | None:
         """Launches the next step, then reads the last one while it runs."""
         self.receive()
-        try:
-            planned = self._planner.next_step(has_inflight=last is not None)
-        except MustDrain:
-            planned = None
+        planned = self._plan(has_inflight=last is not None)
         ongoing = self._launch(planned) if planned is not None else None
         if last is not None:
             self._read(last)
+        if ongoing is None:
+            self.control.at_rest()
         return ongoing
 
     def event_loop_normal(self, last: LaunchedStep | None = None) -> None:
         """Launches a step and reads it."""
         self.receive()
-        planned = self._planner.next_step(has_inflight=False)
+        planned = self._plan(has_inflight=False)
         if planned is not None:
             self._read(self._launch(planned))
+        self.control.at_rest()
 
     def receive(self) -> None:
         """Handles every message that has arrived."""
@@ -162,7 +171,17 @@ class Scheduler:
                 self._add_request(message)
             else:
                 self.control.handlers[type(message)](message)
+        self.control.tick()
         self.processor.flush()
+
+    def _plan(self, has_inflight: bool) -> PlannedStep | None:
+        """The next step; None if there is none, or if the one in flight must be read first."""
+        if not self.control.may_launch:
+            return None
+        try:
+            return self._planner.next_step(has_inflight, admits=self.control.state.admits)
+        except MustDrain:
+            return None
 
     def _launch(self, planned: PlannedStep) -> LaunchedStep:
         for row in planned.rows:
@@ -200,7 +219,10 @@ class Scheduler:
             stop_finder=self._make_stop_finder(params) if params.has_stop_texts else None,
         )
         self.lifecycle.submit(req)
-        self._refuse_surplus()
+        if self._config.refuses_while_stopped and self.control.state.stopped:
+            self._refuse(req, f"{self.control.state.stopped} Try again later.")
+        else:
+            self._refuse_surplus()
 
     def _refuse_surplus(self) -> None:
         """Ends the request that would be the last to run with 503, if more wait than may. Those
@@ -214,18 +236,18 @@ class Scheduler:
         last = fresh[-1]
         if self._config.planner.preemption_threshold is not None:
             last = order_by_priority(fresh)[-1]
+        self._refuse(last, QUEUE_FULL_MESSAGE)
+
+    def _refuse(self, req: Req, message: str) -> None:
         reason = FinishReason(
-            type="abort",
-            message=QUEUE_FULL_MESSAGE,
-            status_code=503,
-            err_type="ServiceUnavailable",
+            type="abort", message=message, status_code=503, err_type="ServiceUnavailable"
         )
-        self.processor.end(last, reason)
+        self.processor.end(req, reason)
 
     def _wait_for_message(self) -> None:
         self.checker.when_idle()
         self.stats.on_idle()
-        self._inbox.wait()
+        self._inbox.wait(self.control.wait_s)
 
 
 class SeedSource:

@@ -14,8 +14,10 @@ import msgspec
 
 from sglang.srt.environ import Environ
 from sglang.srt.managers.child_process import configure_logging, start_child_process
+from sglang.srt.managers.control import ModelResources
 from sglang.srt.managers.io_struct import ProcessFailed, ProcessReady, SchedulerInfo, ToScheduler
 from sglang.srt.managers.ipc import IpcAddresses, Receiver, Sender
+from sglang.srt.managers.memory_control import KV_TAG, MemoryPart
 from sglang.srt.managers.scheduler import Scheduler, SchedulerDebug
 from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.mem_cache.kv_ledger import KVLedger
@@ -67,6 +69,7 @@ def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, Schedul
         config.scheduler,
         worker,
         make_ledger(config, runner.num_pages),
+        make_resources(runner),
         inbox,
         Sender[Any](addresses.detokenizer).send,
         Sender[Any](addresses.frontend).send,
@@ -83,6 +86,16 @@ def _debug(environ: Environ) -> SchedulerDebug:
         release_audit=(lambda report: logger.info("KV released: %s", report)) if kv else None,
         logs_idle_ledger=kv,
     )
+
+
+def make_resources(runner: ModelRunner) -> ModelResources:
+    """What control calls may change of a model runner."""
+    weights, kv_pool = runner.weights, runner.kv_pool
+    memory = {
+        KV_TAG: MemoryPart(kv_pool.release, kv_pool.restore),
+        "weights": MemoryPart(weights.release, weights.restore),
+    }
+    return ModelResources(weights=weights, memory=memory)
 
 
 def make_ledger(config: RuntimeConfig, num_pages: int) -> KVLedger:

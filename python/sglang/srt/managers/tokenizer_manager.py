@@ -1,4 +1,4 @@
-"""The front end's side of every request: checks, tokens, state, answers, aborts, control calls.
+"""The front end's side of every request: checks, tokens, state, answers, aborts, health.
 
 It lives on one asyncio loop, that of the HTTP server or of the Engine's background thread.
 """
@@ -16,14 +16,8 @@ from typing import Any
 
 import msgspec
 
-from sglang.srt.managers.control_messages import (
-    AbortReq,
-    FlushCacheReqInput,
-    FlushCacheReqOutput,
-    GetInternalStateReq,
-    GetInternalStateReqOutput,
-    HealthPing,
-)
+from sglang.srt.managers.control_client import ControlClient
+from sglang.srt.managers.control_messages import AbortReq
 from sglang.srt.managers.io_struct import (
     BatchStrOutput,
     FinishReason,
@@ -55,7 +49,6 @@ UNSTREAMED_INTERVAL = 50
 HEALTH_TIMEOUT_S = 20.0
 PROBE_PARAMS = {"temperature": 0, "max_new_tokens": 1, "min_new_tokens": 0, "n": 1}
 PROBE = {"input_ids": [0], "sampling_params": PROBE_PARAMS, "no_logs": True}
-CONTROL_TIMEOUT_S = 60.0
 ABORT_TIMEOUT_S = 3.0  # for the last chunks of requests aborted at shutdown
 Answer = dict[str, Any] | list[dict[str, Any]]
 SHUTDOWN_MESSAGE = "The server is shutting down."
@@ -74,6 +67,9 @@ class TokenizerManager:
         send: takes messages for the scheduler.
         receive: waits for the next message of the detokenizer or the scheduler.
         request_log: gets a line at the end of each sample.
+
+    Attributes:
+        control: the calls that are not requests to generate, and the engine's status.
     """
 
     def __init__(
@@ -88,13 +84,12 @@ class TokenizerManager:
         self.limits = limits
         self.draining = False
         self.failure: str | None = None
+        self.control = ControlClient(send, self._abort_all)
         self._send = send
         self._receive = receive
         self._request_log = request_log
         self._req_ids = itertools.count()
-        self._call_ids = itertools.count()
         self._samples: dict[int, Sample] = {}
-        self._replies: dict[int, asyncio.Future[Any]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._progress = asyncio.Event()  # some request has got output; see health_generate
@@ -227,17 +222,33 @@ class TokenizerManager:
     # ---------------------------------------------------------------- abort, drain, fail
 
     def abort_request(
-        self, rid: str | None = None, abort_all: bool = False, message: str | None = None
+        self,
+        rid: str | None = None,
+        abort_all: bool = False,
+        message: str | None = None,
+        prefix: bool = False,
     ) -> int:
-        """Ends requests by their exact rid, or all; clients get the output so far.
+        """Ends requests by their rid, or all; clients get the output so far.
+
+        Args:
+            prefix: take every request whose rid begins with `rid`, not only its exact name.
 
         Returns:
             How many running or waiting samples that concerns.
         """
-        matching = [s.req_id for s in self._samples.values() if abort_all or s.rid == rid]
+
+        def is_meant(sample: Sample) -> bool:
+            if abort_all or rid is None:
+                return abort_all
+            return sample.rid.startswith(rid) if prefix else sample.rid == rid
+
+        matching = [sample.req_id for sample in self._samples.values() if is_meant(sample)]
         if matching:
             self._send(AbortReq(req_ids=matching, aborted_message=message))
         return len(matching)
+
+    def _abort_all(self, message: str) -> None:
+        self.abort_request(abort_all=True, message=message)
 
     async def drain(self, timeout_s: float, hasten: asyncio.Event) -> None:
         """Refuses new requests, waits for the running ones, then aborts what is left.
@@ -266,24 +277,9 @@ class TokenizerManager:
         for sample in self._samples.values():
             sample.call.fail(ServiceError(reason, 503))
         self._samples.clear()
-        for future in self._replies.values():
-            if not future.done():
-                future.set_exception(ServiceError(reason, 503))
+        self.control.fail_all(reason)
 
-    # ---------------------------------------------------------------- control calls
-
-    async def flush_cache(self, timeout_s: float = CONTROL_TIMEOUT_S) -> FlushCacheReqOutput:
-        """Empties the prefix cache, if no request runs or waits."""
-        call_id = next(self._call_ids)
-        return await self._call(FlushCacheReqInput(call_id=call_id), call_id, timeout_s)
-
-    async def internal_state(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Any]:
-        """`internal_states[0]` of `/server_info`."""
-        call_id = next(self._call_ids)
-        reply: GetInternalStateReqOutput = await self._call(
-            GetInternalStateReq(call_id=call_id), call_id, timeout_s
-        )
-        return reply.internal_state
+    # ---------------------------------------------------------------- health
 
     async def health_ping(self, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
         """Returns when a message has gone round all processes.
@@ -292,15 +288,18 @@ class TokenizerManager:
             ServiceError: if it has not within `timeout_s`, or one of them is dead.
         """
         self._refuse_if_closed()
-        call_id = next(self._call_ids)
-        await self._call(HealthPing(call_id=call_id), call_id, timeout_s)
+        await self.control.ping(timeout_s)
 
     async def health_generate(self, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
         """Returns when the model has made output: of a probe, or of a request before it.
 
+        While generation is paused there is none; then the processes are asked if they live.
+
         Raises:
             ServiceError: if there is none within `timeout_s`, or the probe fails.
         """
+        if self.control.status.stopped:
+            return await self.health_ping(timeout_s)
         self._refuse_if_closed()
         self._progress.clear()
         progress = asyncio.create_task(self._progress.wait())
@@ -311,6 +310,8 @@ class TokenizerManager:
                 raise ServiceError(self.failure, 503)
             if progress.done():
                 return
+            if self.control.status.stopped:  # since the probe was sent
+                return await self.health_ping(timeout_s)
             if not probe.done():
                 raise ServiceError(f"No token in {timeout_s:g} s.", 503)
             probe.result()
@@ -328,20 +329,6 @@ class TokenizerManager:
             if error.status_code != 503:
                 raise
             await self._progress.wait()
-
-    async def _call(self, message: ToScheduler, call_id: int, timeout_s: float) -> Any:
-        """Sends a control message and waits for the reply with its call_id."""
-        if self.failure is not None:
-            raise ServiceError(self.failure, 503)
-        future = asyncio.get_running_loop().create_future()
-        self._replies[call_id] = future
-        self._send(message)
-        try:
-            return await asyncio.wait_for(future, timeout_s)
-        except TimeoutError:
-            raise ServiceError(f"No answer from the scheduler in {timeout_s:g} s.", 503) from None
-        finally:
-            del self._replies[call_id]
 
     # ---------------------------------------------------------------- outputs
 
@@ -365,9 +352,7 @@ class TokenizerManager:
                     logger.exception("Request %d: its output failed.", output.req_id)
                     self._end_broken(output.req_id)
             return
-        future = self._replies.get(message.call_id)
-        if future is not None and not future.done():
-            future.set_result(message)
+        self.control.handle(message)
 
     def _handle_output(self, output: ReqTextOutput) -> None:
         reason = output.finish_reason

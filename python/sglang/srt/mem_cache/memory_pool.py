@@ -34,6 +34,9 @@ class MHATokenToKVPool:
         kv: per layer [num_slots + page_size, 2 * num_kv_heads, head_dim]; a slot's K, then its V,
             so that one gather fetches both.
         k, v: per layer [num_slots + page_size, num_kv_heads, head_dim], views of `kv`.
+        is_released: nothing of it may be read or written.
+
+    The tensors stay the same objects for good; only their memory is given back and taken again.
     """
 
     def __init__(
@@ -50,8 +53,49 @@ class MHATokenToKVPool:
         self.kv = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.k = [kv[:, :num_kv_heads] for kv in self.kv]
         self.v = [kv[:, num_kv_heads:] for kv in self.kv]
+        self.is_released = False
 
     def store(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes k, v [T, num_kv_heads, head_dim] to slots [T] int64."""
         self.k[layer].index_copy_(0, slots, k)
         self.v[layer].index_copy_(0, slots, v)
+
+    def release(self) -> None:
+        """Gives the memory back; what was stored is lost.
+
+        Raises:
+            RuntimeError: if that has been done already.
+        """
+        if self.is_released:
+            raise RuntimeError("The KV pool is released already.")
+        self._free()
+        self.is_released = True
+
+    def restore(self) -> None:
+        """Takes the memory again, all zero; its addresses may be others.
+
+        Raises:
+            RuntimeError: if nothing was released, or if the memory is not to be had now; then the
+                pool stays released.
+        """
+        if not self.is_released:
+            raise RuntimeError("The KV pool is not released.")
+        try:
+            for kv in self.kv:
+                kv.untyped_storage().resize_(kv.nbytes)
+                kv.zero_()
+        except RuntimeError:
+            self._free()
+            raise
+        self.is_released = False
+
+    def _free(self) -> None:
+        for kv in self.kv:
+            kv.untyped_storage().resize_(0)
+        hand_back_unused(self.kv[0].device)
+
+
+def hand_back_unused(device: torch.device) -> None:
+    """Returns freed memory of an accelerator to other processes: torch would keep it for itself."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
 import torch
@@ -63,32 +63,85 @@ def _fill_dummy(model: nn.Module) -> None:
 
 
 def _fill(model: nn.Module, config: ModelConfig) -> None:
-    """Copies every tensor of the checkpoint to its place; each place exactly once."""
-    targets = _targets(model)
-    if config.tie_word_embeddings:
-        targets.pop("lm_head.weight", None)
-    missing = set(targets)
-    for name, tensor in _read_tensors(config.path):
-        target = targets.get(name)
-        if target is None:
-            if _may_be_ignored(name, config):
-                continue
-            raise ModelPathError(
-                f"{config.path} has a weight {name!r} that {config.architecture} does not know;"
-                " is `architectures` in config.json right?"
+    """Copies every tensor of the checkpoint to its place."""
+    places = WeightPlaces(model, config)
+    seen = set()
+    try:
+        for name, tensor in read_directory(config.path):
+            place = places.place_of(name, tensor.shape)
+            if place is not None:
+                place.copy_(tensor)
+                seen.add(name)
+        places.check_complete(seen)
+    except WeightMismatch as error:
+        raise ModelPathError(f"{config.path} {error.problem}; {error.question}") from None
+
+
+class WeightMismatch(ValueError):
+    """Weights and a model that do not fit each other.
+
+    Attributes:
+        problem: what is wrong, to be put after the name of the source.
+        question: what the user may have overlooked.
+    """
+
+    def __init__(self, problem: str, question: str) -> None:
+        super().__init__(f"{problem}; {question}")
+        self.problem, self.question = problem, question
+
+
+class WeightPlaces:
+    """Where in a model each weight of a checkpoint belongs: a parameter, or rows of a fused one.
+
+    The places are views: they stay valid as long as the model keeps its parameters' storages.
+    """
+
+    def __init__(self, model: nn.Module, config: ModelConfig) -> None:
+        self._architecture = config.architecture
+        self._has_tied_head = config.tie_word_embeddings
+        self._by_name = _targets(model)
+        if self._has_tied_head:
+            self._by_name.pop("lm_head.weight", None)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The place of a weight that is known to have one; no autograd."""
+        return self._by_name[name]
+
+    def place_of(self, name: str, shape: Sequence[int]) -> torch.Tensor | None:
+        """What a weight of this shape fills; None for one that is computed here.
+
+        Raises:
+            WeightMismatch: if the model has no such weight, or one of another shape.
+        """
+        place = self._by_name.get(name)
+        if place is None:
+            if self._may_be_ignored(name):
+                return None
+            raise WeightMismatch(
+                f"has a weight {name!r} that {self._architecture} does not know",
+                "is `architectures` in config.json right?",
             )
-        if target.shape != tensor.shape:
-            raise ModelPathError(
-                f"Weight {name!r} of {config.path} has shape {list(tensor.shape)}, but config.json"
-                f" asks for {list(target.shape)}."
+        if list(place.shape) != list(shape):
+            raise WeightMismatch(
+                f"has a weight {name!r} with shape {list(shape)}, but config.json asks for"
+                f" {list(place.shape)}",
+                "do they belong together?",
             )
-        target.data.copy_(tensor)
-        missing.discard(name)
-    if missing:
-        raise ModelPathError(
-            f"{config.path} lacks {len(missing)} weights, such as {min(missing)!r}; is the download"
-            " complete?"
-        )
+        return place
+
+    def check_complete(self, names: Set[str]) -> None:
+        """Raises WeightMismatch if the model has weights beside `names`."""
+        missing = self._by_name.keys() - names
+        if missing:
+            raise WeightMismatch(
+                f"lacks {len(missing)} weights, such as {min(missing)!r}",
+                "is the download complete?",
+            )
+
+    def _may_be_ignored(self, name: str) -> bool:
+        """Tensors that some checkpoints carry and that are computed here."""
+        tied_head = self._has_tied_head and name == "lm_head.weight"
+        return tied_head or name.endswith("rotary_emb.inv_freq")
 
 
 def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -97,28 +150,32 @@ def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not isinstance(module, FusedLinear):
-                targets[f"{module_name}.{name}"] = parameter
+                targets[f"{module_name}.{name}"] = parameter.data
                 continue
             prefix = module_name.rpartition(".")[0]
             for shard in module.shards:
-                targets[f"{prefix}.{shard}.{name}"] = module.shard_of(parameter, shard)
+                targets[f"{prefix}.{shard}.{name}"] = module.shard_of(parameter.data, shard)
     return targets
 
 
-def _may_be_ignored(name: str, config: ModelConfig) -> bool:
-    """Tensors that some checkpoints carry and that are computed here."""
-    tied_head = config.tie_word_embeddings and name == "lm_head.weight"
-    return tied_head or name.endswith("rotary_emb.inv_freq")
-
-
-def _read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def read_directory(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a checkpoint; see `read_file`."""
     for file in _weight_files(path):
-        try:
-            with safe_open(file, framework="pt") as weights:
-                for name in weights.keys():  # noqa: SIM118 (safe_open is no mapping)
-                    yield name, weights.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ModelPathError(f"{file} is not a readable safetensors file: {error}.") from None
+        yield from read_file(file)
+
+
+def read_file(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a safetensors file, by name; they may be views of the file.
+
+    Raises:
+        ModelPathError: if the file is missing or broken.
+    """
+    try:
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (safe_open is no mapping)
+                yield name, weights.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise ModelPathError(f"{file} is not a readable safetensors file: {error}.") from None
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_loader import load_model
+from sglang.srt.model_executor.weight_store import WeightStore
 from sglang.srt.registry import ATTENTION_BACKENDS
 
 
@@ -59,6 +60,7 @@ class ModelRunner:
             )
         self.vocab_size = model.vocab_size
         self.model = load_model(model, config.load_format, config.row_width, dtype, config.device)
+        self.weights = WeightStore(self.model, model)
         num_values = 2 * model.num_layers * model.num_kv_heads * model.head_dim
         self.kv_bytes_per_token = num_values * dtype.itemsize
         self.num_pages = KVSizing(
@@ -88,6 +90,8 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [T, hidden_size] after the last norm."""
+        assert not self.weights.is_released, "A step without weights."
+        assert not self.kv_pool.is_released, "A step without a KV pool."
         self._threads.use_for(batch.input_ids.shape[0])
         self.attention.plan(batch)
         return self.model(batch, self.attention)

@@ -1,0 +1,58 @@
+"""What the HTTP routes answer from."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from sglang.srt.managers.control_client import ControlClient
+from sglang.srt.managers.control_messages import EngineStatus
+from sglang.srt.managers.io_struct import SchedulerInfo
+from sglang.srt.managers.request_state import ServiceError
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.model_config import ModelConfig
+from sglang.srt.server_args import ServerArgs
+
+
+@dataclass
+class ServerState:
+    """What the routes answer from. `manager` and `scheduler` are set once the server can serve."""
+
+    server_args: ServerArgs
+    model_config: ModelConfig
+    manager: TokenizerManager | None = None
+    scheduler: SchedulerInfo | None = None
+    start_time: float = field(default_factory=time.monotonic)
+    startup_time_s: float = 0.0
+
+    @property
+    def ready_manager(self) -> TokenizerManager:
+        """The manager.
+
+        Raises:
+            ServiceError: with status 503 while the server starts.
+        """
+        if self.manager is None:
+            raise ServiceError("The server is starting.", 503)
+        return self.manager
+
+    @property
+    def control(self) -> ControlClient:
+        """The manager's control client; raises as `ready_manager` does."""
+        return self.ready_manager.control
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients see."""
+        return self.server_args.served_model_name or self.server_args.model_path
+
+    @property
+    def weight_version(self) -> str:
+        """Label of the weights that serve, as far as the scheduler has said."""
+        status = EngineStatus() if self.manager is None else self.manager.control.status
+        return status.weight_version
+
+    def become_ready(self, manager: TokenizerManager, scheduler: SchedulerInfo) -> None:
+        self.startup_time_s = time.monotonic() - self.start_time
+        self.scheduler = scheduler
+        self.manager = manager

@@ -1,0 +1,57 @@
+"""`/metrics`: the scheduler's state in the text form that Prometheus reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# Key of the scheduler's internal state: the metric's name, type and help text.
+METRICS = {
+    "engine_paused": ("paused", "gauge", "1 while generation is paused, 0 otherwise."),
+    "running_batch_size": ("num_running_reqs", "gauge", "Requests that run."),
+    "waiting_queue_size": ("num_queue_reqs", "gauge", "Requests that wait."),
+    "pause_epoch": ("pause_epoch", "gauge", "Number of the last pause or continue."),
+    "num_lease_expiries": ("lease_expired_total", "counter", "Pauses ended by their lease."),
+    "weight_epoch": ("weight_epoch", "gauge", "Number of the last change of the weights."),
+}
+FREE, CACHED = "available_kv_tokens", "tree_cache_size"
+
+
+def metrics_text(internal_state: Mapping[str, Any], num_slots: int, model_name: str) -> str:
+    """The exposition; what the state does not have is left out.
+
+    Args:
+        internal_state: `internal_states[0]` of `/server_info`.
+        num_slots: size of the KV pool in tokens.
+    """
+    label = f'{{model_name="{_escape(model_name)}"}}'
+    lines = []
+    for name, kind, text, value in _samples(internal_state, num_slots):
+        full_name = f"sglang:{name}"
+        lines.append(f"# HELP {full_name} {text}")
+        lines.append(f"# TYPE {full_name} {kind}")
+        lines.append(f"{full_name}{label} {_number(value)}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _samples(
+    state: Mapping[str, Any], num_slots: int
+) -> Iterator[tuple[str, str, str, int | float]]:
+    """Name, type, help text and value of each metric."""
+    for key, (name, kind, text) in METRICS.items():
+        if state.get(key) is not None:
+            yield name, kind, text, state[key]
+    yield "max_total_num_tokens", "gauge", "KV slots of the pool.", num_slots
+    if FREE in state and CACHED in state:
+        used = num_slots - state[FREE] - state[CACHED]
+        yield "num_used_tokens", "gauge", "KV slots of requests, outside the prefix cache.", used
+        yield "token_usage", "gauge", "Share of the pool in these slots.", used / max(num_slots, 1)
+
+
+def _number(value: int | float) -> str:
+    return str(int(value)) if isinstance(value, bool) else repr(value)
+
+
+def _escape(label: str) -> str:
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

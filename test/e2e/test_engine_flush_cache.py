@@ -1,0 +1,72 @@
+"""Flushing the cache over the Engine and HTTP: the four cases of the founding document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pause_target import KINDS, Requests, Target, baseline
+
+NUM_NEW = 24
+pytestmark = pytest.mark.parametrize("kind", KINDS)
+
+
+def assert_flushed(target: Target) -> dict[str, Any]:
+    """Everything is as at the start."""
+    state = target.state()
+    assert state["tree_cache_size"] == state["req_to_token_pool_used"] == 0
+    assert state["forward_ct_decode"] == 0
+    assert state["new_token_ratio"] == state["init_new_token_ratio"]
+    assert state["running_batch_size"] == state["waiting_queue_size"] == 0
+    assert state["cur_batch_is_none"]
+    assert state["last_batch_is_none"]
+    assert state["chunked_req_rids"] == []
+    return state
+
+
+def test_1_flush_cache_after_generation(target: Target, kind: str) -> None:
+    assert target.flush(timeout_s=10) == ""
+    initial = assert_flushed(target)["available_kv_tokens"]
+    baseline(target, kind, 8, NUM_NEW)
+    used = target.state()
+    assert used["tree_cache_size"] > 0
+    assert used["forward_ct_decode"] > 0
+    assert target.flush(timeout_s=10) == ""
+    assert assert_flushed(target)["available_kv_tokens"] == initial
+
+
+def test_2_flush_cache_clears_scheduling_state(target: Target, kind: str) -> None:
+    """Also of requests that a pause has put back: they lose KV, not their place."""
+    requests = Requests(target, kind, 4, NUM_NEW * 4)
+    requests.wait_until_running()
+    target.pause(mode="in_place")
+    reason = target.flush()
+    assert "are running" in reason
+    assert "in place" in reason
+    queued = target.pause(mode="retract")["queued"]
+    assert target.flush() == ""
+    state = target.state()
+    assert state["tree_cache_size"] == state["req_to_token_pool_used"] == 0
+    assert state["waiting_queue_size"] == queued
+    target.resume()
+    assert all(len(result["output_ids"]) == NUM_NEW * 4 for result in requests.results())
+    assert target.flush(timeout_s=10) == ""
+    assert_flushed(target)
+
+
+def test_3_generation_works_after_flush(target: Target, kind: str) -> None:
+    before = baseline(target, kind, 1, NUM_NEW)
+    assert target.flush(timeout_s=10) == ""
+    after = baseline(target, kind, 1, NUM_NEW)
+    assert [r["output_ids"] for r in after] == [r["output_ids"] for r in before]
+    assert all(r["meta_info"]["cached_tokens"] == 0 for r in after)
+
+
+def test_4_multiple_flush_cycles(target: Target, kind: str) -> None:
+    free = set()
+    for _ in range(3):
+        baseline(target, kind, 2, NUM_NEW)
+        assert target.flush(timeout_s=10) == ""
+        free.add(assert_flushed(target)["available_kv_tokens"])
+    assert len(free) == 1

@@ -1,0 +1,409 @@
+"""Weight updates and memory as a trainer does them, over HTTP and the Engine."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import safetensors.torch
+import torch
+
+import sglang
+from serving_utils import RunningServer, free_port, running_server, wait_for_running
+from sglang.srt.model_config import resolve_model_path
+
+PROMPTS = ["def add(a, b):\n    ", "import os\n", "class Queue:\n    def __init__"]
+PARAMS = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+NUM_NEW = 100
+LONG = {**PARAMS, "max_new_tokens": NUM_NEW}
+DEMO = Path(resolve_model_path("demo"))
+
+# What a trainer does, with nothing of this project: rank 0 of a group of two.
+TRAINER = """
+import datetime, sys
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+import safetensors.torch
+port, path, name = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+LIMIT = datetime.timedelta(seconds=20)
+store, rank, size = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 2))
+store = c10d.PrefixStore(name, store)
+group, _ = c10d._new_process_group_helper(2, 0, [], "gloo", store, group_name=name, timeout=LIMIT)
+c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+for _, tensor in sorted(safetensors.torch.load_file(path).items()):
+    dist.broadcast(tensor.contiguous(), src=0, group=group)
+print("sent", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the demo model with other weights, which give other outputs."""
+    directory = tmp_path_factory.mktemp("other")
+    shutil.copytree(DEMO, directory, dirs_exist_ok=True)
+    for file in directory.glob("*.safetensors"):
+        tensors = safetensors.torch.load_file(file)
+        generator = torch.Generator().manual_seed(1)
+        for name, tensor in tensors.items():
+            noise = torch.randn(tensor.shape, generator=generator) * 0.02
+            tensors[name] = (tensor.float() + noise).to(tensor.dtype)
+        safetensors.torch.save_file(tensors, file)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tensors(other: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in other.glob("*.safetensors"):
+        found.update(safetensors.torch.load_file(file))
+    return found
+
+
+def outputs_of(path: Path | str) -> list[list[int]]:
+    with sglang.Engine(model_path=str(path)) as engine:
+        return [answer["output_ids"] for answer in engine.generate(PROMPTS, PARAMS)]
+
+
+@pytest.fixture(scope="module")
+def old_outputs() -> list[list[int]]:
+    return outputs_of("demo")
+
+
+@pytest.fixture(scope="module")
+def new_outputs(other: Path, old_outputs: list[list[int]]) -> list[list[int]]:
+    """Of a server that was started with the other weights."""
+    outputs = outputs_of(other)
+    assert all(new != old for new, old in zip(outputs, old_outputs, strict=True))
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[RunningServer]:
+    with running_server("demo") as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: RunningServer) -> Iterator[RunningServer]:
+    """The server with the demo weights, which it gets back."""
+    yield running
+    running.post("/rollback_weight_update")
+    running.post("/continue_generation")
+    restore = {"model_path": str(DEMO), "weight_version": "default", "abort_all_requests": True}
+    assert running.post("/update_weights_from_disk", restore).status_code == 200
+    assert running.wait_idle()["weight_version"] == "default"
+
+
+def outputs(server: RunningServer) -> list[list[int]]:
+    answers = server.post("/generate", {"text": PROMPTS, "sampling_params": PARAMS}).json()
+    return [answer["output_ids"] for answer in answers]
+
+
+# ---------------------------------------------------------------- sources
+
+
+@pytest.mark.parametrize("flush", [True, False])
+@pytest.mark.parametrize("mode", [None, "abort", "retract", "in_place"])
+def test_weights_from_disk(
+    server: RunningServer,
+    other: Path,
+    new_outputs: list[list[int]],
+    old_outputs: list[list[int]],
+    mode: str | None,
+    flush: bool,
+) -> None:
+    assert outputs(server) == old_outputs
+    if mode is not None:
+        server.post("/pause_generation", {"mode": mode})
+    body = {"model_path": str(other), "weight_version": "v2", "flush_cache": flush}
+    response = server.post("/update_weights_from_disk", body)
+    assert response.status_code == 200
+    assert response.json()["success"]
+    assert response.json()["weight_version"] == "v2"
+    assert server.client.get("/model_info").json()["weight_version"] == "v2"
+    server.post("/continue_generation")
+    assert outputs(server) == new_outputs
+
+
+@pytest.mark.parametrize("how", ["octets", "base64", "shared memory"])
+def test_weights_from_tensors(
+    server: RunningServer,
+    tensors: dict[str, torch.Tensor],
+    new_outputs: list[list[int]],
+    how: str,
+) -> None:
+    """In two halves, each a message of its own."""
+    names = sorted(tensors)
+    for half in (names[::2], names[1::2]):
+        data = safetensors.torch.save({name: tensors[name] for name in half})
+        response = send_tensors(server, data, how)
+        assert response.status_code == 200, response.text
+    assert outputs(server) == new_outputs
+
+
+def send_tensors(server: RunningServer, data: bytes, how: str) -> httpx.Response:
+    path = "/update_weights_from_tensor"
+    if how == "octets":
+        headers = {"content-type": "application/octet-stream"}
+        return server.client.post(path, content=data, headers=headers)
+    if how == "base64":
+        return server.post(path, {"safetensors": base64.b64encode(data).decode()})
+    file = Path("/dev/shm") / f"sglang-test-{uuid.uuid4().hex}"
+    file.write_bytes(data)
+    try:
+        return server.post(path, {"shared_memory": file.name})
+    finally:
+        file.unlink()
+
+
+def test_weights_from_a_trainers_group(
+    server: RunningServer,
+    other: Path,
+    tensors: dict[str, torch.Tensor],
+    new_outputs: list[list[int]],
+) -> None:
+    [file] = other.glob("*.safetensors")
+    port, name = free_port(), "trainer"
+    command = [sys.executable, "-c", TRAINER, str(port), str(file), name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as trainer:
+        group = {
+            "master_address": "127.0.0.1",
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": 2,
+            "group_name": name,
+        }
+        assert server.post("/init_weights_update_group", group).status_code == 200
+        server.post("/pause_generation", {"mode": "retract"})
+        order = sorted(tensors)
+        body = {
+            "names": order,
+            "dtypes": [str(tensors[n].dtype) for n in order],
+            "shapes": [list(tensors[n].shape) for n in order],
+            "group_name": name,
+            "weight_version": "from the trainer",
+        }
+        response = server.post("/update_weights_from_distributed", body)
+        assert response.status_code == 200, response.text
+        assert server.post("/destroy_weights_update_group", {"group_name": name}).status_code == 200
+        trainer.communicate(timeout=20)
+    server.post("/continue_generation")
+    assert outputs(server) == new_outputs
+    assert server.internal_state()["weight_version"] == "from the trainer"
+
+
+def test_weights_through_an_engine(
+    tensors: dict[str, torch.Tensor], other: Path, new_outputs: list[list[int]]
+) -> None:
+    with sglang.Engine(model_path="demo") as engine:
+
+        def now() -> list[list[int]]:
+            return [answer["output_ids"] for answer in engine.generate(PROMPTS, PARAMS)]
+
+        old = now()
+        engine.begin_weight_update()
+        names = sorted(tensors)
+        engine.update_weights_from_tensor([(name, tensors[name]) for name in names[:5]])
+        engine.update_weights_from_tensor({name: tensors[name] for name in names[5:]})
+        assert now() == old, "Staged weights serve."
+        engine.commit_weight_update(weight_version="v2")
+        assert now() == new_outputs
+        assert engine.get_weight_version() == "v2"
+        engine.update_weights_from_disk(str(DEMO))
+        assert now() == old
+        with pytest.raises(ValueError, match="not a directory"):
+            engine.update_weights_from_disk(str(other / "nothing"))
+        engine.release_memory_occupation(["kv_cache"])
+        with pytest.raises(ValueError, match="already"):
+            engine.release_memory_occupation(["kv_cache"])
+        engine.resume_memory_occupation()
+        assert now() == old
+
+
+# ---------------------------------------------------------------- sessions, failures
+
+
+def test_a_rolled_back_session_never_serves(
+    server: RunningServer, tensors: dict[str, torch.Tensor], old_outputs: list[list[int]]
+) -> None:
+    server.post("/begin_weight_update")
+    assert send_tensors(server, safetensors.torch.save(tensors), "octets").status_code == 200
+    assert outputs(server) == old_outputs
+    assert server.post("/rollback_weight_update").status_code == 200
+    assert outputs(server) == old_outputs
+    assert server.post("/commit_weight_update").status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        ("/update_weights_from_disk", {"model_path": "/nowhere"}, "not a directory"),
+        ("/update_weights_from_disk", {}, "model_path"),
+        ("/update_weights_from_tensor", {"safetensors": "AAAA"}, "safetensors"),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}, "pickle"),
+        ("/update_weights_from_tensor", {"shared_memory": "../etc/passwd"}, "shared_memory"),
+        ("/update_weights_from_tensor", {"shared_memory": "sglang-no-such"}, "not a file"),
+        (
+            "/update_weights_from_distributed",
+            {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]},
+            "init_weights_update_group",
+        ),
+        ("/pause_generation", {"mode": "sometimes"}, "mode"),
+    ],
+)
+def test_bad_calls_are_400_with_the_reason_and_change_nothing(
+    server: RunningServer,
+    old_outputs: list[list[int]],
+    path: str,
+    body: dict[str, Any],
+    reason: str,
+) -> None:
+    before = server.internal_state()
+    response = server.post(path, body)
+    assert response.status_code == 400
+    assert reason in response.text
+    after = server.internal_state()
+    for name in ("weight_epoch", "weight_version", "engine_paused", "tree_cache_size"):
+        assert after[name] == before[name]
+    assert outputs(server) == old_outputs
+
+
+@pytest.mark.parametrize("fault", ["name", "shape", "type"])
+def test_weights_that_do_not_fit_are_refused_whole(
+    server: RunningServer,
+    tensors: dict[str, torch.Tensor],
+    old_outputs: list[list[int]],
+    fault: str,
+) -> None:
+    name = sorted(tensors)[3]
+    wrong: dict[str, tuple[str, torch.Tensor]] = {
+        "name": ("model.layers.99.mlp.weight", tensors[name]),
+        "shape": (name, tensors[name][..., :-1].contiguous()),
+        "type": (name, tensors[name].to(torch.int32)),
+    }
+    key, tensor = wrong[fault]
+    data = safetensors.torch.save({**tensors, name: tensors[name].clone(), key: tensor})
+    response = send_tensors(server, data, "octets")
+    assert response.status_code == 400
+    assert response.json()["success"] is False
+    assert key in response.json()["message"]
+    assert outputs(server) == old_outputs
+
+
+# ---------------------------------------------------------------- labels, live requests
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_stream_goes_through_an_update_with_spans_in_every_chunk(
+    server: RunningServer, other: Path, mode: str
+) -> None:
+    body = {"text": PROMPTS[0], "sampling_params": LONG, "stream": True}
+    pieces: list[dict[str, Any]] = []
+    with server.client.stream("POST", "/generate", json=body) as response:
+        lines = (line for line in response.iter_lines() if line)
+        for line in lines:
+            if line == "data: [DONE]":
+                break
+            pieces.append(sglang_json(line))
+            if len(pieces) == 5:
+                with httpx.Client(base_url=server.url, timeout=30) as second:
+                    second.post("/pause_generation", json={"mode": mode})
+                    second.post(
+                        "/update_weights_from_disk",
+                        json={"model_path": str(other), "weight_version": "v2"},
+                    )
+                    second.post("/continue_generation", json={})
+    last = pieces[-1]
+    spans = last["meta_info"]["weight_versions"]
+    assert [span["version"] for span in spans] == ["default", "v2"]
+    assert spans[0]["start"] == 0 < spans[0]["end"] == spans[1]["start"]
+    assert spans[1]["end"] == len(last["output_ids"]) == NUM_NEW
+    for before, after in itertools.pairwise(pieces):
+        assert after["text"].startswith(before["text"])
+        ids = before["output_ids"]
+        assert after["output_ids"][: len(ids)] == ids
+        assert before["meta_info"]["weight_versions"][-1]["end"] == len(ids)
+
+
+def sglang_json(line: str) -> dict[str, Any]:
+    import json
+
+    return json.loads(line.removeprefix("data: "))
+
+
+def test_an_update_without_a_pause_lets_running_requests_finish_first(
+    server: RunningServer, other: Path
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        body = {"text": PROMPTS[0], "sampling_params": LONG}
+        future = pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=30)
+        wait_for_running(server, 1)
+        update = {"model_path": str(other), "weight_version": "v2"}
+        assert server.post("/update_weights_from_disk", update).status_code == 200
+        meta = future.result().json()["meta_info"]
+    assert meta["weight_versions"] == [{"version": "default", "start": 0, "end": NUM_NEW}]
+
+
+def test_a_new_label_aborts_unless_told_otherwise(server: RunningServer) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        for keeps in (True, False):
+            body = {"text": PROMPTS[0], "sampling_params": LONG}
+            future = pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=30)
+            wait_for_running(server, 1)
+            change = {"new_version": f"keeps {keeps}", "abort_all_requests": not keeps}
+            if not keeps:
+                del change["abort_all_requests"]  # the default
+            assert server.post("/update_weight_version", change).status_code == 200
+            meta = future.result().json()["meta_info"]
+            assert meta["finish_reason"]["type"] == ("length" if keeps else "abort")
+            assert meta["completion_tokens"] > 0
+    answer = server.client.get("/get_weight_version").json()
+    assert answer == {"weight_version": "keeps False"}
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_memory_is_released_and_resumed_by_tag(
+    server: RunningServer, old_outputs: list[list[int]]
+) -> None:
+    assert server.post("/resume_memory_occupation").status_code == 400
+    server.post("/pause_generation", {"mode": "retract"})
+    assert server.post("/release_memory_occupation", {"tags": ["kv_cache"]}).status_code == 200
+    assert server.post("/release_memory_occupation", {"tags": ["weights"]}).status_code == 200
+    assert server.post("/release_memory_occupation").status_code == 400
+    assert server.post("/continue_generation").status_code == 400
+    assert server.client.get("/ready").status_code == 503
+    assert server.client.get("/health").status_code == 200
+    refused = server.post("/update_weights_from_disk", {"model_path": str(DEMO)})
+    assert refused.status_code == 400
+    assert "released" in refused.text
+    assert server.post("/resume_memory_occupation", {"tags": ["weights"]}).status_code == 200
+    assert server.post("/update_weights_from_disk", {"model_path": str(DEMO)}).status_code == 200
+    assert server.post("/resume_memory_occupation").status_code == 200
+    assert server.post("/continue_generation").status_code == 200
+    assert outputs(server) == old_outputs
+
+
+def test_memory_in_use_is_not_released(server: RunningServer) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        body = {"text": PROMPTS[0], "sampling_params": LONG}
+        future = pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=30)
+        wait_for_running(server, 1)
+        server.post("/pause_generation", {"mode": "in_place"})
+        response = server.post("/release_memory_occupation")
+        assert response.status_code == 400
+        assert "1 requests hold KV" in response.json()["message"]
+        server.post("/continue_generation")
+        assert len(future.result().json()["output_ids"]) == NUM_NEW
