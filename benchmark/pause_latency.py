@@ -2,8 +2,9 @@
 
 One Engine with the bundled demo model and 64 running requests, radix cache off, so that a retracted
 request computes all of its prompt again. Per round: a pause while all decode, one while prompts are
-prefilled, and the first new token after each. Times are compared with the steps of the same round:
-decode steps counted by the server, and the first chunk of prompts that arrive together.
+prefilled, and the first new token after each. Times are compared with steps: decode steps counted
+by the server just before, and the first chunk of prompts that arrive together. With overlap and
+without: on a CPU a launch computes, so with overlap a token is read one step after its own.
 """
 
 from __future__ import annotations
@@ -29,45 +30,51 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 0},
     "mtp k=4": {"mtp_enabled": True, "mtp_k": 4, "mtp_strategy": ["conf_adapt", 0.9]},
 }
+CASES = [
+    (phase, kind, mode)
+    for kind in KINDS
+    for phase, mode in (
+        ("decode", "in_place"),
+        ("decode", "retract"),
+        ("decode", "abort"),
+        ("prefill", "in_place"),
+        ("prefill", "retract"),
+    )
+]
 
 
-class Streams:
-    """Requests that stream; knows when each token came."""
+class Load:
+    """Requests of which the first load: when its tokens come, those of the others come too."""
 
     def __init__(
         self, engine: sglang.Engine, params: dict[str, Any], prompt_len: int, num_new: int
     ) -> None:
-        self._num_tokens = [0] * NUM_REQUESTS
+        self.num_tokens = 0
         self._news = asyncio.Event()
         wanted = {**params, "max_new_tokens": num_new, "ignore_eos": True}
         prompts = [[100 + (i * j) % 3000 for i in range(prompt_len)] for j in range(NUM_REQUESTS)]
         self._tasks = [
-            asyncio.create_task(self._follow(engine, index, prompt, wanted))
-            for index, prompt in enumerate(prompts)
+            asyncio.create_task(self._follow(engine, prompts[0], wanted)),
+            asyncio.create_task(
+                engine.async_generate(input_ids=prompts[1:], sampling_params=wanted)
+            ),
         ]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self._num_tokens)
 
     async def next_token(self) -> None:
         """Returns when a token comes that is not there yet."""
-        before = self.num_tokens
-        while self.num_tokens == before:
-            self._news.clear()
-            await self._news.wait()
+        await self.has(self.num_tokens + 1)
 
-    async def all_have(self, count: int) -> None:
-        while min(self._num_tokens) < count:
+    async def has(self, count: int) -> None:
+        while self.num_tokens < count:
             self._news.clear()
             await self._news.wait()
 
     async def _follow(
-        self, engine: sglang.Engine, index: int, prompt: list[int], params: dict[str, Any]
+        self, engine: sglang.Engine, prompt: list[int], params: dict[str, Any]
     ) -> None:
         stream = await engine.async_generate(input_ids=prompt, sampling_params=params, stream=True)
         async for chunk in stream:
-            self._num_tokens[index] = len(chunk["output_ids"])
+            self.num_tokens = len(chunk["output_ids"])
             self._news.set()
 
     async def end(self, engine: sglang.Engine) -> None:
@@ -84,8 +91,8 @@ async def pause_while_decoding(
     engine: sglang.Engine, params: dict[str, Any], mode: str
 ) -> dict[str, float]:
     """Seconds: a decode step, the pause, the first token after it."""
-    streams = Streams(engine, params, prompt_len=24, num_new=2000)
-    await streams.all_have(5)
+    load = Load(engine, params, prompt_len=24, num_new=2000)
+    await load.has(15)
     start, first = time.perf_counter(), await num_decode_steps(engine)
     await asyncio.sleep(1.5)
     num_steps = await num_decode_steps(engine) - first
@@ -96,9 +103,9 @@ async def pause_while_decoding(
     await asyncio.sleep(0.3)
     start = time.perf_counter()
     await engine.async_continue_generation()
-    await streams.next_token()
+    await load.next_token()
     resume = time.perf_counter() - start
-    await streams.end(engine)
+    await load.end(engine)
     return {"step": step, "pause": pause, "resume": resume}
 
 
@@ -108,8 +115,8 @@ async def pause_while_prefilling(
     """Seconds: a chunk of prompts (by the first token of prompts that arrive together), the pause
     with such a chunk in flight, the first token after it."""
     start = time.perf_counter()
-    streams = Streams(engine, params, prompt_len=CHUNK, num_new=200)
-    await streams.next_token()
+    load = Load(engine, params, prompt_len=CHUNK, num_new=200)
+    await load.next_token()
     chunk = time.perf_counter() - start
     await asyncio.sleep(2 * chunk)
     start = time.perf_counter()
@@ -118,85 +125,97 @@ async def pause_while_prefilling(
     await asyncio.sleep(0.3)
     start = time.perf_counter()
     await engine.async_continue_generation()
-    await streams.next_token()
+    await load.next_token()
     resume = time.perf_counter() - start
-    await streams.end(engine)
+    await load.end(engine)
     return {"step": chunk, "pause": pause, "resume": resume}
-
-
-async def measure(engine: sglang.Engine, rounds: int) -> list[dict[str, Any]]:
-    """Medians over the rounds, the modes in turn within each."""
-    cases = [
-        (phase, kind, mode)
-        for kind in KINDS
-        for phase in ("decode", "prefill")
-        for mode in ("in_place", "retract", "abort")
-        if not (mode == "abort" and phase == "prefill")
-    ]
-    samples: dict[tuple[str, str, str], list[dict[str, float]]] = defaultdict(list)
-    with tqdm(total=(rounds + 1) * len(cases), unit="pause") as bar:
-        for number in range(rounds + 1):
-            for phase, kind, mode in cases:
-                run = pause_while_decoding if phase == "decode" else pause_while_prefilling
-                if mode == "abort":
-                    sample = await abort_while_decoding(engine, KINDS[kind])
-                else:
-                    sample = await run(engine, KINDS[kind], mode)
-                if number:  # the first round warms up
-                    samples[phase, kind, mode].append(sample)
-                bar.update()
-    rows = []
-    for (phase, kind, mode), values in samples.items():
-        row: dict[str, Any] = {"phase": phase, "kind": kind, "mode": mode}
-        for name in values[0]:
-            row[f"{name}_ms"] = round(1e3 * statistics.median(v[name] for v in values), 2)
-        for name in set(values[0]) - {"step"}:
-            ratios = [v[name] / v["step"] for v in values]
-            row[f"{name}_in_steps"] = round(statistics.median(ratios), 2)
-            row[f"{name}_in_steps_max"] = round(max(ratios), 2)
-        rows.append(row)
-    return rows
 
 
 async def abort_while_decoding(engine: sglang.Engine, params: dict[str, Any]) -> dict[str, float]:
     """Seconds: a decode step, and the pause that ends all requests."""
-    streams = Streams(engine, params, prompt_len=24, num_new=2000)
-    await streams.all_have(5)
+    load = Load(engine, params, prompt_len=24, num_new=2000)
+    await load.has(15)
     start, first = time.perf_counter(), await num_decode_steps(engine)
     await asyncio.sleep(1.5)
     step = (time.perf_counter() - start) / (await num_decode_steps(engine) - first)
     start = time.perf_counter()
     await engine.async_pause_generation("abort")
     pause = time.perf_counter() - start
-    await streams.end(engine)
+    await load.end(engine)
     await engine.async_continue_generation()
     return {"step": step, "pause": pause}
+
+
+Case = tuple[str, str, str]  # phase, kind, mode
+
+
+async def measure(engine: sglang.Engine, rounds: int, bar: tqdm[Any]) -> list[dict[str, Any]]:
+    """Medians over the rounds, the cases in turn within each."""
+    samples: dict[Case, list[dict[str, float]]] = defaultdict(list)
+    for number in range(rounds + 1):
+        for case in CASES:
+            phase, kind, mode = case
+            if mode == "abort":
+                sample = await abort_while_decoding(engine, KINDS[kind])
+            elif phase == "decode":
+                sample = await pause_while_decoding(engine, KINDS[kind], mode)
+            else:
+                sample = await pause_while_prefilling(engine, KINDS[kind], mode)
+            if number:  # the first round warms up
+                samples[case].append(sample)
+            bar.update()
+    return [row_of(case, samples) for case in CASES]
+
+
+def row_of(case: Case, samples: dict[Case, list[dict[str, float]]]) -> dict[str, Any]:
+    """Milliseconds and steps: a pause in steps of the kind in flight, the first token in steps of
+    the kind that makes it."""
+    phase, kind, mode = case
+    values = samples[case]
+    row: dict[str, Any] = {"phase": phase, "kind": kind, "mode": mode}
+    for name in values[0]:
+        row[f"{name}_ms"] = round(1e3 * statistics.median(v[name] for v in values), 2)
+    pauses = [v["pause"] / v["step"] for v in values]
+    row["pause_in_steps"] = round(statistics.median(pauses), 2)
+    row["pause_in_steps_max"] = round(max(pauses), 2)
+    if "resume" in values[0]:
+        own = case if (phase, mode) == ("decode", "in_place") else ("prefill", kind, mode)
+        steps = [v["step"] for v in samples[own]]
+        ratios = [v["resume"] / step for v, step in zip(values, steps, strict=True)]
+        row["token_after"] = "decode step" if own == case else "first chunk"
+        row["token_after_in_steps"] = round(statistics.median(ratios), 2)
+    return row
 
 
 def main() -> None:
     """Measures, prints a table, writes the result."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
-    with sglang.Engine(
-        model_path="demo",
-        max_running_requests=NUM_REQUESTS,
-        chunked_prefill_size=CHUNK,
-        max_total_tokens=80_000,
-        disable_radix_cache=True,
-    ) as engine:
-        rows = asyncio.run(measure(engine, arguments.rounds))
-    print(f"{'phase':8} {'kind':8} {'mode':9} {'step':>9} {'pause':>18} {'continue to token':>22}")
+    rows = []
+    with tqdm(total=2 * (arguments.rounds + 1) * len(CASES), unit="pause") as bar:
+        for overlap in (True, False):
+            with sglang.Engine(
+                model_path="demo",
+                max_running_requests=NUM_REQUESTS,
+                chunked_prefill_size=CHUNK,
+                max_total_tokens=80_000,
+                disable_radix_cache=True,
+                disable_overlap_schedule=not overlap,
+            ) as engine:
+                found = asyncio.run(measure(engine, arguments.rounds, bar))
+            rows += [{"overlap": overlap, **row} for row in found]
     for row in rows:
-        resume = ""
-        if "resume_ms" in row:
-            resume = f"{row['resume_ms']:8.1f} ms {row['resume_in_steps']:5.2f} steps"
+        token = ""
+        if "token_after" in row:
+            token = f"token after {row['token_after_in_steps']:5.2f} x {row['token_after']}"
         print(
-            f"{row['phase']:8} {row['kind']:8} {row['mode']:9} {row['step_ms']:6.1f} ms"
-            f" {row['pause_ms']:6.1f} ms {row['pause_in_steps']:5.2f} steps {resume}"
+            f"{'overlap' if row['overlap'] else 'no overlap':10} {row['phase']:8} {row['kind']:8}"
+            f" {row['mode']:9} step {row['step_ms']:6.1f} ms, pause {row['pause_ms']:6.1f} ms ="
+            f" {row['pause_in_steps']:4.2f} steps (max {row['pause_in_steps_max']:4.2f}); {token}"
         )
-    result = {**describe_environment(), "requests": NUM_REQUESTS, "rows": rows}
+    result = {**describe_environment(), "requests": NUM_REQUESTS, "chunk": CHUNK, "rows": rows}
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written: {arguments.out}")
 

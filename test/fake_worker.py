@@ -47,6 +47,10 @@ class FakeResult(GenerationBatchResult):
 
     __slots__ = ("rows", "unread")
 
+    @property
+    def is_ready(self) -> bool:
+        return False
+
     def read(self) -> HostResult:
         self.unread.remove(self.rows)
         return GenerationBatchResult.read(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -120,17 +121,18 @@ def open_target(name: str) -> Iterator[Target]:
 
 
 class Requests:
-    """Requests of one kind in threads of their own."""
+    """Requests in threads of their own: of one kind, or `mixed`, that is of all in turn."""
 
     def __init__(
         self, target: Target, kind: str, num_requests: int, num_new: int, **fields: Any
     ) -> None:
         self._target = target
         self._pool = ThreadPoolExecutor(num_requests)
-        params = {"max_new_tokens": num_new, "ignore_eos": True, **KINDS[kind]}
+        kinds = itertools.cycle(KINDS.values() if kind == "mixed" else [KINDS[kind]])
+        common = {"max_new_tokens": num_new, "ignore_eos": True}
         self._futures: list[Future[dict[str, Any]]] = [
-            self._pool.submit(target.generate, prompt, params, **fields)
-            for prompt in PROMPTS[:num_requests]
+            self._pool.submit(target.generate, prompt, {**common, **params}, **fields)
+            for prompt, params in zip(PROMPTS[:num_requests], kinds, strict=False)
         ]
 
     @property

@@ -10,7 +10,6 @@ import pytest
 from pause_target import KINDS, Requests, Target, baseline
 
 NUM_NEW = 48
-pytestmark = pytest.mark.parametrize("kind", KINDS)
 
 
 def interrupted(target: Target, kind: str, num_requests: int, mode: str) -> list[dict[str, Any]]:
@@ -42,21 +41,23 @@ def check_abort(target: Target, kind: str, num_requests: int) -> None:
     assert num_aborted > 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_1_single_request_retract_vs_no_pause(target: Target, kind: str) -> None:
     check_same(target, kind, 1, "retract")
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_2_single_request_abort_vs_no_pause(target: Target, kind: str) -> None:
     check_abort(target, kind, 1)
 
 
-def test_3_multiple_requests_retract_vs_no_pause(target: Target, kind: str) -> None:
-    check_same(target, kind, 8, "retract")
+def test_3_multiple_requests_retract_vs_no_pause(target: Target) -> None:
+    check_same(target, "mixed", 8, "retract")
 
 
-def test_4_multiple_requests_abort_vs_no_pause(target: Target, kind: str) -> None:
-    check_abort(target, kind, 8)
+def test_4_multiple_requests_abort_vs_no_pause(target: Target) -> None:
+    check_abort(target, "mixed", 8)
 
 
-def test_5_multiple_requests_in_place_vs_no_pause(target: Target, kind: str) -> None:
-    check_same(target, kind, 8, "in_place")
+def test_5_multiple_requests_in_place_vs_no_pause(target: Target) -> None:
+    check_same(target, "mixed", 8, "in_place")

@@ -1,15 +1,13 @@
-"""Flushing the cache over the Engine and HTTP: the four cases of the founding document."""
+"""Flushing the cache over the Engine and HTTP: the four cases of the founding document, with
+plain requests and both kinds of multi-token prediction in one batch."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from pause_target import KINDS, Requests, Target, baseline
+from pause_target import Requests, Target, baseline
 
 NUM_NEW = 24
-pytestmark = pytest.mark.parametrize("kind", KINDS)
 
 
 def assert_flushed(target: Target) -> dict[str, Any]:
@@ -25,10 +23,10 @@ def assert_flushed(target: Target) -> dict[str, Any]:
     return state
 
 
-def test_1_flush_cache_after_generation(target: Target, kind: str) -> None:
+def test_1_flush_cache_after_generation(target: Target) -> None:
     assert target.flush(timeout_s=10) == ""
     initial = assert_flushed(target)["available_kv_tokens"]
-    baseline(target, kind, 8, NUM_NEW)
+    baseline(target, "mixed", 8, NUM_NEW)
     used = target.state()
     assert used["tree_cache_size"] > 0
     assert used["forward_ct_decode"] > 0
@@ -36,9 +34,9 @@ def test_1_flush_cache_after_generation(target: Target, kind: str) -> None:
     assert assert_flushed(target)["available_kv_tokens"] == initial
 
 
-def test_2_flush_cache_clears_scheduling_state(target: Target, kind: str) -> None:
+def test_2_flush_cache_clears_scheduling_state(target: Target) -> None:
     """Also of requests that a pause has put back: they lose KV, not their place."""
-    requests = Requests(target, kind, 4, NUM_NEW * 4)
+    requests = Requests(target, "mixed", 4, NUM_NEW * 4)
     requests.wait_until_running()
     target.pause(mode="in_place")
     reason = target.flush()
@@ -55,18 +53,18 @@ def test_2_flush_cache_clears_scheduling_state(target: Target, kind: str) -> Non
     assert_flushed(target)
 
 
-def test_3_generation_works_after_flush(target: Target, kind: str) -> None:
-    before = baseline(target, kind, 1, NUM_NEW)
+def test_3_generation_works_after_flush(target: Target) -> None:
+    before = baseline(target, "mixed", 1, NUM_NEW)
     assert target.flush(timeout_s=10) == ""
-    after = baseline(target, kind, 1, NUM_NEW)
+    after = baseline(target, "mixed", 1, NUM_NEW)
     assert [r["output_ids"] for r in after] == [r["output_ids"] for r in before]
     assert all(r["meta_info"]["cached_tokens"] == 0 for r in after)
 
 
-def test_4_multiple_flush_cycles(target: Target, kind: str) -> None:
+def test_4_multiple_flush_cycles(target: Target) -> None:
     free = set()
     for _ in range(3):
-        baseline(target, kind, 2, NUM_NEW)
+        baseline(target, "mixed", 2, NUM_NEW)
         assert target.flush(timeout_s=10) == ""
         free.add(assert_flushed(target)["available_kv_tokens"])
     assert len(free) == 1

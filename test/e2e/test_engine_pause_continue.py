@@ -1,19 +1,17 @@
-"""Pause and continue over the Engine and HTTP: the four cases of the founding document."""
+"""Pause and continue over the Engine and HTTP: the four cases of the founding document, with
+plain requests and both kinds of multi-token prediction in one batch."""
 
 from __future__ import annotations
 
-import pytest
-
-from pause_target import KINDS, Requests, Target
+from pause_target import Requests, Target
 
 NUM_REQUESTS, NUM_NEW = 8, 60
-pytestmark = pytest.mark.parametrize("kind", KINDS)
 
 
-def test_1_pause_generation_retract_mode(target: Target, kind: str) -> None:
+def test_1_pause_generation_retract_mode(target: Target) -> None:
     target.flush(timeout_s=10)
     free = target.state()["available_kv_tokens"]
-    requests = Requests(target, kind, NUM_REQUESTS, NUM_NEW)
+    requests = Requests(target, "mixed", NUM_REQUESTS, NUM_NEW)
     before = requests.wait_until_running()
     assert before["available_kv_tokens"] < free
     reply = target.pause(mode="retract")
@@ -33,8 +31,8 @@ def test_1_pause_generation_retract_mode(target: Target, kind: str) -> None:
     assert not target.state()["engine_paused"]
 
 
-def test_2_pause_generation_in_place_mode(target: Target, kind: str) -> None:
-    requests = Requests(target, kind, NUM_REQUESTS, NUM_NEW)
+def test_2_pause_generation_in_place_mode(target: Target) -> None:
+    requests = Requests(target, "mixed", NUM_REQUESTS, NUM_NEW)
     requests.wait_until_running()
     target.pause(mode="in_place")
     before, num_done = target.state(), requests.num_done
@@ -53,8 +51,8 @@ def test_2_pause_generation_in_place_mode(target: Target, kind: str) -> None:
     assert all(len(result["output_ids"]) == NUM_NEW for result in requests.results())
 
 
-def test_3_pause_continue_multiple_cycles(target: Target, kind: str) -> None:
-    requests = Requests(target, kind, 4, NUM_NEW)
+def test_3_pause_continue_multiple_cycles(target: Target) -> None:
+    requests = Requests(target, "mixed", 4, NUM_NEW)
     requests.wait_until_running()
     epochs = []
     for mode in ("retract", "in_place", "retract"):
@@ -66,8 +64,8 @@ def test_3_pause_continue_multiple_cycles(target: Target, kind: str) -> None:
     assert all(len(result["output_ids"]) == NUM_NEW for result in requests.results())
 
 
-def test_4_pause_generation_abort_mode(target: Target, kind: str) -> None:
-    requests = Requests(target, kind, NUM_REQUESTS, 10 * NUM_NEW)
+def test_4_pause_generation_abort_mode(target: Target) -> None:
+    requests = Requests(target, "mixed", NUM_REQUESTS, 10 * NUM_NEW)
     requests.wait_until_running()
     reply = target.pause(mode="abort")
     state = target.state()

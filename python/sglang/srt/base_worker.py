@@ -193,6 +193,11 @@ class GenerationBatchResult:
     hidden_states: torch.Tensor | None = None
     fed: FedRows | None = None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `read` would return at once: a CPU computes while it launches."""
+        return self.next_token_ids.device.type == "cpu"
+
     def read(self) -> HostResult:
         """Waits for the step and returns its outcome."""
         emitted, prompts, hidden = self.emitted_logprobs, self.prompt_logprobs, self.hidden_states

@@ -152,6 +152,11 @@ class Scheduler:
         ongoing = self._launch(planned) if planned is not None else None
         if last is not None:
             self._read(last)
+        elif ongoing is not None and ongoing.result.is_ready:
+            # Nothing was in flight: a first token need not wait for a second step.
+            self._read(ongoing)
+            planned = self._plan(has_inflight=False)
+            ongoing = self._launch(planned) if planned is not None else None
         if ongoing is None:
             self.control.at_rest()
         return ongoing
