@@ -62,7 +62,8 @@ class WeightUpdateOptions(msgspec.Struct, kw_only=True):
     Attributes:
         weight_version: new label of the weights; null keeps the old one.
         flush_cache: drop the prefix cache's memory too. Old entries never match, flushed or not.
-        abort_all_requests: first end all requests with their partial output.
+        abort_all_requests: when the new weights are taken over, first end all requests with
+            their partial output.
     """
 
     weight_version: str | None = None
@@ -227,6 +228,7 @@ class UpdateWeightsReq(Message):
     source: WeightSource
     weight_version: str | None = None
     flush_cache: bool = True
+    abort_all_requests: bool = False
 
 
 class WeightSessionReq(Message):
@@ -236,6 +238,7 @@ class WeightSessionReq(Message):
     action: SessionAction
     weight_version: str | None = None
     flush_cache: bool = True
+    abort_all_requests: bool = False
 
 
 class UpdateWeightVersionReq(Message):
@@ -243,6 +246,7 @@ class UpdateWeightVersionReq(Message):
 
     call_id: int
     new_version: str
+    abort_all_requests: bool = False
 
 
 class WeightGroupReq(Message):
@@ -301,11 +305,13 @@ class EngineStatus(Message):
 
     Attributes:
         stopped: why new requests do not run now; empty while they do.
+        is_frozen: none runs, so none will end by itself.
         weight_version: label of the weights.
         in_weight_session: whether a weight update has begun and not ended.
     """
 
     stopped: str = ""
+    is_frozen: bool = False
     weight_version: str = DEFAULT_WEIGHT_VERSION
     in_weight_session: bool = False
 
