@@ -10,9 +10,8 @@ import pytest
 
 from sglang.srt.managers import control_client
 from sglang.srt.managers.body_parsing import RequestError
-from sglang.srt.managers.control_client import ABORT_FOR_UPDATE, ControlClient
+from sglang.srt.managers.control_client import ControlClient
 from sglang.srt.managers.control_messages import (
-    AbortReq,
     ContinueGenerationReq,
     ControlReply,
     EngineStatus,
@@ -20,6 +19,7 @@ from sglang.srt.managers.control_messages import (
     InitWeightsUpdateGroupReqInput,
     PauseGenerationReq,
     UpdateWeightsReq,
+    UpdateWeightVersionReq,
     WeightSessionReq,
     WeightUpdateOptions,
 )
@@ -37,10 +37,7 @@ class Scheduler:
         self.sent: list[Any] = []
         self.scripts: dict[type, dict[str, Any]] = {}
         self.held: set[type] = set()
-        self.client = ControlClient(self._take, self._abort_all)
-
-    def _abort_all(self, message: str) -> None:
-        self.sent.append(AbortReq(abort_all=True, aborted_message=message))
+        self.client = ControlClient(self._take)
 
     def _take(self, message: Any) -> None:
         self.sent.append(message)
@@ -76,7 +73,11 @@ def _name(message: Any) -> str:
         return message.mode
     if isinstance(message, WeightSessionReq):
         return message.action
-    names = {ContinueGenerationReq: "continue", UpdateWeightsReq: "update", AbortReq: "abort_all"}
+    names = {
+        ContinueGenerationReq: "continue",
+        UpdateWeightsReq: "update",
+        UpdateWeightVersionReq: "label",
+    }
     return names[type(message)]
 
 
@@ -166,7 +167,7 @@ def test_joining_a_group_waits_longer_than_its_own_time_limit(
 ) -> None:
     async def scenario(scheduler: Scheduler) -> None:
         monkeypatch.setattr(control_client, "CONTROL_TIMEOUT_S", 0.02)
-        scheduler.client = ControlClient(scheduler.sent.append, scheduler._abort_all)
+        scheduler.client = ControlClient(scheduler.sent.append)
         body = InitWeightsUpdateGroupReqInput(
             master_address="host", master_port=1, rank_offset=1, world_size=2, timeout_s=0.05
         )
@@ -203,12 +204,33 @@ def test_a_session_is_three_messages() -> None:
     assert scheduler.sent[1].weight_version == "v2"
 
 
-def test_abort_all_requests_comes_first() -> None:
+@pytest.mark.parametrize("aborts", [False, True])
+def test_aborts_travel_with_the_update(aborts: bool) -> None:
+    """The scheduler aborts when the update's turn comes, so nothing else is sent."""
+
     async def scenario(scheduler: Scheduler) -> None:
-        options = WeightUpdateOptions(abort_all_requests=True)
+        options = WeightUpdateOptions(abort_all_requests=aborts)
         await scheduler.client.update_weights(SOURCE, options)
         await scheduler.client.commit_weight_update(options)
+        await scheduler.client.update_weight_version("v2", aborts)
 
     scheduler = play(scenario)
-    assert scheduler.kinds == ["abort_all", "update", "abort_all", "commit"]
-    assert scheduler.sent[0].aborted_message == ABORT_FOR_UPDATE
+    assert scheduler.kinds == ["update", "commit", "label"]
+    assert [message.abort_all_requests for message in scheduler.sent] == [aborts] * 3
+
+
+def test_a_new_label_aborts_unless_told_not_to() -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        await scheduler.client.update_weight_version("v2")
+
+    assert play(scenario).sent[0].abort_all_requests
+
+
+def test_first_reason_of_a_failure_stays() -> None:
+    async def scenario(scheduler: Scheduler) -> None:
+        scheduler.client.fail_all("The scheduler died.")
+        scheduler.client.fail_all("The server is shutting down.")
+        with pytest.raises(ServiceError, match="died"):
+            await scheduler.client.resume()
+
+    play(scenario)

@@ -273,6 +273,7 @@ def test_the_front_end_hears_of_a_pause_before_its_answer() -> None:
     harness.call(pause("in_place"))
     assert isinstance(harness.replies[-2], EngineStatus)
     assert "in_place" in harness.replies[-2].stopped
+    assert harness.replies[-2].is_frozen
     harness.call(resume())
     assert last_status(harness).stopped == ""
 
@@ -328,6 +329,44 @@ def test_drain_after_in_place_lets_the_frozen_finish() -> None:
     assert harness.outputs[req_id].token_ids == oracle(PROMPT, NUM_NEW)
 
 
+def test_drain_lets_those_finish_that_lose_their_place_meanwhile() -> None:
+    harness = make("mtp", retract_interval=2)
+    running = [submit(harness, PROMPT[i:]) for i in range(3)]
+    step_to(harness, running[2], "first token")
+    waiting = submit(harness, PROMPT[:4])
+    reply = harness.call(pause("drain"), max_steps=500)
+    assert reply.fields["finished"] == 3
+    assert harness.outputs[waiting].token_ids == []
+    for i, req_id in enumerate(running):
+        assert harness.outputs[req_id].num_retractions > 0
+        assert harness.outputs[req_id].token_ids == oracle(PROMPT[i:], NUM_NEW)
+
+
+def test_drain_after_retract_starts_nobody() -> None:
+    harness = make()
+    req_id = submit(harness)
+    step_to(harness, req_id, "mid decode")
+    harness.call(pause("retract"))
+    reply = harness.call(pause("drain"))
+    assert (reply.fields["finished"], reply.fields["queued"]) == (0, 1)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_a_pause_makes_possible_is_done_in_the_same_turn(overlap: bool) -> None:
+    """The loop may sleep after it."""
+    harness = make(overlap=overlap)
+    req_id = submit(harness)
+    step_to(harness, req_id, "mid decode")
+    empty, stop, drain = flush(timeout_s=60.0), pause("retract"), pause("drain")
+    harness.inbox.messages.append(empty)
+    harness.step()
+    harness.inbox.messages.extend([stop, drain])
+    harness.step()
+    assert not harness.scheduler.control.has_work
+    for call in (empty, stop, drain):
+        assert harness.reply_to(call.call_id).success
+
+
 # ---------------------------------------------------------------- lease
 
 
@@ -362,6 +401,26 @@ def test_a_lease_can_abort() -> None:
     assert reason.type == "abort"
     assert "lease" in str(reason.message)
     assert harness.generate([PROMPT], max_new_tokens=3, temperature=0.0) == [oracle(PROMPT, 3)]
+
+
+def test_a_lease_begins_with_the_answer() -> None:
+    harness = make()
+    req_id = submit(harness)
+    step_to(harness, req_id, "first token")
+    stop = pause("drain", lease_s=1.0, drain_timeout_s=5.0)
+    harness.inbox.messages.append(stop)
+    for _ in range(3):
+        harness.now += 1.5
+        harness.step()
+    harness.now = 6.0
+    while harness.reply_to(stop.call_id) is None:
+        harness.step()
+    assert harness.reply_to(stop.call_id).success
+    harness.step()
+    assert harness.scheduler.control.internal_state()["engine_paused"]
+    harness.now = 7.5
+    harness.step()
+    assert not harness.scheduler.control.internal_state()["engine_paused"]
 
 
 def test_a_repeated_pause_renews_the_lease_and_one_without_ends_it() -> None:

@@ -71,14 +71,17 @@ class Harness(SchedulerHarness):
 
     def begin_update(self, name: str = "w", **fields: Any) -> int:
         """Sends an update and waits, without a step, until it has been read; its call id."""
+        return self.send_without_steps(UpdateWeightsReq, source=FromFile(path=name), **fields)
+
+    def send_without_steps(self, kind: type, **fields: Any) -> int:
+        """A call id; the call has got as far as it can without a step of running requests."""
         call_id = next(_call_ids)
-        source = FromFile(path=name)
-        self.inbox.messages.append(UpdateWeightsReq(call_id=call_id, source=source, **fields))
+        self.inbox.messages.append(kind(call_id=call_id, **fields))
         control = self.scheduler.control
         while control.may_launch:  # what was read waits for rest
             self.scheduler.receive()
             time.sleep(0.001)
-        while control.state.admits and self.reply_to(call_id) is None:
+        while not control.may_launch and control.state.admits:
             self.step()
         return call_id
 
@@ -340,20 +343,99 @@ def test_updates_take_effect_in_their_order() -> None:
     assert harness.state["weight_version"] == "v2"
 
 
-def test_a_part_that_comes_after_the_end_of_its_session_changes_nothing() -> None:
+def test_calls_take_effect_in_their_order_without_waiting_for_answers() -> None:
+    harness = Harness()
+    names = ("a", "b", "c")
+    parts = [
+        UpdateWeightsReq(call_id=next(_call_ids), source=FromFile(path=name)) for name in names
+    ]
+    begin, commit = (
+        WeightSessionReq(call_id=next(_call_ids), action=action) for action in ("begin", "commit")
+    )
+    label = UpdateWeightVersionReq(call_id=next(_call_ids), new_version="v1")
+    harness.inbox.messages.extend([begin, *parts[:2], commit, label, parts[2]])
+    while (reply := harness.reply_to(parts[2].call_id)) is None:
+        harness.step()
+    assert [harness.reply_to(part.call_id).fields["staged"] for part in parts] == [
+        True,
+        True,
+        False,
+    ]
+    assert harness.reply_to(commit.call_id).fields["num_tensors"] == 2
+    assert harness.reply_to(commit.call_id).fields["weight_version"] == "default"
+    assert reply.fields["weight_version"] == "v1"
+    assert harness.weights.num_applied == 2
+
+
+def test_a_label_waits_behind_an_update_that_waits() -> None:
+    harness = Harness()
+    running = harness.start(2)
+    update = harness.begin_update(weight_version="v1")
+    label = UpdateWeightVersionReq(call_id=next(_call_ids), new_version="v2")
+    harness.inbox.messages.append(label)
+    harness.run()
+    while harness.reply_to(label.call_id) is None:
+        harness.step()
+    assert harness.reply_to(update).fields["weight_version"] == "v1"
+    assert harness.state["weight_version"] == "v2"
+    assert spans(harness, running) == [("default", 0)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "verify", "mtp"])
+def test_requests_that_lose_their_place_while_an_update_waits_finish_before_it(kind: str) -> None:
+    """Retracted ones (here: at every fifth step) have begun; new ones have not."""
+    harness = Harness(kind, retract_interval=5)
+    running = [harness.start(2, PROMPT[i:]) for i in range(3)]
+    call_id = harness.begin_update(weight_version="v1")
+    late = harness.submit(PROMPT[:5], max_new_tokens=9, temperature=0.0)
+    while harness.reply_to(call_id) is None:
+        assert harness.outputs[late].token_ids == []
+        harness.step()
+    harness.run()
+    for i, req_id in enumerate(running):
+        assert harness.outputs[req_id].num_retractions > 0
+        assert harness.outputs[req_id].token_ids == oracle(PROMPT[i:], 30)
+        assert spans(harness, req_id) == [("default", 0)]
+    assert spans(harness, late) == [("v1", 0)]
+
+
+def test_an_update_that_aborts_waits_for_nobody_and_spares_all_if_it_fails() -> None:
+    harness = Harness()
+    first = harness.start(2, num_new=200)
+    refused = harness.begin_update("bad", abort_all_requests=True)
+    assert not harness.reply_to(refused).success
+    assert harness.outputs[first].num_ends == 0
+    waiting = harness.submit(PROMPT, max_new_tokens=200, temperature=0.0)
+    done = harness.begin_update(abort_all_requests=True)
+    assert harness.reply_to(done).success
+    for req_id in (first, waiting):
+        reason = harness.outputs[req_id].finish_reason
+        assert reason is not None
+        assert reason.type == "abort"
+        assert len(harness.outputs[req_id].token_ids) < 200
+
+
+def test_a_session_with_an_aborting_part_aborts_at_its_commit() -> None:
     harness = Harness()
     harness.session("begin")
-    part = UpdateWeightsReq(call_id=next(_call_ids), source=FromFile(path="a"))
-    end = WeightSessionReq(call_id=next(_call_ids), action="rollback")
-    late = UpdateWeightsReq(call_id=next(_call_ids), source=FromFile(path="b"))
-    harness.inbox.messages.extend([part, end, late])
-    while harness.reply_to(late.call_id) is None:
-        harness.step()
-    assert harness.reply_to(part.call_id).success
-    assert harness.reply_to(end.call_id).success
-    assert not harness.reply_to(late.call_id).success
-    assert "has ended" in harness.reply_to(late.call_id).message
-    assert harness.weights.num_applied == 0
+    req_id = harness.start(2, num_new=200)
+    harness.begin_update("a", abort_all_requests=True)
+    assert harness.outputs[req_id].num_ends == 0
+    commit = harness.send_without_steps(WeightSessionReq, action="commit")
+    assert harness.reply_to(commit).success
+    assert harness.outputs[req_id].num_ends == 1
+
+
+def test_a_commit_that_changes_nothing_can_be_tried_again() -> None:
+    harness = Harness()
+    harness.session("begin")
+    harness.update("a")
+    memory(harness, "release", "weights")
+    refused = harness.session("commit")
+    assert not refused.success
+    assert "resume_memory_occupation" in refused.message
+    memory(harness, "resume", "weights")
+    assert harness.session("commit").fields["num_tensors"] == 1
 
 
 def test_groups_that_do_not_exist_are_refused() -> None:
@@ -472,6 +554,14 @@ def test_memory_calls_out_of_order_are_refused_and_change_nothing(
     assert not reply.success
     assert reason in reply.message
     assert {tag: part.events for tag, part in harness.parts.items()} == events
+
+
+def test_graphs_are_no_matter_where_there_are_none() -> None:
+    harness = Harness()
+    for action in ("release", "resume"):
+        assert memory(harness, action, "cuda_graph").success
+        assert memory(harness, action, "kv_cache", "cuda_graph").fields["tags"] == ["kv_cache"]
+    assert harness.parts["kv_cache"].events == ["release", "restore"]
 
 
 def test_memory_that_cannot_be_had_leaves_the_engine_stopped_and_alive() -> None:

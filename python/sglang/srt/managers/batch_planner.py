@@ -85,7 +85,7 @@ class BatchPlanner:
         """The next step, or None when there is nothing to launch.
 
         Args:
-            admits: whether waiting requests may start.
+            admits: whether any waiting request may start; otherwise only those that must finish.
 
         Raises:
             MustDrain: when the step in flight has to be read before anything can be planned.
@@ -113,8 +113,7 @@ class BatchPlanner:
         for req in self._lifecycle.running:
             if req.is_prefilling and budget > 0:
                 budget -= self._add_chunk(draft, req, budget)
-        if admits:
-            self._admit_newcomers(draft, budget)
+        self._admit_newcomers(draft, budget, admits)
         return draft
 
     def _reserve_decodes(self, has_inflight: bool) -> None:
@@ -175,11 +174,13 @@ class BatchPlanner:
         logger.debug("Retracting request %s after %d tokens.", req.rid, len(req.output_ids))
         self._lifecycle.retract(req)
 
-    def _admit_newcomers(self, draft: _Draft, budget: int) -> None:
+    def _admit_newcomers(self, draft: _Draft, budget: int, admits: bool) -> None:
         waiting, running = self._lifecycle.waiting, self._lifecycle.running
         if not waiting or not self._has_room(budget):
             return
         for req in self._order():
+            if not (admits or req.must_finish):
+                continue
             if not self._has_room(budget) or not self._admission.fits(req, running):
                 return
             self._lifecycle.admit(req)

@@ -107,7 +107,7 @@ class Control:
         shared = (self.state, lifecycle, self._rest)
         self._pause = PauseController(*shared, self._abort_all, reply, clock)
         self._flusher = CacheFlusher(*shared, self._reset_counters, reply, clock)
-        self._weights = WeightControl(resources.weights, *shared, reply)
+        self._weights = WeightControl(resources.weights, *shared, self._abort_all, reply)
         memory = MemoryControl(resources.memory, *shared, reply)
         self.handlers: dict[type, Callable[[Any], None]] = {
             AbortReq: self._abort,
@@ -128,8 +128,9 @@ class Control:
         """Whether a turn of the loop would do something without a message or a deadline."""
         if self._rest:
             return True
-        can_start = self.state.admits and self._lifecycle.waiting
-        return bool(self.state.may_launch and (self._lifecycle.running or can_start))
+        lifecycle = self._lifecycle
+        can_start = lifecycle.waiting if self.state.admits else lifecycle.awaits_finish
+        return bool(self.state.may_launch and (lifecycle.running or can_start))
 
     @property
     def wait_s(self) -> float | None:
@@ -146,9 +147,11 @@ class Control:
         self._flusher.tick()
 
     def at_rest(self) -> None:
-        """Every launched step has been read: does what has waited for that."""
+        """Every launched step has been read: does what has waited for that, and what follows."""
         self.tick()
-        self._rest.run()
+        while self._rest:
+            self._rest.run()
+            self.tick()
         if not self.state.may_launch:
             self._stats.on_idle()
         self._processor.flush()

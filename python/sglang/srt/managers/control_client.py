@@ -39,7 +39,6 @@ from sglang.srt.managers.request_state import ServiceError
 
 CONTROL_TIMEOUT_S = 60.0
 WEIGHTS_TIMEOUT_S = 600.0  # behind the reading of a checkpoint, or a broadcast
-ABORT_FOR_UPDATE = "aborted for a weight update"
 
 
 class ControlClient:
@@ -50,18 +49,16 @@ class ControlClient:
 
     Args:
         send: takes messages for the scheduler.
-        abort_all: ends all requests with their partial output, for the reason given.
 
     Attributes:
         status: what the scheduler has last said of itself.
+        frozen: set while nothing runs, so nothing will end by itself.
     """
 
-    def __init__(
-        self, send: Callable[[ToScheduler], None], abort_all: Callable[[str], object]
-    ) -> None:
+    def __init__(self, send: Callable[[ToScheduler], None]) -> None:
         self.status = EngineStatus()
+        self.frozen = asyncio.Event()
         self._send = send
-        self._abort_all = abort_all
         self._failure: str | None = None
         self._call_ids = itertools.count()
         self._replies: dict[int, asyncio.Future[Any]] = {}
@@ -129,14 +126,15 @@ class ControlClient:
         """Changes weights; within a weight session it stages them only.
 
         Outside a session and a pause, running requests finish with the old weights first, and
-        later ones wait for the new ones. That takes as long as it takes.
+        later ones wait for the new ones. That takes as long as it takes. With
+        `abort_all_requests` the scheduler ends them when the update's turn comes.
         """
-        self._abort_if(options.abort_all_requests)
         message = UpdateWeightsReq(
             call_id=next(self._call_ids),
             source=source,
             weight_version=options.weight_version,
             flush_cache=options.flush_cache,
+            abort_all_requests=options.abort_all_requests,
         )
         return _success(await self._ask(message, message.call_id, None))
 
@@ -146,7 +144,6 @@ class ControlClient:
 
     async def commit_weight_update(self, options: WeightUpdateOptions) -> dict[str, Any]:
         """Takes over what the session has staged, all or nothing; running requests finish first."""
-        self._abort_if(options.abort_all_requests)
         return await self._change_session("commit", options)
 
     async def rollback_weight_update(self) -> dict[str, Any]:
@@ -161,6 +158,7 @@ class ControlClient:
             action=action,
             weight_version=options.weight_version,
             flush_cache=options.flush_cache,
+            abort_all_requests=options.abort_all_requests,
         )
         return _success(await self._ask(message, message.call_id, None))
 
@@ -168,8 +166,11 @@ class ControlClient:
         self, new_version: str, abort_all_requests: bool = True
     ) -> dict[str, Any]:
         """A new label for the weights as they are."""
-        self._abort_if(abort_all_requests)
-        message = UpdateWeightVersionReq(call_id=next(self._call_ids), new_version=new_version)
+        message = UpdateWeightVersionReq(
+            call_id=next(self._call_ids),
+            new_version=new_version,
+            abort_all_requests=abort_all_requests,
+        )
         return _success(await self._ask(message, message.call_id, WEIGHTS_TIMEOUT_S))
 
     async def init_weight_group(self, body: InitWeightsUpdateGroupReqInput) -> dict[str, Any]:
@@ -195,24 +196,24 @@ class ControlClient:
         message = MemoryOccupationReq(call_id=next(self._call_ids), action="resume", tags=tags)
         return _success(await self._ask(message, message.call_id, WEIGHTS_TIMEOUT_S))
 
-    def _abort_if(self, wanted: bool) -> None:
-        if wanted:
-            self._abort_all(ABORT_FOR_UPDATE)
-
     # ---------------------------------------------------------------- messages
 
     def handle(self, message: ControlOutput | HealthPing) -> None:
         """Takes in a reply, or the engine's status; a reply that nobody waits for is dropped."""
         if isinstance(message, EngineStatus):
             self.status = message
+            if message.is_frozen:
+                self.frozen.set()
+            else:
+                self.frozen.clear()
             return
         future = self._replies.get(message.call_id)
         if future is not None and not future.done():
             future.set_result(message)
 
     def fail_all(self, reason: str) -> None:
-        """Gives every waiting call an error, and every later one: a process has died."""
-        self._failure = reason
+        """Gives every waiting call a 503, and every later one: none will be answered."""
+        self._failure = self._failure or reason
         for future in self._replies.values():
             if not future.done():
                 future.set_exception(ServiceError(reason, 503))

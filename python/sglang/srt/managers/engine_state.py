@@ -42,7 +42,7 @@ class EngineState:
 
     @property
     def admits(self) -> bool:
-        """Whether waiting requests may start."""
+        """Whether any waiting request may start; otherwise only those that must finish may."""
         return not self.stopped
 
     @property
@@ -66,6 +66,7 @@ class EngineState:
         """Tells the front end, if anything has changed."""
         status = EngineStatus(
             stopped=self.stopped,
+            is_frozen=not self.may_launch,
             weight_version=self._lifecycle.weight_version,
             in_weight_session=self.in_weight_session,
         )

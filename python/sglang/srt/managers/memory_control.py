@@ -14,6 +14,8 @@ from sglang.srt.managers.request_lifecycle import RequestLifecycle
 logger = logging.getLogger(__name__)
 
 KV_TAG = "kv_cache"
+WEIGHTS_TAG = "weights"
+GRAPH_TAG = "cuda_graph"  # nothing to do where no graphs are held
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +56,25 @@ class MemoryControl:
         tags = message.tags
         if tags is None:
             tags = [tag for tag in self._parts if (tag in self._state.released) != releases]
-        tags = list(dict.fromkeys(tags))
+        tags = [tag for tag in dict.fromkeys(tags) if tag in self._parts or tag != GRAPH_TAG]
+        if message.tags and not tags:
+            self._answer(message, tags, "", f"Nothing is held of {GRAPH_TAG}.")
+            return
         problem = self._problem(tags, releases)
         if not problem:
             problem = self._change_parts(tags, releases)
-        self._state.publish()
         verb = "released" if releases else "resumed"
+        self._answer(message, tags, problem, f"Memory {verb}: {', '.join(tags)}.")
+
+    def _answer(
+        self, message: MemoryOccupationReq, tags: list[str], problem: str, text: str
+    ) -> None:
+        self._state.publish()
         self._reply(
             ControlReply(
                 call_id=message.call_id,
                 success=not problem,
-                message=problem or f"Memory {verb}: {', '.join(tags)}.",
+                message=problem or text,
                 fields={"tags": tags, "released": sorted(self._state.released)},
             )
         )

@@ -104,7 +104,7 @@ class PauseController:
         """Ends drains that are done or out of time, and pauses whose lease has run out."""
         now = self._clock()
         if self._state.is_draining and (
-            not self._lifecycle.holds_kv or now >= self._drain_deadline
+            not self._lifecycle.awaits_finish or now >= self._drain_deadline
         ):
             self._stop_draining()
             self._rest.add(self._end_drains)
@@ -115,12 +115,13 @@ class PauseController:
         if self._state.pause_mode is None:
             self.epoch += 1
         self._state.pause_mode = message.mode
-        self._lease = self._lease_of(message)
+        self._lease = None
         call = _Call(message, self.epoch, self._lifecycle.counts)
         if message.mode == "drain":
             timeout_s = message.drain_timeout_s
             self._drain_deadline = math.inf if timeout_s is None else self._clock() + timeout_s
             self._state.is_draining = True
+            self._lifecycle.mark_to_finish(waiting_too=False)
             self._drains.append(call)
         else:
             self._stop_draining()
@@ -128,11 +129,6 @@ class PauseController:
                 self._abort_all(PAUSE_ABORT_MESSAGE)
             self._rest.add(lambda: self._settle(call))
         self._state.publish()
-
-    def _lease_of(self, message: PauseGenerationReq) -> _Lease | None:
-        if message.lease_s is None:
-            return None
-        return _Lease(self._clock() + message.lease_s, message.lease_s, message.lease_end)
 
     def _settle(self, call: _Call) -> None:
         """The engine is at rest: what the mode asks for, and the answer."""
@@ -158,6 +154,11 @@ class PauseController:
             self._answer(call, refusal)
 
     def _answer(self, call: _Call, refusal: str) -> None:
+        """Answers a call. Its lease, if it has one, begins now."""
+        seconds = call.message.lease_s
+        if seconds is not None and not refusal:
+            self._lease = _Lease(self._clock() + seconds, seconds, call.message.lease_end)
+        self._state.publish()
         lifecycle, before = self._lifecycle, call.before
         counts = lifecycle.counts
         num_aborted = counts.num_aborted - before.num_aborted
@@ -212,6 +213,8 @@ class PauseController:
     def _stop_draining(self) -> None:
         self._state.is_draining = False
         self._drain_deadline = math.inf
+        if not self._state.awaits_end:
+            self._lifecycle.unmark_to_finish()
 
     def _expire(self, lease: _Lease) -> None:
         logger.warning(

@@ -58,6 +58,16 @@ class RequestLifecycle:
         return bool(self.running or self._ending)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether any request has run, and so may have output, and has not ended."""
+        return bool(self.running) or any(req.was_admitted for req in self.waiting)
+
+    @property
+    def awaits_finish(self) -> bool:
+        """Whether a request is alive of those that `mark_to_finish` has named."""
+        return any(req.must_finish for req in (*self.running, *self.waiting))
+
+    @property
     def is_idle(self) -> bool:
         return not (self.waiting or self.running or self._ending)
 
@@ -116,10 +126,20 @@ class RequestLifecycle:
         )
         self.waiting.insert(place, req)
 
+    def mark_to_finish(self, waiting_too: bool) -> None:
+        """Running requests, and waiting ones that have run, are to finish before others start."""
+        for req in (*self.running, *self.waiting):
+            req.must_finish |= req.kv is not None or (waiting_too and req.was_admitted)
+
+    def unmark_to_finish(self) -> None:
+        for req in (*self.running, *self.waiting):
+            req.must_finish = False
+
     def retract_all(self) -> None:
         """Every running request waits, without KV. Only without a step in flight."""
         for req in list(self.running):
             self.retract(req)
+            req.must_finish = False
 
     def finish(self, req: Req, reason: FinishReason) -> None:
         """Ends a request. Its KV is released when no launched step names it any more."""

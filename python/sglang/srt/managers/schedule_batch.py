@@ -38,6 +38,7 @@ class Req:
         weight_spans: labels of the weights that generated the output, each with the index of its
             first token.
         spans_were_sent: whether the client knows them.
+        must_finish: a drain or a weight update waits for its end, so it may always start again.
     """
 
     req_id: int
@@ -78,6 +79,7 @@ class Req:
     row_is_new: bool = False
     weight_spans: list[tuple[str, int]] = field(default_factory=list)
     spans_were_sent: bool = False
+    must_finish: bool = False
 
     @property
     def is_prefilling(self) -> bool:

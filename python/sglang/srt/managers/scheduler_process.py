@@ -17,7 +17,7 @@ from sglang.srt.managers.child_process import configure_logging, start_child_pro
 from sglang.srt.managers.control import ModelResources
 from sglang.srt.managers.io_struct import ProcessFailed, ProcessReady, SchedulerInfo, ToScheduler
 from sglang.srt.managers.ipc import IpcAddresses, Receiver, Sender
-from sglang.srt.managers.memory_control import KV_TAG, MemoryPart
+from sglang.srt.managers.memory_control import KV_TAG, WEIGHTS_TAG, MemoryPart
 from sglang.srt.managers.scheduler import Scheduler, SchedulerDebug
 from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.mem_cache.kv_ledger import KVLedger
@@ -93,7 +93,7 @@ def make_resources(runner: ModelRunner) -> ModelResources:
     weights, kv_pool = runner.weights, runner.kv_pool
     memory = {
         KV_TAG: MemoryPart(kv_pool.release, kv_pool.restore),
-        "weights": MemoryPart(weights.release, weights.restore),
+        WEIGHTS_TAG: MemoryPart(weights.release, weights.restore),
     }
     return ModelResources(weights=weights, memory=memory)
 

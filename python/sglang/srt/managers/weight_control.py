@@ -32,12 +32,16 @@ from sglang.srt.managers.control_messages import (
     WeightSource,
 )
 from sglang.srt.managers.engine_state import EngineState, RestQueue
+from sglang.srt.managers.memory_control import WEIGHTS_TAG
 from sglang.srt.managers.request_lifecycle import RequestLifecycle
 from sglang.srt.model_executor.weight_group import TensorSpec, WeightGroup
 from sglang.srt.model_executor.weight_store import StagedWeights, WeightUpdateError
 
 logger = logging.getLogger(__name__)
 
+WeightMessage = UpdateWeightsReq | WeightSessionReq | UpdateWeightVersionReq | WeightGroupReq
+ABORT_MESSAGE = "The request was aborted for a weight update."
+NO_SESSION = "No weight update has begun; call begin_weight_update."
 POLL_S = 0.02  # how often a waiting scheduler looks whether reading is done
 BROKEN = (
     "A weight update failed half-way; update all weights with update_weights_from_disk, or restart."
@@ -60,30 +64,43 @@ class ModelWeights(Protocol):
 
 @dataclass(slots=True)
 class _Job:
-    """Reading that goes on in the thread, and what follows."""
+    """One call: what is done in the thread, and then at rest when its turn comes.
 
+    Attributes:
+        finish: gets what the future gives.
+    """
+
+    message: WeightMessage
     future: Future[Any]
-    call_id: int
-    then: Callable[[Any], None]
+    finish: Callable[[Any], None]
 
 
 @dataclass(slots=True)
-class _Session:
-    """An update that has not been taken over, of one part or of several.
+class _Update:
+    """New weights that have not been taken over: of one call, or of a session.
 
     Attributes:
-        is_complete: it has all weights of the model.
+        is_complete: they are all weights of the model.
+        aborts: whether requests are ended instead of being waited for.
     """
 
     staged: dict[str, torch.Tensor] = field(default_factory=dict)
     weight_version: str | None = None
     is_complete: bool = False
+    aborts: bool = False
+
+    def add(self, message: UpdateWeightsReq, staged: StagedWeights) -> None:
+        self.staged.update(staged)
+        self.weight_version = message.weight_version or self.weight_version
+        self.is_complete |= isinstance(message.source, FromDirectory)
+        self.aborts |= message.abort_all_requests
 
 
 class WeightControl:
-    """Handles everything that changes weights or their label.
+    """Handles everything that changes weights or their label, one call after the other.
 
     Args:
+        abort_all: ends all requests, with the message given.
         reply: sends a message to the front end.
     """
 
@@ -93,58 +110,91 @@ class WeightControl:
         state: EngineState,
         lifecycle: RequestLifecycle,
         rest: RestQueue,
+        abort_all: Callable[[str], None],
         reply: Callable[[Any], None],
     ) -> None:
         self._weights = weights
         self._state = state
         self._lifecycle = lifecycle
         self._rest = rest
+        self._abort_all = abort_all
         self._reply = reply
-        self._session: _Session | None = None
+        self._session: _Update | None = None
         self._groups: dict[str, WeightGroup] = {}
         self._jobs: deque[_Job] = deque()
-        self._held: list[Callable[[], None]] = []
+        self._first_is_due = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self.handlers: dict[type, Callable[[Any], None]] = {
             UpdateWeightsReq: self._update,
-            WeightSessionReq: lambda message: self._in_turn(message, self._change_session),
-            UpdateWeightVersionReq: lambda message: self._in_turn(message, self._relabel),
+            WeightSessionReq: self._change_session,
+            UpdateWeightVersionReq: self._relabel,
             WeightGroupReq: self._change_group,
         }
 
     @property
     def is_busy(self) -> bool:
         """Whether `tick` must be called again soon."""
-        return bool(self._jobs or self._held)
+        return bool(self._jobs)
 
     def tick(self) -> None:
-        """Goes on with what has been read, in the order it was asked for, and with what has waited
-        for requests to end."""
-        while self._jobs and self._jobs[0].future.done():
-            job = self._jobs.popleft()
-            try:
-                result = job.future.result()
-            except WeightUpdateError as error:
-                self._answer(job.call_id, str(error))
-            except Exception as error:  # the old weights serve on
-                logger.exception("A weight update failed.")
-                self._answer(job.call_id, f"The update failed: {type(error).__name__}: {error}")
-            else:
-                self._rest.add(functools.partial(job.then, result))
-        if self._held and not self._has_running:
-            for work in self._held:
-                self._rest.add(work)
-            self._held = []
+        """Has the first call finished at rest, once it has been read and nothing is in its way."""
+        if not self._jobs or self._first_is_due or not self._jobs[0].future.done():
+            return
+        if not (self._state.awaits_end and self._has_begun):
+            self._first_is_due = True
+            self._rest.add(self._finish_first)
+
+    def _finish_first(self) -> None:
+        self._first_is_due = False
+        job = self._jobs[0]
+        if job.future.exception() is None and self._must_wait(job.message):
+            self._state.awaits_end = True
+            self._lifecycle.mark_to_finish(waiting_too=True)
+            self._state.publish()
+            return
+        self._jobs.popleft()
+        self._state.awaits_end = False
+        if not self._state.is_draining:
+            self._lifecycle.unmark_to_finish()
+        try:
+            result = job.future.result()
+        except WeightUpdateError as error:
+            self._answer(job.message.call_id, str(error))
+        except Exception as error:  # the old weights serve on
+            logger.exception("A weight update failed.")
+            self._answer(job.message.call_id, f"It failed: {type(error).__name__}: {error}")
+        else:
+            job.finish(result)
+
+    def _must_wait(self, message: WeightMessage) -> bool:
+        """Whether running requests have to finish first, so that no output mixes weights without
+        a pause."""
+        if not self._has_begun:
+            return False
+        if isinstance(message, UpdateWeightsReq):
+            return self._session is None and not message.abort_all_requests
+        if isinstance(message, WeightSessionReq) and message.action == "commit":
+            aborts = message.abort_all_requests or (self._session or _Update()).aborts
+            return self._session is not None and not aborts
+        return False
+
+    @property
+    def _has_begun(self) -> bool:
+        return self._state.may_launch and self._lifecycle.has_begun
 
     # ---------------------------------------------------------------- updates
 
     def _update(self, message: UpdateWeightsReq) -> None:
-        session = self._session
-        self._start(
-            message.call_id,
-            functools.partial(self._read, message.source),
-            lambda staged: self._finish_update(message, session, staged),
-        )
+        def finish(staged: StagedWeights) -> None:
+            update = self._session or _Update()
+            update.add(message, staged)
+            if update is not self._session:
+                self._take_over(message, update)
+                return
+            text = f"{len(staged)} weights staged; commit_weight_update takes them over."
+            self._answer(message.call_id, "", text, num_tensors=len(staged), staged=True)
+
+        self._start(message, functools.partial(self._read, message.source), finish)
 
     def _read(self, source: WeightSource) -> StagedWeights:
         """In the thread: the checked weights of a source."""
@@ -170,64 +220,34 @@ class WeightControl:
         specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in parts]
         return self._weights.from_tensors(group.receive(specs))
 
-    def _finish_update(
-        self, message: UpdateWeightsReq, session: _Session | None, staged: StagedWeights
-    ) -> None:
-        """At rest: stages for the session in which the update was asked for, or takes over."""
-        is_complete = isinstance(message.source, FromDirectory)
-        if session is None:
-            update = _Session(staged, message.weight_version, is_complete)
-            self._when_none_runs(lambda: self._take_over(message, update))
-        elif session is not self._session:
-            self._answer(message.call_id, "The weight update that this belongs to has ended.")
-        else:
-            session.staged.update(staged)
-            session.weight_version = message.weight_version or session.weight_version
-            session.is_complete |= is_complete
-            text = f"{len(staged)} weights staged; commit_weight_update takes them over."
-            self._answer(message.call_id, "", text, num_tensors=len(staged))
-
-    def _when_none_runs(self, work: Callable[[], None]) -> None:
-        """At rest: does it now or, so that no output mixes weights without a pause, as soon as
-        running requests have finished."""
-        if not self._has_running:
-            work()
-            return
-        self._held.append(work)
-        self._state.awaits_end = True
-        self._state.publish()
-
-    @property
-    def _has_running(self) -> bool:
-        return bool(self._lifecycle.running) and self._state.may_launch
-
-    def _take_over(
-        self,
-        message: UpdateWeightsReq | WeightSessionReq,
-        update: _Session,
-    ) -> None:
-        """At rest: the staged weights serve from here on."""
-        self._state.awaits_end = bool(self._held)
-        if self._state.broken and not update.is_complete:
-            self._answer(message.call_id, self._state.broken)
-            return
+    def _take_over(self, message: UpdateWeightsReq | WeightSessionReq, update: _Update) -> bool:
+        """At rest: the staged weights serve from here on. Returns whether they do."""
+        problem = "" if update.is_complete else self._state.broken
+        if WEIGHTS_TAG in self._state.released:
+            problem = self._state.unusable
+        if problem:
+            self._answer(message.call_id, problem)
+            return False
+        if update.aborts or message.abort_all_requests:
+            self._abort_all(ABORT_MESSAGE)
         try:
             self._weights.apply(update.staged)
         except WeightUpdateError as error:
             self._answer(message.call_id, str(error))
-            return
+            return False
         except Exception:
             logger.exception("Weights could not be taken over; generation stops.")
             self._state.broken = BROKEN
             self._lifecycle.ledger.begin_epoch()
             self._answer(message.call_id, BROKEN, status_code=500)
-            return
+            return False
         self._state.broken = ""
         self._lifecycle.ledger.begin_epoch()
         if update.weight_version is not None:
             self._lifecycle.set_weight_version(update.weight_version)
         fields = {"num_tensors": len(update.staged), **self._flush(message.flush_cache)}
-        self._answer(message.call_id, "", "Weights updated.", **fields)
+        self._answer(message.call_id, "", "Weights updated.", staged=False, **fields)
+        return True
 
     def _flush(self, is_wanted: bool) -> dict[str, Any]:
         """Drops the old weights' prefixes. While requests hold KV they stay, but never match."""
@@ -238,44 +258,60 @@ class WeightControl:
         return {"flushed_items": self._lifecycle.ledger.flush()}
 
     def _change_session(self, message: WeightSessionReq) -> None:
-        session = self._session
-        if message.action == "begin":
-            if session is not None:
-                problem = "A weight update has begun already; commit it or roll it back."
-                self._answer(message.call_id, problem)
-                return
-            self._set_session(_Session())
-            self._lifecycle.ledger.begin_epoch()
-            self._answer(message.call_id, "", "Weight update begun; the old weights serve on.")
-        elif session is None:
-            self._answer(message.call_id, "No weight update has begun; call begin_weight_update.")
-        elif message.action == "rollback":
-            self._set_session(None)
-            self._lifecycle.ledger.begin_epoch()
-            self._answer(message.call_id, "", "Weight update rolled back; the old weights serve.")
-        elif not session.staged:
-            self._answer(message.call_id, "Nothing has been staged; update weights or roll back.")
-        else:
-            self._set_session(None)
-            session.weight_version = message.weight_version or session.weight_version
-            self._when_none_runs(lambda: self._take_over(message, session))
+        change = {"begin": self._begin, "commit": self._commit, "rollback": self._roll_back}
+        self._start(message, lambda: None, lambda _: change[message.action](message))
 
-    def _set_session(self, session: _Session | None) -> None:
+    def _begin(self, message: WeightSessionReq) -> None:
+        if self._session is not None:
+            problem = "A weight update has begun already; commit it or roll it back."
+            self._answer(message.call_id, problem)
+            return
+        self._set_session(_Update())
+        self._lifecycle.ledger.begin_epoch()
+        self._answer(message.call_id, "", "Weight update begun; the old weights serve on.")
+
+    def _commit(self, message: WeightSessionReq) -> None:
+        session = self._session
+        if session is None:
+            self._answer(message.call_id, NO_SESSION)
+            return
+        if not session.staged:
+            self._answer(message.call_id, "Nothing has been staged; update weights or roll back.")
+            return
+        session.weight_version = message.weight_version or session.weight_version
+        self._set_session(None)
+        if not self._take_over(message, session) and not self._state.broken:
+            self._set_session(session)  # nothing has changed: it can be tried again
+            self._state.publish()
+
+    def _roll_back(self, message: WeightSessionReq) -> None:
+        if self._session is None:
+            self._answer(message.call_id, NO_SESSION)
+            return
+        self._set_session(None)
+        self._lifecycle.ledger.begin_epoch()
+        self._answer(message.call_id, "", "Weight update rolled back; the old weights serve.")
+
+    def _set_session(self, session: _Update | None) -> None:
         self._session = session
         self._state.in_weight_session = session is not None
 
     def _relabel(self, message: UpdateWeightVersionReq) -> None:
-        self._lifecycle.set_weight_version(message.new_version)
-        self._answer(
-            message.call_id, "", "Weight version updated.", new_version=message.new_version
-        )
+        def finish(_: None) -> None:
+            if message.abort_all_requests:
+                self._abort_all(ABORT_MESSAGE)
+            version = message.new_version
+            self._lifecycle.set_weight_version(version)
+            self._answer(message.call_id, "", "Weight version updated.", new_version=version)
+
+        self._start(message, lambda: None, finish)
 
     # ---------------------------------------------------------------- groups
 
     def _change_group(self, message: WeightGroupReq) -> None:
         work = functools.partial(self._swap_group, message.group_name, message.join)
         text = "Left the group." if message.join is None else "Joined the group."
-        self._start(message.call_id, work, lambda _: self._answer(message.call_id, "", text))
+        self._start(message, work, lambda _: self._answer(message.call_id, "", text))
 
     def _swap_group(self, name: str, join: InitWeightsUpdateGroupReqInput | None) -> None:
         """In the thread: leaves the group of that name, and joins it anew."""
@@ -297,12 +333,10 @@ class WeightControl:
 
     # ---------------------------------------------------------------- replies
 
-    def _in_turn(self, message: Any, work: Callable[[Any], None]) -> None:
-        """Does it at rest, after everything that was asked for before it."""
-        self._start(message.call_id, lambda: None, lambda _: work(message))
-
-    def _start(self, call_id: int, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        self._jobs.append(_Job(self._thread.submit(work), call_id, then))
+    def _start(
+        self, message: WeightMessage, work: Callable[[], Any], finish: Callable[[Any], None]
+    ) -> None:
+        self._jobs.append(_Job(message, self._thread.submit(work), finish))
 
     def _answer(
         self, call_id: int, problem: str, text: str = "", status_code: int = 400, **fields: Any

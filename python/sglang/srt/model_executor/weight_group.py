@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
-from threading import Thread
+from threading import Lock, Thread
 from typing import TypeVar, cast
 
 import torch
@@ -37,6 +37,7 @@ RETRY_INTERVAL_S = 0.1
 # A watchdog of NCCL ends the process when the time-out of the group is over: ours comes first.
 NCCL_MARGIN_S = 600.0
 JOIN_AGAIN = "leave the group and join it again"
+LEFT = "the group was left"
 SPARE_BYTES = 1 << 20
 # What torch raises of a group: its own errors are RuntimeErrors, a name in use is a ValueError, and
 # the last three come from its private helper, should that change.
@@ -61,7 +62,8 @@ class WeightGroup:
     """A process group with a trainer (rank 0) and its receivers, beside the default group, if any.
 
     The trainer makes the group as RL trainers do: a TCP store, prefixed with the group's name, and
-    torch's helper for process groups. One thread at a time may call this.
+    torch's helper for process groups. One thread at a time may call this; `close` may be called
+    from any, at any time.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str, backend: str, timeout_s: float) -> None:
@@ -71,6 +73,8 @@ class WeightGroup:
         # gloo ends the process if more comes than fits. Who hands nothing on may have spare room.
         self._has_spare = backend == "gloo" and group.size() == 2
         self._problem: str | None = None  # why what comes next may not be what is expected
+        self._awaited: Future[torch.Tensor] | None = None
+        self._lock = Lock()  # of both, so that `close` misses no tensor that is awaited
 
     @classmethod
     def join(
@@ -131,10 +135,16 @@ class WeightGroup:
         return self._receive_all(list(specs), dtypes)
 
     def close(self) -> None:
-        """Leaves the group; the trainer's later broadcasts fail. Again is no error."""
-        group, self._group = self._group, None
+        """Leaves the group; the trainer's later broadcasts fail, and so does a `receive` that
+        waits. Again is no error."""
+        with self._lock:
+            group, self._group = self._group, None
+            awaited = self._awaited
         if group is None:
             return
+        if awaited is not None:
+            with suppress(InvalidStateError):  # the tensor has come
+                awaited.set_exception(RuntimeError(LEFT))
         try:
             if self._problem is not None:
                 group.abort()
@@ -154,9 +164,11 @@ class WeightGroup:
             yield spec.name, tensor
 
     def _receive_one(self, spec: TensorSpec, dtype: torch.dtype) -> torch.Tensor:
-        group = self._group
+        awaited: Future[torch.Tensor] = Future()
+        with self._lock:
+            group, self._awaited = self._group, awaited
         if group is None:
-            raise WeightUpdateError(f"Group {self._name!r} was closed meanwhile; join it again.")
+            raise self._not_received(spec, LEFT)
         num_values = prod(spec.shape)
         num_spare = num_values + SPARE_BYTES // dtype.itemsize if self._has_spare else 0
 
@@ -177,13 +189,18 @@ class WeightGroup:
             return values[:num_values].view(spec.shape)
 
         try:
-            return _within(self._timeout_s, broadcast)
+            return _within(self._timeout_s, broadcast, future=awaited)
         except FAILURES as error:
             self._problem = _reason(error, self._timeout_s)
-            raise WeightUpdateError(
-                f"Weight {spec.name!r} did not come through group {self._name!r}: {self._problem};"
-                f" {JOIN_AGAIN}."
-            ) from None
+            raise self._not_received(spec, self._problem) from None
+        finally:
+            self._awaited = None
+
+    def _not_received(self, spec: TensorSpec, reason: str) -> WeightUpdateError:
+        remedy = "join it again" if self._group is None else JOIN_AGAIN
+        return WeightUpdateError(
+            f"Weight {spec.name!r} did not come through group {self._name!r}: {reason}; {remedy}."
+        )
 
     def _check_usable(self) -> None:
         if self._group is None:
@@ -228,13 +245,19 @@ def _await_listener(address: str, port: int, timeout_s: float) -> None:
         time.sleep(RETRY_INTERVAL_S)
 
 
-def _within(timeout_s: float, work: Callable[[], T], drop: Callable[[T], None] | None = None) -> T:
+def _within(
+    timeout_s: float,
+    work: Callable[[], T],
+    drop: Callable[[T], None] | None = None,
+    future: Future[T] | None = None,
+) -> T:
     """The result of `work`, or TimeoutError; not every call of torch keeps its own time-out.
 
     Args:
         drop: is given a result that came too late.
+        future: gets the result; whoever gives it an exception first ends the wait.
     """
-    future: Future[T] = Future()
+    future = Future() if future is None else future
 
     def run() -> None:
         try:

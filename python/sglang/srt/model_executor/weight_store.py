@@ -11,7 +11,7 @@ from typing import Protocol
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from sglang.srt.mem_cache.memory_pool import hand_back_unused
 from sglang.srt.model_config import ModelConfig, ModelPathError
@@ -25,6 +25,7 @@ from sglang.srt.models.transformer import CausalLM
 
 # Float8 and smaller are codes that mean nothing without their scales.
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+COPY_BYTES = 1 << 24
 
 StagedWeights = dict[str, torch.Tensor]
 """Checkpoint name to a CPU tensor with shape and dtype of its place, checked and owned."""
@@ -65,12 +66,16 @@ class WeightStore:
         return self._copy is not None
 
     def from_directory(self, path: str) -> StagedWeights:
-        """A complete checkpoint: a local directory with *.safetensors."""
+        """A complete checkpoint: a local directory with *.safetensors.
+
+        One file after the other is read into memory: at its peak this takes the bytes of the
+        largest file beside what is staged.
+        """
         if not os.path.isdir(path):
             raise WeightUpdateError(
                 f"{path!r} is not a directory; give a local one with *.safetensors."
             )
-        staged = self._stage(path, read_directory(Path(path)))
+        staged = self._stage(path, read_directory(Path(path), in_memory=True))
         try:
             self._places.check_complete(staged.keys())
         except WeightMismatch as error:
@@ -80,10 +85,13 @@ class WeightStore:
         return staged
 
     def from_file(self, path: str) -> StagedWeights:
-        """Some of the weights: a safetensors file."""
+        """Some of the weights: a safetensors file.
+
+        It is read into memory: at its peak this takes the bytes of the file beside what is staged.
+        """
         if not os.path.isfile(path):
             raise WeightUpdateError(f"{path!r} is not a file; give a local safetensors file.")
-        return self._stage(path, read_file(Path(path)))
+        return self._stage(path, read_file(Path(path), in_memory=True))
 
     def from_safetensors(self, data: bytes) -> StagedWeights:
         """Some of the weights: what a safetensors file holds."""
@@ -123,7 +131,8 @@ class WeightStore:
 
     def release(self) -> None:
         """Gives the memory of the weights back. The values are kept: those of an accelerator in
-        host memory, those of a CPU in a file for this process alone (in TMPDIR)."""
+        host memory, those of a CPU in a file without a name (in TMPDIR), which ends with this
+        process however that ends."""
         if self.is_released:
             raise WeightUpdateError("The memory of the weights is released already.")
         if not all(storage.resizable() for storage in self._storages):
@@ -135,7 +144,7 @@ class WeightStore:
         copy_type = _FileCopy if self._device.type == "cpu" else _HostCopy
         try:
             self._copy = copy_type(contents)
-        except (OSError, RuntimeError, SafetensorError) as error:
+        except (OSError, RuntimeError) as error:
             raise WeightUpdateError(
                 f"The weights cannot be put aside: {first_line(error)}; make room in host memory,"
                 " or for a CPU in TMPDIR."
@@ -150,7 +159,7 @@ class WeightStore:
             for storage, num_bytes in zip(self._storages, self._num_bytes, strict=True):
                 storage.resize_(num_bytes)
             self._copy.write_to([_bytes_of(storage) for storage in self._storages])
-        except (OSError, RuntimeError, SafetensorError) as error:
+        except (OSError, RuntimeError) as error:
             self._free()
             raise WeightUpdateError(
                 f"The weights cannot be restored: {first_line(error)}; they stay released: free"
@@ -185,6 +194,7 @@ class WeightStore:
                 _check_values(source, name, tensor)
                 staged[name] = torch.empty(place.shape, dtype=place.dtype)
                 staged[name].copy_(tensor.detach())
+                _check_finite(source, name, staged[name])
         except (ModelPathError, OSError) as error:
             raise WeightUpdateError(first_line(error)) from None
         if not staged:
@@ -228,29 +238,47 @@ class _HostCopy:
 
 
 class _FileCopy:
-    """In a safetensors file; its directory (mode 0700) ends with this process at the latest.
+    """In a file that has no name, so that nothing is left of it when the process is killed.
 
     Args:
         contents: [num_bytes] uint8 each, on the CPU.
     """
 
     def __init__(self, contents: list[torch.Tensor]) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="sglang-weights-")
-        self._file = Path(self._directory.name) / "weights.safetensors"
-        named = {str(index): content for index, content in enumerate(contents)}
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (open until `delete`)
         try:
-            safetensors.torch.save_file(named, self._file)
-        except (OSError, RuntimeError, SafetensorError):
+            for chunk, buffer, left in _chunks(contents):
+                buffer.copy_(chunk)
+                while left:
+                    left = left[self._file.write(left) :]
+        except (OSError, RuntimeError):
             self.delete()
             raise
 
     def write_to(self, contents: list[torch.Tensor]) -> None:
-        with safe_open(self._file, framework="pt") as file:
-            for index, content in enumerate(contents):
-                content.copy_(file.get_tensor(str(index)))
+        self._file.seek(0)
+        for chunk, buffer, left in _chunks(contents):
+            while left:
+                num_bytes = self._file.readinto(left)
+                if not num_bytes:
+                    raise OSError("their file in TMPDIR is too short")
+                left = left[num_bytes:]
+            chunk.copy_(buffer)
 
     def delete(self) -> None:
-        self._directory.cleanup()
+        self._file.close()
+
+
+def _chunks(
+    contents: list[torch.Tensor],
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, memoryview]]:
+    """The contents piece by piece, each with a buffer of its size, as a tensor and as bytes. Files
+    use the buffer: a storage whose bytes Python has seen cannot be resized any more."""
+    room = bytearray(COPY_BYTES)
+    buffer = torch.frombuffer(room, dtype=torch.uint8)
+    for content in contents:
+        for chunk in content.split(COPY_BYTES):
+            yield chunk, buffer[: len(chunk)], memoryview(room)[: len(chunk)]
 
 
 def first_line(error: Exception) -> str:
@@ -273,6 +301,21 @@ def _check_values(source: str, name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.is_meta or tensor.layout != torch.strided:
         raise WeightUpdateError(f"{source} has a weight {name!r} without plain values; send those.")
+
+
+def _check_finite(source: str, name: str, tensor: torch.Tensor) -> None:
+    """Of a tensor in the type that serves, since that may hold less than the source's."""
+    if not tensor.numel():
+        return
+    low, high = tensor.aminmax()  # NaN if there is one; needs no memory
+    if low.isfinite() and high.isfinite():
+        return
+    num_wrong = tensor.numel() - int(tensor.isfinite().sum())
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    raise WeightUpdateError(
+        f"{source} has a weight {name!r} with {num_wrong} of {tensor.numel()} values NaN or"
+        f" infinite as {dtype}; send finite values that {dtype} can hold."
+    )
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
