@@ -85,6 +85,31 @@ def test_sigterm_finishes_what_runs_and_exits_0(model_dir: Path) -> None:
         assert gone(children)
 
 
+def test_sigterm_of_a_paused_server_does_not_wait_for_what_is_frozen(model_dir: Path) -> None:
+    """A frozen request ends with its partial output, a control call that still waits with 503."""
+    flags = ("--shutdown-timeout-s", "60", "--skip-server-warmup")
+    nobody = {"master_address": "127.0.0.1", "master_port": str(free_port()), "timeout_s": 60}
+    group = {**nobody, "rank_offset": 1, "world_size": 2}
+    with running_server(model_dir, *DUMMY, *flags, SGLANG_STRICT_INVARIANTS="0") as server:
+        with server.client.stream("POST", "/generate", json=stream_body()) as response:
+            chunks = events(response.iter_lines())
+            next(chunks)
+            assert server.post("/pause_generation", {"mode": "in_place"}).json()["running"] == 1
+            joining = in_background(lambda: server.post("/init_weights_update_group", group))
+            time.sleep(0.5)
+            begin = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            *_, last, done = chunks
+        assert last["meta_info"]["finish_reason"]["type"] == "abort"
+        assert done == "[DONE]"
+        joining[0].join()
+        answer = joining[1][0]
+        assert (answer.status_code, answer.json()["success"]) == (503, False)
+        assert "shutting down" in answer.json()["message"]
+        assert server.exit_code() == 0
+        assert time.monotonic() - begin < 20
+
+
 def test_killed_server_leaves_no_children_and_no_sockets(model_dir: Path, tmp_path: Path) -> None:
     with running_server(model_dir, *DUMMY, "--skip-server-warmup", TMPDIR=str(tmp_path)) as server:
         assert list(tmp_path.glob("sglang-*"))

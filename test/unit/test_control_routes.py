@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
 
-from fake_backend import LIMITS
+from fake_server import BYTES, GROUP, MAX_WEIGHT_BYTES, RAW, TENSORS, Server
 from serving_utils import make_model_dir
-from sglang.srt.entrypoints.http_server import create_app
-from sglang.srt.entrypoints.server_state import ServerState
+from sglang import __version__
 from sglang.srt.managers.control_messages import (
+    AbortReq,
     ContinueGenerationReq,
-    ControlReply,
     EngineStatus,
     FlushCacheReqInput,
-    FlushCacheReqOutput,
     FromBytes,
     FromDirectory,
     FromFile,
     FromGroup,
-    GetInternalStateReq,
-    GetInternalStateReqOutput,
-    HealthPing,
     MemoryOccupationReq,
     PauseGenerationReq,
     UpdateWeightsReq,
@@ -37,86 +31,26 @@ from sglang.srt.managers.control_messages import (
     WeightGroupReq,
     WeightSessionReq,
 )
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.model_config import load_model_config
-from sglang.srt.server_args import ServerArgs
-from sglang.srt.tokenizer import Tokenizer, load_tokenizer
+from sglang.srt.managers.io_struct import (
+    BatchStrOutput,
+    FinishReason,
+    ReqTextOutput,
+    SchedulerInfo,
+    TokenizedGenerateReqInput,
+)
+from sglang.srt.tokenizer import load_tokenizer
 
 PAUSED = "Generation paused successfully."
-BYTES = base64.b64encode(b"weights").decode()
-GROUP = {"master_address": "host", "master_port": 5000, "rank_offset": 1, "world_size": 2}
-TENSORS = {"names": ["a", "b"], "dtypes": ["float32"] * 2, "shapes": [[2, 3], []]}
-RAW = {"content-type": "application/octet-stream"}
-MAX_WEIGHT_BYTES = 400
-
-
-@dataclass(frozen=True)
-class Model:
-    path: str
-    tokenizer: Tokenizer
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    path = make_model_dir(tmp_path_factory.mktemp("model"))
-    return Model(str(path), load_tokenizer(path))
-
-
-class Server:
-    """The application, over a scheduler that answers every message at once."""
-
-    def __init__(self, model: Model) -> None:
-        self.sent: list[Any] = []
-        self.reply: dict[str, Any] = {}
-        self.internal_state: dict[str, Any] = {"engine_paused": False, "running_batch_size": 2}
-        args = ServerArgs(
-            model_path=model.path, max_request_bytes=8000, max_weight_bytes=MAX_WEIGHT_BYTES
-        )
-        self.state = ServerState(args, load_model_config(model.path))
-        never: Callable[[], Awaitable[Any]] = asyncio.Event().wait
-        self.manager = TokenizerManager(model.tokenizer, LIMITS, self._take, never)
-        self.state.manager = self.manager
-        self._app = create_app(self.state)
-
-    def _take(self, message: Any) -> None:
-        self.sent.append(message)
-        if isinstance(message, PauseGenerationReq):
-            self.manager.handle(EngineStatus(stopped="Generation is paused."))
-        if isinstance(message, ContinueGenerationReq):
-            self.manager.handle(EngineStatus())
-        answer: Any
-        if isinstance(message, FlushCacheReqInput):
-            answer = FlushCacheReqOutput(call_id=message.call_id, success=True, flushed_items=5)
-        elif isinstance(message, GetInternalStateReq):
-            state = self.internal_state
-            answer = GetInternalStateReqOutput(call_id=message.call_id, internal_state=state)
-        elif isinstance(message, HealthPing):
-            answer = message
-        else:
-            reply = {"success": True, "message": "Done.", **self.reply}
-            answer = ControlReply(call_id=message.call_id, **reply)
-        self.manager.handle(answer)
-
-    def request(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
-        async def send() -> httpx.Response:
-            transport = httpx.ASGITransport(self._app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-                return await client.request(method, path, **kwargs)
-
-        return asyncio.run(asyncio.wait_for(send(), 10))
-
-    def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
-        return self.request("POST", path, json=body, **kwargs)
-
-    def only(self, kind: type) -> Any:
-        """The one message of a kind that was sent."""
-        (message,) = [m for m in self.sent if isinstance(m, kind)]
-        return message
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
-def server(model: Model) -> Server:
-    return Server(model)
+def server(model_path: Path) -> Server:
+    return Server(str(model_path), load_tokenizer(model_path))
 
 
 # ---------------------------------------------------------------- pause and continue
@@ -162,7 +96,7 @@ def test_paused_server_is_alive_but_not_ready(server: Server) -> None:
     ready = server.request("GET", "/ready")
     assert ready.status_code == 503
     assert ready.headers["retry-after"]
-    for path in ("/health", "/health_generate"):
+    for path in ("/health", "/ping", "/health_generate"):
         assert server.request("GET", path).status_code == 200
     server.post("/continue_generation")
     assert server.request("GET", "/ready").status_code == 200
@@ -172,9 +106,31 @@ def test_paused_server_is_alive_but_not_ready(server: Server) -> None:
 
 
 def test_abort_of_an_unknown_name_is_no_error(server: Server) -> None:
-    for body in ({"rid": "x"}, {"rid": "x", "prefix": True}, {"abort_all": True}):
+    bodies = ({"rid": "x"}, {"rid": "x", "prefix": True}, {"abort_all": True}, {}, {"rid": ""})
+    for body in (*bodies, {"rid": "x", "abort_message": "m" * 512}):
         assert server.post("/abort_request", body).json() == {"aborted": 0}
     assert not server.sent
+
+
+def test_message_of_an_abort_travels_with_it(server: Server) -> None:
+    server.held = {TokenizedGenerateReqInput, AbortReq}
+
+    async def scenario() -> tuple[httpx.Response, httpx.Response]:
+        body = {"text": "a", "rid": "job-1"}
+        request = asyncio.create_task(server.send("POST", "/generate", json=body))
+        while not server.sent:
+            await asyncio.sleep(0.01)
+        abort = {"rid": "job", "prefix": True, "abort_message": "too old"}
+        answer = await server.send("POST", "/abort_request", json=abort)
+        reason = FinishReason(type="abort", message=server.sent[-1].aborted_message)
+        output = ReqTextOutput(server.sent[0].req_id, "", [], reason, 3, 0, 0, 0)
+        server.manager.handle(BatchStrOutput(outputs=[output]))
+        return answer, await request
+
+    answer, request = asyncio.run(asyncio.wait_for(scenario(), 10))
+    assert answer.json() == {"aborted": 1}
+    reason = request.json()["meta_info"]["finish_reason"]
+    assert reason == {"type": "abort", "message": "too old"}
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
@@ -231,8 +187,10 @@ def test_tensors_come_as_base64_as_shared_memory_or_raw(server: Server) -> None:
     assert [m.source for m in updates] == [
         FromBytes(b"weights"),
         FromFile("/dev/shm/weights-1.bin"),
-        FromBytes(b"weights"),
+        FromFile(str(server.files[0]), delete=True),
     ]
+    assert server.contents == [b"weights"]
+    assert not server.files[0].exists()
     assert (updates[2].weight_version, updates[2].flush_cache) == ("7", False)
 
 
@@ -257,6 +215,9 @@ def test_pickled_tensors_are_refused_with_the_remedy(server: Server) -> None:
     assert answer.json()["error"]["param"] == "serialized_named_tensors"
     assert "pickle is never read" in answer.json()["message"]
     assert "safetensors" in answer.json()["message"]
+
+
+# ---------------------------------------------------------------- groups, sessions, labels
 
 
 def test_group_is_joined_used_and_left(server: Server) -> None:
@@ -306,6 +267,72 @@ def test_metrics_are_for_prometheus(server: Server) -> None:
     assert "\nsglang:num_running_reqs{" in answer.text
 
 
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_loads_are_those_of_the_metrics(server: Server, is_paused: bool) -> None:
+    server.internal_state = {
+        "engine_paused": is_paused,
+        "running_batch_size": 2,
+        "waiting_queue_size": 3,
+        "available_kv_tokens": 60,
+        "tree_cache_size": 15,
+    }
+    resolved = SchedulerInfo(
+        vocab_size=8,
+        context_len=9,
+        max_total_num_tokens=100,
+        max_req_len=9,
+        max_req_len_reason="the pool",
+        eos_token_ids=[],
+        max_running_requests=4,
+        resolved={},
+    )
+    server.state.scheduler = resolved
+    answer = server.request("GET", "/v1/loads").json()
+    assert abs(answer.pop("timestamp") - time.time()) < 60
+    assert answer == {
+        "version": __version__,
+        "dp_rank_count": 1,
+        "loads": [
+            {
+                "dp_rank": 0,
+                "num_running_reqs": 2,
+                "num_waiting_reqs": 3,
+                "num_total_reqs": 5,
+                "num_used_tokens": 25,
+                "max_total_num_tokens": 100,
+                "token_usage": 0.25,
+                "queues": {"waiting": 3, "paused": 3 if is_paused else 0},
+            }
+        ],
+        "aggregate": {
+            "total_running_reqs": 2,
+            "total_waiting_reqs": 3,
+            "total_reqs": 5,
+            "avg_token_usage": 0.25,
+        },
+    }
+    load = {"dp_rank": 0, "num_reqs": 5, "num_waiting_reqs": 3, "num_tokens": 25}
+    assert server.request("GET", "/get_load").json() == [load]
+    assert "num_used_tokens{" in server.request("GET", "/metrics").text
+
+
+def test_shutdown_answers_waiting_control_calls_with_503(server: Server) -> None:
+    server.held = {PauseGenerationReq, UpdateWeightsReq}
+
+    async def scenario() -> list[httpx.Response]:
+        calls = [("/pause_generation", {}), ("/update_weights_from_disk", {"model_path": "x"})]
+        waiting = [asyncio.create_task(server.send("POST", p, json=body)) for p, body in calls]
+        while len(server.sent) < len(calls):
+            await asyncio.sleep(0.01)
+        await server.manager.drain(1000, asyncio.Event())
+        return await asyncio.gather(*waiting)
+
+    for answer in asyncio.run(asyncio.wait_for(scenario(), 10)):
+        assert answer.status_code == 503
+        assert "shutting down" in answer.json()["error"]["message"]
+        assert answer.headers["retry-after"]
+
+
 # ---------------------------------------------------------------- refusals
 
 DISK = {"model_path": "x"}
@@ -336,6 +363,9 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         ({"rid": "", "prefix": True}, "rid"),
         ({"rid": "x", "prefix": 1}, "prefix"),
         ({"rid": "x" * 257}, "rid"),
+        ({"rid": "x", "abort_message": 1}, "abort_message"),
+        ({"rid": "x", "abort_message": "m" * 513}, "abort_message"),
+        ({"rid": "x", "torch_empty_cache": True}, "torch_empty_cache"),
     ],
     "/update_weights_from_disk": [
         ({}, ""),
@@ -343,7 +373,13 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         ({"model_path": "a\0b"}, "model_path"),
         ({"model_path": "x" * 4097}, "model_path"),
         ({**DISK, "load_format": "pt"}, "load_format"),
+        ({**DISK, "load_format": "flattened_bucket"}, "load_format"),
+        ({**DISK, "load_format": True}, "load_format"),
         ({**DISK, "is_async": True}, "is_async"),
+        ({**DISK, "is_async": 0}, "is_async"),
+        ({**DISK, "selector": "draft"}, "selector"),
+        ({**DISK, "abort_all_request": "yes"}, "abort_all_request"),
+        ({**DISK, "rid": "x"}, "rid"),
         ({**DISK, "weight_version": ""}, "weight_version"),
         ({**DISK, "weight_version": "x" * 129}, "weight_version"),
         ({**DISK, "flush_cache": 1}, "flush_cache"),
@@ -363,6 +399,11 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         ({"shared_memory": "a\n"}, "shared_memory"),
         ({"shared_memory": "x" * 129}, "shared_memory"),
         ({"safetensors": BYTES, "load_format": "direct"}, "load_format"),
+        ({"serialized_named_tensors": [], "x": 1}, "serialized_named_tensors"),
+        (
+            {"load_format": "flattened_bucket", "serialized_named_tensors": ["gASV"], "x": 1},
+            "serialized_named_tensors",
+        ),
     ],
     "/update_weights_from_distributed": [
         ({**TENSORS, "dtypes": ["float32"]}, "dtypes"),
@@ -382,6 +423,14 @@ BAD: dict[str, list[tuple[Any, str]]] = {
     "/init_weights_update_group": [
         ({**GROUP, "master_address": ""}, "master_address"),
         ({**GROUP, "master_port": 0}, "master_port"),
+        ({**GROUP, "master_port": "0"}, "master_port"),
+        ({**GROUP, "master_port": "70000"}, "master_port"),
+        ({**GROUP, "master_port": "5e3"}, "master_port"),
+        ({**GROUP, "master_port": "-5"}, "master_port"),
+        ({**GROUP, "master_port": ""}, "master_port"),
+        ({**GROUP, "master_port": "٣٤"}, "master_port"),
+        ({**GROUP, "master_port": "9" * 5_000}, "master_port"),
+        ({**GROUP, "rank_offset": "1"}, "rank_offset"),
         ({**GROUP, "master_port": 65_536}, "master_port"),
         ({**GROUP, "world_size": 1}, "world_size"),
         ({**GROUP, "world_size": 4_097}, "world_size"),
@@ -394,10 +443,13 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         ({**GROUP, "group_name": "x" * 129}, "group_name"),
     ],
     "/destroy_weights_update_group": [({"group_name": ""}, "group_name")],
-    "/begin_weight_update": [({"weight_version": "x"}, "weight_version")],
+    "/begin_weight_update": [
+        ({"weight_version": "x"}, "weight_version"),
+        ({"abort_all_request": True}, "abort_all_request"),
+    ],
     "/commit_weight_update": [({"weight_version": ""}, "weight_version")],
-    "/end_weight_update": [({"selector": "all"}, "selector")],
-    "/rollback_weight_update": [({"x": 1}, "x")],
+    "/end_weight_update": [({"selector": "draft"}, "selector")],
+    "/rollback_weight_update": [({"x": 1}, "x"), ({"selector": "all"}, "selector")],
     "/update_weight_version": [
         ({}, ""),
         ({"new_version": ""}, "new_version"),
@@ -409,6 +461,7 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         ({"tags": ["disk"]}, "tags"),
         ({"tags": ["weights", "weights"]}, "tags"),
         ({"tags": "weights"}, "tags"),
+        ({"tags": ["cuda_graph"], "x": 1}, "x"),
     ],
     "/resume_memory_occupation": [({"tags": ["kv"]}, "tags")],
 }

@@ -156,7 +156,7 @@ def test_a_thread_may_pause_and_abort_while_another_generates(engine: Engine) ->
         (lambda e: e.pause_generation(lease_s=True), "lease_s"),
         (lambda e: e.pause_generation(lease_s=float("nan")), "lease_s"),
         (lambda e: e.pause_generation(drain_timeout_s=1.0), "drain_timeout_s"),
-        (lambda e: e.abort_request(), "rid"),
+        (lambda e: e.abort_request(prefix=True), "rid"),
         (lambda e: e.abort_request("", prefix=True), "rid"),
         (lambda e: e.flush_cache(-1), "timeout_s"),
         (lambda e: e.flush_cache(True), "timeout_s"),
@@ -206,6 +206,14 @@ def test_weight_calls_of_an_engine_reach_the_scheduler(engine: Engine) -> None:
         *["MemoryOccupationReq"] * 2,
     ]
     assert engine.get_weight_version() == "default"
+
+
+def test_keywords_of_sglang_are_accepted_by_an_engine_too(engine: Engine) -> None:
+    assert engine.abort_request() == 0
+    engine.update_weights_from_disk("x", load_format="auto", recapture_cuda_graph=True)
+    with pytest.raises(ValueError, match=r"^load_format: "):
+        engine.update_weights_from_disk("x", load_format="gguf")
+    assert len(sent_by(engine)) == 1
 
 
 def test_tensors_reach_the_scheduler_as_safetensors(engine: Engine) -> None:

@@ -148,6 +148,7 @@ def test_memory_for_kv(
         "context_length",
         "max_request_bytes",
         "max_batch_size_per_request",
+        "max_weight_bytes",
         "max_n",
     ],
 )

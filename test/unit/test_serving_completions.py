@@ -12,7 +12,7 @@ import pytest
 from fake_backend import LENGTH, Backend, run
 from serving_utils import BOS, make_model_dir
 from sglang.srt.entrypoints.openai import serving_completions
-from sglang.srt.entrypoints.openai.protocol import CompletionRequest
+from sglang.srt.entrypoints.openai.protocol import CompletionRequest, StreamOptions
 from sglang.srt.managers.io_struct import BatchStrOutput, PositionLogprobs, ReqTextOutput
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 
@@ -32,9 +32,22 @@ def positions(ids: list[int]) -> list[PositionLogprobs]:
 def complete(
     tokenizer: Tokenizer, prompt: Any, output_ids: list[int], size: int = 1000, **fields: Any
 ) -> list[dict[str, Any]]:
-    """Choices of a completion whose output comes `size` tokens at a time."""
+    """Choices of all answers of `answers`."""
+    found = answers(tokenizer, prompt, output_ids, size, **fields)
+    return [choice for answer in found for choice in answer["choices"]]
+
+
+def answers(
+    tokenizer: Tokenizer,
+    prompt: Any,
+    output_ids: list[int],
+    size: int = 1000,
+    spans: tuple[tuple[str, int], ...] = (),
+    **fields: Any,
+) -> list[dict[str, Any]]:
+    """The answer, or the chunks, of a completion whose output comes `size` tokens at a time."""
     body = CompletionRequest(prompt=prompt, logprobs=1, max_tokens=64, **fields)
-    choices: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
 
     async def scenario(backend: Backend) -> None:
         completion = serving_completions.Completion(backend.manager, body, "model")
@@ -54,14 +67,16 @@ def complete(
                 )
                 output.input_logprobs = positions(input_ids[1:]) if body.echo and not start else []
                 output.output_logprobs = positions(ids)
+                output.weight_spans = [span for span in spans if span[1] < start + len(ids)]
                 backend.inbox.put_nowait(BatchStrOutput(outputs=[output]))
                 if body.stream or is_last:
-                    choices.extend((await reading)["choices"])
-                    reading = asyncio.ensure_future(anext(outputs, {"choices": []}))
-            await reading
+                    found.append(await reading)
+                    reading = asyncio.ensure_future(anext(outputs, None))
+            if (last := await reading) is not None:
+                found.append(last)
 
     run(tokenizer, scenario)
-    return choices
+    return found
 
 
 def joined(choices: list[dict[str, Any]]) -> tuple[str, list[int], list[str]]:
@@ -129,3 +144,67 @@ def test_logprobs_are_built_beside_the_loop(
     complete(tokenizer, "hello", tokenizer.encode(OUTPUT, False), echo=True, stream=stream)
     assert len(threads) == 2
     assert threading.get_ident() not in threads
+
+
+SPANS = (("step-1", 0), ("step-2", 2))
+METADATA = {
+    "weight_version": "step-2",
+    "weight_versions": [
+        {"index": 0, "version": "step-1", "start": 0, "end": 2},
+        {"index": 0, "version": "step-2", "start": 2, "end": 4},
+    ],
+}
+
+
+@pytest.mark.parametrize("usage", [None, False, True])
+def test_last_chunk_says_which_weights_generated_what(
+    tokenizer: Tokenizer, usage: bool | None
+) -> None:
+    options = None if usage is None else StreamOptions(include_usage=usage)
+    fields = {"stream": True, "stream_options": options}
+    *chunks, last = answers(tokenizer, "hello", [5, 6, 7, 8], 1, SPANS, **fields)
+    assert last["metadata"] == METADATA
+    assert ("usage" in last) == bool(usage)
+    assert len(chunks) == 3 + bool(usage)
+    assert not any("metadata" in chunk for chunk in chunks)
+
+
+def test_answer_says_which_weights_generated_what(tokenizer: Tokenizer) -> None:
+    (answer,) = answers(tokenizer, "hello", [5, 6, 7, 8], spans=SPANS)
+    assert answer["metadata"] == METADATA
+    (answer,) = answers(tokenizer, "hello", [5, 6, 7, 8])
+    assert "metadata" not in answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_weights_of_every_choice_are_told_once(tokenizer: Tokenizer, stream: bool) -> None:
+    """Choices may end in any order; only the end of the last one is the end."""
+    body = CompletionRequest(prompt=["a", "b"], stream=stream)
+
+    async def scenario(backend: Backend) -> None:
+        completion = serving_completions.Completion(backend.manager, body, "model")
+
+        async def read() -> list[dict[str, Any]]:
+            outputs = completion.chunks() if stream else completion.answer()
+            return [answer async for answer in outputs]
+
+        reading = asyncio.create_task(read())
+        await backend.wait_sent(2)
+        for index, version in ((1, "new"), (0, "old")):
+            req_id = backend.requests[index].req_id
+            output = ReqTextOutput(
+                req_id, "x", [5], LENGTH, 3, 1, 0, 0, weight_spans=[(version, 0)]
+            )
+            backend.inbox.put_nowait(BatchStrOutput(outputs=[output]))
+            await asyncio.sleep(0.01)
+        *others, last = await reading
+        assert not any("metadata" in chunk for chunk in others)
+        assert last["metadata"] == {
+            "weight_version": "old",
+            "weight_versions": [
+                {"index": 0, "version": "old", "start": 0, "end": 1},
+                {"index": 1, "version": "new", "start": 0, "end": 1},
+            ],
+        }
+
+    run(tokenizer, scenario)

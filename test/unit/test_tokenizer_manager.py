@@ -11,7 +11,12 @@ import pytest
 from fake_backend import FULL, LENGTH, Backend, answer_of, run
 from serving_utils import make_model_dir
 from sglang.srt.managers.body_parsing import RequestError
-from sglang.srt.managers.control_messages import FlushCacheReqInput, FlushCacheReqOutput, HealthPing
+from sglang.srt.managers.control_messages import (
+    EngineStatus,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    HealthPing,
+)
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.request_state import ServiceError
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
@@ -276,6 +281,49 @@ def test_second_signal_hastens_the_drain(tokenizer: Tokenizer) -> None:
         backend.put(backend.requests[0].req_id, "y", (1,), FinishReason(type="abort"))
         await draining
         await task
+
+    run(tokenizer, scenario)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_drain_does_not_wait_for_frozen_requests(tokenizer: Tokenizer, is_late: bool) -> None:
+    """Nothing runs, so nothing will end by itself; also if that begins after the drain."""
+
+    async def scenario(backend: Backend) -> None:
+        task = asyncio.create_task(answer_of(backend, text="a"))
+        await backend.wait_sent(1)
+        frozen = EngineStatus(stopped="Paused.", is_frozen=True)
+        for status in (frozen, EngineStatus()) if is_late else (frozen,):
+            backend.manager.handle(status)
+        draining = asyncio.create_task(backend.manager.drain(1000, asyncio.Event()))
+        if is_late:
+            await asyncio.sleep(0.01)
+            assert not backend.aborted
+            backend.manager.handle(frozen)
+        await backend.wait_sent(2)
+        assert backend.aborted == [backend.requests[0].req_id]
+        backend.put(backend.requests[0].req_id, "y", (1,), FinishReason(type="abort"))
+        await draining
+        assert (await task)["text"] == "y"
+
+    run(tokenizer, scenario)
+
+
+def test_drain_fails_control_calls_that_still_wait_in_the_end(tokenizer: Tokenizer) -> None:
+    async def scenario(backend: Backend) -> None:
+        control = backend.manager.control
+        request = asyncio.create_task(answer_of(backend, text="a"))
+        waiting = asyncio.create_task(control.pause("drain"))
+        await backend.wait_sent(2)
+        draining = asyncio.create_task(backend.manager.drain(1000, asyncio.Event()))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        backend.put(backend.requests[0].req_id, "x", (1,), LENGTH)
+        await asyncio.gather(draining, request)
+        for work in (waiting, control.resume()):
+            with pytest.raises(ServiceError, match="shutting down") as error:
+                await work
+            assert error.value.status_code == 503
 
     run(tokenizer, scenario)
 

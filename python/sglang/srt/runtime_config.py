@@ -110,6 +110,7 @@ def _check_sizes(args: ServerArgs) -> None:
         "max_queued_requests",
         "chunked_prefill_size",
         "max_request_bytes",
+        "max_weight_bytes",
         "max_batch_size_per_request",
         "max_n",
         "mtp_max_k",

@@ -225,6 +225,18 @@ def test_continue_before_the_stop_answers_the_pause_with_a_conflict() -> None:
     assert harness.outputs[req_id].token_ids == oracle(PROMPT, NUM_NEW)
 
 
+def test_a_pause_that_was_continued_and_asked_for_again_is_another_pause() -> None:
+    harness = make()
+    req_id = submit(harness)
+    step_to(harness, req_id, "mid decode")
+    first, second = pause("retract"), pause("in_place")
+    harness.inbox.messages.extend([first, resume(), second])
+    harness.step()
+    assert not harness.reply_to(first.call_id).success
+    assert harness.reply_to(second.call_id).fields["epoch"] == 2
+    assert harness.reply_to(second.call_id).fields["running"] == 1
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("where", ["running", "waiting"])
 def test_abort_during_any_pause_answers_at_once_with_the_partial_output(
@@ -316,6 +328,20 @@ def test_drain_past_its_time_retracts() -> None:
     assert reply.fields["retracted"] == 1
     harness.call(resume())
     harness.run()
+    assert harness.outputs[req_id].token_ids == oracle(PROMPT, NUM_NEW)
+
+
+def test_another_drain_gives_one_that_is_out_of_time_more() -> None:
+    """The deadline is seen with a step in flight; the second call comes before it is read."""
+    harness = make()
+    req_id = submit(harness)
+    step_to(harness, req_id, "first token")
+    harness.inbox.messages.append(pause("drain", drain_timeout_s=5.0))
+    harness.step()
+    harness.now = 6.0
+    harness.scheduler.receive()
+    reply = harness.call(pause("drain"), max_steps=100)
+    assert (reply.fields["finished"], reply.fields["retracted"]) == (1, 0)
     assert harness.outputs[req_id].token_ids == oracle(PROMPT, NUM_NEW)
 
 
@@ -481,6 +507,14 @@ def test_flush_is_refused_under_in_place_with_the_reason_and_the_lengths() -> No
     assert harness.ledger.num_tree_tokens == cached
     harness.call(resume())
     harness.run()
+
+
+def test_flush_is_refused_while_requests_are_about_to_start() -> None:
+    harness = make()
+    submit(harness)
+    reply = harness.call(flush())
+    assert not reply.success
+    assert "0 requests are running and 1 waiting" in reply.error_msg
 
 
 def test_a_flush_with_a_timeout_waits_for_idle_or_gives_up() -> None:

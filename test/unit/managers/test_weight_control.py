@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from typing import Any
 
@@ -19,6 +20,8 @@ from sglang.srt.managers.control_messages import (
     FromBytes,
     FromDirectory,
     FromFile,
+    FromGroup,
+    InitWeightsUpdateGroupReqInput,
     MemoryOccupationReq,
     PauseGenerationReq,
     UpdateWeightsReq,
@@ -27,6 +30,8 @@ from sglang.srt.managers.control_messages import (
     WeightSessionReq,
 )
 from sglang.srt.managers.memory_control import MemoryPart
+from sglang.srt.model_executor.weight_group import WeightGroup
+from sglang.srt.model_executor.weight_store import WeightUpdateError
 from utils import SchedulerHarness, Setup
 
 K = 4
@@ -445,6 +450,38 @@ def test_groups_that_do_not_exist_are_refused() -> None:
     assert "'g'" in reply.message
 
 
+class SilentGroup:
+    """A group whose trainer sends nothing; leaving it ends the waiting."""
+
+    def __init__(self) -> None:
+        self.left = threading.Event()
+
+    def receive(self, specs: Any) -> Any:
+        assert self.left.wait(20)
+        raise WeightUpdateError("The group was left.")
+
+    def close(self) -> None:
+        self.left.set()
+
+
+def test_leaving_a_group_ends_what_is_awaited_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WeightGroup, "join", lambda **_: SilentGroup())
+    harness = Harness()
+    join = InitWeightsUpdateGroupReqInput(
+        master_address="localhost", master_port=1, rank_offset=1, world_size=2
+    )
+    assert harness.send(WeightGroupReq, group_name="g", join=join).success
+    source = FromGroup(group_name="g", names=["a"], dtypes=["float32"], shapes=[[1]])
+    update = UpdateWeightsReq(call_id=next(_call_ids), source=source)
+    harness.inbox.messages.append(update)
+    for _ in range(20):
+        harness.step()
+    assert harness.reply_to(update.call_id) is None
+    assert harness.send(WeightGroupReq, group_name="g").success
+    assert "was left" in harness.reply_to(update.call_id).message
+    assert not harness.send(WeightGroupReq, group_name="g").success
+
+
 # ---------------------------------------------------------------- labels
 
 
@@ -562,6 +599,17 @@ def test_graphs_are_no_matter_where_there_are_none() -> None:
         assert memory(harness, action, "cuda_graph").success
         assert memory(harness, action, "kv_cache", "cuda_graph").fields["tags"] == ["kv_cache"]
     assert harness.parts["kv_cache"].events == ["release", "restore"]
+
+
+def test_requests_are_refused_while_memory_is_released_when_asked() -> None:
+    harness = Harness(refuses_while_stopped=True)
+    memory(harness, "release")
+    req_id = harness.submit(PROMPT, max_new_tokens=3, temperature=0.0)
+    harness.step()
+    reason = harness.outputs[req_id].finish_reason
+    assert reason is not None
+    assert reason.status_code == 503
+    assert "resume_memory_occupation" in str(reason.message)
 
 
 def test_memory_that_cannot_be_had_leaves_the_engine_stopped_and_alive() -> None:

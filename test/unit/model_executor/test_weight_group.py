@@ -25,7 +25,8 @@ from sglang.srt.model_executor.weight_store import WeightUpdateError
 from utils import Setup, make_random_llama, make_runner
 
 TIMEOUT_S = 20.0
-SHORT_S = 2.0
+SHORT_S = 0.7  # for what does not come
+JOINED_S = 1.0  # where a trainer must join within it, before something does not come
 SLACK_S = 1.0  # of a busy machine
 
 # What RL trainers run on their side: nothing of this project. A process with torch loaded forks a
@@ -293,7 +294,7 @@ def test_a_master_that_is_not_there_is_said_in_time(capfd: pytest.CaptureFixture
 def test_a_listener_that_is_no_trainer_is_said_in_time() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         trainer = Trainer(server.getsockname()[1])
-        assert "2 s" in refusal(lambda: trainer.join(timeout_s=SHORT_S))
+        assert "0.7 s" in refusal(lambda: trainer.join(timeout_s=SHORT_S))
 
 
 def test_a_trainer_that_makes_no_group_is_said_in_time(start: Start) -> None:
@@ -304,7 +305,7 @@ def test_a_trainer_that_makes_no_group_is_said_in_time(start: Start) -> None:
 def test_a_group_name_in_use_is_refused(start: Start) -> None:
     trainer = start("")
     group = trainer.join()
-    assert "name" in refusal(lambda: start("").join(timeout_s=SHORT_S))
+    assert "name" in refusal(lambda: start("").join())
     group.close()
 
 
@@ -331,10 +332,10 @@ def test_bad_specs_are_refused_at_once_and_the_group_stays(start: Start) -> None
 
 def test_a_tensor_that_does_not_come_is_said_in_time_and_breaks_the_group(start: Start) -> None:
     trainer = start("send(torch.ones(1))")
-    group = trainer.join(timeout_s=SHORT_S)
+    group = trainer.join(timeout_s=JOINED_S)
     received = group.receive(specs((1,), (2,)))
     assert next(received)[1].tolist() == [1]
-    assert "w1" in refusal(lambda: next(received))
+    assert "w1" in refusal(lambda: next(received), JOINED_S)
     assert "broken" in refusal(lambda: group.receive(specs((1,))))
     group.close()
 
@@ -357,10 +358,10 @@ def test_a_trainer_that_dies_within_a_tensor_is_said_in_time(start: Start) -> No
         "threading.Thread(target=lambda: (time.sleep(0.02), os._exit(1))).start()\n"
         "send(big)"
     )
-    group = start(script).join(timeout_s=SHORT_S)
+    group = start(script).join(timeout_s=JOINED_S)
     received = group.receive(specs((1,), (size,)))
     next(received)
-    assert "w1" in refusal(lambda: next(received))
+    assert "w1" in refusal(lambda: next(received), JOINED_S)
     group.close()
 
 
@@ -402,6 +403,47 @@ def test_a_closed_group_receives_nothing(start: Start) -> None:
     group = start("").join()
     group.close()
     assert "closed" in refusal(lambda: group.receive(specs((1,))))
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["send(torch.ones(1))", "send(torch.ones(1)); os.kill(os.getpid(), signal.SIGSTOP)"],
+    ids=["silent", "stopped"],
+)
+def test_closing_ends_a_receive_that_waits(start: Start, script: str) -> None:
+    group = start(script).join()
+    received = group.receive(specs((1,), (2,), (3,)))
+    next(received)
+    with ThreadPoolExecutor(1) as thread:
+        closing_it = thread.submit(lambda: (time.sleep(0.1), group.close()))
+        message = refusal(lambda: next(received), 0.1)
+        closing_it.result(SLACK_S)
+    assert "'w1'" in message
+    assert "the group was left; join it again." in message
+    assert next(received, None) is None
+    assert "closed" in refusal(lambda: group.receive(specs((1,))))
+
+
+def test_closing_between_two_tensors_ends_a_receive(start: Start) -> None:
+    group = start("send(torch.ones(1), torch.ones(2))").join()
+    received = group.receive(specs((1,), (2,)))
+    next(received)
+    group.close()
+    message = refusal(lambda: next(received))
+    assert "'w1'" in message
+    assert "the group was left" in message
+
+
+def test_a_group_is_joined_again_after_a_receive_was_ended(start: Start) -> None:
+    for _ in range(2):
+        group = start("send(torch.ones(1))").join()
+        received = group.receive(specs((1,), (2,)))
+        assert next(received)[1].tolist() == [1]
+        with ThreadPoolExecutor(1) as thread:
+            waiting = thread.submit(refusal, lambda received=received: next(received), TIMEOUT_S)
+            _await(lambda group=group: group._awaited is not None)
+            group.close()
+            assert "left" in waiting.result(SLACK_S)
 
 
 def _await(condition: Callable[[], bool]) -> None:

@@ -4,7 +4,12 @@ weights, and whatever cannot be taken leaves it as it was."""
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import os
+import shutil
+import socket
+import stat
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,12 +22,14 @@ from safetensors.torch import load_file, save, save_file
 
 from model_harness import Feeder, sequence
 from sglang.srt.model_config import load_model_config
-from sglang.srt.model_executor.model_loader import load_model
+from sglang.srt.model_executor import weight_store
+from sglang.srt.model_executor.model_loader import WeightPlaces, load_model
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.weight_store import WeightStore, WeightUpdateError
 from utils import Setup, make_random_llama, make_random_model, make_runner
 
 WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
 NORM = "model.norm.weight"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -270,6 +277,45 @@ BAD_TENSORS: dict[str, tuple[list[tuple[str, torch.Tensor]], list[str]]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_values_that_are_not_finite_are_refused_and_counted(
+    value: float, dtype: torch.dtype, tied: Pair, tmp_path: Path, refusal: Refusal
+) -> None:
+    tensors = {NORM: torch.ones(64, dtype=dtype), K_PROJ: tied.new_tensors[K_PROJ].to(dtype)}
+    tensors[K_PROJ].view(-1)[[5, 70, 2047]] = value
+    file = tmp_path / "part.safetensors"
+    save_file(tensors, file)
+    for call in (
+        lambda store: store.from_tensors(tensors.items()),
+        lambda store: store.from_safetensors(save(tensors)),
+        lambda store: store.from_file(str(file)),
+    ):
+        message = refusal(call)
+        assert f"{K_PROJ!r} with 3 of 2048 values NaN or infinite as float32" in message
+
+
+@pytest.mark.parametrize(
+    ("value", "source", "target"),
+    [
+        (65520.0, torch.float32, torch.float16),
+        (65536.0, torch.bfloat16, torch.float16),
+        (3.4e38, torch.float32, torch.bfloat16),
+        (-1e39, torch.float64, torch.float32),
+    ],
+)
+def test_values_that_the_models_type_cannot_hold_are_refused(
+    tied: Pair, value: float, source: torch.dtype, target: torch.dtype
+) -> None:
+    config = load_model_config(str(tied.old))
+    store = WeightStore(load_model(config, "auto", 64, target, "cpu"), config)
+    values = torch.ones(64, dtype=source)
+    values[7] = value
+    assert values.isfinite().all()
+    with pytest.raises(WeightUpdateError, match=f"{NORM}.* 1 of 64 .* {str(target)[6:]};"):
+        store.from_tensors([(NORM, values)])
+
+
 @pytest.mark.parametrize(("tensors", "parts"), BAD_TENSORS.values(), ids=list(BAD_TENSORS))
 def test_bad_tensors_are_refused_after_good_ones_too(
     tensors: list[tuple[str, torch.Tensor]], parts: list[str], tied: Pair, refusal: Refusal
@@ -388,6 +434,95 @@ def test_a_directory_is_no_file_and_a_file_no_directory(tied: Pair, refusal: Ref
     refusal(lambda store: store.from_directory(str(tied.old / WEIGHTS)))
 
 
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(os.path.relpath(path))
+
+
+SPECIAL_FILES: dict[str, Callable[[Path], None]] = {
+    "pipe": make_pipe,
+    "socket": make_socket,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "directory": Path.mkdir,
+}
+
+
+@pytest.mark.parametrize("make", SPECIAL_FILES.values(), ids=list(SPECIAL_FILES))
+def test_only_regular_files_are_read(
+    make: Callable[[Path], None], tmp_path: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's path must be short
+    file, index = tmp_path / WEIGHTS, tmp_path / INDEX
+    make(file)
+    assert "is not a file" in refusal(lambda store: store.from_file(str(file)))
+    assert "no regular file" in refusal(lambda store: store.from_directory(str(tmp_path)))
+    index.write_text(json.dumps({"weight_map": {NORM: WEIGHTS}}))
+    assert "no regular file" in refusal(lambda store: store.from_directory(str(tmp_path)))
+    index.unlink()
+    make(index)
+    assert INDEX in refusal(lambda store: store.from_directory(str(tmp_path)))
+
+
+def test_what_becomes_a_pipe_after_the_check_blocks_nothing(
+    tmp_path: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / WEIGHTS
+    make_pipe(file)
+    monkeypatch.setattr(os.path, "isfile", lambda path: True)
+    assert "no regular file" in refusal(lambda store: store.from_file(str(file)))
+
+
+def test_links_to_files_are_followed(tied: Pair, runner: ModelRunner, tmp_path: Path) -> None:
+    for file in tied.new.glob("*.safetensors"):
+        (tmp_path / file.name).symlink_to(file)
+    runner.weights.apply(runner.weights.from_directory(str(tmp_path)))
+    assert torch.equal(logits_of(runner), loaded_logits(tied.new))
+
+
+@pytest.mark.parametrize("read", ["file", "directory"])
+def test_a_file_may_be_cut_while_weights_are_taken_from_it(
+    read: str, runner: ModelRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mapped file would end the process here."""
+    file = shutil.copy(make_random_llama(tmp_path / "new", seed=2) / WEIGHTS, tmp_path)
+    expected = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    place_of = WeightPlaces.place_of
+
+    def cut_first(*args: Any) -> torch.Tensor | None:
+        os.truncate(file, 0)
+        return place_of(*args)
+
+    monkeypatch.setattr(WeightPlaces, "place_of", cut_first)
+    if read == "file":
+        staged = runner.weights.from_file(str(file))
+    else:
+        staged = runner.weights.from_directory(str(tmp_path))
+    assert os.path.getsize(file) == 0
+    assert all(torch.equal(staged[name], expected[name]) for name in staged)
+
+
+@pytest.mark.parametrize("change", ["cut", "longer", "other values"])
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    change: str, tied: Pair, tmp_path: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / WEIGHTS
+    save_file(tied.new_tensors, file)
+    data = file.read_bytes()
+    is_regular = stat.S_ISREG  # is asked when the file is open and its size known
+
+    def change_first(mode: int) -> bool:
+        file.write_bytes({"cut": data[:-1], "longer": data + b"1"}.get(change, data))
+        return is_regular(mode)
+
+    os.utime(file, (0, 0))
+    monkeypatch.setattr(stat, "S_ISREG", change_first)
+    assert "changed while" in refusal(lambda store: store.from_file(str(file)))
+
+
 def test_a_directory_without_weights_is_refused(tmp_path: Path, refusal: Refusal) -> None:
     assert "*.safetensors" in refusal(lambda store: store.from_directory(str(tmp_path)))
 
@@ -405,13 +540,11 @@ def test_release_frees_every_parameter_and_restore_brings_all_back(
     assert runner.weights.is_released
     assert storage_sizes(runner) == {0}
     assert all(map(torch.equal, runner.model.buffers(), tables))
-    (directory,) = temp_dir.iterdir()
-    assert directory.stat().st_mode & 0o777 == 0o700
+    assert not list(temp_dir.iterdir()), "This would stay if the process were killed."
     runner.weights.restore()
     assert not runner.weights.is_released
     assert digest(runner) == hashes
     assert torch.equal(logits_of(runner), before)
-    assert not list(temp_dir.iterdir())
 
 
 def test_weights_may_be_released_and_updated_again_and_again(
@@ -466,18 +599,42 @@ def test_weights_that_cannot_be_put_aside_stay(
     assert digest(runner) == before
 
 
-def test_a_failed_restore_stays_released_and_may_be_tried_again(
-    runner: ModelRunner, temp_dir: Path
+def test_weights_stay_if_the_disk_is_full(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = digest(runner)
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda buffering: io.FileIO("/dev/full", "r+"))
+    with pytest.raises(WeightUpdateError, match="No space left"):
+        runner.weights.release()
+    assert not runner.weights.is_released
+    assert digest(runner) == before
+
+
+@pytest.mark.parametrize("chunk_bytes", [1000, 4096])
+def test_a_copy_may_have_many_chunks(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(weight_store, "COPY_BYTES", chunk_bytes)
+    before = digest(runner)
     runner.weights.release()
-    (file,) = temp_dir.glob("*/*")
-    kept = file.rename(temp_dir / "kept")
+    runner.weights.restore()
+    assert digest(runner) == before
+
+
+def test_a_failed_restore_stays_released_and_may_be_tried_again(
+    runner: ModelRunner, temp_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = digest(runner)
+    file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (the store closes it)
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda buffering: file)
+    runner.weights.release()
+    kept = os.pread(file.fileno(), 1 << 30, 0)
+    file.truncate(len(kept) // 2)
     with pytest.raises(WeightUpdateError, match="try again"):
         runner.weights.restore()
     assert runner.weights.is_released
     assert storage_sizes(runner) == {0}
-    kept.rename(file)
+    os.pwrite(file.fileno(), kept, 0)
     runner.weights.restore()
     assert digest(runner) == before
 
@@ -501,53 +658,3 @@ def test_no_step_runs_without_weights_or_kv(runner: ModelRunner, temp_dir: Path)
     runner.kv_pool.release()
     with pytest.raises(AssertionError, match="KV"):
         feeder.feed({"a": [3]})
-
-
-# --- KV pool -------------------------------------------------------------------------------------
-
-
-def test_a_kv_pool_gives_its_memory_back_and_serves_again(tied: Pair) -> None:
-    runner = make_runner(tied.old, Setup())
-    before = logits_of(runner)
-    pool = runner.kv_pool
-    shapes = [tensor.shape for tensor in (*pool.kv, *pool.k, *pool.v)]
-    pool.release()
-    assert pool.is_released
-    assert {kv.untyped_storage().nbytes() for kv in pool.kv} == {0}
-    pool.restore()
-    assert not pool.is_released
-    assert [tensor.shape for tensor in (*pool.kv, *pool.k, *pool.v)] == shapes
-    assert not any(kv.any() for kv in pool.kv)
-    assert torch.equal(logits_of(runner), before)
-    assert all(kv.any() for kv in pool.kv), "The backend wrote elsewhere."
-
-
-def test_the_backend_reads_the_restored_pool_in_batches_of_any_kind(tied: Pair) -> None:
-    """One group (the kept window) and several (the scratch buffer), before and after."""
-    runner = make_runner(tied.old, Setup())
-
-    def feed() -> list[torch.Tensor]:
-        feeder = Feeder(runner, 1)
-        steps: list[dict[str, list[int]]] = [
-            {"a": sequence(9), "b": sequence(4, 1)},
-            {"a": [5], "b": [6]},
-            {"a": [7], "b": [8]},
-            {"a": sequence(3, 2), "b": [9]},
-        ]
-        return [logits for step in steps for logits in feeder.feed(step).values()]
-
-    before = feed()
-    runner.kv_pool.release()
-    runner.kv_pool.restore()
-    assert all(map(torch.equal, feed(), before))
-
-
-def test_a_kv_pool_is_released_and_restored_in_turns(runner: ModelRunner) -> None:
-    pool = runner.kv_pool
-    with pytest.raises(RuntimeError, match="not released"):
-        pool.restore()
-    pool.release()
-    with pytest.raises(RuntimeError, match="already"):
-        pool.release()
-    pool.restore()
-    assert not pool.is_released

@@ -1,7 +1,8 @@
-"""The control routes, and nothing else: pause, abort, flush, weights, memory, metrics."""
+"""The control routes, and nothing else: pause, abort, flush, weights, memory, metrics, load."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -9,12 +10,20 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from sglang.srt.entrypoints.http_messages import json_response, read_body, update_failure
+from sglang import __version__
+from sglang.srt.entrypoints.http_messages import (
+    body_parts,
+    declared_bytes,
+    json_response,
+    read_body,
+    update_failure,
+)
 from sglang.srt.entrypoints.openapi_schema import body_of
 from sglang.srt.entrypoints.server_state import ServerState
-from sglang.srt.managers.body_parsing import RequestError, parse_struct
+from sglang.srt.entrypoints.tensor_file import received_weights
+from sglang.srt.managers.body_parsing import RequestError, parse_json_object, parse_struct
+from sglang.srt.managers.control_bodies import make_body
 from sglang.srt.managers.control_messages import (
-    AbortReqInput,
     CommitWeightUpdateReqInput,
     ContinueGenerationReqInput,
     DestroyWeightsUpdateGroupReqInput,
@@ -25,17 +34,12 @@ from sglang.srt.managers.control_messages import (
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
     UpdateWeightVersionReqInput,
-    WeightSource,
-    WeightUpdateOptions,
 )
 from sglang.srt.managers.control_validation import (
-    DiskUpdateBody,
-    TensorUpdateBody,
-    bytes_source,
+    AbortBody,
     check_abort,
     check_flush_timeout,
     check_group,
-    check_ignored,
     check_label,
     check_pause,
     check_tags,
@@ -43,10 +47,10 @@ from sglang.srt.managers.control_validation import (
     disk_source,
     distributed_source,
     options_of_query,
-    refuse_serialized_objects,
     tensor_source,
 )
 from sglang.srt.managers.request_state import ServiceError
+from sglang.srt.observability.load import describe_load, describe_loads
 from sglang.srt.observability.metrics import CONTENT_TYPE, metrics_text
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -87,18 +91,20 @@ def _add_pause(app: FastAPI, state: ServerState) -> None:
     @app.post("/continue_generation", openapi_extra=body_of(ContinueGenerationReqInput, False))
     async def continue_generation(request: Request) -> Response:
         """Ends a pause."""
-        ignored = frozenset(("torch_empty_cache",))
-        await _read_optional(request, state, ContinueGenerationReqInput, ignored)
+        await _read_optional(request, state, ContinueGenerationReqInput)
         return json_response(await state.control.resume())
 
 
 def _add_abort_and_flush(app: FastAPI, state: ServerState) -> None:
-    @app.post("/abort_request", openapi_extra=body_of(AbortReqInput))
+    @app.post("/abort_request", openapi_extra=body_of(AbortBody))
     async def abort_request(request: Request) -> Response:
         """Ends requests by their rid, or all; answers with their number."""
-        body = await _read(request, state, AbortReqInput)
-        check_abort(body, state.server_args.max_label_chars)
-        aborted = state.ready_manager.abort_request(body.rid, body.abort_all, prefix=body.prefix)
+        args = state.server_args
+        body = parse_struct(await read_body(request, args.max_request_bytes), AbortBody)
+        check_abort(body, args.max_label_chars)
+        aborted = state.ready_manager.abort_request(
+            body.rid, body.abort_all, body.abort_message, body.prefix
+        )
         return json_response({"aborted": aborted})
 
     @app.get("/flush_cache", include_in_schema=False)
@@ -120,8 +126,7 @@ def _add_weight_updates(app: FastAPI, state: ServerState) -> None:
     @_reports_success
     async def update_weights_from_disk(request: Request) -> dict[str, Any]:
         """Changes all weights to those of a checkpoint of safetensors."""
-        body = await _read(request, state, DiskUpdateBody)
-        check_ignored(body)
+        body = await _read(request, state, UpdateWeightFromDiskReqInput)
         return await state.control.update_weights(disk_source(body), body)
 
     @app.post("/update_weights_from_tensor", openapi_extra=body_of(UpdateWeightsFromTensorReqInput))
@@ -132,8 +137,13 @@ def _add_weight_updates(app: FastAPI, state: ServerState) -> None:
         The body is JSON, or the bytes of a safetensors file (`application/octet-stream`) with the
         options in the URL.
         """
-        source, options = await _read_tensors(request, state.server_args.max_weight_bytes)
-        return await state.control.update_weights(source, options)
+        max_bytes = state.server_args.max_weight_bytes
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind == "application/octet-stream":
+            return await _update_from_bytes(request, state, max_bytes)
+        raw = await read_body(request, max_bytes, WEIGHT_BYTES_FLAG)
+        body = make_body(UpdateWeightsFromTensorReqInput, parse_json_object(raw))
+        return await state.control.update_weights(tensor_source(body, max_bytes), body)
 
     @app.post(
         "/update_weights_from_distributed",
@@ -188,7 +198,8 @@ def _add_weight_sessions(app: FastAPI, state: ServerState) -> None:
     @_reports_success
     async def rollback_weight_update(request: Request) -> dict[str, Any]:
         """Drops what was staged."""
-        await _read_optional(request, state, NoFields)
+        raw = await read_body(request, state.server_args.max_request_bytes)
+        parse_struct(raw if raw.strip() else b"{}", NoFields)
         return await state.control.rollback_weight_update()
 
 
@@ -237,38 +248,43 @@ def _add_metrics(app: FastAPI, state: ServerState) -> None:
     async def metrics() -> Response:
         """The scheduler's state for Prometheus."""
         internal_state = await state.control.internal_state()
-        num_slots = 0 if state.scheduler is None else state.scheduler.max_total_num_tokens
-        text = metrics_text(internal_state, num_slots, state.model_name)
+        text = metrics_text(internal_state, state.num_kv_slots, state.model_name)
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
+    @app.get("/v1/loads")
+    async def loads() -> Response:
+        """Requests and KV tokens, for those who spread requests over servers."""
+        internal_state = await state.control.internal_state()
+        now, slots = time.time(), state.num_kv_slots
+        return json_response(describe_loads(internal_state, slots, now, __version__))
 
-async def _read(
-    request: Request, state: ServerState, struct: type[S], ignored: frozenset[str] = frozenset()
-) -> S:
+    @app.get("/get_load")
+    async def load() -> Response:
+        """What `/v1/loads` says, in SGLang's older form."""
+        internal_state = await state.control.internal_state()
+        return json_response(describe_load(internal_state, state.num_kv_slots))
+
+
+async def _read(request: Request, state: ServerState, struct: type[S]) -> S:
     raw = await read_body(request, state.server_args.max_request_bytes)
-    return parse_struct(raw, struct, ignored)
+    return make_body(struct, parse_json_object(raw))
 
 
-async def _read_optional(
-    request: Request, state: ServerState, struct: type[S], ignored: frozenset[str] = frozenset()
-) -> S:
+async def _read_optional(request: Request, state: ServerState, struct: type[S]) -> S:
     """A body that may be missing: all its fields have defaults."""
     raw = await read_body(request, state.server_args.max_request_bytes)
-    return parse_struct(raw if raw.strip() else b"{}", struct, ignored)
+    return make_body(struct, parse_json_object(raw if raw.strip() else b"{}"))
 
 
-async def _read_tensors(
-    request: Request, max_bytes: int
-) -> tuple[WeightSource, WeightUpdateOptions]:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind == "application/octet-stream":
-        options = options_of_query(request.query_params)
-        raw = await read_body(request, max_bytes, WEIGHT_BYTES_FLAG)
-        return bytes_source(raw, max_bytes), options
-    raw = await read_body(request, max_bytes, WEIGHT_BYTES_FLAG)
-    body = parse_struct(raw, TensorUpdateBody)
-    refuse_serialized_objects(body)
-    return tensor_source(body, max_bytes), body
+async def _update_from_bytes(
+    request: Request, state: ServerState, max_bytes: int
+) -> dict[str, Any]:
+    """An update by the body itself. It may be large, so it goes to a file as it arrives."""
+    control, options = state.control, options_of_query(request.query_params)
+    parts = body_parts(request, max_bytes, WEIGHT_BYTES_FLAG)
+    most = declared_bytes(request) or max_bytes
+    async with received_weights(parts, most, state.private_directory) as source:
+        return await control.update_weights(source, options)
 
 
 def _reports_success(route: Callable[[Request], Awaitable[dict[str, Any]]]) -> Route:

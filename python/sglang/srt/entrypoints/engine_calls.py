@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any
 
+from sglang.srt.managers.control_bodies import make_body
 from sglang.srt.managers.control_client import ControlClient
 from sglang.srt.managers.control_messages import (
-    AbortReqInput,
     DestroyWeightsUpdateGroupReqInput,
     FlushCacheReqOutput,
     InitWeightsUpdateGroupReqInput,
@@ -23,6 +23,7 @@ from sglang.srt.managers.control_messages import (
     WeightUpdateOptions,
 )
 from sglang.srt.managers.control_validation import (
+    AbortBody,
     check_abort,
     check_flush_timeout,
     check_group,
@@ -31,7 +32,6 @@ from sglang.srt.managers.control_validation import (
     check_update_options,
     disk_source,
     distributed_source,
-    make_body,
 )
 from sglang.srt.managers.control_validation import check_tags as check_memory_tags
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -51,7 +51,7 @@ def abort(
     manager: TokenizerManager, fields: dict[str, Any], max_label_chars: int
 ) -> Coroutine[Any, Any, int]:
     """`abort_request` with the fields of its body."""
-    body = make_body(AbortReqInput, fields)
+    body = make_body(AbortBody, fields)
     check_abort(body, max_label_chars)
 
     async def work() -> int:

@@ -69,7 +69,7 @@ class EngineRuntime:
     @property
     def private_directory(self) -> Path:
         """A directory for files that only this user may read; it ends with the Engine."""
-        return Path(self._tree.addresses.launcher.removeprefix("ipc://")).parent
+        return self._tree.private_directory
 
     @property
     def info(self) -> SchedulerInfo | None:

@@ -99,17 +99,26 @@ async def read_body(request: Request, max_bytes: int, flag: str = "--max-request
         RequestError: with status 413 if it is longer.
         ClientDisconnect: if the client leaves before its end.
     """
+    return b"".join([part async for part in body_parts(request, max_bytes, flag)])
+
+
+async def body_parts(request: Request, max_bytes: int, flag: str) -> AsyncGenerator[bytes, None]:
+    """The body of a request as it arrives; raises as `read_body` does."""
     too_large = RequestError(None, f"The body is larger than {max_bytes} bytes ({flag}).", 413)
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_bytes:
+    if (declared_bytes(request) or 0) > max_bytes:
         raise too_large
-    parts, size = [], 0
+    size = 0
     async for part in request.stream():
         size += len(part)
         if size > max_bytes:
             raise too_large
-        parts.append(part)
-    return b"".join(parts)
+        yield part
+
+
+def declared_bytes(request: Request) -> int | None:
+    """The size of the body in bytes as the client has declared it, if it has."""
+    declared = request.headers.get("content-length", "")
+    return int(declared) if declared.isdigit() else None
 
 
 async def unless_client_leaves(receive: Receive, work: Awaitable[T]) -> T:

@@ -81,6 +81,7 @@ def _add_generate(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_health(app: FastAPI, state: ServerState) -> None:
+    @app.get("/ping", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """200 if every process is alive and looping."""

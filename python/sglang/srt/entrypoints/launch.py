@@ -90,6 +90,11 @@ class ProcessTree:
             raise LaunchError(f"No directory for sockets: {error}. {TMPDIR_REMEDY}") from None
 
     @property
+    def private_directory(self) -> Path:
+        """A directory that only this user can enter; it ends with the processes."""
+        return Path(self._directory)
+
+    @property
     def pids(self) -> dict[str, int]:
         """Process ids by role."""
         return {role: child.pid for role, child in self._children.items()}

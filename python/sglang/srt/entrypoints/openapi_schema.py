@@ -10,7 +10,6 @@ from fastapi import FastAPI
 
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 from sglang.srt.managers.control_messages import (
-    AbortReqInput,
     CommitWeightUpdateReqInput,
     ContinueGenerationReqInput,
     DestroyWeightsUpdateGroupReqInput,
@@ -22,11 +21,12 @@ from sglang.srt.managers.control_messages import (
     UpdateWeightsFromTensorReqInput,
     UpdateWeightVersionReqInput,
 )
+from sglang.srt.managers.control_validation import AbortBody
 from sglang.srt.managers.io_struct import DetokenizeReqInput, GenerateReqInput, TokenizeReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 BODIES = (
-    AbortReqInput,
+    AbortBody,
     CommitWeightUpdateReqInput,
     CompletionRequest,
     ContinueGenerationReqInput,

@@ -140,6 +140,7 @@ class _Server:
             loop.call_soon_threadsafe(self._on_death, role, code)
 
         tree = ProcessTree(self._args, on_death, self._modules)
+        self._state.private_directory = tree.private_directory
         try:
             channels = FrontendChannels(tree.addresses)
         except LaunchError:

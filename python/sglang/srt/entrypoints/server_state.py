@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from sglang.srt.managers.control_client import ControlClient
 from sglang.srt.managers.control_messages import EngineStatus
@@ -16,12 +18,17 @@ from sglang.srt.server_args import ServerArgs
 
 @dataclass
 class ServerState:
-    """What the routes answer from. `manager` and `scheduler` are set once the server can serve."""
+    """What the routes answer from. `manager` and `scheduler` are set once the server can serve.
+
+    Attributes:
+        private_directory: for files that only this user may read.
+    """
 
     server_args: ServerArgs
     model_config: ModelConfig
     manager: TokenizerManager | None = None
     scheduler: SchedulerInfo | None = None
+    private_directory: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     start_time: float = field(default_factory=time.monotonic)
     startup_time_s: float = 0.0
 
@@ -45,6 +52,11 @@ class ServerState:
     def model_name(self) -> str:
         """The name that clients see."""
         return self.server_args.served_model_name or self.server_args.model_path
+
+    @property
+    def num_kv_slots(self) -> int:
+        """Size of the KV pool in tokens; 0 while the server starts."""
+        return 0 if self.scheduler is None else self.scheduler.max_total_num_tokens
 
     @property
     def weight_version(self) -> str:

@@ -1,17 +1,19 @@
-"""Tensors of this process as a safetensors file that the scheduler reads, in shared memory."""
+"""Weights in a private file that the scheduler reads, in shared memory where that has room."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from sglang.srt.managers.body_parsing import field_error
+from sglang.srt.managers.body_parsing import RequestError, field_error
 from sglang.srt.managers.control_messages import FromFile
+from sglang.srt.managers.request_state import ServiceError
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 NamedTensors: TypeAlias = "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
 SHARED_MEMORY = Path("/dev/shm")
 HEADER_BYTES_PER_TENSOR = 1024  # name, type, shape and offsets, generously
+WRITE_BYTES = 4 << 20  # so much of a body is written at a time, beside the event loop
 
 
 @contextmanager
@@ -39,14 +42,59 @@ def written_tensors(named_tensors: NamedTensors, fallback: Path) -> Iterator[Fro
         tensor.numel() * tensor.element_size() + HEADER_BYTES_PER_TENSOR
         for tensor in tensors.values()
     )
+    with _private_file(num_bytes, fallback) as path:
+        save_file(tensors, path)
+        path.chmod(0o600)
+        yield FromFile(str(path), delete=True)
+
+
+@asynccontextmanager
+async def received_weights(
+    parts: AsyncIterator[bytes], num_bytes: int, fallback: Path
+) -> AsyncIterator[FromFile]:
+    """A file with the bytes that a client sends, only for this user, that is gone after the block.
+
+    Args:
+        parts: the bytes as they arrive; what it raises ends the file too.
+        num_bytes: how many there are at most.
+        fallback: the directory to write to where shared memory is missing or too small.
+
+    Raises:
+        RequestError: if there are no bytes.
+        ServiceError: with status 503 if they cannot be stored.
+    """
+    with ExitStack() as stack:
+        try:
+            path = stack.enter_context(_private_file(num_bytes, fallback))
+            written = await _write_parts(parts, path)
+        except OSError as error:
+            raise ServiceError(f"The weights cannot be stored: {error.strerror}.", 503) from error
+        if not written:
+            raise RequestError(None, "There are no bytes; send those of a safetensors file.")
+        yield FromFile(str(path), delete=True)
+
+
+async def _write_parts(parts: AsyncIterator[bytes], path: Path) -> int:
+    """Writes what arrives in threads, a few MiB at a time; returns the number of bytes."""
+    num_bytes, waiting = 0, bytearray()
+    with path.open("wb") as file:
+        async for part in parts:
+            waiting += part
+            if len(waiting) >= WRITE_BYTES:
+                num_bytes += await asyncio.to_thread(file.write, waiting)
+                waiting = bytearray()
+        return num_bytes + await asyncio.to_thread(file.write, waiting)
+
+
+@contextmanager
+def _private_file(num_bytes: int, fallback: Path) -> Iterator[Path]:
+    """An empty file, only for this user, that is gone after the block."""
     directory = _directory_for(num_bytes, fallback)
     descriptor, name = tempfile.mkstemp(prefix="sglang-weights-", dir=directory)  # mode 0600
     os.close(descriptor)
     path = Path(name)
     try:
-        save_file(tensors, path)
-        path.chmod(0o600)
-        yield FromFile(name, delete=True)
+        yield path
     finally:
         path.unlink(missing_ok=True)
 

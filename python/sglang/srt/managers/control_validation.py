@@ -11,11 +11,9 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
 
-import msgspec
-
-from sglang.srt.managers.body_parsing import RequestError, field_error, shorten, type_error
+from sglang.srt.managers.body_parsing import RequestError, field_error, shorten
+from sglang.srt.managers.control_bodies import make_body, query_fields
 from sglang.srt.managers.control_messages import (
     AbortReqInput,
     FromBytes,
@@ -34,7 +32,6 @@ from sglang.srt.managers.control_messages import (
 from sglang.srt.managers.request_limits import check_encodable
 from sglang.srt.managers.request_validation import check_rid
 
-S = TypeVar("S", bound=msgspec.Struct)
 MODES: dict[str, PauseMode] = {
     "abort": "abort",
     "retract": "retract",
@@ -44,10 +41,10 @@ MODES: dict[str, PauseMode] = {
 }
 BACKENDS = ("gloo", "nccl")
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
-DISK_FORMATS = (None, "auto", "safetensors")
 MAX_PAUSE_S = 86_400.0
 MAX_WAIT_S = 3_600.0
 MAX_LABEL_CHARS = 128
+MAX_MESSAGE_CHARS = 512
 MAX_HOST_CHARS = 253
 MAX_PATH_CHARS = 4_096
 MAX_WORLD_SIZE = 4_096
@@ -61,33 +58,14 @@ SHARED_MEMORY = "/dev/shm"
 SHARED_MEMORY_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
-class DiskUpdateBody(UpdateWeightFromDiskReqInput, kw_only=True):
-    """`/update_weights_from_disk` with what SGLang's clients send and this server does without."""
+class AbortBody(AbortReqInput, kw_only=True):
+    """Body of `/abort_request`.
 
-    load_format: Any = None
-    is_async: Any = None
-    keep_pause: Any = None
-    torch_empty_cache: Any = None
-    token_step: Any = None
-    recapture_cuda_graph: Any = None
+    Attributes:
+        abort_message: what the finish reason of the ended requests says.
+    """
 
-
-class TensorUpdateBody(UpdateWeightsFromTensorReqInput, kw_only=True):
-    """`/update_weights_from_tensor` with the field that is refused by a reason of its own."""
-
-    serialized_named_tensors: Any = None
-
-
-def make_body(struct: type[S], fields: dict[str, Any]) -> S:
-    """A body from Python values, with the type checks that a JSON body gets; None: the default."""
-    for name in fields:
-        if name not in struct.__struct_fields__:
-            raise field_error(shorten(name), "is not a known field")
-    given = {name: value for name, value in fields.items() if value is not None}
-    try:
-        return msgspec.convert(given, struct)
-    except msgspec.ValidationError as error:
-        raise type_error(error) from None
+    abort_message: str | None = None
 
 
 # ---------------------------------------------------------------- pause, abort, flush
@@ -107,12 +85,16 @@ def check_pause(body: PauseGenerationReqInput) -> PauseMode:
     return mode
 
 
-def check_abort(body: AbortReqInput, max_label_chars: int) -> None:
-    """Checks which requests are to be ended."""
-    if body.abort_all:
+def check_abort(body: AbortBody, max_label_chars: int) -> None:
+    """Checks which requests are to be ended. As in SGLang no rid, or an empty one, names none."""
+    if body.abort_message is not None:
+        if len(body.abort_message) > MAX_MESSAGE_CHARS:
+            raise field_error("abort_message", f"must have at most {MAX_MESSAGE_CHARS} characters")
+        check_encodable("abort_message", body.abort_message)
+    if body.abort_all or not (body.rid or body.prefix):
         return
-    if body.rid is None:
-        raise field_error("rid", "give a rid, or abort_all: true")
+    if not body.rid:
+        raise field_error("rid", "give the beginning of a rid, or abort_all: true")
     check_rid(body.rid, "rid", max_label_chars)
 
 
@@ -143,13 +125,7 @@ def check_update_options(options: WeightUpdateOptions) -> None:
 
 def options_of_query(query: Mapping[str, str]) -> WeightUpdateOptions:
     """The options of a body of raw bytes, from the URL; `true` and `false`, or 1 and 0."""
-    for name in query:
-        if name not in WeightUpdateOptions.__struct_fields__:
-            raise field_error(shorten(name), "is not a known query parameter")
-    try:
-        options = msgspec.convert(dict(query), WeightUpdateOptions, strict=False)
-    except msgspec.ValidationError as error:
-        raise type_error(error) from None
+    options = make_body(WeightUpdateOptions, query_fields(query))
     check_update_options(options)
     return options
 
@@ -159,14 +135,6 @@ def disk_source(body: UpdateWeightFromDiskReqInput) -> WeightSource:
     check_update_options(body)
     _check_text("model_path", body.model_path, MAX_PATH_CHARS)
     return FromDirectory(body.model_path)
-
-
-def check_ignored(body: DiskUpdateBody) -> None:
-    """Refuses values of fields that are not looked at if they ask for what there is not."""
-    if body.load_format not in DISK_FORMATS:
-        raise field_error("load_format", "must be auto or safetensors; nothing else is read")
-    if body.is_async not in (None, False):
-        raise field_error("is_async", "must be false: an update is answered when it is done")
 
 
 def tensor_source(body: UpdateWeightsFromTensorReqInput, max_bytes: int) -> WeightSource:
@@ -202,16 +170,6 @@ def bytes_source(data: bytes, max_bytes: int, field: str | None = None) -> Weigh
         message = f"The weights are larger than {most} bytes (--max-weight-bytes)."
         raise RequestError(field, message, 413)
     return FromBytes(data)
-
-
-def refuse_serialized_objects(body: TensorUpdateBody) -> None:
-    """Refuses SGLang's own form of tensors, which only unpickling could read."""
-    if body.serialized_named_tensors is not None:
-        raise field_error(
-            "serialized_named_tensors",
-            "pickle is never read here; send the weights as safetensors: base64 in `safetensors`,"
-            " a file of /dev/shm in `shared_memory`, or raw as application/octet-stream",
-        )
 
 
 def distributed_source(body: UpdateWeightsFromDistributedReqInput) -> WeightSource:

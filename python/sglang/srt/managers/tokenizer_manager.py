@@ -9,7 +9,6 @@ import asyncio
 import functools
 import itertools
 import logging
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -37,6 +36,7 @@ from sglang.srt.managers.request_validation import (
 )
 from sglang.srt.managers.return_options import Returns
 from sglang.srt.managers.sampling_validation import expand_samples
+from sglang.srt.managers.tokenizing import AbortSelector, TokenizingCalls
 from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.tokenizer import Tokenizer
@@ -84,11 +84,12 @@ class TokenizerManager:
         self.limits = limits
         self.draining = False
         self.failure: str | None = None
-        self.control = ControlClient(send, self._abort_all)
+        self.control = ControlClient(send)
         self._send = send
         self._receive = receive
         self._request_log = request_log
         self._req_ids = itertools.count()
+        self._tokenizing = TokenizingCalls()
         self._samples: dict[int, Sample] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -128,40 +129,62 @@ class TokenizerManager:
         call = GenerateCall(is_list=request.is_batch)
         try:
             await self._start(request, call)
-            while not call.finished:
+            is_finished = False
+            while not is_finished:
                 await call.wait_for_news()
                 call.raise_error()
                 # More news may come while a chunk is read, so each is taken only when it is sent.
                 while request.stream and (sample := call.pop_changed()) is not None:
                     yield call.chunk_of(sample)
                     call.raise_error()
+                is_finished = call.finished
             if not request.stream:
                 yield call.answer()
         finally:
             self._leave(call)
 
     async def _start(self, request: CheckedRequest, call: GenerateCall) -> None:
-        """Tokenizes, then sends all samples: none is sent if one prompt is refused."""
-        input_ids = await encode_prompts(request, self.tokenizer, self.limits)
+        """Tokenizes, then sends all samples: none is sent if one prompt is refused.
+
+        Samples that are aborted meanwhile end at once; the scheduler never sees them.
+        """
+        with self._tokenizing.registered(request) as tokenizing:
+            input_ids = await encode_prompts(request, self.tokenizer, self.limits)
         self._refuse_if_closed()
         messages = [
-            (prompt, params, self._message(request, prompt, ids, params))
-            for prompt, ids in zip(request.prompts, input_ids, strict=True)
+            (index, params, self._message(request, prompt, tokenizing.rids[index], ids, params))
+            for index, (prompt, ids) in enumerate(zip(request.prompts, input_ids, strict=True))
             for params in expand_samples(prompt.params_for(len(ids), self.limits))
         ]
-        for prompt, params, message in messages:
+        for index, params, message in messages:
+            prompt = request.prompts[index]
             returns = Returns(prompt.returns, message.input_ids, self._text_of_token)
             sample = call.add_sample(message.req_id, message.rid, returns, params.reports_steps)
             self._samples[sample.req_id] = sample
             sample.log_fields = self._log_fields(request, prompt, params)
         self._idle.clear()
-        for _, _, message in messages:
-            self._send(message)
+        for index, _, message in messages:
+            reason = tokenizing.reason_of(index)
+            if reason is None:
+                self._send(message)
+            else:
+                self._handle_output(self._unsent_output(message, reason))
+
+    def _unsent_output(
+        self, message: TokenizedGenerateReqInput, reason: FinishReason
+    ) -> ReqTextOutput:
+        """The only output of a sample that ends before it is sent."""
+        spans = [(self.control.status.weight_version, 0)]
+        num_tokens = len(message.input_ids)
+        return ReqTextOutput(
+            message.req_id, "", [], reason, num_tokens, 0, 0, 0, weight_spans=spans
+        )
 
     def _message(
         self,
         request: CheckedRequest,
         prompt: CheckedPrompt,
+        rid: str,
         input_ids: list[int],
         params: SamplingParams,
     ) -> TokenizedGenerateReqInput:
@@ -170,7 +193,7 @@ class TokenizerManager:
             params = msgspec.structs.replace(params, stream_interval=UNSTREAMED_INTERVAL)
         return TokenizedGenerateReqInput(
             req_id=next(self._req_ids),
-            rid=prompt.rid or uuid.uuid4().hex,
+            rid=rid,
             input_ids=input_ids,
             sampling_params=params,
             stream=True,
@@ -234,31 +257,25 @@ class TokenizerManager:
             prefix: take every request whose rid begins with `rid`, not only its exact name.
 
         Returns:
-            How many running or waiting samples that concerns.
+            How many samples that concerns: running, waiting, or still being tokenized.
         """
-
-        def is_meant(sample: Sample) -> bool:
-            if abort_all or rid is None:
-                return abort_all
-            return sample.rid.startswith(rid) if prefix else sample.rid == rid
-
-        matching = [sample.req_id for sample in self._samples.values() if is_meant(sample)]
+        selector = AbortSelector(rid, abort_all, prefix)
+        matching = [s.req_id for s in self._samples.values() if selector.means(s.rid)]
         if matching:
             self._send(AbortReq(req_ids=matching, aborted_message=message))
-        return len(matching)
-
-    def _abort_all(self, message: str) -> None:
-        self.abort_request(abort_all=True, message=message)
+        return len(matching) + self._tokenizing.abort(selector, message)
 
     async def drain(self, timeout_s: float, hasten: asyncio.Event) -> None:
-        """Refuses new requests, waits for the running ones, then aborts what is left.
+        """Refuses new requests, waits for the running ones, then aborts what is left; in the end
+        control calls that still wait get 503. While nothing runs there is nothing to wait for.
 
         Args:
             timeout_s: how long running requests may take to finish.
             hasten: ends the waiting early.
         """
         self.draining = True
-        waits = [asyncio.create_task(event.wait()) for event in (self._idle, hasten)]
+        ends = (self._idle, hasten, self.control.frozen)
+        waits = [asyncio.create_task(event.wait()) for event in ends]
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for task in waits:
             task.cancel()
@@ -267,6 +284,7 @@ class TokenizerManager:
                 await asyncio.wait_for(self._idle.wait(), ABORT_TIMEOUT_S)
             except TimeoutError:
                 self.fail_all(SHUTDOWN_MESSAGE)
+        self.control.fail_all(SHUTDOWN_MESSAGE)
 
     def fail_all(self, reason: str) -> None:
         """Gives every waiting client an error, and every later one 503: a process has died."""

@@ -309,6 +309,9 @@ class WeightControl:
     # ---------------------------------------------------------------- groups
 
     def _change_group(self, message: WeightGroupReq) -> None:
+        """Leaving ends what is being received at once; everything else waits for its turn."""
+        if message.join is None and message.group_name in self._groups:
+            self._groups[message.group_name].close()
         work = functools.partial(self._swap_group, message.group_name, message.join)
         text = "Left the group." if message.join is None else "Joined the group."
         self._start(message, work, lambda _: self._answer(message.call_id, "", text))

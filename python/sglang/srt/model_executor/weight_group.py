@@ -123,12 +123,12 @@ class WeightGroup:
         """Name and tensor of each spec, in order, as the trainer broadcasts them.
 
         The specs must say what is sent. More or less of it is an error, except that gloo ends the
-        process if more comes than twice the bytes, or than a spec's with several receivers.
-        Stopping half-way breaks the group.
+        whole process if a tensor has more than twice its announced bytes plus 1 MiB (with several
+        receivers: more than its announced bytes). Stopping half-way breaks the group.
 
         Raises:
             WeightUpdateError: at once if a spec is wrong or the group is closed or broken; later
-                if a tensor does not come, which breaks the group.
+                if a tensor does not come, which breaks the group, or if the group is closed.
         """
         dtypes = _check_specs(specs)
         self._check_usable()

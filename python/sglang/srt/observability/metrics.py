@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from sglang.srt.observability.load import pool_use
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Key of the scheduler's internal state: the metric's name, type and help text.
 METRICS = {
@@ -15,7 +17,6 @@ METRICS = {
     "num_lease_expiries": ("lease_expired_total", "counter", "Pauses ended by their lease."),
     "weight_epoch": ("weight_epoch", "gauge", "Number of the last change of the weights."),
 }
-FREE, CACHED = "available_kv_tokens", "tree_cache_size"
 
 
 def metrics_text(internal_state: Mapping[str, Any], num_slots: int, model_name: str) -> str:
@@ -43,10 +44,10 @@ def _samples(
         if state.get(key) is not None:
             yield name, kind, text, state[key]
     yield "max_total_num_tokens", "gauge", "KV slots of the pool.", num_slots
-    if FREE in state and CACHED in state:
-        used = num_slots - state[FREE] - state[CACHED]
-        yield "num_used_tokens", "gauge", "KV slots of requests, outside the prefix cache.", used
-        yield "token_usage", "gauge", "Share of the pool in these slots.", used / max(num_slots, 1)
+    if (use := pool_use(state, num_slots)) is not None:
+        text = "KV slots of requests, outside the prefix cache."
+        yield "num_used_tokens", "gauge", text, use.num_used_tokens
+        yield "token_usage", "gauge", "Share of the pool in these slots.", use.share
 
 
 def _number(value: int | float) -> str:

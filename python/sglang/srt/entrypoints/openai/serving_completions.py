@@ -103,13 +103,19 @@ class Completion:
             except RequestError as error:
                 raise in_openai_terms(error) from None
         choices = [await self._news(index, result, {}) for index, result in enumerate(results)]
-        yield {**self._base, "choices": choices, "usage": self._usage(results)}
+        usage = self._usage(results)
+        yield {**self._base, "choices": choices, "usage": usage, **_metadata(results)}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yields what is new since the last chunk of a choice, then the usage if wanted."""
+        """Yields what is new since the last chunk of a choice, then the usage if wanted.
+
+        The last chunk of all has the metadata.
+        """
         sent: dict[int, Choice] = {}
         latest: dict[int, dict[str, Any]] = {}
         options = self._request.stream_options
+        gives_usage = options is not None and options.include_usage
+        unfinished = set(range(len(self._prompts) * self._params.n))
         outputs: AsyncGenerator[Any, None] = self._manager.generate(self._checked)
         async with aclosing(outputs):
             try:
@@ -117,11 +123,17 @@ class Completion:
                     index = result["index"]
                     choice = await self._news(index, result, sent)
                     latest[index] = result
-                    yield {**self._base, "choices": [choice]}
+                    if choice["finish_reason"] is not None:
+                        unfinished.discard(index)
+                    is_last = not (unfinished or gives_usage)
+                    metadata = _metadata(_in_order(latest)) if is_last else {}
+                    yield {**self._base, "choices": [choice], **metadata}
             except RequestError as error:
                 raise in_openai_terms(error) from None
-        if options is not None and options.include_usage:
-            yield {**self._base, "choices": [], "usage": self._usage(list(latest.values()))}
+        if gives_usage:
+            results = _in_order(latest)
+            usage = self._usage(results)
+            yield {**self._base, "choices": [], "usage": usage, **_metadata(results)}
 
     async def _news(
         self, index: int, result: dict[str, Any], sent: dict[int, Choice]
@@ -204,3 +216,23 @@ class Completion:
             "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+
+def _in_order(results: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The results of `/generate` by index, as a list."""
+    return [results[index] for index in sorted(results)]
+
+
+def _metadata(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The field `metadata`: the label of the weights of the first choice, as in SGLang, and which
+    weights generated which tokens of each choice. Empty if nothing is known."""
+    metas = [result["meta_info"] for result in results]
+    spans = [
+        {"index": index, **span}
+        for index, meta in enumerate(metas)
+        for span in meta.get("weight_versions", [])
+    ]
+    if not spans:
+        return {}
+    version = next(meta["weight_version"] for meta in metas if "weight_version" in meta)
+    return {"metadata": {"weight_version": version, "weight_versions": spans}}
