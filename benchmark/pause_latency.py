@@ -115,7 +115,7 @@ async def pause_while_prefilling(
     """Seconds: a chunk of prompts (by the first token of prompts that arrive together), the pause
     with such a chunk in flight, the first token after it."""
     start = time.perf_counter()
-    load = Load(engine, params, prompt_len=CHUNK, num_new=200)
+    load = Load(engine, params, prompt_len=CHUNK // 2, num_new=200)
     await load.next_token()
     chunk = time.perf_counter() - start
     await asyncio.sleep(2 * chunk)
