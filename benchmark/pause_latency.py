@@ -47,16 +47,23 @@ class Load:
     """Requests of which the first load: when its tokens come, those of the others come too."""
 
     def __init__(
-        self, engine: sglang.Engine, params: dict[str, Any], prompt_len: int, num_new: int
+        self,
+        engine: sglang.Engine,
+        params: dict[str, Any],
+        prompt_len: int,
+        num_new: int,
+        num_streams: int = 1,
     ) -> None:
         self.num_tokens = 0
         self._news = asyncio.Event()
         wanted = {**params, "max_new_tokens": num_new, "ignore_eos": True}
         prompts = [[100 + (i * j) % 3000 for i in range(prompt_len)] for j in range(NUM_REQUESTS)]
         self._tasks = [
-            asyncio.create_task(self._follow(engine, prompts[0], wanted)),
-            asyncio.create_task(
-                engine.async_generate(input_ids=prompts[1:], sampling_params=wanted)
+            asyncio.create_task(self._follow(engine, prompts[:num_streams], wanted)),
+            *(
+                asyncio.create_task(engine.async_generate(input_ids=rest, sampling_params=wanted))
+                for rest in [prompts[num_streams:]]
+                if rest
             ),
         ]
 
@@ -70,12 +77,13 @@ class Load:
             await self._news.wait()
 
     async def _follow(
-        self, engine: sglang.Engine, prompt: list[int], params: dict[str, Any]
+        self, engine: sglang.Engine, prompts: list[list[int]], params: dict[str, Any]
     ) -> None:
-        stream = await engine.async_generate(input_ids=prompt, sampling_params=params, stream=True)
+        stream = await engine.async_generate(input_ids=prompts, sampling_params=params, stream=True)
         async for chunk in stream:
-            self.num_tokens = len(chunk["output_ids"])
-            self._news.set()
+            if chunk.get("index", 0) == 0:
+                self.num_tokens = len(chunk["output_ids"])
+                self._news.set()
 
     async def end(self, engine: sglang.Engine) -> None:
         await engine.async_abort_request(abort_all=True)
@@ -115,7 +123,7 @@ async def pause_while_prefilling(
     """Seconds: a chunk of prompts (by the first token of prompts that arrive together), the pause
     with such a chunk in flight, the first token after it."""
     start = time.perf_counter()
-    load = Load(engine, params, prompt_len=CHUNK // 2, num_new=200)
+    load = Load(engine, params, prompt_len=CHUNK // 2, num_new=200, num_streams=NUM_REQUESTS)
     await load.next_token()
     chunk = time.perf_counter() - start
     await asyncio.sleep(2 * chunk)
