@@ -44,7 +44,12 @@ CASES = [
 
 
 class Load:
-    """Requests of which the first load: when its tokens come, those of the others come too."""
+    """Requests of which some stream; when tokens of the first come, those of others come too.
+
+    Args:
+        num_streams: one while decoding, as building 64 chunks per step takes a client's time; all
+            where they must arrive together.
+    """
 
     def __init__(
         self,
