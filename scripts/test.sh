@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Runs the CPU suite, after the set-up if that is needed. Extra arguments go to pytest; a path or a
-# test id among them replaces the whole suite: bash scripts/test.sh test/unit/test_code_shape.py -x
+# Runs the CPU suite, two files at a time, after the set-up if that is needed. Extra arguments go to
+# pytest; a path or a test id among them replaces the whole suite, and runs in one process:
+# bash scripts/test.sh test/unit/test_code_shape.py -x
 set -euo pipefail
 # shellcheck source=scripts/_setup_venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/_setup_venv.sh"
 setup_venv 1 3
 
-TARGETS=(test/unit test/e2e)
+TARGETS=(test/unit test/e2e -n 2 --dist loadfile)
 cd "$ROOT"
 for argument in "$@"; do
     case "$argument" in
