@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 PAUSE_ABORT_MESSAGE = "The request was aborted by a pause."
 LEASE_ABORT_MESSAGE = "The request was aborted: the lease of a pause has run out."
 CONFLICT = 409
+COUNTS = ("running", "retracted", "aborted", "queued", "finished")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ class PauseController:
         lifecycle, before = self._lifecycle, call.before
         counts = lifecycle.counts
         num_aborted = counts.num_aborted - before.num_aborted
-        fields = {
+        fields: dict[str, Any] = {
             "mode": call.message.mode,
             "epoch": call.epoch,
             "running": len(lifecycle.running),
@@ -171,6 +172,9 @@ class PauseController:
             "queued": len(lifecycle.waiting),
             "finished": counts.num_ended - before.num_ended - num_aborted,
         }
+        if not refusal:
+            shown = ", ".join(f"{fields[name]} {name}" for name in COUNTS)
+            logger.info("Generation paused (%s, pause %d): %s.", fields["mode"], call.epoch, shown)
         self._reply(
             ControlReply(
                 call_id=call.message.call_id,
@@ -202,6 +206,8 @@ class PauseController:
         )
 
     def _resume(self) -> None:
+        if self._state.pause_mode is not None:
+            logger.info("Generation continues after pause %d.", self.epoch)
         self._state.pause_mode = None
         self._lease = None
         self._stop_draining()

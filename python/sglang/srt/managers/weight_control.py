@@ -245,6 +245,12 @@ class WeightControl:
         self._lifecycle.ledger.begin_epoch()
         if update.weight_version is not None:
             self._lifecycle.set_weight_version(update.weight_version)
+        logger.info(
+            "Weights updated: %d tensors, version %r, epoch %d.",
+            len(update.staged),
+            self._lifecycle.weight_version,
+            self._lifecycle.ledger.epoch,
+        )
         fields = {"num_tensors": len(update.staged), **self._flush(message.flush_cache)}
         self._answer(message.call_id, "", "Weights updated.", staged=False, **fields)
         return True

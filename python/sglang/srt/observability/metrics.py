@@ -13,7 +13,7 @@ METRICS = {
     "engine_paused": ("paused", "gauge", "1 while generation is paused, 0 otherwise."),
     "running_batch_size": ("num_running_reqs", "gauge", "Requests that run."),
     "waiting_queue_size": ("num_queue_reqs", "gauge", "Requests that wait."),
-    "pause_epoch": ("pause_epoch", "gauge", "Number of the last pause or continue."),
+    "pause_epoch": ("pause_epoch", "gauge", "Number of the present pause, or of the last one."),
     "num_lease_expiries": ("lease_expired_total", "counter", "Pauses ended by their lease."),
     "weight_epoch": ("weight_epoch", "gauge", "Number of the last change of the weights."),
 }
