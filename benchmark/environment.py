@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+import sglang
+
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("sglang-adaptive", "torch", "transformers", "numpy")
+PACKAGES = ("torch", "triton", "transformers", "numpy")
+GPU_FIELDS = "name,driver_version,memory.total"
 
 
 def describe_environment() -> dict[str, Any]:
@@ -25,15 +29,50 @@ def describe_environment() -> dict[str, Any]:
             "cores": os.cpu_count(),
             "memory_gb": round(psutil.virtual_memory().total / 2**30),
             "system": f"{platform.system()} {platform.machine()}",
+            **_gpus(),
         },
         "commit": _git("rev-parse", "HEAD") or "unknown",
         "dirty": bool(_git("status", "--porcelain", "--", ":!benchmark/results", ":!README.md")),
         "command": _command(),
         "versions": {
             "python": platform.python_version(),
-            **{package: version(package) for package in PACKAGES},
+            "sglang-adaptive": sglang.__version__,
+            **_package_versions(),
+            **_cuda_version(),
         },
     }
+
+
+def _package_versions() -> dict[str, str]:
+    """Of those that are installed: a CPU needs no Triton."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def _cuda_version() -> dict[str, str]:
+    """The CUDA that torch was built for; nothing where torch is for CPUs only."""
+    import torch
+
+    return {"cuda": torch.version.cuda} if torch.version.cuda else {}
+
+
+def _gpus() -> dict[str, Any]:
+    """GPU, how many, memory and driver, asked of the driver: torch would set up a context."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    command = ["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = result.stdout.strip().splitlines()
+    if result.returncode != 0 or not lines:
+        return {}
+    name, driver, memory_mib = (field.strip() for field in lines[0].split(","))
+    gpu = {"gpu": name, "gpus": len(lines), "driver": driver}
+    return {**gpu, "gpu_memory_gb": round(float(memory_mib) / 1024)}
 
 
 def _cpu_model() -> str:

@@ -294,16 +294,22 @@ def make_random_model(
 
 
 def make_runner(
-    path: Path, setup: Setup, context_len: int = CONTEXT_LEN, max_decode_rows: int = 1
+    path: Path,
+    setup: Setup,
+    context_len: int = CONTEXT_LEN,
+    max_decode_rows: int = 1,
+    device: str = "cpu",
+    attention_backend: str = "torch_native",
+    dtype: str = "float32",
 ) -> ModelRunner:
-    """A runner over the model at `path`, on the CPU in float32."""
+    """A runner over the model at `path`."""
     return ModelRunner(
         ExecutionConfig(
             model=load_model_config(str(path)),
             load_format="auto",
-            device="cpu",
-            dtype="float32",
-            attention_backend="torch_native",
+            device=device,
+            dtype=dtype,
+            attention_backend=attention_backend,
             page_size=setup.page_size,
             max_total_tokens=setup.num_pages * setup.page_size,
             max_running_requests=setup.max_running_requests,
@@ -328,6 +334,7 @@ def make_mtp_worker(
 ) -> MTPWorker:
     """The worker that predicts up to MTP_MAX_K tokens per step, over a runner with rows for it."""
     num_rows = runner.req_to_token_pool.req_to_token.shape[0]
-    state = RequestRows(num_rows, MTP_MAX_K, runner.vocab_size, "cpu")
+    device = str(runner.req_to_token_pool.req_to_token.device)
+    state = RequestRows(num_rows, MTP_MAX_K, runner.vocab_size, device)
     settings = MTPConfig(mask_token_id=mask_token_id, max_k=MTP_MAX_K, **config)
     return MTPWorker(runner, state, settings, policy or FullLength())

@@ -81,6 +81,27 @@ class OneBatch:
 
     def run(self, prompts: list[list[int]], output_len: int) -> BatchTimes:
         """Runs the batch to its end."""
+        self._submit(prompts, output_len)
+        start = time.perf_counter()
+        while not all(self._outputs.values()):
+            self._scheduler.event_loop_normal()
+        prefill, decode = time.perf_counter() - start, []
+        while not self._scheduler.lifecycle.is_idle:
+            start = time.perf_counter()
+            self._scheduler.event_loop_normal()
+            decode.append(time.perf_counter() - start)
+        return BatchTimes(prefill, decode, self._outputs)
+
+    def wall_s(self, prompts: list[list[int]], output_len: int) -> float:
+        """Seconds from the first to the last step of the batch, steps overlapping."""
+        self._submit(prompts, output_len)
+        start = time.perf_counter()
+        ongoing = self._scheduler.event_loop_overlap(None)
+        while ongoing is not None or not self._scheduler.lifecycle.is_idle:
+            ongoing = self._scheduler.event_loop_overlap(ongoing)
+        return time.perf_counter() - start
+
+    def _submit(self, prompts: list[list[int]], output_len: int) -> None:
         params = SamplingParams(temperature=0.0, max_new_tokens=output_len, ignore_eos=True)
         self._outputs = {}
         for prompt in prompts:
@@ -95,15 +116,6 @@ class OneBatch:
                 )
             )
             self._next_id += 1
-        start = time.perf_counter()
-        while not all(self._outputs.values()):
-            self._scheduler.event_loop_normal()
-        prefill, decode = time.perf_counter() - start, []
-        while not self._scheduler.lifecycle.is_idle:
-            start = time.perf_counter()
-            self._scheduler.event_loop_normal()
-            decode.append(time.perf_counter() - start)
-        return BatchTimes(prefill, decode, self._outputs)
 
     def _collect(self, message: Any) -> None:
         if isinstance(message, BatchTokenIDOutput):

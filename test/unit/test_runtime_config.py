@@ -18,6 +18,7 @@ from sglang.srt.registry import ATTENTION_BACKENDS, MODELS, Registry
 from sglang.srt.runtime_config import (
     CPU_KV_MAX_BYTES,
     CPU_KV_SHARE,
+    GPU_STATIC_SHARE,
     MAX_CPU_THREADS,
     ConfigError,
     RuntimeConfig,
@@ -176,10 +177,21 @@ def test_more_context_than_the_model_has_is_refused_with_its_limit(model: ModelC
     assert "512" in message
 
 
-def test_a_device_without_a_backend_is_refused_with_the_remedy(model: ModelConfig) -> None:
+def test_a_gpu_that_is_not_there_is_refused_with_the_remedy(model: ModelConfig) -> None:
     message = refusal(model, device="cuda")
     assert "--device cuda" in message
     assert "--device cpu" in message
+
+
+def test_a_gpu_is_used_where_there_is_one(model: ModelConfig) -> None:
+    platform = dataclasses.replace(PLATFORM, device="cuda", device_name="a GPU")
+    execution = resolved(model, platform).execution
+    assert (execution.device, execution.dtype) == ("cuda", model.dtype)
+    assert execution.kv_budget_bytes is None
+    assert execution.static_memory_share == GPU_STATIC_SHARE
+    asked = resolved(model, platform, device="cpu", mem_fraction_static=0.5).execution
+    assert (asked.device, asked.dtype) == ("cpu", "float32")
+    assert asked.kv_budget_bytes == 4 * GIB
 
 
 def test_an_unknown_attention_backend_is_refused_with_the_known_ones(model: ModelConfig) -> None:

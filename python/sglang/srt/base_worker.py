@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from sglang.srt.device_copies import HostCopy
 from sglang.srt.layers.logit_adjustments import RowAdjustments
 from sglang.srt.layers.logprobs import HostLogprobs, LogprobQueries, LogprobTensors
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
@@ -183,6 +184,8 @@ class GenerationBatchResult:
         prompt_logprobs: answers to `LogprobPlan.prompts`.
         hidden_states: [len(ScheduleBatch.hidden_rows), hidden_size] float32.
         fed: what was fed, where the worker was asked to say so.
+
+    The copy to the host begins when this is made.
     """
 
     next_token_ids: torch.Tensor
@@ -193,18 +196,25 @@ class GenerationBatchResult:
     hidden_states: torch.Tensor | None = None
     fed: FedRows | None = None
 
+    _copy: HostCopy = field(init=False)
+
+    def __post_init__(self) -> None:
+        copy = HostCopy((self.next_token_ids, self.accept_lens, self.kept_lens))
+        object.__setattr__(self, "_copy", copy)
+
     @property
     def is_ready(self) -> bool:
         """Whether `read` would return at once: a CPU computes while it launches."""
-        return self.next_token_ids.device.type == "cpu"
+        return self._copy.is_ready
 
     def read(self) -> HostResult:
         """Waits for the step and returns its outcome."""
         emitted, prompts, hidden = self.emitted_logprobs, self.prompt_logprobs, self.hidden_states
+        token_ids, accept_lens, kept_lens = self._copy.read()
         return HostResult(
-            self.next_token_ids.tolist(),
-            self.accept_lens.tolist(),
-            self.kept_lens.tolist(),
+            token_ids.tolist(),
+            accept_lens.tolist(),
+            kept_lens.tolist(),
             None if emitted is None else emitted.read(),
             None if prompts is None else prompts.read(),
             [] if hidden is None else hidden.tolist(),

@@ -37,10 +37,10 @@ class Platform:
         )
 
 
-def free_device_bytes(device: str) -> int:
-    """Unused memory of an accelerator."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free
+def static_bytes_left(device: str, share: float) -> int:
+    """What is left of `share` of an accelerator's memory, after all that is in use now."""
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * share) - (total - free)
 
 
 def _available_host_bytes() -> int:

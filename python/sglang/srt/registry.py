@@ -35,7 +35,10 @@ class Registry:
 
 ATTENTION_BACKENDS = Registry(
     "attention backend",
-    {"torch_native": "sglang.srt.layers.attention.torch_native_backend:TorchNativeBackend"},
+    {
+        "torch_native": "sglang.srt.layers.attention.torch_native_backend:TorchNativeBackend",
+        "triton": "sglang.srt.layers.attention.triton_backend:TritonBackend",
+    },
 )
 MODELS = Registry(
     "model architecture",

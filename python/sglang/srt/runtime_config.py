@@ -18,9 +18,11 @@ from sglang.srt.platform import Platform
 from sglang.srt.registry import ATTENTION_BACKENDS
 from sglang.srt.server_args import ServerArgs
 
+GPU_STATIC_SHARE = 0.88  # of the GPU's memory for weights and KV, without --mem-fraction-static
 CPU_KV_SHARE = 0.1  # of the available host memory, without --mem-fraction-static
 CPU_KV_MAX_BYTES = 1 << 30  # likewise
 MAX_CPU_THREADS = 16
+DEFAULT_BACKENDS = {"cpu": "torch_native", "cuda": "torch_native"}
 
 
 class ConfigError(ValueError):
@@ -62,13 +64,14 @@ def resolve(
         load_format=args.load_format,
         device=device,
         dtype=_dtype(args, model, device),
-        attention_backend=_attention_backend(args),
+        attention_backend=_attention_backend(args, device),
         page_size=args.page_size,
         max_total_tokens=args.max_total_tokens,
         max_running_requests=args.max_running_requests,
         context_len=context_len,
         row_width=context_len + 2 * max_decode_rows,
-        kv_budget_bytes=_kv_budget(args, platform),
+        kv_budget_bytes=_host_kv_budget(args, platform) if device == "cpu" else None,
+        static_memory_share=args.mem_fraction_static or GPU_STATIC_SHARE,
         num_threads=args.num_threads or min(platform.num_cores, MAX_CPU_THREADS),
     )
     scheduler = SchedulerConfig(
@@ -130,10 +133,11 @@ def _check_sizes(args: ServerArgs) -> None:
 
 def _device(args: ServerArgs, platform: Platform) -> str:
     if args.device == "auto":
-        return "cpu"
-    if args.device == "cuda":
+        return platform.device
+    if args.device == "cuda" and platform.device != "cuda":
         raise ConfigError(
-            "--device cuda: this version has no GPU attention backend yet; use --device cpu."
+            "--device cuda: torch finds no GPU here; install a torch with CUDA and check"
+            " `nvidia-smi`, or use --device cpu."
         )
     return args.device
 
@@ -155,8 +159,8 @@ def _dtype(args: ServerArgs, model: ModelConfig, device: str) -> str:
     return "float32" if device == "cpu" else model.dtype
 
 
-def _attention_backend(args: ServerArgs) -> str:
-    name = args.attention_backend or "torch_native"
+def _attention_backend(args: ServerArgs, device: str) -> str:
+    name = args.attention_backend or DEFAULT_BACKENDS[device]
     if name not in ATTENTION_BACKENDS.names:
         known = ", ".join(ATTENTION_BACKENDS.names)
         raise ConfigError(f"--attention-backend {name!r} is unknown; known: {known}.")
@@ -184,7 +188,7 @@ def _mtp(args: ServerArgs, model: ModelConfig, environ: Environ, device: str) ->
     )
 
 
-def _kv_budget(args: ServerArgs, platform: Platform) -> int:
+def _host_kv_budget(args: ServerArgs, platform: Platform) -> int:
     """Bytes for the KV pool on a CPU."""
     available = platform.available_host_bytes
     if args.mem_fraction_static is not None:

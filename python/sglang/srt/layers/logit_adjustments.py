@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang.srt.device_copies import to_device
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 
@@ -66,7 +67,7 @@ class LogitAdjustments:
         self._used_rows.add(row)
         params = wanted.params
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        self._penalties[row] = torch.tensor(penalties, device=self._device)
+        self._penalties[row] = to_device(penalties, self._device)
         self._set_counts(row, wanted.output_ids if params.has_penalties else None)
         bias = params.logit_bias or {}
         self._bias.set(row, [int(key) for key in bias], list(bias.values()))
@@ -118,8 +119,8 @@ class LogitAdjustments:
             self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
         self._counts[row] = 0
         if output_ids:
-            tokens = torch.tensor(output_ids, device=self._device)
-            self._counts[row] = torch.bincount(tokens, minlength=self._vocab_size).int()
+            tokens = to_device(output_ids, self._device)
+            self._counts[row].scatter_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
 
 
 class _SparseRows:
@@ -138,8 +139,8 @@ class _SparseRows:
         self._ids[row] = 0
         self._values[row] = 0.0
         if ids:
-            self._ids[row, : len(ids)] = torch.tensor(ids, device=self._ids.device)
-            self._values[row, : len(ids)] = torch.tensor(values, device=self._ids.device)
+            self._ids[row, : len(ids)] = to_device(ids, self._ids.device)
+            self._values[row, : len(ids)] = to_device(values, self._ids.device)
 
     def add_to(
         self, logits: torch.Tensor, rows: torch.Tensor, where: torch.Tensor | None = None

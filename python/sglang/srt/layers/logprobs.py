@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang.srt.device_copies import to_device
+
 MAX_ROWS_AT_ONCE = 256  # bounds the memory of a long prompt's logits: rows x vocabulary
 
 
@@ -64,7 +66,7 @@ def query_logprobs(
     top = logprobs.topk(queries.top_num, dim=-1)
     width = max(map(len, queries.token_ids), default=0)
     padded = [ids + [0] * (width - len(ids)) for ids in queries.token_ids]
-    ids = torch.tensor(padded, dtype=torch.int64, device=logprobs.device)
+    ids = to_device(padded, logprobs.device, torch.int64)
     return LogprobTensors(
         target=logprobs.gather(1, targets[:, None]).squeeze(1),
         top_values=top.values,
@@ -89,7 +91,7 @@ def query_prompt_logprobs(
     for start in range(0, len(targets), MAX_ROWS_AT_ONCE):
         end = start + MAX_ROWS_AT_ONCE
         logprobs = torch.log_softmax(compute_logits(hidden[start:end]), dim=-1)
-        wanted = torch.tensor(targets[start:end], device=hidden.device)
+        wanted = to_device(targets[start:end], hidden.device)
         part = LogprobQueries(queries.top_num, queries.token_ids[start:end])
         parts.append(query_logprobs(logprobs, wanted, part))
     width = max(part.chosen.shape[1] for part in parts)

@@ -13,6 +13,7 @@ from sglang.srt.base_worker import (
     ScheduleBatch,
     StepWidth,
 )
+from sglang.srt.device_copies import to_device
 from sglang.srt.layers.logprobs import LogprobTensors, query_logprobs
 from sglang.srt.layers.sampler import SamplingRows, sample
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -42,7 +43,7 @@ class TpModelWorker:
         self._runner = runner
         self._table = runner.req_to_token_pool
         self._state = state
-        self._suppressed = list(suppressed_token_ids)
+        self._suppressed = to_device(suppressed_token_ids, state.committed.device, torch.int64)
 
     def step_width(self, params: SamplingParams) -> StepWidth:
         return PLAIN_WIDTH
@@ -60,17 +61,16 @@ class TpModelWorker:
         state.committed[inputs.rows] = inputs.kv_lens
         device = inputs.rows.device
         rows, positions, last = inputs.rows, inputs.kv_lens, hidden
-        if not all(batch.emits):
-            emits = torch.tensor(batch.emits, device=device)
-            rows, positions = rows[emits], positions[emits]
-        if len(hidden) > len(rows):
-            emitting = [(i, q_lens[i] - 1) for i, emits in enumerate(batch.emits) if emits]
-            last = hidden[flat_rows(emitting, q_lens)]
+        emitting = [(i, q_lens[i] - 1) for i, emits in enumerate(batch.emits) if emits]
+        if len(emitting) < len(q_lens):
+            indices = to_device([i for i, _ in emitting], device, torch.int64)
+            rows, positions = rows[indices], positions[indices]
+        if len(hidden) > len(emitting):
+            last = hidden[flat_rows(emitting, q_lens, device)]
         logits = self._runner.compute_logits(last)
         if batch.adjusts_logits:
             state.adjustments.apply(logits, rows, positions)
-        if self._suppressed:
-            logits[:, self._suppressed] = float("-inf")
+        logits.index_fill_(1, self._suppressed, float("-inf"))
         sampling = state.sampling(rows, positions, batch.all_greedy)
         tokens = sample(logits, sampling)
         state.pending[rows, 0] = tokens
@@ -82,8 +82,8 @@ class TpModelWorker:
             prompts = prompt_logprobs(batch.logprobs, hidden, q_lens, self._runner.compute_logits)
         return GenerationBatchResult(
             next_token_ids=state.pending[inputs.rows, :1],
-            accept_lens=torch.tensor(batch.emits, dtype=torch.int64, device=device),
-            kept_lens=torch.tensor(q_lens, dtype=torch.int64, device=device),
+            accept_lens=to_device(batch.emits, device, torch.int64),
+            kept_lens=to_device(q_lens, device, torch.int64),
             emitted_logprobs=emitted,
             prompt_logprobs=prompts,
             hidden_states=hidden_states(batch, hidden, q_lens),
@@ -104,6 +104,6 @@ class TpModelWorker:
         if not plan.emitting:
             return None
         places = list(itertools.accumulate(batch.emits, initial=0))
-        wanted = [places[i] for i in plan.emitting]
+        wanted = to_device([places[i] for i in plan.emitting], logits.device, torch.int64)
         logprobs = torch.log_softmax(sampling.scale(logits)[wanted], dim=-1)
         return query_logprobs(logprobs, tokens[wanted], plan.emitted)

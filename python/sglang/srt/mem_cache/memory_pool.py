@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from sglang.srt.device_copies import to_device
+
 
 class ReqToTokenPool:
     """Slot of each token of each running request.
@@ -21,8 +23,7 @@ class ReqToTokenPool:
         """Sets req_to_token[rows[i], columns[i]] = slots[i]."""
         if not rows:
             return
-        device = self.req_to_token.device
-        index = torch.tensor([rows, columns, slots], device=device)
+        index = to_device([rows, columns, slots], self.req_to_token.device)
         self.req_to_token[index[0], index[1]] = index[2].to(torch.int32)
 
 

@@ -7,6 +7,7 @@ import itertools
 import torch
 
 from sglang.srt.base_worker import RowRef, ScheduleBatch
+from sglang.srt.device_copies import to_device
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.request_rows import RequestRows
@@ -34,13 +35,13 @@ def build_forward_batch(
     feed `lookahead_token`.
     """
     device = table.req_to_token.device
-    rows = torch.tensor(batch.rows, device=device)
+    rows = to_device(batch.rows, device)
     committed = state.committed[rows]
     if max(q_lens) == 1 and not batch.host_tokens:
         positions, input_ids = committed, state.pending[rows, 0]
         slots, kv_lens = table.req_to_token[rows, positions], committed + 1
     else:
-        lens = torch.tensor(q_lens, device=device)
+        lens = to_device(q_lens, device)
         request = torch.repeat_interleave(lens, output_size=sum(q_lens))
         offsets = torch.arange(request.shape[0], device=device) - (lens.cumsum(0) - lens)[request]
         positions = committed[request] + offsets
@@ -73,14 +74,19 @@ def _input_ids(
     pending = state.pending[rows, offsets.clamp(max=last)]
     input_ids = torch.where(offsets < state.pending_lens[rows], pending, lookahead_token)
     if batch.host_tokens:
-        kinds = zip(q_lens, num_host, strict=True)
-        runs = ([True] * host + [False] * (q_len - host) for q_len, host in kinds)
-        from_host = torch.tensor(list(itertools.chain.from_iterable(runs)), device=rows.device)
-        input_ids[from_host] = torch.tensor(batch.host_tokens, device=rows.device)
+        starts = itertools.accumulate(q_lens, initial=0)
+        runs = (range(start, start + host) for start, host in zip(starts, num_host, strict=False))
+        from_host = to_device(list(itertools.chain.from_iterable(runs)), rows.device)
+        input_ids[from_host] = to_device(batch.host_tokens, rows.device)
     return input_ids
 
 
-def flat_rows(refs: list[RowRef], q_lens: list[int]) -> list[int]:
-    """Indices among the T rows of a step; an offset past a request's last row gives the last."""
+def flat_rows(refs: list[RowRef], q_lens: list[int], device: torch.device) -> torch.Tensor:
+    """Indices among the T rows of a step; an offset past a request's last row gives the last.
+
+    Returns:
+        [len(refs)] int64.
+    """
     starts = list(itertools.accumulate(q_lens, initial=0))
-    return [starts[i] + min(offset, q_lens[i] - 1) for i, offset in refs]
+    indices = [starts[i] + min(offset, q_lens[i] - 1) for i, offset in refs]
+    return to_device(indices, device, torch.int64)

@@ -12,6 +12,7 @@ from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_loader import load_model
 from sglang.srt.model_executor.weight_store import WeightStore
+from sglang.srt.platform import static_bytes_left
 from sglang.srt.registry import ATTENTION_BACKENDS
 
 
@@ -23,7 +24,8 @@ class ExecutionConfig:
         dtype: name of the torch type of weights and KV.
         row_width: tokens that a row of the request-to-token table holds: the context plus twice
             the rows of the widest step.
-        kv_budget_bytes: memory for the KV pool.
+        kv_budget_bytes: memory for the KV pool; None for what the weights leave of
+            `static_memory_share` of the device's memory.
         num_threads: torch threads of a CPU.
     """
 
@@ -37,8 +39,9 @@ class ExecutionConfig:
     max_running_requests: int
     context_len: int
     row_width: int
-    kv_budget_bytes: int
+    kv_budget_bytes: int | None
     num_threads: int
+    static_memory_share: float = 0.0
 
 
 class ModelRunner:
@@ -63,8 +66,11 @@ class ModelRunner:
         self.weights = WeightStore(self.model, model)
         num_values = 2 * model.num_layers * model.num_kv_heads * model.head_dim
         self.kv_bytes_per_token = num_values * dtype.itemsize
+        budget = config.kv_budget_bytes
+        if budget is None:
+            budget = static_bytes_left(config.device, config.static_memory_share)
         self.num_pages = KVSizing(
-            available_bytes=config.kv_budget_bytes,
+            available_bytes=budget,
             bytes_per_token=self.kv_bytes_per_token,
             page_size=config.page_size,
             wished_tokens=config.max_total_tokens,
@@ -85,14 +91,15 @@ class ModelRunner:
             config.device,
         )
         self.attention = backend(self.req_to_token_pool, self.kv_pool, self.model.windows)
-        self._threads = HostThreads(config.num_threads)
+        self._threads = HostThreads(config.num_threads) if config.device == "cpu" else None
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [T, hidden_size] after the last norm."""
         assert not self.weights.is_released, "A step without weights."
         assert not self.kv_pool.is_released, "A step without a KV pool."
-        self._threads.use_for(batch.input_ids.shape[0])
+        if self._threads is not None:
+            self._threads.use_for(batch.input_ids.shape[0])
         self.attention.plan(batch)
         return self.model(batch, self.attention)
 

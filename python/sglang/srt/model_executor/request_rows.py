@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.base_worker import NewRow
+from sglang.srt.device_copies import to_device
 from sglang.srt.layers.logit_adjustments import LogitAdjustments
 from sglang.srt.layers.sampler import SamplingRows
 
@@ -44,13 +45,13 @@ class RequestRows:
             floats.append(
                 (0.0 if params.is_greedy else params.temperature, params.top_p, params.min_p)
             )
-        values = torch.tensor(integers, dtype=torch.int64, device=self._device)
+        values = to_device(integers, self._device, torch.int64)
         rows = values[:, 0]
         self.committed[rows] = values[:, 1]
         self.pending_lens[rows] = 1
         self._seeds[rows] = values[:, 2]
         self._top_k[rows] = values[:, 3]
-        self._floats[rows] = torch.tensor(floats, dtype=torch.float32, device=self._device)
+        self._floats[rows] = to_device(floats, self._device, torch.float32)
 
     def sampling(
         self, rows: torch.Tensor, positions: torch.Tensor, all_greedy: bool

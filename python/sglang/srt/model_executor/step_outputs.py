@@ -17,7 +17,7 @@ def hidden_states(
     """Those of `batch.hidden_rows` out of hidden [T, D]: [H, D] float32; None for none."""
     if not batch.hidden_rows:
         return None
-    return hidden[flat_rows(batch.hidden_rows, q_lens)].float()
+    return hidden[flat_rows(batch.hidden_rows, q_lens, hidden.device)].float()
 
 
 def prompt_logprobs(
@@ -29,5 +29,5 @@ def prompt_logprobs(
     """Of prompt tokens, in the model's own distribution; hidden [T, D]."""
     if not plan.prompt_rows:
         return None
-    rows = flat_rows(plan.prompt_rows, q_lens)
+    rows = flat_rows(plan.prompt_rows, q_lens, hidden.device)
     return query_prompt_logprobs(hidden[rows], compute_logits, plan.prompt_targets, plan.prompts)

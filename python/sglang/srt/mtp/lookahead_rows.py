@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.base_worker import NewRow, ScheduleBatch
+from sglang.srt.device_copies import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,11 @@ class LookaheadRows:
             self.host_thresholds[new.row] = params.mtp_threshold
             self.is_lossless[new.row] = params.mtp_verify or not params.mtp_enabled
         places = [new.row for new in new_rows]
-        rows = torch.tensor(places, device=self._device)
+        rows = to_device(places, self._device)
         thresholds = [self.host_thresholds[row] for row in places]
-        self.thresholds[rows] = torch.tensor(thresholds, device=self._device)
+        self.thresholds[rows] = to_device(thresholds, self._device)
         lossless = [self.is_lossless[row] for row in places]
-        self.is_verified[rows] = torch.tensor(lossless, device=self._device)
+        self.is_verified[rows] = to_device(lossless, self._device)
 
     def plan(
         self, batch: ScheduleBatch, limits: list[int], longest_pending: int | None

@@ -23,6 +23,7 @@ from sglang.srt.base_worker import (
     ScheduleBatch,
     StepWidth,
 )
+from sglang.srt.device_copies import to_device
 from sglang.srt.layers.logit_adjustments import ExtraTokens
 from sglang.srt.layers.logprobs import LogprobQueries, LogprobTensors, query_logprobs
 from sglang.srt.layers.sampler import SamplingRows, sample
@@ -82,7 +83,7 @@ class _Reads:
 
     def dense(self, values: torch.Tensor, width: int) -> torch.Tensor:
         """[S] -> [R, width]; past a request's rows stands something of another's."""
-        starts = torch.tensor(self.starts[:-1], device=values.device)
+        starts = to_device(self.starts[:-1], values.device)
         columns = torch.arange(width, device=values.device)
         return values[(starts[:, None] + columns).clamp(max=len(values) - 1)]
 
@@ -196,15 +197,15 @@ class MTPWorker:
         """A verified request's rows from its first pending token on, all others' from their last
         certain token on."""
         device = inputs.rows.device
-        num_read = torch.tensor(lengths.num_read, device=device)
+        num_read = to_device(lengths.num_read, device)
         starts = list(itertools.accumulate(lengths.num_read, initial=0))
         request = torch.repeat_interleave(num_read, output_size=starts[-1])
         offset = torch.arange(starts[-1], device=device) - (num_read.cumsum(0) - num_read)[request]
-        host = torch.tensor(batch.num_host_tokens, device=device)
+        host = to_device(batch.num_host_tokens, device)
         pending_lens = self._state.pending_lens[inputs.rows]
         first = torch.where(self._lookahead.is_verified[inputs.rows], 0, pending_lens - 1)
         first = torch.where(host > 0, host - 1, first)
-        q_lens = torch.tensor(lengths.q_lens, device=device)
+        q_lens = to_device(lengths.q_lens, device)
         index = (q_lens.cumsum(0) - q_lens + first)[request] + offset
         return _Reads(request, offset, index, inputs.positions[index] + 1, starts)
 
@@ -251,11 +252,11 @@ class MTPWorker:
             pending=self._state.pending[rows],
             pending_lens=self._state.pending_lens[rows],
             is_verified=self._lookahead.is_verified[rows],
-            num_predicted=torch.tensor(lengths.num_predicted, device=device),
+            num_predicted=to_device(lengths.num_predicted, device),
         )
         outcome = accept(readings)
-        host = torch.tensor(batch.num_host_tokens, device=device)
-        emits = torch.tensor(batch.emits, device=device)
+        host = to_device(batch.num_host_tokens, device)
+        emits = to_device(batch.emits, device)
         return Acceptance(
             accept_lens=outcome.accept_lens * emits,
             kept_lens=torch.where(host > 0, host, outcome.kept_lens),
@@ -294,7 +295,8 @@ def _emitted_logprobs(
     if not plan.emitting:
         return None
     last = len(tokens) - 1
-    wanted = [min(reads.starts[i] + j, last) for i in plan.emitting for j in range(width)]
+    places = [min(reads.starts[i] + j, last) for i in plan.emitting for j in range(width)]
+    wanted = to_device(places, logits.device)
     logprobs = torch.log_softmax(sampling.scale(logits)[wanted], dim=-1)
     token_ids = [ids for ids in plan.emitted.token_ids for _ in range(width)]
     return query_logprobs(logprobs, tokens[wanted], LogprobQueries(plan.emitted.top_num, token_ids))

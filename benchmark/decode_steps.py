@@ -1,0 +1,120 @@
+"""How long is a decode step? Milliseconds by batch size, random weights in a large geometry.
+
+(wall(256 new tokens) - wall(1 new token)) / 255, median of several runs; 128 tokens in, greedy, no
+radix cache, steps overlapping, all in one process. Default geometry: Llama-3.1-8B.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from environment import describe_environment
+from tqdm import tqdm
+
+from sglang.bench_one_batch import OneBatch
+from sglang.srt.server_args import ServerArgs
+
+RESULT = Path(__file__).parent / "results" / "decode_steps.json"
+INPUT_LEN, OUTPUT_LEN = 128, 256
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+    },
+    "tiny": {
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 512,
+        "vocab_size": 4096,
+    },
+}
+
+
+def write_config(directory: Path, geometry: dict[str, Any]) -> None:
+    """A config.json that random weights can be drawn for."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "head_dim": 128 if geometry["hidden_size"] >= 1024 else 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        **geometry,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def measure(batch: OneBatch, size: int, repeats: int, vocab_size: int) -> dict[str, Any]:
+    """Step times of one batch size."""
+    chooser = random.Random(size)
+
+    def wall_s(num_new: int) -> float:
+        prompts = [
+            [chooser.randrange(2, vocab_size) for _ in range(INPUT_LEN)] for _ in range(size)
+        ]
+        return batch.wall_s(prompts, num_new)
+
+    wall_s(8)  # warms up
+    steps = []
+    for _ in tqdm(range(repeats), desc=f"batch {size}", unit="run"):
+        steps.append((wall_s(OUTPUT_LEN) - wall_s(1)) / (OUTPUT_LEN - 1) * 1e3)
+    return {"batch": size, "ms": round(statistics.median(steps), 3), "all_ms": steps}
+
+
+def main() -> None:
+    """Measures, prints a table, writes the result."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 64, 128])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--attention-backend")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    geometry = GEOMETRIES[arguments.geometry]
+    with tempfile.TemporaryDirectory() as directory:
+        write_config(Path(directory), geometry)
+        args = ServerArgs(
+            model_path=directory,
+            load_format="dummy",
+            device=arguments.device,
+            attention_backend=arguments.attention_backend,
+            disable_radix_cache=True,
+            max_running_requests=max(arguments.batch_sizes),
+            chunked_prefill_size=8192,
+            context_length=INPUT_LEN + OUTPUT_LEN + 16,
+        )
+        batch = OneBatch(args)
+        rows = [
+            measure(batch, size, arguments.repeats, geometry["vocab_size"])
+            for size in arguments.batch_sizes
+        ]
+    for row in rows:
+        print(f"batch {row['batch']:4d}: {row['ms']:8.2f} ms/step")
+    result = {
+        **describe_environment(),
+        "geometry": arguments.geometry,
+        "attention_backend": arguments.attention_backend or "default",
+        "rows": rows,
+    }
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

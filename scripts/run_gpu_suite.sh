@@ -1,0 +1,267 @@
+#!/usr/bin/env bash
+# On a GPU host, without network, root or an installation: the GPU tests, chosen end-to-end tests
+# and chosen benchmarks, with wheels made by scripts/make_wheelhouse.sh. All of them run even if one
+# fails; a table comes last, and the exit status is 0 only if all went well.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+Usage: bash scripts/run_gpu_suite.sh [options]
+  --out DIR             logs, results and the table (default gpu_results)
+  --wheelhouse DIR      wheels to install (default .wheelhouse; not there: nothing is installed)
+  --site DIR            where they are installed, kept for the next run (default: a temporary folder)
+  --gpu-tests PATH      tests that always run (default test/gpu, left out if it does not exist)
+  --tests "PATHS"       more tests, each path a run of its own, for example "test/e2e/test_mtp.py"
+  --benchmarks "NAMES"  scripts of benchmark/, separated by ';', each with its own arguments:
+                        "decode_steps --batch-sizes 1 8; mtp_cpu"; results go to DIR/NAME.json
+  --test-limit S        seconds for one run of tests (default 900)
+  --benchmark-limit S   seconds for one benchmark (default 900)
+PYTHON=/path/to/python names the Python that has PyTorch (default python3).
+TEXT
+}
+
+# shellcheck source=scripts/_setup_venv.sh
+source "$(dirname "${BASH_SOURCE[0]}")/_setup_venv.sh"
+
+misused() {
+    printf '%s\n' "$*" >&2
+    usage >&2
+    exit 2
+}
+
+PYTHON="${PYTHON:-python3}"
+OUT="$ROOT/gpu_results"
+WHEELHOUSE=""
+SITE=""
+GPU_TESTS=test/gpu
+TESTS=""
+BENCHMARKS=""
+TEST_LIMIT_S=900
+BENCHMARK_LIMIT_S=900
+while [ $# -gt 0 ]; do
+    case "$1" in
+        -h | --help) usage; exit 0 ;;
+        --out | --wheelhouse | --site | --gpu-tests | --tests | --benchmarks | --test-limit | --benchmark-limit)
+            [ $# -ge 2 ] || misused "$1 needs a value." ;;
+        *) misused "Unknown argument: $1" ;;
+    esac
+    case "$1" in
+        --out) OUT="$(realpath -m -- "$2")" ;;
+        --wheelhouse) WHEELHOUSE="$2" ;;
+        --site) SITE="$(realpath -m -- "$2")" ;;
+        --gpu-tests) GPU_TESTS="$2" ;;
+        --tests) TESTS="$2" ;;
+        --benchmarks) BENCHMARKS="$2" ;;
+        --test-limit) TEST_LIMIT_S="$2" ;;
+        --benchmark-limit) BENCHMARK_LIMIT_S="$2" ;;
+    esac
+    shift 2
+done
+for limit in "$TEST_LIMIT_S" "$BENCHMARK_LIMIT_S"; do
+    [[ "$limit" =~ ^[1-9][0-9]*$ ]] || misused "A limit is a whole number of seconds, not '$limit'."
+done
+[ -z "$WHEELHOUSE" ] || [ -d "$WHEELHOUSE" ] ||
+    fail "there is no wheelhouse $WHEELHOUSE. Make it where there is network: bash scripts/make_wheelhouse.sh DIR"
+WHEELHOUSE="$(realpath -m -- "${WHEELHOUSE:-$ROOT/.wheelhouse}")"
+
+# Names that are wrong should not show up after an hour.
+read -r -a TEST_PATHS <<<"${TESTS//$'\n'/ }"
+IFS=';' read -r -d '' -a BENCHMARK_RUNS <<<"$BENCHMARKS" || true
+cd "$ROOT"
+for path in ${TEST_PATHS[@]+"${TEST_PATHS[@]}"}; do
+    [ -e "${path%%::*}" ] || fail "--tests: there is no $path."
+done
+for run in ${BENCHMARK_RUNS[@]+"${BENCHMARK_RUNS[@]}"}; do
+    read -r name _ <<<"$run" || true
+    [ -z "$name" ] || [ -f "benchmark/${name%.py}.py" ] ||
+        fail "--benchmarks: there is no benchmark/${name%.py}.py."
+done
+
+check_gpu() {
+    "$PYTHON" - <<'PYTHON_TEXT' || exit 1
+import shutil
+import subprocess
+import sys
+
+
+def refuse(what, remedy):
+    sys.exit(f"\nFAILED: {what}\n{remedy}")
+
+
+if sys.version_info < (3, 11):
+    refuse(f"{sys.executable} is Python {sys.version.split()[0]}; 3.11 or newer is needed.",
+           "Name another: PYTHON=/path/to/python bash scripts/run_gpu_suite.sh")
+try:
+    import torch
+except ImportError as error:
+    refuse(f"{sys.executable} cannot import torch ({error}).",
+           "Name the Python that has it: PYTHON=/path/to/python bash scripts/run_gpu_suite.sh")
+if not torch.cuda.is_available():
+    built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is for CPUs only"
+    refuse(f"torch.cuda finds no CUDA GPU (torch {torch.__version__} {built}).",
+           "Run this on a host where nvidia-smi lists a GPU, with a torch built for CUDA. Without a\n"
+           "GPU the CPU suite runs: bash scripts/test.sh")
+
+
+def output(*command):
+    if shutil.which(command[0]) is None:
+        return f"{command[0]} not found"
+    result = subprocess.run(command, capture_output=True, text=True)
+    return result.stdout.strip() or f"{command[0]}: {result.stderr.strip()}"
+
+
+try:
+    from triton import __version__ as triton
+except ImportError:
+    triton = "not installed"
+nvcc = output("nvcc", "--version").splitlines()
+rows = {
+    "GPU": ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
+    "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
+    "Python": sys.version.split()[0],
+    "torch": f"{torch.__version__} (CUDA {torch.version.cuda})",
+    "triton": triton,
+    "nvcc": next((line for line in nvcc if "release" in line), nvcc[0]),
+}
+for name, value in rows.items():
+    print(f"  {name:<8}{value}")
+PYTHON_TEXT
+}
+
+# The wheels that go in: all, less those whose version the host's torch or transformers forbids.
+# Without pip's resolver nothing else would see that, and the host's own version does.
+chosen_wheels() {
+    "$PYTHON" - "$WHEELHOUSE" <<'PYTHON_TEXT'
+import sys
+from importlib.metadata import distributions, requires
+from pathlib import Path
+
+from pip._vendor.packaging.requirements import Requirement
+from pip._vendor.packaging.utils import canonicalize_name, parse_wheel_filename
+
+present = {canonicalize_name(found.name) for found in distributions() if found.name}
+limits = {}
+for host in present & {"torch", "triton", "transformers", "huggingface-hub"}:
+    for found in map(Requirement, requires(host) or []):
+        if found.marker is None or found.marker.evaluate({"extra": ""}):
+            limits.setdefault(canonicalize_name(found.name), []).append((host, found.specifier))
+for wheel in sorted(Path(sys.argv[1]).glob("*.whl")):
+    name, version, _, _ = parse_wheel_filename(wheel.name)
+    against = [
+        f"{host} needs {specifier}"
+        for host, specifier in limits.get(name, [])
+        if not specifier.contains(version, prereleases=True)
+    ]
+    if against and name in present:
+        print(f"      {name} {version} left out: {against[0]}", file=sys.stderr)
+    else:
+        print(wheel)
+PYTHON_TEXT
+}
+
+install_wheels() {
+    local wheels=()
+    if ! compgen -G "$WHEELHOUSE/*.whl" >/dev/null; then
+        printf '      no wheels in %s: what is installed here has to do\n' "$WHEELHOUSE"
+        return
+    fi
+    "$PYTHON" -m pip --version >/dev/null 2>&1 ||
+        fail "$PYTHON has no pip. Name a Python with torch and pip: PYTHON=/path/to/python bash $0"
+    mkdir -p "$SITE"
+    chosen_wheels >"$TMP/wheels" || fail "the names of the wheels in $WHEELHOUSE could not be read."
+    mapfile -t wheels <"$TMP/wheels"
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile \
+        --no-cache-dir --upgrade --target "$SITE" "${wheels[@]}" >"$OUT/install.log" 2>&1 ||
+        fail "$(grep -m 1 '^ERROR' "$OUT/install.log" || tail -n 1 "$OUT/install.log")" \
+            "Make the wheelhouse for this Python: bash scripts/make_wheelhouse.sh --python" \
+            "$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+    printf '      %s wheels in %s\n' "${#wheels[@]}" "$SITE"
+}
+
+check_imports() {
+    "$PYTHON" -c 'import sglang, fastapi, uvicorn, zmq, msgspec, regex, safetensors, tokenizers, tqdm
+import psutil, pytest, pytest_timeout, hypothesis, httpx, transformers' 2>"$TMP/imports" ||
+        fail "$(tail -n 1 "$TMP/imports"). Make a wheelhouse where there is network" \
+            "(bash scripts/make_wheelhouse.sh DIR) and name it here: --wheelhouse DIR"
+}
+
+ROWS=()
+FAILED=0
+
+run_step() { # <name> <limit in seconds> <command...>
+    local name="$1" limit="$2" log status=0 verdict=ok start=$SECONDS pid last
+    shift 2
+    log="$OUT/$name.log"
+    printf '\n=== %s (at most %s s)\n' "$name" "$limit"
+    printf '$ %s\n' "$*" >"$log"
+    start_child "$log" timeout --kill-after=30 "$limit" "$@"
+    pid="$CHILD"
+    while kill -0 "$pid" 2>/dev/null; do
+        show_progress "$name" "$((SECONDS - start))" "$(tail -n 1 "$log" | cut -c 1-60)"
+        sleep 1
+    done
+    CHILD=""
+    wait_quietly "$pid" || status=$?
+    if [ -t 1 ]; then printf '\r\033[K'; fi
+    case "$status" in
+        0) ;;
+        124 | 137) verdict="TIME LIMIT" ;;
+        *) verdict="FAILED ($status)" ;;
+    esac
+    if [ "$verdict" != ok ]; then
+        FAILED=1
+        tail -n 15 "$log" | sed 's/^/      | /'
+    fi
+    last="$(tail -n 1 "$log" | tr -d '\r' | cut -c 1-90)"
+    ROWS+=("$(printf '%-32s %-12s %5d  %s' "$name" "$verdict" "$((SECONDS - start))" "$last")")
+    printf '      %s\n' "$verdict: $last"
+}
+
+run_tests() { # <path>
+    local name="${1#test/}"
+    name="${name//[^A-Za-z0-9_.-]/-}"
+    name="${name##-}"
+    run_step "${name%.py}" "$TEST_LIMIT_S" "$PYTHON" -m pytest -q -p no:cacheprovider --durations=10 "$1"
+}
+
+run_benchmark() { # <name> <arguments...>
+    local name="${1%.py}" result=()
+    shift
+    case " $* " in *" --out "* | *" --out="* | *" --output"*) ;; *) result=(--out "$OUT/$name.json") ;; esac
+    run_step "$name" "$BENCHMARK_LIMIT_S" "$PYTHON" "benchmark/$name.py" "$@" ${result[@]+"${result[@]}"}
+}
+
+printf '[1/3] Host\n'
+command -v "$PYTHON" >/dev/null || fail "there is no $PYTHON. Name one: PYTHON=/path/to/python bash $0"
+HOST="$(check_gpu)" || exit 1
+printf '%s\n' "$HOST"
+
+TMP="$(mktemp -d)"
+trap 'stop_child || true; rm -rf "$TMP"' EXIT
+SITE="${SITE:-$TMP/site}"
+# A folder of results that is made here stays out of git, so that results do not say "dirty".
+[ -d "$OUT" ] || { mkdir -p "$OUT" && printf '*\n' >"$OUT/.gitignore"; }
+
+printf '[2/3] Packages\n'
+install_wheels
+export PYTHONPATH="$ROOT/python:$SITE${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+check_imports
+
+printf '[3/3] Tests and benchmarks, logs in %s\n' "$OUT"
+[ ! -e "$GPU_TESTS" ] || run_tests "$GPU_TESTS"
+for path in ${TEST_PATHS[@]+"${TEST_PATHS[@]}"}; do
+    run_tests "$path"
+done
+for run in ${BENCHMARK_RUNS[@]+"${BENCHMARK_RUNS[@]}"}; do
+    read -r -a words <<<"${run//$'\n'/ }"
+    [ "${#words[@]}" -eq 0 ] || run_benchmark "${words[@]}"
+done
+
+{
+    printf '%s\n\n%-32s %-12s %5s  %s\n' "$HOST" name status s "last line"
+    printf '%s\n' ${ROWS[@]+"${ROWS[@]}"}
+} >"$OUT/summary.txt"
+printf '\n'
+cat "$OUT/summary.txt"
+exit "$FAILED"

@@ -1,0 +1,108 @@
+"""Decode on a GPU: the tokens of the CPU, for every kind of request, and no wait for the device."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_oracle import load_reference
+from oracle import MAX_GAP, MAX_SHARE, code_snippets, first_divergence
+from sglang.srt.model_config import resolve_model_path
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.registry import ATTENTION_BACKENDS
+from sglang.srt.tokenizer import load_tokenizer
+from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+DEMO = Path(resolve_model_path("demo"))
+MASK = 2
+NUM_NEW = 48
+SETUP = Setup(num_pages=8000, max_running_requests=32)
+STATIC: dict[str, Any] = {"mtp_enabled": True, "mtp_k": 4, "temperature": 0.0}
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    STATIC,
+    {**STATIC, "mtp_k": 8, "mtp_strategy": ["conf_adapt", 0.9]},
+    {**STATIC, "mtp_k": 8, "mtp_verify": True},
+    {"temperature": 1.0, "sampling_seed": 3},
+    {**STATIC, "mtp_verify": True, "temperature": 1.0, "sampling_seed": 3},
+)
+BACKENDS = tuple(ATTENTION_BACKENDS.names)
+NEVER_WAIT = [
+    name for name in BACKENDS if not ATTENTION_BACKENDS.load(name).capabilities().needs_host_lens
+]
+
+
+def prompts() -> list[list[int]]:
+    tokenizer = load_tokenizer(DEMO)
+    texts = code_snippets([argparse, ast, json], 36, [60, 200, 350])
+    return [tokenizer.encode(text)[:100] for text in texts]
+
+
+def runner_on(device: str, backend: str = "torch_native", **changes: Any) -> ModelRunner:
+    return make_runner(
+        DEMO, SETUP, 512, MTP_MAX_ROWS, device=device, attention_backend=backend, **changes
+    )
+
+
+def outputs(runner: ModelRunner, setup: Setup) -> list[list[int]]:
+    harness = SchedulerHarness(setup, make_mtp_worker(runner, MASK))
+    ids = [
+        harness.submit(prompt, max_new_tokens=NUM_NEW, **KINDS[i % len(KINDS)])
+        for i, prompt in enumerate(prompts())
+    ]
+    harness.run()
+    return [harness.outputs[req_id].token_ids for req_id in ids]
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> list[list[int]]:
+    return outputs(runner_on("cpu"), SETUP)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_are_those_of_the_cpu(on_cpu: list[list[int]], backend: str, overlap: bool) -> None:
+    setup = Setup(num_pages=8000, max_running_requests=32, enable_overlap=overlap)
+    found = outputs(runner_on("cuda", backend), setup)
+    reference = load_reference(DEMO)
+    num_near_ties = 0
+    for index, (tokens, right) in enumerate(zip(found, on_cpu, strict=True)):
+        if tokens == right:
+            continue
+        place = first_divergence(tokens, right)
+        ids = torch.tensor([prompts()[index] + right[:place]])
+        logits = reference(ids).logits[0, -1].float()
+        logits[MASK] = float("-inf")
+        top = logits.topk(2).values
+        kind = KINDS[index % len(KINDS)]
+        assert kind["temperature"] > 0 or kind is not KINDS[0] or top[0] - top[1] <= MAX_GAP, index
+        num_near_ties += 1
+    print(f"{num_near_ties} of {len(found)} outputs differ from the CPU's")
+    assert num_near_ties <= max(1, MAX_SHARE * len(found))
+
+
+@pytest.mark.parametrize("backend", NEVER_WAIT)
+def test_the_decode_loop_never_waits_for_the_device(backend: str) -> None:
+    """torch raises at every operation that would make the host wait."""
+    harness = SchedulerHarness(SETUP, make_mtp_worker(runner_on("cuda", backend), MASK))
+    for i, prompt in enumerate(prompts()[:12]):
+        harness.submit(prompt, max_new_tokens=200, ignore_eos=True, **KINDS[i % len(KINDS)])
+    for _ in range(6):  # prompts, and whatever is compiled
+        harness.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(10):
+            harness.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(harness.scheduler.lifecycle.running) == 12
+    harness.run()

@@ -1,0 +1,104 @@
+"""make_wheelhouse.sh and run_gpu_suite.sh: their arguments, what they refuse, what goes on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+FAKE_TORCH = '''\
+"""torch as far as the check of the host looks at it."""
+__version__ = "2.0"
+class version:
+    cuda = "13.0"
+class cuda:
+    is_available = staticmethod(lambda: {available})
+    device_count = staticmethod(lambda: 1)
+    get_device_name = staticmethod(lambda index: "Fake GPU")
+'''
+
+
+def run_script(name: str, *arguments: object, path: Path | None = None) -> tuple[int, str]:
+    """Exit status and all output; `path` goes first on the script's Python path."""
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(path or "")}
+    command = ["bash", str(SCRIPTS / name), *map(str, arguments)]
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+    return result.returncode, result.stdout + result.stderr
+
+
+def fake_host(folder: Path, available: bool) -> Path:
+    (folder / "fake").mkdir()
+    (folder / "fake" / "torch.py").write_text(FAKE_TORCH.format(available=available))
+    return folder / "fake"
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "reason"),
+    [
+        ("make_wheelhouse.sh", ["--fast"], "Unknown argument: --fast"),
+        ("make_wheelhouse.sh", ["one", "two"], "One folder only"),
+        ("make_wheelhouse.sh", ["--python"], "--python needs a value"),
+        ("make_wheelhouse.sh", ["--python", "2.7"], "--python takes X.Y"),
+        ("make_wheelhouse.sh", ["--platform", "win_amd64"], "--platform takes a tag"),
+        ("run_gpu_suite.sh", ["here"], "Unknown argument: here"),
+        ("run_gpu_suite.sh", ["--out"], "--out needs a value"),
+        ("run_gpu_suite.sh", ["--test-limit", "1m"], "whole number of seconds"),
+    ],
+)
+def test_wrong_arguments_show_the_usage(script: str, arguments: list[str], reason: str) -> None:
+    status, output = run_script(script, *arguments)
+    assert status == 2
+    assert reason in output
+    assert "Usage:" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--tests", "test/nowhere.py"], "there is no test/nowhere.py"),
+        (["--benchmarks", "decode_steps --repeats 1; nothing"], "no benchmark/nothing.py"),
+        (["--wheelhouse", "/nowhere"], "make_wheelhouse.sh"),
+    ],
+)
+def test_a_wrong_name_is_refused_before_anything_runs(arguments: list[str], reason: str) -> None:
+    status, output = run_script("run_gpu_suite.sh", *arguments)
+    assert status == 1
+    assert reason in output
+    assert "[1/3]" not in output
+
+
+def test_a_host_without_a_gpu_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    host = fake_host(tmp_path, available=False)
+    status, output = run_script("run_gpu_suite.sh", "--out", tmp_path / "out", path=host)
+    assert status == 1
+    assert "finds no CUDA GPU" in output
+    assert "bash scripts/test.sh" in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_runs_go_on_after_a_failure_and_the_table_tells(tmp_path: Path) -> None:
+    bodies = {"bad": "assert False", "slow": "import time; time.sleep(60)", "good": "pass"}
+    for name, body in bodies.items():
+        (tmp_path / f"test_{name}.py").write_text(f"def test_it():\n    {body}\n")
+    status, output = run_script(
+        "run_gpu_suite.sh",
+        *("--out", tmp_path / "out", "--wheelhouse", tmp_path, "--test-limit", 8),
+        *("--gpu-tests", tmp_path / "test_bad.py"),
+        *("--tests", f"{tmp_path}/test_slow.py {tmp_path}/test_good.py"),
+        path=fake_host(tmp_path, available=True),
+    )
+    assert status == 1
+    table = (tmp_path / "out" / "summary.txt").read_text()
+    assert output.endswith(table)
+    rows = table.split("last line\n")[1].splitlines()
+    for row, name, verdict in zip(rows, bodies, ("FAILED (1)", "TIME LIMIT", "ok"), strict=True):
+        assert f"test_{name}" in row
+        assert verdict in row
+    assert "Fake GPU" in table
+    assert len(list((tmp_path / "out").glob("*.log"))) == 3
