@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--attention-backend")
+    parser.add_argument("--disable-cuda-graph", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     geometry = GEOMETRIES[arguments.geometry]
@@ -95,6 +96,7 @@ def main() -> None:
             load_format="dummy",
             device=arguments.device,
             attention_backend=arguments.attention_backend,
+            disable_cuda_graph=arguments.disable_cuda_graph,
             disable_radix_cache=True,
             max_running_requests=max(arguments.batch_sizes),
             chunked_prefill_size=8192,
@@ -111,6 +113,7 @@ def main() -> None:
         **describe_environment(),
         "geometry": arguments.geometry,
         "attention_backend": arguments.attention_backend or "default",
+        "cuda_graphs": not arguments.disable_cuda_graph,
         "rows": rows,
     }
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")

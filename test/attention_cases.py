@@ -164,9 +164,10 @@ class PlacedCase:
         )
 
     def expected(self) -> list[torch.Tensor]:
-        """Per layer [T, num_heads * head_dim] float32: the oracle's, of the same values. Only before
-        the backend under test has run, since it stores into the same pool."""
-        pool = self._make_pool(self.pool.kv[0].shape[0] // self.case.page_size - 1, torch.float32)
+        """Per layer [T, num_heads * head_dim] float32: the oracle's, of the same values, in a pool
+        of its own (call it before the backend under test stores its K and V)."""
+        num_pages = self.pool.kv[0].shape[0] // self.case.page_size - 1
+        pool = self._make_pool(num_pages, torch.float32)
         for wide, kv in zip(pool.kv, self.pool.kv, strict=True):
             wide.copy_(kv)
         oracle = TorchNativeBackend(self.table, pool, self.case.windows)
@@ -184,9 +185,7 @@ class PlacedCase:
             AssertionError: with the difference.
         """
         for kv, expected in zip(self.pool.kv, self._expected_pool.kv, strict=True):
-            torch.testing.assert_close(
-                kv, expected.to(kv.dtype), rtol=0, atol=0, equal_nan=True
-            )
+            torch.testing.assert_close(kv, expected.to(kv.dtype), rtol=0, atol=0, equal_nan=True)
 
 
 def max_error(
@@ -228,8 +227,8 @@ def main(name: str) -> None:
         error: float | str
         try:
             error = max_error(name, case, "cpu", torch.float32)
-        except Exception as failure:
-            error = f"{type(failure).__name__}: {failure}"
+        except AssertionError as failure:
+            error = str(failure) or "an assertion failed"
         print(json.dumps([case_name, error]), flush=True)
 
 

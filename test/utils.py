@@ -301,6 +301,7 @@ def make_runner(
     device: str = "cpu",
     attention_backend: str = "torch_native",
     dtype: str = "float32",
+    use_cuda_graphs: bool = False,
 ) -> ModelRunner:
     """A runner over the model at `path`."""
     return ModelRunner(
@@ -315,6 +316,7 @@ def make_runner(
             max_running_requests=setup.max_running_requests,
             context_len=context_len,
             row_width=context_len + 2 * max_decode_rows,
+            use_cuda_graphs=use_cuda_graphs,
             kv_budget_bytes=1 << 30,
             num_threads=1,
         )

@@ -69,10 +69,13 @@ def on_cpu() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_tokens_are_those_of_the_cpu(on_cpu: list[list[int]], backend: str, overlap: bool) -> None:
+def test_tokens_are_those_of_the_cpu(
+    on_cpu: list[list[int]], backend: str, graphs: bool, overlap: bool
+) -> None:
     setup = Setup(num_pages=8000, max_running_requests=32, enable_overlap=overlap)
-    found = outputs(runner_on("cuda", backend), setup)
+    found = outputs(runner_on("cuda", backend, use_cuda_graphs=graphs), setup)
     reference = load_reference(DEMO)
     num_near_ties = 0
     for index, (tokens, right) in enumerate(zip(found, on_cpu, strict=True)):

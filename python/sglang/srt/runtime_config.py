@@ -22,7 +22,7 @@ GPU_STATIC_SHARE = 0.88  # of the GPU's memory for weights and KV, without --mem
 CPU_KV_SHARE = 0.1  # of the available host memory, without --mem-fraction-static
 CPU_KV_MAX_BYTES = 1 << 30  # likewise
 MAX_CPU_THREADS = 16
-DEFAULT_BACKENDS = {"cpu": "torch_native", "cuda": "torch_native"}
+DEFAULT_BACKENDS = {"cpu": "torch_native", "cuda": "triton"}
 
 
 class ConfigError(ValueError):
@@ -71,6 +71,7 @@ def resolve(
         context_len=context_len,
         row_width=context_len + 2 * max_decode_rows,
         kv_budget_bytes=_host_kv_budget(args, platform) if device == "cpu" else None,
+        use_cuda_graphs=device == "cuda" and not args.disable_cuda_graph,
         static_memory_share=args.mem_fraction_static or GPU_STATIC_SHARE,
         num_threads=args.num_threads or min(platform.num_cores, MAX_CPU_THREADS),
     )

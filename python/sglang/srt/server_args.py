@@ -99,8 +99,9 @@ class ServerArgs:
     attention_backend: str | None = flag(
         None,
         "Attention implementation; default: the best one for the device.",
-        choices=("torch_native",),
+        choices=("torch_native", "triton"),
     )
+    disable_cuda_graph: bool = flag(False, "Run every step on a GPU without CUDA graphs.")
     num_threads: int | None = flag(None, "Torch threads of the scheduler on a CPU.")
     random_seed: int | None = flag(None, "Seed for requests that bring no sampling_seed.")
 

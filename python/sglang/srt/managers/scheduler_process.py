@@ -92,8 +92,8 @@ def make_resources(runner: ModelRunner) -> ModelResources:
     """What control calls may change of a model runner."""
     weights, kv_pool = runner.weights, runner.kv_pool
     memory = {
-        KV_TAG: MemoryPart(kv_pool.release, kv_pool.restore),
-        WEIGHTS_TAG: MemoryPart(weights.release, weights.restore),
+        KV_TAG: MemoryPart(kv_pool.release, runner.restore_kv),
+        WEIGHTS_TAG: MemoryPart(weights.release, runner.restore_weights),
     }
     return ModelResources(weights=weights, memory=memory)
 

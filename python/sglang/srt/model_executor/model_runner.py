@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.mem_cache.kv_sizing import KVSizing
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_config import ModelConfig
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, capture_sizes
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_loader import load_model
 from sglang.srt.model_executor.weight_store import WeightStore
@@ -26,6 +28,7 @@ class ExecutionConfig:
             the rows of the widest step.
         kv_budget_bytes: memory for the KV pool; None for what the weights leave of
             `static_memory_share` of the device's memory.
+        use_cuda_graphs: replay captured graphs where the attention backend can.
         num_threads: torch threads of a CPU.
     """
 
@@ -42,6 +45,7 @@ class ExecutionConfig:
     kv_budget_bytes: int | None
     num_threads: int
     static_memory_share: float = 0.0
+    use_cuda_graphs: bool = False
 
 
 class ModelRunner:
@@ -92,6 +96,39 @@ class ModelRunner:
         )
         self.attention = backend(self.req_to_token_pool, self.kv_pool, self.model.windows)
         self._threads = HostThreads(config.num_threads) if config.device == "cpu" else None
+        can_replay = backend.capabilities().graph is not GraphSupport.NEVER
+        self._wants_graphs = config.use_cuda_graphs and can_replay
+        self._config = config
+        self._graphs: CudaGraphRunner | None = None
+        self.capture_graphs()
+
+    @torch.inference_mode()
+    def capture_graphs(self) -> None:
+        """Captures graphs anew, if there are to be any and all memory is there: they hold its
+        addresses."""
+        self._graphs = None
+        if not self._wants_graphs or self.weights.is_released or self.kv_pool.is_released:
+            return
+        config = self._config
+        graphs = CudaGraphRunner(
+            self.attention.plan,
+            lambda batch: self.model(batch, self.attention),
+            capture_sizes(config.max_running_requests),
+            config.row_width,
+            config.device,
+        )
+        graphs.capture()
+        self._graphs = graphs
+
+    def restore_kv(self) -> None:
+        """Takes the KV pool's memory again."""
+        self.kv_pool.restore()
+        self.capture_graphs()
+
+    def restore_weights(self) -> None:
+        """Takes the weights' memory again."""
+        self.weights.restore()
+        self.capture_graphs()
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -100,6 +137,9 @@ class ModelRunner:
         assert not self.kv_pool.is_released, "A step without a KV pool."
         if self._threads is not None:
             self._threads.use_for(batch.input_ids.shape[0])
+        key = None if self._graphs is None else self._graphs.key_of(batch)
+        if self._graphs is not None and key is not None:
+            return self._graphs.run(key, batch)
         self.attention.plan(batch)
         return self.model(batch, self.attention)
 

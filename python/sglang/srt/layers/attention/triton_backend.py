@@ -22,6 +22,12 @@ from sglang.srt.layers.attention.triton_kernels import (
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+# The interpreter's tl.dot takes the bits of bfloat16 for integers.
+DTYPES = (torch.float32, torch.float16, *(() if INTERPRETED else (torch.bfloat16,)))
+
+
+SPARE_ITEMS = 1 << 15  # blocks of prompt rows in a step: graphs hold the buffer's address
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
@@ -49,24 +55,22 @@ class Tuning:
         if INTERPRETED:  # tiny, so that tiny batches cross every edge
             tiles = Tiles(block_m=max(16, least_m), block_n=16, num_warps=4, num_stages=1)
             return cls(extend=tiles, split=tiles, min_split=16, num_programs=16, max_splits=8)
-        num_programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-        is_wide = dtype == torch.float32 or head_dim > 128
-        block_m, block_n = (32, 32) if is_wide else (128, 64)
+        # Block sizes at which the compiler spills no registers on an H100.
+        if dtype == torch.float32:  # no tensor cores
+            extend = Tiles(block_m=32, block_n=16, num_warps=8, num_stages=1)
+            split = Tiles(block_m=16, block_n=16, num_warps=4, num_stages=1)
+        elif head_dim > 128:
+            extend = Tiles(block_m=64, block_n=32, num_warps=4, num_stages=2)
+            split = extend
+        else:
+            num_warps = 4 if head_dim <= 64 else 8
+            extend = Tiles(block_m=128, block_n=64, num_warps=num_warps, num_stages=2)
+            split = Tiles(block_m=64, block_n=64, num_warps=4, num_stages=3)
         return cls(
-            extend=Tiles(
-                block_m=max(block_m, least_m),
-                block_n=block_n,
-                num_warps=4 if is_wide or head_dim <= 64 else 8,
-                num_stages=2,
-            ),
-            split=Tiles(
-                block_m=max(block_n, least_m),
-                block_n=block_n,
-                num_warps=4,
-                num_stages=2 if is_wide else 3,
-            ),
+            extend=replace(extend, block_m=max(extend.block_m, least_m)),
+            split=replace(split, block_m=max(split.block_m, least_m)),
             min_split=128,
-            num_programs=num_programs,
+            num_programs=2 * torch.cuda.get_device_properties(device).multi_processor_count,
             max_splits=64,
         )
 
@@ -116,7 +120,7 @@ class TritonBackend:
         self._bounds: list[int] = []
         self._slots = torch.empty(0, dtype=torch.int64, device=self._device)
         num_rows = self._table.shape[0]
-        self._items = self._buffer((num_rows, ITEM_SIZE), torch.int32)
+        self._items = self._buffer((num_rows + SPARE_ITEMS, ITEM_SIZE), torch.int32)
         self._rows = self._buffer((num_rows,), torch.int64)
         self._kv_lens = self._buffer((num_rows,), torch.int64)
         self._workspace = self._buffer((0,), torch.float32)
@@ -125,7 +129,7 @@ class TritonBackend:
     def capabilities(cls) -> AttentionCapabilities:
         return AttentionCapabilities(
             devices=frozenset({"cuda", "cpu"} if INTERPRETED else {"cuda"}),
-            dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+            dtypes=frozenset(DTYPES),
             page_sizes=None,
             graph=GraphSupport.RAGGED_Q,
             needs_host_lens=False,
@@ -171,7 +175,11 @@ class TritonBackend:
         group = q.shape[1] // self._num_kv_heads
         if self._tuning is None or group != self._group:
             self._group = group
-            self._tuning = Tuning.choose(self._device, q.dtype, q.shape[2], group)
+            self._tuning = tuning = Tuning.choose(self._device, q.dtype, q.shape[2], group)
+            # Room for every step whose KV is split: graphs hold the address.
+            size = workspace_size(1, 1, tuning.num_programs, tuning.split.block_m, q.shape[2])
+            if len(self._workspace) < size:
+                self._workspace = self._buffer((size,), torch.float32).fill_(float("nan"))
             self._cut(self._tuning)
         return self._tuning
 
@@ -224,7 +232,8 @@ class TritonBackend:
             self._kv_pool.kv[0].shape[2],
         )
         if len(self._workspace) < size:
-            self._workspace = self._buffer((size,), torch.float32)
+            # What no split has written must not be read: it would show.
+            self._workspace = self._buffer((size,), torch.float32).fill_(float("nan"))
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self._device)

@@ -1,0 +1,120 @@
+"""Attention backends on a CUDA GPU against `TorchNativeBackend` in float32 of the same values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention_cases import (
+    CASES,
+    MIXED,
+    TOLERANCE,
+    AttentionCase,
+    PlacedCase,
+    max_error,
+    with_requests,
+)
+from sglang.srt.registry import ATTENTION_BACKENDS
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+BACKENDS = [
+    name
+    for name in ATTENTION_BACKENDS.names
+    if not ATTENTION_BACKENDS.load(name).capabilities().problems("cuda", torch.bfloat16, 16)
+]
+HALF_TYPES = [torch.bfloat16, torch.float16]
+LONG = AttentionCase(
+    shape=[(1000, 1), (0, 300), (257, 4), (2047, 1), (511, 130), (63, 1), (128, 64), (4000, 2)],
+    num_heads=8,
+    head_dim=128,
+)
+
+
+def check(name: str, case: AttentionCase, dtype: torch.dtype) -> None:
+    assert max_error(name, case, "cuda", dtype) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF_TYPES], ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_table(name: str, case: AttentionCase, dtype: torch.dtype) -> None:
+    check(name, case, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("num_heads", [2, 4, 8])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("windows", [(None,), (100,)], ids=str)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_long_sequences(
+    name: str,
+    windows: tuple[int | None, ...],
+    page_size: int,
+    num_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> None:
+    case = replace(
+        LONG, windows=windows, page_size=page_size, num_heads=num_heads, head_dim=head_dim
+    )
+    check(name, case, dtype)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 32, 64, 128])
+@pytest.mark.parametrize("q_len", [1, 4, 7, 15])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_1_to_128_requests_of_uniform_rows(name: str, q_len: int, count: int) -> None:
+    shape = [(index * 97 % 700, q_len) for index in range(count)]
+    case = AttentionCase(shape=shape, num_heads=32, num_kv_heads=8, head_dim=128)
+    check(name, case, torch.bfloat16)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 32, 64, 128])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_1_to_128_mixed_requests(name: str, count: int) -> None:
+    case = AttentionCase(shape=MIXED, num_heads=32, num_kv_heads=8, head_dim=128)
+    check(name, with_requests(case, count), torch.bfloat16)
+
+
+@pytest.mark.parametrize("count", [1, 5, 64])
+@pytest.mark.parametrize("q_len", [1, 4, 40])
+def test_a_graph_of_the_triton_backend_replays_other_lengths(q_len: int, count: int) -> None:
+    """Captured with about half the lengths, and the host's bounds of both."""
+    shape = [(index * 77 % 800, q_len) for index in range(count)]
+    case = AttentionCase(shape=shape, num_heads=8, head_dim=128)
+    placed = PlacedCase(case, "cuda", torch.bfloat16, seed=0)
+    expected = placed.expected()[0]
+    backend = ATTENTION_BACKENDS.load("triton")(placed.table, placed.pool, (None,))
+    inputs = placed.q[0], placed.k[0], placed.v[0]
+    batch = replace(placed.batch, kv_len_upper_bounds=[900] * count)
+    shorter = replace(batch, kv_lens=(batch.kv_lens // 2).clamp(min=q_len))
+    for _ in range(2):  # all buffers have their size, all kernels are compiled
+        backend.plan(shorter)
+        backend.forward(0, *inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.forward(0, *inputs)
+    backend.plan(batch)
+    out.fill_(float("nan"))
+    graph.replay()
+    assert (out.float() - expected).abs().max().item() <= TOLERANCE[torch.bfloat16]
+
+
+def test_a_step_of_the_triton_backend_never_waits_for_the_device() -> None:
+    placed = PlacedCase(LONG, "cuda", torch.bfloat16, seed=0)
+    backend = ATTENTION_BACKENDS.load("triton")(placed.table, placed.pool, (None,))
+    inputs = placed.q[0], placed.k[0], placed.v[0]
+    backend.plan(placed.batch)
+    backend.forward(0, *inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        backend.plan(placed.batch)
+        backend.forward(0, *inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
