@@ -301,7 +301,9 @@ def make_runner(
     device: str = "cpu",
     attention_backend: str = "torch_native",
     dtype: str = "float32",
-    use_cuda_graphs: bool = False,
+    layer_ops: str | None = None,
+    max_graph_width: int = 0,
+    poisons_graphs: bool = False,
 ) -> ModelRunner:
     """A runner over the model at `path`."""
     return ModelRunner(
@@ -316,7 +318,9 @@ def make_runner(
             max_running_requests=setup.max_running_requests,
             context_len=context_len,
             row_width=context_len + 2 * max_decode_rows,
-            use_cuda_graphs=use_cuda_graphs,
+            layer_ops=layer_ops or ("torch" if device == "cpu" else "triton"),
+            max_graph_width=max_graph_width,
+            poisons_graphs=poisons_graphs,
             kv_budget_bytes=1 << 30,
             num_threads=1,
         )

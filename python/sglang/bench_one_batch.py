@@ -11,7 +11,8 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -100,6 +101,22 @@ class OneBatch:
         while ongoing is not None or not self._scheduler.lifecycle.is_idle:
             ongoing = self._scheduler.event_loop_overlap(ongoing)
         return time.perf_counter() - start
+
+    @contextmanager
+    def overlapping_steps(
+        self, prompts: list[list[int]], output_len: int
+    ) -> Iterator[Callable[[], None]]:
+        """Gives a function that runs one step of the batch; the batch ends with the block."""
+        self._submit(prompts, output_len)
+        ongoing = None
+
+        def step() -> None:
+            nonlocal ongoing
+            ongoing = self._scheduler.event_loop_overlap(ongoing)
+
+        yield step
+        while ongoing is not None or not self._scheduler.lifecycle.is_idle:
+            step()
 
     def _submit(self, prompts: list[list[int]], output_len: int) -> None:
         params = SamplingParams(temperature=0.0, max_new_tokens=output_len, ignore_eos=True)

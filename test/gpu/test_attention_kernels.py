@@ -16,6 +16,7 @@ from attention_cases import (
     max_error,
     with_requests,
 )
+from sglang.srt.model_executor.forward_batch_info import GraphKey
 from sglang.srt.registry import ATTENTION_BACKENDS
 
 if not torch.cuda.is_available():
@@ -82,24 +83,28 @@ def test_1_to_128_mixed_requests(name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 5, 64])
-@pytest.mark.parametrize("q_len", [1, 4, 40])
-def test_a_graph_of_the_triton_backend_replays_other_lengths(q_len: int, count: int) -> None:
-    """Captured with about half the lengths, and the host's bounds of both."""
+@pytest.mark.parametrize("q_len", [1, 4, 15])
+@pytest.mark.parametrize("tag", ["uniform", "ragged"])
+def test_a_graph_of_the_triton_backend_replays_other_lengths(
+    tag: str, q_len: int, count: int
+) -> None:
+    """Captured with about half the lengths."""
     shape = [(index * 77 % 800, q_len) for index in range(count)]
     case = AttentionCase(shape=shape, num_heads=8, head_dim=128)
     placed = PlacedCase(case, "cuda", torch.bfloat16, seed=0)
     expected = placed.expected()[0]
-    backend = ATTENTION_BACKENDS.load("triton")(placed.table, placed.pool, (None,))
-    inputs = placed.q[0], placed.k[0], placed.v[0]
-    batch = replace(placed.batch, kv_len_upper_bounds=[900] * count)
-    shorter = replace(batch, kv_lens=(batch.kv_lens // 2).clamp(min=q_len))
-    for _ in range(2):  # all buffers have their size, all kernels are compiled
-        backend.plan(shorter)
-        backend.forward(0, *inputs)
+    backend, q = placed.backend("triton"), placed.q[0]
+    key = GraphKey(tag, count, q_len, count * q_len)
+    kv_lens = (placed.batch.kv_lens // 2).clamp(min=q_len)
+    batch = replace(placed.batch, kv_lens=kv_lens, graph_key=key)
+    for _ in range(2):  # all kernels are compiled
+        backend.plan(batch)
+        backend.forward(0, q)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.forward(0, *inputs)
+        out = backend.forward(0, q)
+    kv_lens.copy_(placed.batch.kv_lens)
     backend.plan(batch)
     out.fill_(float("nan"))
     graph.replay()
@@ -108,13 +113,12 @@ def test_a_graph_of_the_triton_backend_replays_other_lengths(q_len: int, count: 
 
 def test_a_step_of_the_triton_backend_never_waits_for_the_device() -> None:
     placed = PlacedCase(LONG, "cuda", torch.bfloat16, seed=0)
-    backend = ATTENTION_BACKENDS.load("triton")(placed.table, placed.pool, (None,))
-    inputs = placed.q[0], placed.k[0], placed.v[0]
+    backend, q = placed.backend("triton"), placed.q[0]
     backend.plan(placed.batch)
-    backend.forward(0, *inputs)
+    backend.forward(0, q)
     torch.cuda.set_sync_debug_mode("error")
     try:
         backend.plan(placed.batch)
-        backend.forward(0, *inputs)
+        backend.forward(0, q)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -75,7 +75,9 @@ def test_tokens_are_those_of_the_cpu(
     on_cpu: list[list[int]], backend: str, graphs: bool, overlap: bool
 ) -> None:
     setup = Setup(num_pages=8000, max_running_requests=32, enable_overlap=overlap)
-    found = outputs(runner_on("cuda", backend, use_cuda_graphs=graphs), setup)
+    width = MTP_MAX_ROWS if graphs else 0
+    runner = runner_on("cuda", backend, max_graph_width=width, poisons_graphs=True)
+    found = outputs(runner, setup)
     reference = load_reference(DEMO)
     num_near_ties = 0
     for index, (tokens, right) in enumerate(zip(found, on_cpu, strict=True)):
@@ -93,10 +95,12 @@ def test_tokens_are_those_of_the_cpu(
     assert num_near_ties <= max(1, MAX_SHARE * len(found))
 
 
+@pytest.mark.parametrize("width", [0, 1, MTP_MAX_ROWS])
 @pytest.mark.parametrize("backend", NEVER_WAIT)
-def test_the_decode_loop_never_waits_for_the_device(backend: str) -> None:
+def test_the_decode_loop_never_waits_for_the_device(backend: str, width: int) -> None:
     """torch raises at every operation that would make the host wait."""
-    harness = SchedulerHarness(SETUP, make_mtp_worker(runner_on("cuda", backend), MASK))
+    runner = runner_on("cuda", backend, max_graph_width=width)
+    harness = SchedulerHarness(SETUP, make_mtp_worker(runner, MASK))
     for i, prompt in enumerate(prompts()[:12]):
         harness.submit(prompt, max_new_tokens=200, ignore_eos=True, **KINDS[i % len(KINDS)])
     for _ in range(6):  # prompts, and whatever is compiled

@@ -18,12 +18,15 @@ class Environ:
         mtp_debug_trace: file that gets a JSON line per request and step (`SGLANG_MTP_DEBUG_TRACE`).
         kv_leak_debug: log what became of a request's KV slots when it ends, and the ledger when
             idle (`SGLANG_MTP_KV_LEAK_DEBUG`).
+        graph_poison: overwrite the inputs and results of CUDA graphs before each replay, so that
+            what a step forgot to fill shows (`SGLANG_CUDA_GRAPH_POISON`).
     """
 
     test_retract_interval: int = 0
     strict_invariants: bool = False
     mtp_debug_trace: str | None = None
     kv_leak_debug: bool = False
+    graph_poison: bool = False
 
     @classmethod
     def read(cls) -> Environ:
@@ -37,6 +40,7 @@ class Environ:
             strict_invariants=_steps("SGLANG_STRICT_INVARIANTS") > 0,
             mtp_debug_trace=os.environ.get("SGLANG_MTP_DEBUG_TRACE") or None,
             kv_leak_debug=_steps("SGLANG_MTP_KV_LEAK_DEBUG") > 0,
+            graph_poison=_steps("SGLANG_CUDA_GRAPH_POISON") > 0,
         )
 
 

@@ -37,6 +37,11 @@ class Platform:
         )
 
 
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a CUDA GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def static_bytes_left(device: str, share: float) -> int:
     """What is left of `share` of an accelerator's memory, after all that is in use now."""
     free, total = torch.cuda.mem_get_info(device)

@@ -40,6 +40,13 @@ ATTENTION_BACKENDS = Registry(
         "triton": "sglang.srt.layers.attention.triton_backend:TritonBackend",
     },
 )
+LAYER_OPS = Registry(
+    "set of layer operations",
+    {
+        "torch": "sglang.srt.layers.ops.torch_ops:TorchOps",
+        "triton": "sglang.srt.layers.ops.triton_ops:TritonOps",
+    },
+)
 MODELS = Registry(
     "model architecture",
     {

@@ -23,6 +23,7 @@ CPU_KV_SHARE = 0.1  # of the available host memory, without --mem-fraction-stati
 CPU_KV_MAX_BYTES = 1 << 30  # likewise
 MAX_CPU_THREADS = 16
 DEFAULT_BACKENDS = {"cpu": "torch_native", "cuda": "triton"}
+DEFAULT_LAYER_OPS = {"cpu": "torch", "cuda": "triton"}
 
 
 class ConfigError(ValueError):
@@ -71,22 +72,14 @@ def resolve(
         context_len=context_len,
         row_width=context_len + 2 * max_decode_rows,
         kv_budget_bytes=_host_kv_budget(args, platform) if device == "cpu" else None,
-        use_cuda_graphs=device == "cuda" and not args.disable_cuda_graph,
+        layer_ops=DEFAULT_LAYER_OPS[device],
+        max_graph_width=_max_graph_width(args, device, max_decode_rows),
+        poisons_graphs=environ.graph_poison,
         static_memory_share=args.mem_fraction_static or GPU_STATIC_SHARE,
         num_threads=args.num_threads or min(platform.num_cores, MAX_CPU_THREADS),
     )
     scheduler = SchedulerConfig(
-        planner=PlannerConfig(
-            chunked_prefill_size=args.chunked_prefill_size,
-            max_running_requests=args.max_running_requests,
-            schedule_policy=args.schedule_policy,
-            preemption_threshold=(
-                args.priority_scheduling_preemption_threshold
-                if args.enable_priority_scheduling
-                else None
-            ),
-            retract_interval=environ.test_retract_interval,
-        ),
+        planner=_planner(args, environ),
         max_queued_requests=args.max_queued_requests,
         schedule_conservativeness=args.schedule_conservativeness,
         eos_token_ids=frozenset(model.eos_token_ids),
@@ -168,6 +161,24 @@ def _attention_backend(args: ServerArgs, device: str) -> str:
     return name
 
 
+def _planner(args: ServerArgs, environ: Environ) -> PlannerConfig:
+    threshold = args.priority_scheduling_preemption_threshold
+    return PlannerConfig(
+        chunked_prefill_size=args.chunked_prefill_size,
+        max_running_requests=args.max_running_requests,
+        schedule_policy=args.schedule_policy,
+        preemption_threshold=threshold if args.enable_priority_scheduling else None,
+        retract_interval=environ.test_retract_interval,
+    )
+
+
+def _max_graph_width(args: ServerArgs, device: str, max_decode_rows: int) -> int:
+    """Rows of a request in steps that replay a captured graph; 0 for no graphs."""
+    if device == "cpu" or args.disable_cuda_graph:
+        return 0
+    return 1 if args.disable_mtp_cuda_graph else max_decode_rows
+
+
 def _mtp(args: ServerArgs, model: ModelConfig, environ: Environ, device: str) -> MTPConfig | None:
     mask, source = args.mtp_mask_token_id, "--mtp-mask-token-id"
     if mask is None:
@@ -186,6 +197,7 @@ def _mtp(args: ServerArgs, model: ModelConfig, environ: Environ, device: str) ->
         trims_rows=device == "cpu",
         measures_costs=device != "cpu",
         traces=environ.mtp_debug_trace is not None,
+        bypasses_graphs=_max_graph_width(args, device, 2) == 1,
     )
 
 

@@ -99,7 +99,7 @@ class ServerArgs:
     attention_backend: str | None = flag(
         None,
         "Attention implementation; default: the best one for the device.",
-        choices=("torch_native", "triton"),
+        choices=("torch_native", "triton", "flashinfer"),
     )
     disable_cuda_graph: bool = flag(False, "Run every step on a GPU without CUDA graphs.")
     num_threads: int | None = flag(None, "Torch threads of the scheduler on a CPU.")
@@ -114,6 +114,9 @@ class ServerArgs:
         False,
         "Predict fewer tokens under load for requests without `mtp_verify` too; their output"
         " depends on it.",
+    )
+    disable_mtp_cuda_graph: bool = flag(
+        False, "Run steps of several rows per request without CUDA graphs, plain decoding with."
     )
     preferred_sampling_params: str | None = flag(
         None,

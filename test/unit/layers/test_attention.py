@@ -22,7 +22,12 @@ from sglang.srt.registry import ATTENTION_BACKENDS
 
 torch.set_num_threads(1)
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-TARGETS = [(name, device) for name in ATTENTION_BACKENDS.names for device in DEVICES]
+TARGETS = [
+    (name, device)
+    for name in ATTENTION_BACKENDS.names
+    for device in DEVICES
+    if device in ATTENTION_BACKENDS.load(name).capabilities().devices
+]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 # (tokens with KV before the step, tokens fed) of each request
@@ -93,7 +98,9 @@ class Case:
             pytest.skip(f"{name} {'; '.join(problems)}")
         self.generator = torch.Generator().manual_seed(self.seed)
         self._place_requests(device)
-        self.backend: AttentionBackend = backend(self.table, self.pool, self.windows)
+        self.backend: AttentionBackend = backend(
+            self.table, self.pool, self.num_heads, self.windows
+        )
         self.q_lens = [q_len for _, q_len in self.shape]
         num_tokens = sum(self.q_lens)
         self.q = self._random(num_tokens, self.num_heads)
@@ -169,9 +176,11 @@ class Case:
     def run(self, chosen: Sequence[int] | None = None) -> torch.Tensor:
         device = self.target[1]
         tokens = self.tokens_of(range(len(self.shape)) if chosen is None else chosen)
-        self.backend.plan(self.batch(chosen))
+        batch = self.batch(chosen)
+        self.backend.plan(batch)
         q, k, v = (rows[tokens].to(device) for rows in (self.q, self.k, self.v))
-        return self.backend.forward(1, q, k, v).cpu().clone()
+        self.pool.k[1][batch.slots], self.pool.v[1][batch.slots] = k, v
+        return self.backend.forward(1, q).cpu().clone()
 
     def expected(self) -> torch.Tensor:
         """[T, num_heads * head_dim] float64."""
@@ -355,7 +364,7 @@ class Steps:
         self.pool = MHATokenToKVPool(
             num_pages * page_size, page_size, NUM_LAYERS, 2, 16, torch.float32, self.device
         )
-        self.backend: AttentionBackend = backend(self.table, self.pool, self.windows)
+        self.backend: AttentionBackend = backend(self.table, self.pool, 4, self.windows)
         self.allocator = PageAllocator(num_pages, page_size)
         self.free_rows = list(range(NUM_ROWS))
         self.running: list[Running] = []
@@ -449,11 +458,12 @@ class Steps:
         rows = [r.row for r, q_len in zip(batch, q_lens, strict=True) for _ in range(q_len)]
         kv_lens = [request.length + q_len for request, q_len in zip(batch, q_lens, strict=True)]
         slack = self.random.choice(self.bound_slacks)
+        slots = self.table.req_to_token[rows, positions].long()
         self.backend.plan(
             ForwardBatch(
                 input_ids=torch.zeros(len(positions), dtype=torch.int64, device=self.device),
                 positions=torch.tensor(positions, device=self.device),
-                slots=self.table.req_to_token[rows, positions].long(),
+                slots=slots,
                 rows=torch.tensor([request.row for request in batch], device=self.device),
                 q_lens=q_lens,
                 kv_lens=torch.tensor(kv_lens, device=self.device),
@@ -464,7 +474,8 @@ class Steps:
             q = self.values(len(positions), 4)
             k, v = (torch.cat([new[layer][part] for new in fed]) for part in (0, 1))
             device = self.device
-            out = self.backend.forward(layer, q.to(device), k.to(device), v.to(device)).cpu()
+            self.pool.k[layer][slots], self.pool.v[layer][slots] = k.to(device), v.to(device)
+            out = self.backend.forward(layer, q.to(device)).cpu()
             parts = zip(batch, q.split(q_lens), fed, strict=True)
             expected = []
             for request, rows_q, new in parts:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.layers.ops.torch_ops import TorchOps
 from sglang.srt.layers.rotary_embedding import (
     RotaryEmbedding,
     attention_factor,
     inverse_frequencies,
-    rotate,
 )
 from sglang.srt.rope_config import LinearScaling, RopeConfig, YarnScaling, parse_rope
 
@@ -150,8 +150,15 @@ def test_rotation_equals_that_of_transformers() -> None:
     config = parse_rope({**BASE, "rope_scaling": SCALINGS["yarn"]})
     rotary = RotaryEmbedding(HEAD_DIM, MAX_POSITIONS, config)
     positions = torch.tensor([0, 3, 699])
-    x = torch.randn(3, 4, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    heads = torch.randn(3, 8, HEAD_DIM, generator=torch.Generator().manual_seed(0))
     cos, sin = table[positions].unbind(1)
-    expected, _ = apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=1)
-    ours = rotate(x, rotary.lookup(positions, torch.float32))
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    q, k = apply_rotary_pos_emb(heads[:, :4], heads[:, 4:6], cos, sin, unsqueeze_dim=1)
+    kv = torch.zeros(5, 4, HEAD_DIM)
+    slots = torch.tensor([4, 1, 2])
+    ops = TorchOps()
+    rotation = ops.rotation(rotary.table, positions)
+    ours = ops.rotate_and_store(heads, rotation, positions, kv, slots)
+    torch.testing.assert_close(ours, q, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(kv[slots, :2], k, rtol=1e-4, atol=1e-4)
+    assert torch.equal(kv[slots, 2:], heads[:, 6:])
+    assert not kv[[0, 3]].any(), "a slot that nobody named was written"

@@ -1,43 +1,23 @@
 """The Triton backend in Triton's interpreter on the CPU, against `TorchNativeBackend`.
 
-Triton reads TRITON_INTERPRET where kernels are defined, so one process of its own runs the whole
-table (`attention_cases.py`), and the tests here each read one of its results.
+One process runs the whole table (`attention_cases.py`); the tests here each read one result.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from attention_cases import CASES, TOLERANCE
-from code_shape import ROOT
+from interpreted import run_interpreted
 from sglang.srt.registry import ATTENTION_BACKENDS
 
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, float | str]:
-    """The largest error of each case, or what was wrong with it."""
-    paths = (ROOT / "python", ROOT / "test")
-    process = subprocess.run(
-        [sys.executable, ROOT / "test/attention_cases.py", "triton"],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert process.returncode == 0, f"the table ended early:\n{process.stderr}"
-    return dict(json.loads(line) for line in process.stdout.splitlines())
+    return run_interpreted("attention_cases.py", "triton")
 
 
 @pytest.mark.parametrize("name", CASES)

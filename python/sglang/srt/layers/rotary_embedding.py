@@ -26,10 +26,6 @@ class RotaryEmbedding(nn.Module):
         """Fills the table anew: after a model was built without memory or changed its type."""
         self.table = self._compute_table()
 
-    def lookup(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[T] int64 -> [T, 2, 1, head_dim], shared by all layers of a step."""
-        return self.table[positions].to(dtype).unsqueeze(2)
-
     def _compute_table(self) -> torch.Tensor:
         """[max_positions, 2, head_dim]: cos over both halves; sin with the first half negated, so
         that rotating is x * cos + swapped halves of x * sin."""
@@ -39,12 +35,6 @@ class RotaryEmbedding(nn.Module):
         factor = attention_factor(self._config.scaling)
         cos, sin = angles.cos() * factor, angles.sin() * factor
         return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
-
-
-def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Rotates x [T, heads, head_dim] by `RotaryEmbedding.lookup`'s [T, 2, 1, head_dim]."""
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x * cos_sin[:, 0], swapped, cos_sin[:, 1])
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:

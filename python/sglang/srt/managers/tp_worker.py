@@ -51,13 +51,18 @@ class TpModelWorker:
     @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
         apply_writes(batch, self._state, self._table)
-        inputs = build_forward_batch(batch, batch.max_q_lens, self._state, self._table)
-        return self.run(batch, inputs)
+        inputs = build_forward_batch(
+            batch, batch.max_q_lens, self._state, self._table, bounds_are_exact=True
+        )
+        result, _ = self.run(batch, inputs)
+        return result
 
-    def run(self, batch: ScheduleBatch, inputs: ForwardBatch) -> GenerationBatchResult:
-        """A step whose writes have been applied and whose rows are laid out."""
+    def run(self, batch: ScheduleBatch, inputs: ForwardBatch) -> tuple[GenerationBatchResult, bool]:
+        """A step whose writes have been applied and whose rows are laid out; and whether it
+        replayed a captured graph."""
         state, q_lens = self._state, inputs.q_lens
-        hidden = self._runner.forward(inputs)
+        forward = self._runner.forward(inputs)
+        hidden = forward.hidden
         state.committed[inputs.rows] = inputs.kv_lens
         device = inputs.rows.device
         rows, positions, last = inputs.rows, inputs.kv_lens, hidden
@@ -80,7 +85,7 @@ class TpModelWorker:
         if batch.logprobs is not None:
             emitted = self._emitted_logprobs(batch, batch.logprobs, logits, sampling, tokens)
             prompts = prompt_logprobs(batch.logprobs, hidden, q_lens, self._runner.compute_logits)
-        return GenerationBatchResult(
+        result = GenerationBatchResult(
             next_token_ids=state.pending[inputs.rows, :1],
             accept_lens=to_device(batch.emits, device, torch.int64),
             kept_lens=to_device(q_lens, device, torch.int64),
@@ -88,6 +93,7 @@ class TpModelWorker:
             prompt_logprobs=prompts,
             hidden_states=hidden_states(batch, hidden, q_lens),
         )
+        return result, forward.used_graph
 
     def observe(self, result: HostResult) -> None:
         """Learns nothing from results."""

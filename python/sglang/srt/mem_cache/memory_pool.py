@@ -56,11 +56,6 @@ class MHATokenToKVPool:
         self.v = [kv[:, num_kv_heads:] for kv in self.kv]
         self.is_released = False
 
-    def store(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Writes k, v [T, num_kv_heads, head_dim] to slots [T] int64."""
-        self.k[layer].index_copy_(0, slots, k)
-        self.v[layer].index_copy_(0, slots, v)
-
     def release(self) -> None:
         """Gives the memory back; what was stored is lost.
 

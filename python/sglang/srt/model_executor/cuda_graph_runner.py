@@ -1,116 +1,223 @@
-"""CUDA graphs of the model's forward pass, for steps in which every request feeds one row.
+"""CUDA graphs of the model's forward pass, captured by shape and replayed by steps that fit.
 
-A graph is captured per number of requests; a step replays the smallest that has room. Rows that pad
-it write their K and V to the dummy slot and read one token of row 0; nobody looks at their result.
+A step of one row per request replays the graph of the next larger number of requests. A step whose
+requests feed a few rows each (look-ahead, drafts to verify) replays one with room for its requests
+and for its rows: ragged as they are, or laid out at the same distance for attention that can plan
+nothing else. What pads a graph writes its K and V to the dummy slot and is read by nobody.
 """
 
 from __future__ import annotations
 
-import bisect
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from tqdm import tqdm
 
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.device_copies import to_device
+from sglang.srt.layers.attention.base_attn_backend import GraphSupport
+from sglang.srt.model_executor.forward_batch_info import (
+    DECODE,
+    RAGGED,
+    UNIFORM,
+    ForwardBatch,
+    GraphKey,
+)
 
 logger = logging.getLogger(__name__)
 
 WARM_UPS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class GraphKey:
-    """What a captured graph is good for: `num_reqs` requests of `width` rows each."""
-
-    tag: str
-    num_reqs: int
-    width: int
+MAX_WIDE_TOKENS = 1024  # of a step of several rows per request: beyond, launching costs little
+MIN_GROWTH = 1.25  # from a number of rows to the next
+UNIFORM_WIDTHS = (3, 7, 15, 31)
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A graph, the static batch that it reads, and its result [num_reqs, hidden_size]."""
+    """A graph and its result [num_tokens, hidden_size]."""
 
     graph: torch.cuda.CUDAGraph
-    batch: ForwardBatch
     hidden: torch.Tensor
 
 
-class CudaGraphRunner:
-    """Replays captured forward passes.
+class GraphKeys:
+    """Which graphs there are, and which one a step fits.
 
     Args:
-        plan: the attention backend's, called before each replay with the static batch.
+        support: which batches the attention backend can replay.
+        max_requests: of a step.
+        max_width: rows of a request in a step that replays a graph.
+    """
+
+    def __init__(self, support: GraphSupport, max_requests: int, max_width: int) -> None:
+        self.all: list[GraphKey] = []
+        self._found: dict[tuple[int, int, int], GraphKey | None] = {}
+        if support is GraphSupport.NEVER:
+            return
+        self.all = [GraphKey(DECODE, n, 1, n) for n in decode_sizes(max_requests)]
+        if max_width == 1:
+            return
+        sizes = sorted({*_powers_of_two(max_requests), max_requests})
+        if support is GraphSupport.UNIFORM_Q:
+            widths = sorted({*(w for w in UNIFORM_WIDTHS if w < max_width), max_width})
+            wide = [GraphKey(UNIFORM, n, w, n * w) for n in sizes for w in widths]
+        else:
+            wide = [
+                GraphKey(RAGGED, n, max_width, tokens)
+                for n in sizes
+                for tokens in _row_counts(n, n * max_width)
+            ]
+        self.all += [key for key in wide if key.num_tokens <= MAX_WIDE_TOKENS]
+
+    def find(self, q_lens: Sequence[int]) -> GraphKey | None:
+        """The smallest graph with room for the requests, then for their rows."""
+        shape = len(q_lens), max(q_lens), sum(q_lens)
+        if shape not in self._found:
+            self._found[shape] = self._smallest(*shape)
+        return self._found[shape]
+
+    def _smallest(self, num_reqs: int, widest: int, num_tokens: int) -> GraphKey | None:
+        fitting = (
+            key
+            for key in self.all
+            if key.num_reqs >= num_reqs
+            and key.width >= widest
+            and key.num_tokens >= num_tokens
+            and (widest > 1 or key.width == 1)
+        )
+        return min(fitting, key=lambda key: (key.num_reqs, key.num_tokens), default=None)
+
+
+class CudaGraphRunner:
+    """Captures forward passes and replays them.
+
+    Args:
+        plan: the attention's, called before each capture and replay.
         forward: the model over a planned batch.
-        sizes: numbers of requests to capture.
-        longest: KV tokens of a request at most; work is cut for it, lengths are read on the device.
+        longest: KV tokens of a request at most.
+        poisons: overwrite all inputs and the result before each replay, so that whatever a step
+            does not fill anew shows.
     """
 
     def __init__(
         self,
         plan: Callable[[ForwardBatch], None],
         forward: Callable[[ForwardBatch], torch.Tensor],
-        sizes: Sequence[int],
+        keys: GraphKeys,
         longest: int,
         device: str,
+        poisons: bool = False,
     ) -> None:
         self._plan = plan
         self._forward = forward
-        self._sizes = sorted(sizes)
+        self._keys = keys
         self._longest = longest
-        most = self._sizes[-1]
-        # input ids, positions, slots, rows
-        self._inputs = torch.zeros((4, most), dtype=torch.int64, device=device)
-        self._kv_lens = torch.ones(most, dtype=torch.int64, device=device)
+        self._poisons = poisons
+        most_tokens = max(key.num_tokens for key in keys.all)
+        most_reqs = max(key.num_reqs for key in keys.all)
+        # input ids, positions, slots
+        self._tokens = torch.zeros((3, most_tokens), dtype=torch.int64, device=device)
+        # rows, lengths
+        self._requests = torch.zeros((2, most_reqs), dtype=torch.int64, device=device)
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[GraphKey, _Captured] = {}
 
     def capture(self) -> None:
         """Captures all graphs, the largest first, so that the others fit into its memory."""
         start = time.perf_counter()
-        for size in reversed(self._sizes):
-            self._captured[GraphKey("decode", size, 1)] = self._capture(size)
+        keys = sorted(self._keys.all, key=lambda key: -key.num_tokens)
+        for key in tqdm(keys, desc="Capturing CUDA graphs", unit="graph", disable=None):
+            self._captured[key] = self._capture(key)
         logger.info(
-            "Captured %d CUDA graphs for up to %d requests in %.1f s.",
-            len(self._sizes),
-            self._sizes[-1],
+            "Captured %d CUDA graphs for up to %d requests and %d rows in %.1f s.",
+            len(keys),
+            self._requests.shape[1],
+            self._tokens.shape[1],
             time.perf_counter() - start,
         )
 
     def key_of(self, batch: ForwardBatch) -> GraphKey | None:
         """The graph that a step can replay, if there is one."""
-        num_reqs = len(batch.q_lens)
-        if batch.input_ids.shape[0] != num_reqs or num_reqs > self._sizes[-1]:
-            return None
-        return GraphKey("decode", self._sizes[bisect.bisect_left(self._sizes, num_reqs)], 1)
+        return self._keys.find(batch.q_lens)
 
     def run(self, key: GraphKey, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [T, hidden_size]; the next replay overwrites them."""
-        captured, count = self._captured[key], len(batch.q_lens)
-        self._inputs[:, count : key.num_reqs] = 0
-        self._kv_lens[count : key.num_reqs] = 1
-        sources = (batch.input_ids, batch.positions, batch.slots, batch.rows)
-        for buffer, source in zip(self._inputs, sources, strict=True):
-            buffer[:count].copy_(source)
-        self._kv_lens[:count].copy_(batch.kv_lens)
-        self._plan(captured.batch)
+        captured = self._captured[key]
+        if self._poisons:
+            self._tokens.fill_(1)
+            self._tokens[1].fill_(self._longest - 1)
+            self._requests.fill_(self._longest)
+            captured.hidden.fill_(float("nan"))
+        places = self._fill(key, batch)
+        self._plan(self._static_batch(key, batch))
         captured.graph.replay()
-        return captured.hidden[:count]
+        if places is None:
+            return captured.hidden[: batch.input_ids.shape[0]]
+        return captured.hidden[places]
 
-    def _capture(self, size: int) -> _Captured:
-        input_ids, positions, slots, rows = (buffer[:size] for buffer in self._inputs)
-        batch = ForwardBatch(
-            input_ids=input_ids,
-            positions=positions,
-            slots=slots,
-            rows=rows,
-            q_lens=[1] * size,
-            kv_lens=self._kv_lens[:size],
-            kv_len_upper_bounds=[self._longest] * size,
+    def _fill(self, key: GraphKey, batch: ForwardBatch) -> torch.Tensor | None:
+        """Copies the step into the static buffers; where its rows are, unless in front."""
+        tokens, requests = self._tokens, self._requests
+        num_tokens, num_reqs = batch.input_ids.shape[0], len(batch.q_lens)
+        places = _spread(batch.q_lens, key.width) if key.tag == UNIFORM else None
+        index = None if places is None else to_device(places, tokens.device)
+        sources = (batch.input_ids, batch.positions, batch.slots)
+        if index is None:
+            tokens[:, num_tokens : key.num_tokens] = 0
+            for buffer, source in zip(tokens, sources, strict=True):
+                buffer[:num_tokens].copy_(source)
+        else:
+            tokens[:, : key.num_tokens] = 0
+            tokens.index_copy_(1, index, torch.stack(sources))
+        requests[0, num_reqs : key.num_reqs] = 0
+        requests[1, num_reqs : key.num_reqs] = key.width
+        requests[0, :num_reqs].copy_(batch.rows)
+        if index is None:
+            requests[1, :num_reqs].copy_(batch.kv_lens)
+        else:  # each request's length, had it fed all its rows
+            lacking = [key.width - q_len for q_len in batch.q_lens]
+            requests[1, :num_reqs] = batch.kv_lens + to_device(lacking, tokens.device)
+        return index
+
+    def _static_batch(self, key: GraphKey, batch: ForwardBatch) -> ForwardBatch:
+        """The step as the graph sees it: static buffers with room for padding."""
+        lacking = key.num_reqs - len(batch.q_lens)
+        bounds = batch.kv_len_upper_bounds
+        if key.is_uniform:
+            pairs = zip(bounds, batch.q_lens, strict=True)
+            bounds = [bound + key.width - q_len for bound, q_len in pairs] + [key.width] * lacking
+        return ForwardBatch(
+            input_ids=self._tokens[0, : key.num_tokens],
+            positions=self._tokens[1, : key.num_tokens],
+            slots=self._tokens[2, : key.num_tokens],
+            rows=self._requests[0, : key.num_reqs],
+            q_lens=[key.width] * key.num_reqs if key.is_uniform else batch.q_lens,
+            kv_lens=self._requests[1, : key.num_reqs],
+            kv_len_upper_bounds=bounds,
+            bounds_are_exact=batch.bounds_are_exact,
+            graph_key=key,
         )
+
+    def _capture(self, key: GraphKey) -> _Captured:
+        count = key.num_reqs
+        share, rest = divmod(key.num_tokens, count)
+        empty = self._tokens[0, :0]
+        self._tokens[:, : key.num_tokens] = 0
+        self._requests[0, :count] = 0
+        self._requests[1, :count] = key.width
+        shape = ForwardBatch(
+            input_ids=empty,
+            positions=empty,
+            slots=empty,
+            rows=empty,
+            q_lens=[share + (index < rest) for index in range(count)],
+            kv_lens=empty,
+            kv_len_upper_bounds=[key.width] * count,
+            bounds_are_exact=True,
+        )
+        batch = self._static_batch(key, shape)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -122,12 +229,32 @@ class CudaGraphRunner:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             hidden = self._forward(batch)
-        return _Captured(graph, batch, hidden)
+        return _Captured(graph, hidden)
 
 
-def capture_sizes(max_requests: int) -> list[int]:
+def decode_sizes(max_requests: int) -> list[int]:
     """1, 2, 4, then every eighth up to `max_requests`."""
     return sorted(
         {size for size in (1, 2, 4, max_requests) if size <= max_requests}
         | set(range(8, max_requests + 1, 8))
     )
+
+
+def _powers_of_two(limit: int) -> list[int]:
+    return [1 << power for power in range(limit.bit_length()) if 1 << power <= limit]
+
+
+def _row_counts(least: int, most: int) -> list[int]:
+    """Numbers of rows from `least` to `most`, each a little larger than the one before."""
+    counts = [most]
+    while counts[-1] > least:
+        step = max(4, int(counts[-1] * (1 - 1 / MIN_GROWTH)))
+        counts.append(max(least, counts[-1] - step))
+    return counts
+
+
+def _spread(q_lens: Sequence[int], width: int) -> list[int] | None:
+    """Place of each row if every request had `width` rows; None if so it is."""
+    if all(q_len == width for q_len in q_lens):
+        return None
+    return [index * width + row for index, q_len in enumerate(q_lens) for row in range(q_len)]

@@ -7,6 +7,31 @@ from dataclasses import dataclass
 
 import torch
 
+DECODE, UNIFORM, RAGGED = "decode", "uniform", "ragged"
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """What a captured graph is good for. Never partial: two graphs that differ in any number differ
+    in what was planned for them.
+
+    Attributes:
+        tag: DECODE and UNIFORM where every request feeds `width` rows, RAGGED where up to so many.
+        num_reqs: requests, padding included.
+        width: rows of a request, at most.
+        num_tokens: rows in all, padding included.
+    """
+
+    tag: str
+    num_reqs: int
+    width: int
+    num_tokens: int
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every request, those of padding too, has `width` rows."""
+        return self.tag != RAGGED
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
@@ -20,6 +45,10 @@ class ForwardBatch:
         q_lens: host list of R; tokens fed by each request.
         kv_lens: [R] int64; tokens with KV after this step's are written.
         kv_len_upper_bounds: host list of R; at least `kv_lens`, without reading the device.
+        bounds_are_exact: the bounds are `kv_lens`.
+        graph_key: the graph that captures this batch's kernels or replays them; None for neither.
+            With one, what a plan hands to kernels must stay at the addresses and within the grids
+            of that graph, and R and T may be less than the key's numbers: what lacks is padding.
     """
 
     input_ids: torch.Tensor
@@ -29,3 +58,5 @@ class ForwardBatch:
     q_lens: list[int]
     kv_lens: torch.Tensor
     kv_len_upper_bounds: list[int]
+    bounds_are_exact: bool = False
+    graph_key: GraphKey | None = None

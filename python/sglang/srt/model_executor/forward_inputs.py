@@ -28,11 +28,13 @@ def build_forward_batch(
     state: RequestRows,
     table: ReqToTokenPool,
     lookahead_token: int = NO_TOKEN,
+    bounds_are_exact: bool = False,
 ) -> ForwardBatch:
     """Lays out the T rows of a step.
 
     A request feeds its `host_tokens`, or else its pending tokens; the rest of its q_lens[i] rows
-    feed `lookahead_token`.
+    feed `lookahead_token`. `bounds_are_exact`: no length depends on a result that the host has not
+    read.
     """
     device = table.req_to_token.device
     rows = to_device(batch.rows, device)
@@ -57,6 +59,7 @@ def build_forward_batch(
         q_lens=q_lens,
         kv_lens=kv_lens,
         kv_len_upper_bounds=[bound - reserved + fed for bound, reserved, fed in trimmed],
+        bounds_are_exact=bounds_are_exact,
     )
 
 

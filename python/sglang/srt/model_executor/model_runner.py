@@ -6,16 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import GraphSupport
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, GraphSupport
+from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.mem_cache.kv_sizing import KVSizing
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_config import ModelConfig
-from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, capture_sizes
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphKeys
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_loader import load_model
 from sglang.srt.model_executor.weight_store import WeightStore
 from sglang.srt.platform import static_bytes_left
-from sglang.srt.registry import ATTENTION_BACKENDS
+from sglang.srt.registry import ATTENTION_BACKENDS, LAYER_OPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,10 @@ class ExecutionConfig:
             the rows of the widest step.
         kv_budget_bytes: memory for the KV pool; None for what the weights leave of
             `static_memory_share` of the device's memory.
-        use_cuda_graphs: replay captured graphs where the attention backend can.
+        layer_ops: name of the operations between matrix products.
+        max_graph_width: rows of a request in steps that replay a captured graph, where the
+            attention backend can; 0 for no graphs, 1 for plain decoding alone.
+        poisons_graphs: for tests, see `CudaGraphRunner`.
         num_threads: torch threads of a CPU.
     """
 
@@ -45,7 +49,22 @@ class ExecutionConfig:
     kv_budget_bytes: int | None
     num_threads: int
     static_memory_share: float = 0.0
-    use_cuda_graphs: bool = False
+    layer_ops: str = "torch"
+    max_graph_width: int = 0
+    poisons_graphs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """What a forward pass gives.
+
+    Attributes:
+        hidden: [T, hidden_size]; hidden states after the last norm.
+        used_graph: whether a captured graph was replayed.
+    """
+
+    hidden: torch.Tensor
+    used_graph: bool
 
 
 class ModelRunner:
@@ -94,10 +113,12 @@ class ModelRunner:
             dtype,
             config.device,
         )
-        self.attention = backend(self.req_to_token_pool, self.kv_pool, self.model.windows)
+        attention: AttentionBackend = backend(
+            self.req_to_token_pool, self.kv_pool, model.num_heads, self.model.windows
+        )
+        self._layers = LayerRuntime(LAYER_OPS.load(config.layer_ops)(), attention, self.kv_pool)
         self._threads = HostThreads(config.num_threads) if config.device == "cpu" else None
-        can_replay = backend.capabilities().graph is not GraphSupport.NEVER
-        self._wants_graphs = config.use_cuda_graphs and can_replay
+        self._graph_support: GraphSupport = backend.capabilities().graph
         self._config = config
         self._graphs: CudaGraphRunner | None = None
         self.capture_graphs()
@@ -107,15 +128,19 @@ class ModelRunner:
         """Captures graphs anew, if there are to be any and all memory is there: they hold its
         addresses."""
         self._graphs = None
-        if not self._wants_graphs or self.weights.is_released or self.kv_pool.is_released:
-            return
         config = self._config
+        if self.weights.is_released or self.kv_pool.is_released or config.max_graph_width == 0:
+            return
+        keys = GraphKeys(self._graph_support, config.max_running_requests, config.max_graph_width)
+        if not keys.all:
+            return
         graphs = CudaGraphRunner(
-            self.attention.plan,
-            lambda batch: self.model(batch, self.attention),
-            capture_sizes(config.max_running_requests),
+            self._layers.plan,
+            lambda batch: self.model(batch, self._layers),
+            keys,
             config.row_width,
             config.device,
+            config.poisons_graphs,
         )
         graphs.capture()
         self._graphs = graphs
@@ -131,17 +156,17 @@ class ModelRunner:
         self.capture_graphs()
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [T, hidden_size] after the last norm."""
+    def forward(self, batch: ForwardBatch) -> ForwardResult:
+        """Runs the model; the next call may overwrite the result."""
         assert not self.weights.is_released, "A step without weights."
         assert not self.kv_pool.is_released, "A step without a KV pool."
         if self._threads is not None:
             self._threads.use_for(batch.input_ids.shape[0])
         key = None if self._graphs is None else self._graphs.key_of(batch)
         if self._graphs is not None and key is not None:
-            return self._graphs.run(key, batch)
-        self.attention.plan(batch)
-        return self.model(batch, self.attention)
+            return ForwardResult(self._graphs.run(key, batch), used_graph=True)
+        self._layers.plan(batch)
+        return ForwardResult(self.model(batch, self._layers), used_graph=False)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [S, vocab_size] float32 of hidden states [S, hidden_size]."""

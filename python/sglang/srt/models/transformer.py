@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.layers.linear import FusedLinear
-from sglang.srt.layers.rotary_embedding import RotaryEmbedding, rotate
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -36,15 +35,18 @@ class DecoderSpec:
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalization (arXiv 1910.07467)."""
+    """Root mean square normalization of a sum, see `LayerOps.add_rms_norm`."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, runtime: LayerRuntime
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The normalized sum of x and residual, and the sum."""
+        return runtime.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -70,22 +72,15 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(
-        self, x: torch.Tensor, cos_sin: torch.Tensor, attention: AttentionBackend
+        self, x: torch.Tensor, rotation: torch.Tensor, runtime: LayerRuntime
     ) -> torch.Tensor:
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        num_qk = self.num_heads + self.num_kv_heads
-        qk = heads[:, :num_qk]
         if self.has_qk_norm:
-            q, k = qk.split((self.num_heads, self.num_kv_heads), dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        rotated = rotate(qk, cos_sin)
-        out = attention.forward(
-            self.layer,
-            rotated[:, : self.num_heads],
-            rotated[:, self.num_heads :],
-            heads[:, num_qk:],
-        )
-        return self.o_proj(out)
+            q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+            q, _ = self.q_norm(q, None, runtime)
+            k, _ = self.k_norm(k, None, runtime)
+            heads = torch.cat((q, k, v), dim=1)
+        return self.o_proj(runtime.attend(self.layer, heads, rotation))
 
 
 class GatedMLP(nn.Module):
@@ -99,13 +94,13 @@ class GatedMLP(nn.Module):
         )
         self.down_proj = nn.Linear(size, config.hidden_size, bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+    def forward(self, x: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
+        return self.down_proj(runtime.silu_and_mul(self.gate_up_proj(x)))
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual."""
+    """Pre-norm attention and feed-forward. Each is added to the residual where the norm behind it
+    reads the sum."""
 
     def __init__(self, config: ModelConfig, layer: int, spec: DecoderSpec) -> None:
         super().__init__()
@@ -115,10 +110,17 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(config, spec.mlp_bias)
 
     def forward(
-        self, x: torch.Tensor, cos_sin: torch.Tensor, attention: AttentionBackend
-    ) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos_sin, attention)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: torch.Tensor,
+        runtime: LayerRuntime,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and residual [T, hidden_size], whose sum is the layer's input: likewise its output."""
+        x, residual = self.input_layernorm(x, residual, runtime)
+        x = self.self_attn(x, rotation, runtime)
+        x, residual = self.post_attention_layernorm(x, residual, runtime)
+        return self.mlp(x, runtime), residual
 
 
 class Decoder(nn.Module):
@@ -133,13 +135,14 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config.head_dim, max_positions, config.rope)
 
-    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, runtime: LayerRuntime) -> torch.Tensor:
         """Hidden states [T, hidden_size] of the batch, after the last norm."""
-        x = self.embed_tokens(batch.input_ids)
-        cos_sin = self.rotary.lookup(batch.positions, x.dtype)
+        x, residual = self.embed_tokens(batch.input_ids), None
+        rotation = runtime.rotation(self.rotary.table)
         for layer in self.layers:
-            x = layer(x, cos_sin, attention)
-        return self.norm(x)
+            x, residual = layer(x, residual, rotation, runtime)
+        x, _ = self.norm(x, residual, runtime)
+        return x
 
 
 class CausalLM(nn.Module):
@@ -164,9 +167,10 @@ class CausalLM(nn.Module):
         if self.is_tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
-        """Hidden states [T, hidden_size] after the last norm."""
-        return self.model(batch, attention)
+    def forward(self, batch: ForwardBatch, runtime: LayerRuntime) -> torch.Tensor:
+        """Hidden states [T, hidden_size] after the last norm, of a batch that `runtime` has
+        planned."""
+        return self.model(batch, runtime)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [S, vocab_size] float32 of hidden states [S, hidden_size]: of the rows that

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -38,6 +40,8 @@ from sglang.srt.mtp.length_policy import LengthPolicy
 from sglang.srt.mtp.lookahead_rows import LookaheadRows, StepLengths
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class MTPConfig:
@@ -53,6 +57,8 @@ class MTPConfig:
         measures_costs: the length policy's prices are measured at start-up; otherwise rows cost
             nothing, and every request predicts as many tokens as it wishes.
         traces: results say what was fed.
+        bypasses_graphs: steps of several rows per request replay no captured graph, though steps of
+            one row do; said once.
     """
 
     mask_token_id: int
@@ -61,6 +67,7 @@ class MTPConfig:
     trims_rows: bool = False
     measures_costs: bool = False
     traces: bool = False
+    bypasses_graphs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +115,7 @@ class MTPWorker:
         num_rows = state.committed.shape[0]
         self._lookahead = LookaheadRows(num_rows, str(state.committed.device))
         self._unread: deque[StepLengths] = deque()
+        self._has_warned = False
 
     def step_width(self, params: SamplingParams) -> StepWidth:
         k = params.num_predicted
@@ -131,20 +139,22 @@ class MTPWorker:
         lengths = self._lookahead.plan(batch, self._limits(batch), longest)
         self._unread.append(lengths)
         mask = self._config.mask_token_id
-        inputs = build_forward_batch(batch, lengths.q_lens, state, self._table, mask)
-        result = (
-            self._plain.run(batch, inputs)
-            if lengths.is_plain
-            else self._run(batch, lengths, inputs)
+        inputs = build_forward_batch(
+            batch, lengths.q_lens, state, self._table, mask, not any(lengths.looks_ahead)
         )
+        run = self._plain.run if lengths.is_plain else partial(self._run, lengths)
+        result, used_graph = run(batch, inputs)
+        if not used_graph and self._config.bypasses_graphs:
+            self._warn_of_bypass(batch, lengths)
         if not self._config.traces:
             return result
-        return dataclasses.replace(result, fed=self._fed(lengths, inputs))
+        return dataclasses.replace(result, fed=self._fed(lengths, inputs, used_graph))
 
     def _run(
-        self, batch: ScheduleBatch, lengths: StepLengths, inputs: ForwardBatch
-    ) -> GenerationBatchResult:
-        hidden = self._runner.forward(inputs)
+        self, lengths: StepLengths, batch: ScheduleBatch, inputs: ForwardBatch
+    ) -> tuple[GenerationBatchResult, bool]:
+        forward = self._runner.forward(inputs)
+        hidden = forward.hidden
         reads = self._reads(batch, lengths, inputs)
         rows = inputs.rows[reads.request]
         sampling = self._state.sampling(rows, reads.positions, batch.all_greedy)
@@ -159,7 +169,7 @@ class MTPWorker:
             emitted = _emitted_logprobs(batch.logprobs, reads, logits, sampling, tokens, width)
             compute = self._runner.compute_logits
             prompts = prompt_logprobs(batch.logprobs, hidden, lengths.q_lens, compute)
-        return GenerationBatchResult(
+        result = GenerationBatchResult(
             next_token_ids=targets,
             accept_lens=outcome.accept_lens,
             kept_lens=outcome.kept_lens,
@@ -167,8 +177,24 @@ class MTPWorker:
             prompt_logprobs=prompts,
             hidden_states=hidden_states(batch, hidden, lengths.q_lens),
         )
+        return result, forward.used_graph
 
-    def _fed(self, lengths: StepLengths, inputs: ForwardBatch) -> FedRows:
+    def _warn_of_bypass(self, batch: ScheduleBatch, lengths: StepLengths) -> None:
+        """Once: what the first decode step of several rows was that ran without a graph."""
+        widest = max(lengths.q_lens)
+        if self._has_warned or widest == 1 or any(batch.num_host_tokens):
+            return
+        self._has_warned = True
+        row = batch.rows[lengths.q_lens.index(widest)]
+        kind = "conf_adapt" if self._lookahead.host_thresholds[row] > 0 else "static"
+        logger.warning(
+            "--disable-mtp-cuda-graph: steps of several rows run without CUDA graphs"
+            " (decode_q_len_per_req=%d, mtp_phase=steady, mtp_strategy_kind=%s).",
+            widest,
+            kind,
+        )
+
+    def _fed(self, lengths: StepLengths, inputs: ForwardBatch, used_graph: bool) -> FedRows:
         return FedRows(
             input_ids=inputs.input_ids,
             positions=inputs.positions,
@@ -176,7 +202,7 @@ class MTPWorker:
             num_predicted=lengths.num_predicted,
             pending=self._state.pending[inputs.rows],
             pending_lens=self._state.pending_lens[inputs.rows],
-            used_graph=False,
+            used_graph=used_graph,
         )
 
     def _limits(self, batch: ScheduleBatch) -> list[int]:

@@ -27,7 +27,7 @@ def measure_step_costs(runner: ModelRunner, max_rows: int) -> CostTable:
             kv_lens=zeros + 1,
             kv_len_upper_bounds=[1] * num_rows,
         )
-        logits = runner.compute_logits(runner.forward(batch))
+        logits = runner.compute_logits(runner.forward(batch).hidden)
         logits.argmax(dim=-1).tolist()  # waits for the device
 
     most = min(max_rows, MAX_MEASURED_ROWS)

@@ -45,7 +45,8 @@ class AttentionCapabilities:
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of a ragged batch over the paged KV pool.
+    """Causal attention of a ragged batch over the paged KV pool, which has the batch's own K and V
+    by then.
 
     A query row at position p sees the keys of positions 0..p of its own request; in a layer with a
     sliding window w (arXiv 2310.06825, section 2) those of p-w+1..p alone.
@@ -55,25 +56,31 @@ class AttentionBackend(Protocol):
         self,
         req_to_token_pool: ReqToTokenPool,
         kv_pool: MHATokenToKVPool,
+        num_heads: int,
         windows: Sequence[int | None],
     ) -> None:
-        """`windows`: the sliding window of each layer of the pool, None for full attention."""
+        """
+        Args:
+            num_heads: query heads; those of a KV head are next to each other.
+            windows: the sliding window of each layer of the pool, None for full attention.
+
+        Raises:
+            ValueError: if the heads cannot be served.
+        """
 
     @classmethod
     def capabilities(cls) -> AttentionCapabilities: ...
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Once per step, before the first layer."""
+        """Once per step (and once before each capture and replay of a graph), before the first
+        layer. See `ForwardBatch.graph_key`."""
 
-    def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        """Stores k and v of the planned batch and attends.
+    def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Attends.
 
         Args:
             layer: index of the layer.
-            q: [T, num_heads, head_dim].
-            k, v: [T, num_kv_heads, head_dim].
+            q: [T, num_heads, head_dim], any strides but the last.
 
         Returns:
             [T, num_heads * head_dim].

@@ -46,13 +46,13 @@ class TorchNativeBackend:
         self,
         req_to_token_pool: ReqToTokenPool,
         kv_pool: MHATokenToKVPool,
+        num_heads: int,
         windows: Sequence[int | None],
     ) -> None:
         self._windows = tuple(dict.fromkeys(windows))
         self._mask_of_layer = [self._windows.index(window) for window in windows]
         self._table = req_to_token_pool.req_to_token
         self._kv_pool = kv_pool
-        self._slots = torch.empty(0, dtype=torch.int64)
         self._groups: list[_Group] = []
         self._scratch = kv_pool.kv[0][:0]
         self._kept = KVWindow(kv_pool.kv)
@@ -69,7 +69,6 @@ class TorchNativeBackend:
         )
 
     def plan(self, batch: ForwardBatch) -> None:
-        self._slots = batch.slots
         members: dict[int, list[int]] = {}
         for index, q_len in enumerate(batch.q_lens):
             members.setdefault(q_len, []).append(index)
@@ -84,16 +83,13 @@ class TorchNativeBackend:
             for part in self._split(batch, q_len, indices):
                 self._groups.append(self._make_group(batch, q_len, part))
 
-    def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        self._kv_pool.store(layer, self._slots, k, v)
+    def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         if len(self._groups) == 1 and self._groups[0].tokens is None:
             return self._attend(layer, self._groups[0], q, self._kept.gather(layer)).view(
                 len(q), -1
             )
         kv = self._kv_pool.kv[layer]
-        out = torch.empty_like(q)
+        out = q.new_empty(q.shape)
         for group in self._groups:
             assert group.tokens is not None
             index = group.tokens.flatten()
@@ -108,7 +104,7 @@ class TorchNativeBackend:
         share = num_heads // num_kv_heads
         k, v = kv[:, : group.slots.shape[1]].transpose(1, 2).chunk(2, dim=1)
         # [N, queries, kv_heads, share, D] -> [N, kv_heads, queries * share, D]
-        grouped = q.view(num, queries, num_kv_heads, share, head_dim).transpose(1, 2)
+        grouped = q.reshape(num, queries, num_kv_heads, share, head_dim).transpose(1, 2)
         grouped = grouped.reshape(num, num_kv_heads, queries * share, head_dim)
         mask = group.masks[self._mask_of_layer[layer]]
         if queries > 1:

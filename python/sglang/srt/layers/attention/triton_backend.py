@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 import triton
 
+from sglang.srt.device_copies import to_device
 from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities, GraphSupport
 from sglang.srt.layers.attention.triton_kernels import (
     INTERPRETED,
@@ -16,17 +18,14 @@ from sglang.srt.layers.attention.triton_kernels import (
     Tiles,
     attend_items,
     attend_items_split,
-    store_kv,
     workspace_size,
 )
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, GraphKey
+from sglang.srt.platform import num_multiprocessors
 
 # The interpreter's tl.dot takes the bits of bfloat16 for integers.
 DTYPES = (torch.float32, torch.float16, *(() if INTERPRETED else (torch.bfloat16,)))
-
-
-SPARE_ITEMS = 1 << 15  # blocks of prompt rows in a step: graphs hold the buffer's address
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +69,7 @@ class Tuning:
             extend=replace(extend, block_m=max(extend.block_m, least_m)),
             split=replace(split, block_m=max(split.block_m, least_m)),
             min_split=128,
-            num_programs=2 * torch.cuda.get_device_properties(device).multi_processor_count,
+            num_programs=2 * num_multiprocessors(device),
             max_splits=64,
         )
 
@@ -96,9 +95,6 @@ class TritonBackend:
     """Requests that feed few rows have their KV split among programs; the others' rows are cut into
     blocks that each go over all the KV they see. Both kinds may share a step.
 
-    All that the kernels read lies in buffers of this object, which keep their addresses until a
-    step needs larger ones: they start large enough for one item per row of the page table.
-
     There is no argument for the mask of a tree of drafts yet (`tree_masks` is False).
     """
 
@@ -106,6 +102,7 @@ class TritonBackend:
         self,
         req_to_token_pool: ReqToTokenPool,
         kv_pool: MHATokenToKVPool,
+        num_heads: int,
         windows: Sequence[int | None],
     ) -> None:
         self._windows = tuple(windows)
@@ -113,17 +110,19 @@ class TritonBackend:
         self._kv_pool = kv_pool
         self._device = kv_pool.kv[0].device
         self._num_kv_heads = kv_pool.kv[0].shape[1] // 2
-        self._group = 0  # query heads per KV head; known from the first layer's queries on
-        self._tuning: Tuning | None = None
+        self._group = num_heads // self._num_kv_heads
+        head_dim, dtype = kv_pool.kv[0].shape[2], kv_pool.kv[0].dtype
+        self._tuning = tuning = Tuning.choose(self._device, dtype, head_dim, self._group)
+        # What no split has written must not be read: it would show.
+        size = workspace_size(tuning.num_programs, tuning.split.block_m, head_dim)
+        self._workspace = torch.full((size,), float("nan"), device=self._device)
+        self._uniform: dict[int, torch.Tensor] = {}
+        self._graph_items: dict[GraphKey, torch.Tensor] = {}
         self._shape = LaunchShape(0, 0, 16, 1)
-        self._q_lens: list[int] = []
-        self._bounds: list[int] = []
-        self._slots = torch.empty(0, dtype=torch.int64, device=self._device)
-        num_rows = self._table.shape[0]
-        self._items = self._buffer((num_rows + SPARE_ITEMS, ITEM_SIZE), torch.int32)
-        self._rows = self._buffer((num_rows,), torch.int64)
-        self._kv_lens = self._buffer((num_rows,), torch.int64)
-        self._workspace = self._buffer((0,), torch.float32)
+        self._items = torch.empty((0, ITEM_SIZE), dtype=torch.int32, device=self._device)
+        self._paged = Paged(
+            table=self._table, rows=self._items.new_empty(0), kv_lens=self._items.new_empty(0)
+        )
 
     @classmethod
     def capabilities(cls) -> AttentionCapabilities:
@@ -137,22 +136,20 @@ class TritonBackend:
         )
 
     def plan(self, batch: ForwardBatch) -> None:
-        num_requests = len(batch.q_lens)
-        self._rows = self._filled(self._rows, batch.rows, num_requests)
-        self._kv_lens = self._filled(self._kv_lens, batch.kv_lens, num_requests)
-        self._slots = batch.slots
-        self._q_lens, self._bounds = batch.q_lens, batch.kv_len_upper_bounds
-        if self._tuning is not None:
-            self._cut(self._tuning)
+        self._paged = Paged(table=self._table, rows=batch.rows, kv_lens=batch.kv_lens)
+        if batch.graph_key is not None:
+            self._plan_graph(batch, batch.graph_key)
+        elif len(set(batch.q_lens)) == 1 and self._is_few(batch.q_lens[0]):
+            count, q_len = len(batch.q_lens), batch.q_lens[0]
+            self._items = self._uniform_items(q_len, count)
+            self._shape = self._split_shape(count, q_len, max(batch.kv_len_upper_bounds))
+        else:
+            self._plan_ragged(batch)
 
-    def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-        tuning = self._tuning_for(q)
-        kv, window, shape = self._kv_pool.kv[layer], self._windows[layer], self._shape
-        paged = Paged(table=self._table, rows=self._rows, kv_lens=self._kv_lens)
-        store_kv(k, v, kv, self._slots)
+    def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        assert q.stride(-1) == 1
+        tuning, shape, paged = self._tuning, self._shape, self._paged
+        kv, window = self._kv_pool.kv[layer], self._windows[layer]
         out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
         few = self._items[: shape.num_split_items]
         many = self._items[shape.num_split_items :][: shape.num_extend_items]
@@ -169,78 +166,78 @@ class TritonBackend:
                 )  # fmt: skip
         return out
 
-    def _tuning_for(self, q: torch.Tensor) -> Tuning:
-        """The tuning for queries [T, num_heads, head_dim]. The first ones tell how many query heads
-        share a KV head; then the planned step can be cut."""
-        group = q.shape[1] // self._num_kv_heads
-        if self._tuning is None or group != self._group:
-            self._group = group
-            self._tuning = tuning = Tuning.choose(self._device, q.dtype, q.shape[2], group)
-            # Room for every step whose KV is split: graphs hold the address.
-            size = workspace_size(1, 1, tuning.num_programs, tuning.split.block_m, q.shape[2])
-            if len(self._workspace) < size:
-                self._workspace = self._buffer((size,), torch.float32).fill_(float("nan"))
-            self._cut(self._tuning)
-        return self._tuning
+    def _is_few(self, q_len: int) -> bool:
+        return q_len * self._group <= self._tuning.split.block_m
 
-    def _cut(self, tuning: Tuning) -> None:
-        """Work items of the planned step, with one copy to the device, and its launch shape."""
+    def _plan_ragged(self, batch: ForwardBatch) -> None:
+        """Work items of few rows, then those of many, with one copy to the device."""
         few: list[int] = []
         many: list[int] = []
-        most_few_rows, longest, first_token = 1, 1, 0
-        block_q = tuning.extend.block_m // self._group
-        for request, q_len in enumerate(self._q_lens):
-            if q_len * self._group <= tuning.split.block_m:
-                few += (request, first_token, q_len, q_len)
-                most_few_rows = max(most_few_rows, q_len)
-                longest = max(longest, self._bounds[request])
+        most_rows, longest = 1, 1
+        block_q = self._tuning.extend.block_m // self._group
+        starts = accumulate(batch.q_lens, initial=0)
+        for request, (start, q_len) in enumerate(zip(starts, batch.q_lens, strict=False)):
+            if self._is_few(q_len):
+                few += (request, start, q_len, q_len)
+                most_rows = max(most_rows, q_len)
+                longest = max(longest, batch.kv_len_upper_bounds[request])
             else:  # the last rows see most: their programs start first
-                for first in reversed(range(0, q_len, block_q)):
-                    rows = min(block_q, q_len - first)
-                    many += (request, first_token + first, rows, q_len - first)
-            first_token += q_len
-        num_few = len(few) // ITEM_SIZE
-        self._shape = LaunchShape(
-            num_split_items=num_few,
+                many += _cut(request, start, q_len, block_q)
+        self._shape = replace(
+            self._split_shape(len(few) // ITEM_SIZE, most_rows, longest),
             num_extend_items=len(many) // ITEM_SIZE,
-            split_block_m=max(16, triton.next_power_of_2(most_few_rows * self._group)),
-            num_splits=self._num_splits(tuning, num_few, longest),
         )
-        items = torch.tensor(
-            few + many, dtype=torch.int32, pin_memory=self._device.type == "cuda"
-        ).view(-1, ITEM_SIZE)
-        self._items = self._filled(self._items, items, len(items))
-        self._reserve_workspace()
+        self._items = to_device(few + many, self._device, torch.int32).view(-1, ITEM_SIZE)
 
-    def _num_splits(self, tuning: Tuning, num_items: int, longest: int) -> int:
-        """Splits of the KV of items of few rows, of up to `longest` positions."""
-        if num_items == 0:
-            return 1
-        wanted = tuning.num_programs // (num_items * self._num_kv_heads)
-        useful = triton.cdiv(longest, tuning.min_split)
-        return max(1, min(wanted, useful, tuning.max_splits))
+    def _plan_graph(self, batch: ForwardBatch, key: GraphKey) -> None:
+        """The items that the key has room for, at its own address; those of padding are empty."""
+        block_q = min(key.width, self._tuning.split.block_m // self._group)
+        if key.is_uniform and self._is_few(key.width):
+            num_items = key.num_reqs
+            self._items = self._uniform_items(key.width, key.num_reqs)
+        else:
+            num_items = key.num_reqs + key.num_tokens // block_q
+            values = [0] * (num_items * ITEM_SIZE)
+            starts = accumulate(batch.q_lens, initial=0)
+            items = [
+                number
+                for request, (start, q_len) in enumerate(zip(starts, batch.q_lens, strict=False))
+                for number in _cut(request, start, q_len, block_q)
+            ]
+            values[: len(items)] = items
+            assert len(values) == num_items * ITEM_SIZE, "More rows than the graph has room for."
+            if key not in self._graph_items:
+                self._graph_items[key] = self._items.new_empty((num_items, ITEM_SIZE))
+            self._items = self._graph_items[key]
+            self._items.copy_(to_device(values, self._device, torch.int32).view(-1, ITEM_SIZE))
+        self._shape = self._split_shape(num_items, block_q, self._table.shape[1])
 
-    def _reserve_workspace(self) -> None:
-        shape = self._shape
-        if shape.num_splits == 1:
-            return
-        size = workspace_size(
-            shape.num_split_items,
-            self._num_kv_heads,
-            shape.num_splits,
-            shape.split_block_m,
-            self._kv_pool.kv[0].shape[2],
-        )
-        if len(self._workspace) < size:
-            # What no split has written must not be read: it would show.
-            self._workspace = self._buffer((size,), torch.float32).fill_(float("nan"))
+    def _uniform_items(self, q_len: int, count: int) -> torch.Tensor:
+        """[count, 4]: those of any step in which each request feeds q_len rows; at an address of
+        their own for good."""
+        if q_len not in self._uniform:
+            requests = range(self._table.shape[0])
+            values = [number for i in requests for number in (i, i * q_len, q_len, q_len)]
+            items = to_device(values, self._device, torch.int32)
+            self._uniform[q_len] = items.view(-1, ITEM_SIZE)
+        return self._uniform[q_len][:count]
 
-    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self._device)
+    def _split_shape(self, num_items: int, block_q: int, longest: int) -> LaunchShape:
+        """Of items of up to block_q rows, whose KV has up to `longest` positions."""
+        tuning = self._tuning
+        block_m = max(16, triton.next_power_of_2(block_q * self._group))
+        num_splits = 1
+        if num_items > 0:
+            wanted = tuning.num_programs // (num_items * self._num_kv_heads)
+            useful = triton.cdiv(longest, tuning.min_split)
+            num_splits = max(1, min(wanted, useful, tuning.max_splits))
+        return LaunchShape(num_items, 0, block_m, num_splits)
 
-    def _filled(self, buffer: torch.Tensor, values: torch.Tensor, count: int) -> torch.Tensor:
-        """`buffer`, or a larger one if `count` entries need it, with `values` at its start."""
-        if len(buffer) < count:
-            buffer = self._buffer((2 * count, *buffer.shape[1:]), buffer.dtype)
-        buffer[:count].copy_(values, non_blocking=True)
-        return buffer
+
+def _cut(request: int, start: int, q_len: int, block_q: int) -> list[int]:
+    """Items of at most block_q rows of a request whose first token is `start`, the last rows
+    first."""
+    items: list[int] = []
+    for first in reversed(range(0, q_len, block_q)):
+        items += (request, start + first, min(block_q, q_len - first), q_len - first)
+    return items

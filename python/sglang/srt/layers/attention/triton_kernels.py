@@ -49,25 +49,6 @@ class Paged:
 
 
 @triton.jit
-def _store_kernel(
-    k_ptr, v_ptr, kv_ptr, slots_ptr, k_token, k_head, v_token, v_head, kv_slot, kv_head,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """One program per token: its K and V [NUM_KV_HEADS, HEAD_DIM] to the token's slot."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token)
-    head = tl.arange(0, BLOCK_H)[:, None]
-    dim = tl.arange(0, BLOCK_D)[None, :]
-    mask = (head < NUM_KV_HEADS) & (dim < HEAD_DIM)
-    k = tl.load(k_ptr + token * k_token + head * k_head + dim, mask=mask)
-    v = tl.load(v_ptr + token * v_token + head * v_head + dim, mask=mask)
-    out = kv_ptr + slot * kv_slot + head * kv_head + dim
-    tl.store(out, k, mask=mask)
-    tl.store(out + NUM_KV_HEADS * kv_head, v, mask=mask)
-
-
-@triton.jit
 def _load_item(items_ptr, rows_ptr, kv_lens_ptr, index):
     """Row of the table, first token, number of query rows, position of the first (all scalars)."""
     item = items_ptr + index * 4
@@ -308,18 +289,6 @@ def _combine_kernel(
     tl.store(out_ptr + place + dim, out.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
-def store_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:
-    """Writes k, v [T, num_kv_heads, head_dim] (any strides but the last) to `slots` [T] int64 of
-    kv [num_slots, 2 * num_kv_heads, head_dim]."""
-    num_tokens, num_kv_heads, head_dim = k.shape
-    _store_kernel[(num_tokens,)](
-        k, v, kv, slots,
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1), kv.stride(0), kv.stride(1),
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_H=triton.next_power_of_2(num_kv_heads), BLOCK_D=triton.next_power_of_2(head_dim),
-    )  # fmt: skip
-
-
 def _constants(
     q: torch.Tensor, kv: torch.Tensor, window: int | None, tiles: Tiles
 ) -> dict[str, int | bool]:
@@ -364,7 +333,7 @@ def attend_items_split(
 
     Args:
         min_split: a program takes no fewer KV positions, but the last; a multiple of block_n.
-        workspace: float32, `workspace_size` elements at least.
+        workspace: float32, `workspace_size` elements at least; of block_m packed rows.
     """
     constants = _constants(q, kv, window, tiles)
     num_kv_heads, head_dim = kv.shape[1] // 2, kv.shape[2]
@@ -383,8 +352,6 @@ def attend_items_split(
     )  # fmt: skip
 
 
-def workspace_size(
-    num_items: int, num_kv_heads: int, num_splits: int, block_m: int, head_dim: int
-) -> int:
-    """Elements that `attend_items_split` needs."""
-    return num_items * num_kv_heads * num_splits * block_m * (head_dim + 2)
+def workspace_size(num_programs: int, block_m: int, head_dim: int) -> int:
+    """Elements that `attend_items_split` needs for a grid of `num_programs`."""
+    return num_programs * block_m * (head_dim + 2)

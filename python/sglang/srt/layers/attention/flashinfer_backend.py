@@ -1,0 +1,331 @@
+"""Paged attention by the kernels of the PyPI package flashinfer-python, planned on the host."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from sglang.srt.device_copies import to_device
+from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities, GraphSupport
+from sglang.srt.layers.attention.flashinfer_plan import (
+    Heads,
+    StepLayout,
+    lay_out,
+    uses_tensor_cores,
+    window_left,
+)
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, GraphKey
+from sglang.srt.platform import num_multiprocessors
+
+VERSION = "0.6.14"
+GRAPH_INT_WORKSPACE_BYTES = 1 << 20  # FlashInfer's own 8 MiB would be taken for each key
+# Both families of kernels honour the strides of K and V in the joint pool. fa2 alone splits the KV
+# of few requests, packs the query heads of a KV head into a tile, and is one compiled module for
+# every step and graph.
+KERNELS = "fa2"
+
+
+def load_flashinfer() -> ModuleType:
+    """The package; its import asks torch for the GPUs.
+
+    Raises:
+        ValueError: if it is not installed, or lacks what it compiles its kernels with.
+    """
+    try:
+        package = importlib.import_module("flashinfer")
+    except ImportError as error:
+        raise ValueError(
+            f"The attention backend flashinfer cannot be imported ({error})."
+            f" Run `pip install flashinfer-python=={VERSION}`, or use --attention-backend triton."
+        ) from error
+    if missing := missing_tools():
+        raise ValueError(
+            f"The attention backend flashinfer compiles its kernels and finds no"
+            f" {' and no '.join(missing)}. Install the CUDA toolkit (or set CUDA_HOME) and ninja,"
+            " both on PATH, or use --attention-backend triton."
+        )
+    return package
+
+
+def missing_tools() -> list[str]:
+    """What FlashInfer lacks to compile, looking where it looks."""
+    if importlib.util.find_spec("flashinfer_jit_cache") is not None:  # kernels compiled beforehand
+        return []
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = None if home else shutil.which("nvcc")
+    nvcc = os.environ.get("FLASHINFER_NVCC") or found
+    nvcc = nvcc or str(Path(home or "/usr/local/cuda") / "bin" / "nvcc")
+    return [tool for tool in (nvcc, "ninja") if shutil.which(tool) is None]
+
+
+@dataclass(frozen=True, slots=True)
+class _PagedStep:
+    """A step as FlashInfer's plans take it. All but `page_indices` lie on the host, page-locked:
+    a plan reads them there without waiting, and its copies to the device wait for nothing.
+
+    Attributes:
+        layout: the same as numbers.
+        qo_indptr, page_indptr: [R + 1] int32.
+        last_page_lens, kv_lens: [R] int32.
+        page_indices: [num_pages] int32, on the device; pages of each request in order.
+    """
+
+    layout: StepLayout
+    qo_indptr: torch.Tensor
+    page_indptr: torch.Tensor
+    last_page_lens: torch.Tensor
+    kv_lens: torch.Tensor
+    page_indices: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Memory:
+    """What a wrapper works in.
+
+    Attributes:
+        floats: [bytes] uint8; partial results. Shared: each kernel is done with it before the next.
+        page_indices: [pages of a step at most] int32 at a graph's address, shared likewise since
+            a plan fills it before each replay; None without a graph.
+    """
+
+    floats: torch.Tensor
+    page_indices: torch.Tensor | None
+
+
+class _Growing:
+    """Memory handed out again and again. What is too small is replaced, and those who have it keep
+    it: graphs know its address."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._tensor = torch.empty(0, dtype=dtype, device=device)
+
+    def at_least(self, count: int) -> torch.Tensor:
+        if self._tensor.numel() < count:
+            self._tensor = self._tensor.new_zeros(count)
+        return self._tensor
+
+
+class _Wrapper:
+    """One of FlashInfer's wrappers, for one kind of step and one window.
+
+    Args:
+        is_decode: for steps of one row per request, else for any.
+        key: the graph that its plans serve; None for steps that are launched.
+    """
+
+    def __init__(
+        self,
+        flashinfer: ModuleType,
+        heads: Heads,
+        window: int | None,
+        is_decode: bool,
+        key: GraphKey | None,
+        memory: _Memory,
+    ) -> None:
+        self._heads = heads
+        self._window_left = window_left(window)
+        self._is_decode = is_decode
+        self._device = memory.floats.device
+        self._staged: torch.cuda.Event | None = None
+        options: dict[str, Any] = {"backend": KERNELS}
+        if is_decode:
+            options["use_tensor_cores"] = uses_tensor_cores(heads.group)
+        if key is not None:
+            options |= self._graph_options(key, memory)
+        kind = (
+            flashinfer.BatchDecodeWithPagedKVCacheWrapper
+            if is_decode
+            else flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        )
+        self._wrapper = kind(memory.floats, "NHD", **options)
+        if key is not None:
+            ints = memory.floats.new_empty(GRAPH_INT_WORKSPACE_BYTES)
+            self._wrapper.reset_workspace_buffer(memory.floats, ints)
+
+    def _graph_options(self, key: GraphKey, memory: _Memory) -> dict[str, Any]:
+        """Buffers at addresses that the graph of `key` may know."""
+        ints = torch.zeros((3, key.num_reqs + 1), dtype=torch.int32, device=self._device)
+        qo_indptr, page_indptr, last_page_lens = ints[0], ints[1], ints[2, :-1]
+        if self._is_decode:
+            return {
+                "use_cuda_graph": True,
+                "paged_kv_indptr_buffer": page_indptr,
+                "paged_kv_indices_buffer": memory.page_indices,
+                "paged_kv_last_page_len_buffer": last_page_lens,
+            }
+        return {
+            "use_cuda_graph": True,
+            "qo_indptr_buf": qo_indptr,
+            "paged_kv_indptr_buf": page_indptr,
+            "paged_kv_indices_buf": memory.page_indices,
+            "paged_kv_last_page_len_buf": last_page_lens,
+        }
+
+    def plan(self, step: _PagedStep, page_size: int, dtype: torch.dtype) -> None:
+        # FlashInfer writes each plan to the same page-locked buffer and does not ask whether the
+        # copy of the last one to the device has happened. It has, unless the host is more than a
+        # step ahead; the step that the copy was for is not waited for.
+        if self._staged is not None:
+            self._staged.synchronize()
+        heads = self._heads
+        shape = (heads.num_heads, heads.num_kv_heads, heads.head_dim, page_size)
+        options = {
+            "window_left": self._window_left,
+            "sm_scale": heads.head_dim**-0.5,
+            "q_data_type": dtype,
+            "kv_data_type": dtype,
+            "seq_lens": step.kv_lens,
+        }
+        pages = (step.page_indptr, step.page_indices, step.last_page_lens)
+        if self._is_decode:
+            # Without a graph it copies an index range of its own from pageable memory. That is not
+            # ours to change, and too small (R + 1 numbers) for the driver to wait.
+            self._wrapper.plan(*pages, *shape, **options)
+        else:
+            # The longest q, else it looks for it element by element.
+            options |= {"causal": True, "max_token_per_sequence": max(step.layout.q_lens)}
+            self._wrapper.plan(step.qo_indptr, *pages, *shape, **options)
+        if self._device.type == "cuda":
+            self._staged = self._staged or torch.cuda.Event()
+            self._staged.record()
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q [T, num_heads, head_dim], k and v [num_pages, page_size, num_kv_heads, head_dim] with
+        any strides but the last -> [T, num_heads, head_dim]."""
+        out = q.new_empty(q.shape)
+        self._wrapper.run(q, (k, v), out=out)
+        return out
+
+
+class FlashInferBackend:
+    """One plan per step and distinct window. A step whose bounds of lengths are exact never waits
+    for the device; another waits once, to read the lengths.
+
+    A graph is planned for all its requests with the same number of rows each. Every `GraphKey` and
+    window has wrappers of its own, since what a graph knows of a plan (grids, addresses) is fixed.
+    """
+
+    def __init__(
+        self,
+        req_to_token_pool: ReqToTokenPool,
+        kv_pool: MHATokenToKVPool,
+        num_heads: int,
+        windows: Sequence[int | None],
+        page_size: int = 1,
+    ) -> None:
+        """
+        Args:
+            page_size: tokens that lie side by side in the pool, or a divisor of that. Of 1, every
+                slot is a page, which serves pools of any page size.
+
+        Raises:
+            ValueError: for heads that FlashInfer lacks, or if it is not there.
+        """
+        slots, _, head_dim = kv_pool.kv[0].shape
+        assert slots % page_size == 0, (slots, page_size)
+        num_kv_heads = kv_pool.k[0].shape[1]
+        self._heads = Heads(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        self._flashinfer = load_flashinfer()
+        self._page_size = page_size
+        self._table = req_to_token_pool.req_to_token
+        self._device, self._dtype = kv_pool.kv[0].device, kv_pool.kv[0].dtype
+        self._num_multiprocessors = num_multiprocessors(self._device)
+        self._window_of_layer = tuple(windows)
+        self._keys = [layer.unflatten(0, (-1, page_size)) for layer in kv_pool.k]
+        self._values = [layer.unflatten(0, (-1, page_size)) for layer in kv_pool.v]
+        self._floats = _Growing(torch.uint8, self._device)
+        self._page_indices = _Growing(torch.int32, self._device)
+        self._wrappers: dict[tuple[GraphKey | None, bool, int | None], _Wrapper] = {}
+        self._current: dict[int | None, _Wrapper] = {}
+
+    @classmethod
+    def capabilities(cls) -> AttentionCapabilities:
+        return AttentionCapabilities(
+            devices=frozenset({"cuda"}),
+            dtypes=frozenset({torch.float16, torch.bfloat16}),
+            page_sizes=None,
+            graph=GraphSupport.UNIFORM_Q,
+            needs_host_lens=True,
+            tree_masks=False,
+        )
+
+    def plan(self, batch: ForwardBatch) -> None:
+        key = batch.graph_key
+        assert key is None or batch.q_lens == [key.width] * key.num_reqs, (key, batch.q_lens)
+        is_known = batch.bounds_are_exact
+        kv_lens = batch.kv_len_upper_bounds if is_known else batch.kv_lens.tolist()
+        assert max(kv_lens) <= self._table.shape[1], "A request is longer than its row."
+        layout = lay_out(batch.q_lens, kv_lens, self._page_size)
+        step = _PagedStep(
+            layout=layout,
+            qo_indptr=self._on_host(layout.qo_indptr),
+            page_indptr=self._on_host(layout.page_indptr),
+            last_page_lens=self._on_host(layout.last_page_lens),
+            kv_lens=self._on_host(layout.kv_lens),
+            page_indices=self._find_pages(layout, batch.rows),
+        )
+        self._current = {
+            window: self._wrapper(key, layout.is_decode, window)
+            for window in dict.fromkeys(self._window_of_layer)
+        }
+        for wrapper in self._current.values():
+            wrapper.plan(step, self._page_size, self._dtype)
+
+    def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        assert q.stride(-1) == 1
+        wrapper = self._current[self._window_of_layer[layer]]
+        return wrapper.run(q, self._keys[layer], self._values[layer]).flatten(1)
+
+    def _on_host(self, numbers: Sequence[int]) -> torch.Tensor:
+        """Page-locked int32."""
+        is_pinned = self._device.type == "cuda"
+        return torch.tensor(numbers, dtype=torch.int32, pin_memory=is_pinned)
+
+    def _find_pages(self, layout: StepLayout, rows: torch.Tensor) -> torch.Tensor:
+        """[num_pages] int32: the pages of each request, read on the device from the first slot of
+        each. The host knows how many there are, so nothing waits."""
+        size, width = self._page_size, self._table.shape[1]
+        starts = layout.page_indptr[:-1]
+        counts = [end - start for start, end in zip(starts, layout.page_indptr[1:], strict=True)]
+        # Entry n of the result is column (n - start) * size of its request's row.
+        numbers = to_device([[-start * size for start in starts], counts], self._device)
+        origins = torch.add(numbers[0], rows, alpha=width)
+        total = layout.num_pages
+        entries = torch.repeat_interleave(origins, numbers[1], output_size=total)
+        entries += torch.arange(0, total * size, size, device=self._device)
+        slots = self._table.view(-1).index_select(0, entries)
+        return slots if size == 1 else slots.div_(size, rounding_mode="floor")
+
+    def _wrapper(self, key: GraphKey | None, is_decode: bool, window: int | None) -> _Wrapper:
+        found = self._wrappers.get((key, is_decode, window))
+        if found is None:
+            found = _Wrapper(
+                self._flashinfer, self._heads, window, is_decode, key, self._memory(key)
+            )
+            self._wrappers[key, is_decode, window] = found
+        return found
+
+    def _memory(self, key: GraphKey | None) -> _Memory:
+        if key is None:
+            needed = self._heads.eager_workspace_bytes(self._num_multiprocessors)
+            return _Memory(floats=self._floats.at_least(needed), page_indices=None)
+        needed = self._heads.graph_workspace_bytes(
+            self._num_multiprocessors, key.num_reqs, key.num_tokens
+        )
+        # Requests may share pages, so the pool's size is no bound: but each names one row.
+        num_rows, width = self._table.shape
+        num_pages = max(num_rows, key.num_reqs) * -(-width // self._page_size)
+        return _Memory(
+            floats=self._floats.at_least(needed),
+            page_indices=self._page_indices.at_least(num_pages),
+        )

@@ -1,0 +1,91 @@
+"""What the layers of a model call that depends on the device: attention and the operations between
+matrix products. A model declares mathematics; this says how they are computed."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class LayerOps(Protocol):
+    """The operations between matrix products; each implementation computes the same."""
+
+    def rotation(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """What `rotate_and_store` needs of `RotaryEmbedding.table`; once per step."""
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Root mean square normalization (arXiv 1910.07467) of x + residual.
+
+        Args:
+            x, residual: [T, D]; None for no residual.
+            weight: [D].
+
+        Returns:
+            The normalized sum and the sum, both [T, D] in the type of x.
+        """
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up of gate_up [T, 2 * D], gate first (arXiv 2002.05202): [T, D]."""
+
+    def rotate_and_store(
+        self,
+        heads: torch.Tensor,
+        rotation: torch.Tensor,
+        positions: torch.Tensor,
+        kv: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """Rotates queries and keys, and writes keys and values into the pool.
+
+        Args:
+            heads: [T, num_heads + 2 * num_kv_heads, head_dim]: q, k, v.
+            rotation: what `rotation` gave.
+            positions, slots: [T] int64.
+            kv: [num_slots, 2 * num_kv_heads, head_dim].
+
+        Returns:
+            Rotated queries [T, num_heads, head_dim].
+        """
+
+
+class LayerRuntime:
+    """Attention and operations over the KV pool."""
+
+    def __init__(self, ops: LayerOps, backend: AttentionBackend, kv_pool: MHATokenToKVPool) -> None:
+        self._backend = backend
+        self._kv_pool = kv_pool
+        self._positions = self._slots = torch.empty(0, dtype=torch.int64)
+        self._ops = ops
+        self.add_rms_norm = ops.add_rms_norm
+        self.silu_and_mul = ops.silu_and_mul
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Once per step, before the first layer."""
+        self._positions, self._slots = batch.positions, batch.slots
+        self._backend.plan(batch)
+
+    def rotation(self, table: torch.Tensor) -> torch.Tensor:
+        """What `attend` needs of `RotaryEmbedding.table`; once per step."""
+        return self._ops.rotation(table, self._positions)
+
+    def attend(self, layer: int, heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+        """Attention of a layer, causal, over the KV of each request and of this step.
+
+        Args:
+            layer: index of the layer.
+            heads: [T, num_heads + 2 * num_kv_heads, head_dim]: q, k, v, not rotated.
+            rotation: of this step.
+
+        Returns:
+            [T, num_heads * head_dim].
+        """
+        kv = self._kv_pool.kv[layer]
+        q = self._ops.rotate_and_store(heads, rotation, self._positions, kv, self._slots)
+        return self._backend.forward(layer, q)

@@ -1,0 +1,41 @@
+"""What a layer does between its matrix products, in plain torch: the CPU runtime and the oracle."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+class TorchOps:
+    """See `LayerOps` for what each does."""
+
+    def rotation(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return table[positions]
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x if residual is None else x + residual
+        return F.rms_norm(total, weight.shape, weight, eps), total
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def rotate_and_store(
+        self,
+        heads: torch.Tensor,
+        rotation: torch.Tensor,
+        positions: torch.Tensor,
+        kv: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        num_kv_heads = kv.shape[1] // 2
+        qk, v = heads.split((heads.shape[1] - num_kv_heads, num_kv_heads), dim=1)
+        cos, sin = rotation.to(heads.dtype).unsqueeze(2).unbind(1)
+        swapped = qk.roll(qk.shape[-1] // 2, dims=-1)
+        rotated = torch.addcmul(qk * cos, swapped, sin)
+        q, k = rotated.split((rotated.shape[1] - num_kv_heads, num_kv_heads), dim=1)
+        kv[:, :num_kv_heads].index_copy_(0, slots, k)
+        kv[:, num_kv_heads:].index_copy_(0, slots, v)
+        return q

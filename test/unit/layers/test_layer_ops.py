@@ -1,0 +1,27 @@
+"""Layer operations against those of `TorchOps` in float64; Triton's in its interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from interpreted import run_interpreted
+from layer_ops_cases import CASES, TOLERANCE, max_error
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, float | str]:
+    return run_interpreted("layer_ops_cases.py", "triton")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_torch(name: str, dtype: torch.dtype) -> None:
+    assert max_error("torch", CASES[name], "cpu", dtype) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_triton(errors: dict[str, float | str], name: str) -> None:
+    error = errors[name]
+    assert isinstance(error, float), error
+    assert error <= TOLERANCE[torch.float32]
