@@ -18,8 +18,9 @@ configuration says where it downloads from.
 TEXT
 }
 
-# What a PyTorch image has (with all that only these need), and tools that no GPU host needs.
-EXCLUDED="torch triton numpy transformers huggingface-hub setuptools ruff mypy pre-commit schemathesis"
+# What the repository or a PyTorch image has (with all that only these need), and tools that no GPU
+# host needs.
+EXCLUDED="sglang-adaptive-kernel torch triton numpy transformers huggingface-hub setuptools ruff mypy pre-commit schemathesis"
 FLASHINFER="flashinfer-python==0.6.14 apache-tvm-ffi==0.1.11"
 
 # shellcheck source=scripts/_setup_venv.sh

@@ -244,7 +244,7 @@ SITE="${SITE:-$TMP/site}"
 
 printf '[2/3] Packages\n'
 install_wheels
-export PYTHONPATH="$ROOT/python:$SITE${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$ROOT/python:$ROOT/sgl-kernel/python:$SITE${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 check_imports
 

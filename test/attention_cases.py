@@ -3,7 +3,8 @@
 As a program it runs the float32 table on a CPU and prints a line of JSON per case; a backend of
 Triton kernels then needs TRITON_INTERPRET=1 in its environment, set before Triton is imported:
 
-    TRITON_INTERPRET=1 PYTHONPATH=python:test python test/attention_cases.py triton
+    export PYTHONPATH=python:sgl-kernel/python:test
+    TRITON_INTERPRET=1 python test/attention_cases.py triton
 """
 
 from __future__ import annotations

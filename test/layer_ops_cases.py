@@ -3,7 +3,8 @@
 As a program it runs the float32 table on a CPU and prints a line of JSON per case; Triton kernels
 then need TRITON_INTERPRET=1 in the environment, set before Triton is imported:
 
-    TRITON_INTERPRET=1 PYTHONPATH=python:test python test/layer_ops_cases.py triton
+    export PYTHONPATH=python:sgl-kernel/python:test
+    TRITON_INTERPRET=1 python test/layer_ops_cases.py triton
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from sglang.srt.rope_config import parse_rope
 # Of outputs of size about 1: rounding of the result, and of one operand before it.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 NUM_SLOTS = 40
+ORACLE = TorchOps(torch.device("cpu"))
 
 Case = Callable[[LayerOps, torch.Generator, str, torch.dtype], float]
 
@@ -51,7 +53,7 @@ def norm_case(shape: tuple[int, ...], has_residual: bool) -> Case:
         weight = _values(generator, device, dtype, shape[-1])
         out, total = ops.add_rms_norm(x, residual, weight, 1e-5)
         rounded = (x if residual is None else x + residual).double()
-        expected, _ = TorchOps().add_rms_norm(rounded, None, weight.double(), 1e-5)
+        expected, _ = ORACLE.add_rms_norm(rounded, None, weight.double(), 1e-5)
         return max(_worst(out, expected, dtype), _worst(total, rounded, dtype))
 
     return run
@@ -60,7 +62,7 @@ def norm_case(shape: tuple[int, ...], has_residual: bool) -> Case:
 def activation_case(num_rows: int, size: int) -> Case:
     def run(ops: LayerOps, generator: torch.Generator, device: str, dtype: torch.dtype) -> float:
         gate_up = _values(generator, device, dtype, num_rows, 2 * size)
-        expected = TorchOps().silu_and_mul(gate_up.double())
+        expected = ORACLE.silu_and_mul(gate_up.double())
         return _worst(ops.silu_and_mul(gate_up), expected, dtype)
 
     return run
@@ -77,12 +79,22 @@ def rotation_case(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: 
         kv = _values(generator, device, dtype, NUM_SLOTS, 2 * num_kv_heads, head_dim)
         positions = torch.randint(0, 512, (num_tokens,), generator=generator).to(device)
         slots = torch.randperm(NUM_SLOTS, generator=generator)[:num_tokens].to(device)
-        oracle, expected_kv = TorchOps(), kv.double()
-        rotation = oracle.rotation(table, positions)
-        expected = oracle.rotate_and_store(heads.double(), rotation, positions, expected_kv, slots)
+        expected_kv = kv.double()
+        rotation = ORACLE.rotation(table, positions)
+        expected = ORACLE.rotate_and_store(heads.double(), rotation, positions, expected_kv, slots)
         rotation = ops.rotation(table, positions)
         q = ops.rotate_and_store(heads, rotation, positions, kv, slots)
         return max(_worst(q, expected, dtype), _worst(kv, expected_kv, dtype))
+
+    return run
+
+
+def product_case(num_rows: int, out_features: int, in_features: int) -> Case:
+    def run(ops: LayerOps, generator: torch.Generator, device: str, dtype: torch.dtype) -> float:
+        x = _values(generator, device, dtype, num_rows, in_features)
+        weight = _values(generator, device, dtype, out_features, in_features) / in_features**0.5
+        expected = x.double() @ weight.double().T
+        return _worst(ops.linear(x, weight, None), expected, dtype)
 
     return run
 
@@ -100,13 +112,18 @@ CASES: dict[str, Case] = {
     "rotation, a head each": rotation_case(3, 2, 2, 64),
     "rotation, GQA 32:8": rotation_case(2, 32, 8, 128),
     "rotation, heads of 80": rotation_case(4, 4, 2, 80),
+    "product of one row": product_case(1, 64, 256),
+    "product of an odd size": product_case(3, 50, 70),
+    "product of 16 rows": product_case(16, 6144, 512),
+    "product of 40 rows": product_case(40, 16384, 256),
+    "product over many columns": product_case(20, 64, 8192),
     "rotation of one token": rotation_case(1, 4, 2, 128),
 }
 
 
 def max_error(name: str, case: Case, device: str, dtype: torch.dtype, seed: int = 0) -> float:
     """The largest difference of set `name` from the oracle, relative where values exceed 1."""
-    ops: LayerOps = LAYER_OPS.load(name)()
+    ops: LayerOps = LAYER_OPS.load(name)(torch.device(device))
     return case(ops, torch.Generator().manual_seed(seed), device, dtype)
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from sglang.srt.base_worker import NewRow, ScheduleBatch
-from sglang.srt.managers import tp_worker
+from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.mem_cache.kv_ledger import KVLedger, RequestKV
@@ -103,9 +103,10 @@ class Feeder:
             table_writes=self.ledger.take_table_writes(),
             all_greedy=True,
         )
-        with mock.patch.object(tp_worker, "sample", wraps=tp_worker.sample) as sampler:
+        wrapped = Sampler.sample
+        with mock.patch.object(Sampler, "sample", autospec=True, side_effect=wrapped) as sample:
             self.worker.forward_batch_generation(batch)
-        logits = sampler.call_args.args[0]
+        logits = sample.call_args.args[1]
         assert logits.dtype == torch.float32
         return dict(zip(chunks, logits, strict=True))
 

@@ -87,7 +87,10 @@ def server_command(model: Path | str, port: int, *flags: str) -> list[str]:
 
 def environ(**extra: str) -> dict[str, str]:
     """The environment of a server under test; its scheduler checks every step."""
-    strict = {"PYTHONPATH": str(ROOT / "python"), "SGLANG_STRICT_INVARIANTS": "1"}
+    paths = [*(str(ROOT / path) for path in ("python", "sgl-kernel/python"))]
+    inherited = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([*paths, *([inherited] if inherited else [])])
+    strict = {"PYTHONPATH": path, "SGLANG_STRICT_INVARIANTS": "1"}
     return {**os.environ, **strict, **extra}
 
 

@@ -177,8 +177,8 @@ class GenerationBatchResult:
 
     Attributes:
         next_token_ids: [R, M] int64; the first accept_lens[i] of row i go to the client.
-        accept_lens: [R] int64; 0 where the step emits nothing.
-        kept_lens: [R] int64; by how much each watermark moved.
+        accept_lens: [R] int64; 0 where the step emits nothing. On the host where it is known there.
+        kept_lens: [R] int64; by how much each watermark moved. Likewise.
         emitted_logprobs: answers to `LogprobPlan.emitted`, M positions for each of its requests,
             of which the first accept_lens[i] mean something.
         prompt_logprobs: answers to `LogprobPlan.prompts`.

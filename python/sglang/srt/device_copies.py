@@ -19,22 +19,18 @@ def to_device(
 
 
 class HostCopy:
-    """Tensors on their way to the host since this was made.
-
-    Args:
-        tensors: all on one device.
-    """
+    """Tensors on their way to the host since this was made; some may be there already."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
-        if tensors[0].device.type == "cpu":
-            self._host = list(tensors)
-            return
-        self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-        for host, tensor in zip(self._host, tensors, strict=True):
-            host.copy_(tensor, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
+        self._host = list(tensors)
+        for index, tensor in enumerate(tensors):
+            if tensor.device.type != "cpu":
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                self._host[index] = host.copy_(tensor, non_blocking=True)
+                self._event = torch.cuda.Event()
+        if self._event is not None:
+            self._event.record()
 
     @property
     def is_ready(self) -> bool:

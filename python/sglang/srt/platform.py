@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -37,9 +38,16 @@ class Platform:
         )
 
 
+@cache
 def num_multiprocessors(device: torch.device) -> int:
     """Of a CUDA GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def supports_dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel can be launched while the one before it ends (CUDA, Hopper and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def static_bytes_left(device: str, share: float) -> int:

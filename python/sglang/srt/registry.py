@@ -36,6 +36,7 @@ class Registry:
 ATTENTION_BACKENDS = Registry(
     "attention backend",
     {
+        "flashinfer": "sglang.srt.layers.attention.flashinfer_backend:FlashInferBackend",
         "torch_native": "sglang.srt.layers.attention.torch_native_backend:TorchNativeBackend",
         "triton": "sglang.srt.layers.attention.triton_backend:TritonBackend",
     },

@@ -155,7 +155,7 @@ def test_rotation_equals_that_of_transformers() -> None:
     q, k = apply_rotary_pos_emb(heads[:, :4], heads[:, 4:6], cos, sin, unsqueeze_dim=1)
     kv = torch.zeros(5, 4, HEAD_DIM)
     slots = torch.tensor([4, 1, 2])
-    ops = TorchOps()
+    ops = TorchOps(torch.device("cpu"))
     rotation = ops.rotation(rotary.table, positions)
     ours = ops.rotate_and_store(heads, rotation, positions, kv, slots)
     torch.testing.assert_close(ours, q, rtol=1e-4, atol=1e-4)

@@ -9,11 +9,25 @@ import numpy as np
 import pytest
 import torch
 
-from sglang.srt.layers.sampler import SamplingRows, filter_probs, sample, uniform_noise
+from sgl_kernel.reference import kept_tokens, uniform_noise
+from sglang.srt.layers.sampler import Sampler, SamplingRows
 
 torch.set_num_threads(1)
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 NUM_DRAWS = 20_000
+
+
+def sample(logits: torch.Tensor, parameters: SamplingRows | None) -> torch.Tensor:
+    return Sampler(torch.device("cpu"), ()).sample(logits, parameters)
+
+
+def filter_probs(
+    probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """Zeroes the tokens that are not kept."""
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    keep = kept_tokens(ordered, top_k, top_p, min_p)
+    return torch.zeros_like(probs).scatter_(-1, order, ordered * keep)
 
 
 def rows(
@@ -33,7 +47,6 @@ def rows(
         min_p=torch.full((count,), min_p),
         seeds=torch.full((count,), seed),
         positions=torch.arange(first_position, first_position + count),
-        all_greedy=False,
     )
 
 
@@ -304,15 +317,23 @@ def test_a_batch_known_to_be_greedy_takes_the_best_tokens() -> None:
     torch.manual_seed(0)
     logits = torch.randn(30, 500)
     parameters = rows(30, temperature=0.0)
-    assert torch.equal(sample(logits, replace(parameters, all_greedy=True)), logits.argmax(-1))
+    assert torch.equal(sample(logits, None), logits.argmax(-1))
     assert torch.equal(sample(logits, parameters), logits.argmax(-1))
 
 
-def test_a_suppressed_token_is_never_drawn() -> None:
-    logits = LOGITS.clone()
-    logits[0] = float("-inf")
+def test_a_banned_token_is_never_drawn_and_has_no_share() -> None:
+    sampler = Sampler(torch.device("cpu"), (0,))
+    logits = LOGITS.expand(2000, -1).contiguous()
     for temperature in (0.0, 0.7, 100.0):
-        assert draws(logits, rows(2000, temperature=temperature))[0] == 0
+        assert not (sampler.sample(logits, rows(2000, temperature=temperature)) == 0).any()
+    assert sampler.sample(logits, None).tolist() == [9] * 2000
+    allowed = torch.softmax(LOGITS[1:], dim=-1)
+    best = sampler.best(logits[:1])
+    assert best.tokens.tolist() == [9]
+    torch.testing.assert_close(best.probs, allowed.max()[None])
+    logprobs = sampler.logprobs(logits[:1], None)[0]
+    assert logprobs[0] == -torch.inf
+    torch.testing.assert_close(logprobs[1:].exp(), allowed)
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-3, 1e6])
@@ -335,7 +356,6 @@ def test_a_token_does_not_depend_on_the_rest_of_the_batch() -> None:
         min_p=torch.tensor([0.0, 0.0, 0.0, 0.1, 0.3, 0.0, 0.0, 0.05, 0.0]),
         seeds=torch.tensor([1, 2, 3, -4, 5, INT64_MIN, 7, 8, INT64_MAX]),
         positions=torch.tensor([0, 5, 5, 99, 1000, 2, 0, 4095, 7]),
-        all_greedy=False,
     )
     together = sample(logits, parameters)
     for order in ([8, 3, 1], [4], [7, 6, 5, 4, 3, 2, 1, 0], [2, 2]):
@@ -347,7 +367,6 @@ def test_a_token_does_not_depend_on_the_rest_of_the_batch() -> None:
             min_p=parameters.min_p[index],
             seeds=parameters.seeds[index],
             positions=parameters.positions[index],
-            all_greedy=False,
         )
         assert torch.equal(sample(logits[index], part), together[index])
 

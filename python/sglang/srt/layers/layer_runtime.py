@@ -1,5 +1,5 @@
-"""What the layers of a model call that depends on the device: attention and the operations between
-matrix products. A model declares mathematics; this says how they are computed."""
+"""What the layers of a model call that depends on the device: attention, matrix products and the
+operations between them. A model declares mathematics; this says how they are computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class LayerOps(Protocol):
-    """The operations between matrix products; each implementation computes the same."""
+    """The operations of a layer; each implementation computes the same."""
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x [T, in_features] times the transpose of weight [out_features, in_features], plus bias
+        [out_features]: [T, out_features]."""
 
     def rotation(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """What `rotate_and_store` needs of `RotaryEmbedding.table`; once per step."""
@@ -63,6 +71,7 @@ class LayerRuntime:
         self._kv_pool = kv_pool
         self._positions = self._slots = torch.empty(0, dtype=torch.int64)
         self._ops = ops
+        self.linear = ops.linear
         self.add_rms_norm = ops.add_rms_norm
         self.silu_and_mul = ops.silu_and_mul
 

@@ -5,8 +5,19 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from sglang.srt.layers.layer_runtime import LayerRuntime
 
-class FusedLinear(nn.Linear):
+
+class Linear(nn.Linear):
+    """A linear layer whose product the runtime computes."""
+
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, runtime: LayerRuntime
+    ) -> torch.Tensor:
+        return runtime.linear(x, self.weight, self.bias)
+
+
+class FusedLinear(Linear):
     """Several linear layers over one input as one matrix product (q, k, v; gate, up).
 
     Attributes:

@@ -90,7 +90,7 @@ def query_prompt_logprobs(
     parts = []
     for start in range(0, len(targets), MAX_ROWS_AT_ONCE):
         end = start + MAX_ROWS_AT_ONCE
-        logprobs = torch.log_softmax(compute_logits(hidden[start:end]), dim=-1)
+        logprobs = torch.log_softmax(compute_logits(hidden[start:end]).float(), dim=-1)
         wanted = to_device(targets[start:end], hidden.device)
         part = LogprobQueries(queries.top_num, queries.token_ids[start:end])
         parts.append(query_logprobs(logprobs, wanted, part))

@@ -15,7 +15,7 @@ from sglang.srt.base_worker import (
 )
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.logprobs import LogprobTensors, query_logprobs
-from sglang.srt.layers.sampler import SamplingRows, sample
+from sglang.srt.layers.sampler import Sampler, SamplingRows
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_inputs import (
     apply_writes,
@@ -43,7 +43,7 @@ class TpModelWorker:
         self._runner = runner
         self._table = runner.req_to_token_pool
         self._state = state
-        self._suppressed = to_device(suppressed_token_ids, state.committed.device, torch.int64)
+        self._sampler = Sampler(state.committed.device, suppressed_token_ids)
 
     def step_width(self, params: SamplingParams) -> StepWidth:
         return PLAIN_WIDTH
@@ -74,10 +74,10 @@ class TpModelWorker:
             last = hidden[flat_rows(emitting, q_lens, device)]
         logits = self._runner.compute_logits(last)
         if batch.adjusts_logits:
+            logits = logits.float()
             state.adjustments.apply(logits, rows, positions)
-        logits.index_fill_(1, self._suppressed, float("-inf"))
-        sampling = state.sampling(rows, positions, batch.all_greedy)
-        tokens = sample(logits, sampling)
+        sampling = None if batch.all_greedy else state.sampling(rows, positions)
+        tokens = self._sampler.sample(logits, sampling)
         state.pending[rows, 0] = tokens
         if batch.adjusts_logits:
             state.adjustments.record(rows, tokens)
@@ -86,9 +86,9 @@ class TpModelWorker:
             emitted = self._emitted_logprobs(batch, batch.logprobs, logits, sampling, tokens)
             prompts = prompt_logprobs(batch.logprobs, hidden, q_lens, self._runner.compute_logits)
         result = GenerationBatchResult(
-            next_token_ids=state.pending[inputs.rows, :1],
-            accept_lens=to_device(batch.emits, device, torch.int64),
-            kept_lens=to_device(q_lens, device, torch.int64),
+            next_token_ids=tokens[:, None] if all(batch.emits) else state.pending[inputs.rows, :1],
+            accept_lens=torch.tensor(batch.emits, dtype=torch.int64),
+            kept_lens=torch.tensor(q_lens),
             emitted_logprobs=emitted,
             prompt_logprobs=prompts,
             hidden_states=hidden_states(batch, hidden, q_lens),
@@ -103,7 +103,7 @@ class TpModelWorker:
         batch: ScheduleBatch,
         plan: LogprobPlan,
         logits: torch.Tensor,
-        sampling: SamplingRows,
+        sampling: SamplingRows | None,
         tokens: torch.Tensor,
     ) -> LogprobTensors | None:
         """In the distribution that tokens were drawn from, before top-k, top-p and min-p."""
@@ -111,5 +111,5 @@ class TpModelWorker:
             return None
         places = list(itertools.accumulate(batch.emits, initial=0))
         wanted = to_device([places[i] for i in plan.emitting], logits.device, torch.int64)
-        logprobs = torch.log_softmax(sampling.scale(logits)[wanted], dim=-1)
+        logprobs = self._sampler.logprobs(logits, sampling)[wanted]
         return query_logprobs(logprobs, tokens[wanted], plan.emitted)

@@ -35,6 +35,7 @@ class MHATokenToKVPool:
         kv: per layer [num_slots + page_size, 2 * num_kv_heads, head_dim]; a slot's K, then its V,
             so that one gather fetches both.
         k, v: per layer [num_slots + page_size, num_kv_heads, head_dim], views of `kv`.
+        page_size: tokens that lie side by side.
         is_released: nothing of it may be read or written.
 
     The tensors stay the same objects for good; only their memory is given back and taken again.
@@ -54,6 +55,7 @@ class MHATokenToKVPool:
         self.kv = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.k = [kv[:, :num_kv_heads] for kv in self.kv]
         self.v = [kv[:, num_kv_heads:] for kv in self.kv]
+        self.page_size = page_size
         self.is_released = False
 
     def release(self) -> None:

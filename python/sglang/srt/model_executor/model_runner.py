@@ -116,7 +116,9 @@ class ModelRunner:
         attention: AttentionBackend = backend(
             self.req_to_token_pool, self.kv_pool, model.num_heads, self.model.windows
         )
-        self._layers = LayerRuntime(LAYER_OPS.load(config.layer_ops)(), attention, self.kv_pool)
+        self._layers = LayerRuntime(
+            LAYER_OPS.load(config.layer_ops)(self.kv_pool.kv[0].device), attention, self.kv_pool
+        )
         self._threads = HostThreads(config.num_threads) if config.device == "cpu" else None
         self._graph_support: GraphSupport = backend.capabilities().graph
         self._config = config
@@ -169,8 +171,8 @@ class ModelRunner:
         return ForwardResult(self.model(batch, self._layers), used_graph=False)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [S, vocab_size] float32 of hidden states [S, hidden_size]."""
-        return self.model.compute_logits(hidden)
+        """Logits [S, vocab_size], in the model's type, of hidden states [S, hidden_size]."""
+        return self.model.compute_logits(hidden, self._layers)
 
 
 class HostThreads:

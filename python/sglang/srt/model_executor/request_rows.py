@@ -29,7 +29,7 @@ class RequestRows:
         self._seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._top_k = torch.ones(num_rows, dtype=torch.int64, device=device)
         # temperature, top_p, min_p
-        self._floats = torch.zeros((num_rows, 3), dtype=torch.float32, device=device)
+        self._floats = torch.zeros((3, num_rows), dtype=torch.float32, device=device)
         self.adjustments = LogitAdjustments(num_rows, vocab_size, device)
 
     def initialize(self, new_rows: list[NewRow]) -> None:
@@ -51,19 +51,16 @@ class RequestRows:
         self.pending_lens[rows] = 1
         self._seeds[rows] = values[:, 2]
         self._top_k[rows] = values[:, 3]
-        self._floats[rows] = to_device(floats, self._device, torch.float32)
+        self._floats[:, rows] = to_device(floats, self._device, torch.float32).T
 
-    def sampling(
-        self, rows: torch.Tensor, positions: torch.Tensor, all_greedy: bool
-    ) -> SamplingRows:
+    def sampling(self, rows: torch.Tensor, positions: torch.Tensor) -> SamplingRows:
         """Parameters of `rows` [S], which draw the tokens at `positions` [S]."""
-        floats = self._floats[rows]
+        floats = self._floats[:, rows]
         return SamplingRows(
-            temperature=floats[:, 0],
-            top_p=floats[:, 1],
-            min_p=floats[:, 2],
+            temperature=floats[0],
+            top_p=floats[1],
+            min_p=floats[2],
             top_k=self._top_k[rows],
             seeds=self._seeds[rows],
             positions=positions,
-            all_greedy=all_greedy,
         )

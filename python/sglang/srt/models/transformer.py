@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from sglang.srt.layers.layer_runtime import LayerRuntime
-from sglang.srt.layers.linear import FusedLinear
+from sglang.srt.layers.linear import FusedLinear, Linear
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -65,7 +65,7 @@ class Attention(nn.Module):
             (q_size, kv_size, kv_size),
             spec.qkv_bias,
         )
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=spec.output_bias)
+        self.o_proj = Linear(q_size, config.hidden_size, bias=spec.output_bias)
         self.has_qk_norm = spec.qk_norm
         if spec.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
@@ -74,13 +74,13 @@ class Attention(nn.Module):
     def forward(
         self, x: torch.Tensor, rotation: torch.Tensor, runtime: LayerRuntime
     ) -> torch.Tensor:
-        heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+        heads = self.qkv_proj(x, runtime).view(x.shape[0], -1, self.head_dim)
         if self.has_qk_norm:
             q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
             q, _ = self.q_norm(q, None, runtime)
             k, _ = self.k_norm(k, None, runtime)
             heads = torch.cat((q, k, v), dim=1)
-        return self.o_proj(runtime.attend(self.layer, heads, rotation))
+        return self.o_proj(runtime.attend(self.layer, heads, rotation), runtime)
 
 
 class GatedMLP(nn.Module):
@@ -92,10 +92,10 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = FusedLinear(
             config.hidden_size, ("gate_proj", "up_proj"), (size, size), bias
         )
-        self.down_proj = nn.Linear(size, config.hidden_size, bias)
+        self.down_proj = Linear(size, config.hidden_size, bias)
 
     def forward(self, x: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
-        return self.down_proj(runtime.silu_and_mul(self.gate_up_proj(x)))
+        return self.down_proj(runtime.silu_and_mul(self.gate_up_proj(x, runtime)), runtime)
 
 
 class DecoderLayer(nn.Module):
@@ -158,7 +158,7 @@ class CausalLM(nn.Module):
         self.windows = spec.windows or (None,) * config.num_layers
         assert len(self.windows) == config.num_layers
         self.model = Decoder(config, max_positions, spec)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.is_tied = config.tie_word_embeddings
         self.tie_head()
 
@@ -172,7 +172,7 @@ class CausalLM(nn.Module):
         planned."""
         return self.model(batch, runtime)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [S, vocab_size] float32 of hidden states [S, hidden_size]: of the rows that
-        somebody reads."""
-        return self.lm_head(hidden).float()
+    def compute_logits(self, hidden: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
+        """Logits [S, vocab_size], in the model's type, of hidden states [S, hidden_size]: of the
+        rows that somebody reads."""
+        return self.lm_head(hidden, runtime)

@@ -28,7 +28,7 @@ from sglang.srt.base_worker import (
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.logit_adjustments import ExtraTokens
 from sglang.srt.layers.logprobs import LogprobQueries, LogprobTensors, query_logprobs
-from sglang.srt.layers.sampler import SamplingRows, sample
+from sglang.srt.layers.sampler import Sampler, SamplingRows
 from sglang.srt.managers.tp_worker import PLAIN_WIDTH, TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_inputs import apply_writes, build_forward_batch
@@ -112,6 +112,7 @@ class MTPWorker:
         self._config = config
         self._policy = policy
         self._plain = TpModelWorker(runner, state, (config.mask_token_id,))
+        self._sampler = Sampler(state.committed.device, (config.mask_token_id,))
         num_rows = state.committed.shape[0]
         self._lookahead = LookaheadRows(num_rows, str(state.committed.device))
         self._unread: deque[StepLengths] = deque()
@@ -157,16 +158,16 @@ class MTPWorker:
         hidden = forward.hidden
         reads = self._reads(batch, lengths, inputs)
         rows = inputs.rows[reads.request]
-        sampling = self._state.sampling(rows, reads.positions, batch.all_greedy)
+        sampling = None if batch.all_greedy else self._state.sampling(rows, reads.positions)
         logits = self._logits(batch, inputs, reads, hidden)
-        tokens = sample(logits, sampling)
-        outcome = self._accept(batch, lengths, inputs, reads, logits, tokens)
+        tokens, confidence = self._choose(batch, logits, sampling)
+        outcome = self._accept(batch, lengths, inputs, reads, tokens, confidence)
         width = max(1, *lengths.max_accepted)
         targets = reads.dense(tokens, width)
         self._commit(batch, inputs, outcome, targets)
         emitted = prompts = None
         if batch.logprobs is not None:
-            emitted = _emitted_logprobs(batch.logprobs, reads, logits, sampling, tokens, width)
+            emitted = self._emitted_logprobs(batch.logprobs, reads, logits, sampling, tokens, width)
             compute = self._runner.compute_logits
             prompts = prompt_logprobs(batch.logprobs, hidden, lengths.q_lens, compute)
         result = GenerationBatchResult(
@@ -238,14 +239,24 @@ class MTPWorker:
     def _logits(
         self, batch: ScheduleBatch, inputs: ForwardBatch, reads: _Reads, hidden: torch.Tensor
     ) -> torch.Tensor:
-        """[S, V] float32, after penalties, biases and the mask token's ban."""
+        """[S, V], after penalties and biases."""
         logits = self._runner.compute_logits(hidden[reads.index])
         if batch.adjusts_logits:
+            logits = logits.float()
             rows = inputs.rows[reads.request]
             fed_before = self._drafts_before(rows, reads)
             self._state.adjustments.apply(logits, rows, reads.positions, fed_before)
-        logits[:, self._config.mask_token_id] = float("-inf")
         return logits
+
+    def _choose(
+        self, batch: ScheduleBatch, logits: torch.Tensor, sampling: SamplingRows | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens [S] int64 and, where some request has a threshold, the best probability [S]."""
+        if all(self._lookahead.host_thresholds[row] == 0 for row in batch.rows):
+            return self._sampler.sample(logits, sampling), None
+        best = self._sampler.best(logits)
+        tokens = best.tokens if sampling is None else self._sampler.sample(logits, sampling)
+        return tokens, best.probs
 
     def _drafts_before(self, rows: torch.Tensor, reads: _Reads) -> ExtraTokens:
         """Drafts fed before each row read: a row counts only if they are confirmed, and then they
@@ -262,16 +273,15 @@ class MTPWorker:
         lengths: StepLengths,
         inputs: ForwardBatch,
         reads: _Reads,
-        logits: torch.Tensor,
         tokens: torch.Tensor,
+        confidence: torch.Tensor | None,
     ) -> Acceptance:
         rows, device = inputs.rows, inputs.rows.device
         width = max(lengths.num_read)
         confident = torch.ones((len(rows), width), dtype=torch.bool, device=device)
-        if any(self._lookahead.host_thresholds[row] > 0 for row in batch.rows):
-            best = torch.exp(logits.amax(dim=-1) - logits.logsumexp(dim=-1))
+        if confidence is not None:
             thresholds = self._lookahead.thresholds[rows]
-            confident = reads.dense(best, width) >= thresholds[:, None]
+            confident = reads.dense(confidence, width) >= thresholds[:, None]
         readings = Readings(
             targets=reads.dense(tokens, width),
             confident=confident,
@@ -307,22 +317,23 @@ class MTPWorker:
             repeated = rows[:, None].expand_as(targets)
             state.adjustments.record(repeated.flatten(), targets.flatten(), counts.flatten())
 
-
-def _emitted_logprobs(
-    plan: LogprobPlan,
-    reads: _Reads,
-    logits: torch.Tensor,
-    sampling: SamplingRows,
-    tokens: torch.Tensor,
-    width: int,
-) -> LogprobTensors | None:
-    """Of the tokens of each row read, `width` rows per request: an accepted token's logprob is that
-    of the row that emitted it."""
-    if not plan.emitting:
-        return None
-    last = len(tokens) - 1
-    places = [min(reads.starts[i] + j, last) for i in plan.emitting for j in range(width)]
-    wanted = to_device(places, logits.device)
-    logprobs = torch.log_softmax(sampling.scale(logits)[wanted], dim=-1)
-    token_ids = [ids for ids in plan.emitted.token_ids for _ in range(width)]
-    return query_logprobs(logprobs, tokens[wanted], LogprobQueries(plan.emitted.top_num, token_ids))
+    def _emitted_logprobs(
+        self,
+        plan: LogprobPlan,
+        reads: _Reads,
+        logits: torch.Tensor,
+        sampling: SamplingRows | None,
+        tokens: torch.Tensor,
+        width: int,
+    ) -> LogprobTensors | None:
+        """Of the tokens of each row read, `width` rows per request: an accepted token's logprob is
+        that of the row that emitted it."""
+        if not plan.emitting:
+            return None
+        last = len(tokens) - 1
+        places = [min(reads.starts[i] + j, last) for i in plan.emitting for j in range(width)]
+        wanted = to_device(places, logits.device)
+        logprobs = self._sampler.logprobs(logits, sampling)[wanted]
+        token_ids = [ids for ids in plan.emitted.token_ids for _ in range(width)]
+        queries = LogprobQueries(plan.emitted.top_num, token_ids)
+        return query_logprobs(logprobs, tokens[wanted], queries)

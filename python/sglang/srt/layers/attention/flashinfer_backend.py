@@ -221,17 +221,17 @@ class FlashInferBackend:
         kv_pool: MHATokenToKVPool,
         num_heads: int,
         windows: Sequence[int | None],
-        page_size: int = 1,
+        page_size: int | None = None,
     ) -> None:
         """
         Args:
-            page_size: tokens that lie side by side in the pool, or a divisor of that. Of 1, every
-                slot is a page, which serves pools of any page size.
+            page_size: of the pool if None, else a divisor of it. Of 1, every slot is a page.
 
         Raises:
             ValueError: for heads that FlashInfer lacks, or if it is not there.
         """
         slots, _, head_dim = kv_pool.kv[0].shape
+        page_size = page_size or kv_pool.page_size
         assert slots % page_size == 0, (slots, page_size)
         num_kv_heads = kv_pool.k[0].shape[1]
         self._heads = Heads(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
@@ -241,8 +241,8 @@ class FlashInferBackend:
         self._device, self._dtype = kv_pool.kv[0].device, kv_pool.kv[0].dtype
         self._num_multiprocessors = num_multiprocessors(self._device)
         self._window_of_layer = tuple(windows)
-        self._keys = [layer.unflatten(0, (-1, page_size)) for layer in kv_pool.k]
-        self._values = [layer.unflatten(0, (-1, page_size)) for layer in kv_pool.v]
+        self._k_pages = [layer.unflatten(0, (-1, page_size)) for layer in kv_pool.k]
+        self._v_pages = [layer.unflatten(0, (-1, page_size)) for layer in kv_pool.v]
         self._floats = _Growing(torch.uint8, self._device)
         self._page_indices = _Growing(torch.int32, self._device)
         self._wrappers: dict[tuple[GraphKey | None, bool, int | None], _Wrapper] = {}
@@ -284,7 +284,7 @@ class FlashInferBackend:
     def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         assert q.stride(-1) == 1
         wrapper = self._current[self._window_of_layer[layer]]
-        return wrapper.run(q, self._keys[layer], self._values[layer]).flatten(1)
+        return wrapper.run(q, self._k_pages[layer], self._v_pages[layer]).flatten(1)
 
     def _on_host(self, numbers: Sequence[int]) -> torch.Tensor:
         """Page-locked int32."""

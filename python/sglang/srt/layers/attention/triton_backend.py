@@ -34,7 +34,9 @@ class Tuning:
 
     Attributes:
         extend: tiles for requests that feed many rows.
-        split: tiles for those that feed few; its block_m is the most that a step may choose.
+        few: tiles for those that feed few; its block_m is the most that a step may choose.
+        split: tiles for 16 packed rows or less, whose KV is split.
+        whole: likewise, whose KV is not.
         min_split: KV positions that a program of a split takes at least.
         num_programs: programs that fill the GPU; the KV of few requests is split until there are
             so many.
@@ -42,7 +44,9 @@ class Tuning:
     """
 
     extend: Tiles
+    few: Tiles
     split: Tiles
+    whole: Tiles
     min_split: int
     num_programs: int
     max_splits: int
@@ -53,22 +57,34 @@ class Tuning:
         least_m = triton.next_power_of_2(group)
         if INTERPRETED:  # tiny, so that tiny batches cross every edge
             tiles = Tiles(block_m=max(16, least_m), block_n=16, num_warps=4, num_stages=1)
-            return cls(extend=tiles, split=tiles, min_split=16, num_programs=16, max_splits=8)
+            return cls(
+                extend=tiles,
+                few=tiles,
+                split=tiles,
+                whole=tiles,
+                min_split=16,
+                num_programs=16,
+                max_splits=8,
+            )
         # Block sizes at which the compiler spills no registers on an H100.
         if dtype == torch.float32:  # no tensor cores
             extend = Tiles(block_m=32, block_n=16, num_warps=8, num_stages=1)
-            split = Tiles(block_m=16, block_n=16, num_warps=4, num_stages=1)
+            few = split = whole = Tiles(block_m=16, block_n=16, num_warps=4, num_stages=1)
         elif head_dim > 128:
-            extend = Tiles(block_m=64, block_n=32, num_warps=4, num_stages=2)
-            split = extend
+            extend = few = Tiles(block_m=64, block_n=32, num_warps=4, num_stages=2)
+            split = whole = Tiles(block_m=16, block_n=32, num_warps=4, num_stages=2)
         else:
             num_warps = 4 if head_dim <= 64 else 8
             extend = Tiles(block_m=128, block_n=64, num_warps=num_warps, num_stages=2)
-            split = Tiles(block_m=64, block_n=64, num_warps=4, num_stages=3)
+            few = Tiles(block_m=64, block_n=64, num_warps=4, num_stages=3)
+            split = Tiles(block_m=16, block_n=32, num_warps=4, num_stages=2)
+            whole = Tiles(block_m=16, block_n=32, num_warps=1, num_stages=3)
         return cls(
             extend=replace(extend, block_m=max(extend.block_m, least_m)),
-            split=replace(split, block_m=max(split.block_m, least_m)),
-            min_split=128,
+            few=replace(few, block_m=max(few.block_m, least_m)),
+            split=split,
+            whole=whole,
+            min_split=32,
             num_programs=2 * num_multiprocessors(device),
             max_splits=64,
         )
@@ -81,13 +97,13 @@ class LaunchShape:
 
     Attributes:
         num_split_items, num_extend_items: work items of each kernel.
-        split_block_m: packed rows of an item of few rows.
+        tiles: of items of few rows.
         num_splits: of the KV of each item of few rows; 1: a single program writes the result.
     """
 
     num_split_items: int
     num_extend_items: int
-    split_block_m: int
+    tiles: Tiles
     num_splits: int
 
 
@@ -114,11 +130,11 @@ class TritonBackend:
         head_dim, dtype = kv_pool.kv[0].shape[2], kv_pool.kv[0].dtype
         self._tuning = tuning = Tuning.choose(self._device, dtype, head_dim, self._group)
         # What no split has written must not be read: it would show.
-        size = workspace_size(tuning.num_programs, tuning.split.block_m, head_dim)
+        size = workspace_size(tuning.num_programs, tuning.few.block_m, head_dim)
         self._workspace = torch.full((size,), float("nan"), device=self._device)
         self._uniform: dict[int, torch.Tensor] = {}
         self._graph_items: dict[GraphKey, torch.Tensor] = {}
-        self._shape = LaunchShape(0, 0, 16, 1)
+        self._shape = LaunchShape(0, 0, tuning.few, 1)
         self._items = torch.empty((0, ITEM_SIZE), dtype=torch.int32, device=self._device)
         self._paged = Paged(
             table=self._table, rows=self._items.new_empty(0), kv_lens=self._items.new_empty(0)
@@ -156,18 +172,17 @@ class TritonBackend:
         if len(many):
             attend_items(q, kv, out, many, paged, window, tuning.extend)
         if len(few):
-            tiles = replace(tuning.split, block_m=shape.split_block_m)
             if shape.num_splits == 1:
-                attend_items(q, kv, out, few, paged, window, tiles)
+                attend_items(q, kv, out, few, paged, window, shape.tiles)
             else:
                 attend_items_split(
-                    q, kv, out, few, paged, window, tiles,
+                    q, kv, out, few, paged, window, shape.tiles,
                     shape.num_splits, tuning.min_split, self._workspace,
                 )  # fmt: skip
         return out
 
     def _is_few(self, q_len: int) -> bool:
-        return q_len * self._group <= self._tuning.split.block_m
+        return q_len * self._group <= self._tuning.few.block_m
 
     def _plan_ragged(self, batch: ForwardBatch) -> None:
         """Work items of few rows, then those of many, with one copy to the device."""
@@ -191,7 +206,7 @@ class TritonBackend:
 
     def _plan_graph(self, batch: ForwardBatch, key: GraphKey) -> None:
         """The items that the key has room for, at its own address; those of padding are empty."""
-        block_q = min(key.width, self._tuning.split.block_m // self._group)
+        block_q = min(key.width, self._tuning.few.block_m // self._group)
         if key.is_uniform and self._is_few(key.width):
             num_items = key.num_reqs
             self._items = self._uniform_items(key.width, key.num_reqs)
@@ -225,13 +240,16 @@ class TritonBackend:
     def _split_shape(self, num_items: int, block_q: int, longest: int) -> LaunchShape:
         """Of items of up to block_q rows, whose KV has up to `longest` positions."""
         tuning = self._tuning
-        block_m = max(16, triton.next_power_of_2(block_q * self._group))
         num_splits = 1
         if num_items > 0:
             wanted = tuning.num_programs // (num_items * self._num_kv_heads)
             useful = triton.cdiv(longest, tuning.min_split)
             num_splits = max(1, min(wanted, useful, tuning.max_splits))
-        return LaunchShape(num_items, 0, block_m, num_splits)
+        block_m = max(16, triton.next_power_of_2(block_q * self._group))
+        tiles = tuning.few
+        if block_m == 16:
+            tiles = tuning.whole if num_splits == 1 else tuning.split
+        return LaunchShape(num_items, 0, replace(tiles, block_m=block_m), num_splits)
 
 
 def _cut(request: int, start: int, q_len: int, block_q: int) -> list[int]:

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from sglang.srt.platform import num_multiprocessors, supports_dependent_launch
 
 # Decided where the kernels below are decorated: with TRITON_INTERPRET=1 they run on CPU tensors.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -46,6 +49,16 @@ class Paged:
     table: torch.Tensor
     rows: torch.Tensor
     kv_lens: torch.Tensor
+
+
+@triton.jit
+def begin(PDL: tl.constexpr, EARLY: tl.constexpr):
+    """Waits for the kernel before (CUDA's programmatic dependent launch); `EARLY` lets the one
+    after start, which waits likewise."""
+    if PDL:
+        gdc_wait()
+        if EARLY:
+            gdc_launch_dependents()
 
 
 @triton.jit
@@ -195,8 +208,10 @@ def _extend_kernel(
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (items, KV heads): a program goes over all the KV that its item sees."""
+    begin(PDL, EARLY)
     table_row, first_token, num_rows, position = _load_item(
         items_ptr, rows_ptr, kv_lens_ptr, tl.program_id(0)
     )
@@ -224,10 +239,11 @@ def _split_kernel(
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (items, KV heads, splits): a program goes over its share of the item's KV, and leaves
     acc, top and total in the workspace; one without a share leaves nothing."""
+    begin(PDL, EARLY)
     table_row, first_token, num_rows, position = _load_item(
         items_ptr, rows_ptr, kv_lens_ptr, tl.program_id(0)
     )
@@ -260,9 +276,10 @@ def _combine_kernel(
     sums_ptr, stats_ptr, out_ptr, items_ptr, rows_ptr, kv_lens_ptr, window, num_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, BLOCK_S: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (items, KV heads, packed rows): adds up the splits of one row."""
+    begin(PDL, EARLY)
     _, first_token, num_rows, position = _load_item(
         items_ptr, rows_ptr, kv_lens_ptr, tl.program_id(0)
     )
@@ -287,6 +304,14 @@ def _combine_kernel(
     head = kv_index * GROUP + packed % GROUP
     place = (first_token + packed // GROUP) * (NUM_KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM
     tl.store(out_ptr + place + dim, out.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+def dependent_launch(device: torch.device, num_programs: int) -> dict[str, bool]:
+    """Options of a launch with a kernel that calls `begin`: where all its programs run at once, the
+    next kernel may come beside them."""
+    if INTERPRETED or not supports_dependent_launch(device):
+        return {"PDL": False, "EARLY": False}
+    return {"PDL": True, "EARLY": num_programs <= num_multiprocessors(device), "launch_pdl": True}
 
 
 def _constants(
@@ -322,6 +347,7 @@ def attend_items(
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), paged.table.stride(0),
         window or 0, kv.shape[2] ** -0.5 * LOG2_E,
         **constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        **dependent_launch(q.device, len(items) * constants["NUM_KV_HEADS"]),
     )  # fmt: skip
 
 
@@ -344,11 +370,13 @@ def attend_items_split(
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), paged.table.stride(0),
         window or 0, head_dim**-0.5 * LOG2_E,
         **constants, MIN_SPLIT=min_split, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        **dependent_launch(q.device, len(items) * num_kv_heads * num_splits),
     )  # fmt: skip
     group = q.shape[1] // num_kv_heads
     _combine_kernel[(len(items), num_kv_heads, tiles.block_m // group * group)](
         sums, stats, out, items, paged.rows, paged.kv_lens, window or 0, num_splits,
         **constants, MIN_SPLIT=min_split, BLOCK_S=triton.next_power_of_2(num_splits), num_warps=4,
+        **dependent_launch(q.device, len(items) * num_kv_heads * tiles.block_m),
     )  # fmt: skip
 
 

@@ -9,6 +9,13 @@ import torch.nn.functional as F
 class TorchOps:
     """See `LayerOps` for what each does."""
 
+    def __init__(self, device: torch.device) -> None: ...
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return F.linear(x, weight, bias)
+
     def rotation(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return table[positions]
 

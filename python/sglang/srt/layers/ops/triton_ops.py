@@ -1,21 +1,32 @@
-"""What a layer does between its matrix products, each in one Triton kernel. All of it is bound by
-memory, or by the time that a launch takes; sums are float32."""
+"""What a layer does between its matrix products, each in one Triton kernel, and matrix products of
+few rows. All of it is bound by memory, or by the time that a launch takes; sums are float32.
+
+On GPUs that can, a kernel is launched while the one before it ends (`PDL`: CUDA's programmatic
+dependent launch) and waits for it before it reads anything.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.attention.triton_kernels import INTERPRETED, begin, dependent_launch
+
 MUL_BLOCK = 1024
+MAX_FEW_ROWS = 64
 
 
 @triton.jit
 def _add_rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, size, eps,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per row of `size` elements."""
+    begin(PDL, EARLY)
     row = tl.program_id(0).to(tl.int64) * size
     place = tl.arange(0, BLOCK)
     mask = place < size
@@ -31,8 +42,11 @@ def _add_rms_norm_kernel(
 
 
 @triton.jit
-def _silu_and_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(
+    gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """Grid (rows, blocks of the `size` outputs of a row)."""
+    begin(PDL, EARLY)
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = place < size
@@ -47,9 +61,10 @@ def _rotate_and_store_kernel(
     heads_ptr, table_ptr, positions_ptr, kv_ptr, slots_ptr, q_ptr,
     token_stride, head_stride, kv_slot,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, KV heads): a KV head with the query heads that share it. `HALF` of head_dim."""
+    begin(PDL, EARLY)
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     slot = tl.load(slots_ptr + token)
@@ -84,8 +99,99 @@ def _rotate_and_store_kernel(
     tl.store(value + HALF, tl.load(source + HALF, mask=exists), mask=exists)
 
 
+@triton.jit
+def _few_rows_kernel(
+    x_ptr, weight_ptr, out_ptr, num_rows, out_features, in_features,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """x [num_rows, in_features] times the transpose of weight [out_features, in_features]: a
+    program reads BLOCK_N rows of the weight, once. The blocks divide the features."""
+    begin(PDL, EARLY)
+    row = tl.arange(0, BLOCK_M)
+    feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.arange(0, BLOCK_K)
+    weight = weight_ptr + feature[:, None].to(tl.int64) * in_features + column[None, :]
+    x = x_ptr + row[:, None] * in_features + column[None, :]
+    exists = (row < num_rows)[:, None]
+    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for _ in range(0, in_features, BLOCK_K):
+        w = tl.load(weight, eviction_policy="evict_first")
+        values = tl.load(x, mask=exists, other=0.0)
+        total = tl.dot(values, tl.trans(w), total, input_precision="ieee")
+        weight += BLOCK_K
+        x += BLOCK_K
+    out = out_ptr + row[:, None] * out_features + feature[None, :]
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=exists)
+
+
+@dataclass(frozen=True, slots=True)
+class _FewRows:
+    """How `_few_rows_kernel` is launched: measured on an H100 to be as fast as cuBLAS or faster."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_stages: int
+    num_warps: int
+
+    @classmethod
+    def choose(cls, num_rows: int, out_features: int, in_features: int) -> _FewRows | None:
+        """None where cuBLAS is as good."""
+        if INTERPRETED:
+            chosen = cls(16, 16, 16, 1, 4)
+        elif num_rows > MAX_FEW_ROWS:
+            return None
+        elif num_rows <= 16:
+            if out_features >= 16384:
+                chosen = cls(16, 32, 128, 3, 4)
+            elif in_features >= 8192:
+                chosen = cls(16, 32, 256, 6, 4)
+            elif out_features > 4224:
+                chosen = cls(16, 64, 256, 4, 4)
+            else:
+                chosen = cls(16, 32, 128, 6, 4)
+        else:
+            block_m = 32 if num_rows <= 32 else 64
+            if out_features >= 16384:
+                chosen = cls(block_m, 128, 128, 4 if block_m == 32 else 3, 4)
+            elif in_features >= 8192:
+                chosen = cls(block_m, 32, 128, 6, 4)
+            else:
+                return None
+        if out_features % chosen.block_n or in_features % chosen.block_k:
+            return None
+        return chosen
+
+
 class TritonOps:
     """See `LayerOps` for what each does."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def _launch(self, num_programs: int) -> dict[str, bool]:
+        return dependent_launch(self._device, num_programs)
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        out_features, in_features = weight.shape
+        num_rows = x.shape[0]
+        shape = None
+        if bias is None and x.dtype != torch.float32 and x.is_contiguous():
+            shape = _FewRows.choose(num_rows, out_features, in_features)
+        if shape is None:
+            return F.linear(x, weight, bias)
+        out = x.new_empty((num_rows, out_features))
+        num_programs = out_features // shape.block_n
+        _few_rows_kernel[(num_programs,)](
+            x, weight, out, num_rows, out_features, in_features,
+            BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k,
+            num_warps=shape.num_warps, num_stages=shape.num_stages,
+            **self._launch(num_programs),
+        )  # fmt: skip
+        return out
 
     def rotation(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return table
@@ -100,7 +206,7 @@ class TritonOps:
         _add_rms_norm_kernel[(x.numel() // size,)](
             x, residual, weight, out, total, size, eps,
             HAS_RESIDUAL=residual is not None, BLOCK=triton.next_power_of_2(size),
-            num_warps=8 if size > 1024 else 4,
+            num_warps=8 if size > 1024 else 4, **self._launch(x.numel() // size),
         )  # fmt: skip
         return out, total
 
@@ -108,7 +214,8 @@ class TritonOps:
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty((num_rows, size))
         grid = (num_rows, triton.cdiv(size, MUL_BLOCK))
-        _silu_and_mul_kernel[grid](gate_up, out, size, BLOCK=MUL_BLOCK)
+        launch = self._launch(grid[0] * grid[1])
+        _silu_and_mul_kernel[grid](gate_up, out, size, BLOCK=MUL_BLOCK, **launch)
         return out
 
     def rotate_and_store(
@@ -131,5 +238,6 @@ class TritonOps:
             NUM_KV_HEADS=num_kv_heads, GROUP=group, HALF=head_dim // 2,
             BLOCK_G=triton.next_power_of_2(group + 1),
             BLOCK_H=triton.next_power_of_2(head_dim // 2), num_warps=1,
+            **self._launch(num_tokens * num_kv_heads),
         )  # fmt: skip
         return q

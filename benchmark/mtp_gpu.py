@@ -1,0 +1,259 @@
+"""What does multi-token prediction give on a GPU, at the cost of an 8B model's steps?
+
+The bundled model, inflated into Llama-3.1-8B's geometry (`inflate.py`), on prompts of held-out
+code. Kinds of requests take turns within each round; so do numbers of requests at once, which stay
+constant during a run (`engine_load.closed_loop`). Two Engines live side by side, one of them with
+--mtp-load-aware-k; only one works at a time. Greedy, no radix cache. Rounds end before --budget-s
+does, and each writes the result.
+
+    python benchmark/mtp_gpu.py                              on a GPU
+    python benchmark/mtp_gpu.py --model-path demo --concurrency 1 4 --new-tokens 16
+    python benchmark/mtp_gpu.py --concurrency --static-graph-check --out FILE    the check alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from engine_load import Budget, LoadResult, closed_loop
+from environment import describe_environment
+from held_out import held_out_prompts
+from mtp_checks import KINDS, STATIC_3, Samples, checks_of, static_graph_check
+from tqdm import tqdm
+
+import sglang
+from sglang.srt.model_config import resolve_model_path
+
+BENCHMARK = Path(__file__).parent
+RESULT = BENCHMARK / "results" / "mtp_gpu.json"
+MIN_PROMPTS = 4  # of a run; larger loads get two for each request at once
+SILENT_STD = "1e-12"  # no zeros in matrices, which could be multiplied faster than numbers
+INFLATED = "inflated"
+STATIC_CHECK_S = 90.0  # for one more Engine and its rounds, kept free of the budget
+PROGRESS_S = 2.0  # between two updates of a bar: logs keep them all
+SMALL_TARGET = ("1024", "1024", "6", "8", "4", "5000")  # for trials on a CPU
+SIZES = ("hidden-size", "intermediate-size", "num-layers", "num-heads", "num-kv-heads")
+
+
+def num_prompts(num_requests: int, waves: int) -> int:
+    """Prompts of a run: a wave is one for each request at once."""
+    return max(MIN_PROMPTS, waves * num_requests)
+
+
+def inflate(folder: Path, device: str, geometry: str) -> None:
+    """Writes the inflated model, unless a whole one is there already."""
+    if (folder / "model.safetensors.index.json").exists():
+        return
+    command = [sys.executable, str(BENCHMARK / "inflate.py"), "--out", str(folder)]
+    filler_device = "cpu" if device == "cpu" else "cuda"
+    command += ["--device", filler_device, "--silent-std", SILENT_STD]
+    if geometry == "tiny":
+        for name, size in zip((*SIZES, "vocab-size"), SMALL_TARGET, strict=True):
+            command += [f"--{name}", size]
+    subprocess.run(command, check=True)
+
+
+def engine_flags(arguments: argparse.Namespace, model_path: str) -> dict[str, Any]:
+    """Of all Engines; the KV pool is as large as the running requests can use."""
+    return {
+        "model_path": model_path,
+        "device": arguments.device,
+        "attention_backend": arguments.attention_backend,
+        "chunked_prefill_size": arguments.chunked_prefill_size,
+        "max_running_requests": max(arguments.concurrency, default=8),
+        "context_length": arguments.prompt_tokens + arguments.new_tokens + 16,
+        "disable_radix_cache": True,
+    }
+
+
+class Sweep:
+    """Runs kinds at numbers of requests, round by round.
+
+    Args:
+        engines: by whether they are load-aware.
+        prompts: every run of n requests at once takes the first of them.
+    """
+
+    def __init__(
+        self,
+        engines: dict[bool, sglang.Engine],
+        prompts: list[list[int]],
+        loads: list[int],
+        new_tokens: int,
+    ) -> None:
+        self._engines = engines
+        self._prompts = prompts
+        self._new_tokens = new_tokens
+        self.samples = [Samples(load) for load in loads]
+
+    def warm_up(self) -> None:
+        """Short runs, so that all is compiled and the length policies have learnt a little."""
+        deque(self._runs(list(KINDS), 1, max(1, self._new_tokens // 4), "warm-up"), maxlen=0)
+
+    def round(self, number: int, waves: int) -> float:
+        """One run of every kind at every load, in turn forwards and backwards; seconds."""
+        start = time.perf_counter()
+        kinds = list(KINDS) if number % 2 == 0 else list(reversed(KINDS))
+        for kind, sample, result in self._runs(kinds, waves, self._new_tokens, f"round {number}"):
+            sample.add(kind, result)
+        return time.perf_counter() - start
+
+    def _runs(
+        self, kinds: list[str], waves: int, new_tokens: int, label: str
+    ) -> Iterator[tuple[str, Samples, LoadResult]]:
+        total = len(self.samples) * len(kinds)
+        with tqdm(total=total, desc=label, unit="run", mininterval=PROGRESS_S) as bar:
+            for sample, kind in itertools.product(self.samples, kinds):
+                bar.set_postfix_str(f"{kind}, {sample.num_requests} at once", refresh=False)
+                prompts = self._prompts[: num_prompts(sample.num_requests, waves)]
+                engine = self._engines[KINDS[kind].is_load_aware]
+                params = {**KINDS[kind].params, "max_new_tokens": new_tokens, "ignore_eos": True}
+                load = closed_loop(engine, prompts, params, sample.num_requests)
+                yield kind, sample, asyncio.run(load)
+                bar.update()
+
+
+def compare_static_graphs(
+    graphs: sglang.Engine,
+    flags: dict[str, Any],
+    prompts: list[list[int]],
+    rounds: int,
+    new_tokens: int,
+) -> dict[str, Any]:
+    """Static k=3, one request at once: an Engine beside one that bypasses its graphs."""
+    params = {**KINDS[STATIC_3].params, "max_new_tokens": new_tokens, "ignore_eos": True}
+    speeds: dict[str, list[float]] = {"graphs": [], "bypass": []}
+    with sglang.Engine(**flags, disable_mtp_cuda_graph=True) as bypass:
+        engines = {"graphs": graphs, "bypass": bypass}
+        for number in tqdm(range(rounds + 1), desc="static k=3", unit="round"):
+            for name in engines if number % 2 else reversed(engines):
+                result = asyncio.run(closed_loop(engines[name], prompts, params, 1))
+                if number:  # the first round warms up
+                    speeds[name].append(result.tok_s)
+    pairs = zip(speeds["graphs"], speeds["bypass"], strict=True)
+    ratio = statistics.median(graph / eager for graph, eager in pairs)
+    by_round = {name: [round(speed, 1) for speed in values] for name, values in speeds.items()}
+    return {"ratio": round(ratio, 4), "tok_s_by_round": by_round}
+
+
+def measure(arguments: argparse.Namespace, model_path: str, budget: Budget) -> dict[str, Any]:
+    """All rounds; the result is stored after each."""
+    count = num_prompts(max(arguments.concurrency, default=1), arguments.waves)
+    folder = resolve_model_path(model_path)
+    prompts, source = held_out_prompts(folder, count, arguments.prompt_tokens, arguments.seed)
+    flags = engine_flags(arguments, model_path)
+    result = {**describe_environment(), **settings(arguments), "prompts": source}
+    with ExitStack() as stack:
+        base = stack.enter_context(sglang.Engine(**flags))
+        info = base.get_server_info()
+        result["attention_backend"] = info["resolved"]["attention_backend"]
+        if arguments.concurrency:
+            with sglang.Engine(**flags, mtp_load_aware_k=True) as aware:
+                engines = {False: base, True: aware}
+                result["startup_s"] = round(time.perf_counter() - budget.start_s, 1)
+                sweep = Sweep(engines, prompts, arguments.concurrency, arguments.new_tokens)
+                sweep.warm_up()
+                last_s, number = 0.0, 0
+                while budget.has_room(number, arguments.rounds, last_s):
+                    last_s, number = sweep.round(number, arguments.waves), number + 1
+                    result["rounds"], result["round_s"] = number, round(last_s, 1)
+                    result["rows"] = [sample.row() for sample in sweep.samples]
+                    result["checks"] = checks_of(sweep.samples)
+                    store(arguments.out, result)
+        if arguments.static_graph_check:
+            found = compare_static_graphs(
+                base, flags, prompts[:MIN_PROMPTS], arguments.rounds, arguments.new_tokens
+            )
+            result["static_graphs"] = found
+            result["checks"] = [*result.get("checks", []), static_graph_check(found["ratio"])]
+            store(arguments.out, result)
+    return result
+
+
+def settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What of the command line belongs to the result."""
+    is_inflated = arguments.model_path == INFLATED
+    return {
+        "model": f"{INFLATED}, {arguments.geometry}" if is_inflated else arguments.model_path,
+        "prompt_tokens": arguments.prompt_tokens,
+        "new_tokens": arguments.new_tokens,
+        "waves": arguments.waves,
+        "seed": arguments.seed,
+    }
+
+
+def store(path: Path, result: dict[str, Any]) -> None:
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """Tokens per second (and beside plain) by requests at once, then what was asked."""
+    rows = result.get("rows", [])
+    if rows:
+        heads = "".join(f"{row['requests']:>8} at once" for row in rows)
+        print(f"\n{result['rounds']} rounds, tokens/s and ratio to plain\n{'':22}{heads}  tok/step")
+        for kind in KINDS:
+            cells = [row["kinds"][kind] for row in rows]
+            shown = "".join(f"{c['tok_s']:>10,.0f} {c['ratio_to_plain']:>4.2f}x" for c in cells)
+            print(f"{kind:22}{shown}  {cells[0]['tokens_per_step']:.2f}")
+    for check in result.get("checks", []):
+        verdict = "ok  " if check["passed"] else "MISS"
+        print(
+            f"{verdict} {check['value']:.3f} (asked {check['asked']:.2f}) at"
+            f" {check['requests']:3d}: {check['what']}"
+        )
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--model-path", default=INFLATED, help="inflated (default), demo, or a folder")
+    add("--model-dir", type=Path, help="where the inflated model is kept for the next run")
+    add("--geometry", choices=("llama-3.1-8b", "tiny"), default="llama-3.1-8b")
+    add("--concurrency", type=int, nargs="*", default=[1, 4, 16, 64, 128])
+    add("--waves", type=int, default=2, help="prompts per request at once")
+    add("--prompt-tokens", type=int, default=128)
+    add("--new-tokens", type=int, default=128)
+    add("--rounds", type=int, default=5, help="at most")
+    add("--budget-s", type=float, default=420.0, help="all in all, model and Engines included")
+    add("--device", default="auto")
+    add("--attention-backend")
+    add("--chunked-prefill-size", type=int, default=8192)
+    add("--static-graph-check", action="store_true", help="static k=3 beside its eager bypass")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, default=RESULT)
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Measures, prints a table, writes the result."""
+    start = time.perf_counter()
+    arguments = parse()
+    reserved_s = STATIC_CHECK_S if arguments.static_graph_check else 0.0
+    budget = Budget(arguments.budget_s - reserved_s, start)
+    with tempfile.TemporaryDirectory() as temporary:
+        model_path = arguments.model_path
+        if model_path == INFLATED:
+            folder = arguments.model_dir or Path(temporary)
+            inflate(folder, arguments.device, arguments.geometry)
+            model_path = str(folder)
+        result = measure(arguments, model_path, budget)
+    print_result(result)
+    print(f"written: {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Matplotlib, which only the plots need: asked for when a plot is drawn, and set up to write the
+same file for the same figures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+MISSING = "Plots need matplotlib, which is not installed here: pip install matplotlib"
+
+
+def load_pyplot() -> Any:
+    """matplotlib.pyplot, without a display.
+
+    Raises:
+        SystemExit: if there is none; the message names the remedy.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit(MISSING)
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "sglang"  # names of elements, random otherwise
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save_svg(figure: Any, path: Path) -> None:
+    """Without the date."""
+    figure.tight_layout()
+    figure.savefig(path, format="svg", metadata={"Date": None})
+    # Matplotlib ends lines of path data with blanks.
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join(line.rstrip() for line in lines) + "\n", encoding="utf-8")
+
+
+def read_result(path: Path, script: str) -> dict[str, Any]:
+    """A stored result.
+
+    Raises:
+        SystemExit: if it is not there; the message names the script that makes it.
+    """
+    if not path.is_file():
+        sys.exit(f"There is no {path.name} in {path.parent.name}/ yet: python benchmark/{script}")
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content

@@ -1,0 +1,294 @@
+"""How long from `python -m sglang.launch_server` to the first answer of /generate?
+
+Random weights in a large geometry, CUDA graphs for up to --max-running-requests requests, a greedy
+request of 16 tokens as soon as /health says 200. Cold: every cache of compiled code (Triton,
+sgl_kernel, FlashInfer, inductor, the driver's) is an empty folder. Warm: the same folders again.
+So cold less warm is the price of compiling. Files that the system has cached stay cached. The
+server is ended by SIGTERM, and all of its processes must be gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from decode_steps import GEOMETRIES, write_config
+from environment import describe_environment
+from goals import STARTUP_S
+from tqdm import tqdm
+
+from sglang.srt.model_config import resolve_model_path
+
+RESULT = Path(__file__).parent / "results" / "startup.json"
+NUM_TOKENS = 16
+POLL_S = 0.02
+STOP_LIMIT_S = 60.0
+MAX_LOG_LINES = 200
+CACHES = {  # environment variable: folder
+    "TRITON_CACHE_DIR": "triton",
+    "SGL_KERNEL_CACHE_DIR": "sgl_kernel",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "CUDA_CACHE_PATH": "cuda",
+}
+PHASES = {  # what a line of the log says of a phase's duration
+    "graphs_s": r"Captured \d+ CUDA graphs .* in ([\d.]+) s",
+    "detokenizer_ready_s": r"The detokenizer is ready after ([\d.]+) s",
+    "scheduler_ready_s": r"The scheduler is ready after ([\d.]+) s",
+    "server_ready_s": r"\bReady after ([\d.]+) s",
+}
+
+
+class StartError(RuntimeError):
+    """The server did not start, answer or end as it should."""
+
+
+class ServerLog:
+    """The lines that a server writes, each with the time of its arrival, read by a thread."""
+
+    def __init__(self, process: subprocess.Popen[str], start_s: float) -> None:
+        self.lines: list[tuple[float, str]] = []
+        self._process = process
+        self._start_s = start_s
+        self._thread = threading.Thread(target=self._read, name="server-log", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.lines.append((round(time.perf_counter() - self._start_s, 3), line.rstrip()))
+
+    def tail(self) -> str:
+        """For a message."""
+        return "\n".join(line for _, line in self.lines[-15:])
+
+
+def phases_of(lines: Iterable[str]) -> dict[str, float]:
+    """Durations that the log names; a phase that it does not name is left out."""
+    found = {}
+    for line in lines:
+        for name, pattern in PHASES.items():
+            if match := re.search(pattern, line):
+                found[name] = float(match[1])
+    return found
+
+
+def without_paths(line: str) -> str:
+    """A line of a log for a stored result: of the machine's paths only the last name."""
+    return re.sub(r"(?<![\w.:/])/(?:[^\s/'\":,)]+/)+", ".../", line)
+
+
+def time_start(command: list[str], environ: dict[str, str], limit_s: float) -> dict[str, Any]:
+    """One start, one answer, one end; seconds since the process was started.
+
+    Raises:
+        StartError: with the end of the server's log.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        [*command, "--port", str(port)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, **environ},
+    )
+    log = ServerLog(process, start)
+    try:
+        _wait_until_healthy(process, port, start + limit_s)
+        healthy_s = time.perf_counter() - start
+        _generate(port, limit_s)
+        answered_s = time.perf_counter() - start
+        stopped_s = _stop(process)
+    except StartError as error:
+        raise StartError(f"{error}\n{log.tail()}") from None
+    finally:
+        _kill_tree(process)
+    return {
+        "first_answer_s": round(answered_s, 3),
+        "healthy_s": round(healthy_s, 3),
+        "stop_s": round(stopped_s, 3),
+        "phases": phases_of(line for _, line in log.lines),
+        "log": [f"{at:.3f} s: {without_paths(line)}" for at, line in log.lines[:MAX_LOG_LINES]],
+    }
+
+
+def _wait_until_healthy(process: subprocess.Popen[str], port: int, deadline: float) -> None:
+    while not _is_healthy(port):
+        if process.poll() is not None:
+            raise StartError(f"The server ended with {process.returncode} while starting.")
+        if time.perf_counter() > deadline:
+            raise StartError("The server was not ready in time.")
+        time.sleep(POLL_S)
+
+
+def _is_healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _generate(port: int, limit_s: float) -> None:
+    """A greedy request, answered in full."""
+    params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    body = {"input_ids": list(range(3, 3 + NUM_TOKENS)), "sampling_params": params}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/generate",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=limit_s) as response:
+            answer = json.load(response)
+    except (urllib.error.URLError, OSError) as error:
+        raise StartError(f"/generate failed: {error}") from None
+    if len(answer["output_ids"]) != NUM_TOKENS:
+        raise StartError(f"/generate gave {len(answer['output_ids'])} tokens, not {NUM_TOKENS}.")
+
+
+def _stop(process: subprocess.Popen[str]) -> float:
+    """Ends the server; seconds until it and all of its processes were gone."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    start = time.perf_counter()
+    process.send_signal(signal.SIGTERM)
+    try:
+        code = process.wait(timeout=STOP_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise StartError(f"The server did not end within {STOP_LIMIT_S:g} s.") from None
+    _, left = psutil.wait_procs(children, timeout=5)
+    seconds = time.perf_counter() - start
+    for child in left:
+        child.kill()
+    if code != 0 or left:
+        raise StartError(f"The server ended with {code}; {len(left)} of its processes did not.")
+    return seconds
+
+
+def _kill_tree(process: subprocess.Popen[str]) -> None:
+    """Whatever is left of a server after a failure."""
+    if process.poll() is None:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
+        process.wait()
+
+
+def measure_backend(
+    arguments: argparse.Namespace, model: Path, backend: str | None, bar: tqdm[Any]
+) -> list[dict[str, Any]]:
+    """A cold start and warm ones, --cold-runs times."""
+    command = [
+        *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)),
+        *("--tokenizer-path", str(resolve_model_path("demo")), "--load-format", "dummy"),
+        *("--max-running-requests", str(arguments.max_running_requests)),
+        *("--context-length", str(arguments.context_length), "--device", arguments.device),
+        *(("--attention-backend", backend) if backend else ()),
+        *arguments.server_flags.split(),
+    ]
+    rows = []
+    for _ in range(arguments.cold_runs):
+        with tempfile.TemporaryDirectory() as folder:
+            environ = {name: str(Path(folder) / place) for name, place in CACHES.items()}
+            for path in environ.values():
+                Path(path).mkdir()
+            for run in ("cold", *["warm"] * arguments.warm_runs):
+                bar.set_postfix_str(f"{backend or 'default'}, {run}")
+                row = {"attention_backend": backend or "default", "run": run}
+                try:
+                    rows.append({**row, **time_start(command, environ, arguments.limit_s)})
+                except StartError as error:  # the other backends can still be measured
+                    rows.append({**row, "error": without_paths(str(error))})
+                bar.update()
+    return rows
+
+
+def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Medians by backend, and what compiling costs."""
+    summary = []
+    for backend in dict.fromkeys(row["attention_backend"] for row in rows):
+        medians = {}
+        for run in STARTUP_S:
+            times = [
+                row["first_answer_s"]
+                for row in rows
+                if (row["attention_backend"], row["run"]) == (backend, run) and "error" not in row
+            ]
+            medians[run] = statistics.median(times) if times else None
+        cold, warm = medians["cold"], medians["warm"]
+        compile_s = None if cold is None or warm is None else round(cold - warm, 3)
+        by_run = {f"{run}_s": value for run, value in medians.items()}
+        summary.append({"attention_backend": backend, **by_run, "compile_s": compile_s})
+    return summary
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
+    add("--attention-backends", nargs="*", default=[], help="default: the server's own choice")
+    add("--max-running-requests", type=int, default=128)
+    add("--context-length", type=int, default=4096)
+    add("--cold-runs", type=int, default=1)
+    add("--warm-runs", type=int, default=2, help="after each cold one")
+    add("--limit-s", type=float, default=240.0, help="of one start")
+    add("--server-flags", default="", help='more flags, such as "--disable-cuda-graph"')
+    add("--device", default="auto")
+    add("--out", type=Path, default=RESULT)
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    """Measures, prints a table, writes the result; 1 if a server failed."""
+    arguments = parse()
+    backends = arguments.attention_backends or [None]
+    rows: list[dict[str, Any]] = []
+    total = len(backends) * arguments.cold_runs * (1 + arguments.warm_runs)
+    with tempfile.TemporaryDirectory() as directory, tqdm(total=total, unit="start") as bar:
+        write_config(Path(directory), GEOMETRIES[arguments.geometry])
+        for backend in backends:
+            rows += measure_backend(arguments, Path(directory), backend, bar)
+    result = {
+        **describe_environment(),
+        "geometry": arguments.geometry,
+        "max_running_requests": arguments.max_running_requests,
+        "context_length": arguments.context_length,
+        "asked": STARTUP_S,
+        "summary": summarize(rows),
+        "rows": rows,
+    }
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    for row in (row for row in rows if "error" not in row):
+        phases = ", ".join(f"{name} {value:.1f}" for name, value in row["phases"].items())
+        label = f"{row['attention_backend']:12} {row['run']:4}"
+        print(f"{label} {row['first_answer_s']:6.1f} s to the first answer ({phases})")
+    errors = [row for row in rows if "error" in row]
+    for row in errors:
+        print(f"{row['attention_backend']:12} {row['run']:4} FAILED: {row['error']}")
+    print(f"asked: {STARTUP_S}; written: {arguments.out}")
+    return int(bool(errors))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""How many tokens per second come out of a full load? Random weights in a large geometry.
+
+512 random prompts of 512 tokens, 128 new tokens each, at most 128 running: output tokens over the
+wall time of all, median of several runs, in an offline Engine as users have it, or in this process
+(--in-process: no tokenizer, no detokenizer, no messages). The same prompts with one new token say
+how much of that is prefill. Greedy, no radix cache, steps overlapping. Default geometry:
+Llama-3.1-8B.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from decode_steps import GEOMETRIES, write_config
+from engine_load import random_prompts
+from environment import describe_environment
+from goals import THROUGHPUT_SHAPE, THROUGHPUT_TOK_S
+from tqdm import tqdm
+
+import sglang
+from sglang.bench_one_batch import OneBatch
+from sglang.srt.model_config import resolve_model_path
+from sglang.srt.server_args import ServerArgs
+
+RESULT = Path(__file__).parent / "results" / "throughput.json"
+SPARE_TOKENS = 16  # of the context, beyond input and output
+
+WallTime = Callable[[list[list[int]], int], float]  # seconds for prompts with so many new tokens
+
+
+@contextmanager
+def engine_wall_s(args: ServerArgs) -> Iterator[WallTime]:
+    """Of `Engine.generate`."""
+    with sglang.Engine(args) as engine:
+
+        def wall_s(prompts: list[list[int]], num_new: int) -> float:
+            params = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True}
+            start = time.perf_counter()
+            answers = engine.generate(input_ids=prompts, sampling_params=params)
+            seconds = time.perf_counter() - start
+            found = {len(answer["output_ids"]) for answer in answers}
+            if found != {num_new}:
+                raise RuntimeError(f"Asked for {num_new} tokens each, got {sorted(found)}.")
+            return seconds
+
+        yield wall_s
+
+
+@contextmanager
+def in_process_wall_s(args: ServerArgs) -> Iterator[WallTime]:
+    """Of scheduler and worker alone."""
+    yield OneBatch(args).wall_s
+
+
+def measure(
+    wall_s: WallTime, repeats: int, draw: Callable[[int], list[list[int]]], output_len: int
+) -> list[dict[str, float]]:
+    """Seconds of each run, with all new tokens and with one, on fresh prompts per run.
+
+    Args:
+        draw: the prompts of a run; number 0 warms up.
+    """
+    wall_s(draw(0), min(output_len, 8))
+    runs = []
+    for number in tqdm(range(1, repeats + 1), desc="throughput", unit="run"):
+        prompts = draw(number)
+        runs.append({"wall_s": wall_s(prompts, output_len), "prefill_s": wall_s(prompts, 1)})
+    return runs
+
+
+def summarize(runs: list[dict[str, float]], num_prompts: int, output_len: int) -> dict[str, Any]:
+    """Medians over the runs."""
+    speeds = [num_prompts * output_len / run["wall_s"] for run in runs]
+    shares = [run["prefill_s"] / run["wall_s"] for run in runs]
+    return {
+        "output_tok_s": round(statistics.median(speeds), 1),
+        "output_tok_s_by_run": [round(speed, 1) for speed in speeds],
+        "prefill_share": round(statistics.median(shares), 4),
+        "runs": [{name: round(value, 4) for name, value in run.items()} for run in runs],
+    }
+
+
+def server_args(arguments: argparse.Namespace, directory: str) -> ServerArgs:
+    """Of both ways to measure."""
+    return ServerArgs(
+        model_path=directory,
+        tokenizer_path=str(resolve_model_path("demo")),
+        load_format="dummy",
+        device=arguments.device,
+        attention_backend=arguments.attention_backend,
+        disable_cuda_graph=arguments.disable_cuda_graph,
+        disable_radix_cache=True,
+        max_running_requests=arguments.max_running_requests,
+        chunked_prefill_size=arguments.chunked_prefill_size,
+        context_length=arguments.input_len + arguments.output_len + SPARE_TOKENS,
+        log_level="error",
+    )
+
+
+def settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What of the command line belongs to the result, and the goal where it has this shape."""
+    shape = {name: vars(arguments)[name] for name in THROUGHPUT_SHAPE}
+    goal = {"asked": THROUGHPUT_TOK_S.asked, "peer": THROUGHPUT_TOK_S.peer}
+    return {
+        **shape,
+        "chunked_prefill_size": arguments.chunked_prefill_size,
+        "attention_backend": arguments.attention_backend or "default",
+        "cuda_graphs": not arguments.disable_cuda_graph,
+        "how": "in-process" if arguments.in_process else "Engine.generate",
+        **(goal if shape == THROUGHPUT_SHAPE else {}),
+    }
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
+    add("--num-prompts", type=int, default=512)
+    add("--input-len", type=int, default=512)
+    add("--output-len", type=int, default=128)
+    add("--max-running-requests", type=int, default=128)
+    add("--chunked-prefill-size", type=int, default=8192)
+    add("--repeats", type=int, default=3)
+    add("--in-process", action="store_true", help="scheduler and worker alone, no Engine")
+    add("--device", default="auto")
+    add("--attention-backend")
+    add("--disable-cuda-graph", action="store_true")
+    add("--out", type=Path, default=RESULT)
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Measures, prints the figures, writes the result."""
+    arguments = parse()
+    geometry = GEOMETRIES[arguments.geometry]
+
+    def draw(seed: int) -> list[list[int]]:
+        sizes = arguments.num_prompts, arguments.input_len
+        return random_prompts(*sizes, geometry["vocab_size"], seed)
+
+    open_runner = in_process_wall_s if arguments.in_process else engine_wall_s
+    with tempfile.TemporaryDirectory() as directory:
+        write_config(Path(directory), geometry)
+        with open_runner(server_args(arguments, directory)) as wall_s:
+            runs = measure(wall_s, arguments.repeats, draw, arguments.output_len)
+    found = summarize(runs, arguments.num_prompts, arguments.output_len)
+    result = {**describe_environment(), **settings(arguments), **found}
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    goal = (
+        f" (asked {result['asked']:,.0f}, peer {result['peer']:,.0f})" if "asked" in result else ""
+    )
+    print(f"{found['output_tok_s']:,.0f} output tokens/s{goal}, {result['how']};", end=" ")
+    print(f"prefill alone is {found['prefill_share']:.0%} of the time; written: {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Times the sampling ops against torch on one GPU: medians of CUDA graph replays.
+
+    python sgl-kernel/benchmark/bench_sampling.py --out results.json
+
+Device time: a graph of many calls, so that launches cost what they cost inside a decode graph.
+Inputs rotate through copies that together exceed the L2 cache (--warm-cache: one copy, as right
+after the LM head wrote it). Host time: the Python call alone, without waiting for the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import sgl_kernel
+from sgl_kernel import reference
+
+_CALLS_PER_GRAPH = 20
+_CACHE_BYTES = 128 * 2**20
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+Call = Callable[[torch.Tensor], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Medians of one op on logits [rows, size].
+
+    Attributes:
+        gigabytes_per_s: logits read once, divided by the device time.
+    """
+
+    op: str
+    rows: int
+    size: int
+    dtype: str
+    device_us: float
+    host_us: float
+    gigabytes_per_s: float
+
+
+def main() -> None:
+    options = parse_options()
+    sgl_kernel.warm_up()
+    cases = [(rows, size) for size in options.sizes for rows in options.rows]
+    work = [(rows, size, name) for rows, size in cases for name in _OPS]
+    timings = []
+    for rows, size, name in tqdm(work, desc="timing", file=sys.stderr):
+        timings.append(measure(name, rows, size, options))
+    print_table(timings)
+    if options.out is not None:
+        record = {**environment(options), "timings": [asdict(timing) for timing in timings]}
+        options.out.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 512])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[4096, 128256])
+    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="bfloat16")
+    parser.add_argument("--spread", type=float, default=3.0, help="deviation of the logits")
+    parser.add_argument("--warm-cache", action="store_true")
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def sampling_arguments(rows: int, size: int, top_p: float, top_k: int) -> tuple[torch.Tensor, ...]:
+    """temperature, top_k, top_p, min_p, seeds, positions, each [rows]."""
+    return (
+        torch.ones(rows, device="cuda"),
+        torch.full((rows,), min(top_k, size), device="cuda"),
+        torch.full((rows,), top_p, device="cuda"),
+        torch.zeros(rows, device="cuda"),
+        torch.arange(rows, device="cuda"),
+        torch.full((rows,), 1000, device="cuda"),
+    )
+
+
+def _sampler(top_p: float, top_k: int, by_sorting: bool = False) -> Callable[[int, int], Call]:
+    def make(rows: int, size: int) -> Call:
+        arguments = sampling_arguments(rows, size, top_p, top_k)
+        op = reference.sample_tokens if by_sorting else sgl_kernel.sample_tokens
+        return lambda logits: op(logits, *arguments)
+
+    return make
+
+
+def _torch_argmax_logsumexp(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return logits.argmax(dim=-1), logits.float().logsumexp(dim=-1)
+
+
+_OPS: dict[str, Callable[[int, int], Call]] = {
+    "argmax_logsumexp": lambda rows, size: sgl_kernel.argmax_logsumexp,
+    "torch argmax + logsumexp": lambda rows, size: _torch_argmax_logsumexp,
+    "torch argmax": lambda rows, size: lambda logits: logits.argmax(dim=-1),
+    "sample, no filter": _sampler(1.0, 1 << 30),
+    "sample, top_p 0.9": _sampler(0.9, 1 << 30),
+    "sample, top_p 0.9 top_k 50": _sampler(0.9, 50),
+    "torch sort, top_p 0.9": _sampler(0.9, 1 << 30, by_sorting=True),
+}
+
+
+def measure(name: str, rows: int, size: int, options: argparse.Namespace) -> Timing:
+    """Medians for one op and one shape."""
+    dtype = _DTYPES[options.dtype]
+    num_bytes = rows * size * dtype.itemsize
+    num_copies = 1
+    if not options.warm_cache:
+        num_copies = min(_CALLS_PER_GRAPH, 1 + _CACHE_BYTES // num_bytes)
+    generator = torch.Generator("cuda").manual_seed(rows + size)
+    copies = [
+        (torch.randn(rows, size, generator=generator, device="cuda") * options.spread).to(dtype)
+        for _ in range(num_copies)
+    ]
+    call = _OPS[name](rows, size)
+    device_us = device_time_us(call, copies, options.repeats)
+    return Timing(
+        op=name,
+        rows=rows,
+        size=size,
+        dtype=options.dtype,
+        device_us=round(device_us, 2),
+        host_us=round(host_time_us(call, copies[0], options.repeats), 2),
+        gigabytes_per_s=round(num_bytes / device_us / 1e3, 1),
+    )
+
+
+def device_time_us(call: Call, copies: list[torch.Tensor], repeats: int) -> float:
+    """Median time of one call inside a graph."""
+    call(copies[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(_CALLS_PER_GRAPH):
+            call(copies[i % len(copies)])
+    times_us = []
+    for _ in range(repeats + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times_us.append(start.elapsed_time(end) * 1e3 / _CALLS_PER_GRAPH)
+    return statistics.median(times_us[3:])
+
+
+def host_time_us(call: Call, logits: torch.Tensor, repeats: int) -> float:
+    """Median time until the call returns, with an idle GPU."""
+    times_us = []
+    for _ in range(repeats + 3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call(logits)
+        times_us.append((time.perf_counter() - start) * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times_us[3:])
+
+
+def print_table(timings: list[Timing]) -> None:
+    print(f"{'op':<28}{'rows':>6}{'size':>8}{'device us':>11}{'host us':>9}{'GB/s':>8}")
+    for timing in timings:
+        print(
+            f"{timing.op:<28}{timing.rows:>6}{timing.size:>8}{timing.device_us:>11.2f}"
+            f"{timing.host_us:>9.2f}{timing.gigabytes_per_s:>8.0f}"
+        )
+
+
+def environment(options: argparse.Namespace) -> dict[str, object]:
+    """What the figures depend on."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": sys.version.split()[0],
+        "commit": commit.stdout.strip(),
+        "command": ["python", "sgl-kernel/benchmark/bench_sampling.py", *sys.argv[1:]],
+        "warm_cache": options.warm_cache,
+        "spread": options.spread,
+    }
+
+
+if __name__ == "__main__":
+    main()

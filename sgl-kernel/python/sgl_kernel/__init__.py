@@ -1,0 +1,18 @@
+"""Sampling kernels for NVIDIA GPUs, with torch references for every other place."""
+
+from __future__ import annotations
+
+from sgl_kernel._errors import KernelUnavailableError
+from sgl_kernel._library import warm_up
+from sgl_kernel.argmax_logsumexp import argmax, argmax_logsumexp
+from sgl_kernel.sample_tokens import sample_tokens
+from sgl_kernel.uniform_noise import uniform_noise
+
+__all__ = [
+    "KernelUnavailableError",
+    "argmax",
+    "argmax_logsumexp",
+    "sample_tokens",
+    "uniform_noise",
+    "warm_up",
+]

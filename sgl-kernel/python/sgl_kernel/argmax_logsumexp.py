@@ -1,0 +1,75 @@
+"""The best token of each row and the normalizer of its softmax, in one pass over the logits."""
+
+from __future__ import annotations
+
+import torch
+
+from sgl_kernel import reference
+from sgl_kernel._checks import check_banned_ids, check_logits
+from sgl_kernel._library import DTYPE_CODES, PARTIAL_BYTES, library_for
+
+
+def argmax(logits: torch.Tensor, banned_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """The token_ids of `argmax_logsumexp` alone; on a GPU the rest costs nothing, on a CPU it does.
+
+    Arguments and errors as there.
+    """
+    if logits.is_cpu:
+        check_logits(logits)
+        check_banned_ids(banned_ids, logits.device)
+        return reference.argmax(logits, banned_ids)
+    return argmax_logsumexp(logits, banned_ids)[0]
+
+
+def argmax_logsumexp(
+    logits: torch.Tensor, banned_ids: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Best token, its logit and the logsumexp of each row.
+
+    Banned ids count as -inf; ids outside the vocabulary ban nothing. Ties go to the lowest index.
+    With NaN among a row's logits its id is still in range; its other results are unspecified. A
+    row's results do not depend on the other rows.
+
+    Args:
+        logits: [S, V] float32, bfloat16 or float16; any row stride, last stride 1.
+        banned_ids: [B] int64; a handful.
+
+    Returns:
+        token_ids [S] int64, best [S] float32, logsumexp [S] float32.
+
+    Raises:
+        ValueError: an argument that the op does not take.
+        KernelUnavailableError: the logits are on a GPU that no kernel can be had for.
+    """
+    check_logits(logits)
+    check_banned_ids(banned_ids, logits.device)
+    if logits.is_cpu:
+        return reference.argmax_logsumexp(logits, banned_ids)
+    rows, size = logits.shape
+    device = logits.device
+    token_ids = torch.empty(rows, dtype=torch.int64, device=device)
+    best = torch.empty(rows, dtype=torch.float32, device=device)
+    logsumexp = torch.empty(rows, dtype=torch.float32, device=device)
+    if rows == 0:
+        return token_ids, best, logsumexp
+    index = logits.get_device()
+    library = library_for(index)
+    workspace_bytes = rows * library.num_chunks(size) * PARTIAL_BYTES
+    workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
+    status = library.argmax_logsumexp(
+        index,
+        DTYPE_CODES[logits.dtype],
+        logits.data_ptr(),
+        logits.stride(0),
+        rows,
+        size,
+        None if banned_ids is None else banned_ids.data_ptr(),
+        0 if banned_ids is None else banned_ids.shape[0],
+        workspace.data_ptr(),
+        token_ids.data_ptr(),
+        best.data_ptr(),
+        logsumexp.data_ptr(),
+        torch.cuda.current_stream(index).cuda_stream,
+    )
+    library.check(status)
+    return token_ids, best, logsumexp

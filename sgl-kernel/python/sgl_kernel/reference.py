@@ -1,0 +1,107 @@
+"""Every op in plain torch: what runs on the CPU, and what the kernels are tested against."""
+
+from __future__ import annotations
+
+import torch
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_FIRST = 0xBF58476D1CE4E5B9
+_MIX_SECOND = 0x94D049BB133111EB
+
+
+def argmax(logits: torch.Tensor, banned_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """Arguments and result as `sgl_kernel.argmax`."""
+    return _allowed(logits, banned_ids).argmax(dim=-1)
+
+
+def argmax_logsumexp(
+    logits: torch.Tensor, banned_ids: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Arguments and results as `sgl_kernel.argmax_logsumexp`."""
+    allowed = _allowed(logits, banned_ids)
+    token_ids = allowed.argmax(dim=-1)
+    best = allowed.gather(-1, token_ids[:, None])[:, 0]
+    return token_ids, best, allowed.logsumexp(dim=-1)
+
+
+def sample_tokens(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    banned_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Arguments and result as `sgl_kernel.sample_tokens`."""
+    allowed = _allowed(logits, banned_ids)
+    is_drawn = temperature > 0
+    divisor = torch.where(is_drawn, temperature, 1.0)
+    ordered, order = allowed.sort(dim=-1, descending=True, stable=True)
+    probs = torch.softmax(ordered / divisor[:, None], dim=-1)
+    keep = kept_tokens(probs, top_k, top_p, min_p)
+    clocks = -torch.log(uniform_noise(seeds, positions, logits.shape[-1]))
+    # argmax(p / E) with E ~ Exp(1) follows p.
+    race = torch.where(keep, probs, 0.0) / clocks.gather(-1, order)
+    winner = race.argmax(dim=-1)
+    is_drawn &= ordered[:, 0].isfinite()
+    return order.gather(-1, torch.where(is_drawn, winner, 0)[:, None])[:, 0]
+
+
+def kept_tokens(
+    probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """Which tokens pass top-k, top-p and min-p.
+
+    Args:
+        probs: [S, V] in descending order.
+        top_k: [S] int64; top_p, min_p: [S] float32.
+
+    Returns:
+        [S, V] bool; column 0 is always True.
+    """
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    mass_before = probs.cumsum(dim=-1) - probs
+    # Rounding can bring the mass up to 1, and top_p = 1 keeps even what comes then.
+    in_top_p = (mass_before < top_p[:, None]) | (top_p >= 1)[:, None]
+    keep = (rank < top_k[:, None]) & in_top_p & (probs >= probs[:, :1] * min_p[:, None])
+    keep[:, 0] = True
+    return keep
+
+
+def uniform_noise(seeds: torch.Tensor, positions: torch.Tensor, size: int) -> torch.Tensor:
+    """Arguments and result as `sgl_kernel.uniform_noise`."""
+    stream = _mix(_mix(seeds) + positions * _as_int64(_GOLDEN))
+    tokens = torch.arange(1, size + 1, device=seeds.device)
+    hashed = _mix(stream[:, None] + tokens * _as_int64(_GOLDEN))
+    bits = _shift_right(hashed, 41)
+    # Odd multiples of 2^-24: exact in float32, and neither 0 nor 1.
+    return (bits.to(torch.float32) + 0.5) * 2.0**-23
+
+
+def _allowed(logits: torch.Tensor, banned_ids: torch.Tensor | None) -> torch.Tensor:
+    """[S, V] float32 with -inf for banned ids; ids outside the vocabulary are ignored."""
+    values = logits.to(torch.float32)
+    if banned_ids is None:
+        return values
+    size = logits.shape[-1]
+    inside = banned_ids[(banned_ids >= 0) & (banned_ids < size)]
+    return values.index_fill(-1, inside, -torch.inf)
+
+
+def _mix(value: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finalizer on wrapping int64."""
+    value = (value ^ _shift_right(value, 30)) * _as_int64(_MIX_FIRST)
+    value = (value ^ _shift_right(value, 27)) * _as_int64(_MIX_SECOND)
+    return value ^ _shift_right(value, 31)
+
+
+def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift; torch's own keeps the sign."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _as_int64(unsigned: int) -> int:
+    """The int64 with the same bits."""
+    return unsigned - (1 << 64) if unsigned >= 1 << 63 else unsigned

@@ -1,0 +1,107 @@
+"""The kernels' own code, compiled by g++ and run on emulated CUDA threads."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import torch
+from sampling_oracle import SamplingCase
+
+from sgl_kernel._library import DTYPE_CODES, PARTIAL_BYTES, KernelLibrary
+
+_TESTS = Path(__file__).parent
+_GUARD = 64  # bytes of poison around the logits' storage and the workspace
+
+
+def compile_emulation(out: Path) -> KernelLibrary:
+    """Compiles tests/emulation and loads it through the package's own ctypes signatures."""
+    library = out / "libemulated.so"
+    include = _TESTS.parent / "include"
+    command = ["g++", "-std=c++17", "-O1", "-fno-stack-protector", "-shared", "-fPIC"]
+    command += [f"-I{include}", "-Wno-unknown-pragmas"]
+    command += [str(_TESTS / "emulation" / "emulated_kernels.cpp"), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return KernelLibrary(library)
+
+
+def argmax_logsumexp(
+    library: KernelLibrary, logits: torch.Tensor, banned_ids: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As sgl_kernel.argmax_logsumexp; outputs and workspace hold poison before."""
+    rows, size = logits.shape
+    token_ids = torch.full((rows,), -7)
+    best = torch.full((rows,), torch.nan)
+    logsumexp = torch.full((rows,), torch.nan)
+    workspace = _workspace(library, rows, size)
+    status = library.argmax_logsumexp(
+        0, *_logits_arguments(logits, banned_ids), workspace.data_ptr(),
+        token_ids.data_ptr(), best.data_ptr(), logsumexp.data_ptr(), None,
+    )  # fmt: skip
+    library.check(status)
+    return token_ids, best, logsumexp
+
+
+def sample_tokens(library: KernelLibrary, case: SamplingCase) -> torch.Tensor:
+    """As sgl_kernel.sample_tokens; output and workspace hold poison before."""
+    rows, size = case.logits.shape
+    token_ids = torch.full((rows,), -7)
+    workspace = _workspace(library, rows, size)
+    parameters = (
+        case.temperature, case.top_k, case.top_p, case.min_p, case.seeds, case.positions
+    )  # fmt: skip
+    status = library.sample_tokens(
+        0,
+        *_logits_arguments(case.logits, case.banned_ids),
+        *(parameter.data_ptr() for parameter in parameters),
+        workspace.data_ptr(),
+        token_ids.data_ptr(),
+        None,
+    )
+    library.check(status)
+    return token_ids
+
+
+def uniform_noise(
+    library: KernelLibrary, seeds: torch.Tensor, positions: torch.Tensor, size: int
+) -> torch.Tensor:
+    """As sgl_kernel.uniform_noise."""
+    noise = torch.empty(len(seeds), size)
+    library.check(
+        library.uniform_noise(
+            0, seeds.data_ptr(), positions.data_ptr(), len(seeds), size, noise.data_ptr(), None
+        )
+    )
+    return noise
+
+
+def surrounded(logits: torch.Tensor, offset: int = 0, gap: int = 0) -> torch.Tensor:
+    """The same rows, `offset` elements into a storage of values greater than any logit.
+
+    Args:
+        logits: [S, V].
+        gap: elements between two rows.
+
+    Returns:
+        [S, V] with row stride V + gap.
+    """
+    rows, size = logits.shape
+    storage = torch.full((_GUARD + offset + rows * (size + gap) + _GUARD,), 30000.0)
+    storage = storage.to(logits.dtype)
+    view = storage.as_strided((rows, size), (size + gap, 1), _GUARD + offset)
+    return view.copy_(logits)
+
+
+def _logits_arguments(
+    logits: torch.Tensor, banned_ids: torch.Tensor | None
+) -> tuple[int | None, ...]:
+    rows, size = logits.shape
+    banned_address = None if banned_ids is None else banned_ids.data_ptr()
+    num_banned = 0 if banned_ids is None else len(banned_ids)
+    code = DTYPE_CODES[logits.dtype]
+    return code, logits.data_ptr(), logits.stride(0), rows, size, banned_address, num_banned
+
+
+def _workspace(library: KernelLibrary, rows: int, size: int) -> torch.Tensor:
+    num_bytes = rows * library.num_chunks(size) * PARTIAL_BYTES
+    return torch.full((num_bytes,), 0x7F, dtype=torch.uint8)

@@ -1,0 +1,83 @@
+// The kernels of include/sgl_kernel on emulated CUDA threads, behind the C functions of csrc/.
+#include "cuda_emulation.h"
+
+#include "sgl_kernel/argmax_logsumexp.cuh"
+#include "sgl_kernel/select_tokens.cuh"
+
+using namespace sgl_kernel;
+
+namespace {
+
+template <typename Format>
+void argmax(const LogitsView& view, int64_t rows, ArgmaxPartial* partials, int64_t* token_ids,
+            float* best, float* logsumexp) {
+  const int chunks = num_chunks(view.size);
+  emulation::run_grid(rows * chunks, kChunkThreads,
+                      [&] { argmax_chunks_kernel<Format>(view, chunks, partials); });
+  emulation::run_grid(rows, kWarpSize, [&] {
+    argmax_combine_kernel(partials, chunks, view.size, token_ids, best, logsumexp);
+  });
+}
+
+template <typename Format>
+void sample(const LogitsView& view, const SamplingView& sampling, int64_t rows,
+            RacePartial* partials, int64_t* token_ids) {
+  const int chunks = num_chunks(view.size);
+  emulation::run_grid(rows * chunks, kChunkThreads,
+                      [&] { race_chunks_kernel<Format>(view, sampling, chunks, partials); });
+  emulation::run_grid(rows, kSelectThreads, [&] {
+    select_tokens_kernel<Format>(view, sampling, chunks, partials, token_ids);
+  });
+}
+
+}  // namespace
+
+extern "C" int64_t sgl_num_chunks(int64_t size) { return num_chunks(static_cast<int>(size)); }
+
+extern "C" const char* sgl_error_string(int) { return "emulated error"; }
+
+extern "C" int sgl_argmax_logsumexp(int, int dtype, const void* logits, int64_t row_stride,
+                                    int64_t rows, int64_t size, const int64_t* banned,
+                                    int64_t num_banned, void* workspace, int64_t* token_ids,
+                                    float* best, float* logsumexp, void*) {
+  if (!is_supported_shape(rows, size)) return 1;
+  const LogitsView view{logits, row_stride, static_cast<int>(size), banned,
+                        static_cast<int>(num_banned)};
+  ArgmaxPartial* partials = static_cast<ArgmaxPartial*>(workspace);
+  if (dtype == 0) argmax<Float32>(view, rows, partials, token_ids, best, logsumexp);
+  if (dtype == 1) argmax<Bfloat16>(view, rows, partials, token_ids, best, logsumexp);
+  if (dtype == 2) argmax<Float16>(view, rows, partials, token_ids, best, logsumexp);
+  return 0;
+}
+
+extern "C" int sgl_sample_tokens(int, int dtype, const void* logits, int64_t row_stride,
+                                 int64_t rows, int64_t size, const int64_t* banned,
+                                 int64_t num_banned, const float* temperature,
+                                 const int64_t* top_k, const float* top_p, const float* min_p,
+                                 const int64_t* seeds, const int64_t* positions, void* workspace,
+                                 int64_t* token_ids, void*) {
+  if (!is_supported_shape(rows, size)) return 1;
+  const LogitsView view{logits, row_stride, static_cast<int>(size), banned,
+                        static_cast<int>(num_banned)};
+  const SamplingView sampling{temperature, top_k, top_p, min_p, seeds, positions};
+  RacePartial* partials = static_cast<RacePartial*>(workspace);
+  if (dtype == 0) sample<Float32>(view, sampling, rows, partials, token_ids);
+  if (dtype == 1) sample<Bfloat16>(view, sampling, rows, partials, token_ids);
+  if (dtype == 2) sample<Float16>(view, sampling, rows, partials, token_ids);
+  return 0;
+}
+
+extern "C" int sgl_uniform_noise(int, const int64_t* seeds, const int64_t* positions, int64_t rows,
+                                 int64_t size, float* noise, void*) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const uint64_t stream = noise_stream(seeds[row], positions[row]);
+    for (int64_t token = 0; token < size; ++token) {
+      noise[row * size + token] = uniform_noise(stream, static_cast<int>(token));
+    }
+  }
+  return 0;
+}
+
+extern "C" int sgl_preload_argmax_logsumexp(int) { return 0; }
+extern "C" int sgl_preload_sample_tokens(int) { return 0; }
+extern "C" int sgl_preload_uniform_noise(int) { return 0; }

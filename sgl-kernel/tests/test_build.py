@@ -1,0 +1,227 @@
+"""Finding nvcc, compiling once, loading: with a stand-in for nvcc, and the real one if present."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sgl_kernel import KernelUnavailableError, _build, build
+from sgl_kernel._library import KernelLibrary
+
+_FAKE_NVCC = """#!{python}
+import os, sys, time
+with open({log!r}, "a") as log:
+    log.write(" ".join(sys.argv[1:]) + "\\n")
+if "--version" in sys.argv:
+    print("Fake compiler, release 1.0")
+    sys.exit(0)
+if os.path.exists({broken!r}):
+    print("error: this source is broken", file=sys.stderr)
+    sys.exit(2)
+time.sleep(0.05)
+with open(sys.argv[sys.argv.index("-o") + 1], "w") as out:
+    out.write("compiled")
+"""
+
+
+class FakeToolkit:
+    """A folder with bin/nvcc, which notes its calls."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.log = root / "calls.log"
+        self.broken = root / "broken"
+        nvcc = root / "bin" / "nvcc"
+        nvcc.parent.mkdir(parents=True)
+        nvcc.write_text(
+            _FAKE_NVCC.format(python=sys.executable, log=str(self.log), broken=str(self.broken))
+        )
+        nvcc.chmod(0o755)
+
+    def compiles(self) -> list[str]:
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return [line for line in lines if "--version" not in line]
+
+
+@pytest.fixture
+def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeToolkit:
+    """CUDA_HOME points at a fake toolkit, and the cache and the package's library are empty."""
+    toolkit = FakeToolkit(tmp_path / "toolkit")
+    monkeypatch.setenv("CUDA_HOME", str(toolkit.root))
+    monkeypatch.setenv("SGL_KERNEL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(_build, "PACKAGED_LIBRARY_DIR", tmp_path / "packaged")
+    return toolkit
+
+
+@pytest.fixture
+def plan(toolkit: FakeToolkit) -> _build.BuildPlan:
+    return _build.BuildPlan(_build.find_toolchain(), ("90a",), _build.find_source_root())
+
+
+def test_the_second_request_finds_the_library_in_the_cache(
+    toolkit: FakeToolkit, plan: _build.BuildPlan
+) -> None:
+    library = _build.cached_library(plan)
+    num_sources = len(list((plan.source_root / "csrc").glob("*.cu")))
+    assert library.read_text() == "compiled"
+    assert len(toolkit.compiles()) == num_sources + 1
+    assert _build.cached_library(plan) == library
+    assert len(toolkit.compiles()) == num_sources + 1
+
+
+def test_of_many_requests_at_once_one_compiles(
+    toolkit: FakeToolkit, plan: _build.BuildPlan
+) -> None:
+    threads = [threading.Thread(target=_build.cached_library, args=(plan,)) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len([call for call in toolkit.compiles() if "-shared" in call]) == 1
+
+
+def test_nothing_but_the_results_is_left_beside_the_library(plan: _build.BuildPlan) -> None:
+    folder = _build.cached_library(plan).parent
+    assert {path.name for path in folder.iterdir()} == {
+        "build.lock",
+        _build.LIBRARY_NAME,
+        _build.MANIFEST_NAME,
+    }
+
+
+def test_the_key_depends_on_all_that_the_library_depends_on(
+    plan: _build.BuildPlan, tmp_path: Path
+) -> None:
+    sources = tmp_path / "sources"
+    for name in ("csrc", "include"):
+        shutil.copytree(plan.source_root / name, sources / name)
+    copied = replace(plan, source_root=sources)
+    assert copied.key() == plan.key()
+    keys = {plan.key(), replace(plan, architectures=("80",)).key()}
+    keys.add(replace(plan, toolchain=replace(plan.toolchain, version="2.0")).key())
+    header = next((sources / "include").rglob("*.cuh"))
+    header.write_text(header.read_text() + "\n")
+    keys.add(copied.key())
+    assert len(keys) == 4
+
+
+def test_hopper_is_compiled_with_its_own_features(
+    toolkit: FakeToolkit, plan: _build.BuildPlan
+) -> None:
+    _build.cached_library(plan)
+    flag = "-gencode=arch=compute_90a,code=sm_90a"
+    assert all(flag in call for call in toolkit.compiles())
+
+
+def test_a_failed_compile_shows_the_compilers_message_and_leaves_no_library(
+    toolkit: FakeToolkit, plan: _build.BuildPlan
+) -> None:
+    toolkit.broken.touch()
+    with pytest.raises(KernelUnavailableError, match="this source is broken"):
+        _build.cached_library(plan)
+    toolkit.broken.unlink()
+    assert _build.cached_library(plan).is_file()
+
+
+def test_without_nvcc_the_error_names_the_remedies(
+    toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(KernelUnavailableError) as caught:
+        _build.find_library("90a")
+    for part in ("no compiled kernels", "CUDA_HOME", "CUDA toolkit", "sgl_kernel.build"):
+        assert part in str(caught.value)
+
+
+def test_an_nvcc_that_does_not_run_is_reported(toolkit: FakeToolkit) -> None:
+    nvcc = toolkit.root / "bin" / "nvcc"
+    nvcc.chmod(0o644)
+    with pytest.raises(KernelUnavailableError, match="does not run"):
+        _build.find_toolchain()
+
+
+def test_a_build_ahead_of_time_is_found_without_nvcc(
+    toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    build.main(["--arch", "80", "90a", "--out", str(tmp_path / "packaged")])
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for architecture in ("80", "86", "90a"):
+        assert _build.find_library(architecture).parent == tmp_path / "packaged"
+    with pytest.raises(KernelUnavailableError, match="sm_80, sm_90a, not sm_100"):
+        _build.find_library("100")
+
+
+def test_a_build_older_than_the_sources_is_not_used(toolkit: FakeToolkit, tmp_path: Path) -> None:
+    build.main(["--arch", "90a", "--out", str(tmp_path / "packaged")])
+    manifest = tmp_path / "packaged" / _build.MANIFEST_NAME
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**content, "source_hash": "other"}))
+    assert tmp_path / "cache" in _build.find_library("90a").parents
+
+
+@pytest.mark.parametrize(
+    ("architecture", "built", "covered"),
+    [
+        ("90a", ("90a",), True),
+        ("90a", ("90",), True),
+        ("90a", ("80",), False),
+        ("89", ("80",), True),
+        ("80", ("89",), False),
+        ("100", ("90a", "100"), True),
+        ("103", ("100",), True),
+        ("120", ("100",), False),
+    ],
+)
+def test_which_code_runs_where(architecture: str, built: tuple[str, ...], covered: bool) -> None:
+    assert _build.is_covered(architecture, built) is covered
+
+
+def test_gpus_before_ampere_are_refused_with_the_remedy() -> None:
+    assert _build.architecture_of((9, 0)) == "90a"
+    assert _build.architecture_of((8, 9)) == "89"
+    with pytest.raises(KernelUnavailableError, match=r"sgl_kernel\.reference"):
+        _build.architecture_of((7, 5))
+
+
+def test_a_file_that_is_no_library_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "broken.so"
+    path.write_text("not a library")
+    with pytest.raises(KernelUnavailableError, match="does not load"):
+        KernelLibrary(path)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("architecture", ["80", "89", "90a"])
+def test_the_real_compiler_makes_a_library_with_all_functions(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    toolchain = _build.find_toolchain()
+    plan = _build.BuildPlan(toolchain, (architecture,), _build.find_source_root())
+    library = KernelLibrary(_build.compile_library(plan, tmp_path))
+    assert library.num_chunks(4096) == 2
+    assert library.num_chunks(128256) == 32
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        library.check(1)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_the_compiler_has_no_warnings_and_no_spills(tmp_path: Path) -> None:
+    root = _build.find_source_root()
+    for source in sorted((root / "csrc").glob("*.cu")):
+        command = ["nvcc", "-std=c++17", "-O3", f"-I{root / 'include'}", "-arch=sm_90a", "-cubin"]
+        command += ["-Xptxas", "-v", "-o", str(tmp_path / "out.cubin"), str(source)]
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert "warning" not in result.stderr
+        spills = [line for line in result.stderr.splitlines() if "spill" in line]
+        assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)

@@ -1,0 +1,385 @@
+"""The pure parts of the GPU benchmarks: loads, prompts, checks, phases of a log, tables, plots."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmark"))
+
+import goals
+import held_out  # also puts scripts/demo_models on the path
+import make_gpu_tables
+import mtp_gpu
+import plot_mtp_gpu
+import plot_step_profile
+import startup
+import throughput
+from data import BOS_ID, is_held_out
+from decode_steps import GEOMETRIES
+from engine_load import Budget, LoadResult, closed_loop, random_prompts
+from mtp_checks import FIXED, K_1, KINDS, LOAD_AWARE, PLAIN, Samples, checks_of
+from plotting import MISSING, load_pyplot, read_result
+
+MACHINE = {"machine": {"cpu": "c", "cores": 2}, "versions": {"torch": "2"}, "commit": "a" * 40}
+PROVENANCE = {**MACHINE, "dirty": True, "command": "python x"}
+
+
+class FakeEngine:
+    """Answers a request of n prompt tokens after n turns of the loop, one new token each."""
+
+    def __init__(self) -> None:
+        self.num_running = self.most_running = 0
+        self._aborted = asyncio.Event()
+
+    async def async_generate(
+        self, *, input_ids: list[int], sampling_params: dict[str, Any]
+    ) -> dict[str, Any]:
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        made = 0
+        while made < len(input_ids) and not self._aborted.is_set():
+            await asyncio.sleep(0)
+            made += 1
+        self.num_running -= 1
+        reason = {"type": "length" if made == len(input_ids) else "abort"}
+        meta: dict[str, Any] = {"finish_reason": reason}
+        if sampling_params.get("mtp_enabled"):
+            meta["mtp_effective_k"] = [2] * (made // 2) + [1] * (made % 2)
+        return {"output_ids": [7] * made, "meta_info": meta}
+
+    async def async_abort_request(self, *, abort_all: bool) -> int:
+        assert abort_all
+        self._aborted.set()
+        return self.num_running
+
+
+def load_of(lengths: list[int], num_clients: int, **params: Any) -> tuple[LoadResult, FakeEngine]:
+    async def run() -> tuple[LoadResult, FakeEngine]:
+        engine = FakeEngine()
+        prompts = [[1] * length for length in lengths]
+        return await closed_loop(engine, prompts, params, num_clients), engine
+
+    return asyncio.run(run())
+
+
+def test_a_closed_loop_keeps_as_many_requests_running_as_it_has_clients() -> None:
+    result, engine = load_of([4] * 12, num_clients=3)
+    assert engine.most_running == 3
+    assert (result.num_tokens, result.num_finished) == (48, 12)
+
+
+def test_requests_that_run_when_a_client_finds_no_prompt_are_ended_and_count() -> None:
+    result, engine = load_of([5, 1000], num_clients=2)
+    assert engine.num_running == 0
+    assert result.num_finished == 1
+    assert 10 <= result.num_tokens < 20
+
+
+def test_the_last_of_one_client_is_not_ended() -> None:
+    result, _ = load_of([3, 9], num_clients=1)
+    assert (result.num_tokens, result.num_finished) == (12, 2)
+
+
+def test_steps_are_those_that_the_answers_name_and_else_one_per_token() -> None:
+    assert load_of([8], num_clients=1)[0].tokens_per_step == 1.0
+    assert load_of([8], num_clients=1, mtp_enabled=True)[0].tokens_per_step == 2.0
+
+
+def test_random_prompts_repeat_with_the_seed_and_hold_no_special_token() -> None:
+    prompts = random_prompts(20, 30, 50, seed=3)
+    assert prompts == random_prompts(20, 30, 50, seed=3) != random_prompts(20, 30, 50, seed=4)
+    tokens = {token for prompt in prompts for token in prompt}
+    assert (min(tokens), max(tokens)) == (3, 49)
+
+
+def test_the_first_round_always_fits_and_later_ones_only_if_they_end_in_time() -> None:
+    late = Budget(total_s=10.0, start_s=-1e9)
+    assert late.has_room(0, 5, 0.0)
+    assert not late.has_room(1, 5, 0.0)
+    early = Budget(total_s=1e12, start_s=0.0)
+    assert early.has_room(4, 5, 60.0)
+    assert not early.has_room(5, 5, 60.0)
+    assert not early.has_room(1, 5, 1e12)
+
+
+def test_windows_begin_with_bos_and_lie_within_one_stream() -> None:
+    streams = [list(range(100, 140)), [5] * 6, list(range(300, 400))]
+    prompts = held_out.draw_windows(streams, 200, 8, seed=1)
+    assert prompts == held_out.draw_windows(streams, 200, 8, seed=1)
+    assert {prompt[0] for prompt in prompts} == {BOS_ID}
+    assert all(prompt[1:] == list(range(prompt[1], prompt[1] + 7)) for prompt in prompts)
+    share = sum(prompt[1] >= 300 for prompt in prompts) / len(prompts)
+    assert 0.6 < share < 0.85  # 94 of 128 places
+    with pytest.raises(ValueError, match="99"):
+        held_out.draw_windows([[1, 2]], 1, 100, seed=1)
+
+
+def test_prompts_come_from_packages_that_training_left_out() -> None:
+    source = held_out.find_held_out()
+    assert source.note == ""
+    names = {package.name for package in source.packages}
+    assert {"stdlib/logging", "stdlib/importlib"} <= names
+    assert all(is_held_out(name) for name in names)
+    described = source.describe([[1, 2]])
+    assert described["sha256"] != source.describe([[1, 3]])["sha256"]
+
+
+def test_without_held_out_packages_the_result_says_what_the_prompts_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "trained.py").write_text("x = 1\n")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(importlib.metadata, "distributions", list)
+    source = held_out.find_held_out()
+    assert [package.name for package in source.packages] == ["stdlib/trained"]
+    assert "trained on" in source.note
+
+
+def samples_of(load: int, speeds: dict[str, list[float]]) -> Samples:
+    """All kinds are as fast as plain, but for those given; two tokens per step at k=8."""
+    sample = Samples(load)
+    for kind in KINDS:
+        for tok_s in speeds.get(kind, speeds[PLAIN]):
+            num_steps = 500 if kind == FIXED[8] else 1000
+            sample.add(kind, LoadResult(1000 / tok_s, 1000, num_steps, 4))
+    return sample
+
+
+def test_ratios_are_medians_of_those_within_a_round() -> None:
+    sample = samples_of(1, {PLAIN: [100.0, 200.0, 400.0], K_1: [110.0, 100.0, 440.0]})
+    row = sample.row()["kinds"][K_1]
+    assert row["ratio_to_plain"] == 1.1
+    assert row["tok_s"] == 110.0
+
+
+def test_few_requests_are_judged_by_the_tokens_per_step_of_one() -> None:
+    one = samples_of(1, {PLAIN: [100.0], FIXED[8]: [190.0], LOAD_AWARE: [170.0]})
+    four = samples_of(4, {PLAIN: [400.0], FIXED[8]: [790.0], LOAD_AWARE: [720.0]})
+    found = {
+        (check["what"].split(":")[0], check["requests"]): (check["value"], check["passed"])
+        for check in checks_of([one, four])
+        if "tokens/step" in check["what"]
+    }
+    assert found == {
+        (FIXED[8], 1): (0.95, True),
+        (LOAD_AWARE, 1): (0.85, False),
+        (FIXED[8], 4): (0.9875, True),
+        (LOAD_AWARE, 4): (0.9, True),
+    }
+
+
+def test_sixteen_requests_are_judged_by_the_best_fixed_k() -> None:
+    speeds = {PLAIN: [100.0], FIXED[3]: [150.0], FIXED[8]: [50.0], LOAD_AWARE: [141.0]}
+    checks = [check for check in checks_of([samples_of(16, speeds)]) if "best" in check["what"]]
+    assert [(check["value"], check["passed"]) for check in checks] == [(0.94, False)]
+    assert "k=3" in checks[0]["what"]
+
+
+def test_every_load_is_judged_beside_plain() -> None:
+    speeds = {PLAIN: [100.0], LOAD_AWARE: [96.0], K_1: [97.5]}
+    checks = checks_of([samples_of(64, speeds), samples_of(128, {PLAIN: [10.0]})])
+    found = [(check["requests"], check["value"], check["passed"]) for check in checks]
+    assert found == [(64, 0.96, False), (64, 0.975, True), (128, 1.0, True), (128, 1.0, True)]
+
+
+def test_a_run_has_a_wave_for_each_request_at_once_and_a_few_at_least() -> None:
+    assert [mtp_gpu.num_prompts(load, 2) for load in (1, 4, 128)] == [4, 8, 256]
+
+
+def test_throughput_counts_new_tokens_over_the_whole_time() -> None:
+    def wall_s(prompts: list[list[int]], num_new: int) -> float:
+        return len(prompts) * (1.0 + 0.5 * (num_new - 1))
+
+    runs = throughput.measure(wall_s, 2, lambda seed: random_prompts(4, 2, 50, seed), 7)
+    found = throughput.summarize(runs, 4, 7)
+    assert len(runs) == 2
+    assert found["output_tok_s"] == 1.8  # 28 tokens in 16 s
+    assert found["prefill_share"] == 0.25
+
+
+def test_only_the_shape_that_is_asked_about_is_judged() -> None:
+    assert throughput.settings(throughput.parse([]))["asked"] == goals.THROUGHPUT_TOK_S.asked
+    assert "asked" not in throughput.settings(throughput.parse(["--num-prompts", "8"]))
+    assert goals.THROUGHPUT_SHAPE["geometry"] in GEOMETRIES
+
+
+def test_phases_are_read_from_the_log_as_the_server_writes_it() -> None:
+    lines = [
+        "[2026-01-01 00:00:00 server] INFO The detokenizer is ready after 0.3 s.",
+        "[..] INFO Captured 19 CUDA graphs for up to 128 requests and 128 rows in 7.4 s.",
+        "[..] INFO The scheduler is ready after 21.5 s.",
+        "[..] INFO Ready after 22.0 s: x is served at http://127.0.0.1:1",
+    ]
+    assert startup.phases_of(lines) == {
+        "detokenizer_ready_s": 0.3,
+        "graphs_s": 7.4,
+        "scheduler_ready_s": 21.5,
+        "server_ready_s": 22.0,
+    }
+    assert startup.phases_of(["nothing"]) == {}
+
+
+def test_stored_logs_hold_no_path_of_the_machine() -> None:
+    line = 'File "/opt/x/lib/a.py", at http://127.0.0.1:30000/health, 3/4'
+    expected = 'File ".../a.py", at http://127.0.0.1:30000/health, 3/4'
+    assert startup.without_paths(line) == expected
+
+
+def test_compiling_is_what_a_cold_start_takes_longer() -> None:
+    times = [("triton", "cold", 40.0), ("triton", "warm", 20.0), ("triton", "warm", 22.0)]
+    rows: list[dict[str, Any]] = [
+        {"attention_backend": backend, "run": run, "first_answer_s": value}
+        for backend, run, value in times
+    ]
+    rows.append({"attention_backend": "flashinfer", "run": "cold", "error": "no nvcc"})
+    assert startup.summarize(rows) == [
+        {"attention_backend": "triton", "cold_s": 40.0, "warm_s": 21.0, "compile_s": 19.0},
+        {"attention_backend": "flashinfer", "cold_s": None, "warm_s": None, "compile_s": None},
+    ]
+
+
+def test_a_server_that_cannot_start_is_reported_with_its_last_lines() -> None:
+    command = [sys.executable, "-c", "import sys; print('no such flag'); sys.exit(2)"]
+    with pytest.raises(startup.StartError, match=r"ended with 2(.|\n)*no such flag"):
+        startup.time_start(command, {}, limit_s=30)
+
+
+def mtp_result() -> dict[str, Any]:
+    samples = [samples_of(load, {PLAIN: [10.0 * load]}) for load in (4, 1)]
+    return {
+        **PROVENANCE,
+        "model": "demo",
+        "prompt_tokens": 8,
+        "new_tokens": 9,
+        "rounds": 1,
+        "prompts": {"packages": {"a": "1"}, "note": ""},
+        "rows": [sample.row() for sample in samples],
+        "checks": checks_of(samples),
+    }
+
+
+PROFILE: dict[str, Any] = {
+    **PROVENANCE,
+    "geometry": "tiny",
+    "rows": [
+        {
+            "batch": batch,
+            "kinds_us": {"norm": 1.0 * batch, "matrix products": 500.0},
+            "idle_us": 7.0,
+            "profiled_us": 600.0,
+            "wall_us": 590.0,
+            "host_us": 2100.0,
+            "kernels_per_step": 40.0,
+        }
+        for batch in (1, 64)
+    ],
+}
+DECODE = {**PROVENANCE, "attention_backend": "triton", "cuda_graphs": True}
+
+
+def write_results(folder: Path) -> None:
+    results: dict[str, Any] = {
+        "decode_steps": {**DECODE, "rows": [{"batch": 1, "ms": 6.0}, {"batch": 8, "ms": 6.3}]},
+        "decode_steps_eager": {**DECODE, "cuda_graphs": False, "rows": [{"batch": 1, "ms": 30.0}]},
+        "step_profile": PROFILE,
+        "startup": {
+            **PROVENANCE,
+            "summary": [
+                {"attention_backend": "triton", "cold_s": 41, "warm_s": 20, "compile_s": 21},
+                {
+                    "attention_backend": "flashinfer",
+                    "cold_s": 90,
+                    "warm_s": None,
+                    "compile_s": None,
+                },
+            ],
+        },
+        "mtp_gpu": mtp_result(),
+    }
+    for name, result in results.items():
+        (folder / f"{name}.json").write_text(json.dumps(result))
+
+
+def page_of(*names: str) -> str:
+    return "".join(f"# {n}\n<!-- {n}:begin -->\nold\n<!-- {n}:end -->\n" for n in names)
+
+
+def test_a_page_is_filled_between_its_marks_and_then_passes_the_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_results(tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("before\n" + page_of(*make_gpu_tables.PARTS) + "after\n")
+    flags = ["--page", str(page), "--results", str(tmp_path)]
+    assert make_gpu_tables.main([*flags, "--check"]) == 1
+    assert make_gpu_tables.main(flags) == 0
+    assert make_gpu_tables.main([*flags, "--check"]) == 0
+    text = page.read_text()
+    assert text.startswith("before\n# decode_steps\n")
+    assert text.endswith("after\n")
+    for line in (
+        "| 1 | 6.00 | 30.00 | 6.05 | 6.30 | yes |",
+        "| 8 | 6.30 | - | 6.25 | 6.53 | **no** |",
+        "Host time at batch 64, asked: 2 ms or less; reached: **no**.",
+        "| triton | 41.0 | **no** | 20.0 | yes | 21.0 |",
+        "| flashinfer | 90.0 | - | failed | - | - |",
+        "| plain | 10 (1.00x) | 40 (1.00x) | 1.00 |",
+        "Not measured yet: there is no `benchmark/results/throughput*.json`.",
+    ):
+        assert f"{line}\n" in text, line
+    assert "throughput: there is no throughput*.json" in capsys.readouterr().out
+    page.write_text(text.replace("6.00", "5.00"))
+    assert make_gpu_tables.main([*flags, "--check"]) == 1
+
+
+def test_without_a_page_there_is_nothing_to_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert make_gpu_tables.main(["--check", "--page", str(tmp_path / "none.md")]) == 0
+    assert "none.md" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", ["<!-- startup:begin -->", "<!-- startup:end -->"])
+def test_half_a_mark_is_refused(page: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="startup:begin"):
+        make_gpu_tables.fill(page, tmp_path)
+
+
+def test_a_throughput_of_the_asked_shape_is_judged() -> None:
+    settings = throughput.settings(throughput.parse(["--in-process"]))
+    result = {**PROVENANCE, **settings, "output_tok_s": 6299.0, "prefill_share": 0.5}
+    text = make_gpu_tables.throughput([result])
+    assert "| default, in-process | 512 x (512 in, 128 out) | 128 | 6,299 | 50% |" in text
+    assert text.endswith("| 6,300 | 5,616 | **no** |\n")
+
+
+def test_a_curve_has_a_point_per_load_in_ascending_order() -> None:
+    curves = plot_mtp_gpu.series(mtp_result(), "tok_s")
+    assert curves[PLAIN] == ([1, 4], [10.0, 40.0])
+    assert curves.keys() == KINDS.keys() == plot_mtp_gpu.STYLES.keys()
+
+
+def test_layers_are_stacked_from_the_largest_and_gaps_last() -> None:
+    assert list(plot_step_profile.layers(PROFILE["rows"]).items()) == [
+        ("matrix products", [0.5, 0.5]),
+        ("norm", [0.001, 0.064]),
+        ("gaps", [0.007, 0.007]),
+    ]
+
+
+def test_a_missing_matplotlib_or_result_is_one_clear_message(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match=MISSING):
+        load_pyplot()
+    with pytest.raises(SystemExit, match=r"python benchmark/mtp_gpu\.py"):
+        read_result(tmp_path / "mtp_gpu.json", "mtp_gpu.py")
