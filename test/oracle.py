@@ -9,7 +9,9 @@ from types import ModuleType
 
 import torch
 
-MAX_GAP = 1e-3  # float32
+from target import TARGET
+
+MAX_GAP = TARGET.max_gap
 MAX_SHARE = 0.02
 
 

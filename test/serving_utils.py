@@ -19,6 +19,8 @@ import httpx
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from target import TARGET
+
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB_SIZE, CONTEXT_LEN = 512, 16_384
 BOS, EOS, MASK = "<bos>", "<eos>", "<mask>"
@@ -82,7 +84,7 @@ def free_port() -> int:
 def server_command(model: Path | str, port: int, *flags: str) -> list[str]:
     """The command line of a server."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
-    return [*command, "--port", str(port), *flags]
+    return [*command, "--port", str(port), *TARGET.command_line(), *flags]
 
 
 def environ(**extra: str) -> dict[str, str]:

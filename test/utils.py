@@ -40,6 +40,7 @@ from sglang.srt.model_executor.request_rows import RequestRows
 from sglang.srt.mtp.length_policy import FullLength, LengthPolicy
 from sglang.srt.mtp.mtp_worker import MTPConfig, MTPWorker
 from sglang.srt.sampling.sampling_params import SamplingParams
+from target import TARGET
 
 CONTEXT_LEN = 512
 MTP_MAX_K = 8
@@ -60,7 +61,7 @@ class Setup:
     schedule_policy: str = "fcfs"
     preemption_threshold: int | None = None
     retract_interval: int = 0
-    enable_overlap: bool = True
+    enable_overlap: bool = TARGET.overlap
     eos_token_ids: frozenset[int] = frozenset()
     refuses_while_stopped: bool = False
 
@@ -298,27 +299,29 @@ def make_runner(
     setup: Setup,
     context_len: int = CONTEXT_LEN,
     max_decode_rows: int = 1,
-    device: str = "cpu",
-    attention_backend: str = "torch_native",
-    dtype: str = "float32",
-    layer_ops: str | None = None,
-    max_graph_width: int = 0,
-    poisons_graphs: bool = False,
+    device: str | None = None,
+    attention_backend: str | None = None,
+    dtype: str | None = None,
+    max_graph_width: int | None = None,
+    poisons_graphs: bool = True,
 ) -> ModelRunner:
-    """A runner over the model at `path`."""
+    """A runner over the model at `path`, on the target of this run unless it is told otherwise."""
+    device = device or TARGET.device
+    if max_graph_width is None:
+        max_graph_width = TARGET.graph_width(max_decode_rows)
     return ModelRunner(
         ExecutionConfig(
             model=load_model_config(str(path)),
             load_format="auto",
             device=device,
-            dtype=dtype,
-            attention_backend=attention_backend,
+            dtype=dtype or TARGET.dtype,
+            attention_backend=attention_backend or TARGET.attention_backend,
             page_size=setup.page_size,
             max_total_tokens=setup.num_pages * setup.page_size,
             max_running_requests=setup.max_running_requests,
             context_len=context_len,
             row_width=context_len + 2 * max_decode_rows,
-            layer_ops=layer_ops or ("torch" if device == "cpu" else "triton"),
+            layer_ops="torch" if device == "cpu" else "triton",
             max_graph_width=max_graph_width,
             poisons_graphs=poisons_graphs,
             kv_budget_bytes=1 << 30,
@@ -330,7 +333,8 @@ def make_runner(
 def make_model_worker(path: Path, setup: Setup, context_len: int = CONTEXT_LEN) -> TpModelWorker:
     """The plain worker over the model at `path`; a mask token of the model is suppressed."""
     runner = make_runner(path, setup, context_len)
-    state = RequestRows(setup.max_running_requests, 1, runner.vocab_size, "cpu")
+    device = str(runner.req_to_token_pool.req_to_token.device)
+    state = RequestRows(setup.max_running_requests, 1, runner.vocab_size, device)
     mask = load_model_config(str(path)).hf.get("mtp_mask_token_id")
     return TpModelWorker(runner, state, () if mask is None else (int(mask),))
 
