@@ -21,5 +21,5 @@ def make_worker(runner: ModelRunner, mtp: MTPConfig | None) -> Worker:
         return TpModelWorker(runner, state, ())
     costs = CostTable.flat()
     if mtp.measures_costs:
-        costs = measure_step_costs(runner, num_rows * (2 * mtp.max_k - 1))
+        costs = measure_step_costs(runner, num_rows, 2 * mtp.max_k - 1)
     return MTPWorker(runner, state, mtp, LoadAwareLength(costs, mtp.max_k))

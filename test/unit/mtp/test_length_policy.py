@@ -93,8 +93,8 @@ def test_costs_can_be_measured_and_leave_no_trace(small_model: Path) -> None:
         params = {"max_new_tokens": 12, "temperature": 0.0, "mtp_enabled": True, "mtp_k": 8}
         tokens.append(harness.generate([[1, 2, 3], [4]], mtp_verify=True, **params))
     assert tokens[0] == tokens[1]
-    table = measure_step_costs(make_runner(small_model, setup, 128, MTP_MAX_ROWS), 300)
-    assert table.num_rows == (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    table = measure_step_costs(make_runner(small_model, setup, 128, MTP_MAX_ROWS), 4, 15)
+    assert table.num_rows == (1, 2, 4, 8, 16, 32, 48)
     assert table.costs_ms[-1] > table.costs_ms[0] > 0
 
 
