@@ -4,7 +4,10 @@ reference decodes."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -364,3 +367,52 @@ def test_unverified_requests_predict_less_only_if_the_server_is_told_to(
     harness.run()
     expected = [1] * 24 if limits_unverified else [8] * 3
     assert all(harness.outputs[req_id].step_lens == expected for req_id in ids)
+
+
+class Cycling:
+    """A policy whose limit changes with every step."""
+
+    LIMITS = (8, 1, 3, 1, 1, 8, 8, 1, 2)
+
+    def __init__(self) -> None:
+        self._limits = itertools.cycle(self.LIMITS)
+
+    def limit(self, wishes: Sequence[int], num_other_rows: int) -> int:
+        return next(self._limits)
+
+    def observe(self, num_tried: int, num_accepted: int) -> None: ...
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("tau", [STATIC, 0.3])
+def test_a_k_of_1_after_several_accepted_tokens_feeds_them_all(
+    small_model: Path, runner: ModelRunner, tau: float, overlap: bool
+) -> None:
+    """Requests of one batch, with runs of different lengths, against a decode that knows the k of
+    each step."""
+    model = load_reference(small_model)
+    setup = replace(SETUP, enable_overlap=overlap)
+    worker = make_mtp_worker(runner, MASK, Cycling(), limits_unverified=True)
+    harness = SchedulerHarness(setup, worker)
+    strategy = {} if tau == STATIC else {"mtp_strategy": ["conf_adapt", tau]}
+    params = {**STATIC_4, **strategy, "mtp_k": 8, "max_new_tokens": 40, "ignore_eos": True}
+    prompts = [[*PROMPT, token] for token in range(6)]
+    ids = [harness.submit(prompt, **params) for prompt in prompts]
+    harness.run()
+    step_lens = set()
+    for req_id, prompt in zip(ids, prompts, strict=True):
+        out: list[int] = []
+        for k in itertools.cycle(Cycling.LIMITS):
+            tokens, confidences, gaps = predict(model, prompt + out, [], k, MASK)
+            count = 0
+            while count < k and confidences[count] >= tau:
+                count += 1
+            near_tie = min(gaps[: count + 1]) < 1e-4
+            near_tie |= tau != STATIC and min(abs(c - tau) for c in confidences) < 1e-4
+            if near_tie or len(out) >= 40:
+                break
+            out += tokens[: max(count, 1)]
+            step_lens.add(max(count, 1))
+        assert len(out) >= 10
+        assert harness.outputs[req_id].token_ids[: len(out)] == out[:40]
+    assert len(step_lens) > 2

@@ -20,6 +20,7 @@ class StepLengths:
         num_read: rows whose logits are read.
         max_accepted: tokens that can be accepted.
         looks_ahead: whether the request wants to predict more than one token.
+        max_pending: tokens that can be pending, 1 where a prompt is fed.
     """
 
     q_lens: list[int]
@@ -27,11 +28,12 @@ class StepLengths:
     num_read: list[int]
     max_accepted: list[int]
     looks_ahead: list[bool]
+    max_pending: list[int]
 
     @property
     def is_plain(self) -> bool:
         """Whether nobody looks ahead or has more than one pending token."""
-        return max(self.num_predicted) <= 1 and max(self.max_accepted) <= 1
+        return max(self.num_predicted) <= 1 and max(self.max_pending) == 1
 
 
 class LookaheadRows:
@@ -78,7 +80,7 @@ class LookaheadRows:
             limits: R tokens that may be predicted, at most.
             longest_pending: most pending tokens that a request has, where that is known.
         """
-        lengths = StepLengths([], [], [], [], [])
+        lengths = StepLengths([], [], [], [], [], [])
         for i, row in enumerate(batch.rows):
             num_host = batch.num_host_tokens[i]
             k = min(self.max_predicted[row], limits[i]) if batch.emits[i] else 0
@@ -88,6 +90,7 @@ class LookaheadRows:
             q_len = (num_host or bound) + max(k - 1, 0)
             reads_pending = self.is_lossless[row] and not num_host
             lengths.q_lens.append(q_len)
+            lengths.max_pending.append(bound)
             lengths.num_predicted.append(k)
             lengths.num_read.append(q_len if reads_pending else k)
             lengths.max_accepted.append(bound if self.is_lossless[row] else k)
