@@ -39,6 +39,7 @@ from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
 from sglang.srt.model_executor.request_rows import RequestRows
 from sglang.srt.mtp.length_policy import FullLength, LengthPolicy
 from sglang.srt.mtp.mtp_worker import MTPConfig, MTPWorker
+from sglang.srt.runtime_config import MAX_GRAPH_ROWS
 from sglang.srt.sampling.sampling_params import SamplingParams
 from target import TARGET
 
@@ -323,6 +324,7 @@ def make_runner(
             row_width=context_len + 2 * max_decode_rows,
             layer_ops="torch" if device == "cpu" else "triton",
             max_graph_width=max_graph_width,
+            max_graph_rows=MAX_GRAPH_ROWS if max_graph_width == max_decode_rows else 0,
             poisons_graphs=poisons_graphs,
             kv_budget_bytes=1 << 30,
             num_threads=1,

@@ -11,9 +11,10 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.model_executor.cuda_graph_runner import GraphKeys
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, GraphKey
+from sglang.srt.model_executor.forward_batch_info import MIXED, ForwardBatch, GraphKey
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.registry import ATTENTION_BACKENDS
+from sglang.srt.runtime_config import MAX_GRAPH_ROWS
 from utils import MTP_MAX_ROWS, Setup, make_runner
 
 if not torch.cuda.is_available():
@@ -22,6 +23,7 @@ if not torch.cuda.is_available():
 DEMO = Path(resolve_model_path("demo"))
 SETUP = Setup(num_pages=20_000, max_running_requests=40, page_size=1)
 CONTEXT = 400
+MAX_PROMPT = 200
 BACKENDS = [
     name
     for name in ATTENTION_BACKENDS.names
@@ -55,7 +57,7 @@ def step(runner: ModelRunner, q_lens: list[int], seed: int) -> ForwardBatch:
     chooser = random.Random(seed)
     table = runner.req_to_token_pool.req_to_token
     rows = chooser.sample(range(len(table)), len(q_lens))
-    before = [chooser.randrange(0, CONTEXT - MTP_MAX_ROWS) for _ in q_lens]
+    before = [chooser.randrange(0, CONTEXT - q_len) for q_len in q_lens]
     positions = [n + i for n, q_len in zip(before, q_lens, strict=True) for i in range(q_len)]
     row_of = [row for row, q_len in zip(rows, q_lens, strict=True) for _ in range(q_len)]
     lens = [n + q_len for n, q_len in zip(before, q_lens, strict=True)]
@@ -78,7 +80,8 @@ def shapes_of(key: GraphKey, keys: GraphKeys, seed: int) -> list[list[int]]:
     shapes = [[share + (index < rest) for index in range(key.num_reqs)]]
     for _ in range(200):
         num_reqs = chooser.randint(1, key.num_reqs)
-        shape = [chooser.randint(1, key.width) for _ in range(num_reqs)]
+        widest = [key.width] if key.tag != MIXED else [1, key.width, MAX_PROMPT]
+        shape = [chooser.randint(1, chooser.choice(widest)) for _ in range(num_reqs)]
         if keys.find(shape) == key and shape != shapes[0]:
             return [*shapes, shape]
     return shapes
@@ -88,7 +91,7 @@ def shapes_of(key: GraphKey, keys: GraphKeys, seed: int) -> list[list[int]]:
 def test_graph_equals_eager_for_every_key(backend: str) -> None:
     graphs, eager = make(backend, MTP_MAX_ROWS), make(backend, 0)
     support = ATTENTION_BACKENDS.load(backend).capabilities().graph
-    keys = GraphKeys(support, SETUP.max_running_requests, MTP_MAX_ROWS)
+    keys = GraphKeys(support, SETUP.max_running_requests, MTP_MAX_ROWS, MAX_GRAPH_ROWS)
     assert len(keys.all) > 20
     num_padded = 0
     for seed, key in enumerate(keys.all):
@@ -96,7 +99,7 @@ def test_graph_equals_eager_for_every_key(backend: str) -> None:
             num_padded += sum(shape) < key.num_tokens
             batch = step(graphs, shape, seed)
             replayed = graphs.forward(batch)
-            assert replayed.used_graph, key
+            assert replayed.used_graph, (key, shape)
             right = eager.forward(batch)
             assert not right.used_graph
             error = (replayed.hidden.float() - right.hidden.float()).norm()

@@ -22,6 +22,7 @@ GPU_STATIC_SHARE = 0.88  # of the GPU's memory for weights and KV, without --mem
 CPU_KV_SHARE = 0.1  # of the available host memory, without --mem-fraction-static
 CPU_KV_MAX_BYTES = 1 << 30  # likewise
 MAX_CPU_THREADS = 16
+MAX_GRAPH_ROWS = 1024  # beyond, a GPU is busy for longer than the launches take
 DEFAULT_BACKENDS = {"cpu": "torch_native", "cuda": "triton"}
 DEFAULT_LAYER_OPS = {"cpu": "torch", "cuda": "triton"}
 
@@ -74,6 +75,7 @@ def resolve(
         kv_budget_bytes=_host_kv_budget(args, platform) if device == "cpu" else None,
         layer_ops=DEFAULT_LAYER_OPS[device],
         max_graph_width=_max_graph_width(args, device, max_decode_rows),
+        max_graph_rows=_max_graph_rows(args, device, mtp),
         poisons_graphs=environ.graph_poison,
         static_memory_share=args.mem_fraction_static or GPU_STATIC_SHARE,
         num_threads=args.num_threads or min(platform.num_cores, MAX_CPU_THREADS),
@@ -177,6 +179,14 @@ def _max_graph_width(args: ServerArgs, device: str, max_decode_rows: int) -> int
     if device == "cpu" or args.disable_cuda_graph:
         return 0
     return 1 if args.disable_mtp_cuda_graph else max_decode_rows
+
+
+def _max_graph_rows(args: ServerArgs, device: str, mtp: MTPConfig | None) -> int:
+    """Rows in all of steps with prompts that replay a captured graph; 0 for no graphs. Without
+    those of multi-token steps none of these either: they would serve such steps."""
+    if device == "cpu" or args.disable_cuda_graph or (mtp and args.disable_mtp_cuda_graph):
+        return 0
+    return MAX_GRAPH_ROWS
 
 
 def _mtp(args: ServerArgs, model: ModelConfig, environ: Environ, device: str) -> MTPConfig | None:

@@ -25,23 +25,30 @@ def test_width_1_gives_graphs_of_plain_decoding_alone(support: GraphSupport) -> 
 
 
 @pytest.mark.parametrize("support", SUPPORTS)
+@pytest.mark.parametrize("max_mixed_rows", [0, 1024])
 @pytest.mark.parametrize("max_requests", [1, 3, 8, 100, 128])
-def test_a_step_finds_the_tightest_graph(support: GraphSupport, max_requests: int) -> None:
-    keys = GraphKeys(support, max_requests, 15)
+def test_a_step_finds_the_tightest_graph(
+    support: GraphSupport, max_requests: int, max_mixed_rows: int
+) -> None:
+    keys = GraphKeys(support, max_requests, 15, max_mixed_rows)
     assert len(set(keys.all)) == len(keys.all)
     chooser = random.Random(max_requests)
     for _ in range(300):
         num_reqs = chooser.randint(1, max_requests)
-        shape = [chooser.randint(1, chooser.choice([1, 3, 15])) for _ in range(num_reqs)]
+        shape = [chooser.randint(1, chooser.choice([1, 3, 15, 300])) for _ in range(num_reqs)]
         found = keys.find(shape)
+        has_room = [
+            key for key in keys.all if key.num_reqs >= num_reqs and key.num_tokens >= sum(shape)
+        ]
         fits = [
             key
-            for key in keys.all
-            if key.num_reqs >= num_reqs
+            for key in has_room
+            if key.tag != "mixed"
             and key.width >= max(shape)
-            and key.num_tokens >= sum(shape)
             and (max(shape) > 1 or key.tag == "decode")
         ]
+        if not fits and max(shape) > 1:
+            fits = [key for key in has_room if key.tag == "mixed"]
         if found is None:
             assert not fits
             continue
@@ -60,10 +67,23 @@ def test_every_uniform_step_of_moderate_size_has_a_ragged_graph(max_requests: in
             if num_reqs * width * 2 <= MAX_WIDE_TOKENS:
                 assert key is not None, (num_reqs, width)
             if key is not None and width > 1:
-                assert key.num_tokens <= max(2.0 * num_reqs * width, num_reqs * width + 8)
+                padding = key.num_tokens - num_reqs * width
+                assert padding < max(32, min(64, num_reqs * width / 5))
 
 
 def test_uniform_graphs_have_the_same_rows_for_each_request() -> None:
     keys = GraphKeys(GraphSupport.UNIFORM_Q, 128, 15)
     assert all(key.is_uniform for key in keys.all)
     assert {key.width for key in keys.all} == {1, 3, 7, 15}
+
+
+@pytest.mark.parametrize("max_requests", [1, 8, 128])
+def test_steps_with_prompts_waste_few_rows(max_requests: int) -> None:
+    keys = GraphKeys(GraphSupport.RAGGED_Q, max_requests, 1, 1024)
+    for prompt in range(2, 1025 - max_requests):
+        key = keys.find([prompt] + [1] * (max_requests - 1))
+        num_rows = prompt + max_requests - 1
+        assert key is not None
+        assert key.num_tokens - num_rows < max(32, min(64, num_rows / 5))
+    assert keys.find([1025]) is None
+    assert GraphKeys(GraphSupport.UNIFORM_Q, 8, 1, 1024).find([30, 1]) is None

@@ -3,7 +3,9 @@
 A step of one row per request replays the graph of the next larger number of requests. A step whose
 requests feed a few rows each (look-ahead, drafts to verify) replays one with room for its requests
 and for its rows: ragged as they are, or laid out at the same distance for attention that can plan
-nothing else. What pads a graph writes its K and V to the dummy slot and is read by nobody.
+nothing else. So does a step with prompts, up to a number of rows from which the device is busy for
+longer than a launch takes the host. What pads a graph writes its K and V to the dummy slot and is
+read by nobody.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from sglang.srt.device_copies import to_device
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.model_executor.forward_batch_info import (
     DECODE,
+    MIXED,
     RAGGED,
     UNIFORM,
     ForwardBatch,
@@ -30,8 +33,10 @@ logger = logging.getLogger(__name__)
 
 WARM_UPS = 2
 MAX_WIDE_TOKENS = 1024  # of a step of several rows per request: beyond, launching costs little
-MIN_GROWTH = 1.25  # from a number of rows to the next
 UNIFORM_WIDTHS = (3, 7, 15, 31)
+# Rows in all. Up to 128 they cost nearly the same, and beyond a GPU computes in tiles.
+ROWS = (16, 32, 64, 96, *range(128, 320, 32), *range(320, 1025, 64))
+FEW_REQUESTS = 8  # whose KV is split among more programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +53,29 @@ class GraphKeys:
     Args:
         support: which batches the attention backend can replay.
         max_requests: of a step.
-        max_width: rows of a request in a step that replays a graph.
+        max_width: rows of a request in a step without prompts that replays a graph.
+        max_mixed_rows: rows in all of a step with prompts that does; 0 for none.
     """
 
-    def __init__(self, support: GraphSupport, max_requests: int, max_width: int) -> None:
+    def __init__(
+        self,
+        support: GraphSupport,
+        max_requests: int,
+        max_width: int,
+        max_mixed_rows: int = 0,
+    ) -> None:
         self.all: list[GraphKey] = []
         self._found: dict[tuple[int, int, int], GraphKey | None] = {}
         if support is GraphSupport.NEVER:
             return
         self.all = [GraphKey(DECODE, n, 1, n) for n in decode_sizes(max_requests)]
+        if support is GraphSupport.RAGGED_Q:
+            self.all += [
+                GraphKey(MIXED, num_reqs, max_width, rows)
+                for num_reqs in sorted({min(FEW_REQUESTS, max_requests), max_requests})
+                for rows in ROWS
+                if num_reqs <= rows <= max_mixed_rows
+            ]
         if max_width == 1:
             return
         sizes = sorted({*_powers_of_two(max_requests), max_requests})
@@ -79,15 +98,16 @@ class GraphKeys:
         return self._found[shape]
 
     def _smallest(self, num_reqs: int, widest: int, num_tokens: int) -> GraphKey | None:
-        fitting = (
+        fitting = [
             key
             for key in self.all
             if key.num_reqs >= num_reqs
-            and key.width >= widest
             and key.num_tokens >= num_tokens
-            and (widest > 1 or key.width == 1)
-        )
-        return min(fitting, key=lambda key: (key.num_reqs, key.num_tokens), default=None)
+            and (key.tag == MIXED or key.width >= widest)
+            and (key.tag == DECODE or widest > 1)
+        ]
+        narrow = [key for key in fitting if key.tag != MIXED]
+        return min(narrow or fitting, key=lambda key: (key.num_reqs, key.num_tokens), default=None)
 
 
 class CudaGraphRunner:
@@ -245,12 +265,8 @@ def _powers_of_two(limit: int) -> list[int]:
 
 
 def _row_counts(least: int, most: int) -> list[int]:
-    """Numbers of rows from `least` to `most`, each a little larger than the one before."""
-    counts = [most]
-    while counts[-1] > least:
-        step = max(4, int(counts[-1] * (1 - 1 / MIN_GROWTH)))
-        counts.append(max(least, counts[-1] - step))
-    return counts
+    """Numbers of rows for steps of `least` to `most`."""
+    return [rows for rows in ROWS if least < rows < most] + [most]
 
 
 def _spread(q_lens: Sequence[int], width: int) -> list[int] | None:

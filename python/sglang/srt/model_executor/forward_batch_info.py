@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-DECODE, UNIFORM, RAGGED = "decode", "uniform", "ragged"
+DECODE, UNIFORM, RAGGED, MIXED = "decode", "uniform", "ragged", "mixed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +16,10 @@ class GraphKey:
     in what was planned for them.
 
     Attributes:
-        tag: DECODE and UNIFORM where every request feeds `width` rows, RAGGED where up to so many.
+        tag: DECODE and UNIFORM where every request feeds `width` rows, RAGGED where up to so many,
+            MIXED where some may feed any number, as prompts do.
         num_reqs: requests, padding included.
-        width: rows of a request, at most.
+        width: rows of a request (of one that is not a prompt), at most.
         num_tokens: rows in all, padding included.
     """
 
@@ -30,7 +31,7 @@ class GraphKey:
     @property
     def is_uniform(self) -> bool:
         """Whether every request, those of padding too, has `width` rows."""
-        return self.tag != RAGGED
+        return self.tag in (DECODE, UNIFORM)
 
 
 @dataclass(frozen=True, slots=True)

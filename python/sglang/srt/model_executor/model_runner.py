@@ -30,8 +30,9 @@ class ExecutionConfig:
         kv_budget_bytes: memory for the KV pool; None for what the weights leave of
             `static_memory_share` of the device's memory.
         layer_ops: name of the operations between matrix products.
-        max_graph_width: rows of a request in steps that replay a captured graph, where the
-            attention backend can; 0 for no graphs, 1 for plain decoding alone.
+        max_graph_width: rows of a request in steps without prompts that replay a captured graph,
+            where the attention backend can; 0 for no graphs, 1 for plain decoding alone.
+        max_graph_rows: rows in all of steps with prompts that do; 0 for none.
         poisons_graphs: for tests, see `CudaGraphRunner`.
         num_threads: torch threads of a CPU.
     """
@@ -51,6 +52,7 @@ class ExecutionConfig:
     static_memory_share: float = 0.0
     layer_ops: str = "torch"
     max_graph_width: int = 0
+    max_graph_rows: int = 0
     poisons_graphs: bool = False
 
 
@@ -133,7 +135,12 @@ class ModelRunner:
         config = self._config
         if self.weights.is_released or self.kv_pool.is_released or config.max_graph_width == 0:
             return
-        keys = GraphKeys(self._graph_support, config.max_running_requests, config.max_graph_width)
+        keys = GraphKeys(
+            self._graph_support,
+            config.max_running_requests,
+            config.max_graph_width,
+            config.max_graph_rows,
+        )
         if not keys.all:
             return
         graphs = CudaGraphRunner(

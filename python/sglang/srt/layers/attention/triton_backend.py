@@ -21,7 +21,7 @@ from sglang.srt.layers.attention.triton_kernels import (
     workspace_size,
 )
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, GraphKey
+from sglang.srt.model_executor.forward_batch_info import MIXED, ForwardBatch, GraphKey
 from sglang.srt.platform import num_multiprocessors
 
 # The interpreter's tl.dot takes the bits of bfloat16 for integers.
@@ -206,26 +206,34 @@ class TritonBackend:
 
     def _plan_graph(self, batch: ForwardBatch, key: GraphKey) -> None:
         """The items that the key has room for, at its own address; those of padding are empty."""
-        block_q = min(key.width, self._tuning.few.block_m // self._group)
+        tuning = self._tuning
+        block_q = min(key.width, tuning.few.block_m // self._group)
         if key.is_uniform and self._is_few(key.width):
-            num_items = key.num_reqs
             self._items = self._uniform_items(key.width, key.num_reqs)
-        else:
-            num_items = key.num_reqs + key.num_tokens // block_q
-            values = [0] * (num_items * ITEM_SIZE)
-            starts = accumulate(batch.q_lens, initial=0)
-            items = [
-                number
-                for request, (start, q_len) in enumerate(zip(starts, batch.q_lens, strict=False))
-                for number in _cut(request, start, q_len, block_q)
-            ]
-            values[: len(items)] = items
-            assert len(values) == num_items * ITEM_SIZE, "More rows than the graph has room for."
-            if key not in self._graph_items:
-                self._graph_items[key] = self._items.new_empty((num_items, ITEM_SIZE))
-            self._items = self._graph_items[key]
-            self._items.copy_(to_device(values, self._device, torch.int32).view(-1, ITEM_SIZE))
-        self._shape = self._split_shape(num_items, block_q, self._table.shape[1])
+            self._shape = self._split_shape(key.num_reqs, key.width, self._table.shape[1])
+            return
+        many_block_q = tuning.extend.block_m // self._group
+        few: list[int] = []
+        many: list[int] = []
+        starts = accumulate(batch.q_lens, initial=0)
+        for request, (start, q_len) in enumerate(zip(starts, batch.q_lens, strict=False)):
+            if q_len <= key.width:
+                few += _cut(request, start, q_len, block_q)
+            else:
+                many += _cut(request, start, q_len, many_block_q)
+        num_few = key.num_reqs * triton.cdiv(key.width, block_q)
+        num_many = key.num_tokens // many_block_q + key.num_reqs if key.tag == MIXED else 0
+        values = [0] * ((num_few + num_many) * ITEM_SIZE)
+        values[: len(few)] = few
+        values[num_few * ITEM_SIZE : num_few * ITEM_SIZE + len(many)] = many
+        has_room = len(values) == (num_few + num_many) * ITEM_SIZE
+        assert has_room, "More rows than the graph has room for."
+        if key not in self._graph_items:
+            self._graph_items[key] = self._items.new_empty((num_few + num_many, ITEM_SIZE))
+        self._items = self._graph_items[key]
+        self._items.copy_(to_device(values, self._device, torch.int32).view(-1, ITEM_SIZE))
+        shape = self._split_shape(num_few, block_q, self._table.shape[1])
+        self._shape = replace(shape, num_extend_items=num_many)
 
     def _uniform_items(self, q_len: int, count: int) -> torch.Tensor:
         """[count, 4]: those of any step in which each request feeds q_len rows; at an address of
