@@ -250,6 +250,7 @@ check_imports
 
 printf '[3/3] Tests and benchmarks, logs in %s\n' "$OUT"
 [ ! -e "$GPU_TESTS" ] || run_tests "$GPU_TESTS"
+[ "$GPU_TESTS" != test/gpu ] || run_tests sgl-kernel/tests/test_kernels_gpu.py
 for path in ${TEST_PATHS[@]+"${TEST_PATHS[@]}"}; do
     run_tests "$path"
 done

@@ -7,7 +7,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_setup_venv.sh"
 setup_venv 1 3
 
-TARGETS=(test/unit test/e2e -n 2 --dist loadfile)
+TARGETS=(test/unit test/e2e sgl-kernel/tests -n 2 --dist loadfile)
 cd "$ROOT"
 for argument in "$@"; do
     case "$argument" in

@@ -4,12 +4,13 @@
     python scripts/playground/mtp_cudagraph_ab.py --model-path DIR --dtype bfloat16 --out ab.json
 
 Fixed prompts at k = 2 and k = 3 (static, conf_adapt and verified) through arms: overlap on and off,
-radix cache on and off, one request and eight at once; graphs on and off where the build captures
-them on this machine. Every arm is compared with the plainest one (first line of the table): the
-first three steps' input, pending and committed tokens, positions and effective k, and the whole
-outputs. A difference is allowed where the plainest arm's choice was a near-tie, in at most 2 % of
-the runs. Also shown: how many tokens are EOS, the mask or token 0 (the symptoms of a broken graph),
-and the KV ledger. Exit code 1 if anything differs that must not, or the ledger is not exact.
+radix cache on and off, one request and eight at once; on a GPU also graphs of multi-token steps on
+and off (`--disable-mtp-cuda-graph`). Every arm is compared with the plainest one (first line of the
+table): the first three steps' input, pending and committed tokens, positions and effective k, the
+whole outputs, and whether the steps after the first replayed graphs as the arm says. A difference
+is allowed where the plainest arm's choice was a near-tie, in at most 2 % of the runs. Also shown:
+how many tokens are EOS, the mask or token 0 (the symptoms of a broken graph), and the KV ledger.
+Exit code 1 if anything differs that must not, or the ledger is not exact.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import shlex
 import sys
 import tempfile
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from tqdm import tqdm
 
 import sglang
 from sglang.srt.model_config import load_model_config
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.platform import Platform
 
 PROMPTS = (
     "def read_config(path):\n    ",
@@ -60,7 +61,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run the server. `use_graph` is None where the build has no graphs."""
+    """One way to run the server. `use_graph` is None where the device has no graphs."""
 
     overlap: bool
     radix: bool
@@ -112,16 +113,16 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model-path", default="demo")
     parser.add_argument("--dtype", default="float32", choices=tuple(MAX_GAP))
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--attention-backend", help="default: the device's")
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--out", type=Path, help="also write the findings as JSON")
     return parser.parse_args()
 
 
-def all_arms() -> list[Arm]:
+def all_arms(device: str) -> list[Arm]:
     """The plainest one first."""
-    graphs: tuple[bool | None, ...] = (None,)
-    if any(item.name == GRAPH_SWITCH for item in fields(ServerArgs)):
-        graphs = (False, True)
+    graphs: tuple[bool | None, ...] = (None,) if device == "cpu" else (False, True)
     switches = itertools.product(graphs, (False, True), (False, True), (1, 8))
     return [Arm(overlap, radix, batch, graph) for graph, overlap, radix, batch in switches]
 
@@ -135,6 +136,8 @@ def run_server(
         "disable_overlap_schedule": not arm.overlap,
         "disable_radix_cache": not arm.radix,
         "dtype": arguments.dtype,
+        "device": arguments.device,
+        "attention_backend": arguments.attention_backend,
     }
     if arm.use_graph is not None:
         flags[GRAPH_SWITCH] = not arm.use_graph
@@ -226,6 +229,14 @@ def same_steps(arm: Run, plainest: Run) -> str:
     return ""
 
 
+def wrong_graphs(arm: Arm, run: Run) -> str:
+    """Empty if exactly the steps that should have replayed a graph did, else what did not. The
+    first step feeds the prompt, and may have too many rows for any graph."""
+    used = [step["can_run_cuda_graph"] for step in run.steps[1:]]
+    wanted = bool(arm.use_graph)
+    return "" if all(flag == wanted for flag in used) else f"steps replayed graphs: {used}"
+
+
 def margin(run: Run, place: int) -> float:
     """How close the choice of a token was: its distance in logits to the second, or of its
     probability to the threshold."""
@@ -285,18 +296,21 @@ def main() -> int:
     mask = model.hf["mtp_mask_token_id"]
     special = (set(model.eos_token_ids), mask)
     groups: dict[Any, list[Arm]] = defaultdict(list)
-    for arm in all_arms():
+    device = Platform.probe().device if arguments.device == "auto" else arguments.device
+    for arm in all_arms(device):
         groups[arm.overlap, arm.radix, arm.use_graph].append(arm)
     results = {}
     for arms in tqdm(groups.values(), desc="servers", unit="server"):
         results |= run_server(arms, arguments, mask)
-    plainest = results[all_arms()[0]][0]
+    plainest = results[all_arms(device)[0]][0]
     findings = []
     for arm, (runs, ledger, is_exact) in results.items():
         found = Findings(arm.name, ledger=ledger, is_ledger_exact=is_exact)
         for key, run in runs.items():
             what = f"{key[0]}, prompt {key[1]}"
             compare(run, plainest[key], what, MAX_GAP[arguments.dtype], found)
+            if wrong := wrong_graphs(arm, run):
+                found.differences.append(f"{what}: {wrong}")
         if found.near_ties > max(1, MAX_SHARE * found.runs):
             found.differences.append(f"{found.near_ties} near-ties are too many")
         found.eos, found.mask, found.token_0 = fractions(list(runs.values()), special)
@@ -311,6 +325,8 @@ def main() -> int:
             "dtype": arguments.dtype,
             "versions": {"torch": version("torch"), "sglang-adaptive": sglang.__version__},
             "machine": platform.processor() or platform.machine(),
+            "device": Platform.probe().device_name if device == "cuda" else "cpu",
+            "attention_backend": arguments.attention_backend or "default",
             "arms": [asdict(item) for item in findings],
         }
         arguments.out.write_text(json.dumps(report, indent=2) + "\n")

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sglang.srt.environ import Environ
-from sglang.srt.model_config import ModelConfig, load_model_config
+from sglang.srt.model_config import ModelConfig, load_model_config, resolve_model_path
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.platform import Platform
+from sglang.srt.platform import Platform, memory_for
 from sglang.srt.registry import ATTENTION_BACKENDS, MODELS, Registry
 from sglang.srt.runtime_config import (
     CPU_KV_MAX_BYTES,
@@ -39,6 +41,11 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(model_path: Path) -> ModelConfig:
     return load_model_config(str(model_path))
+
+
+@pytest.fixture(scope="module")
+def mtp_model() -> ModelConfig:
+    return load_model_config(str(resolve_model_path("demo")))
 
 
 def resolved(
@@ -92,6 +99,68 @@ def test_flags_reach_the_part_that_they_are_for(model: ModelConfig) -> None:
     assert scheduler.strict_invariants
     assert not scheduler.enable_overlap
     assert not config.use_radix_cache
+
+
+def on_a_gpu(capability: tuple[int, int] = (9, 0)) -> Platform:
+    return replace(PLATFORM, device="cuda", device_name="A GPU", capability=capability)
+
+
+def test_defaults_on_a_gpu(mtp_model: ModelConfig) -> None:
+    config = resolved(mtp_model, platform=on_a_gpu())
+    execution = config.execution
+    assert (execution.device, execution.dtype) == ("cuda", mtp_model.dtype)
+    assert (execution.attention_backend, execution.layer_ops) == ("triton", "triton")
+    assert execution.kv_budget_bytes is None
+    assert 0 < execution.static_memory_share < 1
+    assert execution.max_graph_width == config.max_decode_rows == 15
+    assert execution.max_graph_rows > 0
+    assert config.mtp is not None
+    assert config.mtp.measures_costs
+    assert not config.mtp.trims_rows
+    assert not config.mtp.bypasses_graphs
+
+
+@pytest.mark.parametrize(
+    ("flags", "width", "has_prompts", "bypasses"),
+    [
+        ({"disable_cuda_graph": True}, 0, False, False),
+        ({"disable_mtp_cuda_graph": True}, 1, False, True),
+        ({"disable_cuda_graph": True, "disable_mtp_cuda_graph": True}, 0, False, False),
+    ],
+    ids=str,
+)
+def test_switches_of_graphs(
+    mtp_model: ModelConfig, flags: dict[str, bool], width: int, has_prompts: bool, bypasses: bool
+) -> None:
+    config = resolved(mtp_model, platform=on_a_gpu(), **flags)
+    assert config.execution.max_graph_width == width
+    assert (config.execution.max_graph_rows > 0) is has_prompts
+    assert config.mtp is not None
+    assert config.mtp.bypasses_graphs is bypasses
+
+
+def test_without_a_mask_token_the_switch_of_multi_token_graphs_changes_nothing(
+    model: ModelConfig,
+) -> None:
+    config = resolved(model, platform=on_a_gpu(), disable_mtp_cuda_graph=True)
+    assert config.execution == resolved(model, platform=on_a_gpu()).execution
+
+
+def test_an_old_gpu_is_refused_unless_the_cpu_is_asked_for(model: ModelConfig) -> None:
+    with pytest.raises(ConfigError, match=r"A GPU has compute capability 7\.5.*--device cpu"):
+        resolved(model, platform=on_a_gpu((7, 5)))
+    assert resolved(model, platform=on_a_gpu((7, 5)), device="cpu").execution.device == "cpu"
+
+
+def test_memory_that_is_not_there_says_for_what_and_how_to_help(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5 << 20, 80 << 20))
+    text = "weights: 5 of 80 MiB are free. Take less. `nvidia-smi`"
+    with pytest.raises(MemoryError, match=text), memory_for("the weights", "Take less."):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+    with pytest.raises(ValueError, match="as it is"), memory_for("the weights", "Take less."):
+        raise ValueError("as it is")
 
 
 def test_defaults_on_a_cpu(model: ModelConfig) -> None:

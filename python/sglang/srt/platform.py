@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,12 +21,14 @@ class Platform:
         num_cores: processor cores that this process may use.
         available_host_bytes: host memory that can be taken without swapping.
         device_name: name of the accelerator, or of the processor.
+        capability: compute capability of a CUDA GPU; None without one.
     """
 
     device: str
     num_cores: int
     available_host_bytes: int
     device_name: str
+    capability: tuple[int, int] | None = None
 
     @classmethod
     def probe(cls) -> Platform:
@@ -35,6 +39,7 @@ class Platform:
             num_cores=len(os.sched_getaffinity(0)),
             available_host_bytes=_available_host_bytes(),
             device_name=torch.cuda.get_device_name() if has_cuda else "cpu",
+            capability=torch.cuda.get_device_capability() if has_cuda else None,
         )
 
 
@@ -48,6 +53,23 @@ def num_multiprocessors(device: torch.device) -> int:
 def supports_dependent_launch(device: torch.device) -> bool:
     """Whether a kernel can be launched while the one before it ends (CUDA, Hopper and later)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@contextmanager
+def memory_for(what: str, remedy: str) -> Iterator[None]:
+    """Where an accelerator has no memory left, says for what and how to help.
+
+    Raises:
+        MemoryError: instead of torch's error.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info()
+        raise MemoryError(
+            f"The GPU has too little memory for {what}: {free >> 20} of {total >> 20} MiB are free."
+            f" {remedy} `nvidia-smi` shows who else uses it."
+        ) from error
 
 
 def static_bytes_left(device: str, share: float) -> int:

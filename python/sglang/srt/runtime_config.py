@@ -22,6 +22,7 @@ GPU_STATIC_SHARE = 0.88  # of the GPU's memory for weights and KV, without --mem
 CPU_KV_SHARE = 0.1  # of the available host memory, without --mem-fraction-static
 CPU_KV_MAX_BYTES = 1 << 30  # likewise
 MAX_CPU_THREADS = 16
+MIN_CAPABILITY = (8, 0)  # of a CUDA GPU
 MAX_GRAPH_ROWS = 1024  # beyond, a GPU is busy for longer than the launches take
 DEFAULT_BACKENDS = {"cpu": "torch_native", "cuda": "triton"}
 DEFAULT_LAYER_OPS = {"cpu": "torch", "cuda": "triton"}
@@ -128,14 +129,20 @@ def _check_sizes(args: ServerArgs) -> None:
 
 
 def _device(args: ServerArgs, platform: Platform) -> str:
-    if args.device == "auto":
-        return platform.device
-    if args.device == "cuda" and platform.device != "cuda":
+    device = platform.device if args.device == "auto" else args.device
+    if device == "cuda" and platform.device != "cuda":
         raise ConfigError(
             "--device cuda: torch finds no GPU here; install a torch with CUDA and check"
             " `nvidia-smi`, or use --device cpu."
         )
-    return args.device
+    capability = platform.capability
+    if device == "cuda" and capability is not None and capability < MIN_CAPABILITY:
+        raise ConfigError(
+            f"--device cuda: {platform.device_name} has compute capability"
+            f" {capability[0]}.{capability[1]}, and the kernels need 8.0 (Ampere) or newer; use"
+            " --device cpu."
+        )
+    return device
 
 
 def _context_len(args: ServerArgs, model: ModelConfig) -> int:

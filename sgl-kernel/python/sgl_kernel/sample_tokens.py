@@ -42,7 +42,7 @@ def sample_tokens(
         KernelUnavailableError: the logits are on a GPU that no kernel can be had for.
     """
     check_logits(logits)
-    rows, size = logits.shape
+    rows = logits.shape[0]
     device = logits.device
     check_banned_ids(banned_ids, device)
     check_vector("temperature", temperature, torch.float32, rows, device)
@@ -55,6 +55,16 @@ def sample_tokens(
         return reference.sample_tokens(
             logits, temperature, top_k, top_p, min_p, seeds, positions, banned_ids
         )
+    parameters = (temperature, top_k, top_p, min_p, seeds, positions)
+    return _launch(logits, parameters, banned_ids)
+
+
+def _launch(
+    logits: torch.Tensor, parameters: tuple[torch.Tensor, ...], banned_ids: torch.Tensor | None
+) -> torch.Tensor:
+    """The kernels on a GPU; `parameters` as `sample_tokens` takes them, in its order."""
+    rows, size = logits.shape
+    device = logits.device
     token_ids = torch.empty(rows, dtype=torch.int64, device=device)
     if rows == 0:
         return token_ids
@@ -71,12 +81,7 @@ def sample_tokens(
         size,
         None if banned_ids is None else banned_ids.data_ptr(),
         0 if banned_ids is None else banned_ids.shape[0],
-        temperature.data_ptr(),
-        top_k.data_ptr(),
-        top_p.data_ptr(),
-        min_p.data_ptr(),
-        seeds.data_ptr(),
-        positions.data_ptr(),
+        *(parameter.data_ptr() for parameter in parameters),
         workspace.data_ptr(),
         token_ids.data_ptr(),
         torch.cuda.current_stream(index).cuda_stream,

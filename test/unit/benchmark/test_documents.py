@@ -12,7 +12,13 @@ BENCHMARK = Path(__file__).resolve().parents[3] / "benchmark"
 
 
 @pytest.mark.parametrize(
-    "script", ["make_readme_table.py", "make_mtp_tables.py", "make_pause_table.py"]
+    "script",
+    [
+        "make_readme_table.py",
+        "make_mtp_tables.py",
+        "make_pause_table.py",
+        "make_gpu_tables.py",
+    ],
 )
 def test_the_measured_parts_are_what_the_results_say(script: str) -> None:
     command = [sys.executable, str(BENCHMARK / script), "--check"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 from pathlib import Path
 
@@ -77,9 +78,32 @@ def test_what_is_not_tried_is_forgotten_so_that_it_is_tried_again() -> None:
     for _ in range(500):
         policy.observe(8, 1)
     assert policy.limit([8] * 30, 0) == 1
-    for _ in range(5000):
-        policy.observe(1, 1)
-    assert policy.limit([8] * 30, 0) == LoadAwareLength(KNEE, MAX_K).limit([8] * 30, 0) > 1
+    fresh = LoadAwareLength(KNEE, MAX_K).limit([8] * 30, 0)
+    assert fresh > 1
+    num_steps = 0
+    while policy.limit([8] * 30, 0) == 1 and num_steps < 5000:
+        num_steps += 1
+        for _ in range(30):
+            policy.observe(1, 1)
+    assert 200 < num_steps < 5000, "however many requests observe, steps alone forget"
+
+
+def test_under_heavy_load_little_is_spent_on_trying() -> None:
+    """Of a token after the first a third is accepted; rows cost far more than that is worth."""
+    policy, chooser = LoadAwareLength(KNEE, MAX_K), random.Random(0)
+    tokens = costs = 0.0
+    num_requests, num_steps = 128, 3000
+    for _ in range(num_steps):
+        limit = policy.limit([8] * num_requests, 0)
+        costs += KNEE.cost_ms(num_requests * (2 * limit - 1))
+        for _ in range(num_requests):
+            accepted = 1
+            while accepted < limit and chooser.random() < 1 / 3:
+                accepted += 1
+            tokens += accepted
+            policy.observe(limit, accepted)
+    plain = num_requests * num_steps / (KNEE.cost_ms(num_requests) * num_steps)
+    assert tokens / costs > 0.98 * plain
 
 
 def test_costs_can_be_measured_and_leave_no_trace(small_model: Path) -> None:

@@ -141,6 +141,7 @@ def _info(config: RuntimeConfig, runner: ModelRunner) -> SchedulerInfo:
             "device": execution.device,
             "dtype": execution.dtype,
             "attention_backend": execution.attention_backend,
+            "cuda_graphs": runner.num_graphs,
             "page_size": execution.page_size,
             "num_threads": execution.num_threads,
             "max_total_num_tokens": pool,

@@ -144,6 +144,10 @@ class CudaGraphRunner:
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[GraphKey, _Captured] = {}
 
+    @property
+    def num_graphs(self) -> int:
+        return len(self._captured)
+
     def capture(self) -> None:
         """Captures all graphs, the largest first, so that the others fit into its memory."""
         start = time.perf_counter()

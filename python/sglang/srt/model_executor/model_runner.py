@@ -15,8 +15,10 @@ from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphKe
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_loader import load_model
 from sglang.srt.model_executor.weight_store import WeightStore
-from sglang.srt.platform import static_bytes_left
+from sglang.srt.platform import memory_for, static_bytes_left
 from sglang.srt.registry import ATTENTION_BACKENDS, LAYER_OPS
+
+LESS_STATIC_MEMORY = "Lower --mem-fraction-static, --max-total-tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,10 @@ class ModelRunner:
                 f" {'; '.join(problems)}."
             )
         self.vocab_size = model.vocab_size
-        self.model = load_model(model, config.load_format, config.row_width, dtype, config.device)
+        with memory_for("the weights", "Use a GPU with more memory, or a smaller model."):
+            self.model = load_model(
+                model, config.load_format, config.row_width, dtype, config.device
+            )
         self.weights = WeightStore(self.model, model)
         num_values = 2 * model.num_layers * model.num_kv_heads * model.head_dim
         self.kv_bytes_per_token = num_values * dtype.itemsize
@@ -106,15 +111,16 @@ class ModelRunner:
         self.req_to_token_pool = ReqToTokenPool(
             config.max_running_requests, config.row_width, config.device
         )
-        self.kv_pool = MHATokenToKVPool(
-            self.num_pages * config.page_size,
-            config.page_size,
-            model.num_layers,
-            model.num_kv_heads,
-            model.head_dim,
-            dtype,
-            config.device,
-        )
+        with memory_for("the KV pool", f"{LESS_STATIC_MEMORY} or --max-running-requests."):
+            self.kv_pool = MHATokenToKVPool(
+                self.num_pages * config.page_size,
+                config.page_size,
+                model.num_layers,
+                model.num_kv_heads,
+                model.head_dim,
+                dtype,
+                config.device,
+            )
         attention: AttentionBackend = backend(
             self.req_to_token_pool, self.kv_pool, model.num_heads, self.model.windows
         )
@@ -151,8 +157,17 @@ class ModelRunner:
             config.device,
             config.poisons_graphs,
         )
-        graphs.capture()
+        with memory_for(
+            "CUDA graphs",
+            f"{LESS_STATIC_MEMORY} or --max-running-requests, or --disable-cuda-graph.",
+        ):
+            graphs.capture()
         self._graphs = graphs
+
+    @property
+    def num_graphs(self) -> int:
+        """Captured graphs."""
+        return 0 if self._graphs is None else self._graphs.num_graphs
 
     def restore_kv(self) -> None:
         """Takes the KV pool's memory again."""
@@ -174,8 +189,9 @@ class ModelRunner:
         key = None if self._graphs is None else self._graphs.key_of(batch)
         if self._graphs is not None and key is not None:
             return ForwardResult(self._graphs.run(key, batch), used_graph=True)
-        self._layers.plan(batch)
-        return ForwardResult(self.model(batch, self._layers), used_graph=False)
+        with memory_for("a step", f"{LESS_STATIC_MEMORY} or --chunked-prefill-size."):
+            self._layers.plan(batch)
+            return ForwardResult(self.model(batch, self._layers), used_graph=False)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [S, vocab_size], in the model's type, of hidden states [S, hidden_size]."""

@@ -17,7 +17,7 @@ from typing import Protocol
 
 PRIOR_SURVIVAL = 0.7  # of a prediction, given that the one before it was accepted
 LEARNING_RATE = 0.02
-FORGETTING_RATE = 0.001  # towards the prior, of what is not tried
+FORGETTING_RATE = 0.001  # per step, towards the prior, of what is not tried
 
 
 class LengthPolicy(Protocol):
@@ -104,6 +104,14 @@ class LoadAwareLength:
         self._survival = [PRIOR_SURVIVAL] * (max_k - 1)
 
     def limit(self, wishes: Sequence[int], num_other_rows: int) -> int:
+        """See `LengthPolicy`. What this step will not try is forgotten a little: by steps, not by
+        requests, or many requests would forget within a few steps what they have learnt."""
+        limit = self._best(wishes, num_other_rows)
+        for j in range(limit - 1, len(self._survival)):
+            self._move(j, PRIOR_SURVIVAL, FORGETTING_RATE)
+        return limit
+
+    def _best(self, wishes: Sequence[int], num_other_rows: int) -> int:
         counts = Counter(wishes)
         best, best_value = 1, 0.0
         for length in range(1, max(wishes) + 1):
@@ -118,11 +126,8 @@ class LoadAwareLength:
         return best
 
     def observe(self, num_tried: int, num_accepted: int) -> None:
-        for j in range(len(self._survival)):
-            if j + 2 > num_tried:
-                self._move(j, PRIOR_SURVIVAL, FORGETTING_RATE)
-            elif num_accepted >= j + 1:
-                self._move(j, float(num_accepted >= j + 2), LEARNING_RATE)
+        for j in range(min(num_tried - 1, num_accepted)):
+            self._move(j, float(num_accepted >= j + 2), LEARNING_RATE)
 
     def _move(self, j: int, towards: float, rate: float) -> None:
         self._survival[j] += rate * (towards - self._survival[j])

@@ -38,7 +38,8 @@ class AttentionCapabilities:
         if device not in self.devices:
             found.append(f"runs on {sorted(self.devices)}, not on {device}")
         if dtype not in self.dtypes:
-            found.append(f"has no {dtype}")
+            names = sorted(str(known).removeprefix("torch.") for known in self.dtypes)
+            found.append(f"has no {dtype}; use --dtype {' or '.join(names)}")
         if self.page_sizes is not None and page_size not in self.page_sizes:
             found.append(f"page sizes are {sorted(self.page_sizes)}, not {page_size}")
         return found

@@ -36,7 +36,8 @@ class Tuning:
         extend: tiles for requests that feed many rows.
         few: tiles for those that feed few; its block_m is the most that a step may choose.
         split: tiles for 16 packed rows or less, whose KV is split.
-        whole: likewise, whose KV is not.
+        whole: likewise, whose KV is not, while the GPU has room for all programs at once.
+        crowded: likewise, beyond.
         min_split: KV positions that a program of a split takes at least.
         num_programs: programs that fill the GPU; the KV of few requests is split until there are
             so many.
@@ -47,6 +48,7 @@ class Tuning:
     few: Tiles
     split: Tiles
     whole: Tiles
+    crowded: Tiles
     min_split: int
     num_programs: int
     max_splits: int
@@ -62,6 +64,7 @@ class Tuning:
                 few=tiles,
                 split=tiles,
                 whole=tiles,
+                crowded=tiles,
                 min_split=16,
                 num_programs=16,
                 max_splits=8,
@@ -69,21 +72,23 @@ class Tuning:
         # Block sizes at which the compiler spills no registers on an H100.
         if dtype == torch.float32:  # no tensor cores
             extend = Tiles(block_m=32, block_n=16, num_warps=8, num_stages=1)
-            few = split = whole = Tiles(block_m=16, block_n=16, num_warps=4, num_stages=1)
+            few = split = whole = crowded = Tiles(block_m=16, block_n=16, num_warps=4, num_stages=1)
         elif head_dim > 128:
             extend = few = Tiles(block_m=64, block_n=32, num_warps=4, num_stages=2)
-            split = whole = Tiles(block_m=16, block_n=32, num_warps=4, num_stages=2)
+            split = whole = crowded = Tiles(block_m=16, block_n=32, num_warps=4, num_stages=2)
         else:
             num_warps = 4 if head_dim <= 64 else 8
             extend = Tiles(block_m=128, block_n=64, num_warps=num_warps, num_stages=2)
             few = Tiles(block_m=64, block_n=64, num_warps=4, num_stages=3)
             split = Tiles(block_m=16, block_n=32, num_warps=4, num_stages=2)
-            whole = Tiles(block_m=16, block_n=32, num_warps=1, num_stages=3)
+            whole = Tiles(block_m=16, block_n=64, num_warps=2, num_stages=2)
+            crowded = Tiles(block_m=16, block_n=32, num_warps=1, num_stages=3)
         return cls(
             extend=replace(extend, block_m=max(extend.block_m, least_m)),
             few=replace(few, block_m=max(few.block_m, least_m)),
             split=split,
             whole=whole,
+            crowded=crowded,
             min_split=32,
             num_programs=2 * num_multiprocessors(device),
             max_splits=64,
@@ -256,7 +261,9 @@ class TritonBackend:
         block_m = max(16, triton.next_power_of_2(block_q * self._group))
         tiles = tuning.few
         if block_m == 16:
-            tiles = tuning.whole if num_splits == 1 else tuning.split
+            is_crowded = num_items * self._num_kv_heads > 1.5 * tuning.num_programs
+            whole = tuning.crowded if is_crowded else tuning.whole
+            tiles = whole if num_splits == 1 else tuning.split
         return LaunchShape(num_items, 0, replace(tiles, block_m=block_m), num_splits)
 
 
