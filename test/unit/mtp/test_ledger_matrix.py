@@ -17,10 +17,13 @@ from sglang.srt.managers.control_messages import AbortReq
 from sglang.srt.managers.invariants import LedgerViolation
 from sglang.srt.managers.request_lifecycle import RequestLifecycle
 from sglang.srt.model_executor.model_runner import ModelRunner
+from target import TARGET
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner
 
 MASK = 5
-NUM_SEEDS = 200
+IS_ON_CPU = TARGET.device == "cpu"
+NUM_SEEDS = 200 if IS_ON_CPU else 25
+CONCURRENCIES = (1, 8) if IS_ON_CPU else (1, 8, 64)
 TAU = 0.6  # conf_adapt then accepts one token about as often as more
 MAX_NEW_TOKENS = 14
 NUM_PROMPTS = 6
@@ -29,10 +32,20 @@ BASE = Setup(num_pages=400, max_running_requests=8)
 
 
 @functools.cache
-def runner_for(path: Path, page_size: int) -> ModelRunner:
+def runner_for(path: Path, page_size: int, concurrency: int = 8) -> ModelRunner:
     """Shared by all runs: what earlier ones left in the pool must not matter."""
-    setup = replace(BASE, page_size=page_size, num_pages=400 // page_size)
+    setup = replace(
+        BASE,
+        page_size=page_size,
+        num_pages=400 * scale_of(concurrency) // page_size,
+        max_running_requests=max(BASE.max_running_requests, concurrency),
+    )
     return make_runner(path, setup, 128, MTP_MAX_ROWS)
+
+
+def scale_of(concurrency: int) -> int:
+    """By how much more memory there is than for the 8 requests of `BASE`."""
+    return max(1, concurrency // BASE.max_running_requests)
 
 
 @functools.cache
@@ -55,7 +68,7 @@ class MatrixRun:
         self.random = random.Random(seed)
         choose = self.random.choice
         page_size = choose([1, 1, 16])
-        num_tokens = choose([112, 160, 400])
+        num_tokens = choose([112, 160, 400]) * scale_of(concurrency)
         self.setup = replace(
             BASE,
             page_size=page_size,
@@ -66,7 +79,7 @@ class MatrixRun:
             retract_interval=choose([0, 0, 0, 2]),
             max_running_requests=concurrency,
         )
-        worker = make_mtp_worker(runner_for(path, page_size), MASK)
+        worker = make_mtp_worker(runner_for(path, page_size, max(concurrency, 8)), MASK)
         self.harness = SchedulerHarness(self.setup, worker)
         self.jobs: dict[int, tuple[int, bool, int]] = {}
         self.num_left = concurrency + 2
@@ -121,7 +134,7 @@ class MatrixRun:
                 assert min(right.margins) < EQUALITY_MARGIN, (self.setup, index, verify)
 
 
-@pytest.mark.parametrize("concurrency", [1, 8])
+@pytest.mark.parametrize("concurrency", CONCURRENCIES)
 @pytest.mark.parametrize("tau", [STATIC, TAU], ids=["static", "conf_adapt"])
 @pytest.mark.parametrize("k", [3, 5, 8])
 def test_the_ledger_is_exact_after_every_step(
@@ -137,7 +150,7 @@ def test_the_ledger_is_exact_after_every_step(
             step_lens.update(outcome.step_lens)
     # The runs must really do what they are meant to.
     assert {1, 2, k} <= step_lens <= set(range(1, k + 1))
-    assert num_retractions > 30
+    assert num_retractions > 0.15 * NUM_SEEDS
 
 
 def defer_through_admission(lifecycle: RequestLifecycle) -> None:
