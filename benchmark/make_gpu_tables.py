@@ -96,7 +96,7 @@ def step_profile(results: list[Result]) -> str:
         "kernels": "kernels_per_step",
     }
     rows += [[name, *(f"{row[key]:,.0f}" for row in batches)] for name, key in totals.items()]
-    text = table(["µs per step", *(f"batch {row['batch']}" for row in batches)], rows)
+    text = table(["µs per step", *(row["load"] for row in batches)], rows)
     for row in batches:
         if asked_ms := HOST_MS.get(row["batch"]):
             verdict = _verdict(row["host_us"] / 1e3, asked_ms, is_least=False)

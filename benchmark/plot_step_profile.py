@@ -28,7 +28,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     pyplot = load_pyplot()
     rows = result["rows"]
     figure, axis = pyplot.subplots(figsize=(8, 4.8))
-    names, bottom = [str(row["batch"]) for row in rows], [0.0] * len(rows)
+    names, bottom = [row["load"] for row in rows], [0.0] * len(rows)
     for kind, values in layers(rows).items():
         color = {"color": "lightgray"} if kind == GAPS else {}
         axis.bar(names, values, bottom=bottom, label=kind, **color)

@@ -2,7 +2,9 @@
 
 Steps of one static batch, overlapping as in the server, under torch's profiler (CUPTI): random
 weights in a large geometry (as `decode_steps.py`), 128 tokens in. Also the time that the host takes
-to launch a step. With --plot FILE draws the result.
+to launch a step. --mixed adds steps of a full load: 128 requests at once, prompts of 512 tokens and
+128 new ones each, so that prompts and decodes share every step. `plot_step_profile.py` draws the
+result.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +49,38 @@ def kind_of(name: str) -> str:
     return "other"
 
 
-def profile(batch: OneBatch, size: int, vocab_size: int) -> dict[str, Any]:
-    """Kernel times of a step of `size` requests, in microseconds."""
-    chooser = random.Random(size)
-    prompts = [[chooser.randrange(2, vocab_size) for _ in range(INPUT_LEN)] for _ in range(size)]
+@dataclass(frozen=True)
+class Load:
+    """Requests of a profile, all at once.
+
+    Attributes:
+        warm_steps: before the measured ones.
+    """
+
+    name: str
+    num_requests: int
+    input_len: int
+    output_len: int
+    warm_steps: int
+
+    @classmethod
+    def decode(cls, size: int) -> Load:
+        return cls(f"batch {size}", size, INPUT_LEN, 4 * NUM_STEPS + WARM_STEPS, WARM_STEPS)
+
+
+MIXED = Load("mixed, 128 running", 400, 512, 128, 200)  # by then as many begin as end
+
+
+def profile(batch: OneBatch, load: Load, vocab_size: int) -> dict[str, Any]:
+    """Kernel times of a step, in microseconds."""
+    chooser = random.Random(load.num_requests)
+    prompts = [
+        [chooser.randrange(2, vocab_size) for _ in range(load.input_len)]
+        for _ in range(load.num_requests)
+    ]
     host_us: list[float] = []
-    with batch.overlapping_steps(prompts, 4 * NUM_STEPS + WARM_STEPS) as step:
-        for _ in range(WARM_STEPS):
+    with batch.overlapping_steps(prompts, load.output_len) as step:
+        for _ in range(load.warm_steps):
             step()
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -71,7 +99,8 @@ def profile(batch: OneBatch, size: int, vocab_size: int) -> dict[str, Any]:
                 step()
             torch.cuda.synchronize()
     return {
-        "batch": size,
+        "batch": load.num_requests,
+        "load": load.name,
         "wall_us": wall_us,
         "host_us": statistics.median(host_us),
         **_sums(profiler),
@@ -87,21 +116,33 @@ def _sums(profiler: Any) -> dict[str, Any]:
     )
     kinds: dict[str, float] = defaultdict(float)
     kernels: dict[str, list[float]] = defaultdict(list)
-    idle, busy_until = 0.0, events[0][0]
+    gaps: dict[str, list[float]] = defaultdict(list)
+    idle, busy_until, last_name = 0.0, events[0][0], events[0][2]
     for start, end, name in events:
         # A kernel launched early waits beside the one before it: its time begins when that ends.
         alone = max(0.0, end - max(start, busy_until))
         kinds[kind_of(name)] += alone
         kernels[name].append(alone)
-        idle += max(0.0, start - busy_until)
-        busy_until = max(busy_until, end)
+        if start > busy_until:
+            idle += start - busy_until
+            gaps[f"{last_name[:50]} > {name[:50]}"].append(start - busy_until)
+        busy_until, last_name = max(busy_until, end), name
     whole = busy_until - events[0][0]
     largest = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:24]
+    widest = sorted(gaps.items(), key=lambda item: -sum(item[1]))[:8]
     return {
         "profiled_us": whole / NUM_STEPS,
         "idle_us": idle / NUM_STEPS,
         "kernels_per_step": len(events) / NUM_STEPS,
         "kinds_us": {kind: total / NUM_STEPS for kind, total in sorted(kinds.items())},
+        "gaps": [
+            {
+                "between": pair,
+                "per_step": len(all_us) / NUM_STEPS,
+                "us_per_step": sum(all_us) / NUM_STEPS,
+            }
+            for pair, all_us in widest
+        ],
         "kernels": [
             {
                 "name": name[:90],
@@ -114,38 +155,14 @@ def _sums(profiler: Any) -> dict[str, Any]:
     }
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Stacked bars of a step's time by kind."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    kinds = sorted({kind for row in rows for kind in row["kinds_us"]})
-    figure, axis = pyplot.subplots(figsize=(8, 4.5))
-    labels = [str(row["batch"]) for row in rows]
-    bottom = [0.0] * len(rows)
-    for kind in [*kinds, "gaps"]:
-        values = [
-            (row["idle_us"] if kind == "gaps" else row["kinds_us"].get(kind, 0.0)) / 1e3
-            for row in rows
-        ]
-        axis.bar(labels, values, bottom=bottom, label=kind)
-        bottom = [low + value for low, value in zip(bottom, values, strict=True)]
-    axis.set_xlabel("requests in the batch")
-    axis.set_ylabel("milliseconds per decode step")
-    axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path)
-
-
 def main() -> None:
     """Profiles, prints a table, writes the result."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--attention-backend")
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--chunked-prefill-size", type=int, default=512, help="of mixed steps")
+    parser.add_argument("--mixed", action="store_true", help="also steps of prompts and decodes")
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     geometry = GEOMETRIES[arguments.geometry]
@@ -157,17 +174,21 @@ def main() -> None:
                 load_format="dummy",
                 attention_backend=arguments.attention_backend,
                 disable_radix_cache=True,
-                max_running_requests=max(arguments.batch_sizes),
-                chunked_prefill_size=8192,
-                context_length=512,
+                max_running_requests=128,
+                chunked_prefill_size=arguments.chunked_prefill_size,
+                context_length=1024,
             )
         )
-        sizes = tqdm(arguments.batch_sizes, desc="profiling", unit="batch")
-        rows = [profile(batch, size, geometry["vocab_size"]) for size in sizes]
+        loads = [Load.decode(size) for size in arguments.batch_sizes]
+        loads += [MIXED] if arguments.mixed else []
+        bar = tqdm(loads, desc="profiling", unit="batch")
+        rows = [profile(batch, load, geometry["vocab_size"]) for load in bar]
     for row in rows:
-        print(f"batch {row['batch']}: wall {row['wall_us']:.0f} us, host {row['host_us']:.0f} us,")
+        print(f"{row['load']}: wall {row['wall_us']:.0f} us, host {row['host_us']:.0f} us,")
         print(f"  idle {row['idle_us']:.0f} us, {row['kernels_per_step']:.0f} kernels, by kind:")
         print("  " + ", ".join(f"{k} {v:.0f}" for k, v in row["kinds_us"].items()))
+        for gap in row["gaps"]:
+            print(f"  gaps {gap['us_per_step']:6.1f} us {gap['per_step']:6.1f} x  {gap['between']}")
         for kernel in row["kernels"]:
             print(
                 f"  {kernel['us_per_step']:8.1f} us {kernel['per_step']:6.1f} x"
@@ -175,8 +196,6 @@ def main() -> None:
             )
     result = {**describe_environment(), "geometry": arguments.geometry, "rows": rows}
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    if arguments.plot:
-        plot(rows, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -272,6 +272,7 @@ PROFILE: dict[str, Any] = {
     "rows": [
         {
             "batch": batch,
+            "load": f"batch {batch}",
             "kinds_us": {"norm": 1.0 * batch, "matrix products": 500.0},
             "idle_us": 7.0,
             "profiled_us": 600.0,
