@@ -1,0 +1,128 @@
+"""Do all ways to run on a GPU give the right tokens? The suites, once per way.
+
+    python scripts/run_gpu_matrix.py --out benchmark/results/gpu_suites.json
+    python scripts/run_gpu_matrix.py --ways triton "triton, no graphs" --paths test/e2e/test_mtp.py
+
+Every way is a value of SGLANG_TEST_TARGET (`test/target.py`) for the same tests: those that compare
+tokens with transformers, with a CPU or with each other, or check the KV ledger after every step.
+FlashInfer has no float32 and no small heads, so it runs in float16 those over the bundled model.
+Needs the packages of scripts/run_gpu_suite.sh. Exit code 1 if a test fails or a run has none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmark"))
+from environment import describe_environment  # noqa: E402
+
+DEMO_SUITES = (
+    "test/e2e/test_greedy_equality.py",
+    "test/e2e/test_mtp.py",
+    "test/e2e/test_engine_determine_generation.py",
+    "test/e2e/test_engine_pause_continue.py",
+    "test/e2e/test_engine_flush_cache.py",
+    "test/unit/mtp/test_mtp_equality.py",
+)
+SUITES = (
+    *DEMO_SUITES,
+    "test/e2e/test_logprobs_and_penalties.py",
+    "test/unit/mtp/test_mtp_requests.py",
+    "test/unit/mtp/test_pause_with_model.py",
+    "test/unit/mtp/test_observability.py",
+    "test/unit/mtp/test_ledger_matrix.py",
+)
+NO_OVERLAP = {"disable_overlap_schedule": True}
+NO_GRAPHS = {"disable_cuda_graph": True}
+TRITON = {"attention_backend": "triton"}
+FLASHINFER = {"attention_backend": "flashinfer", "dtype": "float16"}
+WAYS: dict[str, dict[str, Any]] = {
+    f"{backend}{more}": {**flags, **changes}
+    for backend, flags in (("triton", TRITON), ("flashinfer", FLASHINFER))
+    for more, changes in (
+        ("", {}),
+        (", no overlap", NO_OVERLAP),
+        (", no graphs", NO_GRAPHS),
+        (", no graphs, no overlap", {**NO_GRAPHS, **NO_OVERLAP}),
+    )
+} | {"torch_native": {"attention_backend": "torch_native"}}
+
+
+def run(way: dict[str, Any], paths: list[str], num_workers: int, limit_s: float) -> dict[str, Any]:
+    """Counts of one run of pytest, names of tests that failed, near-ties that tests printed."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
+        command += ["-n", str(num_workers), "--dist", "loadfile", f"--junitxml={report}"]
+        command += ["-o", "junit_logging=system-out", "-o", "junit_log_passing_tests=true"]
+        try:
+            subprocess.run(
+                command,
+                cwd=ROOT,
+                env={**os.environ, "SGLANG_TEST_TARGET": json.dumps(way)},
+                stdout=subprocess.DEVNULL,
+                timeout=limit_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return {"failed_tests": [f"not done after {limit_s:.0f} s"], "tests": 0}
+        found = counts(report)
+    return {**found, "seconds": round(time.perf_counter() - start)}
+
+
+def counts(report: Path) -> dict[str, Any]:
+    """What a JUnit file of pytest says."""
+    if not report.exists():
+        return {"failed_tests": ["pytest did not run"], "tests": 0}
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    kinds = ("failure", "error")
+    bad = [case for case in cases if any(case.find(kind) is not None for kind in kinds)]
+    texts = [output.text or "" for case in cases for output in case.iter("system-out")]
+    ties = [int(count) for text in texts for count in re.findall(r"(\d+) near-ties in", text)]
+    return {
+        "tests": len(cases),
+        "skipped": sum(case.find("skipped") is not None for case in cases),
+        "failed_tests": [f"{case.get('classname')}::{case.get('name')}" for case in bad],
+        "near_ties": sum(ties),
+    }
+
+
+def main() -> int:
+    """Runs all ways; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--paths", nargs="+", help="instead of the suites")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--limit-s", type=float, default=900.0, help="for one way")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    results = {}
+    for name in tqdm(arguments.ways, desc="ways", unit="way", disable=None):
+        suites = DEMO_SUITES if name.startswith("flashinfer") else SUITES
+        paths = arguments.paths or list(suites)
+        found = run(WAYS[name], paths, arguments.workers, arguments.limit_s)
+        results[name] = {"target": WAYS[name], **found}
+        verdict = "ok" if found["tests"] and not found["failed_tests"] else "FAILED"
+        print(f"{name:36} {verdict:7} {found}", flush=True)
+        if arguments.out is not None:
+            result = {**describe_environment(), "ways": results}
+            arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    return int(any(not way["tests"] or way["failed_tests"] for way in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""run_gpu_matrix.py: what it reads from pytest, and that its ways are real."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from code_shape import ROOT
+from sglang.srt.registry import ATTENTION_BACKENDS
+from sglang.srt.server_args import ServerArgs
+
+TESTS = """
+import pytest
+
+def test_good():
+    print("8 at once: 2 near-ties in 50 prompts")
+    print("alone: 1 near-ties in 50 prompts")
+
+def test_bad():
+    assert False
+
+@pytest.fixture
+def broken():
+    raise RuntimeError
+
+def test_error(broken): ...
+
+def test_skipped():
+    pytest.skip("no")
+"""
+
+
+@pytest.fixture(scope="module")
+def matrix() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("matrix", ROOT / "scripts/run_gpu_matrix.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_counts_of_a_run(matrix: Any, tmp_path: Path) -> None:
+    path = tmp_path / "test_some.py"
+    path.write_text(TESTS)
+    found = matrix.run({"device": "cpu"}, [str(path)], num_workers=1, limit_s=60)
+    assert found["tests"] == 4
+    assert found["skipped"] == 1
+    assert sorted(name.split("::")[1] for name in found["failed_tests"]) == [
+        "test_bad",
+        "test_error",
+    ]
+    assert found["near_ties"] == 3
+
+
+def test_a_run_without_tests_is_a_failure(matrix: Any, tmp_path: Path) -> None:
+    found = matrix.run({"device": "cpu"}, [str(tmp_path / "nothing.py")], 1, 60)
+    assert found["tests"] == 0
+
+
+def test_every_way_names_flags_and_every_suite_exists(matrix: Any) -> None:
+    for way in matrix.WAYS.values():
+        assert way.keys() <= vars(ServerArgs()).keys()
+        assert way["attention_backend"] in ATTENTION_BACKENDS.names
+    assert {way["attention_backend"] for way in matrix.WAYS.values()} == set(
+        ATTENTION_BACKENDS.names
+    )
+    assert all((ROOT / path).exists() for path in matrix.SUITES)
