@@ -39,7 +39,7 @@ from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
 from sglang.srt.model_executor.request_rows import RequestRows
 from sglang.srt.mtp.length_policy import FullLength, LengthPolicy
 from sglang.srt.mtp.mtp_worker import MTPConfig, MTPWorker
-from sglang.srt.runtime_config import MAX_GRAPH_ROWS
+from sglang.srt.runtime_config import DEFAULT_OPS, MAX_GRAPH_ROWS
 from sglang.srt.sampling.sampling_params import SamplingParams
 from target import TARGET
 
@@ -322,7 +322,8 @@ def make_runner(
             max_running_requests=setup.max_running_requests,
             context_len=context_len,
             row_width=context_len + 2 * max_decode_rows,
-            layer_ops="torch" if device == "cpu" else "triton",
+            layer_ops=DEFAULT_OPS[device],
+            step_ops=DEFAULT_OPS[device],
             max_graph_width=max_graph_width,
             max_graph_rows=MAX_GRAPH_ROWS if max_graph_width == max_decode_rows else 0,
             poisons_graphs=poisons_graphs,
@@ -346,7 +347,8 @@ def make_mtp_worker(
 ) -> MTPWorker:
     """The worker that predicts up to MTP_MAX_K tokens per step, over a runner with rows for it."""
     num_rows = runner.req_to_token_pool.req_to_token.shape[0]
-    device = str(runner.req_to_token_pool.req_to_token.device)
-    state = RequestRows(num_rows, MTP_MAX_K, runner.vocab_size, device)
+    device = runner.req_to_token_pool.req_to_token.device
+    state = RequestRows(num_rows, MTP_MAX_K, runner.vocab_size, str(device))
+    config = {"acceptance": DEFAULT_OPS[device.type], **config}
     settings = MTPConfig(mask_token_id=mask_token_id, max_k=MTP_MAX_K, **config)
     return MTPWorker(runner, state, settings, policy or FullLength())

@@ -19,17 +19,25 @@ def to_device(
 
 
 class HostCopy:
-    """Tensors on their way to the host since this was made; some may be there already."""
+    """Tensors on their way to the host since this was made; some may be there already. Parts of one
+    tensor travel together, as all of it."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
         self._host = list(tensors)
+        copies: dict[int, torch.Tensor] = {}
         for index, tensor in enumerate(tensors):
             if tensor.device.type != "cpu":
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                self._host[index] = host.copy_(tensor, non_blocking=True)
-                self._event = torch.cuda.Event()
-        if self._event is not None:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in copies:
+                    whole = tensor.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
+                    host = torch.empty(whole.shape, dtype=tensor.dtype, pin_memory=True)
+                    copies[storage.data_ptr()] = host.copy_(whole, non_blocking=True)
+                self._host[index] = copies[storage.data_ptr()].as_strided(
+                    tensor.shape, tensor.stride(), tensor.storage_offset()
+                )
+        if copies:
+            self._event = torch.cuda.Event()
             self._event.record()
 
     @property

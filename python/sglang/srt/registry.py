@@ -33,6 +33,13 @@ class Registry:
         return getattr(importlib.import_module(module), attribute)
 
 
+ACCEPTANCE = Registry(
+    "acceptance of predictions",
+    {
+        "torch": "sglang.srt.mtp.acceptance:TorchAcceptance",
+        "triton": "sglang.srt.mtp.triton_acceptance:TritonAcceptance",
+    },
+)
 ATTENTION_BACKENDS = Registry(
     "attention backend",
     {
@@ -55,5 +62,12 @@ MODELS = Registry(
         "MistralForCausalLM": "sglang.srt.models.mistral:MistralForCausalLM",
         "Qwen2ForCausalLM": "sglang.srt.models.qwen2:Qwen2ForCausalLM",
         "Qwen3ForCausalLM": "sglang.srt.models.qwen3:Qwen3ForCausalLM",
+    },
+)
+STEP_OPS = Registry(
+    "set of step operations",
+    {
+        "torch": "sglang.srt.model_executor.torch_step_ops:TorchStepOps",
+        "triton": "sglang.srt.model_executor.triton_step_ops:TritonStepOps",
     },
 )

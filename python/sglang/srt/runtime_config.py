@@ -25,7 +25,7 @@ MAX_CPU_THREADS = 16
 MIN_CAPABILITY = (8, 0)  # of a CUDA GPU
 MAX_GRAPH_ROWS = 1024  # beyond, a GPU is busy for longer than the launches take
 DEFAULT_BACKENDS = {"cpu": "torch_native", "cuda": "triton"}
-DEFAULT_LAYER_OPS = {"cpu": "torch", "cuda": "triton"}
+DEFAULT_OPS = {"cpu": "torch", "cuda": "triton"}
 
 
 class ConfigError(ValueError):
@@ -74,7 +74,8 @@ def resolve(
         context_len=context_len,
         row_width=context_len + 2 * max_decode_rows,
         kv_budget_bytes=_host_kv_budget(args, platform) if device == "cpu" else None,
-        layer_ops=DEFAULT_LAYER_OPS[device],
+        layer_ops=DEFAULT_OPS[device],
+        step_ops=DEFAULT_OPS[device],
         max_graph_width=_max_graph_width(args, device, max_decode_rows),
         max_graph_rows=_max_graph_rows(args, device, mtp),
         poisons_graphs=environ.graph_poison,
@@ -213,6 +214,7 @@ def _mtp(args: ServerArgs, model: ModelConfig, environ: Environ, device: str) ->
         limits_unverified=args.mtp_load_aware_k,
         trims_rows=device == "cpu",
         measures_costs=device != "cpu",
+        acceptance=DEFAULT_OPS[device],
         traces=environ.mtp_debug_trace is not None,
         bypasses_graphs=_max_graph_width(args, device, 2) == 1,
     )

@@ -369,7 +369,9 @@ def test_the_large_workspace_is_shared(made: list[FakeWrapper]) -> None:
 def test_its_capabilities_need_no_package() -> None:
     capabilities = FlashInferBackend.capabilities()
     assert capabilities.problems("cuda", torch.bfloat16, 16) == []
-    assert capabilities.problems("cuda", torch.float32, 1) == ["has no torch.float32"]
+    assert capabilities.problems("cuda", torch.float32, 1) == [
+        "has no torch.float32; use --dtype bfloat16 or float16"
+    ]
     assert capabilities.problems("cpu", torch.bfloat16, 1) == ["runs on ['cuda'], not on cpu"]
 
 

@@ -19,11 +19,20 @@ from triton.compiler import ASTSource
 
 from sglang.srt.layers.attention import triton_kernels as attention
 from sglang.srt.layers.ops import triton_ops as ops
+from sglang.srt.model_executor import triton_step_ops as steps
+from sglang.srt.mtp import triton_acceptance as acceptance
 
-CAPABILITIES = (80, 90)
+TARGETS = ((80, "fp16"), (90, "bf16"))
 INTEGERS = ("slots_ptr", "positions_ptr", "rows_ptr", "kv_lens_ptr")  # pointers to int64
 SHORT_INTEGERS = ("items_ptr", "table_ptr")  # pointers to int32
 FLOATS = ("sums_ptr", "stats_ptr", "rope_table_ptr")
+STEP_INTEGERS = {
+    f"{name}_ptr": "*i64"
+    for name in (
+        *("numbers", "committed", "pending", "pending_lens", "tokens", "reads", "out", "spread"),
+        *("input_ids", "requests"),
+    )
+}
 HEADS = {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128}
 
 
@@ -95,11 +104,23 @@ KERNELS = {
         attention._combine_kernel,
         attention_constants(16, 32, False, MIN_SPLIT=32, BLOCK_S=64),
     ),
+    "page table": Kernel(steps._write_table_kernel, {"BLOCK": 128}, types=STEP_INTEGERS),
+    "rows of a step": Kernel(steps._lay_out_kernel, {"BLOCK": 128}, types=STEP_INTEGERS),
+    "end of a plain step": Kernel(steps._commit_kernel, {"BLOCK": 128}, types=STEP_INTEGERS),
+    "inputs of a graph": Kernel(steps._fill_kernel, {"BLOCK": 128}, types=STEP_INTEGERS),
+    **{
+        f"acceptance, probabilities: {has_probs}": Kernel(
+            acceptance._accept_kernel,
+            {"BLOCK": 8, "HAS_PROBS": has_probs},
+            num_warps=1,
+            types={**STEP_INTEGERS, "probs_ptr": "*fp32", "thresholds_ptr": "*fp32"},
+        )
+        for has_probs in (True, False)
+    },
 }
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("capability", "dtype"), TARGETS)
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_compiles(name: str, capability: int, dtype: str) -> None:
     kernel = KERNELS[name]

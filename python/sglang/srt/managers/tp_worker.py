@@ -17,13 +17,10 @@ from sglang.srt.device_copies import to_device
 from sglang.srt.layers.logprobs import LogprobTensors, query_logprobs
 from sglang.srt.layers.sampler import Sampler, SamplingRows
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.model_executor.forward_inputs import (
-    apply_writes,
-    build_forward_batch,
-    flat_rows,
-)
+from sglang.srt.model_executor.forward_inputs import build_forward_batch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.request_rows import RequestRows
+from sglang.srt.model_executor.step_ops import RowLayout, StepCounts
 from sglang.srt.model_executor.step_outputs import hidden_states, prompt_logprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -44,49 +41,45 @@ class TpModelWorker:
         self._table = runner.req_to_token_pool
         self._state = state
         self._sampler = Sampler(state.committed.device, suppressed_token_ids)
+        runner.step_ops.warm_up(state, self._table)
 
     def step_width(self, params: SamplingParams) -> StepWidth:
         return PLAIN_WIDTH
 
     @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        apply_writes(batch, self._state, self._table)
-        inputs = build_forward_batch(
-            batch, batch.max_q_lens, self._state, self._table, bounds_are_exact=True
+        self._state.initialize(batch.new_rows)
+        counts = StepCounts.plain(batch)
+        inputs, layout = build_forward_batch(
+            self._runner.step_ops, batch, counts, self._state, self._table, bounds_are_exact=True
         )
-        result, _ = self.run(batch, inputs)
+        result, _ = self.run(batch, inputs, layout)
         return result
 
-    def run(self, batch: ScheduleBatch, inputs: ForwardBatch) -> tuple[GenerationBatchResult, bool]:
-        """A step whose writes have been applied and whose rows are laid out; and whether it
+    def run(
+        self, batch: ScheduleBatch, inputs: ForwardBatch, layout: RowLayout
+    ) -> tuple[GenerationBatchResult, bool]:
+        """A step that is laid out and reads the last row of each request that emits; and whether it
         replayed a captured graph."""
-        state, q_lens = self._state, inputs.q_lens
+        state, q_lens, reads = self._state, inputs.q_lens, layout.reads
         forward = self._runner.forward(inputs)
         hidden = forward.hidden
-        state.committed[inputs.rows] = inputs.kv_lens
-        device = inputs.rows.device
-        rows, positions, last = inputs.rows, inputs.kv_lens, hidden
-        emitting = [(i, q_lens[i] - 1) for i, emits in enumerate(batch.emits) if emits]
-        if len(emitting) < len(q_lens):
-            indices = to_device([i for i, _ in emitting], device, torch.int64)
-            rows, positions = rows[indices], positions[indices]
-        if len(hidden) > len(emitting):
-            last = hidden[flat_rows(emitting, q_lens, device)]
-        logits = self._runner.compute_logits(last)
+        reads_all = len(hidden) == len(reads.index)
+        logits = self._runner.compute_logits(hidden if reads_all else hidden[reads.index])
         if batch.adjusts_logits:
             logits = logits.float()
-            state.adjustments.apply(logits, rows, positions)
-        sampling = None if batch.all_greedy else state.sampling(rows, positions)
+            state.adjustments.apply(logits, reads.rows, reads.positions)
+        sampling = None if batch.all_greedy else state.sampling(reads.rows, reads.positions)
         tokens = self._sampler.sample(logits, sampling)
-        state.pending[rows, 0] = tokens
+        next_token_ids = self._runner.step_ops.commit(layout, tokens, state)
         if batch.adjusts_logits:
-            state.adjustments.record(rows, tokens)
+            state.adjustments.record(reads.rows, tokens)
         emitted = prompts = None
         if batch.logprobs is not None:
             emitted = self._emitted_logprobs(batch, batch.logprobs, logits, sampling, tokens)
             prompts = prompt_logprobs(batch.logprobs, hidden, q_lens, self._runner.compute_logits)
         result = GenerationBatchResult(
-            next_token_ids=tokens[:, None] if all(batch.emits) else state.pending[inputs.rows, :1],
+            next_token_ids=next_token_ids,
             accept_lens=torch.tensor(batch.emits, dtype=torch.int64),
             kept_lens=torch.tensor(q_lens),
             emitted_logprobs=emitted,

@@ -13,12 +13,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tqdm import tqdm
 
-from sglang.srt.device_copies import to_device
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.model_executor.forward_batch_info import (
     DECODE,
@@ -28,6 +27,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     GraphKey,
 )
+from sglang.srt.model_executor.step_ops import StaticInputs, StepOps
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +116,7 @@ class CudaGraphRunner:
     Args:
         plan: the attention's, called before each capture and replay.
         forward: the model over a planned batch.
+        ops: copies steps into the inputs of graphs.
         longest: KV tokens of a request at most.
         poisons: overwrite all inputs and the result before each replay, so that whatever a step
             does not fill anew shows.
@@ -125,6 +126,7 @@ class CudaGraphRunner:
         self,
         plan: Callable[[ForwardBatch], None],
         forward: Callable[[ForwardBatch], torch.Tensor],
+        ops: StepOps,
         keys: GraphKeys,
         longest: int,
         device: str,
@@ -132,15 +134,15 @@ class CudaGraphRunner:
     ) -> None:
         self._plan = plan
         self._forward = forward
+        self._ops = ops
         self._keys = keys
         self._longest = longest
         self._poisons = poisons
         most_tokens = max(key.num_tokens for key in keys.all)
         most_reqs = max(key.num_reqs for key in keys.all)
-        # input ids, positions, slots
         self._tokens = torch.zeros((3, most_tokens), dtype=torch.int64, device=device)
-        # rows, lengths
         self._requests = torch.zeros((2, most_reqs), dtype=torch.int64, device=device)
+        self._static = StaticInputs(self._tokens, self._requests)
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[GraphKey, _Captured] = {}
 
@@ -174,36 +176,12 @@ class CudaGraphRunner:
             self._tokens[1].fill_(self._longest - 1)
             self._requests.fill_(self._longest)
             captured.hidden.fill_(float("nan"))
-        places = self._fill(key, batch)
+        places = self._ops.fill(self._static, key, batch)
         self._plan(self._static_batch(key, batch))
         captured.graph.replay()
         if places is None:
             return captured.hidden[: batch.input_ids.shape[0]]
         return captured.hidden[places]
-
-    def _fill(self, key: GraphKey, batch: ForwardBatch) -> torch.Tensor | None:
-        """Copies the step into the static buffers; where its rows are, unless in front."""
-        tokens, requests = self._tokens, self._requests
-        num_tokens, num_reqs = batch.input_ids.shape[0], len(batch.q_lens)
-        places = _spread(batch.q_lens, key.width) if key.tag == UNIFORM else None
-        index = None if places is None else to_device(places, tokens.device)
-        sources = (batch.input_ids, batch.positions, batch.slots)
-        if index is None:
-            tokens[:, num_tokens : key.num_tokens] = 0
-            for buffer, source in zip(tokens, sources, strict=True):
-                buffer[:num_tokens].copy_(source)
-        else:
-            tokens[:, : key.num_tokens] = 0
-            tokens.index_copy_(1, index, torch.stack(sources))
-        requests[0, num_reqs : key.num_reqs] = 0
-        requests[1, num_reqs : key.num_reqs] = key.width
-        requests[0, :num_reqs].copy_(batch.rows)
-        if index is None:
-            requests[1, :num_reqs].copy_(batch.kv_lens)
-        else:  # each request's length, had it fed all its rows
-            lacking = [key.width - q_len for q_len in batch.q_lens]
-            requests[1, :num_reqs] = batch.kv_lens + to_device(lacking, tokens.device)
-        return index
 
     def _static_batch(self, key: GraphKey, batch: ForwardBatch) -> ForwardBatch:
         """The step as the graph sees it: static buffers with room for padding."""
@@ -228,9 +206,6 @@ class CudaGraphRunner:
         count = key.num_reqs
         share, rest = divmod(key.num_tokens, count)
         empty = self._tokens[0, :0]
-        self._tokens[:, : key.num_tokens] = 0
-        self._requests[0, :count] = 0
-        self._requests[1, :count] = key.width
         shape = ForwardBatch(
             input_ids=empty,
             positions=empty,
@@ -241,6 +216,7 @@ class CudaGraphRunner:
             kv_len_upper_bounds=[key.width] * count,
             bounds_are_exact=True,
         )
+        self._ops.fill(self._static, key, replace(shape, q_lens=[]))
         batch = self._static_batch(key, shape)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -271,10 +247,3 @@ def _powers_of_two(limit: int) -> list[int]:
 def _row_counts(least: int, most: int) -> list[int]:
     """Numbers of rows for steps of `least` to `most`."""
     return [rows for rows in ROWS if least < rows < most] + [most]
-
-
-def _spread(q_lens: Sequence[int], width: int) -> list[int] | None:
-    """Place of each row if every request had `width` rows; None if so it is."""
-    if all(q_len == width for q_len in q_lens):
-        return None
-    return [index * width + row for index, q_len in enumerate(q_lens) for row in range(q_len)]

@@ -14,9 +14,10 @@ from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphKeys
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_loader import load_model
+from sglang.srt.model_executor.step_ops import StepOps
 from sglang.srt.model_executor.weight_store import WeightStore
 from sglang.srt.platform import memory_for, static_bytes_left
-from sglang.srt.registry import ATTENTION_BACKENDS, LAYER_OPS
+from sglang.srt.registry import ATTENTION_BACKENDS, LAYER_OPS, STEP_OPS
 
 LESS_STATIC_MEMORY = "Lower --mem-fraction-static, --max-total-tokens"
 
@@ -32,6 +33,7 @@ class ExecutionConfig:
         kv_budget_bytes: memory for the KV pool; None for what the weights leave of
             `static_memory_share` of the device's memory.
         layer_ops: name of the operations between matrix products.
+        step_ops: name of the operations around a forward pass.
         max_graph_width: rows of a request in steps without prompts that replay a captured graph,
             where the attention backend can; 0 for no graphs, 1 for plain decoding alone.
         max_graph_rows: rows in all of steps with prompts that do; 0 for none.
@@ -53,6 +55,7 @@ class ExecutionConfig:
     num_threads: int
     static_memory_share: float = 0.0
     layer_ops: str = "torch"
+    step_ops: str = "torch"
     max_graph_width: int = 0
     max_graph_rows: int = 0
     poisons_graphs: bool = False
@@ -124,9 +127,11 @@ class ModelRunner:
         attention: AttentionBackend = backend(
             self.req_to_token_pool, self.kv_pool, model.num_heads, self.model.windows
         )
+        place = self.kv_pool.kv[0].device
         self._layers = LayerRuntime(
-            LAYER_OPS.load(config.layer_ops)(self.kv_pool.kv[0].device), attention, self.kv_pool
+            LAYER_OPS.load(config.layer_ops)(place), attention, self.kv_pool
         )
+        self.step_ops: StepOps = STEP_OPS.load(config.step_ops)(place)
         self._threads = HostThreads(config.num_threads) if config.device == "cpu" else None
         self._graph_support: GraphSupport = backend.capabilities().graph
         self._config = config
@@ -152,6 +157,7 @@ class ModelRunner:
         graphs = CudaGraphRunner(
             self._layers.plan,
             lambda batch: self.model(batch, self._layers),
+            self.step_ops,
             keys,
             config.row_width,
             config.device,

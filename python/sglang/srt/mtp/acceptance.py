@@ -7,8 +7,19 @@ the lossless mode also reads the rows of the pending tokens, which predict those
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+
+from sglang.srt.model_executor.request_rows import RequestRows
+from sglang.srt.model_executor.step_ops import (
+    EMITS,
+    IS_VERIFIED,
+    NUM_HOST,
+    NUM_PREDICTED,
+    READ_START,
+    ROW,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +89,93 @@ def accept(readings: Readings) -> Acceptance:
         pending=targets.gather(1, window),
         pending_lens=next_lens,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """What was drawn from the S rows read of a step of R requests.
+
+    Attributes:
+        numbers: [NUM_COUNTS, R] int64; see `RowLayout.numbers`.
+        tokens: [S] int64.
+        probs: [S] float32; the best probability of each row; None where nobody has a threshold.
+        most_read: rows read of a request, at most.
+        most_accepted: tokens that can be accepted of a request, at most.
+    """
+
+    numbers: torch.Tensor
+    tokens: torch.Tensor
+    probs: torch.Tensor | None
+    most_read: int
+    most_accepted: int
+
+    def dense(self, values: torch.Tensor, width: int) -> torch.Tensor:
+        """[S] -> [R, width]; past a request's rows stands something of another's."""
+        columns = torch.arange(width, device=values.device)
+        places = self.numbers[READ_START][:, None] + columns
+        return values[places.clamp(max=len(values) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step gives its R requests.
+
+    Attributes:
+        accept_lens: [R] int64; 0 where the step emits nothing.
+        kept_lens: [R] int64.
+        next_token_ids: [R, most_accepted] int64; the first accept_lens[i] of row i are accepted.
+    """
+
+    accept_lens: torch.Tensor
+    kept_lens: torch.Tensor
+    next_token_ids: torch.Tensor
+
+
+class AcceptanceOps(Protocol):
+    """Accepts the predictions of a step and writes what follows to the device rows. Each
+    implementation does the same, bit for bit, and none waits for the device."""
+
+    def __init__(self, state: RequestRows, thresholds: torch.Tensor) -> None:
+        """Made before there is a request: it may overwrite row 0.
+
+        Args:
+            thresholds: [N] float32; tau of each row, 0 for static k.
+        """
+
+    def accept(self, predictions: Predictions) -> Outcome: ...
+
+
+class TorchAcceptance:
+    """`accept`, for a CPU; the oracle of all others."""
+
+    def __init__(self, state: RequestRows, thresholds: torch.Tensor) -> None:
+        self._state = state
+        self._thresholds = thresholds
+
+    def accept(self, predictions: Predictions) -> Outcome:
+        state, numbers = self._state, predictions.numbers
+        rows, num_host = numbers[ROW], numbers[NUM_HOST]
+        targets = predictions.dense(predictions.tokens, predictions.most_read)
+        confident = torch.ones_like(targets, dtype=torch.bool)
+        if predictions.probs is not None:
+            probs = predictions.dense(predictions.probs, predictions.most_read)
+            confident = probs >= self._thresholds[rows][:, None]
+        outcome = accept(
+            Readings(
+                targets=targets,
+                confident=confident,
+                pending=state.pending[rows],
+                pending_lens=state.pending_lens[rows],
+                is_verified=numbers[IS_VERIFIED].bool(),
+                num_predicted=numbers[NUM_PREDICTED],
+            )
+        )
+        kept_lens = torch.where(num_host > 0, num_host, outcome.kept_lens)
+        state.committed[rows] += kept_lens
+        state.pending[rows] = outcome.pending
+        state.pending_lens[rows] = outcome.pending_lens
+        return Outcome(
+            accept_lens=outcome.accept_lens * numbers[EMITS],
+            kept_lens=kept_lens,
+            next_token_ids=predictions.dense(predictions.tokens, predictions.most_accepted),
+        )

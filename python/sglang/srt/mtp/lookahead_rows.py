@@ -8,6 +8,7 @@ import torch
 
 from sglang.srt.base_worker import NewRow, ScheduleBatch
 from sglang.srt.device_copies import to_device
+from sglang.srt.model_executor.step_ops import StepCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class StepLengths:
         max_accepted: tokens that can be accepted.
         looks_ahead: whether the request wants to predict more than one token.
         max_pending: tokens that can be pending, 1 where a prompt is fed.
+        is_verified: of a request without look-ahead too.
     """
 
     q_lens: list[int]
@@ -29,6 +31,12 @@ class StepLengths:
     max_accepted: list[int]
     looks_ahead: list[bool]
     max_pending: list[int]
+    is_verified: list[bool]
+
+    @property
+    def counts(self) -> StepCounts:
+        """What of it the device must know."""
+        return StepCounts(self.q_lens, self.num_read, self.num_predicted, self.is_verified)
 
     @property
     def is_plain(self) -> bool:
@@ -41,15 +49,14 @@ class LookaheadRows:
 
     Attributes:
         thresholds: [N] float32; tau, 0 for static k.
-        is_verified: [N] bool; also of requests that do not look ahead.
         max_predicted: N host integers; the request's k.
-        host_thresholds, is_lossless: `thresholds` and `is_verified` on the host.
+        host_thresholds: `thresholds` on the host.
+        is_lossless: N host flags; verified, or without look-ahead.
     """
 
     def __init__(self, num_rows: int, device: str) -> None:
         self._device = device
         self.thresholds = torch.zeros(num_rows, device=device)
-        self.is_verified = torch.ones(num_rows, dtype=torch.bool, device=device)
         self.max_predicted = [1] * num_rows
         self.host_thresholds = [0.0] * num_rows
         self.is_lossless = [True] * num_rows
@@ -68,8 +75,6 @@ class LookaheadRows:
         rows = to_device(places, self._device)
         thresholds = [self.host_thresholds[row] for row in places]
         self.thresholds[rows] = to_device(thresholds, self._device)
-        lossless = [self.is_lossless[row] for row in places]
-        self.is_verified[rows] = to_device(lossless, self._device)
 
     def plan(
         self, batch: ScheduleBatch, limits: list[int], longest_pending: int | None
@@ -80,7 +85,7 @@ class LookaheadRows:
             limits: R tokens that may be predicted, at most.
             longest_pending: most pending tokens that a request has, where that is known.
         """
-        lengths = StepLengths([], [], [], [], [], [])
+        lengths = StepLengths([], [], [], [], [], [], [])
         for i, row in enumerate(batch.rows):
             num_host = batch.num_host_tokens[i]
             k = min(self.max_predicted[row], limits[i]) if batch.emits[i] else 0
@@ -94,6 +99,7 @@ class LookaheadRows:
             lengths.num_predicted.append(k)
             lengths.num_read.append(q_len if reads_pending else k)
             lengths.max_accepted.append(bound if self.is_lossless[row] else k)
+            lengths.is_verified.append(self.is_lossless[row])
             lengths.looks_ahead.append(batch.emits[i] and self.max_predicted[row] > 1)
             if k:
                 self._pending_bounds[row] = k

@@ -31,13 +31,15 @@ from sglang.srt.layers.logprobs import LogprobQueries, LogprobTensors, query_log
 from sglang.srt.layers.sampler import Sampler, SamplingRows
 from sglang.srt.managers.tp_worker import PLAIN_WIDTH, TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.model_executor.forward_inputs import apply_writes, build_forward_batch
+from sglang.srt.model_executor.forward_inputs import build_forward_batch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.request_rows import RequestRows
+from sglang.srt.model_executor.step_ops import IS_VERIFIED, RowLayout
 from sglang.srt.model_executor.step_outputs import hidden_states, prompt_logprobs
-from sglang.srt.mtp.acceptance import Acceptance, Readings, accept
+from sglang.srt.mtp.acceptance import AcceptanceOps, Outcome, Predictions
 from sglang.srt.mtp.length_policy import LengthPolicy
 from sglang.srt.mtp.lookahead_rows import LookaheadRows, StepLengths
+from sglang.srt.registry import ACCEPTANCE
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class MTPConfig:
             to the longest possible one: for devices where looking costs nothing.
         measures_costs: the length policy's prices are measured at start-up; otherwise rows cost
             nothing, and every request predicts as many tokens as it wishes.
+        acceptance: name of the operations that accept predictions.
         traces: results say what was fed.
         bypasses_graphs: steps of several rows per request replay no captured graph, though steps of
             one row do; said once.
@@ -66,33 +69,9 @@ class MTPConfig:
     limits_unverified: bool = False
     trims_rows: bool = False
     measures_costs: bool = False
+    acceptance: str = "torch"
     traces: bool = False
     bypasses_graphs: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Reads:
-    """The S rows whose logits are read, request by request.
-
-    Attributes:
-        request: [S] int64; which of the R requests.
-        offset: [S] int64; place among the rows read of that request.
-        index: [S] int64; place among the T rows of the step.
-        positions: [S] int64; of the token that the row predicts.
-        starts: host list of R + 1; where each request's rows begin.
-    """
-
-    request: torch.Tensor
-    offset: torch.Tensor
-    index: torch.Tensor
-    positions: torch.Tensor
-    starts: list[int]
-
-    def dense(self, values: torch.Tensor, width: int) -> torch.Tensor:
-        """[S] -> [R, width]; past a request's rows stands something of another's."""
-        starts = to_device(self.starts[:-1], values.device)
-        columns = torch.arange(width, device=values.device)
-        return values[(starts[:, None] + columns).clamp(max=len(values) - 1)]
 
 
 class MTPWorker:
@@ -115,6 +94,9 @@ class MTPWorker:
         self._sampler = Sampler(state.committed.device, (config.mask_token_id,))
         num_rows = state.committed.shape[0]
         self._lookahead = LookaheadRows(num_rows, str(state.committed.device))
+        self._acceptance: AcceptanceOps = ACCEPTANCE.load(config.acceptance)(
+            state, self._lookahead.thresholds
+        )
         self._unread: deque[StepLengths] = deque()
         self._has_warned = False
 
@@ -132,7 +114,7 @@ class MTPWorker:
     @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
         state = self._state
-        apply_writes(batch, state, self._table)
+        state.initialize(batch.new_rows)
         self._lookahead.initialize(batch.new_rows)
         longest = None
         if self._config.trims_rows:
@@ -140,11 +122,17 @@ class MTPWorker:
         lengths = self._lookahead.plan(batch, self._limits(batch), longest)
         self._unread.append(lengths)
         mask = self._config.mask_token_id
-        inputs = build_forward_batch(
-            batch, lengths.q_lens, state, self._table, mask, not any(lengths.looks_ahead)
+        inputs, layout = build_forward_batch(
+            self._runner.step_ops,
+            batch,
+            lengths.counts,
+            state,
+            self._table,
+            mask,
+            not any(lengths.looks_ahead),
         )
         run = self._plain.run if lengths.is_plain else partial(self._run, lengths)
-        result, used_graph = run(batch, inputs)
+        result, used_graph = run(batch, inputs, layout)
         if not used_graph and self._config.bypasses_graphs:
             self._warn_of_bypass(batch, lengths)
         if not self._config.traces:
@@ -152,26 +140,28 @@ class MTPWorker:
         return dataclasses.replace(result, fed=self._fed(lengths, inputs, used_graph))
 
     def _run(
-        self, lengths: StepLengths, batch: ScheduleBatch, inputs: ForwardBatch
+        self, lengths: StepLengths, batch: ScheduleBatch, inputs: ForwardBatch, layout: RowLayout
     ) -> tuple[GenerationBatchResult, bool]:
         forward = self._runner.forward(inputs)
-        hidden = forward.hidden
-        reads = self._reads(batch, lengths, inputs)
-        rows = inputs.rows[reads.request]
-        sampling = None if batch.all_greedy else self._state.sampling(rows, reads.positions)
-        logits = self._logits(batch, inputs, reads, hidden)
-        tokens, confidence = self._choose(batch, logits, sampling)
-        outcome = self._accept(batch, lengths, inputs, reads, tokens, confidence)
+        hidden, reads = forward.hidden, layout.reads
+        sampling = None if batch.all_greedy else self._state.sampling(reads.rows, reads.positions)
+        logits = self._logits(batch, layout, hidden)
+        tokens, probs = self._choose(batch, logits, sampling)
         width = max(1, *lengths.max_accepted)
-        targets = reads.dense(tokens, width)
-        self._commit(batch, inputs, outcome, targets)
+        outcome = self._acceptance.accept(
+            Predictions(layout.numbers, tokens, probs, max(lengths.num_read), width)
+        )
+        if batch.adjusts_logits:
+            self._record(inputs.rows, outcome)
         emitted = prompts = None
         if batch.logprobs is not None:
-            emitted = self._emitted_logprobs(batch.logprobs, reads, logits, sampling, tokens, width)
+            starts = list(itertools.accumulate(lengths.num_read, initial=0))
+            plan = batch.logprobs
+            emitted = self._emitted_logprobs(plan, starts, logits, sampling, tokens, width)
             compute = self._runner.compute_logits
-            prompts = prompt_logprobs(batch.logprobs, hidden, lengths.q_lens, compute)
+            prompts = prompt_logprobs(plan, hidden, lengths.q_lens, compute)
         result = GenerationBatchResult(
-            next_token_ids=targets,
+            next_token_ids=outcome.next_token_ids,
             accept_lens=outcome.accept_lens,
             kept_lens=outcome.kept_lens,
             emitted_logprobs=emitted,
@@ -220,32 +210,16 @@ class MTPWorker:
         limit = self._policy.limit(wishes, max(num_others, 0))
         return [limit if is_bound else self._config.max_k for is_bound in bound]
 
-    def _reads(self, batch: ScheduleBatch, lengths: StepLengths, inputs: ForwardBatch) -> _Reads:
-        """A verified request's rows from its first pending token on, all others' from their last
-        certain token on."""
-        device = inputs.rows.device
-        num_read = to_device(lengths.num_read, device)
-        starts = list(itertools.accumulate(lengths.num_read, initial=0))
-        request = torch.repeat_interleave(num_read, output_size=starts[-1])
-        offset = torch.arange(starts[-1], device=device) - (num_read.cumsum(0) - num_read)[request]
-        host = to_device(batch.num_host_tokens, device)
-        pending_lens = self._state.pending_lens[inputs.rows]
-        first = torch.where(self._lookahead.is_verified[inputs.rows], 0, pending_lens - 1)
-        first = torch.where(host > 0, host - 1, first)
-        q_lens = to_device(lengths.q_lens, device)
-        index = (q_lens.cumsum(0) - q_lens + first)[request] + offset
-        return _Reads(request, offset, index, inputs.positions[index] + 1, starts)
-
     def _logits(
-        self, batch: ScheduleBatch, inputs: ForwardBatch, reads: _Reads, hidden: torch.Tensor
+        self, batch: ScheduleBatch, layout: RowLayout, hidden: torch.Tensor
     ) -> torch.Tensor:
         """[S, V], after penalties and biases."""
+        reads = layout.reads
         logits = self._runner.compute_logits(hidden[reads.index])
         if batch.adjusts_logits:
             logits = logits.float()
-            rows = inputs.rows[reads.request]
-            fed_before = self._drafts_before(rows, reads)
-            self._state.adjustments.apply(logits, rows, reads.positions, fed_before)
+            fed_before = self._drafts_before(layout)
+            self._state.adjustments.apply(logits, reads.rows, reads.positions, fed_before)
         return logits
 
     def _choose(
@@ -258,80 +232,39 @@ class MTPWorker:
         tokens = best.tokens if sampling is None else self._sampler.sample(logits, sampling)
         return tokens, best.probs
 
-    def _drafts_before(self, rows: torch.Tensor, reads: _Reads) -> ExtraTokens:
+    def _drafts_before(self, layout: RowLayout) -> ExtraTokens:
         """Drafts fed before each row read: a row counts only if they are confirmed, and then they
         are part of the output that penalties look at."""
-        drafts = self._state.pending[rows, 1:]
-        num_before = torch.minimum(reads.offset, self._state.pending_lens[rows] - 1)
-        columns = torch.arange(drafts.shape[1], device=rows.device)
-        counts = (columns < num_before[:, None]) & self._lookahead.is_verified[rows][:, None]
-        return ExtraTokens(drafts, counts.int())
+        reads = layout.reads
+        drafts = self._state.pending[reads.rows, 1:]
+        num_before = torch.minimum(reads.offset, self._state.pending_lens[reads.rows] - 1)
+        num_before *= layout.numbers[IS_VERIFIED][reads.request]
+        columns = torch.arange(drafts.shape[1], device=drafts.device)
+        return ExtraTokens(drafts, (columns < num_before[:, None]).int())
 
-    def _accept(
-        self,
-        batch: ScheduleBatch,
-        lengths: StepLengths,
-        inputs: ForwardBatch,
-        reads: _Reads,
-        tokens: torch.Tensor,
-        confidence: torch.Tensor | None,
-    ) -> Acceptance:
-        rows, device = inputs.rows, inputs.rows.device
-        width = max(lengths.num_read)
-        confident = torch.ones((len(rows), width), dtype=torch.bool, device=device)
-        if confidence is not None:
-            thresholds = self._lookahead.thresholds[rows]
-            confident = reads.dense(confidence, width) >= thresholds[:, None]
-        readings = Readings(
-            targets=reads.dense(tokens, width),
-            confident=confident,
-            pending=self._state.pending[rows],
-            pending_lens=self._state.pending_lens[rows],
-            is_verified=self._lookahead.is_verified[rows],
-            num_predicted=to_device(lengths.num_predicted, device),
-        )
-        outcome = accept(readings)
-        host = to_device(batch.num_host_tokens, device)
-        emits = to_device(batch.emits, device)
-        return Acceptance(
-            accept_lens=outcome.accept_lens * emits,
-            kept_lens=torch.where(host > 0, host, outcome.kept_lens),
-            pending=outcome.pending,
-            pending_lens=outcome.pending_lens,
-        )
-
-    def _commit(
-        self,
-        batch: ScheduleBatch,
-        inputs: ForwardBatch,
-        outcome: Acceptance,
-        targets: torch.Tensor,
-    ) -> None:
-        state, rows = self._state, inputs.rows
-        state.committed[rows] += outcome.kept_lens
-        state.pending[rows] = outcome.pending
-        state.pending_lens[rows] = outcome.pending_lens
-        if batch.adjusts_logits:
-            columns = torch.arange(targets.shape[1], device=rows.device)
-            counts = (columns < outcome.accept_lens[:, None]).int()
-            repeated = rows[:, None].expand_as(targets)
-            state.adjustments.record(repeated.flatten(), targets.flatten(), counts.flatten())
+    def _record(self, rows: torch.Tensor, outcome: Outcome) -> None:
+        """Accepted tokens count for penalties; rows [R] int64."""
+        tokens = outcome.next_token_ids
+        columns = torch.arange(tokens.shape[1], device=rows.device)
+        counts = (columns < outcome.accept_lens[:, None]).int()
+        repeated = rows[:, None].expand_as(tokens)
+        self._state.adjustments.record(repeated.flatten(), tokens.flatten(), counts.flatten())
 
     def _emitted_logprobs(
         self,
         plan: LogprobPlan,
-        reads: _Reads,
+        starts: list[int],
         logits: torch.Tensor,
         sampling: SamplingRows | None,
         tokens: torch.Tensor,
         width: int,
     ) -> LogprobTensors | None:
-        """Of the tokens of each row read, `width` rows per request: an accepted token's logprob is
-        that of the row that emitted it."""
+        """Of the tokens of each row read, `width` rows per request, those of request i from
+        `starts[i]` on: an accepted token's logprob is that of the row that emitted it."""
         if not plan.emitting:
             return None
         last = len(tokens) - 1
-        places = [min(reads.starts[i] + j, last) for i in plan.emitting for j in range(width)]
+        places = [min(starts[i] + j, last) for i in plan.emitting for j in range(width)]
         wanted = to_device(places, logits.device)
         logprobs = self._sampler.logprobs(logits, sampling)[wanted]
         token_ids = [ids for ids in plan.emitted.token_ids for _ in range(width)]

@@ -1,0 +1,44 @@
+"""Step operations on a CUDA GPU against torch's on the CPU, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang.srt.device_copies import HostCopy
+from sglang.srt.model_executor.triton_step_ops import _lay_out_kernel
+from sglang.srt.mtp.triton_acceptance import _accept_kernel
+from sglang.srt.registry import STEP_OPS
+from step_ops_cases import ALL, CASES, step_case
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", STEP_OPS.names)
+def test_the_table(name: str, case: str) -> None:
+    assert CASES[case](name, "cuda") == []
+
+
+def test_sizes_of_steps_compile_nothing_anew() -> None:
+    def count() -> int:
+        device = torch.cuda.current_device()
+        kernels = (_lay_out_kernel, _accept_kernel)
+        return sum(len(kernel.device_caches[device][0]) for kernel in kernels)
+
+    assert step_case(ALL, 5, 8)("triton", "cuda") == []
+    before = count()
+    for num_reqs in (1, 2, 16, 33):
+        assert step_case(ALL, num_reqs, 8)("triton", "cuda") == []
+    assert count() == before
+
+
+def test_parts_of_one_tensor_reach_the_host_in_one_copy() -> None:
+    whole = torch.arange(12, device="cuda").view(3, 4)
+    single = torch.arange(5, device="cuda")
+    known = torch.tensor([7])
+    parts = [whole[:, 0], whole[:, 2:], single, known]
+    copied = HostCopy(parts).read()
+    assert [part.tolist() for part in copied] == [part.tolist() for part in parts]
+    assert copied[0].untyped_storage().data_ptr() == copied[1].untyped_storage().data_ptr()

@@ -1,0 +1,271 @@
+"""The conformance table of step operations, and what compares them with torch's, bit for bit.
+
+As a program it runs the table on a CPU and prints a line of JSON per case: what differs, nothing if
+all is well. Triton kernels then need TRITON_INTERPRET=1 in the environment, set before Triton is
+imported:
+
+    export PYTHONPATH=python:sgl-kernel/python:test
+    TRITON_INTERPRET=1 python test/step_ops_cases.py triton
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+
+import torch
+
+from sglang.srt.base_worker import ScheduleBatch
+from sglang.srt.mem_cache.kv_ledger import PageTableWrites
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import (
+    DECODE,
+    MIXED,
+    RAGGED,
+    UNIFORM,
+    ForwardBatch,
+    GraphKey,
+)
+from sglang.srt.model_executor.request_rows import RequestRows
+from sglang.srt.model_executor.step_ops import RowLayout, StaticInputs, StepCounts, StepOps
+from sglang.srt.mtp.acceptance import AcceptanceOps, Outcome, Predictions
+from sglang.srt.registry import ACCEPTANCE, STEP_OPS
+
+VOCAB_SIZE = 3  # small, so that drafts are often right
+MASK = 7
+WIDTH = 700  # of the page table
+NUM_SPARE_ROWS = 3
+STATE = ("committed", "pending", "pending_lens")
+Case = Callable[[str, str], list[str]]
+
+
+class Side:
+    """Device rows and a page table, and the operations under test."""
+
+    def __init__(self, name: str, device: str, num_rows: int, max_pending: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def numbers(low: int, high: int, *shape: int) -> torch.Tensor:
+            return torch.randint(low, high, shape, generator=generator)
+
+        self.device = torch.device(device)
+        self.state = RequestRows(num_rows, max_pending, VOCAB_SIZE, device)
+        self.pool = ReqToTokenPool(num_rows, WIDTH, device)
+        thresholds = (numbers(0, 3, num_rows) / 2).to(device)
+        self.ops: StepOps = STEP_OPS.load(name)(self.device)
+        self.ops.warm_up(self.state, self.pool)
+        self.acceptance: AcceptanceOps = ACCEPTANCE.load(name)(self.state, thresholds)
+        self.state.committed.copy_(numbers(0, WIDTH - 400, num_rows))
+        self.state.pending.copy_(numbers(0, VOCAB_SIZE, num_rows, max_pending))
+        self.state.pending_lens.copy_(numbers(1, max_pending + 1, num_rows))
+        self.pool.req_to_token.copy_(numbers(0, 1 << 20, num_rows, WIDTH))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = {name: vars(self.state)[name] for name in STATE}
+        found["table"] = self.pool.req_to_token
+        return {name: tensor.cpu().clone() for name, tensor in found.items()}
+
+
+@dataclass
+class Step:
+    """A random step, request by request."""
+
+    rows: list[int]
+    q_lens: list[int] = field(default_factory=list)
+    num_host: list[int] = field(default_factory=list)
+    emits: list[bool] = field(default_factory=list)
+    num_predicted: list[int] = field(default_factory=list)
+    num_read: list[int] = field(default_factory=list)
+    max_accepted: list[int] = field(default_factory=list)
+    is_verified: list[bool] = field(default_factory=list)
+
+    def add(self, kind: str, pending_len: int, max_pending: int, chooser: random.Random) -> None:
+        num_host = chooser.choice([1, 2, 130, 300]) if kind in ("chunk", "prompt") else 0
+        verified = kind == "plain" or (kind != "static" and chooser.random() < 0.5)
+        emits = kind != "chunk"
+        looks_ahead = kind not in ("plain", "chunk") and max_pending > 1
+        k = chooser.randint(1, max_pending) if looks_ahead else int(emits)
+        bound = 1 if num_host else chooser.randint(pending_len, max_pending)
+        q_len = (num_host or bound) + max(k - 1, 0)
+        self.q_lens.append(q_len)
+        self.num_host.append(num_host)
+        self.emits.append(emits)
+        self.num_predicted.append(k)
+        self.num_read.append(q_len if verified and not num_host else k)
+        self.max_accepted.append(bound if verified else k)
+        self.is_verified.append(verified)
+
+    def batch(self, chooser: random.Random) -> ScheduleBatch:
+        num_writes = chooser.choice([0, 1, 200])
+        places = chooser.sample(range(len(self.rows) * WIDTH), num_writes)
+        return ScheduleBatch(
+            rows=self.rows,
+            max_q_lens=self.q_lens,
+            host_tokens=[chooser.randrange(10, 99) for _ in range(sum(self.num_host))],
+            num_host_tokens=self.num_host,
+            emits=self.emits,
+            kv_len_upper_bounds=[WIDTH] * len(self.rows),
+            new_rows=[],
+            table_writes=PageTableWrites(
+                [self.rows[place // WIDTH] for place in places],
+                [place % WIDTH for place in places],
+                [chooser.randrange(1 << 20) for _ in places],
+            ),
+            all_greedy=True,
+        )
+
+    @property
+    def counts(self) -> StepCounts:
+        return StepCounts(self.q_lens, self.num_read, self.num_predicted, self.is_verified)
+
+
+def differing(ours: object, right: object) -> list[str]:
+    """Names of fields that differ in value, shape or type."""
+    found = []
+    for entry in fields(right):  # type: ignore[arg-type]
+        mine, his = (getattr(side, entry.name) for side in (ours, right))
+        if not isinstance(his, torch.Tensor):
+            found += differing(mine, his)
+        elif mine.dtype != his.dtype or not torch.equal(mine.cpu(), his):
+            found.append(entry.name)
+    return found
+
+
+def written_elsewhere(
+    before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], rows: list[int]
+) -> list[str]:
+    others = torch.tensor(sorted(set(range(len(before["table"]))) - set(rows)))
+    return [
+        f"other rows of {name}"
+        for name, tensor in before.items()
+        if not torch.equal(tensor[others], after[name][others])
+    ]
+
+
+def step_case(kinds: list[str], num_reqs: int, max_pending: int, plain: bool = False) -> Case:
+    """A step of requests of random kinds: laid out, then accepted or, if `plain`, committed."""
+
+    def run_once(name: str, device: str, seed: int) -> list[str]:
+        chooser = random.Random(seed)
+        num_rows = num_reqs + NUM_SPARE_ROWS
+        ours = Side(name, device, num_rows, max_pending, seed)
+        right = Side("torch", "cpu", num_rows, max_pending, seed)
+        step = Step(chooser.sample(range(num_rows), num_reqs))
+        for row in step.rows:
+            kind = chooser.choice(kinds)
+            if plain or kind in ("chunk", "prompt"):
+                ours.state.pending_lens[row] = right.state.pending_lens[row] = 1
+            pending_len = int(right.state.pending_lens[row])
+            step.add(kind, pending_len, 1 if plain else max_pending, chooser)
+        batch, before = step.batch(chooser), right.tensors()
+        layouts = [
+            side.ops.lay_out(batch, step.counts, side.state, side.pool, MASK)
+            for side in (ours, right)
+        ]
+        pairs = list(zip((ours, right), layouts, strict=True))
+        found = differing(*layouts)
+        if plain or sum(step.num_read) == 0:
+            mine, his = (commit(side, layout) for side, layout in pairs)
+            found += [] if torch.equal(mine.cpu(), his) else ["next_token_ids"]
+        else:
+            has_probs = chooser.random() < 0.7
+            outcomes = (accept(side, layout, step, has_probs) for side, layout in pairs)
+            found += differing(*outcomes)
+        after = ours.tensors()
+        found += [name for name, tensor in right.tensors().items() if not tensor.equal(after[name])]
+        return found + written_elsewhere(before, after, step.rows)
+
+    return lambda name, device: [
+        f"seed {seed}: {what}" for seed in range(6) for what in run_once(name, device, seed)
+    ]
+
+
+def drawn(layout: RowLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and probabilities [S] that depend on the rows read."""
+    index = layout.reads.index
+    return (index * 7 + index // 3) % VOCAB_SIZE, (index * 5 % 8).float() / 8
+
+
+def commit(side: Side, layout: RowLayout) -> torch.Tensor:
+    return side.ops.commit(layout, drawn(layout)[0], side.state)
+
+
+def accept(side: Side, layout: RowLayout, step: Step, has_probs: bool) -> Outcome:
+    tokens, probs = drawn(layout)
+    most_accepted = max(1, *step.max_accepted)
+    return side.acceptance.accept(
+        Predictions(
+            numbers=layout.numbers,
+            tokens=tokens,
+            probs=probs if has_probs else None,
+            most_read=max(step.num_read),
+            most_accepted=most_accepted,
+        )
+    )
+
+
+def fill_case(key: GraphKey, q_lens: list[int]) -> Case:
+    """A step is copied into poisoned inputs of a graph; what is beyond the graph must stay."""
+
+    def run(name: str, device: str) -> list[str]:
+        count = sum(q_lens)
+        values = torch.arange(3 * count + 2 * len(q_lens)) + 100
+        results = []
+        for side, place in ((name, device), ("torch", "cpu")):
+            ops: StepOps = STEP_OPS.load(side)(torch.device(place))
+            ids, positions, slots, rows, kv_lens = (
+                part.clone().to(place) for part in values.split([count] * 3 + [len(q_lens)] * 2)
+            )
+            batch = ForwardBatch(
+                ids, positions, slots, rows, q_lens, kv_lens, [WIDTH] * len(q_lens)
+            )
+            tokens = torch.full((3, key.num_tokens + 5), -7, device=place)
+            requests = torch.full((2, key.num_reqs + 5), -7, device=place)
+            index = ops.fill(StaticInputs(tokens, requests), key, batch)
+            parts = [tokens, requests, *([] if index is None else [index])]
+            results.append([part.cpu() for part in parts])
+        mine, his = results
+        same = [a.equal(b) and a.dtype == b.dtype for a, b in zip(mine, his, strict=True)]
+        return [what for what, fine in zip(("tokens", "requests", "index"), same) if not fine]
+
+    return run
+
+
+ALL = ["plain", "static", "mtp", "prompt", "chunk"]
+CASES: dict[str, Case] = {
+    **{f"plain decode, {n}": step_case(["plain"], n, 1, plain=True) for n in (1, 2, 17, 40)},
+    "plain decode among look-ahead rows": step_case(["plain"], 9, 8, plain=True),
+    "a prompt": step_case(["prompt"], 1, 1, plain=True),
+    "a chunk": step_case(["chunk"], 1, 1, plain=True),
+    "chunks": step_case(["chunk"], 3, 8, plain=True),
+    "prompts, chunks and decode": step_case(["plain", "prompt", "chunk"], 12, 1, plain=True),
+    "static k": step_case(["static"], 5, 8),
+    "one that looks ahead": step_case(["mtp"], 1, 8),
+    "two pending at most": step_case(["mtp"], 6, 2),
+    "three pending at most": step_case(["mtp", "static"], 6, 3),
+    "no room to look ahead": step_case(["mtp", "plain"], 6, 1),
+    "verified and not": step_case(["mtp", "static"], 7, 4),
+    "many that look ahead": step_case(["mtp", "plain"], 40, 8),
+    "all kinds": step_case(ALL, 13, 8),
+    "all kinds, up to 16": step_case(ALL, 4, 16),
+    "a graph of its size": fill_case(GraphKey(DECODE, 4, 1, 4), [1] * 4),
+    "a larger graph": fill_case(GraphKey(DECODE, 24, 1, 24), [1] * 17),
+    "a ragged graph": fill_case(GraphKey(RAGGED, 8, 15, 64), [15, 1, 7, 3, 3]),
+    "a mixed graph": fill_case(GraphKey(MIXED, 8, 15, 320), [200, 1, 7]),
+    "a uniform graph": fill_case(GraphKey(UNIFORM, 4, 7, 28), [7, 7]),
+    "a uniform graph, spread": fill_case(GraphKey(UNIFORM, 16, 15, 240), [15, 1, 7, 3, 14]),
+    "one row, spread": fill_case(GraphKey(UNIFORM, 1, 15, 15), [2]),
+}
+
+
+def main(name: str) -> None:
+    torch.set_num_threads(1)
+    for case_name, case in CASES.items():
+        print(json.dumps([case_name, "; ".join(case(name, "cpu"))]), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
