@@ -148,7 +148,7 @@ def _fill_kernel(
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     has_token = place < padded_tokens
     has_request = place < padded_reqs
-    spreads = is_spread != 0
+    spreads = place * 0 + is_spread != 0
     moved = tl.load(spread_ptr + place, mask=has_token & spreads, other=-1)
     lacking = tl.load(spread_ptr + padded_tokens + place, mask=has_request & spreads, other=0)
     source = tl.where(spreads, moved, place)
