@@ -52,11 +52,11 @@ wait_quietly() { # <pid>
     return "$status"
 }
 
-# Runs a long command with its output in a log file and the elapsed time on the terminal.
-run_logged() { # <title> <log file> <command...>
+# Runs a command, its output added to a log file, with the elapsed time on the terminal. Returns its
+# exit status.
+run_shown() { # <title> <log file> <command...>
     local title="$1" log="$2" start=$SECONDS pid status=0
     shift 2
-    : >"$log"
     start_child "$log" "$@"
     pid="$CHILD"
     while kill -0 "$pid" 2>/dev/null; do
@@ -65,7 +65,15 @@ run_logged() { # <title> <log file> <command...>
     done
     CHILD=""
     wait_quietly "$pid" || status=$?
-    [ -t 1 ] && printf '\r\033[K'
+    if [ -t 1 ]; then printf '\r\033[K'; fi
+    return "$status"
+}
+
+# The same with a log of its own; a failure ends this script.
+run_logged() { # <title> <log file> <command...>
+    local title="$1" log="$2" start=$SECONDS status=0
+    : >"$log"
+    run_shown "$@" || status=$?
     if [ "$status" -ne 0 ]; then
         printf '      last lines of the log:\n' >&2
         tail -n 15 "$log" | sed 's/^/      | /' >&2

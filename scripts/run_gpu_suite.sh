@@ -30,7 +30,7 @@ misused() {
 }
 
 PYTHON="${PYTHON:-python3}"
-OUT="$ROOT/gpu_results"
+RESULTS="$ROOT/gpu_results"
 WHEELHOUSE=""
 SITE=""
 GPU_TESTS=test/gpu
@@ -46,7 +46,7 @@ while [ $# -gt 0 ]; do
         *) misused "Unknown argument: $1" ;;
     esac
     case "$1" in
-        --out) OUT="$(realpath -m -- "$2")" ;;
+        --out) RESULTS="$(realpath -m -- "$2")" ;;
         --wheelhouse) WHEELHOUSE="$2" ;;
         --site) SITE="$(realpath -m -- "$2")" ;;
         --gpu-tests) GPU_TESTS="$2" ;;
@@ -171,8 +171,8 @@ install_wheels() {
     chosen_wheels >"$TMP/wheels" || fail "the names of the wheels in $WHEELHOUSE could not be read."
     mapfile -t wheels <"$TMP/wheels"
     "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile \
-        --no-cache-dir --upgrade --target "$SITE" "${wheels[@]}" >"$OUT/install.log" 2>&1 ||
-        fail "$(grep -m 1 '^ERROR' "$OUT/install.log" || tail -n 1 "$OUT/install.log")" \
+        --no-cache-dir --upgrade --target "$SITE" "${wheels[@]}" >"$RESULTS/install.log" 2>&1 ||
+        fail "$(grep -m 1 '^ERROR' "$RESULTS/install.log" || tail -n 1 "$RESULTS/install.log")" \
             "Make the wheelhouse for this Python: bash scripts/make_wheelhouse.sh --python" \
             "$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
     printf '      %s wheels in %s\n' "${#wheels[@]}" "$SITE"
@@ -189,20 +189,12 @@ ROWS=()
 FAILED=0
 
 run_step() { # <name> <limit in seconds> <command...>
-    local name="$1" limit="$2" log status=0 verdict=ok start=$SECONDS pid last
+    local name="$1" limit="$2" log status=0 verdict=ok start=$SECONDS last
     shift 2
-    log="$OUT/$name.log"
+    log="$RESULTS/$name.log"
     printf '\n=== %s (at most %s s)\n' "$name" "$limit"
     printf '$ %s\n' "$*" >"$log"
-    start_child "$log" timeout --kill-after=30 "$limit" "$@"
-    pid="$CHILD"
-    while kill -0 "$pid" 2>/dev/null; do
-        show_progress "$name" "$((SECONDS - start))" "$(tail -n 1 "$log" | cut -c 1-60)"
-        sleep 1
-    done
-    CHILD=""
-    wait_quietly "$pid" || status=$?
-    if [ -t 1 ]; then printf '\r\033[K'; fi
+    run_shown "$name" "$log" timeout --kill-after=30 "$limit" "$@" || status=$?
     case "$status" in
         0) ;;
         124 | 137) verdict="TIME LIMIT" ;;
@@ -227,7 +219,7 @@ run_tests() { # <path>
 run_benchmark() { # <name> <arguments...>
     local name="${1%.py}" result=()
     shift
-    case " $* " in *" --out "* | *" --out="* | *" --output"*) ;; *) result=(--out "$OUT/$name.json") ;; esac
+    case " $* " in *" --out "* | *" --out="* | *" --output"*) ;; *) result=(--out "$RESULTS/$name.json") ;; esac
     run_step "$name" "$BENCHMARK_LIMIT_S" "$PYTHON" "benchmark/$name.py" "$@" ${result[@]+"${result[@]}"}
 }
 
@@ -240,7 +232,7 @@ TMP="$(mktemp -d)"
 trap 'stop_child || true; rm -rf "$TMP"' EXIT
 SITE="${SITE:-$TMP/site}"
 # A folder of results that is made here stays out of git, so that results do not say "dirty".
-[ -d "$OUT" ] || { mkdir -p "$OUT" && printf '*\n' >"$OUT/.gitignore"; }
+[ -d "$RESULTS" ] || { mkdir -p "$RESULTS" && printf '*\n' >"$RESULTS/.gitignore"; }
 
 printf '[2/3] Packages\n'
 install_wheels
@@ -248,7 +240,7 @@ export PYTHONPATH="$ROOT/python:$ROOT/sgl-kernel/python:$SITE${PYTHONPATH:+:$PYT
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 check_imports
 
-printf '[3/3] Tests and benchmarks, logs in %s\n' "$OUT"
+printf '[3/3] Tests and benchmarks, logs in %s\n' "$RESULTS"
 [ ! -e "$GPU_TESTS" ] || run_tests "$GPU_TESTS"
 [ "$GPU_TESTS" != test/gpu ] || run_tests sgl-kernel/tests/test_kernels_gpu.py
 for path in ${TEST_PATHS[@]+"${TEST_PATHS[@]}"}; do
@@ -262,7 +254,7 @@ done
 {
     printf '%s\n\n%-32s %-12s %5s  %s\n' "$HOST" name status s "last line"
     printf '%s\n' ${ROWS[@]+"${ROWS[@]}"}
-} >"$OUT/summary.txt"
+} >"$RESULTS/summary.txt"
 printf '\n'
-cat "$OUT/summary.txt"
+cat "$RESULTS/summary.txt"
 exit "$FAILED"
