@@ -12,7 +12,7 @@ import triton.language as tl
 
 from sglang.srt.base_worker import ScheduleBatch
 from sglang.srt.device_copies import to_device
-from sglang.srt.layers.attention.triton_kernels import begin, dependent_launch
+from sglang.srt.layers.triton_launch import begin, dependent_launch
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor import step_ops

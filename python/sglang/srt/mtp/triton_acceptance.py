@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.attention.triton_kernels import begin
+from sglang.srt.layers.triton_launch import begin
 from sglang.srt.model_executor import step_ops
 from sglang.srt.model_executor.request_rows import RequestRows
 from sglang.srt.model_executor.step_ops import NUM_COUNTS

@@ -12,7 +12,6 @@ import triton
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities, GraphSupport
 from sglang.srt.layers.attention.triton_kernels import (
-    INTERPRETED,
     ITEM_SIZE,
     Paged,
     Tiles,
@@ -20,6 +19,7 @@ from sglang.srt.layers.attention.triton_kernels import (
     attend_items_split,
     workspace_size,
 )
+from sglang.srt.layers.triton_launch import INTERPRETED
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import MIXED, ForwardBatch, GraphKey
 from sglang.srt.platform import num_multiprocessors

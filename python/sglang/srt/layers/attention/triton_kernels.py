@@ -16,12 +16,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sglang.srt.platform import num_multiprocessors, supports_dependent_launch
+from sglang.srt.layers.triton_launch import begin, dependent_launch
 
-# Decided where the kernels below are decorated: with TRITON_INTERPRET=1 they run on CPU tensors.
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 ITEM_SIZE = 4
 LOG2_E = 1.4426950408889634
 
@@ -49,16 +46,6 @@ class Paged:
     table: torch.Tensor
     rows: torch.Tensor
     kv_lens: torch.Tensor
-
-
-@triton.jit
-def begin(PDL: tl.constexpr, EARLY: tl.constexpr):
-    """Waits for the kernel before (CUDA's programmatic dependent launch); `EARLY` lets the one
-    after start, which waits likewise."""
-    if PDL:
-        gdc_wait()
-        if EARLY:
-            gdc_launch_dependents()
 
 
 @triton.jit
@@ -304,14 +291,6 @@ def _combine_kernel(
     head = kv_index * GROUP + packed % GROUP
     place = (first_token + packed // GROUP) * (NUM_KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM
     tl.store(out_ptr + place + dim, out.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
-
-
-def dependent_launch(device: torch.device, num_programs: int) -> dict[str, bool]:
-    """Options of a launch with a kernel that calls `begin`: where all its programs run at once, the
-    next kernel may come beside them."""
-    if INTERPRETED or not supports_dependent_launch(device):
-        return {"PDL": False, "EARLY": False}
-    return {"PDL": True, "EARLY": num_programs <= num_multiprocessors(device), "launch_pdl": True}
 
 
 def _constants(

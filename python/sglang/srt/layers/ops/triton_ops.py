@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.attention.triton_kernels import INTERPRETED, begin, dependent_launch
+from sglang.srt.layers.triton_launch import INTERPRETED, begin, dependent_launch
 
 MUL_BLOCK = 1024
 MAX_FEW_ROWS = 64
