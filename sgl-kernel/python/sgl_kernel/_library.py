@@ -77,6 +77,38 @@ class KernelLibrary:
         function.restype = _INT
         return function
 
+    def run(
+        self,
+        function: Callable[..., int],
+        logits: torch.Tensor,
+        banned_ids: torch.Tensor | None,
+        tensors: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+    ) -> None:
+        """Launches a function of logits [S, V], S > 0, that works on chunks of rows.
+
+        Args:
+            banned_ids: [B] int64.
+            tensors: its other arguments; then comes the workspace, then `results`.
+        """
+        rows, size = logits.shape
+        index = logits.get_device()
+        num_bytes = rows * self.num_chunks(size) * PARTIAL_BYTES
+        workspace = torch.empty(num_bytes, dtype=torch.uint8, device=logits.device)
+        status = function(
+            index,
+            DTYPE_CODES[logits.dtype],
+            logits.data_ptr(),
+            logits.stride(0),
+            rows,
+            size,
+            None if banned_ids is None else banned_ids.data_ptr(),
+            0 if banned_ids is None else banned_ids.shape[0],
+            *(tensor.data_ptr() for tensor in (*tensors, workspace, *results)),
+            torch.cuda.current_stream(index).cuda_stream,
+        )
+        self.check(status)
+
 
 @functools.cache
 def load_library(path: Path) -> KernelLibrary:

@@ -6,7 +6,7 @@ import torch
 
 from sgl_kernel import reference
 from sgl_kernel._checks import check_banned_ids, check_logits
-from sgl_kernel._library import DTYPE_CODES, PARTIAL_BYTES, library_for
+from sgl_kernel._library import library_for
 
 
 def argmax(logits: torch.Tensor, banned_ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -45,31 +45,12 @@ def argmax_logsumexp(
     check_banned_ids(banned_ids, logits.device)
     if logits.is_cpu:
         return reference.argmax_logsumexp(logits, banned_ids)
-    rows, size = logits.shape
-    device = logits.device
+    rows, device = logits.shape[0], logits.device
     token_ids = torch.empty(rows, dtype=torch.int64, device=device)
     best = torch.empty(rows, dtype=torch.float32, device=device)
     logsumexp = torch.empty(rows, dtype=torch.float32, device=device)
-    if rows == 0:
-        return token_ids, best, logsumexp
-    index = logits.get_device()
-    library = library_for(index)
-    workspace_bytes = rows * library.num_chunks(size) * PARTIAL_BYTES
-    workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
-    status = library.argmax_logsumexp(
-        index,
-        DTYPE_CODES[logits.dtype],
-        logits.data_ptr(),
-        logits.stride(0),
-        rows,
-        size,
-        None if banned_ids is None else banned_ids.data_ptr(),
-        0 if banned_ids is None else banned_ids.shape[0],
-        workspace.data_ptr(),
-        token_ids.data_ptr(),
-        best.data_ptr(),
-        logsumexp.data_ptr(),
-        torch.cuda.current_stream(index).cuda_stream,
-    )
-    library.check(status)
+    if rows:
+        library = library_for(logits.get_device())
+        results = (token_ids, best, logsumexp)
+        library.run(library.argmax_logsumexp, logits, banned_ids, (), results)
     return token_ids, best, logsumexp

@@ -6,7 +6,7 @@ import torch
 
 from sgl_kernel import reference
 from sgl_kernel._checks import check_banned_ids, check_logits, check_vector
-from sgl_kernel._library import DTYPE_CODES, PARTIAL_BYTES, library_for
+from sgl_kernel._library import library_for
 
 
 def sample_tokens(
@@ -55,36 +55,9 @@ def sample_tokens(
         return reference.sample_tokens(
             logits, temperature, top_k, top_p, min_p, seeds, positions, banned_ids
         )
-    parameters = (temperature, top_k, top_p, min_p, seeds, positions)
-    return _launch(logits, parameters, banned_ids)
-
-
-def _launch(
-    logits: torch.Tensor, parameters: tuple[torch.Tensor, ...], banned_ids: torch.Tensor | None
-) -> torch.Tensor:
-    """The kernels on a GPU; `parameters` as `sample_tokens` takes them, in its order."""
-    rows, size = logits.shape
-    device = logits.device
     token_ids = torch.empty(rows, dtype=torch.int64, device=device)
-    if rows == 0:
-        return token_ids
-    index = logits.get_device()
-    library = library_for(index)
-    workspace_bytes = rows * library.num_chunks(size) * PARTIAL_BYTES
-    workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
-    status = library.sample_tokens(
-        index,
-        DTYPE_CODES[logits.dtype],
-        logits.data_ptr(),
-        logits.stride(0),
-        rows,
-        size,
-        None if banned_ids is None else banned_ids.data_ptr(),
-        0 if banned_ids is None else banned_ids.shape[0],
-        *(parameter.data_ptr() for parameter in parameters),
-        workspace.data_ptr(),
-        token_ids.data_ptr(),
-        torch.cuda.current_stream(index).cuda_stream,
-    )
-    library.check(status)
+    if rows:
+        library = library_for(logits.get_device())
+        parameters = (temperature, top_k, top_p, min_p, seeds, positions)
+        library.run(library.sample_tokens, logits, banned_ids, parameters, (token_ids,))
     return token_ids
