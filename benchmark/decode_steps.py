@@ -7,14 +7,17 @@ radix cache, steps overlapping, all in one process. Default geometry: Llama-3.1-
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import random
 import statistics
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from engine_load import random_prompts
 from environment import describe_environment
+from inflate import HF_NAMES, LLAMA_8B, Geometry
 from tqdm import tqdm
 
 from sglang.bench_one_batch import OneBatch
@@ -22,32 +25,14 @@ from sglang.srt.server_args import ServerArgs
 
 RESULT = Path(__file__).parent / "results" / "decode_steps.json"
 INPUT_LEN, OUTPUT_LEN = 128, 256
-GEOMETRIES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-    },
-    "tiny": {
-        "hidden_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 512,
-        "vocab_size": 4096,
-    },
-}
+GEOMETRIES = {"llama-3.1-8b": LLAMA_8B, "tiny": Geometry(256, 512, 2, 4, 2, 64, 4096)}
 
 
-def write_config(directory: Path, geometry: dict[str, Any]) -> None:
+def write_config(directory: Path, geometry: Geometry) -> None:
     """A config.json that random weights can be drawn for."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "head_dim": 128 if geometry["hidden_size"] >= 1024 else 64,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
         "max_position_embeddings": 8192,
@@ -55,20 +40,17 @@ def write_config(directory: Path, geometry: dict[str, Any]) -> None:
         "torch_dtype": "bfloat16",
         "bos_token_id": 0,
         "eos_token_id": 1,
-        **geometry,
+        **{HF_NAMES.get(name, name): size for name, size in asdict(geometry).items()},
     }
     (directory / "config.json").write_text(json.dumps(config))
 
 
 def measure(batch: OneBatch, size: int, repeats: int, vocab_size: int) -> dict[str, Any]:
     """Step times of one batch size."""
-    chooser = random.Random(size)
+    seeds = itertools.count()
 
     def wall_s(num_new: int) -> float:
-        prompts = [
-            [chooser.randrange(2, vocab_size) for _ in range(INPUT_LEN)] for _ in range(size)
-        ]
-        return batch.wall_s(prompts, num_new)
+        return batch.wall_s(random_prompts(size, INPUT_LEN, vocab_size, next(seeds)), num_new)
 
     wall_s(8)  # warms up
     steps = []
@@ -104,7 +86,7 @@ def main() -> None:
         )
         batch = OneBatch(args)
         rows = [
-            measure(batch, size, arguments.repeats, geometry["vocab_size"])
+            measure(batch, size, arguments.repeats, geometry.vocab_size)
             for size in arguments.batch_sizes
         ]
     for row in rows:

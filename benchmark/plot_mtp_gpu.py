@@ -3,12 +3,11 @@ at once, and beside plain decoding. Needs matplotlib, no GPU."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 from mtp_checks import FIXED, K_1, KINDS, LOAD_AWARE, PLAIN, STATIC_3, VERIFIED
-from plotting import load_pyplot, read_result, save_svg
+from plotting import gpu_of, load_pyplot, plot_command, save_svg
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmark" / "results" / "mtp_gpu.json"
@@ -56,20 +55,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     speed.set_yscale("log")
     ratio.set_ylim(bottom=0.0)
     ratio.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    gpu = result["machine"].get("gpu", result["machine"]["cpu"])
-    figure.suptitle(f"{result['model']}, held-out code, {gpu}", fontsize=10)
+    figure.suptitle(f"{result['model']}, held-out code, {gpu_of(result)}", fontsize=10)
     save_svg(figure, path)
 
 
-def main() -> None:
-    """Draws."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--result", type=Path, default=RESULT)
-    parser.add_argument("--out", type=Path, default=PLOT)
-    arguments = parser.parse_args()
-    draw(read_result(arguments.result, "mtp_gpu.py"), arguments.out)
-    print(f"drawn: {arguments.out}")
-
-
 if __name__ == "__main__":
-    main()
+    plot_command(__doc__ or "", draw, "mtp_gpu.py", RESULT, PLOT)

@@ -3,11 +3,10 @@ step by kind of kernel. Needs matplotlib, no GPU."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
-from plotting import load_pyplot, read_result, save_svg
+from plotting import gpu_of, load_pyplot, plot_command, save_svg
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmark" / "results" / "step_profile.json"
@@ -38,20 +37,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axis.set_xlabel("requests in the batch")
     axis.set_ylabel("milliseconds per decode step")
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    gpu = result["machine"].get("gpu", result["machine"]["cpu"])
-    axis.set_title(f"{result['geometry']}, random weights, {gpu}", fontsize=10)
+    axis.set_title(f"{result['geometry']}, random weights, {gpu_of(result)}", fontsize=10)
     save_svg(figure, path)
 
 
-def main() -> None:
-    """Draws."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--result", type=Path, default=RESULT)
-    parser.add_argument("--out", type=Path, default=PLOT)
-    arguments = parser.parse_args()
-    draw(read_result(arguments.result, "step_profile.py"), arguments.out)
-    print(f"drawn: {arguments.out}")
-
-
 if __name__ == "__main__":
-    main()
+    plot_command(__doc__ or "", draw, "step_profile.py", RESULT, PLOT)

@@ -3,8 +3,10 @@ same file for the same figures."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +49,25 @@ def read_result(path: Path, script: str) -> dict[str, Any]:
         sys.exit(f"There is no {path.name} in {path.parent.name}/ yet: python benchmark/{script}")
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return content
+
+
+def plot_command(
+    description: str,
+    draw: Callable[[dict[str, Any], Path], None],
+    script: str,
+    result: Path,
+    plot: Path,
+) -> None:
+    """The command line of a plot: draws a stored result of `script`."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    parser.add_argument("--result", type=Path, default=result)
+    parser.add_argument("--out", type=Path, default=plot)
+    arguments = parser.parse_args()
+    draw(read_result(arguments.result, script), arguments.out)
+    print(f"drawn: {arguments.out}")
+
+
+def gpu_of(result: dict[str, Any]) -> str:
+    """Where a result was measured."""
+    machine: dict[str, str] = result["machine"]
+    return machine.get("gpu", machine["cpu"])

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import tempfile
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 from decode_steps import GEOMETRIES, INPUT_LEN, write_config
+from engine_load import random_prompts
 from environment import describe_environment
 from tqdm import tqdm
 
@@ -73,11 +73,7 @@ MIXED = Load("mixed, 128 running", 400, 512, 128, 200)  # by then as many begin 
 
 def profile(batch: OneBatch, load: Load, vocab_size: int) -> dict[str, Any]:
     """Kernel times of a step, in microseconds."""
-    chooser = random.Random(load.num_requests)
-    prompts = [
-        [chooser.randrange(2, vocab_size) for _ in range(load.input_len)]
-        for _ in range(load.num_requests)
-    ]
+    prompts = random_prompts(load.num_requests, load.input_len, vocab_size, load.num_requests)
     host_us: list[float] = []
     with batch.overlapping_steps(prompts, load.output_len) as step:
         for _ in range(load.warm_steps):
@@ -182,7 +178,7 @@ def main() -> None:
         loads = [Load.decode(size) for size in arguments.batch_sizes]
         loads += [MIXED] if arguments.mixed else []
         bar = tqdm(loads, desc="profiling", unit="batch")
-        rows = [profile(batch, load, geometry["vocab_size"]) for load in bar]
+        rows = [profile(batch, load, geometry.vocab_size) for load in bar]
     for row in rows:
         print(f"{row['load']}: wall {row['wall_us']:.0f} us, host {row['host_us']:.0f} us,")
         print(f"  idle {row['idle_us']:.0f} us, {row['kernels_per_step']:.0f} kernels, by kind:")

@@ -144,7 +144,7 @@ def main() -> None:
 
     def draw(seed: int) -> list[list[int]]:
         sizes = arguments.num_prompts, arguments.input_len
-        return random_prompts(*sizes, geometry["vocab_size"], seed)
+        return random_prompts(*sizes, geometry.vocab_size, seed)
 
     open_runner = in_process_wall_s if arguments.in_process else engine_wall_s
     with tempfile.TemporaryDirectory() as directory:

@@ -59,7 +59,11 @@ class BatchTimes:
 
 
 class OneBatch:
-    """A scheduler without processes around the real model."""
+    """A scheduler without processes around the real model.
+
+    Attributes:
+        outputs: token ids of each request of the last batch.
+    """
 
     def __init__(self, args: ServerArgs) -> None:
         config = resolve(args, Platform.probe(), load_model_config(args.model_path), Environ.read())
@@ -67,7 +71,7 @@ class OneBatch:
         worker = make_worker(runner, config.mtp)
         self.vocab_size = runner.vocab_size
         self._inbox = LocalInbox()
-        self._outputs: dict[int, list[int]] = {}
+        self.outputs: dict[int, list[int]] = {}
         self._next_id = 0
         self._scheduler = Scheduler(
             replace(config.scheduler, enable_overlap=False),
@@ -84,22 +88,20 @@ class OneBatch:
         """Runs the batch to its end."""
         self._submit(prompts, output_len)
         start = time.perf_counter()
-        while not all(self._outputs.values()):
+        while not all(self.outputs.values()):
             self._scheduler.event_loop_normal()
         prefill, decode = time.perf_counter() - start, []
         while not self._scheduler.lifecycle.is_idle:
             start = time.perf_counter()
             self._scheduler.event_loop_normal()
             decode.append(time.perf_counter() - start)
-        return BatchTimes(prefill, decode, self._outputs)
+        return BatchTimes(prefill, decode, self.outputs)
 
     def wall_s(self, prompts: list[list[int]], output_len: int) -> float:
         """Seconds from the first to the last step of the batch, steps overlapping."""
-        self._submit(prompts, output_len)
-        start = time.perf_counter()
-        ongoing = self._scheduler.event_loop_overlap(None)
-        while ongoing is not None or not self._scheduler.lifecycle.is_idle:
-            ongoing = self._scheduler.event_loop_overlap(ongoing)
+        with self.overlapping_steps(prompts, output_len) as step:
+            start = time.perf_counter()
+            step()  # takes the prompts in; the end of the block runs the rest
         return time.perf_counter() - start
 
     @contextmanager
@@ -120,9 +122,9 @@ class OneBatch:
 
     def _submit(self, prompts: list[list[int]], output_len: int) -> None:
         params = SamplingParams(temperature=0.0, max_new_tokens=output_len, ignore_eos=True)
-        self._outputs = {}
+        self.outputs = {}
         for prompt in prompts:
-            self._outputs[self._next_id] = []
+            self.outputs[self._next_id] = []
             self._inbox.messages.append(
                 TokenizedGenerateReqInput(
                     req_id=self._next_id,
@@ -137,7 +139,7 @@ class OneBatch:
     def _collect(self, message: Any) -> None:
         if isinstance(message, BatchTokenIDOutput):
             for output in message.outputs:
-                self._outputs[output.req_id].extend(output.token_ids)
+                self.outputs[output.req_id].extend(output.token_ids)
 
 
 def _no_stop_finder(params: SamplingParams) -> Any:

@@ -28,6 +28,9 @@ from engine_load import Budget, LoadResult, closed_loop, random_prompts
 from mtp_checks import FIXED, K_1, KINDS, LOAD_AWARE, PLAIN, Samples, checks_of
 from plotting import MISSING, load_pyplot, read_result
 
+from sglang.bench_one_batch import OneBatch
+from sglang.srt.server_args import ServerArgs
+
 MACHINE = {"machine": {"cpu": "c", "cores": 2}, "versions": {"torch": "2"}, "commit": "a" * 40}
 PROVENANCE = {**MACHINE, "dirty": True, "command": "python x"}
 
@@ -192,6 +195,12 @@ def test_every_load_is_judged_beside_plain() -> None:
 
 def test_a_run_has_a_wave_for_each_request_at_once_and_a_few_at_least() -> None:
     assert [mtp_gpu.num_prompts(load, 2) for load in (1, 4, 128)] == [4, 8, 256]
+
+
+def test_a_timed_batch_runs_to_its_end() -> None:
+    batch = OneBatch(ServerArgs(model_path="demo", device="cpu", context_length=64))
+    assert batch.wall_s([[5, 6], [7]], 5) > 0.0
+    assert [len(token_ids) for token_ids in batch.outputs.values()] == [5, 5]
 
 
 def test_throughput_counts_new_tokens_over_the_whole_time() -> None:
