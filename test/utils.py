@@ -322,8 +322,7 @@ def make_runner(
             max_running_requests=setup.max_running_requests,
             context_len=context_len,
             row_width=context_len + 2 * max_decode_rows,
-            layer_ops=DEFAULT_OPS[device],
-            step_ops=DEFAULT_OPS[device],
+            ops=DEFAULT_OPS[device],
             max_graph_width=max_graph_width,
             max_graph_rows=MAX_GRAPH_ROWS if max_graph_width == max_decode_rows else 0,
             poisons_graphs=poisons_graphs,
@@ -349,6 +348,5 @@ def make_mtp_worker(
     num_rows = runner.req_to_token_pool.req_to_token.shape[0]
     device = runner.req_to_token_pool.req_to_token.device
     state = RequestRows(num_rows, MTP_MAX_K, runner.vocab_size, str(device))
-    config = {"acceptance": DEFAULT_OPS[device.type], **config}
     settings = MTPConfig(mask_token_id=mask_token_id, max_k=MTP_MAX_K, **config)
     return MTPWorker(runner, state, settings, policy or FullLength())

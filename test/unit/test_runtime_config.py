@@ -109,7 +109,7 @@ def test_defaults_on_a_gpu(mtp_model: ModelConfig) -> None:
     config = resolved(mtp_model, platform=on_a_gpu())
     execution = config.execution
     assert (execution.device, execution.dtype) == ("cuda", mtp_model.dtype)
-    assert execution.attention_backend == execution.layer_ops == execution.step_ops == "triton"
+    assert execution.attention_backend == execution.ops == "triton"
     assert execution.kv_budget_bytes is None
     assert 0 < execution.static_memory_share < 1
     assert execution.max_graph_width == config.max_decode_rows == 15

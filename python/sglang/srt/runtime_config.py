@@ -62,6 +62,7 @@ def resolve(
     context_len = _context_len(args, model)
     mtp = _mtp(args, model, environ, device)
     max_decode_rows = 1 if mtp is None else 2 * mtp.max_k - 1
+    captures = _captures_graphs(args, device)
     execution = ExecutionConfig(
         model=model,
         load_format=args.load_format,
@@ -74,10 +75,9 @@ def resolve(
         context_len=context_len,
         row_width=context_len + 2 * max_decode_rows,
         kv_budget_bytes=_host_kv_budget(args, platform) if device == "cpu" else None,
-        layer_ops=DEFAULT_OPS[device],
-        step_ops=DEFAULT_OPS[device],
-        max_graph_width=_max_graph_width(args, device, max_decode_rows),
-        max_graph_rows=_max_graph_rows(args, device, mtp),
+        ops=DEFAULT_OPS[device],
+        max_graph_width=_max_graph_width(args, max_decode_rows) if captures else 0,
+        max_graph_rows=_max_graph_rows(args, mtp) if captures else 0,
         poisons_graphs=environ.graph_poison,
         static_memory_share=args.mem_fraction_static or GPU_STATIC_SHARE,
         num_threads=args.num_threads or min(platform.num_cores, MAX_CPU_THREADS),
@@ -182,19 +182,19 @@ def _planner(args: ServerArgs, environ: Environ) -> PlannerConfig:
     )
 
 
-def _max_graph_width(args: ServerArgs, device: str, max_decode_rows: int) -> int:
-    """Rows of a request in steps that replay a captured graph; 0 for no graphs."""
-    if device == "cpu" or args.disable_cuda_graph:
-        return 0
+def _captures_graphs(args: ServerArgs, device: str) -> bool:
+    return device != "cpu" and not args.disable_cuda_graph
+
+
+def _max_graph_width(args: ServerArgs, max_decode_rows: int) -> int:
+    """Rows of a request in steps without prompts that replay a captured graph."""
     return 1 if args.disable_mtp_cuda_graph else max_decode_rows
 
 
-def _max_graph_rows(args: ServerArgs, device: str, mtp: MTPConfig | None) -> int:
-    """Rows in all of steps with prompts that replay a captured graph; 0 for no graphs. Without
-    those of multi-token steps none of these either: they would serve such steps."""
-    if device == "cpu" or args.disable_cuda_graph or (mtp and args.disable_mtp_cuda_graph):
-        return 0
-    return MAX_GRAPH_ROWS
+def _max_graph_rows(args: ServerArgs, mtp: MTPConfig | None) -> int:
+    """Rows in all of steps with prompts that replay a captured graph; 0 for none: without graphs
+    of multi-token steps, since they would serve those too."""
+    return 0 if mtp and args.disable_mtp_cuda_graph else MAX_GRAPH_ROWS
 
 
 def _mtp(args: ServerArgs, model: ModelConfig, environ: Environ, device: str) -> MTPConfig | None:
@@ -214,9 +214,8 @@ def _mtp(args: ServerArgs, model: ModelConfig, environ: Environ, device: str) ->
         limits_unverified=args.mtp_load_aware_k,
         trims_rows=device == "cpu",
         measures_costs=device != "cpu",
-        acceptance=DEFAULT_OPS[device],
         traces=environ.mtp_debug_trace is not None,
-        bypasses_graphs=_max_graph_width(args, device, 2) == 1,
+        bypasses_graphs=_captures_graphs(args, device) and args.disable_mtp_cuda_graph,
     )
 
 

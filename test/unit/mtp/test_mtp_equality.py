@@ -175,11 +175,12 @@ def test_masks_to_the_right_change_nothing(
 
     def plan_more(self: LookaheadRows, *arguments: Any) -> StepLengths:
         lengths = plan(self, *arguments)
+        counts = lengths.counts
         padded = [
             q_len + 1 + i % 3 if k > 1 else q_len
-            for i, (q_len, k) in enumerate(zip(lengths.q_lens, lengths.num_predicted, strict=True))
+            for i, (q_len, k) in enumerate(zip(counts.q_lens, counts.num_predicted, strict=True))
         ]
-        return replace(lengths, q_lens=padded)
+        return replace(lengths, counts=replace(counts, q_lens=padded))
 
     monkeypatch.setattr(KVLedger, "reserve", reserve_more)
     monkeypatch.setattr(LookaheadRows, "plan", plan_more)

@@ -153,3 +153,21 @@ def test_the_audit_names_a_leaked_slot(small_model: Path) -> None:
     while not reports:
         harness.step()
     assert reports[0].missing_from_terminal_release_count == len(leaked)
+
+
+@pytest.mark.parametrize("tau", [None, 0.5])
+def test_steps_of_several_rows_without_graphs_are_told_of_once(
+    small_model: Path, caplog: pytest.LogCaptureFixture, tau: float | None
+) -> None:
+    setup = Setup(max_running_requests=4)
+    runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS, max_graph_width=0)
+    harness = SchedulerHarness(setup, make_mtp_worker(runner, MASK, bypasses_graphs=True))
+    harness.generate([[5, 5]], max_new_tokens=4, temperature=0.0)
+    assert not caplog.records, "a plain request was told of"
+    params = {"mtp_enabled": True, "mtp_k": 3, "max_new_tokens": 12}
+    strategy = {} if tau is None else {"mtp_strategy": ["conf_adapt", tau]}
+    harness.generate([[1, 2, 3], [4]], **params, **strategy)
+    (record,) = caplog.records
+    kind = "static" if tau is None else "conf_adapt"
+    told = f"decode_q_len_per_req=5, mtp_phase=seed, mtp_strategy_kind={kind}"
+    assert told in record.getMessage()

@@ -32,6 +32,9 @@ class TpModelWorker:
 
     Args:
         suppressed_token_ids: ids that are never emitted (a model's mask token).
+
+    Attributes:
+        sampler: draws its tokens.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class TpModelWorker:
         self._runner = runner
         self._table = runner.req_to_token_pool
         self._state = state
-        self._sampler = Sampler(state.committed.device, suppressed_token_ids)
+        self.sampler = Sampler(state.committed.device, suppressed_token_ids)
         runner.step_ops.warm_up(state, self._table)
 
     def step_width(self, params: SamplingParams) -> StepWidth:
@@ -70,7 +73,7 @@ class TpModelWorker:
             logits = logits.float()
             state.adjustments.apply(logits, reads.rows, reads.positions)
         sampling = None if batch.all_greedy else state.sampling(reads.rows, reads.positions)
-        tokens = self._sampler.sample(logits, sampling)
+        tokens = self.sampler.sample(logits, sampling)
         next_token_ids = self._runner.step_ops.commit(layout, tokens, state)
         if batch.adjusts_logits:
             state.adjustments.record(reads.rows, tokens)
@@ -104,5 +107,5 @@ class TpModelWorker:
             return None
         places = list(itertools.accumulate(batch.emits, initial=0))
         wanted = to_device([places[i] for i in plan.emitting], logits.device, torch.int64)
-        logprobs = self._sampler.logprobs(logits, sampling)[wanted]
+        logprobs = self.sampler.logprobs(logits, sampling)[wanted]
         return query_logprobs(logprobs, tokens[wanted], plan.emitted)

@@ -31,7 +31,6 @@ from sglang.srt.model_executor.step_ops import StaticInputs, StepOps
 
 logger = logging.getLogger(__name__)
 
-WARM_UPS = 2
 MAX_WIDE_TOKENS = 1024  # of a step of several rows per request: beyond, launching costs little
 UNIFORM_WIDTHS = (3, 7, 15, 31)
 # Rows in all. Up to 128 they cost nearly the same, and beyond a GPU computes in tiles.
@@ -68,7 +67,7 @@ class GraphKeys:
         self._found: dict[tuple[int, int, int], GraphKey | None] = {}
         if support is GraphSupport.NEVER:
             return
-        self.all = [GraphKey(DECODE, n, 1, n) for n in decode_sizes(max_requests)]
+        self.all = [GraphKey(DECODE, n, 1, n) for n in _decode_sizes(max_requests)]
         if support is GraphSupport.RAGGED_Q:
             self.all += [
                 GraphKey(MIXED, num_reqs, max_width, rows)
@@ -153,9 +152,10 @@ class CudaGraphRunner:
     def capture(self) -> None:
         """Captures all graphs, the largest first, so that the others fit into its memory."""
         start = time.perf_counter()
+        side = torch.cuda.Stream()  # one for all: cuBLAS takes memory for each stream it sees
         keys = sorted(self._keys.all, key=lambda key: -key.num_tokens)
         for key in tqdm(keys, desc="Capturing CUDA graphs", unit="graph", disable=None):
-            self._captured[key] = self._capture(key)
+            self._captured[key] = self._capture(key, side)
         logger.info(
             "Captured %d CUDA graphs for up to %d requests and %d rows in %.1f s.",
             len(keys),
@@ -202,7 +202,8 @@ class CudaGraphRunner:
             graph_key=key,
         )
 
-    def _capture(self, key: GraphKey) -> _Captured:
+    def _capture(self, key: GraphKey, side: torch.cuda.Stream) -> _Captured:
+        """Runs a step of the key once on `side`, so that all is compiled, then captures it."""
         count = key.num_reqs
         share, rest = divmod(key.num_tokens, count)
         empty = self._tokens[0, :0]
@@ -218,12 +219,10 @@ class CudaGraphRunner:
         )
         self._ops.fill(self._static, key, replace(shape, q_lens=[]))
         batch = self._static_batch(key, shape)
-        side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                self._plan(batch)
-                self._forward(batch)
+            self._plan(batch)
+            self._forward(batch)
         torch.cuda.current_stream().wait_stream(side)
         self._plan(batch)
         graph = torch.cuda.CUDAGraph()
@@ -232,7 +231,7 @@ class CudaGraphRunner:
         return _Captured(graph, hidden)
 
 
-def decode_sizes(max_requests: int) -> list[int]:
+def _decode_sizes(max_requests: int) -> list[int]:
     """1, 2, 4, then every eighth up to `max_requests`."""
     return sorted(
         {size for size in (1, 2, 4, max_requests) if size <= max_requests}

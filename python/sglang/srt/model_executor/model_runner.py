@@ -32,8 +32,7 @@ class ExecutionConfig:
             the rows of the widest step.
         kv_budget_bytes: memory for the KV pool; None for what the weights leave of
             `static_memory_share` of the device's memory.
-        layer_ops: name of the operations between matrix products.
-        step_ops: name of the operations around a forward pass.
+        ops: name of the operations of layers, around a forward pass and of acceptance.
         max_graph_width: rows of a request in steps without prompts that replay a captured graph,
             where the attention backend can; 0 for no graphs, 1 for plain decoding alone.
         max_graph_rows: rows in all of steps with prompts that do; 0 for none.
@@ -54,8 +53,7 @@ class ExecutionConfig:
     kv_budget_bytes: int | None
     num_threads: int
     static_memory_share: float = 0.0
-    layer_ops: str = "torch"
-    step_ops: str = "torch"
+    ops: str = "torch"
     max_graph_width: int = 0
     max_graph_rows: int = 0
     poisons_graphs: bool = False
@@ -128,10 +126,9 @@ class ModelRunner:
             self.req_to_token_pool, self.kv_pool, model.num_heads, self.model.windows
         )
         place = self.kv_pool.kv[0].device
-        self._layers = LayerRuntime(
-            LAYER_OPS.load(config.layer_ops)(place), attention, self.kv_pool
-        )
-        self.step_ops: StepOps = STEP_OPS.load(config.step_ops)(place)
+        self._layers = LayerRuntime(LAYER_OPS.load(config.ops)(place), attention, self.kv_pool)
+        self.ops = config.ops
+        self.step_ops: StepOps = STEP_OPS.load(config.ops)(place)
         self._threads = HostThreads(config.num_threads) if config.device == "cpu" else None
         self._graph_support: GraphSupport = backend.capabilities().graph
         self._config = config

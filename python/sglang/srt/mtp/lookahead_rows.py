@@ -16,32 +16,21 @@ class StepLengths:
     """What a step feeds and reads, request by request; known before the step before it is read.
 
     Attributes:
-        q_lens: rows fed.
-        num_predicted: tokens predicted (k of this step); 0 where the step emits nothing.
-        num_read: rows whose logits are read.
+        counts: what of it the device must know. A request without look-ahead is verified, too.
         max_accepted: tokens that can be accepted.
         looks_ahead: whether the request wants to predict more than one token.
         max_pending: tokens that can be pending, 1 where a prompt is fed.
-        is_verified: of a request without look-ahead too.
     """
 
-    q_lens: list[int]
-    num_predicted: list[int]
-    num_read: list[int]
+    counts: StepCounts
     max_accepted: list[int]
     looks_ahead: list[bool]
     max_pending: list[int]
-    is_verified: list[bool]
-
-    @property
-    def counts(self) -> StepCounts:
-        """What of it the device must know."""
-        return StepCounts(self.q_lens, self.num_read, self.num_predicted, self.is_verified)
 
     @property
     def is_plain(self) -> bool:
         """Whether nobody looks ahead or has more than one pending token."""
-        return max(self.num_predicted) <= 1 and max(self.max_pending) == 1
+        return max(self.counts.num_predicted) <= 1 and max(self.max_pending) == 1
 
 
 class LookaheadRows:
@@ -85,7 +74,8 @@ class LookaheadRows:
             limits: R tokens that may be predicted, at most.
             longest_pending: most pending tokens that a request has, where that is known.
         """
-        lengths = StepLengths([], [], [], [], [], [], [])
+        counts = StepCounts([], [], [], [])
+        lengths = StepLengths(counts, [], [], [])
         for i, row in enumerate(batch.rows):
             num_host = batch.num_host_tokens[i]
             k = min(self.max_predicted[row], limits[i]) if batch.emits[i] else 0
@@ -94,12 +84,12 @@ class LookaheadRows:
                 bound = min(bound, longest_pending)
             q_len = (num_host or bound) + max(k - 1, 0)
             reads_pending = self.is_lossless[row] and not num_host
-            lengths.q_lens.append(q_len)
+            counts.q_lens.append(q_len)
             lengths.max_pending.append(bound)
-            lengths.num_predicted.append(k)
-            lengths.num_read.append(q_len if reads_pending else k)
+            counts.num_predicted.append(k)
+            counts.num_read.append(q_len if reads_pending else k)
             lengths.max_accepted.append(bound if self.is_lossless[row] else k)
-            lengths.is_verified.append(self.is_lossless[row])
+            counts.is_verified.append(self.is_lossless[row])
             lengths.looks_ahead.append(batch.emits[i] and self.max_predicted[row] > 1)
             if k:
                 self._pending_bounds[row] = k

@@ -28,7 +28,7 @@ from sglang.srt.base_worker import (
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.logit_adjustments import ExtraTokens
 from sglang.srt.layers.logprobs import LogprobQueries, LogprobTensors, query_logprobs
-from sglang.srt.layers.sampler import Sampler, SamplingRows
+from sglang.srt.layers.sampler import SamplingRows
 from sglang.srt.managers.tp_worker import PLAIN_WIDTH, TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_inputs import build_forward_batch
@@ -58,7 +58,6 @@ class MTPConfig:
             to the longest possible one: for devices where looking costs nothing.
         measures_costs: the length policy's prices are measured at start-up; otherwise rows cost
             nothing, and every request predicts as many tokens as it wishes.
-        acceptance: name of the operations that accept predictions.
         traces: results say what was fed.
         bypasses_graphs: steps of several rows per request replay no captured graph, though steps of
             one row do; said once.
@@ -69,7 +68,6 @@ class MTPConfig:
     limits_unverified: bool = False
     trims_rows: bool = False
     measures_costs: bool = False
-    acceptance: str = "torch"
     traces: bool = False
     bypasses_graphs: bool = False
 
@@ -91,12 +89,11 @@ class MTPWorker:
         self._config = config
         self._policy = policy
         self._plain = TpModelWorker(runner, state, (config.mask_token_id,))
-        self._sampler = Sampler(state.committed.device, (config.mask_token_id,))
+        self._sampler = self._plain.sampler
         num_rows = state.committed.shape[0]
         self._lookahead = LookaheadRows(num_rows, str(state.committed.device))
-        self._acceptance: AcceptanceOps = ACCEPTANCE.load(config.acceptance)(
-            state, self._lookahead.thresholds
-        )
+        accept = ACCEPTANCE.load(runner.ops)
+        self._acceptance: AcceptanceOps = accept(state, self._lookahead.thresholds)
         self._unread: deque[StepLengths] = deque()
         self._has_warned = False
 
@@ -149,48 +146,48 @@ class MTPWorker:
         tokens, probs = self._choose(batch, logits, sampling)
         width = max(1, *lengths.max_accepted)
         outcome = self._acceptance.accept(
-            Predictions(layout.numbers, tokens, probs, max(lengths.num_read), width)
+            Predictions(layout.numbers, tokens, probs, max(lengths.counts.num_read), width)
         )
         if batch.adjusts_logits:
             self._record(inputs.rows, outcome)
         emitted = prompts = None
         if batch.logprobs is not None:
-            starts = list(itertools.accumulate(lengths.num_read, initial=0))
+            starts = list(itertools.accumulate(lengths.counts.num_read, initial=0))
             plan = batch.logprobs
             emitted = self._emitted_logprobs(plan, starts, logits, sampling, tokens, width)
             compute = self._runner.compute_logits
-            prompts = prompt_logprobs(plan, hidden, lengths.q_lens, compute)
+            prompts = prompt_logprobs(plan, hidden, lengths.counts.q_lens, compute)
         result = GenerationBatchResult(
             next_token_ids=outcome.next_token_ids,
             accept_lens=outcome.accept_lens,
             kept_lens=outcome.kept_lens,
             emitted_logprobs=emitted,
             prompt_logprobs=prompts,
-            hidden_states=hidden_states(batch, hidden, lengths.q_lens),
+            hidden_states=hidden_states(batch, hidden, lengths.counts.q_lens),
         )
         return result, forward.used_graph
 
     def _warn_of_bypass(self, batch: ScheduleBatch, lengths: StepLengths) -> None:
-        """Once: what the first decode step of several rows was that ran without a graph."""
-        widest = max(lengths.q_lens)
-        if self._has_warned or widest == 1 or any(batch.num_host_tokens):
+        """Once: the first request whose look-ahead ran without a graph."""
+        if self._has_warned or not any(lengths.looks_ahead):
             return
         self._has_warned = True
-        row = batch.rows[lengths.q_lens.index(widest)]
-        kind = "conf_adapt" if self._lookahead.host_thresholds[row] > 0 else "static"
+        index = lengths.looks_ahead.index(True)
+        has_threshold = self._lookahead.host_thresholds[batch.rows[index]] > 0
         logger.warning(
             "--disable-mtp-cuda-graph: steps of several rows run without CUDA graphs"
-            " (decode_q_len_per_req=%d, mtp_phase=steady, mtp_strategy_kind=%s).",
-            widest,
-            kind,
+            " (decode_q_len_per_req=%d, mtp_phase=%s, mtp_strategy_kind=%s).",
+            lengths.counts.q_lens[index],
+            "seed" if batch.num_host_tokens[index] else "steady",
+            "conf_adapt" if has_threshold else "static",
         )
 
     def _fed(self, lengths: StepLengths, inputs: ForwardBatch, used_graph: bool) -> FedRows:
         return FedRows(
             input_ids=inputs.input_ids,
             positions=inputs.positions,
-            q_lens=lengths.q_lens,
-            num_predicted=lengths.num_predicted,
+            q_lens=lengths.counts.q_lens,
+            num_predicted=lengths.counts.num_predicted,
             pending=self._state.pending[inputs.rows],
             pending_lens=self._state.pending_lens[inputs.rows],
             used_graph=used_graph,
