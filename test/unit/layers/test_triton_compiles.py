@@ -86,19 +86,24 @@ KERNELS = {
     "16 rows": Kernel(ops._few_rows_kernel, few_rows(16, 32, 256), num_stages=6),
     "64 rows": Kernel(ops._few_rows_kernel, few_rows(64, 128, 128)),
     "prompts": Kernel(
-        attention._extend_kernel, attention_constants(128, 64, False), num_warps=8, num_stages=2
+        attention._extend_kernel,
+        attention_constants(128, 64, False, BESIDE=False),
+        num_warps=8,
+        num_stages=2,
     ),
     "decodes in a window": Kernel(
-        attention._extend_kernel, attention_constants(16, 32, True), num_warps=1
+        attention._extend_kernel, attention_constants(16, 32, True, BESIDE=False), num_warps=1
     ),
-    "decodes": Kernel(
+    "decodes beside prompts": Kernel(
         attention._extend_kernel,
-        attention_constants(16, 64, False),
+        attention_constants(16, 64, False, BESIDE=True),
         num_warps=2,
         num_stages=2,
     ),
-    "splits": Kernel(
-        attention._split_kernel, attention_constants(16, 32, False, MIN_SPLIT=32), num_stages=2
+    "splits beside prompts": Kernel(
+        attention._split_kernel,
+        attention_constants(16, 32, False, MIN_SPLIT=32, BESIDE=True),
+        num_stages=2,
     ),
     "sum of splits": Kernel(
         attention._combine_kernel,
@@ -126,6 +131,8 @@ def test_a_kernel_compiles(name: str, capability: int, dtype: str) -> None:
     kernel = KERNELS[name]
     dependent = {"PDL": capability >= 90, "EARLY": capability >= 90}
     constants = {**kernel.constants, **dependent}
+    if "BESIDE" in constants:
+        constants["BESIDE"] &= capability >= 90
     source = ASTSource(
         fn=kernel.function,
         signature=Kernel(kernel.function, constants, types=kernel.types).signature(dtype),

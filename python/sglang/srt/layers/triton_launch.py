@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -14,13 +16,24 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def begin(PDL: tl.constexpr, EARLY: tl.constexpr):
+def begin(PDL: tl.constexpr, EARLY: tl.constexpr, BESIDE: tl.constexpr = False):
     """Waits for the kernel before (CUDA's programmatic dependent launch); `EARLY` lets the one
-    after start, which waits likewise."""
-    if PDL:
+    after start, which waits likewise. Not so `BESIDE` the kernel before: that has waited for all
+    that this one reads before it let it start. Then `finish` stands at each end."""
+    if PDL and not BESIDE:
         gdc_wait()
-        if EARLY:
-            gdc_launch_dependents()
+    if EARLY:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def finish(BESIDE: tl.constexpr):
+    """The grid ends after the kernel that it runs beside: who waits for one has waited for both."""
+    if BESIDE:
+        is_last = tl.program_id(0) == tl.num_programs(0) - 1
+        is_last = is_last & (tl.program_id(1) == tl.num_programs(1) - 1)
+        if is_last & (tl.program_id(2) == tl.num_programs(2) - 1):
+            gdc_wait()
 
 
 def dependent_launch(device: torch.device, num_programs: int) -> dict[str, bool]:
@@ -29,3 +42,23 @@ def dependent_launch(device: torch.device, num_programs: int) -> dict[str, bool]
     if INTERPRETED or not supports_dependent_launch(device):
         return {"PDL": False, "EARLY": False}
     return {"PDL": True, "EARLY": num_programs <= num_multiprocessors(device), "launch_pdl": True}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Neighbours:
+    """The other attention kernel of a step, which goes over other items.
+
+    Attributes:
+        before: it is launched before this one, and this one runs beside it.
+        after: it is launched after this one, and runs beside it.
+    """
+
+    before: bool = False
+    after: bool = False
+
+    def options(self, device: torch.device, num_programs: int) -> dict[str, bool]:
+        """Of a launch."""
+        options = dependent_launch(device, num_programs)
+        if options["PDL"]:
+            options["EARLY"] |= self.after
+        return {**options, "BESIDE": options["PDL"] and self.before}

@@ -19,7 +19,7 @@ from sglang.srt.layers.attention.triton_kernels import (
     attend_items_split,
     workspace_size,
 )
-from sglang.srt.layers.triton_launch import INTERPRETED
+from sglang.srt.layers.triton_launch import INTERPRETED, Neighbours
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import MIXED, ForwardBatch, GraphKey
 from sglang.srt.platform import num_multiprocessors
@@ -175,13 +175,15 @@ class TritonBackend:
         few = self._items[: shape.num_split_items]
         many = self._items[shape.num_split_items :][: shape.num_extend_items]
         if len(many):
-            attend_items(q, kv, out, many, paged, window, tuning.extend)
+            after = Neighbours(after=len(few) > 0)
+            attend_items(q, kv, out, many, paged, window, tuning.extend, after)
         if len(few):
+            before = Neighbours(before=len(many) > 0)
             if shape.num_splits == 1:
-                attend_items(q, kv, out, few, paged, window, shape.tiles)
+                attend_items(q, kv, out, few, paged, window, shape.tiles, before)
             else:
                 attend_items_split(
-                    q, kv, out, few, paged, window, shape.tiles,
+                    q, kv, out, few, paged, window, shape.tiles, before,
                     shape.num_splits, tuning.min_split, self._workspace,
                 )  # fmt: skip
         return out

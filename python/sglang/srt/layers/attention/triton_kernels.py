@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.triton_launch import begin, dependent_launch
+from sglang.srt.layers.triton_launch import Neighbours, begin, dependent_launch, finish
 
 ITEM_SIZE = 4
 LOG2_E = 1.4426950408889634
@@ -195,14 +195,15 @@ def _extend_kernel(
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid (items, KV heads): a program goes over all the KV that its item sees."""
-    begin(PDL, EARLY)
+    begin(PDL, EARLY, BESIDE)
     table_row, first_token, num_rows, position = _load_item(
         items_ptr, rows_ptr, kv_lens_ptr, tl.program_id(0)
     )
     if num_rows == 0:
+        finish(BESIDE)
         return
     start, end, whole_end = _seen_range(position, num_rows, window, HAS_WINDOW, BLOCK_N)
     acc, _, total = _attend_range(
@@ -218,6 +219,7 @@ def _extend_kernel(
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
     exists = _packed_mask(num_rows, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
     tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=exists)
+    finish(BESIDE)
 
 
 @triton.jit(do_not_specialize=["window"])
@@ -226,20 +228,22 @@ def _split_kernel(
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid (items, KV heads, splits): a program goes over its share of the item's KV, and leaves
     acc, top and total in the workspace; one without a share leaves nothing."""
-    begin(PDL, EARLY)
+    begin(PDL, EARLY, BESIDE)
     table_row, first_token, num_rows, position = _load_item(
         items_ptr, rows_ptr, kv_lens_ptr, tl.program_id(0)
     )
     if num_rows == 0:
+        finish(BESIDE)
         return
     start, end, whole_end = _seen_range(position, num_rows, window, HAS_WINDOW, BLOCK_N)
     length = _split_len(start, end, tl.num_programs(2), BLOCK_N, MIN_SPLIT)
     start = start + tl.program_id(2) * length
     if start >= end:
+        finish(BESIDE)
         return
     end = tl.minimum(start + length, end)
     acc, top, total = _attend_range(
@@ -256,6 +260,7 @@ def _split_kernel(
     tl.store(sums_ptr + row[:, None] * HEAD_DIM + dim[None, :], acc, mask=exists)
     tl.store(stats_ptr + row * 2, top)
     tl.store(stats_ptr + row * 2 + 1, total)
+    finish(BESIDE)
 
 
 @triton.jit(do_not_specialize=["window", "num_splits"])
@@ -311,7 +316,7 @@ def _constants(
 
 def attend_items(
     q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor,
-    items: torch.Tensor, paged: Paged, window: int | None, tiles: Tiles,
+    items: torch.Tensor, paged: Paged, window: int | None, tiles: Tiles, launch: Neighbours,
 ) -> None:  # fmt: skip
     """Attention of `items` [I, 4] int32, one program per item and KV head.
 
@@ -326,13 +331,14 @@ def attend_items(
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), paged.table.stride(0),
         window or 0, kv.shape[2] ** -0.5 * LOG2_E,
         **constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        **dependent_launch(q.device, len(items) * constants["NUM_KV_HEADS"]),
+        **launch.options(q.device, len(items) * constants["NUM_KV_HEADS"]),
     )  # fmt: skip
 
 
 def attend_items_split(
     q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, items: torch.Tensor, paged: Paged,
-    window: int | None, tiles: Tiles, num_splits: int, min_split: int, workspace: torch.Tensor,
+    window: int | None, tiles: Tiles, launch: Neighbours,
+    num_splits: int, min_split: int, workspace: torch.Tensor,
 ) -> None:  # fmt: skip
     """As `attend_items`, with the KV of each item shared out among up to `num_splits` programs.
 
@@ -349,7 +355,7 @@ def attend_items_split(
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), paged.table.stride(0),
         window or 0, head_dim**-0.5 * LOG2_E,
         **constants, MIN_SPLIT=min_split, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        **dependent_launch(q.device, len(items) * num_kv_heads * num_splits),
+        **launch.options(q.device, len(items) * num_kv_heads * num_splits),
     )  # fmt: skip
     group = q.shape[1] // num_kv_heads
     _combine_kernel[(len(items), num_kv_heads, tiles.block_m // group * group)](
