@@ -119,7 +119,7 @@ def test_tokens_are_those_of_the_cpu(
 @pytest.mark.parametrize("width", [0, 1, MTP_MAX_ROWS])
 @pytest.mark.parametrize("backend", NEVER_WAIT)
 def test_the_decode_loop_never_waits_for_the_device(backend: str, width: int) -> None:
-    """torch raises at every operation that would make the host wait."""
+    """torch raises at every operation that would make the host wait, be it that requests begin."""
     runner = runner_on("cuda", backend, max_graph_width=width)
     harness = SchedulerHarness(SETUP, make_mtp_worker(runner, MASK))
     for i, prompt in enumerate(prompts()[:12]):
@@ -128,9 +128,13 @@ def test_the_decode_loop_never_waits_for_the_device(backend: str, width: int) ->
         harness.step()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(10):
+        for step in range(12):
+            if step % 3 == 0:
+                kind = KINDS[step // 3 % len(KINDS)]
+                harness.submit(prompts()[12 + step], max_new_tokens=4, ignore_eos=True, **kind)
             harness.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len(harness.scheduler.lifecycle.running) == 12
+    assert len(harness.scheduler.lifecycle.running) >= 12
+    assert len(harness.outputs) == 16
     harness.run()

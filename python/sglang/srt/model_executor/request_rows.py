@@ -23,11 +23,11 @@ class RequestRows:
     def __init__(self, num_rows: int, max_pending: int, vocab_size: int, device: str) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self.committed = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.pending = torch.zeros((num_rows, max_pending), dtype=torch.int64, device=device)
-        self.pending_lens = torch.ones(num_rows, dtype=torch.int64, device=device)
-        self._seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._top_k = torch.ones(num_rows, dtype=torch.int64, device=device)
+        # Of each kind an even number: kernels get addresses that are multiples of 16 bytes.
+        shape = (4, num_rows + num_rows % 2)
+        self._integers = torch.ones(shape, dtype=torch.int64, device=device)
+        self.committed, self.pending_lens, self._seeds, self._top_k = self._integers[:, :num_rows]
         # temperature, top_p, min_p
         self._floats = torch.zeros((3, num_rows), dtype=torch.float32, device=device)
         self.adjustments = LogitAdjustments(num_rows, vocab_size, device)
@@ -41,16 +41,13 @@ class RequestRows:
             self.adjustments.initialize(new.row, new.adjustments)
             params = new.params
             top_k = self._vocab_size if params.top_k == -1 else params.top_k
-            integers.append((new.row, new.num_committed, new.seed, top_k))
+            integers.append((new.row, new.num_committed, 1, new.seed, top_k))
             floats.append(
                 (0.0 if params.is_greedy else params.temperature, params.top_p, params.min_p)
             )
         values = to_device(integers, self._device, torch.int64)
         rows = values[:, 0]
-        self.committed[rows] = values[:, 1]
-        self.pending_lens[rows] = 1
-        self._seeds[rows] = values[:, 2]
-        self._top_k[rows] = values[:, 3]
+        self._integers[:, rows] = values[:, 1:].T
         self._floats[:, rows] = to_device(floats, self._device, torch.float32).T
 
     def sampling(self, rows: torch.Tensor, positions: torch.Tensor) -> SamplingRows:
