@@ -62,7 +62,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def run(way: dict[str, Any], paths: list[str], num_workers: int, limit_s: float) -> dict[str, Any]:
-    """Counts of one run of pytest, names of tests that failed, near-ties that tests printed."""
+    """Counts of one run of pytest, messages of tests that failed, near-ties that tests printed."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
@@ -79,7 +79,7 @@ def run(way: dict[str, Any], paths: list[str], num_workers: int, limit_s: float)
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return {"failed_tests": [f"not done after {limit_s:.0f} s"], "tests": 0}
+            return {"failed_tests": {"pytest": f"not done after {limit_s:.0f} s"}, "tests": 0}
         found = counts(report)
     return {**found, "seconds": round(time.perf_counter() - start)}
 
@@ -87,16 +87,21 @@ def run(way: dict[str, Any], paths: list[str], num_workers: int, limit_s: float)
 def counts(report: Path) -> dict[str, Any]:
     """What a JUnit file of pytest says."""
     if not report.exists():
-        return {"failed_tests": ["pytest did not run"], "tests": 0}
+        return {"failed_tests": {"pytest": "did not run"}, "tests": 0}
     cases = list(ElementTree.parse(report).iter("testcase"))
     kinds = ("failure", "error")
-    bad = [case for case in cases if any(case.find(kind) is not None for kind in kinds)]
+    bad = {
+        f"{case.get('classname')}::{case.get('name')}": (problem.get("message") or "")[:500]
+        for case in cases
+        for kind in kinds
+        if (problem := case.find(kind)) is not None
+    }
     texts = [output.text or "" for case in cases for output in case.iter("system-out")]
     ties = [int(count) for text in texts for count in re.findall(r"(\d+) near-ties in", text)]
     return {
         "tests": len(cases),
         "skipped": sum(case.find("skipped") is not None for case in cases),
-        "failed_tests": [f"{case.get('classname')}::{case.get('name')}" for case in bad],
+        "failed_tests": bad,
         "near_ties": sum(ties),
     }
 

@@ -10,9 +10,11 @@ read by nobody.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -154,8 +156,9 @@ class CudaGraphRunner:
         start = time.perf_counter()
         side = torch.cuda.Stream()  # one for all: cuBLAS takes memory for each stream it sees
         keys = sorted(self._keys.all, key=lambda key: -key.num_tokens)
-        for key in tqdm(keys, desc="Capturing CUDA graphs", unit="graph", disable=None):
-            self._captured[key] = self._capture(key, side)
+        with _no_garbage_collection():
+            for key in tqdm(keys, desc="Capturing CUDA graphs", unit="graph", disable=None):
+                self._captured[key] = self._capture(key, side)
         logger.info(
             "Captured %d CUDA graphs for up to %d requests and %d rows in %.1f s.",
             len(keys),
@@ -229,6 +232,19 @@ class CudaGraphRunner:
         with torch.cuda.graph(graph, pool=self._pool):
             hidden = self._forward(batch)
         return _Captured(graph, hidden)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """What Python frees during a capture, say an older graph, may call CUDA and so end it."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _decode_sizes(max_requests: int) -> list[int]:
