@@ -30,6 +30,7 @@ from sglang.srt.server_args import ServerArgs
 
 RESULT = Path(__file__).parent / "results" / "step_profile.json"
 NUM_STEPS, WARM_STEPS = 20, 12
+CHUNK = 512  # prompt tokens of a step
 KINDS = (  # the first whose words appear in a kernel's name
     ("attention", ("_split_kernel", "_combine_kernel", "_extend_kernel", "Decode", "Prefill")),
     ("norm", ("rms_norm",)),
@@ -65,7 +66,8 @@ class Load:
 
     @classmethod
     def decode(cls, size: int) -> Load:
-        return cls(f"batch {size}", size, INPUT_LEN, 4 * NUM_STEPS + WARM_STEPS, WARM_STEPS)
+        warm_steps = WARM_STEPS + size * INPUT_LEN // CHUNK
+        return cls(f"batch {size}", size, INPUT_LEN, 4 * NUM_STEPS + warm_steps, warm_steps)
 
 
 MIXED = Load("mixed, 128 running", 400, 512, 128, 200)  # by then as many begin as end
@@ -157,7 +159,6 @@ def main() -> None:
     parser.add_argument("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--attention-backend")
-    parser.add_argument("--chunked-prefill-size", type=int, default=512, help="of mixed steps")
     parser.add_argument("--mixed", action="store_true", help="also steps of prompts and decodes")
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
@@ -171,7 +172,7 @@ def main() -> None:
                 attention_backend=arguments.attention_backend,
                 disable_radix_cache=True,
                 max_running_requests=128,
-                chunked_prefill_size=arguments.chunked_prefill_size,
+                chunked_prefill_size=CHUNK,
                 context_length=1024,
             )
         )
