@@ -87,16 +87,18 @@ KERNELS = {
     "64 rows": Kernel(ops._few_rows_kernel, few_rows(64, 128, 128)),
     "prompts": Kernel(
         attention._extend_kernel,
-        attention_constants(128, 64, False, BESIDE=False),
+        attention_constants(128, 64, False, BESIDE=False, LOOPS=True),
         num_warps=8,
         num_stages=2,
     ),
     "decodes in a window": Kernel(
-        attention._extend_kernel, attention_constants(16, 32, True, BESIDE=False), num_warps=1
+        attention._extend_kernel,
+        attention_constants(16, 32, True, BESIDE=False, LOOPS=False),
+        num_warps=1,
     ),
     "decodes beside prompts": Kernel(
         attention._extend_kernel,
-        attention_constants(16, 64, False, BESIDE=True),
+        attention_constants(16, 64, False, BESIDE=True, LOOPS=False),
         num_warps=2,
         num_stages=2,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import secrets
@@ -136,6 +137,9 @@ class Scheduler:
 
     def run(self) -> None:
         """Serves until the process is told to end."""
+        # What start-up has made stays: a collection that goes over it holds up a step for long.
+        gc.collect()
+        gc.freeze()
         event_loop = (
             self.event_loop_overlap if self._config.enable_overlap else self.event_loop_normal
         )

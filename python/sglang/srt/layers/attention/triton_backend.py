@@ -102,12 +102,14 @@ class LaunchShape:
 
     Attributes:
         num_split_items, num_extend_items: work items of each kernel.
+        extend_programs: for the latter, of each KV head.
         tiles: of items of few rows.
         num_splits: of the KV of each item of few rows; 1: a single program writes the result.
     """
 
     num_split_items: int
     num_extend_items: int
+    extend_programs: int
     tiles: Tiles
     num_splits: int
 
@@ -139,7 +141,7 @@ class TritonBackend:
         self._workspace = torch.full((size,), float("nan"), device=self._device)
         self._uniform: dict[int, torch.Tensor] = {}
         self._graph_items: dict[GraphKey, torch.Tensor] = {}
-        self._shape = LaunchShape(0, 0, tuning.few, 1)
+        self._shape = LaunchShape(0, 0, 0, tuning.few, 1)
         self._items = torch.empty((0, ITEM_SIZE), dtype=torch.int32, device=self._device)
         self._paged = Paged(
             table=self._table, rows=self._items.new_empty(0), kv_lens=self._items.new_empty(0)
@@ -176,11 +178,12 @@ class TritonBackend:
         many = self._items[shape.num_split_items :][: shape.num_extend_items]
         if len(many):
             after = Neighbours(after=len(few) > 0)
-            attend_items(q, kv, out, many, paged, window, tuning.extend, after)
+            num_programs = shape.extend_programs
+            attend_items(q, kv, out, many, paged, window, tuning.extend, after, num_programs)
         if len(few):
             before = Neighbours(before=len(many) > 0)
             if shape.num_splits == 1:
-                attend_items(q, kv, out, few, paged, window, shape.tiles, before)
+                attend_items(q, kv, out, few, paged, window, shape.tiles, before, len(few))
             else:
                 attend_items_split(
                     q, kv, out, few, paged, window, shape.tiles, before,
@@ -208,6 +211,7 @@ class TritonBackend:
         self._shape = replace(
             self._split_shape(len(few) // ITEM_SIZE, most_rows, longest),
             num_extend_items=len(many) // ITEM_SIZE,
+            extend_programs=len(many) // ITEM_SIZE,
         )
         self._items = to_device(few + many, self._device, torch.int32).view(-1, ITEM_SIZE)
 
@@ -240,7 +244,9 @@ class TritonBackend:
         self._items = self._graph_items[key]
         self._items.copy_(to_device(values, self._device, torch.int32).view(-1, ITEM_SIZE))
         shape = self._split_shape(num_few, block_q, self._table.shape[1])
-        self._shape = replace(shape, num_extend_items=num_many)
+        # Most of this room is empty: a program for each would take longer than the work.
+        programs = triton.cdiv(tuning.num_programs, self._num_kv_heads)
+        self._shape = replace(shape, num_extend_items=num_many, extend_programs=programs)
 
     def _uniform_items(self, q_len: int, count: int) -> torch.Tensor:
         """[count, 4]: those of any step in which each request feeds q_len rows; at an address of
@@ -266,7 +272,7 @@ class TritonBackend:
             is_crowded = num_items * self._num_kv_heads > 1.5 * tuning.num_programs
             whole = tuning.crowded if is_crowded else tuning.whole
             tiles = whole if num_splits == 1 else tuning.split
-        return LaunchShape(num_items, 0, replace(tiles, block_m=block_m), num_splits)
+        return LaunchShape(num_items, 0, 0, replace(tiles, block_m=block_m), num_splits)
 
 
 def _cut(request: int, start: int, q_len: int, block_q: int) -> list[int]:

@@ -189,36 +189,55 @@ def _attend_range(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["window"])
-def _extend_kernel(
-    q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, rows_ptr, kv_lens_ptr,
+@triton.jit
+def _attend_item(
+    index, q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, rows_ptr, kv_lens_ptr,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (items, KV heads): a program goes over all the KV that its item sees."""
+    """Goes over all the KV that an item sees, and writes its result."""
+    table_row, first_token, num_rows, position = _load_item(items_ptr, rows_ptr, kv_lens_ptr, index)
+    if num_rows > 0:
+        start, end, whole_end = _seen_range(position, num_rows, window, HAS_WINDOW, BLOCK_N)
+        acc, _, total = _attend_range(
+            q_ptr, kv_ptr, table_ptr, table_row, first_token, num_rows, position,
+            start, end, whole_end,
+            q_token, q_head, kv_slot, kv_head, table_width, window, scale,
+            NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        offsets = _packed_offsets(
+            first_token, tl.program_id(1), NUM_KV_HEADS * GROUP * HEAD_DIM, HEAD_DIM,
+            GROUP, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+        out = acc / tl.where(total > 0, total, 1.0)[:, None]
+        exists = _packed_mask(num_rows, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
+        tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=["window", "num_items"])
+def _extend_kernel(
+    q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, rows_ptr, kv_lens_ptr,
+    q_token, q_head, kv_slot, kv_head, table_width, window, scale, num_items,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    LOOPS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, BESIDE: tl.constexpr,
+):  # fmt: skip
+    """Grid (items, KV heads), or if it `LOOPS`, fewer programs, each for every so many items."""
     begin(PDL, EARLY, BESIDE)
-    table_row, first_token, num_rows, position = _load_item(
-        items_ptr, rows_ptr, kv_lens_ptr, tl.program_id(0)
-    )
-    if num_rows == 0:
-        finish(BESIDE)
-        return
-    start, end, whole_end = _seen_range(position, num_rows, window, HAS_WINDOW, BLOCK_N)
-    acc, _, total = _attend_range(
-        q_ptr, kv_ptr, table_ptr, table_row, first_token, num_rows, position,
-        start, end, whole_end,
-        q_token, q_head, kv_slot, kv_head, table_width, window, scale,
-        NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_D,
-    )  # fmt: skip
-    offsets = _packed_offsets(
-        first_token, tl.program_id(1), NUM_KV_HEADS * GROUP * HEAD_DIM, HEAD_DIM,
-        GROUP, BLOCK_M, BLOCK_D,
-    )  # fmt: skip
-    out = acc / tl.where(total > 0, total, 1.0)[:, None]
-    exists = _packed_mask(num_rows, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
-    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=exists)
+    if LOOPS:
+        for index in range(tl.program_id(0), num_items, tl.num_programs(0)):
+            _attend_item(
+                index, q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, rows_ptr, kv_lens_ptr,
+                q_token, q_head, kv_slot, kv_head, table_width, window, scale,
+                NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+    else:
+        _attend_item(
+            tl.program_id(0), q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, rows_ptr, kv_lens_ptr,
+            q_token, q_head, kv_slot, kv_head, table_width, window, scale,
+            NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
     finish(BESIDE)
 
 
@@ -317,21 +336,25 @@ def _constants(
 def attend_items(
     q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor,
     items: torch.Tensor, paged: Paged, window: int | None, tiles: Tiles, launch: Neighbours,
+    num_programs: int,
 ) -> None:  # fmt: skip
-    """Attention of `items` [I, 4] int32, one program per item and KV head.
+    """Attention of `items` [I, 4] int32.
 
     Args:
         q: [T, num_heads, head_dim], any strides but the last.
         kv: [num_slots, 2 * num_kv_heads, head_dim].
         out: [T, num_heads * head_dim] contiguous; the items' rows are written.
+        num_programs: for each KV head, at most; if there are more items, some take several.
     """
     constants = _constants(q, kv, window, tiles)
-    _extend_kernel[(len(items), kv.shape[1] // 2)](
+    num_programs = min(num_programs, len(items))
+    _extend_kernel[(num_programs, kv.shape[1] // 2)](
         q, kv, out, items, paged.table, paged.rows, paged.kv_lens,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), paged.table.stride(0),
-        window or 0, kv.shape[2] ** -0.5 * LOG2_E,
-        **constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        **launch.options(q.device, len(items) * constants["NUM_KV_HEADS"]),
+        window or 0, kv.shape[2] ** -0.5 * LOG2_E, len(items),
+        **constants, LOOPS=num_programs < len(items),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        **launch.options(q.device, num_programs * constants["NUM_KV_HEADS"]),
     )  # fmt: skip
 
 
