@@ -13,6 +13,7 @@ from sglang.srt.mtp.length_policy import (
     CostTable,
     FullLength,
     LoadAwareLength,
+    OtherRows,
     measure_costs,
 )
 from sglang.srt.mtp.mtp_worker import MTPConfig
@@ -21,6 +22,7 @@ from sglang.srt.worker_factory import make_worker
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_runner
 
 MAX_K = 8
+ALONE = OtherRows()
 KNEE = CostTable((1, 64, 128, 256), (5.0, 5.0, 10.0, 20.0))
 
 
@@ -43,8 +45,8 @@ def test_where_rows_cost_nothing_every_request_gets_its_wish() -> None:
     policy = LoadAwareLength(CostTable.flat(), MAX_K)
     for _ in range(2000):
         policy.observe(MAX_K, 1)  # even when no prediction is ever accepted
-    assert policy.limit([8, 3, 1] * 50, num_other_rows=500) == 8
-    assert FullLength().limit([2, 5], 100) == 5
+    assert policy.limit([8, 3, 1] * 50, OtherRows(10, 20, 500)) == 8
+    assert FullLength().limit([2, 5], OtherRows(num_prompt_rows=100)) == 5
 
 
 def test_the_choice_is_the_best_by_brute_force() -> None:
@@ -54,15 +56,30 @@ def test_the_choice_is_the_best_by_brute_force() -> None:
 
         def value(length: int, survival: list[float], num_requests: int) -> float:
             cost = KNEE.cost_ms(num_requests * (2 * length - 1) + 7)
-            return num_requests * expected_tokens(survival, length) / cost
+            return (num_requests * expected_tokens(survival, length) + 5) / cost
 
         values = [value(length, survival, num_requests) for length in range(1, MAX_K + 1)]
-        chosen = policy.limit([MAX_K] * num_requests, num_other_rows=7)
+        chosen = policy.limit([MAX_K] * num_requests, OtherRows(5, 7))
         assert values[chosen - 1] == pytest.approx(max(values))
 
 
+def test_a_prompt_makes_no_prediction_cheaper() -> None:
+    """In a step of thousands of rows a few hundred more seem to cost little. They cost what they
+    cost: more time than the tokens take that they may bring."""
+    for num_requests in (1, 4, 40, 100):
+        alone = LoadAwareLength(KNEE, MAX_K).limit([8] * num_requests, ALONE)
+        prompts = OtherRows(num_prompt_rows=8192)
+        assert LoadAwareLength(KNEE, MAX_K).limit([8] * num_requests, prompts) <= alone
+
+
+def test_a_busy_server_gives_a_lone_request_no_more_than_it_is_worth() -> None:
+    """Rows that are free alone delay those who decode beside it."""
+    assert LoadAwareLength(KNEE, MAX_K).limit([8], ALONE) == 8
+    assert LoadAwareLength(KNEE, MAX_K).limit([8], OtherRows(120, 120)) == 1
+
+
 def test_lengths_fall_with_load_and_with_failure() -> None:
-    limits = [LoadAwareLength(KNEE, MAX_K).limit([8] * n, 0) for n in (1, 4, 16, 64, 256)]
+    limits = [LoadAwareLength(KNEE, MAX_K).limit([8] * n, ALONE) for n in (1, 4, 16, 64, 256)]
     assert limits[0] == 8
     assert limits[-1] == 1
     assert all(a >= b for a, b in pairwise(limits))
@@ -70,18 +87,18 @@ def test_lengths_fall_with_load_and_with_failure() -> None:
     for _ in range(500):
         lucky.observe(8, 8)
         unlucky.observe(8, 1)
-    assert lucky.limit([8] * 40, 0) > unlucky.limit([8] * 40, 0) == 1
+    assert lucky.limit([8] * 40, ALONE) > unlucky.limit([8] * 40, ALONE) == 1
 
 
 def test_what_is_not_tried_is_forgotten_so_that_it_is_tried_again() -> None:
     policy = LoadAwareLength(KNEE, MAX_K)
     for _ in range(500):
         policy.observe(8, 1)
-    assert policy.limit([8] * 30, 0) == 1
-    fresh = LoadAwareLength(KNEE, MAX_K).limit([8] * 30, 0)
+    assert policy.limit([8] * 30, ALONE) == 1
+    fresh = LoadAwareLength(KNEE, MAX_K).limit([8] * 30, ALONE)
     assert fresh > 1
     num_steps = 0
-    while policy.limit([8] * 30, 0) == 1 and num_steps < 5000:
+    while policy.limit([8] * 30, ALONE) == 1 and num_steps < 5000:
         num_steps += 1
         for _ in range(30):
             policy.observe(1, 1)
@@ -94,7 +111,7 @@ def test_under_heavy_load_little_is_spent_on_trying() -> None:
     tokens = costs = 0.0
     num_requests, num_steps = 128, 3000
     for _ in range(num_steps):
-        limit = policy.limit([8] * num_requests, 0)
+        limit = policy.limit([8] * num_requests, ALONE)
         costs += KNEE.cost_ms(num_requests * (2 * limit - 1))
         for _ in range(num_requests):
             accepted = 1

@@ -20,15 +20,29 @@ LEARNING_RATE = 0.02
 FORGETTING_RATE = 0.001  # per step, towards the prior, of what is not tried
 
 
+@dataclass(frozen=True, slots=True)
+class OtherRows:
+    """What a step feeds besides the requests that a policy may shorten.
+
+    Attributes:
+        num_decoding: requests that decode; each gives a token at least.
+        num_decode_rows: their rows.
+        num_prompt_rows: of any request.
+    """
+
+    num_decoding: int = 0
+    num_decode_rows: int = 0
+    num_prompt_rows: int = 0
+
+
 class LengthPolicy(Protocol):
     """Decides lengths on the host, before the step before is read."""
 
-    def limit(self, wishes: Sequence[int], num_other_rows: int) -> int:
+    def limit(self, wishes: Sequence[int], others: OtherRows) -> int:
         """Most tokens that any request may predict in the next step.
 
         Args:
             wishes: k of each request that the policy may shorten.
-            num_other_rows: rows that the step feeds besides.
         """
 
     def observe(self, num_tried: int, num_accepted: int) -> None:
@@ -38,7 +52,7 @@ class LengthPolicy(Protocol):
 class FullLength:
     """Every request predicts as many tokens as it wishes."""
 
-    def limit(self, wishes: Sequence[int], num_other_rows: int) -> int:
+    def limit(self, wishes: Sequence[int], others: OtherRows) -> int:
         return max(wishes)
 
     def observe(self, num_tried: int, num_accepted: int) -> None:
@@ -92,10 +106,12 @@ def measure_costs(
 
 
 class LoadAwareLength:
-    """Maximizes expected accepted tokens per millisecond.
+    """Maximizes expected accepted tokens per millisecond, in the long run.
 
     The expectation comes from how often the j-th token of a run was accepted lately, the price from
-    the cost table. At equal value the longer length wins.
+    the cost table. A step with prompts costs much whatever it predicts, so there it is no measure:
+    a token is worth the time that the same requests need for one when no prompt is there, and a
+    length is chosen by what it gains beyond its price. At equal value the longer length wins.
     """
 
     def __init__(self, costs: CostTable, max_k: int) -> None:
@@ -103,27 +119,31 @@ class LoadAwareLength:
         # Chance that the (j+2)-th token is accepted, given that the one before it is.
         self._survival = [PRIOR_SURVIVAL] * (max_k - 1)
 
-    def limit(self, wishes: Sequence[int], num_other_rows: int) -> int:
+    def limit(self, wishes: Sequence[int], others: OtherRows) -> int:
         """See `LengthPolicy`. What this step will not try is forgotten a little: by steps, not by
         requests, or many requests would forget within a few steps what they have learnt."""
-        limit = self._best(wishes, num_other_rows)
+        limit = self._best(wishes, others)
         for j in range(limit - 1, len(self._survival)):
             self._move(j, PRIOR_SURVIVAL, FORGETTING_RATE)
         return limit
 
-    def _best(self, wishes: Sequence[int], num_other_rows: int) -> int:
+    def _best(self, wishes: Sequence[int], others: OtherRows) -> int:
         counts = Counter(wishes)
-        best, best_value = 1, 0.0
-        for length in range(1, max(wishes) + 1):
-            tokens, rows = 0.0, num_other_rows
-            for wish, count in counts.items():
-                used = min(wish, length)
-                tokens += count * self._expected(used)
-                rows += count * (2 * used - 1)
-            value = tokens / self._costs.cost_ms(rows)
-            if value >= best_value:
-                best, best_value = length, value
-        return best
+        lengths = range(1, max(wishes) + 1)
+        tokens = [others.num_decoding + self._num_tokens(counts, length) for length in lengths]
+        rows = [others.num_decode_rows + _num_rows(counts, length) for length in lengths]
+        cost_ms = self._costs.cost_ms
+        rate = max(gained / cost_ms(fed) for gained, fed in zip(tokens, rows, strict=True))
+
+        def value(length: int) -> float:
+            fed = rows[length - 1] + others.num_prompt_rows
+            return tokens[length - 1] - rate * cost_ms(fed)
+
+        return max(reversed(lengths), key=value)
+
+    def _num_tokens(self, counts: Counter[int], length: int) -> float:
+        """Expected of a step in which no request predicts more than `length`."""
+        return sum(count * self._expected(min(wish, length)) for wish, count in counts.items())
 
     def observe(self, num_tried: int, num_accepted: int) -> None:
         for j in range(min(num_tried - 1, num_accepted)):
@@ -139,3 +159,8 @@ class LoadAwareLength:
             chance *= survival
             expected += chance
         return expected
+
+
+def _num_rows(counts: Counter[int], length: int) -> int:
+    """Fed by a step in which no request predicts more than `length`, and the one before neither."""
+    return sum(count * (2 * min(wish, length) - 1) for wish, count in counts.items())

@@ -37,7 +37,7 @@ from sglang.srt.model_executor.request_rows import RequestRows
 from sglang.srt.model_executor.step_ops import IS_VERIFIED, RowLayout
 from sglang.srt.model_executor.step_outputs import hidden_states, prompt_logprobs
 from sglang.srt.mtp.acceptance import AcceptanceOps, Outcome, Predictions
-from sglang.srt.mtp.length_policy import LengthPolicy
+from sglang.srt.mtp.length_policy import LengthPolicy, OtherRows
 from sglang.srt.mtp.lookahead_rows import LookaheadRows, StepLengths
 from sglang.srt.registry import ACCEPTANCE
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -203,8 +203,15 @@ class MTPWorker:
         wishes = [rows.max_predicted[row] for row, is_bound in zip(batch.rows, bound) if is_bound]
         if max(wishes, default=1) == 1:
             return [self._config.max_k] * len(bound)
-        num_others = sum(batch.max_q_lens) - sum(2 * k - 1 for k in wishes)
-        limit = self._policy.limit(wishes, max(num_others, 0))
+        decodes = [
+            q_len
+            for q_len, is_bound, num_host in zip(
+                batch.max_q_lens, bound, batch.num_host_tokens, strict=True
+            )
+            if not (is_bound or num_host)
+        ]
+        others = OtherRows(len(decodes), sum(decodes), sum(batch.num_host_tokens))
+        limit = self._policy.limit(wishes, others)
         return [limit if is_bound else self._config.max_k for is_bound in bound]
 
     def _logits(
