@@ -39,7 +39,8 @@ from sglang.srt.model_config import resolve_model_path
 
 BENCHMARK = Path(__file__).parent
 RESULT = BENCHMARK / "results" / "mtp_gpu.json"
-MIN_PROMPTS = 4  # of a run; larger loads get two for each request at once
+MIN_PROMPTS = 12  # of a run: texts differ in how many tokens a step gives
+STATIC_CHECK_PROMPTS = 4
 SILENT_STD = "1e-12"  # no zeros in matrices, which could be multiplied faster than numbers
 INFLATED = "inflated"
 STATIC_CHECK_S = 90.0  # for one more Engine and its rounds, kept free of the budget
@@ -92,21 +93,23 @@ class Sweep:
         engines: dict[bool, sglang.Engine],
         prompts: list[list[int]],
         loads: list[int],
+        kinds: list[str],
         new_tokens: int,
     ) -> None:
         self._engines = engines
+        self._kinds = kinds
         self._prompts = prompts
         self._new_tokens = new_tokens
         self.samples = [Samples(load) for load in loads]
 
     def warm_up(self) -> None:
         """Short runs, so that all is compiled and the length policies have learnt a little."""
-        deque(self._runs(list(KINDS), 1, max(1, self._new_tokens // 4), "warm-up"), maxlen=0)
+        deque(self._runs(self._kinds, 1, max(1, self._new_tokens // 4), "warm-up"), maxlen=0)
 
     def round(self, number: int, waves: int) -> float:
         """One run of every kind at every load, in turn forwards and backwards; seconds."""
         start = time.perf_counter()
-        kinds = list(KINDS) if number % 2 == 0 else list(reversed(KINDS))
+        kinds = self._kinds if number % 2 == 0 else self._kinds[::-1]
         for kind, sample, result in self._runs(kinds, waves, self._new_tokens, f"round {number}"):
             sample.add(kind, result)
         return time.perf_counter() - start
@@ -164,7 +167,8 @@ def measure(arguments: argparse.Namespace, model_path: str, budget: Budget) -> d
             with sglang.Engine(**flags, mtp_load_aware_k=True) as aware:
                 engines = {False: base, True: aware}
                 result["startup_s"] = round(time.perf_counter() - budget.start_s, 1)
-                sweep = Sweep(engines, prompts, arguments.concurrency, arguments.new_tokens)
+                loads, kinds = arguments.concurrency, arguments.kinds
+                sweep = Sweep(engines, prompts, loads, kinds, arguments.new_tokens)
                 sweep.warm_up()
                 last_s, number = 0.0, 0
                 while budget.has_room(number, arguments.rounds, last_s):
@@ -175,7 +179,11 @@ def measure(arguments: argparse.Namespace, model_path: str, budget: Budget) -> d
                     store(arguments.out, result)
         if arguments.static_graph_check:
             found = compare_static_graphs(
-                base, flags, prompts[:MIN_PROMPTS], arguments.rounds, arguments.new_tokens
+                base,
+                flags,
+                prompts[:STATIC_CHECK_PROMPTS],
+                arguments.rounds,
+                arguments.new_tokens,
             )
             result["static_graphs"] = found
             result["checks"] = [*result.get("checks", []), static_graph_check(found["ratio"])]
@@ -205,7 +213,7 @@ def print_result(result: dict[str, Any]) -> None:
     if rows:
         heads = "".join(f"{row['requests']:>8} at once" for row in rows)
         print(f"\n{result['rounds']} rounds, tokens/s and ratio to plain\n{'':22}{heads}  tok/step")
-        for kind in KINDS:
+        for kind in rows[0]["kinds"]:
             cells = [row["kinds"][kind] for row in rows]
             shown = "".join(f"{c['tok_s']:>10,.0f} {c['ratio_to_plain']:>4.2f}x" for c in cells)
             print(f"{kind:22}{shown}  {cells[0]['tokens_per_step']:.2f}")
@@ -224,6 +232,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model-dir", type=Path, help="where the inflated model is kept for the next run")
     add("--geometry", choices=("llama-3.1-8b", "tiny"), default="llama-3.1-8b")
     add("--concurrency", type=int, nargs="*", default=[1, 4, 16, 64, 128])
+    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of requests")
     add("--waves", type=int, default=2, help="prompts per request at once")
     add("--prompt-tokens", type=int, default=128)
     add("--new-tokens", type=int, default=128)

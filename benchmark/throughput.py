@@ -23,6 +23,7 @@ from decode_steps import GEOMETRIES, write_config
 from engine_load import random_prompts
 from environment import describe_environment
 from goals import THROUGHPUT_SHAPE, THROUGHPUT_TOK_S
+from gpu_load import sample_gpu
 from tqdm import tqdm
 
 import sglang
@@ -62,21 +63,24 @@ def in_process_wall_s(args: ServerArgs) -> Iterator[WallTime]:
 
 def measure(
     wall_s: WallTime, repeats: int, draw: Callable[[int], list[list[int]]], output_len: int
-) -> list[dict[str, float]]:
-    """Seconds of each run, with all new tokens and with one, on fresh prompts per run.
+) -> list[dict[str, Any]]:
+    """Seconds of each run, with all new tokens and with one, on fresh prompts; and the GPU's
+    clock and power during the first of these.
 
     Args:
         draw: the prompts of a run; number 0 warms up.
     """
     wall_s(draw(0), min(output_len, 8))
-    runs = []
+    runs: list[dict[str, Any]] = []
     for number in tqdm(range(1, repeats + 1), desc="throughput", unit="run"):
         prompts = draw(number)
-        runs.append({"wall_s": wall_s(prompts, output_len), "prefill_s": wall_s(prompts, 1)})
+        with sample_gpu() as gpu:
+            seconds = wall_s(prompts, output_len)
+        runs.append({"wall_s": seconds, "prefill_s": wall_s(prompts, 1), "gpu": gpu})
     return runs
 
 
-def summarize(runs: list[dict[str, float]], num_prompts: int, output_len: int) -> dict[str, Any]:
+def summarize(runs: list[dict[str, Any]], num_prompts: int, output_len: int) -> dict[str, Any]:
     """Medians over the runs."""
     speeds = [num_prompts * output_len / run["wall_s"] for run in runs]
     shares = [run["prefill_s"] / run["wall_s"] for run in runs]
@@ -84,7 +88,10 @@ def summarize(runs: list[dict[str, float]], num_prompts: int, output_len: int) -
         "output_tok_s": round(statistics.median(speeds), 1),
         "output_tok_s_by_run": [round(speed, 1) for speed in speeds],
         "prefill_share": round(statistics.median(shares), 4),
-        "runs": [{name: round(value, 4) for name, value in run.items()} for run in runs],
+        "runs": [
+            {**run, "wall_s": round(run["wall_s"], 4), "prefill_s": round(run["prefill_s"], 4)}
+            for run in runs
+        ],
     }
 
 
@@ -111,7 +118,7 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
     goal = {"asked": THROUGHPUT_TOK_S.asked, "peer": THROUGHPUT_TOK_S.peer}
     return {
         **shape,
-        "chunked_prefill_size": arguments.chunked_prefill_size,
+        "chunked_prefill_size": arguments.chunked_prefill_size or "default",
         "attention_backend": arguments.attention_backend or "default",
         "cuda_graphs": not arguments.disable_cuda_graph,
         "how": "in-process" if arguments.in_process else "Engine.generate",
@@ -127,7 +134,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--input-len", type=int, default=512)
     add("--output-len", type=int, default=128)
     add("--max-running-requests", type=int, default=128)
-    add("--chunked-prefill-size", type=int, default=8192)
+    add("--chunked-prefill-size", type=int, help="default: the runtime's")
     add("--repeats", type=int, default=3)
     add("--in-process", action="store_true", help="scheduler and worker alone, no Engine")
     add("--device", default="auto")

@@ -112,6 +112,9 @@ def test_defaults_on_a_gpu(mtp_model: ModelConfig) -> None:
     assert execution.attention_backend == execution.ops == "triton"
     assert execution.kv_budget_bytes is None
     assert 0 < execution.static_memory_share < 1
+    chunk = config.scheduler.planner.chunked_prefill_size
+    assert chunk + config.execution.max_running_requests <= execution.max_graph_rows
+    assert chunk < resolved(mtp_model).scheduler.planner.chunked_prefill_size
     assert execution.max_graph_width == config.max_decode_rows == 15
     assert execution.max_graph_rows > 0
     assert config.mtp is not None

@@ -26,6 +26,9 @@ MIN_CAPABILITY = (8, 0)  # of a CUDA GPU
 MAX_GRAPH_ROWS = 1024  # beyond, a GPU is busy for longer than the launches take
 DEFAULT_BACKENDS = {"cpu": "torch_native", "cuda": "triton"}
 DEFAULT_OPS = {"cpu": "torch", "cuda": "triton"}
+# On a GPU a step with that many prompt tokens is bound by arithmetic already, replays a graph, and
+# is soon over for those who decode in it.
+DEFAULT_CHUNKS = {"cpu": 2048, "cuda": 512}
 
 
 class ConfigError(ValueError):
@@ -83,7 +86,7 @@ def resolve(
         num_threads=args.num_threads or min(platform.num_cores, MAX_CPU_THREADS),
     )
     scheduler = SchedulerConfig(
-        planner=_planner(args, environ),
+        planner=_planner(args, environ, device),
         max_queued_requests=args.max_queued_requests,
         schedule_conservativeness=args.schedule_conservativeness,
         eos_token_ids=frozenset(model.eos_token_ids),
@@ -171,10 +174,10 @@ def _attention_backend(args: ServerArgs, device: str) -> str:
     return name
 
 
-def _planner(args: ServerArgs, environ: Environ) -> PlannerConfig:
+def _planner(args: ServerArgs, environ: Environ, device: str) -> PlannerConfig:
     threshold = args.priority_scheduling_preemption_threshold
     return PlannerConfig(
-        chunked_prefill_size=args.chunked_prefill_size,
+        chunked_prefill_size=args.chunked_prefill_size or DEFAULT_CHUNKS[device],
         max_running_requests=args.max_running_requests,
         schedule_policy=args.schedule_policy,
         preemption_threshold=threshold if args.enable_priority_scheduling else None,

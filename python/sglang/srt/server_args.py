@@ -72,7 +72,9 @@ class ServerArgs:
         "What becomes of requests that arrive while generation is paused: they wait, or get 503.",
         choices=("queue", "reject"),
     )
-    chunked_prefill_size: int = flag(2048, "Prompt tokens in one step at most.")
+    chunked_prefill_size: int | None = flag(
+        None, "Prompt tokens in one step at most; default: 2048 on a CPU, 512 on a GPU."
+    )
     schedule_policy: str = flag(
         "fcfs",
         "Order of the waiting queue: `fcfs`, or `lpm` for longest cached prefix first.",

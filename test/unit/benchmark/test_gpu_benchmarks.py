@@ -15,6 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmark"))
 
 import goals
+import gpu_load
 import held_out  # also puts scripts/demo_models on the path
 import make_gpu_tables
 import mtp_gpu
@@ -194,7 +195,7 @@ def test_every_load_is_judged_beside_plain() -> None:
 
 
 def test_a_run_has_a_wave_for_each_request_at_once_and_a_few_at_least() -> None:
-    assert [mtp_gpu.num_prompts(load, 2) for load in (1, 4, 128)] == [4, 8, 256]
+    assert [mtp_gpu.num_prompts(load, 2) for load in (1, 4, 128)] == [12, 12, 256]
 
 
 def test_a_timed_batch_runs_to_its_end() -> None:
@@ -212,6 +213,18 @@ def test_throughput_counts_new_tokens_over_the_whole_time() -> None:
     assert len(runs) == 2
     assert found["output_tok_s"] == 1.8  # 28 tokens in 16 s
     assert found["prefill_share"] == 0.25
+
+
+def test_clock_and_power_are_medians_of_what_is_known() -> None:
+    lines = ["1980, 1980, 120.5, 700.00", "1600, 1980, 690.5, 700.00", "1620, 1980, [N/A], 700.00"]
+    found = gpu_load.medians("\n".join([*lines, "16"]))
+    assert found == {
+        "sm_mhz": 1620.0,
+        "max_sm_mhz": 1980.0,
+        "power_w": (120.5 + 690.5) / 2,
+        "power_limit_w": 700.0,
+    }
+    assert gpu_load.medians("") == {}
 
 
 def test_only_the_shape_that_is_asked_about_is_judged() -> None:

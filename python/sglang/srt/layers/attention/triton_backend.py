@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import MIXED, ForwardBatch, GraphKey
 from sglang.srt.platform import num_multiprocessors
 
+MIN_SPLITS = 3  # fewer gain less than adding them up costs
 # The interpreter's tl.dot takes the bits of bfloat16 for integers.
 DTYPES = (torch.float32, torch.float16, *(() if INTERPRETED else (torch.bfloat16,)))
 
@@ -34,7 +35,8 @@ class Tuning:
 
     Attributes:
         extend: tiles for requests that feed many rows.
-        few: tiles for those that feed few; its block_m is the most that a step may choose.
+        few: tiles for those that feed few, block_m being the most that a step may choose, and for
+            all in a graph: that has so few rows that larger tiles would leave the GPU idle.
         split: tiles for 16 packed rows or less, whose KV is split.
         whole: likewise, whose KV is not, while the GPU has room for all programs at once.
         crowded: likewise, beyond.
@@ -103,13 +105,14 @@ class LaunchShape:
     Attributes:
         num_split_items, num_extend_items: work items of each kernel.
         extend_programs: for the latter, of each KV head.
-        tiles: of items of few rows.
+        extend_tiles, tiles: of items of many rows and of few.
         num_splits: of the KV of each item of few rows; 1: a single program writes the result.
     """
 
     num_split_items: int
     num_extend_items: int
     extend_programs: int
+    extend_tiles: Tiles
     tiles: Tiles
     num_splits: int
 
@@ -141,7 +144,7 @@ class TritonBackend:
         self._workspace = torch.full((size,), float("nan"), device=self._device)
         self._uniform: dict[int, torch.Tensor] = {}
         self._graph_items: dict[GraphKey, torch.Tensor] = {}
-        self._shape = LaunchShape(0, 0, 0, tuning.few, 1)
+        self._shape = LaunchShape(0, 0, 0, tuning.extend, tuning.few, 1)
         self._items = torch.empty((0, ITEM_SIZE), dtype=torch.int32, device=self._device)
         self._paged = Paged(
             table=self._table, rows=self._items.new_empty(0), kv_lens=self._items.new_empty(0)
@@ -179,7 +182,7 @@ class TritonBackend:
         if len(many):
             after = Neighbours(after=len(few) > 0)
             num_programs = shape.extend_programs
-            attend_items(q, kv, out, many, paged, window, tuning.extend, after, num_programs)
+            attend_items(q, kv, out, many, paged, window, shape.extend_tiles, after, num_programs)
         if len(few):
             before = Neighbours(before=len(many) > 0)
             if shape.num_splits == 1:
@@ -223,7 +226,7 @@ class TritonBackend:
             self._items = self._uniform_items(key.width, key.num_reqs)
             self._shape = self._split_shape(key.num_reqs, key.width, self._table.shape[1])
             return
-        many_block_q = tuning.extend.block_m // self._group
+        many_block_q = tuning.few.block_m // self._group
         few: list[int] = []
         many: list[int] = []
         starts = accumulate(batch.q_lens, initial=0)
@@ -244,9 +247,14 @@ class TritonBackend:
         self._items = self._graph_items[key]
         self._items.copy_(to_device(values, self._device, torch.int32).view(-1, ITEM_SIZE))
         shape = self._split_shape(num_few, block_q, self._table.shape[1])
-        # Most of this room is empty: a program for each would take longer than the work.
-        programs = triton.cdiv(tuning.num_programs, self._num_kv_heads)
-        self._shape = replace(shape, num_extend_items=num_many, extend_programs=programs)
+        # Most of this room is empty, and a program for each would take longer than the work. One
+        # per multiprocessor leaves room for the items of few rows beside them.
+        self._shape = replace(
+            shape,
+            num_extend_items=num_many,
+            extend_programs=triton.cdiv(tuning.num_programs, 2 * self._num_kv_heads),
+            extend_tiles=tuning.few,
+        )
 
     def _uniform_items(self, q_len: int, count: int) -> torch.Tensor:
         """[count, 4]: those of any step in which each request feeds q_len rows; at an address of
@@ -265,14 +273,17 @@ class TritonBackend:
         if num_items > 0:
             wanted = tuning.num_programs // (num_items * self._num_kv_heads)
             useful = triton.cdiv(longest, tuning.min_split)
-            num_splits = max(1, min(wanted, useful, tuning.max_splits))
+            num_splits = min(wanted, useful, tuning.max_splits)
+            if num_splits < MIN_SPLITS:
+                num_splits = 1
         block_m = max(16, triton.next_power_of_2(block_q * self._group))
         tiles = tuning.few
         if block_m == 16:
             is_crowded = num_items * self._num_kv_heads > 1.5 * tuning.num_programs
             whole = tuning.crowded if is_crowded else tuning.whole
             tiles = whole if num_splits == 1 else tuning.split
-        return LaunchShape(num_items, 0, 0, replace(tiles, block_m=block_m), num_splits)
+        tiles = replace(tiles, block_m=block_m)
+        return LaunchShape(num_items, 0, 0, tuning.extend, tiles, num_splits)
 
 
 def _cut(request: int, start: int, q_len: int, block_q: int) -> list[int]:

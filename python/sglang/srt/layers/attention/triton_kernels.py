@@ -383,7 +383,8 @@ def attend_items_split(
     group = q.shape[1] // num_kv_heads
     _combine_kernel[(len(items), num_kv_heads, tiles.block_m // group * group)](
         sums, stats, out, items, paged.rows, paged.kv_lens, window or 0, num_splits,
-        **constants, MIN_SPLIT=min_split, BLOCK_S=triton.next_power_of_2(num_splits), num_warps=4,
+        **constants, MIN_SPLIT=min_split, BLOCK_S=triton.next_power_of_2(num_splits),
+        num_warps=1 if num_splits <= 32 else 4,
         **dependent_launch(q.device, len(items) * num_kv_heads * tiles.block_m),
     )  # fmt: skip
 
