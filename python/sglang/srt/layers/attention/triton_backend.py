@@ -104,14 +104,14 @@ class LaunchShape:
 
     Attributes:
         num_split_items, num_extend_items: work items of each kernel.
-        extend_programs: for the latter, of each KV head.
+        extend_programs: for the latter, of each KV head; None: one for each item.
         extend_tiles, tiles: of items of many rows and of few.
         num_splits: of the KV of each item of few rows; 1: a single program writes the result.
     """
 
     num_split_items: int
     num_extend_items: int
-    extend_programs: int
+    extend_programs: int | None
     extend_tiles: Tiles
     tiles: Tiles
     num_splits: int
@@ -144,7 +144,7 @@ class TritonBackend:
         self._workspace = torch.full((size,), float("nan"), device=self._device)
         self._uniform: dict[int, torch.Tensor] = {}
         self._graph_items: dict[GraphKey, torch.Tensor] = {}
-        self._shape = LaunchShape(0, 0, 0, tuning.extend, tuning.few, 1)
+        self._shape = LaunchShape(0, 0, None, tuning.extend, tuning.few, 1)
         self._items = torch.empty((0, ITEM_SIZE), dtype=torch.int32, device=self._device)
         self._paged = Paged(
             table=self._table, rows=self._items.new_empty(0), kv_lens=self._items.new_empty(0)
@@ -181,12 +181,12 @@ class TritonBackend:
         many = self._items[shape.num_split_items :][: shape.num_extend_items]
         if len(many):
             after = Neighbours(after=len(few) > 0)
-            num_programs = shape.extend_programs
-            attend_items(q, kv, out, many, paged, window, shape.extend_tiles, after, num_programs)
+            tiles, num_programs = shape.extend_tiles, shape.extend_programs
+            attend_items(q, kv, out, many, paged, window, tiles, after, num_programs)
         if len(few):
             before = Neighbours(before=len(many) > 0)
             if shape.num_splits == 1:
-                attend_items(q, kv, out, few, paged, window, shape.tiles, before, len(few))
+                attend_items(q, kv, out, few, paged, window, shape.tiles, before)
             else:
                 attend_items_split(
                     q, kv, out, few, paged, window, shape.tiles, before,
@@ -214,7 +214,6 @@ class TritonBackend:
         self._shape = replace(
             self._split_shape(len(few) // ITEM_SIZE, most_rows, longest),
             num_extend_items=len(many) // ITEM_SIZE,
-            extend_programs=len(many) // ITEM_SIZE,
         )
         self._items = to_device(few + many, self._device, torch.int32).view(-1, ITEM_SIZE)
 
@@ -283,7 +282,7 @@ class TritonBackend:
             whole = tuning.crowded if is_crowded else tuning.whole
             tiles = whole if num_splits == 1 else tuning.split
         tiles = replace(tiles, block_m=block_m)
-        return LaunchShape(num_items, 0, 0, tuning.extend, tiles, num_splits)
+        return LaunchShape(num_items, 0, None, tuning.extend, tiles, num_splits)
 
 
 def _cut(request: int, start: int, q_len: int, block_q: int) -> list[int]:

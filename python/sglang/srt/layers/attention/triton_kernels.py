@@ -336,7 +336,7 @@ def _constants(
 def attend_items(
     q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor,
     items: torch.Tensor, paged: Paged, window: int | None, tiles: Tiles, launch: Neighbours,
-    num_programs: int,
+    num_programs: int | None = None,
 ) -> None:  # fmt: skip
     """Attention of `items` [I, 4] int32.
 
@@ -344,17 +344,17 @@ def attend_items(
         q: [T, num_heads, head_dim], any strides but the last.
         kv: [num_slots, 2 * num_kv_heads, head_dim].
         out: [T, num_heads * head_dim] contiguous; the items' rows are written.
-        num_programs: for each KV head, at most; if there are more items, some take several.
+        num_programs: for each KV head, at most, which take turns; by default one for each item.
     """
     constants = _constants(q, kv, window, tiles)
-    num_programs = min(num_programs, len(items))
-    _extend_kernel[(num_programs, kv.shape[1] // 2)](
+    programs = min(num_programs or len(items), len(items))
+    _extend_kernel[(programs, kv.shape[1] // 2)](
         q, kv, out, items, paged.table, paged.rows, paged.kv_lens,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), paged.table.stride(0),
         window or 0, kv.shape[2] ** -0.5 * LOG2_E, len(items),
-        **constants, LOOPS=num_programs < len(items),
+        **constants, LOOPS=num_programs is not None,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        **launch.options(q.device, num_programs * constants["NUM_KV_HEADS"]),
+        **launch.options(q.device, programs * constants["NUM_KV_HEADS"]),
     )  # fmt: skip
 
 
@@ -381,10 +381,10 @@ def attend_items_split(
         **launch.options(q.device, len(items) * num_kv_heads * num_splits),
     )  # fmt: skip
     group = q.shape[1] // num_kv_heads
+    block_s = next(size for size in (8, 32, 64) if num_splits <= size)  # each is compiled anew
     _combine_kernel[(len(items), num_kv_heads, tiles.block_m // group * group)](
         sums, stats, out, items, paged.rows, paged.kv_lens, window or 0, num_splits,
-        **constants, MIN_SPLIT=min_split, BLOCK_S=triton.next_power_of_2(num_splits),
-        num_warps=1 if num_splits <= 32 else 4,
+        **constants, MIN_SPLIT=min_split, BLOCK_S=block_s, num_warps=1 if block_s <= 32 else 4,
         **dependent_launch(q.device, len(items) * num_kv_heads * tiles.block_m),
     )  # fmt: skip
 

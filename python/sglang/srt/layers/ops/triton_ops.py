@@ -99,7 +99,7 @@ def _rotate_and_store_kernel(
     tl.store(value + HALF, tl.load(source + HALF, mask=exists), mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _few_rows_kernel(
     x_ptr, weight_ptr, out_ptr, num_rows, out_features, in_features,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
