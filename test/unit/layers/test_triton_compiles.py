@@ -87,24 +87,24 @@ KERNELS = {
     "64 rows": Kernel(ops._few_rows_kernel, few_rows(64, 128, 128)),
     "prompts": Kernel(
         attention._extend_kernel,
-        attention_constants(128, 64, False, BESIDE=False, LOOPS=True),
+        attention_constants(128, 64, False, LOOPS=True),
         num_warps=8,
         num_stages=2,
     ),
     "decodes in a window": Kernel(
         attention._extend_kernel,
-        attention_constants(16, 32, True, BESIDE=False, LOOPS=False),
+        attention_constants(16, 32, True, LOOPS=False),
         num_warps=1,
     ),
-    "decodes beside prompts": Kernel(
+    "decodes": Kernel(
         attention._extend_kernel,
-        attention_constants(16, 64, False, BESIDE=True, LOOPS=False),
+        attention_constants(16, 64, False, LOOPS=False),
         num_warps=2,
         num_stages=2,
     ),
-    "splits beside prompts": Kernel(
+    "splits": Kernel(
         attention._split_kernel,
-        attention_constants(16, 32, False, MIN_SPLIT=32, BESIDE=True),
+        attention_constants(16, 32, False, MIN_SPLIT=32),
         num_stages=2,
     ),
     "sum of splits": Kernel(
@@ -131,10 +131,7 @@ KERNELS = {
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_compiles(name: str, capability: int, dtype: str) -> None:
     kernel = KERNELS[name]
-    dependent = {"PDL": capability >= 90, "EARLY": capability >= 90}
-    constants = {**kernel.constants, **dependent}
-    if "BESIDE" in constants:
-        constants["BESIDE"] &= capability >= 90
+    constants = {**kernel.constants, "PDL": capability >= 90}
     source = ASTSource(
         fn=kernel.function,
         signature=Kernel(kernel.function, constants, types=kernel.types).signature(dtype),

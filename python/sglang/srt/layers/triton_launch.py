@@ -16,32 +16,35 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def begin(PDL: tl.constexpr, EARLY: tl.constexpr, BESIDE: tl.constexpr = False):
-    """Waits for the kernel before (CUDA's programmatic dependent launch); `EARLY` lets the one
-    after start, which waits likewise. Not so `BESIDE` the kernel before: that has waited for all
-    that this one reads before it let it start. Then `finish` stands at each end."""
-    if PDL and not BESIDE:
-        gdc_wait()
-    if EARLY:
-        gdc_launch_dependents()
+def begin(PDL: tl.constexpr, early, beside=0):
+    """Waits for the kernel before (CUDA's programmatic dependent launch); `early` lets the one
+    after start, which waits likewise. Not so one that runs `beside` the kernel before: that has
+    waited for all that this one reads before it let it start. Then `finish` stands at each end.
+    Both are numbers, 0 or 1: as constants they would make two kernels of one to compile."""
+    if PDL:
+        if beside == 0:
+            gdc_wait()
+        if early != 0:
+            gdc_launch_dependents()
 
 
 @triton.jit
-def finish(BESIDE: tl.constexpr):
+def finish(PDL: tl.constexpr, beside):
     """The grid ends after the kernel that it runs beside: who waits for one has waited for both."""
-    if BESIDE:
+    if PDL:
         is_last = tl.program_id(0) == tl.num_programs(0) - 1
         is_last = is_last & (tl.program_id(1) == tl.num_programs(1) - 1)
-        if is_last & (tl.program_id(2) == tl.num_programs(2) - 1):
+        if (beside != 0) & is_last & (tl.program_id(2) == tl.num_programs(2) - 1):
             gdc_wait()
 
 
-def dependent_launch(device: torch.device, num_programs: int) -> dict[str, bool]:
+def dependent_launch(device: torch.device, num_programs: int) -> dict[str, int]:
     """Options of a launch with a kernel that calls `begin`: where all its programs run at once, the
     next kernel may come beside them."""
     if INTERPRETED or not supports_dependent_launch(device):
-        return {"PDL": False, "EARLY": False}
-    return {"PDL": True, "EARLY": num_programs <= num_multiprocessors(device), "launch_pdl": True}
+        return {"PDL": False, "early": 0}
+    early = int(num_programs <= num_multiprocessors(device))
+    return {"PDL": True, "early": early, "launch_pdl": True}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,9 +59,8 @@ class Neighbours:
     before: bool = False
     after: bool = False
 
-    def options(self, device: torch.device, num_programs: int) -> dict[str, bool]:
+    def options(self, device: torch.device, num_programs: int) -> dict[str, int]:
         """Of a launch."""
         options = dependent_launch(device, num_programs)
-        if options["PDL"]:
-            options["EARLY"] |= self.after
-        return {**options, "BESIDE": options["PDL"] and self.before}
+        early = int(self.after or options["early"])
+        return {**options, "early": early, "beside": int(self.before)}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang.srt.device_copies import to_device
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, GraphSupport
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.mem_cache.kv_sizing import KVSizing
@@ -19,6 +20,7 @@ from sglang.srt.model_executor.weight_store import WeightStore
 from sglang.srt.platform import memory_for, static_bytes_left
 from sglang.srt.registry import ATTENTION_BACKENDS, LAYER_OPS, STEP_OPS
 
+WARM_UP_Q_LENS = (64, 8, 1)
 LESS_STATIC_MEMORY = "Lower --mem-fraction-static, --max-total-tokens"
 
 
@@ -134,6 +136,8 @@ class ModelRunner:
         self._config = config
         self._graphs: CudaGraphRunner | None = None
         self.capture_graphs()
+        if config.device != "cpu":
+            self.warm_up()
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
@@ -166,6 +170,27 @@ class ModelRunner:
         ):
             graphs.capture()
         self._graphs = graphs
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Runs a step outside all graphs, over the dummy row: a prompt, a short one and a decode.
+        What is compiled for it is compiled before a request waits for it."""
+        q_lens = [min(size, self._config.row_width) for size in WARM_UP_Q_LENS]
+        device = self.req_to_token_pool.req_to_token.device
+        slots = torch.zeros(sum(q_lens), dtype=torch.int64, device=device)
+        positions = [position for size in q_lens for position in range(size)]
+        batch = ForwardBatch(
+            input_ids=slots,
+            positions=to_device(positions, device),
+            slots=slots,
+            rows=slots[: len(q_lens)],
+            q_lens=q_lens,
+            kv_lens=to_device(q_lens, device),
+            kv_len_upper_bounds=q_lens,
+            bounds_are_exact=True,
+        )
+        self._layers.plan(batch)
+        self.compute_logits(self.model(batch, self._layers))
 
     @property
     def num_graphs(self) -> int:

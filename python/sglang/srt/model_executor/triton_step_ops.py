@@ -39,13 +39,13 @@ _IS_VERIFIED = tl.constexpr(step_ops.IS_VERIFIED)
 _NUM_COUNTS = tl.constexpr(step_ops.NUM_COUNTS)
 
 
-@triton.jit(do_not_specialize=["start", "count"])
+@triton.jit(do_not_specialize=["start", "count", "early"])
 def _write_table_kernel(
     numbers_ptr, table_ptr, start, count, table_width,
-    BLOCK: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
     """table[rows, columns] = slots; rows, columns and slots stand behind `start` numbers."""
-    begin(PDL, EARLY)
+    begin(PDL, early)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < count
     source = numbers_ptr + start + place
@@ -55,12 +55,14 @@ def _write_table_kernel(
     tl.store(table_ptr + row * table_width + column, slot.to(tl.int32), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "token_stride", "read_stride", "lookahead_token"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "token_stride", "read_stride", "lookahead_token", "early"]
+)
 def _lay_out_kernel(
     numbers_ptr, committed_ptr, pending_ptr, pending_lens_ptr, table_ptr,
     tokens_ptr, kv_lens_ptr, reads_ptr,
     num_reqs, token_stride, read_stride, table_width, max_pending, lookahead_token,
-    BLOCK: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
     """Grid (requests, blocks of rows): see `RowLayout` and `Reads`.
 
@@ -68,7 +70,7 @@ def _lay_out_kernel(
         tokens_ptr: [3, token_stride]; input ids, positions, slots.
         reads_ptr: [5, read_stride]; request, offset, index, positions, rows.
     """
-    begin(PDL, EARLY)
+    begin(PDL, early)
     request = tl.program_id(0)
     own = numbers_ptr + request
     q_len = tl.load(own + _Q_LEN * num_reqs)
@@ -109,14 +111,14 @@ def _lay_out_kernel(
     tl.store(read + 4 * read_stride, offset * 0 + row, mask=is_read)
 
 
-@triton.jit(do_not_specialize=["num_reqs"])
+@triton.jit(do_not_specialize=["num_reqs", "early"])
 def _commit_kernel(
     numbers_ptr, kv_lens_ptr, tokens_ptr, committed_ptr, pending_ptr, out_ptr,
     num_reqs, max_pending,
-    BLOCK: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
     """Grid (blocks of requests)."""
-    begin(PDL, EARLY)
+    begin(PDL, early)
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = request < num_reqs
     own = numbers_ptr + request
@@ -135,16 +137,16 @@ def _commit_kernel(
 _FILL_NUMBERS = ["num_tokens", "num_reqs", "padded_tokens", "padded_reqs", "width", "is_spread"]
 
 
-@triton.jit(do_not_specialize=_FILL_NUMBERS)
+@triton.jit(do_not_specialize=[*_FILL_NUMBERS, "early", "beside"])
 def _fill_kernel(
     input_ids_ptr, positions_ptr, slots_ptr, rows_ptr, kv_lens_ptr, spread_ptr,
     tokens_ptr, requests_ptr, token_stride, request_stride,
     num_tokens, num_reqs, padded_tokens, padded_reqs, width, is_spread,
-    BLOCK: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
     """Grid (blocks of the graph's rows, padding included). `spread_ptr`, if `is_spread`: for each
     of these rows the step's row or -1, then for each request the rows that it lacks."""
-    begin(PDL, EARLY)
+    begin(PDL, early)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     has_token = place < padded_tokens
     has_request = place < padded_reqs
@@ -244,7 +246,7 @@ class TritonStepOps:
         return rows[:, :size]
 
 
-def step_launch(device: torch.device) -> dict[str, bool]:
+def step_launch(device: torch.device) -> dict[str, int]:
     """Options of a kernel that calls `begin` and is so small that the next one may come beside it,
     whatever its grid: another choice would be another kernel to compile."""
     return dependent_launch(device, 0)

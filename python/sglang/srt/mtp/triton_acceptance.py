@@ -20,12 +20,12 @@ _READ_START = tl.constexpr(step_ops.READ_START)
 _IS_VERIFIED = tl.constexpr(step_ops.IS_VERIFIED)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_read", "most_read", "most_accepted"])
+@triton.jit(do_not_specialize=["num_reqs", "num_read", "most_read", "most_accepted", "early"])
 def _accept_kernel(
     numbers_ptr, tokens_ptr, probs_ptr, thresholds_ptr,
     committed_ptr, pending_ptr, pending_lens_ptr, out_ptr,
     num_reqs, num_read, most_read, most_accepted, max_pending,
-    HAS_PROBS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    HAS_PROBS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
     """Grid (requests). See `acceptance.accept`.
 
@@ -33,7 +33,7 @@ def _accept_kernel(
         out_ptr: [R, 2 + most_accepted]; accepted, kept, tokens.
         BLOCK: max_pending at least.
     """
-    begin(PDL, EARLY)
+    begin(PDL, early)
     request = tl.program_id(0)
     own = numbers_ptr + request
     row = tl.load(own)

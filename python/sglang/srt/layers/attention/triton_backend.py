@@ -275,13 +275,11 @@ class TritonBackend:
             num_splits = min(wanted, useful, tuning.max_splits)
             if num_splits < MIN_SPLITS:
                 num_splits = 1
-        block_m = max(16, triton.next_power_of_2(block_q * self._group))
-        tiles = tuning.few
-        if block_m == 16:
+        tiles = tuning.few  # each size is compiled anew, so there is none between
+        if block_q * self._group <= tuning.split.block_m:
             is_crowded = num_items * self._num_kv_heads > 1.5 * tuning.num_programs
             whole = tuning.crowded if is_crowded else tuning.whole
             tiles = whole if num_splits == 1 else tuning.split
-        tiles = replace(tiles, block_m=block_m)
         return LaunchShape(num_items, 0, None, tuning.extend, tiles, num_splits)
 
 

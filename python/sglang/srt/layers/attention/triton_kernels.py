@@ -215,16 +215,16 @@ def _attend_item(
         tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-@triton.jit(do_not_specialize=["window", "num_items"])
+@triton.jit(do_not_specialize=["window", "num_items", "early", "beside"])
 def _extend_kernel(
     q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, rows_ptr, kv_lens_ptr,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale, num_items,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    LOOPS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, BESIDE: tl.constexpr,
+    LOOPS: tl.constexpr, PDL: tl.constexpr, early, beside,
 ):  # fmt: skip
     """Grid (items, KV heads), or if it `LOOPS`, fewer programs, each for every so many items."""
-    begin(PDL, EARLY, BESIDE)
+    begin(PDL, early, beside)
     if LOOPS:
         for index in range(tl.program_id(0), num_items, tl.num_programs(0)):
             _attend_item(
@@ -238,31 +238,31 @@ def _extend_kernel(
             q_token, q_head, kv_slot, kv_head, table_width, window, scale,
             NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-    finish(BESIDE)
+    finish(PDL, beside)
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window", "early", "beside"])
 def _split_kernel(
     q_ptr, kv_ptr, sums_ptr, stats_ptr, items_ptr, table_ptr, rows_ptr, kv_lens_ptr,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, BESIDE: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, PDL: tl.constexpr, early, beside,
 ):  # fmt: skip
     """Grid (items, KV heads, splits): a program goes over its share of the item's KV, and leaves
     acc, top and total in the workspace; one without a share leaves nothing."""
-    begin(PDL, EARLY, BESIDE)
+    begin(PDL, early, beside)
     table_row, first_token, num_rows, position = _load_item(
         items_ptr, rows_ptr, kv_lens_ptr, tl.program_id(0)
     )
     if num_rows == 0:
-        finish(BESIDE)
+        finish(PDL, beside)
         return
     start, end, whole_end = _seen_range(position, num_rows, window, HAS_WINDOW, BLOCK_N)
     length = _split_len(start, end, tl.num_programs(2), BLOCK_N, MIN_SPLIT)
     start = start + tl.program_id(2) * length
     if start >= end:
-        finish(BESIDE)
+        finish(PDL, beside)
         return
     end = tl.minimum(start + length, end)
     acc, top, total = _attend_range(
@@ -279,18 +279,18 @@ def _split_kernel(
     tl.store(sums_ptr + row[:, None] * HEAD_DIM + dim[None, :], acc, mask=exists)
     tl.store(stats_ptr + row * 2, top)
     tl.store(stats_ptr + row * 2 + 1, total)
-    finish(BESIDE)
+    finish(PDL, beside)
 
 
-@triton.jit(do_not_specialize=["window", "num_splits"])
+@triton.jit(do_not_specialize=["window", "num_splits", "early"])
 def _combine_kernel(
     sums_ptr, stats_ptr, out_ptr, items_ptr, rows_ptr, kv_lens_ptr, window, num_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
     """Grid (items, KV heads, packed rows): adds up the splits of one row."""
-    begin(PDL, EARLY)
+    begin(PDL, early)
     _, first_token, num_rows, position = _load_item(
         items_ptr, rows_ptr, kv_lens_ptr, tl.program_id(0)
     )

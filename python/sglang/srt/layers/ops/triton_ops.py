@@ -20,13 +20,13 @@ MUL_BLOCK = 1024
 MAX_FEW_ROWS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["early"])
 def _add_rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, size, eps,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
     """One program per row of `size` elements."""
-    begin(PDL, EARLY)
+    begin(PDL, early)
     row = tl.program_id(0).to(tl.int64) * size
     place = tl.arange(0, BLOCK)
     mask = place < size
@@ -41,12 +41,12 @@ def _add_rms_norm_kernel(
     tl.store(out_ptr + row + place, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["early"])
 def _silu_and_mul_kernel(
-    gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr
+    gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr, early
 ):  # fmt: skip
     """Grid (rows, blocks of the `size` outputs of a row)."""
-    begin(PDL, EARLY)
+    begin(PDL, early)
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = place < size
@@ -56,15 +56,15 @@ def _silu_and_mul_kernel(
     tl.store(out_ptr + row * size + place, activated * up, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["early"])
 def _rotate_and_store_kernel(
     heads_ptr, table_ptr, positions_ptr, kv_ptr, slots_ptr, q_ptr,
     token_stride, head_stride, kv_slot,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
     """Grid (tokens, KV heads): a KV head with the query heads that share it. `HALF` of head_dim."""
-    begin(PDL, EARLY)
+    begin(PDL, early)
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     slot = tl.load(slots_ptr + token)
@@ -99,15 +99,15 @@ def _rotate_and_store_kernel(
     tl.store(value + HALF, tl.load(source + HALF, mask=exists), mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "early"])
 def _few_rows_kernel(
     x_ptr, weight_ptr, out_ptr, num_rows, out_features, in_features,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr, early,
 ):  # fmt: skip
     """x [num_rows, in_features] times the transpose of weight [out_features, in_features]: a
     program reads BLOCK_N rows of the weight, once. The blocks divide the features."""
-    begin(PDL, EARLY)
+    begin(PDL, early)
     row = tl.arange(0, BLOCK_M)
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_K)
@@ -170,7 +170,7 @@ class TritonOps:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def _launch(self, num_programs: int) -> dict[str, bool]:
+    def _launch(self, num_programs: int) -> dict[str, int]:
         return dependent_launch(self._device, num_programs)
 
     def linear(
