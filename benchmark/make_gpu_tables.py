@@ -5,6 +5,7 @@ it wants, in any order. The parts, and the results that each is made of:
 
     decode_steps   decode_steps*.json    milliseconds per decode step, asked and reached
     step_profile   step_profile.json     where those milliseconds go, by kind of kernel
+    layer_ops      layer_ops.json        fused operations beside torch's own way
     throughput     throughput*.json      output tokens per second under full load
     startup        startup*.json         process start to the first answer
     mtp_gpu        mtp_gpu.json          multi-token prediction, by requests at once
@@ -105,6 +106,23 @@ def step_profile(results: list[Result]) -> str:
     return text
 
 
+def layer_ops(results: list[Result]) -> str:
+    """Operations down, rows across: microseconds, and torch's over ours."""
+    rows = results[0]["rows"]
+    counts = sorted({row["rows"] for row in rows})
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    for row in rows:
+        shown = f"{row['ours_us']:.1f} ({row['ratio']:.1f}x)"
+        if row["kernel"] == "cublas":
+            shown = f"{row['ours_us']:.1f} (cuBLAS)"
+        cells.setdefault((row["op"], row["detail"]), {})[row["rows"]] = shown
+    lines = [
+        [f"{op}, {detail}", *(found.get(count, "-") for count in counts)]
+        for (op, detail), found in cells.items()
+    ]
+    return table(["µs", *(f"{count} rows" for count in counts)], lines)
+
+
 def throughput(results: list[Result]) -> str:
     """One row per result."""
     rows = []
@@ -185,6 +203,7 @@ def mtp_checks(results: list[Result]) -> str:
 PARTS: dict[str, tuple[str, Callable[[list[Result]], str]]] = {
     "decode_steps": ("decode_steps*.json", decode_steps),
     "step_profile": ("step_profile.json", step_profile),
+    "layer_ops": ("layer_ops.json", layer_ops),
     "throughput": ("throughput*.json", throughput),
     "startup": ("startup*.json", startup),
     "mtp_gpu": ("mtp_gpu.json", mtp_gpu),

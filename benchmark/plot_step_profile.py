@@ -27,15 +27,16 @@ def draw(result: dict[str, Any], path: Path) -> None:
     pyplot = load_pyplot()
     rows = result["rows"]
     figure, axis = pyplot.subplots(figsize=(8, 4.8))
-    names, bottom = [row["load"] for row in rows], [0.0] * len(rows)
+    names = [row["load"].replace(", ", ",\n") for row in rows]
+    bottom = [0.0] * len(rows)
     for kind, values in layers(rows).items():
         color = {"color": "lightgray"} if kind == GAPS else {}
         axis.bar(names, values, bottom=bottom, label=kind, **color)
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
     walls = [row["wall_us"] / 1e3 for row in rows]
     axis.plot(names, walls, "k_", markersize=24, label="wall time, not profiled")
-    axis.set_xlabel("requests in the batch")
-    axis.set_ylabel("milliseconds per decode step")
+    axis.set_xlabel("what a step feeds")
+    axis.set_ylabel("milliseconds per step")
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     axis.set_title(f"{result['geometry']}, random weights, {gpu_of(result)}", fontsize=10)
     save_svg(figure, path)
