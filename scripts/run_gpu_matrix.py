@@ -20,6 +20,8 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,11 @@ WAYS: dict[str, dict[str, Any]] = {
 } | {"torch_native": {"attention_backend": "torch_native"}}
 
 
+def suites_of(way: str) -> tuple[str, ...]:
+    """What a way can run."""
+    return DEMO_SUITES if way.startswith("flashinfer") else SUITES
+
+
 def run(way: dict[str, Any], paths: list[str], num_workers: int, limit_s: float) -> dict[str, Any]:
     """Counts of one run of pytest, messages of tests that failed, near-ties that tests printed."""
     start = time.perf_counter()
@@ -98,11 +105,15 @@ def counts(report: Path) -> dict[str, Any]:
     }
     texts = [output.text or "" for case in cases for output in case.iter("system-out")]
     ties = [int(count) for text in texts for count in re.findall(r"(\d+) near-ties in", text)]
+    seconds: Counter[str] = Counter()
+    for case in cases:
+        seconds[str(case.get("classname"))] += float(case.get("time") or 0.0)
     return {
         "tests": len(cases),
         "skipped": sum(case.find("skipped") is not None for case in cases),
         "failed_tests": bad,
         "near_ties": sum(ties),
+        "seconds_by_file": {name: round(total) for name, total in seconds.most_common()},
     }
 
 
@@ -111,21 +122,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--paths", nargs="+", help="instead of the suites")
-    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--workers", type=int, default=8, help="of one way")
+    parser.add_argument("--at-once", type=int, default=1, help="ways that run side by side")
     parser.add_argument("--limit-s", type=float, default=900.0, help="for one way")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    results = {}
-    for name in tqdm(arguments.ways, desc="ways", unit="way", disable=None):
-        suites = DEMO_SUITES if name.startswith("flashinfer") else SUITES
-        paths = arguments.paths or list(suites)
-        found = run(WAYS[name], paths, arguments.workers, arguments.limit_s)
-        results[name] = {"target": WAYS[name], **found}
-        verdict = "ok" if found["tests"] and not found["failed_tests"] else "FAILED"
-        print(f"{name:36} {verdict:7} {found}", flush=True)
-        if arguments.out is not None:
-            result = {**describe_environment(), "ways": results}
-            arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    results: dict[str, dict[str, Any]] = {}
+    with ThreadPoolExecutor(arguments.at_once) as pool:
+        runs = {}
+        for name in arguments.ways:
+            paths = arguments.paths or list(suites_of(name))
+            future = pool.submit(run, WAYS[name], paths, arguments.workers, arguments.limit_s)
+            runs[future] = name
+        for future in tqdm(as_completed(runs), total=len(runs), desc="ways", disable=None):
+            name, found = runs[future], future.result()
+            results[name] = {"target": WAYS[name], **found}
+            verdict = "ok" if found["tests"] and not found["failed_tests"] else "FAILED"
+            print(f"{name:36} {verdict:7} {found}", flush=True)
+            if arguments.out is not None:
+                result = {**describe_environment(), "ways": results}
+                arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     return int(any(not way["tests"] or way["failed_tests"] for way in results.values()))
 
 
