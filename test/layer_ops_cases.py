@@ -38,6 +38,9 @@ def _values(
 def _worst(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> float:
     assert found.shape == expected.shape, (found.shape, expected.shape)
     assert found.dtype == dtype, found.dtype
+    assert found.shape == expected.shape, found.shape
+    if found.numel() == 0:
+        return 0.0
     scale = expected.abs().clamp(min=1)
     worst = ((found.double().cpu() - expected.cpu()).abs() / scale.cpu()).max().item()
     return worst if worst == worst else float("inf")
@@ -102,10 +105,12 @@ def product_case(num_rows: int, out_features: int, in_features: int) -> Case:
 CASES: dict[str, Case] = {
     "norm of one row": norm_case((1, 256), False),
     "norm of a sum": norm_case((5, 256), True),
+    "norm of no rows": norm_case((0, 256), True),
     "norm of an odd size": norm_case((3, 80), True),
     "norm of heads": norm_case((3, 8, 64), False),
     "norm of a large size": norm_case((2, 4096), True),
     "activation": activation_case(3, 768),
+    "activation of no rows": activation_case(0, 768),
     "activation of an odd size": activation_case(2, 1100),
     "rotation, GQA 4:2": rotation_case(7, 4, 2, 128),
     "rotation, GQA 3:1": rotation_case(5, 3, 1, 64),
@@ -113,6 +118,7 @@ CASES: dict[str, Case] = {
     "rotation, GQA 32:8": rotation_case(2, 32, 8, 128),
     "rotation, heads of 80": rotation_case(4, 4, 2, 80),
     "product of one row": product_case(1, 64, 256),
+    "product of no rows": product_case(0, 64, 256),
     "product of an odd size": product_case(3, 50, 70),
     "product of 16 rows": product_case(16, 6144, 512),
     "product of 40 rows": product_case(40, 16384, 256),

@@ -207,7 +207,7 @@ def accept(side: Side, layout: RowLayout, step: Step, has_probs: bool) -> Outcom
     )
 
 
-def fill_case(key: GraphKey, q_lens: list[int]) -> Case:
+def fill_case(key: GraphKey, q_lens: list[int], num_reads: int | None = None) -> Case:
     """A step is copied into poisoned inputs of a graph; what is beyond the graph must stay."""
 
     def run(name: str, device: str) -> list[str]:
@@ -219,11 +219,19 @@ def fill_case(key: GraphKey, q_lens: list[int]) -> Case:
             ids, positions, slots, rows, kv_lens = (
                 part.clone().to(place) for part in values.split([count] * 3 + [len(q_lens)] * 2)
             )
+            reads = None if num_reads is None else torch.arange(num_reads, device=place) * 3 + 1
             batch = ForwardBatch(
-                ids, positions, slots, rows, q_lens, kv_lens, [WIDTH] * len(q_lens)
+                ids,
+                positions,
+                slots,
+                rows,
+                q_lens,
+                kv_lens,
+                [WIDTH] * len(q_lens),
+                read_index=reads,
             )
             tokens = torch.full((3, key.num_tokens + 5), -7, device=place)
-            requests = torch.full((2, key.num_reqs + 5), -7, device=place)
+            requests = torch.full((3, key.num_reqs + 5), -7, device=place)
             index = ops.fill(StaticInputs(tokens, requests), key, batch)
             parts = [tokens, requests, *([] if index is None else [index])]
             results.append([part.cpu() for part in parts])
@@ -253,6 +261,9 @@ CASES: dict[str, Case] = {
     "all kinds, up to 16": step_case(ALL, 4, 16),
     "a graph of its size": fill_case(GraphKey(DECODE, 4, 1, 4), [1] * 4),
     "a larger graph": fill_case(GraphKey(DECODE, 24, 1, 24), [1] * 17),
+    "a graph of prompts": fill_case(GraphKey(MIXED, 8, 1, 320), [200, 1, 7], num_reads=2),
+    "a chunk that nothing is read of": fill_case(GraphKey(MIXED, 8, 1, 320), [200], num_reads=0),
+    "more is read than there are requests": fill_case(GraphKey(RAGGED, 2, 8, 16), [8, 8], 11),
     "a ragged graph": fill_case(GraphKey(RAGGED, 8, 15, 64), [15, 1, 7, 3, 3]),
     "a mixed graph": fill_case(GraphKey(MIXED, 8, 15, 320), [200, 1, 7]),
     "a uniform graph": fill_case(GraphKey(UNIFORM, 4, 7, 28), [7, 7]),

@@ -24,7 +24,7 @@ def test_interpreted_triton(differences: dict[str, float | str], name: str) -> N
 
 def test_a_ragged_step_is_spread_over_a_uniform_graph() -> None:
     ids = torch.tensor([11, 12, 13])
-    static = StaticInputs(torch.full((3, 8), -1), torch.full((2, 4), -1))
+    static = StaticInputs(torch.full((3, 8), -1), torch.full((3, 4), -1))
     lens = torch.tensor([5, 9])
     batch = ForwardBatch(ids, ids + 10, ids + 20, torch.tensor([3, 2]), [1, 2], lens, [5, 9])
     index = TorchStepOps(torch.device("cpu")).fill(static, GraphKey(UNIFORM, 3, 2, 6), batch)
@@ -32,4 +32,4 @@ def test_a_ragged_step_is_spread_over_a_uniform_graph() -> None:
     assert index.tolist() == [0, 2, 3]
     assert static.tokens[0].tolist() == [11, 0, 12, 13, 0, 0, -1, -1]
     assert static.tokens[2].tolist() == [31, 0, 32, 33, 0, 0, -1, -1]
-    assert static.requests.tolist() == [[3, 2, 0, -1], [6, 9, 2, -1]]
+    assert static.requests.tolist() == [[3, 2, 0, -1], [6, 9, 2, -1], [0, 0, 0, -1]]

@@ -21,7 +21,7 @@ from sglang.srt.model_executor.forward_inputs import build_forward_batch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.request_rows import RequestRows
 from sglang.srt.model_executor.step_ops import RowLayout, StepCounts
-from sglang.srt.model_executor.step_outputs import hidden_states, prompt_logprobs
+from sglang.srt.model_executor.step_outputs import hidden_of_reads, hidden_states, prompt_logprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 PLAIN_WIDTH = StepWidth(decode_rows=1, lookahead_rows=0, max_kept=1)
@@ -67,8 +67,7 @@ class TpModelWorker:
         state, q_lens, reads = self._state, inputs.q_lens, layout.reads
         forward = self._runner.forward(inputs)
         hidden = forward.hidden
-        reads_all = len(hidden) == len(reads.index)
-        logits = self._runner.compute_logits(hidden if reads_all else hidden[reads.index])
+        logits = self._runner.compute_logits(hidden_of_reads(hidden, reads))
         if batch.adjusts_logits:
             logits = logits.float()
             state.adjustments.apply(logits, reads.rows, reads.positions)

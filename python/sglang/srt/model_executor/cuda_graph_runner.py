@@ -142,7 +142,7 @@ class CudaGraphRunner:
         most_tokens = max(key.num_tokens for key in keys.all)
         most_reqs = max(key.num_reqs for key in keys.all)
         self._tokens = torch.zeros((3, most_tokens), dtype=torch.int64, device=device)
-        self._requests = torch.zeros((2, most_reqs), dtype=torch.int64, device=device)
+        self._requests = torch.zeros((3, most_reqs), dtype=torch.int64, device=device)
         self._static = StaticInputs(self._tokens, self._requests)
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[GraphKey, _Captured] = {}
@@ -169,22 +169,32 @@ class CudaGraphRunner:
 
     def key_of(self, batch: ForwardBatch) -> GraphKey | None:
         """The graph that a step can replay, if there is one."""
-        return self._keys.find(batch.q_lens)
+        key = self._keys.find(batch.q_lens)
+        if key is None or batch.ancestors is not None:
+            return None
+        wanted = batch.read_index
+        if key.leaves_rows and (wanted is None or len(wanted) > key.num_reqs):
+            return None
+        return key
 
     def run(self, key: GraphKey, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [T, hidden_size]; the next replay overwrites them."""
+        """Hidden states [T or S, hidden_size]; the next replay overwrites them."""
         captured = self._captured[key]
         if self._poisons:
             self._tokens.fill_(1)
             self._tokens[1].fill_(self._longest - 1)
-            self._requests.fill_(self._longest)
+            self._requests[:2].fill_(self._longest)
+            self._requests[2].fill_(key.num_tokens - 1)
             captured.hidden.fill_(float("nan"))
         places = self._ops.fill(self._static, key, batch)
         self._plan(self._static_batch(key, batch))
         captured.graph.replay()
-        if places is None:
-            return captured.hidden[: batch.input_ids.shape[0]]
-        return captured.hidden[places]
+        hidden, wanted = captured.hidden, batch.read_index
+        if wanted is None:
+            return hidden[: batch.input_ids.shape[0]] if places is None else hidden[places]
+        if key.leaves_rows:
+            return hidden[: len(wanted)]
+        return hidden[wanted if places is None else places[wanted]]
 
     def _static_batch(self, key: GraphKey, batch: ForwardBatch) -> ForwardBatch:
         """The step as the graph sees it: static buffers with room for padding."""
@@ -203,6 +213,7 @@ class CudaGraphRunner:
             kv_len_upper_bounds=bounds,
             bounds_are_exact=batch.bounds_are_exact,
             graph_key=key,
+            read_index=self._requests[2, : key.num_reqs] if key.leaves_rows else None,
         )
 
     def _capture(self, key: GraphKey, side: torch.cuda.Stream) -> _Captured:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 DECODE, UNIFORM, RAGGED, MIXED = "decode", "uniform", "ragged", "mixed"
+MAX_TREE_ROWS = 64  # that a request may feed as a tree: one bit each
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,12 @@ class GraphKey:
     num_reqs: int
     width: int
     num_tokens: int
+
+    @property
+    def leaves_rows(self) -> bool:
+        """Whether it gives hidden states of `ForwardBatch.read_index` alone, and those must be one
+        row of each request at most: steps with prompts, of requests that do not look ahead."""
+        return self.tag == MIXED and self.width == 1
 
     @property
     def is_uniform(self) -> bool:
@@ -50,6 +57,13 @@ class ForwardBatch:
         graph_key: the graph that captures this batch's kernels or replays them; None for neither.
             With one, what a plan hands to kernels must stay at the addresses and within the grids
             of that graph, and R and T may be less than the key's numbers: what lacks is padding.
+        read_index: [S] int64; places among the T rows of those whose hidden states are wanted;
+            None: all are.
+        ancestors: [T] int64, for trees of draft tokens; None: all rows are causal. Bit j of a row:
+            it sees the j-th row that its request feeds in this step, unless that comes after it;
+            its own bit is set. All KV from before the step is seen. -1, all bits, is plain causal,
+            and the one value in requests that feed more than MAX_TREE_ROWS. Attention goes by the
+            order of a request's rows, whatever their positions. Such a batch replays no graph yet.
     """
 
     input_ids: torch.Tensor
@@ -61,3 +75,5 @@ class ForwardBatch:
     kv_len_upper_bounds: list[int]
     bounds_are_exact: bool = False
     graph_key: GraphKey | None = None
+    read_index: torch.Tensor | None = None
+    ancestors: torch.Tensor | None = None

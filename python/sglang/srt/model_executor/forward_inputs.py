@@ -43,8 +43,16 @@ def build_forward_batch(
         kv_lens=layout.kv_lens,
         kv_len_upper_bounds=[bound - reserved + fed for bound, reserved, fed in trimmed],
         bounds_are_exact=bounds_are_exact,
+        read_index=layout.reads.index if _leaves_rows(batch, counts) else None,
     )
     return inputs, layout
+
+
+def _leaves_rows(batch: ScheduleBatch, counts: StepCounts) -> bool:
+    """Whether rows are not read, and nobody wants them for hidden states or prompts' logprobs."""
+    if batch.hidden_rows or (batch.logprobs is not None and batch.logprobs.prompt_rows):
+        return False
+    return sum(counts.num_read) < sum(counts.q_lens)
 
 
 def flat_rows(refs: list[RowRef], q_lens: list[int], device: torch.device) -> torch.Tensor:

@@ -89,7 +89,7 @@ class StaticInputs:
 
     Attributes:
         tokens: [3, T] int64; input ids, positions, slots.
-        requests: [2, R] int64; rows, lengths.
+        requests: [3, R] int64; rows, lengths, and the first R of `ForwardBatch.read_index`.
     """
 
     tokens: torch.Tensor

@@ -9,6 +9,12 @@ import torch
 from sglang.srt.base_worker import LogprobPlan, ScheduleBatch
 from sglang.srt.layers.logprobs import LogprobTensors, query_prompt_logprobs
 from sglang.srt.model_executor.forward_inputs import flat_rows
+from sglang.srt.model_executor.step_ops import Reads
+
+
+def hidden_of_reads(hidden: torch.Tensor, reads: Reads) -> torch.Tensor:
+    """[S, D] of the rows read, out of what a forward pass gave: those, or all of the step."""
+    return hidden if len(hidden) == len(reads.index) else hidden[reads.index]
 
 
 def hidden_states(

@@ -102,7 +102,11 @@ class TorchStepOps:
             tokens.index_copy_(1, index, sources)
         requests[0, num_reqs : key.num_reqs] = 0
         requests[1, num_reqs : key.num_reqs] = key.width
-        requests[:, :num_reqs] = torch.stack((batch.rows, lens))
+        requests[:2, :num_reqs] = torch.stack((batch.rows, lens))
+        requests[2, : key.num_reqs] = 0
+        if batch.read_index is not None:
+            reads = batch.read_index[: key.num_reqs]
+            requests[2, : len(reads)] = reads
         return index
 
 

@@ -134,14 +134,17 @@ def _commit_kernel(
     tl.store(out_ptr + request, token, mask=exists)
 
 
-_FILL_NUMBERS = ["num_tokens", "num_reqs", "padded_tokens", "padded_reqs", "width", "is_spread"]
+_FILL_NUMBERS = [
+    *("num_tokens", "num_reqs", "num_reads", "padded_tokens", "padded_reqs", "width"),
+    "is_spread",
+]
 
 
-@triton.jit(do_not_specialize=[*_FILL_NUMBERS, "early", "beside"])
+@triton.jit(do_not_specialize=[*_FILL_NUMBERS, "early"])
 def _fill_kernel(
-    input_ids_ptr, positions_ptr, slots_ptr, rows_ptr, kv_lens_ptr, spread_ptr,
+    input_ids_ptr, positions_ptr, slots_ptr, rows_ptr, kv_lens_ptr, reads_ptr, spread_ptr,
     tokens_ptr, requests_ptr, token_stride, request_stride,
-    num_tokens, num_reqs, padded_tokens, padded_reqs, width, is_spread,
+    num_tokens, num_reqs, num_reads, padded_tokens, padded_reqs, width, is_spread,
     BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
     """Grid (blocks of the graph's rows, padding included). `spread_ptr`, if `is_spread`: for each
@@ -166,6 +169,8 @@ def _fill_kernel(
     tl.store(out, tl.load(rows_ptr + place, mask=exists, other=0), mask=has_request)
     kv_len = tl.load(kv_lens_ptr + place, mask=exists, other=0) + lacking
     tl.store(out + request_stride, tl.where(exists, kv_len, width), mask=has_request)
+    read = tl.load(reads_ptr + place, mask=has_request & (place < num_reads), other=0)
+    tl.store(out + 2 * request_stride, read, mask=has_request)
 
 
 class TritonStepOps:
@@ -232,10 +237,12 @@ class TritonStepOps:
             packed += [0] * (key.num_reqs - num_reqs)
             sources = to_device(packed + places, self._device, torch.int64)
             index = sources[len(packed) :]
+        reads = batch.rows[:0] if batch.read_index is None else batch.read_index
         _fill_kernel[(triton.cdiv(max(key.num_tokens, key.num_reqs), BLOCK),)](
-            batch.input_ids, batch.positions, batch.slots, batch.rows, batch.kv_lens, sources,
+            batch.input_ids, batch.positions, batch.slots, batch.rows, batch.kv_lens,
+            reads, sources,
             static.tokens, static.requests, static.tokens.stride(0), static.requests.stride(0),
-            num_tokens, num_reqs, key.num_tokens, key.num_reqs, key.width,
+            num_tokens, num_reqs, len(reads), key.num_tokens, key.num_reqs, key.width,
             int(places is not None), **self._launch,
         )  # fmt: skip
         return index

@@ -72,15 +72,21 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(
-        self, x: torch.Tensor, rotation: torch.Tensor, runtime: LayerRuntime
+        self,
+        x: torch.Tensor,
+        rotation: torch.Tensor,
+        runtime: LayerRuntime,
+        wanted: torch.Tensor | None,
     ) -> torch.Tensor:
+        """x [T, hidden_size]; the result of the rows `wanted` [S] int64, or of all."""
         heads = self.qkv_proj(x, runtime).view(x.shape[0], -1, self.head_dim)
         if self.has_qk_norm:
             q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
             q, _ = self.q_norm(q, None, runtime)
             k, _ = self.k_norm(k, None, runtime)
             heads = torch.cat((q, k, v), dim=1)
-        return self.o_proj(runtime.attend(self.layer, heads, rotation), runtime)
+        attended = runtime.attend(self.layer, heads, rotation)
+        return self.o_proj(attended if wanted is None else attended[wanted], runtime)
 
 
 class GatedMLP(nn.Module):
@@ -115,10 +121,13 @@ class DecoderLayer(nn.Module):
         residual: torch.Tensor | None,
         rotation: torch.Tensor,
         runtime: LayerRuntime,
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and residual [T, hidden_size], whose sum is the layer's input: likewise its output."""
+        """x and residual [T, hidden_size], whose sum is the layer's input: likewise its output, of
+        the rows `wanted` [S] int64 or of all. K and V of all rows are stored."""
         x, residual = self.input_layernorm(x, residual, runtime)
-        x = self.self_attn(x, rotation, runtime)
+        x = self.self_attn(x, rotation, runtime, wanted)
+        residual = residual if wanted is None else residual[wanted]
         x, residual = self.post_attention_layernorm(x, residual, runtime)
         return self.mlp(x, runtime), residual
 
@@ -136,11 +145,13 @@ class Decoder(nn.Module):
         self.rotary = RotaryEmbedding(config.head_dim, max_positions, config.rope)
 
     def forward(self, batch: ForwardBatch, runtime: LayerRuntime) -> torch.Tensor:
-        """Hidden states [T, hidden_size] of the batch, after the last norm."""
+        """Hidden states, after the last norm, of the batch's `read_index` [S, hidden_size], or of
+        all T rows. The last layer computes no more than K and V of the others."""
         x, residual = self.embed_tokens(batch.input_ids), None
         rotation = runtime.rotation(self.rotary.table)
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x, residual = layer(x, residual, rotation, runtime)
+        x, residual = self.layers[-1](x, residual, rotation, runtime, batch.read_index)
         x, _ = self.norm(x, residual, runtime)
         return x
 
@@ -168,8 +179,7 @@ class CausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, batch: ForwardBatch, runtime: LayerRuntime) -> torch.Tensor:
-        """Hidden states [T, hidden_size] after the last norm, of a batch that `runtime` has
-        planned."""
+        """Hidden states of a batch that `runtime` has planned; see `Decoder.forward`."""
         return self.model(batch, runtime)
 
     def compute_logits(self, hidden: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:

@@ -35,7 +35,7 @@ from sglang.srt.model_executor.forward_inputs import build_forward_batch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.request_rows import RequestRows
 from sglang.srt.model_executor.step_ops import IS_VERIFIED, RowLayout
-from sglang.srt.model_executor.step_outputs import hidden_states, prompt_logprobs
+from sglang.srt.model_executor.step_outputs import hidden_of_reads, hidden_states, prompt_logprobs
 from sglang.srt.mtp.acceptance import AcceptanceOps, Outcome, Predictions
 from sglang.srt.mtp.length_policy import LengthPolicy, OtherRows
 from sglang.srt.mtp.lookahead_rows import LookaheadRows, StepLengths
@@ -219,7 +219,7 @@ class MTPWorker:
     ) -> torch.Tensor:
         """[S, V], after penalties and biases."""
         reads = layout.reads
-        logits = self._runner.compute_logits(hidden[reads.index])
+        logits = self._runner.compute_logits(hidden_of_reads(hidden, reads))
         if batch.adjusts_logits:
             logits = logits.float()
             fed_before = self._drafts_before(layout)

@@ -203,6 +203,8 @@ class TritonOps:
         x = x.contiguous()
         out = torch.empty_like(x)
         total = x if residual is None else torch.empty_like(x)
+        if x.numel() == 0:
+            return out, total
         _add_rms_norm_kernel[(x.numel() // size,)](
             x, residual, weight, out, total, size, eps,
             HAS_RESIDUAL=residual is not None, BLOCK=triton.next_power_of_2(size),
@@ -213,6 +215,8 @@ class TritonOps:
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty((num_rows, size))
+        if num_rows == 0:
+            return out
         grid = (num_rows, triton.cdiv(size, MUL_BLOCK))
         launch = self._launch(grid[0] * grid[1])
         _silu_and_mul_kernel[grid](gate_up, out, size, BLOCK=MUL_BLOCK, **launch)
