@@ -1,6 +1,7 @@
-"""The conformance table of attention backends, and what compares one with `TorchNativeBackend`.
+"""The conformance tables of attention backends, and what compares one with `TorchNativeBackend`, or
+where rows are trees, with attention over the keys that each row is written out to see.
 
-As a program it runs the float32 table on a CPU and prints a line of JSON per case; a backend of
+As a program it runs the float32 tables on a CPU and prints a line of JSON per case; a backend of
 Triton kernels then needs TRITON_INTERPRET=1 in its environment, set before Triton is imported:
 
     export PYTHONPATH=python:sgl-kernel/python:test
@@ -20,7 +21,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import MAX_TREE_ROWS, ForwardBatch, GraphKey
 from sglang.srt.registry import ATTENTION_BACKENDS
 
 # Of outputs of inputs with variance 1, against float32: the output's own rounding and, for the
@@ -37,6 +38,9 @@ class AttentionCase:
         windows: sliding window of each layer.
         bound_slack: the host's bounds of lengths are looser by up to this.
         is_sliced: q is a slice of a tensor of more heads.
+        trees: requests whose rows are a tree, or several, with parents drawn at random.
+        graph_width: the step is planned as a graph's that has room for prompts beside requests of
+            up to so many rows.
     """
 
     shape: Sequence[tuple[int, int]]
@@ -47,6 +51,8 @@ class AttentionCase:
     windows: tuple[int | None, ...] = (None,)
     bound_slack: int = 0
     is_sliced: bool = False
+    trees: tuple[int, ...] = ()
+    graph_width: int | None = None
 
 
 MIXED = ((5, 7), (30, 1), (0, 3), (9, 23), (0, 1), (61, 2))
@@ -77,6 +83,7 @@ CASES = {
     "a window of 16": AttentionCase(shape=MIXED, windows=(16,), head_dim=16),
     "a window per layer": AttentionCase(shape=MIXED, windows=(None, 20, 5), head_dim=16),
     "a window and a long decode": AttentionCase(shape=[(150, 1), (120, 2)], windows=(70,)),
+    "a prompt of many rows": AttentionCase(shape=[(19, 75), (30, 1)], head_dim=16),
 } | {
     f"GQA {num_heads}:{num_kv_heads}, head_dim {head_dim}, pages of {page_size}": AttentionCase(
         shape=MIXED,
@@ -89,6 +96,40 @@ CASES = {
     for head_dim, page_size in ((64, 16), (128, 1))
 }
 
+WITH_TREES = ((9, 1), (15, 9), (33, 64), (40, 1), (0, 12), (4, 1), (17, 70))
+TREE_CASES = {
+    "one tree": AttentionCase(shape=[(0, 8)], trees=(0,)),
+    "one tree, its KV in splits": AttentionCase(shape=[(150, 7)], trees=(0,)),
+    "a tree in splits beside a prompt": AttentionCase(shape=[(150, 8), (0, 70)], trees=(0,)),
+    "uniform trees": AttentionCase(shape=[(5, 7), (40, 7), (16, 7)], trees=(0, 1, 2)),
+    "a window and a tree in splits": AttentionCase(shape=[(150, 8)], trees=(0,), windows=(70, 3)),
+    "trees as a graph plans them": AttentionCase(
+        shape=WITH_TREES, trees=(1, 2, 4, 5), head_dim=16, graph_width=12
+    ),
+    "trees, loose bounds": AttentionCase(
+        shape=WITH_TREES[:3], trees=(1, 2), head_dim=16, bound_slack=70
+    ),
+    "trees, three query heads per KV head": AttentionCase(
+        shape=WITH_TREES[:3], trees=(1, 2), num_heads=6, head_dim=16
+    ),
+} | {
+    f"{name}, pages of {page_size}": AttentionCase(
+        shape=shape, trees=trees, head_dim=16, page_size=page_size, windows=(None, 20)
+    )
+    for name, shape, trees in (
+        ("trees of 1 to 16", ((0, 1), (5, 16), (40, 7), (31, 12), (16, 2)), (0, 1, 2, 3, 4)),
+        ("trees of 17 to 64", ((0, 17), (15, 33), (0, 64)), (0, 1, 2)),
+        ("trees beside decodes and a prompt", WITH_TREES, (1, 2, 4, 5)),
+    )
+    for page_size in (1, 16)
+}
+# Steps without trees in which masks that hide nothing must change nothing.
+WITH_IDLE_MASKS = (
+    *("one prompt", "page edges, pages of 16", "one decode, its KV in splits", "uniform q = 7"),
+    *("prompts beside decodes", "a window per layer", "a prompt of many rows"),
+)
+IDLE_MASKS = ("all bits", "chains")
+
 
 class PlacedCase:
     """The memory of a case and its inputs, all on a device; unused memory is NaN.
@@ -97,6 +138,7 @@ class PlacedCase:
         batch: the step.
         pool: what the backend under test reads and writes.
         q: per layer [T, num_heads, head_dim].
+        parents: of the rows of each tree, by request; -1 for a row without one.
     """
 
     def __init__(self, case: AttentionCase, device: str, dtype: torch.dtype, seed: int) -> None:
@@ -115,6 +157,15 @@ class PlacedCase:
         for _ in case.windows:
             values = self._values(num_tokens, case.num_heads + 2).to(device, dtype)[:, 1:-1]
             self.q.append(values if case.is_sliced else values.contiguous())
+        self.parents = {
+            request: [self._random.randrange(-1, row) for row in range(case.shape[request][1])]
+            for request in case.trees
+        }
+        if case.trees:
+            self._plant()
+        if (width := case.graph_width) is not None:
+            key = GraphKey("mixed", len(lens) + 2, width, num_tokens + 9)
+            self.batch = replace(self.batch, graph_key=key)
 
     def _make_pool(self, num_pages: int, dtype: torch.dtype) -> MHATokenToKVPool:
         case, size = self.case, self.case.page_size
@@ -161,9 +212,57 @@ class PlacedCase:
             kv_len_upper_bounds=[length + self._random.randint(0, slack) for length in lens],
         )
 
+    def _plant(self) -> None:
+        """Gives the batch the masks of its trees, and rows the positions of their depths."""
+        masks, positions = [], []
+        for request, (before, q_len) in enumerate(self.case.shape):
+            for row in range(q_len):
+                path = self._path(request, row)
+                is_tree = request in self.parents
+                masks.append(signed(sum(1 << index for index in path)) if is_tree else -1)
+                positions.append(before + len(path) - 1)
+        self.batch = replace(
+            self.batch,
+            ancestors=torch.tensor(masks, device=self.device),
+            positions=torch.tensor(positions, device=self.device),
+        )
+
+    def _path(self, request: int, row: int) -> list[int]:
+        """Rows of its request that a row sees: all up to itself, or those up to the root."""
+        if request not in self.parents:
+            return list(range(row + 1))
+        path = []
+        while row >= 0:
+            path.append(row)
+            row = self.parents[request][row]
+        return path
+
     def expected(self) -> list[torch.Tensor]:
-        """Per layer [T, num_heads * head_dim] float32: the oracle's, of the same values, in a pool
-        of its own."""
+        """Per layer [T, num_heads * head_dim]: with trees of `written_out`, in float64, else of the
+        oracle, in float32."""
+        if self.case.trees:
+            return [self.written_out(layer) for layer in range(len(self.q))]
+        return self._of_oracle()
+
+    def written_out(self, layer: int) -> torch.Tensor:
+        """[T, num_heads * head_dim] float64: softmax attention, each row over the keys it sees."""
+        case, window = self.case, self.case.windows[layer]
+        kv = self.pool.kv[layer].double()
+        q = self.q[layer].double().unflatten(1, (case.num_kv_heads, -1))
+        out: list[torch.Tensor] = []
+        for request, (before, q_len) in enumerate(case.shape):
+            slots = self.table.req_to_token[self.rows[request]]
+            for row in range(q_len):
+                places = [*range(before), *(before + index for index in self._path(request, row))]
+                if window is not None:
+                    places = [place for place in places if place > before + row - window]
+                k, v = kv[slots[places]].chunk(2, dim=1)
+                scores = torch.einsum("hgd,nhd->hgn", q[len(out)], k) / case.head_dim**0.5
+                out.append(torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v).flatten())
+        return torch.stack(out)
+
+    def _of_oracle(self) -> list[torch.Tensor]:
+        """`TorchNativeBackend`'s, of the same values, in a pool of its own."""
         num_pages = self.pool.kv[0].shape[0] // self.case.page_size - 1
         pool = self._make_pool(num_pages, torch.float32)
         for wide, kv in zip(pool.kv, self.pool.kv, strict=True):
@@ -203,6 +302,29 @@ def max_error(
     return worst
 
 
+def change_by_idle_masks(
+    name: str, case: AttentionCase, masks: str, device: str, dtype: torch.dtype
+) -> float:
+    """The most that `masks`, of IDLE_MASKS, change in what backend `name` computes."""
+    placed = PlacedCase(case, device, dtype, seed=0)
+    ancestors = [
+        signed((2 << row) - 1) if masks == "chains" and q_len <= MAX_TREE_ROWS else -1
+        for _, q_len in case.shape
+        for row in range(q_len)
+    ]
+    outs = []
+    for values in (None, torch.tensor(ancestors, device=device)):
+        backend = placed.backend(name)
+        backend.plan(replace(placed.batch, ancestors=values))
+        outs.append(torch.stack([backend.forward(layer, q) for layer, q in enumerate(placed.q)]))
+    return (outs[0].float() - outs[1].float()).abs().max().item()
+
+
+def signed(mask: int) -> int:
+    """64 bits as torch.int64 has them."""
+    return mask - (1 << 64) if mask >> 63 else mask
+
+
 def with_requests(case: AttentionCase, count: int) -> AttentionCase:
     """The case with its requests repeated until there are `count`."""
     shape = [case.shape[index % len(case.shape)] for index in range(count)]
@@ -214,13 +336,17 @@ def main(name: str) -> None:
     problems = ATTENTION_BACKENDS.load(name).capabilities().problems("cpu", torch.float32, 16)
     if problems:
         sys.exit(f"{name} {'; '.join(problems)}")
-    for case_name, case in CASES.items():
+    for case_name, case in (CASES | TREE_CASES).items():
         error: float | str
         try:
             error = max_error(name, case, "cpu", torch.float32)
         except AssertionError as failure:
             error = str(failure) or "an assertion failed"
         print(json.dumps([case_name, error]), flush=True)
+    for case_name in WITH_IDLE_MASKS:
+        for masks in IDLE_MASKS:
+            error = change_by_idle_masks(name, CASES[case_name], masks, "cpu", torch.float32)
+            print(json.dumps([f"{case_name}, {masks}", error]), flush=True)
 
 
 if __name__ == "__main__":

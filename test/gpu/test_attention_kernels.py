@@ -9,10 +9,14 @@ import torch
 
 from attention_cases import (
     CASES,
+    IDLE_MASKS,
     MIXED,
     TOLERANCE,
+    TREE_CASES,
+    WITH_IDLE_MASKS,
     AttentionCase,
     PlacedCase,
+    change_by_idle_masks,
     max_error,
     with_requests,
 )
@@ -37,19 +41,50 @@ LONG = AttentionCase(
 
 
 def check(name: str, case: AttentionCase, dtype: torch.dtype) -> None:
-    backend = ATTENTION_BACKENDS.load(name)
-    if problems := backend.capabilities().problems("cuda", dtype, case.page_size):
+    capabilities = ATTENTION_BACKENDS.load(name).capabilities()
+    if problems := capabilities.problems("cuda", dtype, case.page_size):
         pytest.skip(f"{name} {'; '.join(problems)}")
+    if case.trees and not capabilities.tree_masks:
+        pytest.skip(f"{name} has no masks for trees")
     if name == "flashinfer" and case.head_dim not in HEAD_DIMS:
         pytest.skip(f"FlashInfer has no heads of {case.head_dim}")
     assert max_error(name, case, "cuda", dtype) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF_TYPES], ids=str)
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize("case_name", [*CASES, *TREE_CASES])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_the_table(name: str, case: AttentionCase, dtype: torch.dtype) -> None:
-    check(name, case, dtype)
+def test_the_table(name: str, case_name: str, dtype: torch.dtype) -> None:
+    check(name, (CASES | TREE_CASES)[case_name], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF_TYPES], ids=str)
+@pytest.mark.parametrize("masks", IDLE_MASKS)
+@pytest.mark.parametrize("case_name", WITH_IDLE_MASKS)
+def test_masks_that_hide_nothing_change_the_rounding_at_most(
+    case_name: str, masks: str, dtype: torch.dtype
+) -> None:
+    """Tiles with masks and without are compiled apart."""
+    change = change_by_idle_masks("triton", CASES[case_name], masks, "cuda", dtype)
+    assert change <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("windows", [(None,), (100,)], ids=str)
+@pytest.mark.parametrize("count", [1, 7, 40])
+def test_1_to_40_long_sequences_with_trees(
+    count: int, windows: tuple[int | None, ...], head_dim: int, dtype: torch.dtype
+) -> None:
+    shapes = [(1000, 16), (257, 64), (2047, 1), (511, 130), (63, 5), (4000, 9), (900, 33)]
+    case = AttentionCase(
+        shape=[shapes[index % len(shapes)] for index in range(count)],
+        trees=tuple(index for index in range(count) if index % len(shapes) not in (2, 3)),
+        num_heads=8,
+        head_dim=head_dim,
+        windows=windows,
+    )
+    check("triton", case, dtype)
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)

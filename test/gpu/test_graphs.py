@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,12 +33,12 @@ BACKENDS = [
 ]
 
 
-def make(backend: str, width: int) -> ModelRunner:
+def make(backend: str, width: int, max_decode_rows: int = MTP_MAX_ROWS) -> ModelRunner:
     runner = make_runner(
         DEMO,
         SETUP,
         CONTEXT,
-        MTP_MAX_ROWS,
+        max_decode_rows,
         device="cuda",
         attention_backend=backend,
         dtype="bfloat16",
@@ -87,24 +89,48 @@ def shapes_of(key: GraphKey, keys: GraphKeys, seed: int) -> list[list[int]]:
     return shapes
 
 
+def last_rows(q_lens: list[int], chooser: random.Random) -> torch.Tensor:
+    """Of some of the requests, maybe none."""
+    ends = itertools.accumulate(q_lens)
+    return torch.tensor([end - 1 for end in ends if chooser.random() < 0.7], device="cuda").long()
+
+
+@pytest.mark.parametrize("width", [1, MTP_MAX_ROWS])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_graph_equals_eager_for_every_key(backend: str) -> None:
-    graphs, eager = make(backend, MTP_MAX_ROWS), make(backend, 0)
+def test_graph_equals_eager_for_every_key(backend: str, width: int) -> None:
+    graphs, eager = make(backend, width, width), make(backend, 0)
     support = ATTENTION_BACKENDS.load(backend).capabilities().graph
-    keys = GraphKeys(support, SETUP.max_running_requests, MTP_MAX_ROWS, MAX_GRAPH_ROWS)
-    assert len(keys.all) > 20
+    keys = GraphKeys(support, SETUP.max_running_requests, width, MAX_GRAPH_ROWS)
+    assert len(keys.all) > 5
     num_padded = 0
     for seed, key in enumerate(keys.all):
         for shape in shapes_of(key, keys, seed):
             num_padded += sum(shape) < key.num_tokens
             batch = step(graphs, shape, seed)
+            if key.leaves_rows or seed % 3 == 0:
+                wanted = last_rows(shape, random.Random(seed))
+                batch = replace(batch, read_index=wanted)
             replayed = graphs.forward(batch)
             assert replayed.used_graph, (key, shape)
             right = eager.forward(batch)
             assert not right.used_graph
+            assert replayed.hidden.shape == right.hidden.shape
             error = (replayed.hidden.float() - right.hidden.float()).norm()
             assert error <= 0.02 * right.hidden.float().norm(), (key, shape, error)
-    assert num_padded > 10
+    assert num_padded > 4
+
+
+def test_a_step_whose_rows_are_all_wanted_replays_no_graph_that_leaves_some() -> None:
+    runner = make("triton", 1, 1)
+    batch = step(runner, [1, 30, 2], 0)
+    everything = runner.forward(batch)
+    assert not everything.used_graph
+    right = everything.hidden.clone()
+    wanted = torch.tensor([0, 32], device="cuda")
+    replayed = runner.forward(replace(batch, read_index=wanted))
+    assert replayed.used_graph
+    error = (replayed.hidden.float() - right[wanted].float()).norm()
+    assert error <= 0.02 * right[wanted].float().norm()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -112,3 +138,15 @@ def test_wide_steps_run_eagerly_without_wide_graphs(backend: str) -> None:
     runner = make(backend, 1)
     assert runner.forward(step(runner, [1, 1, 1], 0)).used_graph
     assert not runner.forward(step(runner, [2, 1], 0)).used_graph
+
+
+@pytest.mark.parametrize("q_lens", [[1, 1, 1], [2, 1, MTP_MAX_ROWS]], ids=str)
+def test_a_step_with_masks_for_trees_replays_no_graph(q_lens: list[int]) -> None:
+    runner = make("triton", MTP_MAX_ROWS)
+    batch = step(runner, q_lens, 0)
+    replayed = runner.forward(batch)
+    assert replayed.used_graph
+    right = replayed.hidden.float().clone()
+    masked = runner.forward(replace(batch, ancestors=torch.full_like(batch.positions, -1)))
+    assert not masked.used_graph
+    assert (masked.hidden.float() - right).norm() <= 0.02 * right.norm()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from attention_cases import CASES, MIXED, TOLERANCE, AttentionCase, PlacedCase
+from attention_cases import CASES, MIXED, TOLERANCE, TREE_CASES, AttentionCase, PlacedCase
 from sglang.srt.layers.attention import flashinfer_backend, flashinfer_plan
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferBackend, missing_tools
 from sglang.srt.layers.attention.flashinfer_plan import (
@@ -356,6 +356,13 @@ def test_graphs_have_room_for_all_that_their_rows_can_name(made: list[FakeWrappe
         num_rows * pages_per_row,
         2 * num_rows * pages_per_row,
     ]
+
+
+def test_a_tree_of_drafts_is_refused_with_a_remedy(made: list[FakeWrapper]) -> None:
+    placed = place(TREE_CASES["one tree"])
+    with pytest.raises(ValueError, match=r"flashinfer has no masks .*--attention-backend triton"):
+        backend_of(placed).plan(placed.batch)
+    backend_of(placed).plan(replace(placed.batch, ancestors=None))
 
 
 def test_the_large_workspace_is_shared(made: list[FakeWrapper]) -> None:

@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from attention_cases import CASES, TOLERANCE
+from attention_cases import CASES, IDLE_MASKS, TOLERANCE, TREE_CASES, WITH_IDLE_MASKS
 from interpreted import run_interpreted
 from sglang.srt.registry import ATTENTION_BACKENDS
 
@@ -20,11 +20,19 @@ def errors() -> dict[str, float | str]:
     return run_interpreted("attention_cases.py", "triton")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_interpreted_kernels_equal_torch_native(errors: dict[str, float | str], name: str) -> None:
+@pytest.mark.parametrize("name", [*CASES, *TREE_CASES])
+def test_interpreted_kernels_equal_the_oracle(errors: dict[str, float | str], name: str) -> None:
     error = errors[name]
     assert isinstance(error, float), error
     assert error <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("masks", IDLE_MASKS)
+@pytest.mark.parametrize("name", WITH_IDLE_MASKS)
+def test_masks_that_hide_nothing_change_no_bit(
+    errors: dict[str, float | str], name: str, masks: str
+) -> None:
+    assert errors[f"{name}, {masks}"] == 0.0
 
 
 def test_without_the_interpreter_the_backend_refuses_a_cpu() -> None:

@@ -23,8 +23,8 @@ from sglang.srt.model_executor import triton_step_ops as steps
 from sglang.srt.mtp import triton_acceptance as acceptance
 
 TARGETS = ((80, "fp16"), (90, "bf16"))
-INTEGERS = ("slots_ptr", "positions_ptr", "rows_ptr", "kv_lens_ptr")  # pointers to int64
-SHORT_INTEGERS = ("items_ptr", "table_ptr")  # pointers to int32
+INTEGERS = ("slots_ptr", "positions_ptr", "rows_ptr", "kv_lens_ptr", "ancestors_ptr")  # of int64
+SHORT_INTEGERS = ("items_ptr", "table_ptr")  # of int32
 FLOATS = ("sums_ptr", "stats_ptr", "rope_table_ptr")
 STEP_INTEGERS = {
     f"{name}_ptr": "*i64"
@@ -68,6 +68,21 @@ def attention_constants(block_m: int, block_n: int, window: bool, **more: int) -
     return {**HEADS, "HAS_WINDOW": window, "BLOCK_M": block_m, "BLOCK_N": block_n, **more}
 
 
+def tree_kernels(name: str, function: Any, num_warps: int = 4, **constants: Any) -> dict[str, Any]:
+    """Without masks for trees of drafts, as launched without `ancestors`, and with them."""
+    return {
+        name: Kernel(
+            function,
+            {**constants, "HAS_TREE": False, "ancestors_ptr": None},
+            num_warps=num_warps,
+            num_stages=2,
+        ),
+        f"{name}, trees": Kernel(
+            function, {**constants, "HAS_TREE": True}, num_warps=num_warps, num_stages=2
+        ),
+    }
+
+
 def few_rows(block_m: int, block_n: int, block_k: int) -> dict[str, Any]:
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
 
@@ -85,27 +100,31 @@ KERNELS = {
     ),
     "16 rows": Kernel(ops._few_rows_kernel, few_rows(16, 32, 256), num_stages=6),
     "64 rows": Kernel(ops._few_rows_kernel, few_rows(64, 128, 128)),
-    "prompts": Kernel(
+    **tree_kernels(
+        "prompts",
         attention._extend_kernel,
-        attention_constants(128, 64, False, LOOPS=True),
         num_warps=8,
-        num_stages=2,
+        **attention_constants(128, 64, False, LOOPS=True),
     ),
-    "decodes in a window": Kernel(
+    **tree_kernels(
+        "decodes in a window",
         attention._extend_kernel,
-        attention_constants(16, 32, True, LOOPS=False),
         num_warps=1,
+        **attention_constants(16, 32, True, LOOPS=False),
     ),
-    "decodes": Kernel(
+    **tree_kernels(
+        "decodes",
         attention._extend_kernel,
-        attention_constants(16, 64, False, LOOPS=False),
         num_warps=2,
-        num_stages=2,
+        **attention_constants(16, 64, False, LOOPS=False),
     ),
-    "splits": Kernel(
+    **tree_kernels(
+        "splits", attention._split_kernel, **attention_constants(16, 32, False, MIN_SPLIT=32)
+    ),
+    **tree_kernels(
+        "splits in a window",
         attention._split_kernel,
-        attention_constants(16, 32, False, MIN_SPLIT=32),
-        num_stages=2,
+        **attention_constants(64, 64, True, MIN_SPLIT=64),
     ),
     "sum of splits": Kernel(
         attention._combine_kernel,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
+import torch
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
-from sglang.srt.model_executor.cuda_graph_runner import MAX_WIDE_TOKENS, GraphKeys
+from sglang.srt.model_executor.cuda_graph_runner import MAX_WIDE_TOKENS, CudaGraphRunner, GraphKeys
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.torch_step_ops import TorchStepOps
 
 SUPPORTS = (GraphSupport.UNIFORM_Q, GraphSupport.RAGGED_Q)
 
@@ -87,3 +91,14 @@ def test_steps_with_prompts_waste_few_rows(max_requests: int) -> None:
         assert key.num_tokens - num_rows < max(32, min(64, num_rows / 5))
     assert keys.find([1025]) is None
     assert GraphKeys(GraphSupport.UNIFORM_Q, 8, 1, 1024).find([30, 1]) is None
+
+
+def test_a_step_with_masks_for_trees_replays_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    ids, rows = torch.zeros(4, dtype=torch.int64), torch.arange(2)
+    keys = GraphKeys(GraphSupport.RAGGED_Q, 4, 15)
+    ops = TorchStepOps(torch.device("cpu"))
+    runner = CudaGraphRunner(lambda _: None, lambda batch: ids, ops, keys, 100, "cpu")
+    batch = ForwardBatch(ids, ids, ids, rows, [3, 1], rows + 3, [3, 4])
+    assert runner.key_of(batch) == keys.find([3, 1])
+    assert runner.key_of(replace(batch, ancestors=ids - 1)) is None

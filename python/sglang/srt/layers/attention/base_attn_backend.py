@@ -23,7 +23,8 @@ class GraphSupport(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCapabilities:
-    """What a backend can do, as data. `page_sizes` None means any."""
+    """What a backend can do, as data. `page_sizes` None means any; `tree_masks`: it heeds
+    `ForwardBatch.ancestors`."""
 
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
@@ -45,12 +46,27 @@ class AttentionCapabilities:
         return found
 
 
+def refuse_ancestors(batch: ForwardBatch, name: str) -> None:
+    """Called by the plan of backend `name`, which has no `tree_masks`.
+
+    Raises:
+        ValueError: if the batch has such masks.
+    """
+    if batch.ancestors is not None:
+        raise ValueError(
+            f"The attention backend {name} has no masks for trees of draft tokens."
+            " Use --attention-backend triton, or torch_native on a CPU."
+        )
+
+
 class AttentionBackend(Protocol):
     """Causal attention of a ragged batch over the paged KV pool, which has the batch's own K and V
     by then.
 
     A query row at position p sees the keys of positions 0..p of its own request; in a layer with a
-    sliding window w (arXiv 2310.06825, section 2) those of p-w+1..p alone.
+    sliding window w (arXiv 2310.06825, section 2) those of p-w+1..p alone. Positions count the
+    request's tokens with KV, so they are not `ForwardBatch.positions` where the batch has
+    `ancestors`, which hide some of these keys.
     """
 
     def __init__(
@@ -74,7 +90,11 @@ class AttentionBackend(Protocol):
 
     def plan(self, batch: ForwardBatch) -> None:
         """Once per step (and once before each capture and replay of a graph), before the first
-        layer. See `ForwardBatch.graph_key`."""
+        layer. See `ForwardBatch.graph_key`.
+
+        Raises:
+            ValueError: for a batch with `ancestors`, if the backend has no `tree_masks`.
+        """
 
     def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Attends.

@@ -15,7 +15,11 @@ from typing import Any
 import torch
 
 from sglang.srt.device_copies import to_device
-from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities, GraphSupport
+from sglang.srt.layers.attention.base_attn_backend import (
+    AttentionCapabilities,
+    GraphSupport,
+    refuse_ancestors,
+)
 from sglang.srt.layers.attention.flashinfer_plan import (
     Heads,
     StepLayout,
@@ -260,6 +264,7 @@ class FlashInferBackend:
         )
 
     def plan(self, batch: ForwardBatch) -> None:
+        refuse_ancestors(batch, "flashinfer")
         key = batch.graph_key
         assert key is None or batch.q_lens == [key.width] * key.num_reqs, (key, batch.q_lens)
         is_known = batch.bounds_are_exact

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities, GraphSupport
 from sglang.srt.layers.attention.kv_window import KVWindow
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import MAX_TREE_ROWS, ForwardBatch
 
 MAX_MASK_ENTRIES = 1 << 24  # bounds the temporary memory of one group (64 MiB in float32)
 
@@ -22,7 +22,7 @@ class _Group:
 
     Attributes:
         tokens: [N, q] int64; their rows among the T of the batch, or None for all in order.
-        positions: [N, q] int64.
+        positions: [N, q] int64; places among the request's tokens with KV.
         kv_lens: [N] int64.
         slots: [N, L] int64; KV slots, the dummy slot past a request's end.
         masks: for each distinct window of the model, [N, 1, q, L] bool: which keys a query sees.
@@ -65,14 +65,15 @@ class TorchNativeBackend:
             page_sizes=None,
             graph=GraphSupport.NEVER,
             needs_host_lens=True,
-            tree_masks=False,
+            tree_masks=True,
         )
 
     def plan(self, batch: ForwardBatch) -> None:
         members: dict[int, list[int]] = {}
         for index, q_len in enumerate(batch.q_lens):
             members.setdefault(q_len, []).append(index)
-        if len(members) == 1 and self._fits(batch, *next(iter(members.items()))):
+        is_uniform = len(members) == 1 and batch.ancestors is None
+        if is_uniform and self._fits(batch, *next(iter(members.items()))):
             group = self._make_group(batch, batch.q_lens[0], None)
             self._groups = [group]
             self._kept.plan(group.slots, group.positions, group.kv_lens)
@@ -133,24 +134,26 @@ class TorchNativeBackend:
             length = max(batch.kv_len_upper_bounds[index] for index in part)
             chosen = torch.tensor(part, device=device)
             starts = torch.tensor([0, *batch.q_lens], device=device).cumsum(0)[chosen]
-            tokens = starts[:, None] + torch.arange(q_len, device=device)
-            rows, kv_lens, positions = (
-                batch.rows[chosen],
-                batch.kv_lens[chosen],
-                batch.positions[tokens],
-            )
+            own = torch.arange(q_len, device=device)
+            tokens = starts[:, None] + own
+            rows, kv_lens = batch.rows[chosen], batch.kv_lens[chosen]
+            positions = kv_lens[:, None] - q_len + own
         columns = torch.arange(length, device=device)
         valid = columns < kv_lens[:, None]
         slots = self._table[rows, :length].to(torch.int64) * valid
-        return _Group(tokens, positions, kv_lens, slots, self._make_masks(columns, positions))
+        tree = None
+        if batch.ancestors is not None and q_len <= MAX_TREE_ROWS:
+            tree = _tree_mask(batch.ancestors[tokens], columns - positions[:, :1])
+        masks = self._make_masks(columns, positions, tree)
+        return _Group(tokens, positions, kv_lens, slots, masks)
 
     def _make_masks(
-        self, columns: torch.Tensor, positions: torch.Tensor
+        self, columns: torch.Tensor, positions: torch.Tensor, tree: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        """Masks over columns [L] of queries at positions [N, q]; one object where no window cuts
-        anything off."""
+        """Masks over columns [L] of queries at positions [N, q], within `tree` [N, 1, q, L] bool;
+        one object where no window cuts anything off."""
         at = positions[:, None, :, None]
-        causal = columns <= at
+        causal = columns <= at if tree is None else (columns <= at) & tree
         return tuple(
             causal if window is None or window >= len(columns) else causal & (columns > at - window)
             for window in self._windows
@@ -165,3 +168,18 @@ class TorchNativeBackend:
         length = max(batch.kv_len_upper_bounds[index] for index in indices)
         size = max(1, MAX_MASK_ENTRIES // (q_len * length))
         return [indices[start : start + size] for start in range(0, len(indices), size)]
+
+
+def _tree_mask(ancestors: torch.Tensor, row_of: torch.Tensor) -> torch.Tensor:
+    """Which keys `ancestors` [N, q] int64 let a query see.
+
+    Args:
+        row_of: [N, L] int64; row of the step that each key is of, below 0 if of none.
+
+    Returns:
+        [N, 1, q, L] bool.
+    """
+    numbers = torch.arange(MAX_TREE_ROWS, device=ancestors.device)
+    bits = ancestors[:, :, None] >> numbers & 1 == 1
+    index = row_of.clamp(0, MAX_TREE_ROWS - 1)[:, None].expand(-1, ancestors.shape[1], -1)
+    return (bits.gather(2, index) | (row_of < 0)[:, None])[:, None]

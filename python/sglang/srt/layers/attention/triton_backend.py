@@ -11,8 +11,8 @@ import triton
 
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities, GraphSupport
+from sglang.srt.layers.attention.triton_items import ITEM_SIZE, pack_rows
 from sglang.srt.layers.attention.triton_kernels import (
-    ITEM_SIZE,
     Paged,
     Tiles,
     attend_items,
@@ -119,9 +119,8 @@ class LaunchShape:
 
 class TritonBackend:
     """Requests that feed few rows have their KV split among programs; the others' rows are cut into
-    blocks that each go over all the KV they see. Both kinds may share a step.
-
-    There is no argument for the mask of a tree of drafts yet (`tree_masks` is False).
+    blocks that each go over all the KV they see. Both kinds may share a step. Either may be a tree
+    of drafts; without one in the step, the kernels are compiled without masks for it.
     """
 
     def __init__(
@@ -158,11 +157,13 @@ class TritonBackend:
             page_sizes=None,
             graph=GraphSupport.RAGGED_Q,
             needs_host_lens=False,
-            tree_masks=False,
+            tree_masks=True,
         )
 
     def plan(self, batch: ForwardBatch) -> None:
-        self._paged = Paged(table=self._table, rows=batch.rows, kv_lens=batch.kv_lens)
+        self._paged = Paged(
+            table=self._table, rows=batch.rows, kv_lens=batch.kv_lens, ancestors=batch.ancestors
+        )
         if batch.graph_key is not None:
             self._plan_graph(batch, batch.graph_key)
         elif len(set(batch.q_lens)) == 1 and self._is_few(batch.q_lens[0]):
@@ -288,5 +289,6 @@ def _cut(request: int, start: int, q_len: int, block_q: int) -> list[int]:
     first."""
     items: list[int] = []
     for first in reversed(range(0, q_len, block_q)):
-        items += (request, start + first, min(block_q, q_len - first), q_len - first)
+        rows = pack_rows(min(block_q, q_len - first), first)
+        items += (request, start + first, rows, q_len - first)
     return items
