@@ -8,11 +8,11 @@ accepted should go.
 from __future__ import annotations
 
 import bisect
+import itertools
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 PRIOR_SURVIVAL = 0.7  # of a prediction, given that the one before it was accepted
@@ -21,39 +21,54 @@ FORGETTING_RATE = 0.001  # per step, towards the prior, of what is not tried
 
 
 @dataclass(frozen=True, slots=True)
-class OtherRows:
-    """What a step feeds besides the requests that a policy may shorten.
+class Wishes:
+    """k of requests that emit; 1 of one that looks not ahead.
 
     Attributes:
-        num_decoding: requests that decode; each gives a token at least.
-        num_decode_rows: their rows.
-        num_prompt_rows: of any request.
+        static: of those that accept as many tokens as they predict.
+        adaptive: of those that accept what is confirmed, or probable enough.
     """
 
-    num_decoding: int = 0
-    num_decode_rows: int = 0
-    num_prompt_rows: int = 0
+    static: list[int] = field(default_factory=list)
+    adaptive: list[int] = field(default_factory=list)
+
+    @property
+    def longest(self) -> int:
+        return max((*self.static, *self.adaptive), default=1)
+
+    def num_rows(self, length: int) -> int:
+        """Fed by a step in which no request predicts more than `length`, and the one before
+        neither. A request whose prompt ends feeds fewer, but pays for what it will have pending."""
+        return sum(2 * min(k, length) - 1 for k in (*self.static, *self.adaptive))
+
+    def num_tokens(self, length: int, expected: Sequence[float]) -> float:
+        """Given by such a step; `expected[n]` by one that accepts of n tokens what it can."""
+        certain = sum(min(k, length) for k in self.static)
+        return certain + sum(expected[min(k, length)] for k in self.adaptive)
 
 
 class LengthPolicy(Protocol):
     """Decides lengths on the host, before the step before is read."""
 
-    def limit(self, wishes: Sequence[int], others: OtherRows) -> int:
+    def limit(self, wishes: Wishes, others: Wishes, num_prompt_rows: int) -> int:
         """Most tokens that any request may predict in the next step.
 
         Args:
-            wishes: k of each request that the policy may shorten.
+            wishes: of requests that the policy may shorten.
+            others: of all others.
+            num_prompt_rows: prompt tokens in the step, of any request.
         """
 
     def observe(self, num_tried: int, num_accepted: int) -> None:
-        """A request could have accepted `num_tried` tokens and accepted `num_accepted`."""
+        """An adaptive request could have accepted `num_tried` tokens and accepted
+        `num_accepted`."""
 
 
 class FullLength:
     """Every request predicts as many tokens as it wishes."""
 
-    def limit(self, wishes: Sequence[int], others: OtherRows) -> int:
-        return max(wishes)
+    def limit(self, wishes: Wishes, others: Wishes, num_prompt_rows: int) -> int:
+        return wishes.longest
 
     def observe(self, num_tried: int, num_accepted: int) -> None:
         """Learns nothing."""
@@ -92,7 +107,8 @@ def measure_costs(
     repeats: int = 5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
-    """Medians of `run_step(rows)`, which must wait for the device, after one run to warm up."""
+    """Medians of `run_step(rows)`, which must wait for the device, after one run to warm up. More
+    rows never cost less: where they seem to, it is noise."""
     costs = []
     for rows in num_rows:
         run_step(rows)
@@ -102,7 +118,7 @@ def measure_costs(
             run_step(rows)
             times.append((clock() - start) * 1e3)
         costs.append(statistics.median(times))
-    return CostTable(tuple(num_rows), tuple(costs))
+    return CostTable(tuple(num_rows), tuple(itertools.accumulate(costs, max)))
 
 
 class LoadAwareLength:
@@ -119,31 +135,29 @@ class LoadAwareLength:
         # Chance that the (j+2)-th token is accepted, given that the one before it is.
         self._survival = [PRIOR_SURVIVAL] * (max_k - 1)
 
-    def limit(self, wishes: Sequence[int], others: OtherRows) -> int:
+    def limit(self, wishes: Wishes, others: Wishes, num_prompt_rows: int) -> int:
         """See `LengthPolicy`. What this step will not try is forgotten a little: by steps, not by
         requests, or many requests would forget within a few steps what they have learnt."""
-        limit = self._best(wishes, others)
+        limit = self._best(wishes, others, num_prompt_rows)
         for j in range(limit - 1, len(self._survival)):
             self._move(j, PRIOR_SURVIVAL, FORGETTING_RATE)
         return limit
 
-    def _best(self, wishes: Sequence[int], others: OtherRows) -> int:
-        counts = Counter(wishes)
-        lengths = range(1, max(wishes) + 1)
-        tokens = [others.num_decoding + self._num_tokens(counts, length) for length in lengths]
-        rows = [others.num_decode_rows + _num_rows(counts, length) for length in lengths]
-        cost_ms = self._costs.cost_ms
-        rate = max(gained / cost_ms(fed) for gained, fed in zip(tokens, rows, strict=True))
+    def _best(self, wishes: Wishes, others: Wishes, num_prompt_rows: int) -> int:
+        lengths = range(1, wishes.longest + 1)
+        longest = max(wishes.longest, others.longest)
+        expected = [0.0, *(self._expected(length) for length in range(1, longest + 1))]
+        given, fed = others.num_tokens(longest, expected), others.num_rows(longest)
+        tokens = [given + wishes.num_tokens(length, expected) for length in lengths]
+        rows = [fed + wishes.num_rows(length) for length in lengths]
+        costs = [self._costs.cost_ms(num_rows) for num_rows in rows]
+        rate = max(gained / cost for gained, cost in zip(tokens, costs, strict=True))
 
         def value(length: int) -> float:
-            fed = rows[length - 1] + others.num_prompt_rows
-            return tokens[length - 1] - rate * cost_ms(fed)
+            num_rows = rows[length - 1] + num_prompt_rows
+            return tokens[length - 1] - rate * self._costs.cost_ms(num_rows)
 
         return max(reversed(lengths), key=value)
-
-    def _num_tokens(self, counts: Counter[int], length: int) -> float:
-        """Expected of a step in which no request predicts more than `length`."""
-        return sum(count * self._expected(min(wish, length)) for wish, count in counts.items())
 
     def observe(self, num_tried: int, num_accepted: int) -> None:
         for j in range(min(num_tried - 1, num_accepted)):
@@ -159,8 +173,3 @@ class LoadAwareLength:
             chance *= survival
             expected += chance
         return expected
-
-
-def _num_rows(counts: Counter[int], length: int) -> int:
-    """Fed by a step in which no request predicts more than `length`, and the one before neither."""
-    return sum(count * (2 * min(wish, length) - 1) for wish, count in counts.items())

@@ -20,12 +20,14 @@ class StepLengths:
         max_accepted: tokens that can be accepted.
         looks_ahead: whether the request wants to predict more than one token.
         max_pending: tokens that can be pending, 1 where a prompt is fed.
+        is_uncertain: it does, and how many are accepted is not known beforehand.
     """
 
     counts: StepCounts
     max_accepted: list[int]
     looks_ahead: list[bool]
     max_pending: list[int]
+    is_uncertain: list[bool]
 
     @property
     def is_plain(self) -> bool:
@@ -41,6 +43,7 @@ class LookaheadRows:
         max_predicted: N host integers; the request's k.
         host_thresholds: `thresholds` on the host.
         is_lossless: N host flags; verified, or without look-ahead.
+        is_static: N host flags; each step accepts as many tokens as it predicts.
     """
 
     def __init__(self, num_rows: int, device: str) -> None:
@@ -49,6 +52,7 @@ class LookaheadRows:
         self.max_predicted = [1] * num_rows
         self.host_thresholds = [0.0] * num_rows
         self.is_lossless = [True] * num_rows
+        self.is_static = [True] * num_rows
         self._pending_bounds = [1] * num_rows
 
     def initialize(self, new_rows: list[NewRow]) -> None:
@@ -60,6 +64,8 @@ class LookaheadRows:
             self.max_predicted[new.row] = params.num_predicted
             self.host_thresholds[new.row] = params.mtp_threshold
             self.is_lossless[new.row] = params.mtp_verify or not params.mtp_enabled
+            is_sure = params.num_predicted == 1 or params.mtp_threshold == 0
+            self.is_static[new.row] = is_sure and not params.mtp_verify
         places = [new.row for new in new_rows]
         rows = to_device(places, self._device)
         thresholds = [self.host_thresholds[row] for row in places]
@@ -75,7 +81,7 @@ class LookaheadRows:
             longest_pending: most pending tokens that a request has, where that is known.
         """
         counts = StepCounts([], [], [], [])
-        lengths = StepLengths(counts, [], [], [])
+        lengths = StepLengths(counts, [], [], [], [])
         for i, row in enumerate(batch.rows):
             num_host = batch.num_host_tokens[i]
             k = min(self.max_predicted[row], limits[i]) if batch.emits[i] else 0
@@ -90,7 +96,9 @@ class LookaheadRows:
             counts.num_read.append(q_len if reads_pending else k)
             lengths.max_accepted.append(bound if self.is_lossless[row] else k)
             counts.is_verified.append(self.is_lossless[row])
-            lengths.looks_ahead.append(batch.emits[i] and self.max_predicted[row] > 1)
+            looks_ahead = batch.emits[i] and self.max_predicted[row] > 1
+            lengths.looks_ahead.append(looks_ahead)
+            lengths.is_uncertain.append(looks_ahead and not self.is_static[row])
             if k:
                 self._pending_bounds[row] = k
         return lengths

@@ -37,7 +37,7 @@ from sglang.srt.model_executor.request_rows import RequestRows
 from sglang.srt.model_executor.step_ops import IS_VERIFIED, RowLayout
 from sglang.srt.model_executor.step_outputs import hidden_of_reads, hidden_states, prompt_logprobs
 from sglang.srt.mtp.acceptance import AcceptanceOps, Outcome, Predictions
-from sglang.srt.mtp.length_policy import LengthPolicy, OtherRows
+from sglang.srt.mtp.length_policy import LengthPolicy, Wishes
 from sglang.srt.mtp.lookahead_rows import LookaheadRows, StepLengths
 from sglang.srt.registry import ACCEPTANCE
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -104,8 +104,8 @@ class MTPWorker:
     def observe(self, result: HostResult) -> None:
         """Tells the length policy how many tokens of the oldest unread step were accepted."""
         lengths = self._unread.popleft()
-        for i, looks_ahead in enumerate(lengths.looks_ahead):
-            if looks_ahead:
+        for i, is_uncertain in enumerate(lengths.is_uncertain):
+            if is_uncertain:
                 self._policy.observe(lengths.max_accepted[i], result.accept_lens[i])
 
     @torch.inference_mode()
@@ -196,22 +196,17 @@ class MTPWorker:
     def _limits(self, batch: ScheduleBatch) -> list[int]:
         """How many tokens each request may predict under the load at hand."""
         rows, always = self._lookahead, self._config.limits_unverified
-        bound = [
-            emits and (always or rows.is_lossless[row])
-            for row, emits in zip(batch.rows, batch.emits, strict=True)
-        ]
-        wishes = [rows.max_predicted[row] for row, is_bound in zip(batch.rows, bound) if is_bound]
-        if max(wishes, default=1) == 1:
-            return [self._config.max_k] * len(bound)
-        decodes = [
-            q_len
-            for q_len, is_bound, num_host in zip(
-                batch.max_q_lens, bound, batch.num_host_tokens, strict=True
-            )
-            if not (is_bound or num_host)
-        ]
-        others = OtherRows(len(decodes), sum(decodes), sum(batch.num_host_tokens))
-        limit = self._policy.limit(wishes, others)
+        bound, wishes, others = list[bool](), Wishes(), Wishes()
+        for row, emits in zip(batch.rows, batch.emits, strict=True):
+            is_bound = emits and (always or rows.is_lossless[row])
+            bound.append(is_bound)
+            if emits:
+                who = wishes if is_bound else others
+                kind = who.static if rows.is_static[row] else who.adaptive
+                kind.append(rows.max_predicted[row])
+        limit = self._config.max_k
+        if wishes.longest > 1:
+            limit = self._policy.limit(wishes, others, sum(batch.num_host_tokens))
         return [limit if is_bound else self._config.max_k for is_bound in bound]
 
     def _logits(
