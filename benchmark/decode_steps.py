@@ -21,6 +21,7 @@ from inflate import HF_NAMES, LLAMA_8B, Geometry
 from tqdm import tqdm
 
 from sglang.bench_one_batch import OneBatch
+from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.server_args import ServerArgs
 
 RESULT = Path(__file__).parent / "results" / "decode_steps.json"
@@ -85,6 +86,7 @@ def main() -> None:
             context_length=INPUT_LEN + OUTPUT_LEN + 16,
         )
         batch = OneBatch(args)
+        keep_out_of_collections()
         rows = [
             measure(batch, size, arguments.repeats, geometry.vocab_size)
             for size in arguments.batch_sizes

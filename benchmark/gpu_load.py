@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import statistics
 import subprocess
@@ -25,7 +26,8 @@ def sample_gpu() -> Iterator[dict[str, float]]:
     if shutil.which("nvidia-smi") is None:
         yield found
         return
-    query = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(FIELDS.values())}"]
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    query = ["nvidia-smi", "-i", device, f"--query-gpu={','.join(FIELDS.values())}"]
     query += ["--format=csv,noheader,nounits", f"--loop-ms={INTERVAL_MS}"]
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(query, stdout=output, stderr=subprocess.DEVNULL)

@@ -31,7 +31,7 @@ from typing import Any
 from engine_load import Budget, LoadResult, closed_loop
 from environment import describe_environment
 from held_out import held_out_prompts
-from mtp_checks import KINDS, STATIC_3, Samples, checks_of, static_graph_check
+from mtp_checks import KINDS, PLAIN, STATIC_3, Samples, checks_of, static_graph_check
 from tqdm import tqdm
 
 import sglang
@@ -41,6 +41,7 @@ BENCHMARK = Path(__file__).parent
 RESULT = BENCHMARK / "results" / "mtp_gpu.json"
 MIN_PROMPTS = 12  # of a run: texts differ in how many tokens a step gives
 STATIC_CHECK_PROMPTS = 4
+LONG_CHUNK = 8192  # prompt tokens of a step
 SILENT_STD = "1e-12"  # no zeros in matrices, which could be multiplied faster than numbers
 INFLATED = "inflated"
 STATIC_CHECK_S = 90.0  # for one more Engine and its rounds, kept free of the budget
@@ -199,6 +200,7 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "prompt_tokens": arguments.prompt_tokens,
         "new_tokens": arguments.new_tokens,
         "waves": arguments.waves,
+        "chunked_prefill_size": arguments.chunked_prefill_size,
         "seed": arguments.seed,
     }
 
@@ -240,11 +242,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--budget-s", type=float, default=420.0, help="all in all, model and Engines included")
     add("--device", default="auto")
     add("--attention-backend")
-    add("--chunked-prefill-size", type=int, default=8192)
+    add("--chunked-prefill-size", type=int, default=LONG_CHUNK, help="large: soon all decode")
     add("--static-graph-check", action="store_true", help="static k=3 beside its eager bypass")
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=RESULT)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    arguments.kinds = [PLAIN, *(kind for kind in arguments.kinds if kind != PLAIN)]
+    return arguments
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from environment import describe_environment
 from tqdm import tqdm
 
 from sglang.bench_one_batch import OneBatch
+from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.server_args import ServerArgs
 
 RESULT = Path(__file__).parent / "results" / "step_profile.json"
@@ -176,6 +177,7 @@ def main() -> None:
                 context_length=1024,
             )
         )
+        keep_out_of_collections()
         loads = [Load.decode(size) for size in arguments.batch_sizes]
         loads += [MIXED] if arguments.mixed else []
         bar = tqdm(loads, desc="profiling", unit="batch")

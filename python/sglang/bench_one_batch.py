@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import statistics
@@ -71,8 +70,6 @@ class OneBatch:
         runner = ModelRunner(config.execution)
         worker = make_worker(runner, config.mtp)
         self.vocab_size = runner.vocab_size
-        gc.collect()
-        gc.freeze()  # as the scheduler's process does
         self._inbox = LocalInbox()
         self.outputs: dict[int, list[int]] = {}
         self._next_id = 0

@@ -191,6 +191,7 @@ def test_health_and_info(server: RunningServer) -> None:
     assert model["is_generation"] is True
     info = server.client.get("/get_server_info").json()
     assert info["max_running_requests"] == 2
+    assert info["chunked_prefill_size"] == 2048
     assert info["internal_states"][0]["running_batch_size"] == 0
 
 

@@ -22,7 +22,7 @@ def test_good():
     print("alone: 1 near-ties in 50 prompts")
 
 def test_bad():
-    assert False
+    assert 1 == 2, "one is not two"
 
 @pytest.fixture
 def broken():
@@ -51,10 +51,11 @@ def test_counts_of_a_run(matrix: Any, tmp_path: Path) -> None:
     found = matrix.run({"device": "cpu"}, [str(path)], num_workers=1, limit_s=60)
     assert found["tests"] == 4
     assert found["skipped"] == 1
-    assert sorted(name.split("::")[1] for name in found["failed_tests"]) == [
-        "test_bad",
-        "test_error",
-    ]
+    messages = {name.split("::")[1]: text for name, text in found["failed_tests"].items()}
+    assert sorted(messages) == ["test_bad", "test_error"]
+    assert "one is not two" in messages["test_bad"]
+    assert "RuntimeError" in messages["test_error"]
+    assert list(found["seconds_by_file"]) == ["test_some"]
     assert found["near_ties"] == 3
 
 

@@ -26,8 +26,8 @@ MIN_CAPABILITY = (8, 0)  # of a CUDA GPU
 MAX_GRAPH_ROWS = 1024  # beyond, a GPU is busy for longer than the launches take
 DEFAULT_BACKENDS = {"cpu": "torch_native", "cuda": "triton"}
 DEFAULT_OPS = {"cpu": "torch", "cuda": "triton"}
-# On a GPU a step with that many prompt tokens is bound by arithmetic already, replays a graph, and
-# is soon over for those who decode in it.
+# On a GPU a step with that many prompt tokens is bound by arithmetic already, replays a graph where
+# there are graphs of prompts, and is soon over for those who decode in it.
 DEFAULT_CHUNKS = {"cpu": 2048, "cuda": 512}
 
 

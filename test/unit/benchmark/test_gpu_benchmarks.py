@@ -194,6 +194,16 @@ def test_every_load_is_judged_beside_plain() -> None:
     assert found == [(64, 0.96, False), (64, 0.975, True), (128, 1.0, True), (128, 1.0, True)]
 
 
+def test_chosen_kinds_stand_beside_plain() -> None:
+    assert mtp_gpu.parse(["--kinds", K_1, FIXED[8]]).kinds == [PLAIN, K_1, FIXED[8]]
+    assert mtp_gpu.parse([]).kinds == list(KINDS)
+    sample = Samples(1)
+    for kind, seconds in ((PLAIN, 2.0), (FIXED[8], 1.0)):
+        sample.add(kind, LoadResult(seconds, 1000, 500, 4))
+    assert list(sample.row()["kinds"]) == [PLAIN, FIXED[8]]
+    assert [check["what"][:13] for check in checks_of([sample])] == ["k=8 tau 0.9: "]
+
+
 def test_a_run_has_a_wave_for_each_request_at_once_and_a_few_at_least() -> None:
     assert [mtp_gpu.num_prompts(load, 2) for load in (1, 4, 128)] == [12, 12, 256]
 

@@ -39,7 +39,7 @@ ROW: dict[str, Any] = {
     "ours_us": 12345.67,
     "torch_us": 22345.67,
     "ratio": 1.81,
-    "floor_us": 11345.67,
+    "at_copy_bandwidth_us": 11345.67,
 }
 
 
@@ -172,7 +172,7 @@ def test_a_row_has_the_times_their_ratio_and_the_floor(monkeypatch: pytest.Monke
     row = layer_ops.measure(case, num_calls=4, cache_bytes=5_000_000, gb_s=2000.0)
     assert names == ["triton"] * 3 + ["torch"] * 3
     facts = {"op": "norm", "rows": 8, "detail": "4096", "kernel": "triton", "cold": True}
-    times_us = {"ours_us": 2.0, "torch_us": 5.0, "ratio": 2.5, "floor_us": 1.5}
+    times_us = {"ours_us": 2.0, "torch_us": 5.0, "ratio": 2.5, "at_copy_bandwidth_us": 1.5}
     assert row == {**facts, "method": "graph/events", **times_us}
 
 

@@ -17,15 +17,21 @@ from utils import SchedulerHarness, Setup, make_runner
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_warm_up_leaves_no_trace(page_size: int) -> None:
-    setup = Setup(num_pages=640 // page_size, page_size=page_size)
+    """But in the dummy page. Three requests of one row follow, as many as a warm-up has."""
+    setup = Setup(num_pages=640 // page_size, page_size=page_size, chunked_prefill_size=3)
     outputs = []
     for warms_up in (False, True):
         runner = make_runner(resolve_model_path("demo"), setup)
         if warms_up:
+            before = [kv[page_size:].clone() for kv in runner.kv_pool.kv]
+            table = runner.req_to_token_pool.req_to_token.clone()
             runner.warm_up()
+            assert runner.req_to_token_pool.req_to_token.equal(table)
+            for kv, old in zip(runner.kv_pool.kv, before, strict=True):
+                assert kv[page_size:].equal(old)
+            assert any(kv[0].any() for kv in runner.kv_pool.kv), "No step was run."
         harness = SchedulerHarness(setup, make_worker(runner, None))
-        prompts = [[5, 6, 7], [8], list(range(5, 80))]
-        outputs.append(harness.generate(prompts, max_new_tokens=12, temperature=0.0))
+        outputs.append(harness.generate([[5], [6], [7]], max_new_tokens=12, temperature=0.0))
     assert outputs[0] == outputs[1]
 
 

@@ -45,6 +45,7 @@ def describe_server(
         "tokenizer_path": server_args.tokenizer_path or server_args.model_path,
         "tp_size": 1,
         "dp_size": 1,
+        "chunked_prefill_size": scheduler.resolved["schedule"]["chunked_prefill_size"],
         "vocab_size": scheduler.vocab_size,
         "context_length": scheduler.context_len,
         "max_total_num_tokens": scheduler.max_total_num_tokens,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
 import secrets
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sglang.srt.base_worker import StepRecord, Worker
+from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.managers.batch_planner import BatchPlanner, MustDrain, PlannedStep, PlannerConfig
 from sglang.srt.managers.batch_result_processor import BatchResultProcessor
 from sglang.srt.managers.control import Control, ModelResources, SchedulerStats
@@ -137,9 +137,7 @@ class Scheduler:
 
     def run(self) -> None:
         """Serves until the process is told to end."""
-        # What start-up has made stays: a collection that goes over it holds up a step for long.
-        gc.collect()
-        gc.freeze()
+        keep_out_of_collections()
         event_loop = (
             self.event_loop_overlap if self._config.enable_overlap else self.event_loop_normal
         )

@@ -29,7 +29,7 @@ class ReqToTokenPool:
 
 class MHATokenToKVPool:
     """K and V of every layer, by slot. Page 0 (slots 0..page_size-1) is a dummy that stays zero
-    until padding rows of a CUDA graph write to it; it is no part of the pool.
+    until a warm-up or padding rows of a CUDA graph write to it; it is no part of the pool.
 
     Attributes:
         kv: per layer [num_slots + page_size, 2 * num_kv_heads, head_dim]; a slot's K, then its V,

@@ -20,7 +20,7 @@ from sglang.srt.model_executor.weight_store import WeightStore
 from sglang.srt.platform import memory_for, static_bytes_left
 from sglang.srt.registry import ATTENTION_BACKENDS, LAYER_OPS, STEP_OPS
 
-WARM_UP_Q_LENS = (64, 8, 1)
+WARM_UP_Q_LENS = (128, 8, 1)
 LESS_STATIC_MEMORY = "Lower --mem-fraction-static, --max-total-tokens"
 
 
@@ -173,8 +173,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Runs a step outside all graphs, over the dummy row: a prompt, a short one and a decode.
-        What is compiled for it is compiled before a request waits for it."""
+        """Runs a step as those beyond all graphs are, over the dummy slot: a long prompt, a short
+        one and a decode. What is compiled for it is compiled before a request waits for it."""
         q_lens = [min(size, self._config.row_width) for size in WARM_UP_Q_LENS]
         device = self.req_to_token_pool.req_to_token.device
         slots = torch.zeros(sum(q_lens), dtype=torch.int64, device=device)
@@ -189,8 +189,9 @@ class ModelRunner:
             kv_len_upper_bounds=q_lens,
             bounds_are_exact=True,
         )
-        self._layers.plan(batch)
-        self.compute_logits(self.model(batch, self._layers))
+        with memory_for("a step", f"{LESS_STATIC_MEMORY}."):
+            self._layers.plan(batch)
+            self.compute_logits(self.model(batch, self._layers))
 
     @property
     def num_graphs(self) -> int:

@@ -255,7 +255,7 @@ class TritonStepOps:
 
 def step_launch(device: torch.device) -> dict[str, int]:
     """Options of a kernel that calls `begin` and is so small that the next one may come beside it,
-    whatever its grid: another choice would be another kernel to compile."""
+    whatever its grid."""
     return dependent_launch(device, 0)
 
 

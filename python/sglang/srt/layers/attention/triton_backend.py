@@ -35,9 +35,9 @@ class Tuning:
 
     Attributes:
         extend: tiles for requests that feed many rows.
-        few: tiles for those that feed few, block_m being the most that a step may choose, and for
-            all in a graph: that has so few rows that larger tiles would leave the GPU idle.
-        split: tiles for 16 packed rows or less, whose KV is split.
+        few: tiles for those that feed few, and for all in a graph: that has so few rows that larger
+            tiles would leave the GPU idle.
+        split: tiles for as many packed rows as they have or less, whose KV is split.
         whole: likewise, whose KV is not, while the GPU has room for all programs at once.
         crowded: likewise, beyond.
         min_split: KV positions that a program of a split takes at least.

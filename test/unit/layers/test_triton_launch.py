@@ -1,0 +1,74 @@
+"""Which attention kernels of a step run beside each other; the interpreter runs one at a time."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from sglang.srt.layers import triton_launch
+from sglang.srt.layers.attention import triton_backend
+from sglang.srt.layers.attention.triton_backend import TritonBackend
+from sglang.srt.layers.triton_launch import Neighbours
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+CPU = torch.device("cpu")
+ALONE, BEFORE, AFTER = Neighbours(), Neighbours(before=True), Neighbours(after=True)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_launch, "supports_dependent_launch", lambda device: True)
+    for module in (triton_launch, triton_backend):
+        monkeypatch.setattr(module, "num_multiprocessors", lambda device: 132)
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "launches"),
+    [
+        ([1], [("split", ALONE)]),
+        ([1] * 40, [("items", ALONE)]),
+        ([100], [("items", ALONE)]),
+        ([100, 1], [("items", AFTER), ("split", BEFORE)]),
+        ([*[1] * 40, 100], [("items", AFTER), ("items", BEFORE)]),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("hopper")
+def test_only_kernels_of_one_step_run_beside_each_other(
+    q_lens: list[int], launches: list[tuple[str, Neighbours]]
+) -> None:
+    kv_pool = MHATokenToKVPool(8, 1, 1, 8, 128, torch.bfloat16, "cpu")
+    backend = TritonBackend(ReqToTokenPool(64, 256, "cpu"), kv_pool, 32, [None])
+    numbers = torch.zeros(sum(q_lens), dtype=torch.int64)
+    rows = numbers[: len(q_lens)]
+    backend.plan(ForwardBatch(numbers, numbers, numbers, rows, q_lens, rows, [200] * len(q_lens)))
+    found = []
+
+    def record(kind: str) -> mock.Mock:
+        def launch(*arguments: object) -> None:
+            found.append((kind, *(each for each in arguments if isinstance(each, Neighbours))))
+
+        return mock.Mock(side_effect=launch)
+
+    with (
+        mock.patch.object(triton_backend, "attend_items", record("items")),
+        mock.patch.object(triton_backend, "attend_items_split", record("split")),
+    ):
+        backend.forward(0, torch.zeros(sum(q_lens), 32, 128, dtype=torch.bfloat16))
+    assert found == launches
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_first_of_two_lets_the_second_start() -> None:
+    assert ALONE.options(CPU, 1000) == {"PDL": True, "early": 0, "beside": 0, "launch_pdl": True}
+    assert ALONE.options(CPU, 100)["early"] == 1
+    assert AFTER.options(CPU, 1000)["early"] == 1
+    assert AFTER.options(CPU, 1000)["beside"] == 0
+    assert BEFORE.options(CPU, 1000)["beside"] == 1
+
+
+def test_gpus_that_cannot_run_them_one_after_the_other() -> None:
+    assert BEFORE.options(CPU, 1)["PDL"] is False
