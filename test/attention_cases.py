@@ -121,12 +121,12 @@ TREE_CASES = {
         ("trees of 17 to 64", ((0, 17), (15, 33), (0, 64)), (0, 1, 2)),
         ("trees beside decodes and a prompt", WITH_TREES, (1, 2, 4, 5)),
     )
-    for page_size in (1, 16)
+    for page_size in ((1, 16) if len(shape) < len(WITH_TREES) else (16,))
 }
 # Steps without trees in which masks that hide nothing must change nothing.
 WITH_IDLE_MASKS = (
-    *("one prompt", "page edges, pages of 16", "one decode, its KV in splits", "uniform q = 7"),
-    *("prompts beside decodes", "a window per layer", "a prompt of many rows"),
+    *("page edges, pages of 16", "one decode, its KV in splits", "uniform q = 7"),
+    "a window per layer",
 )
 IDLE_MASKS = ("all bits", "chains")
 

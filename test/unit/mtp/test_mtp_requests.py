@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from sglang.srt.base_worker import GenerationBatchResult, ScheduleBatch
 from sglang.srt.managers.control_messages import AbortReq
 from sglang.srt.managers.io_struct import LogprobOptions
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.mtp.length_policy import CostTable, LoadAwareLength
+from sglang.srt.mtp.length_policy import CostTable, LoadAwareLength, Wishes
 from sglang.srt.mtp.mtp_worker import MTPWorker
 from utils import (
     MTP_MAX_K,
@@ -377,7 +376,7 @@ class Cycling:
     def __init__(self) -> None:
         self._limits = itertools.cycle(self.LIMITS)
 
-    def limit(self, wishes: Sequence[int], num_other_rows: int) -> int:
+    def limit(self, wishes: Wishes, others: Wishes, num_prompt_rows: int) -> int:
         return next(self._limits)
 
     def observe(self, num_tried: int, num_accepted: int) -> None: ...
