@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def keep_out_of_collections() -> None:
@@ -11,3 +13,16 @@ def keep_out_of_collections() -> None:
     now is never freed."""
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """One before the block, none in it."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from unittest import mock
@@ -28,10 +30,14 @@ NOBODY = Wishes()
 KNEE = CostTable((1, 64, 128, 256), (5.0, 5.0, 10.0, 20.0))
 
 
+def wishes_of(static: Iterable[int] = (), adaptive: Iterable[int] = ()) -> Wishes:
+    return Wishes(Counter(static), Counter(adaptive))
+
+
 def limit(
     policy: LengthPolicy, adaptive: list[int], others: Wishes = NOBODY, prompts: int = 0
 ) -> int:
-    return policy.limit(Wishes(adaptive=adaptive), others, prompts)
+    return policy.limit(wishes_of(adaptive=adaptive), others, prompts)
 
 
 def expected_tokens(survival: list[float], length: int) -> float:
@@ -53,20 +59,21 @@ def test_where_rows_cost_nothing_every_request_gets_its_wish() -> None:
     policy = LoadAwareLength(CostTable.flat(), MAX_K)
     for _ in range(2000):
         policy.observe(MAX_K, 1)  # even when no prediction is ever accepted
-    assert limit(policy, [8, 3, 1] * 50, Wishes([1] * 20, [4]), 500) == 8
+    assert limit(policy, [8, 3, 1] * 50, wishes_of([1] * 20, [4]), 500) == 8
     assert limit(FullLength(), [2, 5], prompts=100) == 5
 
 
 @pytest.mark.parametrize("num_prompt_rows", [0, 40, 512])
-@pytest.mark.parametrize("others", [NOBODY, Wishes([1] * 5), Wishes([4, 1], [8, 2])], ids=str)
+@pytest.mark.parametrize("others", [NOBODY, wishes_of([1] * 5), wishes_of([4, 1], [8, 2])], ids=str)
 @pytest.mark.parametrize("num_requests", [1, 2, 4, 6, 10, 30, 100])
 def test_the_choice_is_the_best_by_brute_force(
     num_requests: int, others: Wishes, num_prompt_rows: int
 ) -> None:
     """The most tokens, each worth the time that it takes at best in a step without prompts."""
     survival = [PRIOR_SURVIVAL] * (MAX_K - 1)
-    other_tokens = sum(others.static) + sum(expected_tokens(survival, k) for k in others.adaptive)
-    other_rows = sum(2 * k - 1 for k in [*others.static, *others.adaptive])
+    static, adaptive = [*others.static.elements()], [*others.adaptive.elements()]
+    other_tokens = sum(static) + sum(expected_tokens(survival, k) for k in adaptive)
+    other_rows = sum(2 * k - 1 for k in [*static, *adaptive])
 
     def outcome(length: int) -> tuple[float, int]:
         """Tokens and rows; one request in two is static."""
@@ -80,7 +87,7 @@ def test_the_choice_is_the_best_by_brute_force(
     values = [
         tokens * ms_per_token - KNEE.cost_ms(rows + num_prompt_rows) for tokens, rows in outcomes
     ]
-    wishes = Wishes([MAX_K] * (num_requests // 2), [MAX_K] * (num_requests - num_requests // 2))
+    wishes = wishes_of([MAX_K] * (num_requests // 2), [MAX_K] * (num_requests - num_requests // 2))
     chosen = LoadAwareLength(KNEE, MAX_K).limit(wishes, others, num_prompt_rows)
     assert values[chosen - 1] == pytest.approx(max(values))
 
@@ -99,8 +106,8 @@ def test_a_prompt_makes_no_prediction_cheaper() -> None:
 def test_a_busy_server_gives_a_lone_request_no_more_than_it_is_worth() -> None:
     """Rows that are free alone delay those who decode beside it, the more so the more they give."""
     assert limit(LoadAwareLength(KNEE, MAX_K), [8]) == 8
-    assert limit(LoadAwareLength(KNEE, MAX_K), [8], Wishes([1] * 120)) == 1
-    assert limit(LoadAwareLength(KNEE, MAX_K), [8], Wishes([8] * 30)) == 1
+    assert limit(LoadAwareLength(KNEE, MAX_K), [8], wishes_of([1] * 120)) == 1
+    assert limit(LoadAwareLength(KNEE, MAX_K), [8], wishes_of([8] * 30)) == 1
 
 
 def test_what_is_always_accepted_says_nothing_of_what_is_not(small_model: Path) -> None:
@@ -140,9 +147,9 @@ def test_the_policy_hears_who_else_is_in_a_step(small_model: Path) -> None:
     while len(heard) < 5:
         harness.step()
     wishes, others, num_prompt_rows = heard[0]
-    assert (wishes, others) == (Wishes([1], [4]), Wishes([3], [8]))
+    assert (wishes, others) == (wishes_of([1], [4]), wishes_of([3], [8]))
     assert num_prompt_rows == 20
-    assert (others, heard[-1][1]) == (Wishes([3], [8]), Wishes([3, 5], [8]))
+    assert (others, heard[-1][1]) == (wishes_of([3], [8]), wishes_of([3, 5], [8]))
     assert heard[-1][2] == 0
 
 

@@ -10,16 +10,15 @@ read by nobody.
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from tqdm import tqdm
 
+from sglang.srt.garbage import no_collections
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.model_executor.forward_batch_info import (
     DECODE,
@@ -156,7 +155,7 @@ class CudaGraphRunner:
         start = time.perf_counter()
         side = torch.cuda.Stream()  # one for all: cuBLAS takes memory for each stream it sees
         keys = sorted(self._keys.all, key=lambda key: -key.num_tokens)
-        with _no_garbage_collection():
+        with no_collections():  # what Python frees, say an older graph, may call CUDA and end one
             for key in tqdm(keys, desc="Capturing CUDA graphs", unit="graph", disable=None):
                 self._captured[key] = self._capture(key, side)
         logger.info(
@@ -243,19 +242,6 @@ class CudaGraphRunner:
         with torch.cuda.graph(graph, pool=self._pool):
             hidden = self._forward(batch)
         return _Captured(graph, hidden)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """What Python frees during a capture, say an older graph, may call CUDA and so end it."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _decode_sizes(max_requests: int) -> list[int]:

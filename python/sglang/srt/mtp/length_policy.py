@@ -11,6 +11,7 @@ import bisect
 import itertools
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,15 +23,15 @@ FORGETTING_RATE = 0.001  # per step, towards the prior, of what is not tried
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """k of requests that emit; 1 of one that looks not ahead.
+    """Numbers of requests that emit, by their k; 1 of one that looks not ahead.
 
     Attributes:
-        static: of those that accept as many tokens as they predict.
-        adaptive: of those that accept what is confirmed, or probable enough.
+        static: those that accept as many tokens as they predict.
+        adaptive: those that accept what is confirmed, or probable enough.
     """
 
-    static: list[int] = field(default_factory=list)
-    adaptive: list[int] = field(default_factory=list)
+    static: Counter[int] = field(default_factory=Counter)
+    adaptive: Counter[int] = field(default_factory=Counter)
 
     @property
     def longest(self) -> int:
@@ -39,12 +40,14 @@ class Wishes:
     def num_rows(self, length: int) -> int:
         """Fed by a step in which no request predicts more than `length`, and the one before
         neither. A request whose prompt ends feeds fewer, but pays for what it will have pending."""
-        return sum(2 * min(k, length) - 1 for k in (*self.static, *self.adaptive))
+        counts = (*self.static.items(), *self.adaptive.items())
+        return sum(count * (2 * min(k, length) - 1) for k, count in counts)
 
     def num_tokens(self, length: int, expected: Sequence[float]) -> float:
         """Given by such a step; `expected[n]` by one that accepts of n tokens what it can."""
-        certain = sum(min(k, length) for k in self.static)
-        return certain + sum(expected[min(k, length)] for k in self.adaptive)
+        certain = sum(count * min(k, length) for k, count in self.static.items())
+        tried = self.adaptive.items()
+        return certain + sum(count * expected[min(k, length)] for k, count in tried)
 
 
 class LengthPolicy(Protocol):

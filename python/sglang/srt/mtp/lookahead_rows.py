@@ -43,7 +43,6 @@ class LookaheadRows:
         max_predicted: N host integers; the request's k.
         host_thresholds: `thresholds` on the host.
         is_lossless: N host flags; verified, or without look-ahead.
-        is_static: N host flags; each step accepts as many tokens as it predicts.
     """
 
     def __init__(self, num_rows: int, device: str) -> None:
@@ -52,7 +51,6 @@ class LookaheadRows:
         self.max_predicted = [1] * num_rows
         self.host_thresholds = [0.0] * num_rows
         self.is_lossless = [True] * num_rows
-        self.is_static = [True] * num_rows
         self._pending_bounds = [1] * num_rows
 
     def initialize(self, new_rows: list[NewRow]) -> None:
@@ -64,12 +62,15 @@ class LookaheadRows:
             self.max_predicted[new.row] = params.num_predicted
             self.host_thresholds[new.row] = params.mtp_threshold
             self.is_lossless[new.row] = params.mtp_verify or not params.mtp_enabled
-            is_sure = params.num_predicted == 1 or params.mtp_threshold == 0
-            self.is_static[new.row] = is_sure and not params.mtp_verify
         places = [new.row for new in new_rows]
         rows = to_device(places, self._device)
         thresholds = [self.host_thresholds[row] for row in places]
         self.thresholds[rows] = to_device(thresholds, self._device)
+
+    def is_static(self, row: int) -> bool:
+        """Whether each step of its request accepts as many tokens as it predicts."""
+        is_taken = not self.is_lossless[row] and self.host_thresholds[row] == 0
+        return is_taken or self.max_predicted[row] == 1
 
     def plan(
         self, batch: ScheduleBatch, limits: list[int], longest_pending: int | None
@@ -98,7 +99,7 @@ class LookaheadRows:
             counts.is_verified.append(self.is_lossless[row])
             looks_ahead = batch.emits[i] and self.max_predicted[row] > 1
             lengths.looks_ahead.append(looks_ahead)
-            lengths.is_uncertain.append(looks_ahead and not self.is_static[row])
+            lengths.is_uncertain.append(looks_ahead and not self.is_static(row))
             if k:
                 self._pending_bounds[row] = k
         return lengths

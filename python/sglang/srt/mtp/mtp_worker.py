@@ -202,8 +202,8 @@ class MTPWorker:
             bound.append(is_bound)
             if emits:
                 who = wishes if is_bound else others
-                kind = who.static if rows.is_static[row] else who.adaptive
-                kind.append(rows.max_predicted[row])
+                kind = who.static if rows.is_static(row) else who.adaptive
+                kind[rows.max_predicted[row]] += 1
         limit = self._config.max_k
         if wishes.longest > 1:
             limit = self._policy.limit(wishes, others, sum(batch.num_host_tokens))
