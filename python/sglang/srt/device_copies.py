@@ -18,6 +18,12 @@ def to_device(
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
+def overwrite(target: torch.Tensor, values: Sequence[Any]) -> None:
+    """Fills a tensor, in order, with as many host values; as `to_device`, to its own address."""
+    host = torch.tensor(values, dtype=target.dtype, pin_memory=target.is_cuda)
+    target.copy_(host.view_as(target), non_blocking=True)
+
+
 class HostCopy:
     """Tensors on their way to the host since this was made; some may be there already. Parts of one
     tensor travel together, as all of it."""

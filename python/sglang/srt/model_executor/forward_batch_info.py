@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang.srt.device_copies import to_device
+
 DECODE, UNIFORM, RAGGED, MIXED = "decode", "uniform", "ragged", "mixed"
 MAX_TREE_ROWS = 64  # that a request may feed as a tree: one bit each
 
@@ -77,3 +79,20 @@ class ForwardBatch:
     graph_key: GraphKey | None = None
     read_index: torch.Tensor | None = None
     ancestors: torch.Tensor | None = None
+
+
+def dummy_step(q_lens: list[int], device: torch.device) -> ForwardBatch:
+    """Prompts of these lengths over row 0 and the dummy slot, before there is a request: what they
+    compute means nothing, and they leave a trace in the dummy page alone."""
+    zeros = torch.zeros(sum(q_lens), dtype=torch.int64, device=device)
+    positions = [position for q_len in q_lens for position in range(q_len)]
+    return ForwardBatch(
+        input_ids=zeros,
+        positions=to_device(positions, device),
+        slots=zeros,
+        rows=zeros[: len(q_lens)],
+        q_lens=q_lens,
+        kv_lens=to_device(q_lens, device),
+        kv_len_upper_bounds=q_lens,
+        bounds_are_exact=True,
+    )

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang.srt.device_copies import to_device
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, GraphSupport
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.mem_cache.kv_sizing import KVSizing
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphKeys
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, dummy_step
 from sglang.srt.model_executor.model_loader import load_model
 from sglang.srt.model_executor.step_ops import StepOps
 from sglang.srt.model_executor.weight_store import WeightStore
@@ -176,19 +175,7 @@ class ModelRunner:
         """Runs a step as those beyond all graphs are, over the dummy slot: a long prompt, a short
         one and a decode. What is compiled for it is compiled before a request waits for it."""
         q_lens = [min(size, self._config.row_width) for size in WARM_UP_Q_LENS]
-        device = self.req_to_token_pool.req_to_token.device
-        slots = torch.zeros(sum(q_lens), dtype=torch.int64, device=device)
-        positions = [position for size in q_lens for position in range(size)]
-        batch = ForwardBatch(
-            input_ids=slots,
-            positions=to_device(positions, device),
-            slots=slots,
-            rows=slots[: len(q_lens)],
-            q_lens=q_lens,
-            kv_lens=to_device(q_lens, device),
-            kv_len_upper_bounds=q_lens,
-            bounds_are_exact=True,
-        )
+        batch = dummy_step(q_lens, self.req_to_token_pool.req_to_token.device)
         with memory_for("a step", f"{LESS_STATIC_MEMORY}."):
             self._layers.plan(batch)
             self.compute_logits(self.model(batch, self._layers))

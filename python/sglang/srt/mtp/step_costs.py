@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import dummy_step
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.mtp.length_policy import CostTable, measure_costs
 
@@ -30,18 +30,7 @@ def measure_step_costs(runner: ModelRunner, max_requests: int, max_width: int) -
     def run_step(num_rows: int) -> None:
         num_reqs = -(-num_rows // max_width)
         share, rest = divmod(num_rows, num_reqs)
-        zeros = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        q_lens = [share + (index < rest) for index in range(num_reqs)]
-        batch = ForwardBatch(
-            input_ids=zeros,
-            positions=zeros,
-            slots=zeros,
-            rows=zeros[:num_reqs],
-            q_lens=q_lens,
-            kv_lens=zeros[:num_reqs] + max_width,
-            kv_len_upper_bounds=[max_width] * num_reqs,
-            bounds_are_exact=True,
-        )
+        batch = dummy_step([share + (index < rest) for index in range(num_reqs)], device)
         logits = runner.compute_logits(runner.forward(batch).hidden)
         logits.argmax(dim=-1).tolist()  # waits for the device
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 import triton
 
-from sglang.srt.device_copies import to_device
+from sglang.srt.device_copies import overwrite, to_device
 from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities, GraphSupport
 from sglang.srt.layers.attention.triton_items import ITEM_SIZE, pack_rows
 from sglang.srt.layers.attention.triton_kernels import (
@@ -104,17 +104,16 @@ class LaunchShape:
 
     Attributes:
         num_split_items, num_extend_items: work items of each kernel.
-        extend_programs: for the latter, of each KV head; None: one for each item.
-        extend_tiles, tiles: of items of many rows and of few.
+        tiles: of items of few rows.
         num_splits: of the KV of each item of few rows; 1: a single program writes the result.
+        extend_programs: of each KV head, for items of many rows in a graph; None: one per item.
     """
 
     num_split_items: int
-    num_extend_items: int
-    extend_programs: int | None
-    extend_tiles: Tiles
     tiles: Tiles
     num_splits: int
+    num_extend_items: int = 0
+    extend_programs: int | None = None
 
 
 class TritonBackend:
@@ -143,7 +142,7 @@ class TritonBackend:
         self._workspace = torch.full((size,), float("nan"), device=self._device)
         self._uniform: dict[int, torch.Tensor] = {}
         self._graph_items: dict[GraphKey, torch.Tensor] = {}
-        self._shape = LaunchShape(0, 0, None, tuning.extend, tuning.few, 1)
+        self._shape = LaunchShape(0, tuning.few, 1)
         self._items = torch.empty((0, ITEM_SIZE), dtype=torch.int32, device=self._device)
         self._paged = Paged(
             table=self._table, rows=self._items.new_empty(0), kv_lens=self._items.new_empty(0)
@@ -182,7 +181,8 @@ class TritonBackend:
         many = self._items[shape.num_split_items :][: shape.num_extend_items]
         if len(many):
             after = Neighbours(after=len(few) > 0)
-            tiles, num_programs = shape.extend_tiles, shape.extend_programs
+            num_programs = shape.extend_programs
+            tiles = tuning.extend if num_programs is None else tuning.few
             attend_items(q, kv, out, many, paged, window, tiles, after, num_programs)
         if len(few):
             before = Neighbours(before=len(many) > 0)
@@ -221,12 +221,12 @@ class TritonBackend:
     def _plan_graph(self, batch: ForwardBatch, key: GraphKey) -> None:
         """The items that the key has room for, at its own address; those of padding are empty."""
         tuning = self._tuning
-        block_q = min(key.width, tuning.few.block_m // self._group)
+        most_q = tuning.few.block_m // self._group
+        block_q = min(key.width, most_q)
         if key.is_uniform and self._is_few(key.width):
             self._items = self._uniform_items(key.width, key.num_reqs)
             self._shape = self._split_shape(key.num_reqs, key.width, self._table.shape[1])
             return
-        many_block_q = tuning.few.block_m // self._group
         few: list[int] = []
         many: list[int] = []
         starts = accumulate(batch.q_lens, initial=0)
@@ -234,9 +234,9 @@ class TritonBackend:
             if q_len <= key.width:
                 few += _cut(request, start, q_len, block_q)
             else:
-                many += _cut(request, start, q_len, many_block_q)
+                many += _cut(request, start, q_len, most_q)
         num_few = key.num_reqs * triton.cdiv(key.width, block_q)
-        num_many = key.num_tokens // many_block_q + key.num_reqs if key.tag == MIXED else 0
+        num_many = key.num_tokens // most_q + key.num_reqs if key.tag == MIXED else 0
         values = [0] * ((num_few + num_many) * ITEM_SIZE)
         values[: len(few)] = few
         values[num_few * ITEM_SIZE : num_few * ITEM_SIZE + len(many)] = many
@@ -245,7 +245,7 @@ class TritonBackend:
         if key not in self._graph_items:
             self._graph_items[key] = self._items.new_empty((num_few + num_many, ITEM_SIZE))
         self._items = self._graph_items[key]
-        self._items.copy_(to_device(values, self._device, torch.int32).view(-1, ITEM_SIZE))
+        overwrite(self._items, values)
         shape = self._split_shape(num_few, block_q, self._table.shape[1])
         # Most of this room is empty, and a program for each would take longer than the work. One
         # per multiprocessor leaves room for the items of few rows beside them.
@@ -253,7 +253,6 @@ class TritonBackend:
             shape,
             num_extend_items=num_many,
             extend_programs=triton.cdiv(tuning.num_programs, 2 * self._num_kv_heads),
-            extend_tiles=tuning.few,
         )
 
     def _uniform_items(self, q_len: int, count: int) -> torch.Tensor:
@@ -281,7 +280,7 @@ class TritonBackend:
             is_crowded = num_items * self._num_kv_heads > 1.5 * tuning.num_programs
             whole = tuning.crowded if is_crowded else tuning.whole
             tiles = whole if num_splits == 1 else tuning.split
-        return LaunchShape(num_items, 0, None, tuning.extend, tiles, num_splits)
+        return LaunchShape(num_items, tiles, num_splits)
 
 
 def _cut(request: int, start: int, q_len: int, block_q: int) -> list[int]:
