@@ -134,9 +134,20 @@ def throughput(results: list[Result]) -> str:
             verdict = _verdict(result["output_tok_s"], asked, is_least=True)
             judged = [f"{asked:,.0f}", f"{peer:,.0f}", verdict]
         running, speed = str(result["max_running_requests"]), f"{result['output_tok_s']:,.0f}"
+        chunk = str(result["chunked_prefill_size"])
         name, share = f"{_label(result)}, {result['how']}", f"{result['prefill_share']:.0%}"
-        rows.append([name, shape, running, speed, share, *judged])
-    head = ["", "prompts", "running", "output tokens/s", "prefill", "asked", "peer", "reached"]
+        rows.append([name, shape, running, chunk, speed, share, *judged])
+    head = [
+        "",
+        "prompts",
+        "running",
+        "chunk",
+        "output tokens/s",
+        "prefill",
+        "asked",
+        "peer",
+        "reached",
+    ]
     return table(head, rows)
 
 

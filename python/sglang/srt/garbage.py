@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 
 def keep_out_of_collections() -> None:
-    """Whatever there is stays: collections need not go over it. With a model loaded that takes as
-    long as ten steps. For whoever owns the process, once, after start-up: what is part of a cycle
-    now is never freed."""
+    """Whatever there is stays: collections need not go over it, which holds up steps once torch is
+    loaded. For whoever owns the process, once, after start-up: what is part of a cycle now is never
+    freed."""
     gc.collect()
     gc.freeze()
 
