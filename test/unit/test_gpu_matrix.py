@@ -62,6 +62,10 @@ def test_counts_of_a_run(matrix: Any, tmp_path: Path) -> None:
 def test_a_run_without_tests_is_a_failure(matrix: Any, tmp_path: Path) -> None:
     found = matrix.run({"device": "cpu"}, [str(tmp_path / "nothing.py")], 1, 60)
     assert found["tests"] == 0
+    assert not matrix.is_good(found)
+    assert not matrix.is_good({"tests": 3, "skipped": 3, "failed_tests": {}})
+    assert not matrix.is_good({"tests": 3, "skipped": 0, "failed_tests": {"a": "b"}})
+    assert matrix.is_good({"tests": 3, "skipped": 2, "failed_tests": {}})
 
 
 def test_every_way_names_flags_and_every_suite_exists(matrix: Any) -> None:
