@@ -5,6 +5,7 @@
 
 Every way is a value of SGLANG_TEST_TARGET (`test/target.py`) for the same tests: those that compare
 tokens with transformers, with a CPU or with each other, or check the KV ledger after every step.
+"kernels" are the tests that name what they run on themselves. Ways take the host's GPUs in turn.
 FlashInfer has no float32 and no small heads, so it runs in float16 those over the bundled model.
 Needs the packages of scripts/run_gpu_suite.sh. Exit code 1 if a test fails or a run has none.
 """
@@ -25,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,6 +49,8 @@ SUITES = (
     "test/unit/mtp/test_observability.py",
     "test/unit/mtp/test_ledger_matrix.py",
 )
+KERNELS = "kernels"
+KERNEL_SUITES = ("test/gpu", "sgl-kernel/tests/test_kernels_gpu.py")
 NO_OVERLAP = {"disable_overlap_schedule": True}
 NO_GRAPHS = {"disable_cuda_graph": True}
 TRITON = {"attention_backend": "triton"}
@@ -60,27 +64,35 @@ WAYS: dict[str, dict[str, Any]] = {
         (", no graphs", NO_GRAPHS),
         (", no graphs, no overlap", {**NO_GRAPHS, **NO_OVERLAP}),
     )
-} | {"torch_native": {"attention_backend": "torch_native"}}
+} | {"torch_native": {"attention_backend": "torch_native"}, KERNELS: {}}
 
 
 def suites_of(way: str) -> tuple[str, ...]:
     """What a way can run."""
+    if way == KERNELS:
+        return KERNEL_SUITES
     return DEMO_SUITES if way.startswith("flashinfer") else SUITES
 
 
-def run(way: dict[str, Any], paths: list[str], num_workers: int, limit_s: float) -> dict[str, Any]:
+def run(
+    way: dict[str, Any], paths: list[str], num_workers: int, limit_s: float, gpu: int = 0
+) -> dict[str, Any]:
     """Counts of one run of pytest, messages of tests that failed, near-ties that tests printed."""
     start = time.perf_counter()
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+    if way:
+        env["SGLANG_TEST_TARGET"] = json.dumps(way)
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
-        command += ["-n", str(num_workers), "--dist", "loadfile", f"--junitxml={report}"]
+        command += ["-n", str(num_workers), "--dist", "loadfile" if way else "load"]
+        command += [f"--junitxml={report}"]
         command += ["-o", "junit_logging=system-out", "-o", "junit_log_passing_tests=true"]
         try:
             subprocess.run(
                 command,
                 cwd=ROOT,
-                env={**os.environ, "SGLANG_TEST_TARGET": json.dumps(way)},
+                env=env,
                 stdout=subprocess.DEVNULL,
                 timeout=limit_s,
                 check=False,
@@ -135,9 +147,10 @@ def main() -> int:
     results: dict[str, dict[str, Any]] = {}
     with ThreadPoolExecutor(arguments.at_once) as pool:
         runs = {}
-        for name in arguments.ways:
+        for index, name in enumerate(arguments.ways):
             paths = arguments.paths or list(suites_of(name))
-            future = pool.submit(run, WAYS[name], paths, arguments.workers, arguments.limit_s)
+            gpu = index % max(1, torch.cuda.device_count())
+            future = pool.submit(run, WAYS[name], paths, arguments.workers, arguments.limit_s, gpu)
             runs[future] = name
         for future in tqdm(as_completed(runs), total=len(runs), desc="ways", disable=None):
             name, found = runs[future], future.result()
