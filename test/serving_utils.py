@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 VOCAB_SIZE, CONTEXT_LEN = 512, 16_384
 BOS, EOS, MASK = "<bos>", "<eos>", "<mask>"
 DUMMY = ("--load-format", "dummy")
+# FlashInfer has kernels for few sizes.
+HEAD_DIM = 64 if TARGET.attention_backend == "flashinfer" else 16
 LONG = 15_000  # tokens: many seconds of work
 ENDLESS = {"temperature": 0, "max_new_tokens": LONG, "ignore_eos": True}
 TEXT = "def main(): return hello world é € 😀 the quick brown fox jumps over the lazy dog"
@@ -61,7 +63,7 @@ def make_model_dir(directory: Path, context_len: int = CONTEXT_LEN) -> Path:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": HEAD_DIM,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "max_position_embeddings": context_len,

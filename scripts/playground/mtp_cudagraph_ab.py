@@ -20,13 +20,10 @@ import itertools
 import json
 import math
 import os
-import platform
-import shlex
 import sys
 import tempfile
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +32,9 @@ from tqdm import tqdm
 import sglang
 from sglang.srt.model_config import load_model_config
 from sglang.srt.platform import Platform
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmark"))
+from environment import describe_environment
 
 PROMPTS = (
     "def read_config(path):\n    ",
@@ -143,7 +143,7 @@ def run_server(
         flags[GRAPH_SWITCH] = not arm.use_graph
     with tempfile.TemporaryDirectory() as directory:
         trace = Path(directory) / "trace.jsonl"
-        os.environ["SGLANG_MTP_DEBUG_TRACE"] = str(trace)
+        os.environ |= {"SGLANG_MTP_DEBUG_TRACE": str(trace), "SGLANG_MTP_FIXED_K": "1"}
         with sglang.Engine(model_path=arguments.model_path, **flags) as engine:
             answers = {arm: generate(engine, arm, arguments.new_tokens) for arm in arms}
             state = engine.get_server_info()["internal_states"][0]
@@ -320,12 +320,10 @@ def main() -> int:
     print_table(findings)
     if arguments.out is not None:
         report = {
-            "command": shlex.join(["python", *sys.argv]),
+            **describe_environment(),
             "model": arguments.model_path,
             "dtype": arguments.dtype,
-            "versions": {"torch": version("torch"), "sglang-adaptive": sglang.__version__},
-            "machine": platform.processor() or platform.machine(),
-            "device": Platform.probe().device_name if device == "cuda" else "cpu",
+            "device": device,
             "attention_backend": arguments.attention_backend or "default",
             "arms": [asdict(item) for item in findings],
         }

@@ -26,6 +26,7 @@ DEMO = Path(resolve_model_path("demo"))
 SETUP = Setup(num_pages=20_000, max_running_requests=40, page_size=1)
 CONTEXT = 400
 MAX_PROMPT = 200
+MAX_ERROR = 0.01  # of the norm, in float16
 BACKENDS = [
     name
     for name in ATTENTION_BACKENDS.names
@@ -41,7 +42,7 @@ def make(backend: str, width: int, max_decode_rows: int = MTP_MAX_ROWS) -> Model
         max_decode_rows,
         device="cuda",
         attention_backend=backend,
-        dtype="bfloat16",
+        dtype="float16",
         max_graph_width=width,
         poisons_graphs=True,
     )
@@ -98,7 +99,7 @@ def last_rows(q_lens: list[int], chooser: random.Random) -> torch.Tensor:
 @pytest.mark.parametrize("width", [1, MTP_MAX_ROWS])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_graph_equals_eager_for_every_key(backend: str, width: int) -> None:
-    graphs, eager = make(backend, width, width), make(backend, 0)
+    graphs, eager = make(backend, width, width), make(backend, 0, width)
     support = ATTENTION_BACKENDS.load(backend).capabilities().graph
     keys = GraphKeys(support, SETUP.max_running_requests, width, MAX_GRAPH_ROWS)
     assert len(keys.all) > 5
@@ -116,7 +117,7 @@ def test_graph_equals_eager_for_every_key(backend: str, width: int) -> None:
             assert not right.used_graph
             assert replayed.hidden.shape == right.hidden.shape
             error = (replayed.hidden.float() - right.hidden.float()).norm()
-            assert error <= 0.02 * right.hidden.float().norm(), (key, shape, error)
+            assert error <= MAX_ERROR * right.hidden.float().norm(), (key, shape, error)
     assert num_padded > 4
 
 
@@ -130,7 +131,7 @@ def test_a_step_whose_rows_are_all_wanted_replays_no_graph_that_leaves_some() ->
     replayed = runner.forward(replace(batch, read_index=wanted))
     assert replayed.used_graph
     error = (replayed.hidden.float() - right[wanted].float()).norm()
-    assert error <= 0.02 * right[wanted].float().norm()
+    assert error <= MAX_ERROR * right[wanted].float().norm()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -149,4 +150,4 @@ def test_a_step_with_masks_for_trees_replays_no_graph(q_lens: list[int]) -> None
     right = replayed.hidden.float().clone()
     masked = runner.forward(replace(batch, ancestors=torch.full_like(batch.positions, -1)))
     assert not masked.used_graph
-    assert (masked.hidden.float() - right).norm() <= 0.02 * right.norm()
+    assert (masked.hidden.float() - right).norm() <= MAX_ERROR * right.norm()

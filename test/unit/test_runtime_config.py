@@ -121,6 +121,9 @@ def test_defaults_on_a_gpu(mtp_model: ModelConfig) -> None:
     assert config.mtp.measures_costs
     assert not config.mtp.trims_rows
     assert not config.mtp.bypasses_graphs
+    fixed = resolved(mtp_model, platform=on_a_gpu(), environ=Environ(mtp_fixed_k=True))
+    assert fixed.mtp is not None
+    assert not fixed.mtp.measures_costs
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ class Environ:
             idle (`SGLANG_MTP_KV_LEAK_DEBUG`).
         graph_poison: overwrite the inputs and results of CUDA graphs before each replay, so that
             what a step forgot to fill shows (`SGLANG_CUDA_GRAPH_POISON`).
+        mtp_fixed_k: every step predicts what its requests ask for, whatever the load, so that steps
+            can be compared between runs (`SGLANG_MTP_FIXED_K`).
     """
 
     test_retract_interval: int = 0
@@ -27,6 +29,7 @@ class Environ:
     mtp_debug_trace: str | None = None
     kv_leak_debug: bool = False
     graph_poison: bool = False
+    mtp_fixed_k: bool = False
 
     @classmethod
     def read(cls) -> Environ:
@@ -41,6 +44,7 @@ class Environ:
             mtp_debug_trace=os.environ.get("SGLANG_MTP_DEBUG_TRACE") or None,
             kv_leak_debug=_steps("SGLANG_MTP_KV_LEAK_DEBUG") > 0,
             graph_poison=_steps("SGLANG_CUDA_GRAPH_POISON") > 0,
+            mtp_fixed_k=_steps("SGLANG_MTP_FIXED_K") > 0,
         )
 
 

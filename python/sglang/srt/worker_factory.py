@@ -6,7 +6,7 @@ from sglang.srt.base_worker import Worker
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.request_rows import RequestRows
-from sglang.srt.mtp.length_policy import CostTable, LoadAwareLength
+from sglang.srt.mtp.length_policy import FullLength, LengthPolicy, LoadAwareLength
 from sglang.srt.mtp.mtp_worker import MTPConfig, MTPWorker
 from sglang.srt.mtp.step_costs import measure_step_costs
 
@@ -19,7 +19,8 @@ def make_worker(runner: ModelRunner, mtp: MTPConfig | None) -> Worker:
     state = RequestRows(num_rows, max_pending, runner.vocab_size, device)
     if mtp is None:
         return TpModelWorker(runner, state, ())
-    costs = CostTable.flat()
+    policy: LengthPolicy = FullLength()
     if mtp.measures_costs:
         costs = measure_step_costs(runner, num_rows, 2 * mtp.max_k - 1)
-    return MTPWorker(runner, state, mtp, LoadAwareLength(costs, mtp.max_k))
+        policy = LoadAwareLength(costs, mtp.max_k)
+    return MTPWorker(runner, state, mtp, policy)

@@ -178,7 +178,7 @@ def test_logits_are_computed_for_the_rows_that_are_read_alone(
         return compute(hidden)
 
     monkeypatch.setattr(runner, "compute_logits", counted)
-    run_all(runner, [{"max_new_tokens": 16, **params}] * 5)
+    run_all(runner, [{"max_new_tokens": 24, **params}] * 5)
     assert computed[0] == 5 * num_prompt_rows
     assert set(computed[1:-3]) == {5 * num_decode_rows}
 

@@ -89,11 +89,6 @@ class CostTable:
     num_rows: tuple[int, ...]
     costs_ms: tuple[float, ...]
 
-    @classmethod
-    def flat(cls) -> CostTable:
-        """Rows cost nothing: every request predicts as many tokens as it wishes."""
-        return cls((1,), (1.0,))
-
     def cost_ms(self, num_rows: int) -> float:
         """Beyond the last point the last slope goes on."""
         rows, costs = self.num_rows, self.costs_ms
