@@ -31,7 +31,8 @@ MODES: dict[str, dict[str, Any]] = {
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     trace = tmp_path_factory.mktemp("trace") / "trace.jsonl"
     flags = ("--max-running-requests", "8")
-    with running_server("demo", *flags, SGLANG_MTP_DEBUG_TRACE=str(trace)) as server:
+    variables = {"SGLANG_MTP_DEBUG_TRACE": str(trace), "SGLANG_MTP_FIXED_K": "1"}
+    with running_server("demo", *flags, **variables) as server:
         yield server
         server.wait_idle()
         assert {json.loads(line)["k"] for line in trace.read_text().splitlines()} >= {3, 8}

@@ -119,7 +119,7 @@ def check(
         if (outcome.token_ids, outcome.step_lens) == (right.tokens, steps):
             continue
         place = first_divergence(outcome.token_ids, right.tokens)
-        if job.k and not outcome.num_retractions:
+        if job.k:
             step = first_divergence(outcome.step_lens, steps)
             place = min(place, sum(right.step_lens[:step]))
         # A verified step tries what the one before it chose to draft.
