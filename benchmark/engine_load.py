@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,15 +27,15 @@ class LoadResult:
     """What one run of a load gave.
 
     Attributes:
-        seconds: from the first request to the last answer.
-        num_tokens: new tokens of all requests.
-        num_steps: steps that the requests took, each counted by itself.
+        seconds: of the laps that count.
+        num_tokens: new tokens of these laps.
+        tokens_per_step: of one request, over all requests.
         num_finished: requests that were not ended before their last token.
     """
 
     seconds: float
     num_tokens: int
-    num_steps: int
+    tokens_per_step: float
     num_finished: int
 
     @property
@@ -43,50 +43,71 @@ class LoadResult:
         """New tokens per second."""
         return self.num_tokens / self.seconds
 
-    @property
-    def tokens_per_step(self) -> float:
-        """Of one request."""
-        return self.num_tokens / self.num_steps
-
 
 async def closed_loop(
-    engine: AsyncEngine, prompts: list[list[int]], params: dict[str, Any], num_clients: int
+    engine: AsyncEngine,
+    prompts: list[list[int]],
+    params: dict[str, Any],
+    num_clients: int,
+    num_laps: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> LoadResult:
     """As many clients as there shall be requests at once; each takes the next prompt when its
-    answer is there.
+    answer is there, in laps through the same prompts.
 
-    When a client finds no prompt, all other requests are ended and their tokens so far count. So
-    the number of requests never falls, and a slow last one does not pass for a slow engine.
+    A lap lasts from when its first prompt is taken to when the next lap's is. The same texts are
+    under way at both ends, so it holds the work of its prompts, no more and no less: neither the
+    start, when all prompts are read at once, nor a slow last request counts. So the first lap
+    counts for a single client alone, where nothing is under way at its ends.
+
+    Args:
+        params: with `ignore_eos`, so that every answer has `max_new_tokens` tokens.
+
+    Raises:
+        ValueError: if there are fewer prompts than clients.
+        RuntimeError: if an answer that was not aborted has fewer tokens.
     """
-    waiting, answers = deque(prompts), list[Any]()
-    start = end = time.perf_counter()
-    is_over = False
+    if len(prompts) < num_clients:
+        raise ValueError(f"{num_clients} clients need as many prompts, not {len(prompts)}.")
+    first = 0 if num_clients == 1 else 1
+    starts: list[float] = []
+    answers: list[Any] = []
+    num_taken = 0
 
     async def client() -> None:
-        nonlocal end, is_over
-        while waiting:
-            prompt = waiting.popleft()
-            answer = await engine.async_generate(input_ids=prompt, sampling_params=params)
-            end = time.perf_counter()
-            answers.append(answer)
-        if not is_over:
-            is_over = True
-            if len(answers) < len(prompts):
-                await engine.async_abort_request(abort_all=True)
+        nonlocal num_taken
+        while len(starts) <= first + num_laps:
+            place = num_taken % len(prompts)
+            if place == 0:
+                starts.append(clock())
+                if len(starts) > first + num_laps:
+                    await engine.async_abort_request(abort_all=True)
+                    return
+            num_taken += 1
+            request = engine.async_generate(input_ids=prompts[place], sampling_params=params)
+            answers.append(await request)
 
-    await asyncio.gather(*(client() for _ in range(min(num_clients, len(prompts)))))
-    return _sum_up(answers, end - start)
+    await asyncio.gather(*(client() for _ in range(num_clients)))
+    per_answer = params["max_new_tokens"]
+    whole = [answer for answer in answers if not _is_aborted(answer)]
+    if any(len(answer["output_ids"]) != per_answer for answer in whole):
+        raise RuntimeError(f"Not all answers have {per_answer} tokens: is ignore_eos missing?")
+    return LoadResult(
+        starts[-1] - starts[first],
+        num_laps * len(prompts) * per_answer,
+        sum(len(answer["output_ids"]) for answer in answers) / max(1, sum(map(_steps, answers))),
+        len(whole),
+    )
 
 
-def _sum_up(answers: list[Any], seconds: float) -> LoadResult:
-    metas = [answer["meta_info"] for answer in answers]
-    lengths = [len(answer["output_ids"]) for answer in answers]
-    steps = [
-        len(meta["mtp_effective_k"]) if "mtp_effective_k" in meta else length
-        for meta, length in zip(metas, lengths, strict=True)
-    ]
-    aborted = sum((meta["finish_reason"] or {}).get("type") == "abort" for meta in metas)
-    return LoadResult(seconds, sum(lengths), max(sum(steps), 1), len(answers) - aborted)
+def _is_aborted(answer: Any) -> bool:
+    return (answer["meta_info"]["finish_reason"] or {}).get("type") == "abort"
+
+
+def _steps(answer: Any) -> int:
+    """Those that gave its tokens; one for each token of a plain request."""
+    steps = answer["meta_info"].get("mtp_effective_k")
+    return len(answer["output_ids"]) if steps is None else len(steps)
 
 
 def random_prompts(

@@ -64,12 +64,11 @@ class Samples:
         """Medians; a ratio is the median of the ratios within a round."""
         kinds = {}
         for name, results in self.by_kind.items():
-            tokens = sum(result.num_tokens for result in results)
-            steps = sum(result.num_steps for result in results)
+            per_step = statistics.median(result.tokens_per_step for result in results)
             kinds[name] = {
                 "tok_s": round(statistics.median(result.tok_s for result in results), 1),
                 "ratio_to_plain": round(self.ratio(name, PLAIN), 4),
-                "tokens_per_step": round(tokens / steps, 4),
+                "tokens_per_step": round(per_step, 4),
                 "tok_s_by_round": [round(result.tok_s, 1) for result in results],
                 "requests_finished": sum(result.num_finished for result in results),
             }

@@ -1,10 +1,10 @@
 """What does multi-token prediction give on a GPU, at the cost of an 8B model's steps?
 
 The bundled model, inflated into Llama-3.1-8B's geometry (`inflate.py`), on prompts of held-out
-code. Kinds of requests take turns within each round; so do numbers of requests at once, which stay
-constant during a run (`engine_load.closed_loop`). Two Engines live side by side, one of them with
---mtp-load-aware-k; only one works at a time. Greedy, no radix cache. Rounds end before --budget-s
-does, and each writes the result.
+code. Kinds of requests take turns within each round; so do numbers of requests at once. What counts
+is whole laps through the same texts at a constant load (`engine_load.closed_loop`). Two Engines
+live side by side, one of them with --mtp-load-aware-k; only one works at a time. Greedy, no radix
+cache. Rounds end before --budget-s does, and each writes the result.
 
     python benchmark/mtp_gpu.py                              on a GPU
     python benchmark/mtp_gpu.py --model-path demo --concurrency 1 4 --new-tokens 16
@@ -39,7 +39,7 @@ from sglang.srt.model_config import resolve_model_path
 
 BENCHMARK = Path(__file__).parent
 RESULT = BENCHMARK / "results" / "mtp_gpu.json"
-MIN_PROMPTS = 12  # of a run: texts differ in how many tokens a step gives
+MIN_PROMPTS = 12  # of a lap: texts differ in how many tokens a step gives
 STATIC_CHECK_PROMPTS = 4
 LONG_CHUNK = 8192  # prompt tokens of a step
 SILENT_STD = "1e-12"  # no zeros in matrices, which could be multiplied faster than numbers
@@ -50,9 +50,9 @@ SMALL_TARGET = ("1024", "1024", "6", "8", "4", "5000")  # for trials on a CPU
 SIZES = ("hidden-size", "intermediate-size", "num-layers", "num-heads", "num-kv-heads")
 
 
-def num_prompts(num_requests: int, waves: int) -> int:
-    """Prompts of a run: a wave is one for each request at once."""
-    return max(MIN_PROMPTS, waves * num_requests)
+def num_prompts(num_requests: int) -> int:
+    """Prompts of a lap."""
+    return max(MIN_PROMPTS, num_requests)
 
 
 def inflate(folder: Path, device: str, geometry: str) -> None:
@@ -86,7 +86,7 @@ class Sweep:
 
     Args:
         engines: by whether they are load-aware.
-        prompts: every run of n requests at once takes the first of them.
+        prompts: laps of n requests at once go through the first of them.
     """
 
     def __init__(
@@ -105,24 +105,24 @@ class Sweep:
 
     def warm_up(self) -> None:
         """Short runs, so that all is compiled and the length policies have learnt a little."""
-        deque(self._runs(self._kinds, 1, max(1, self._new_tokens // 4), "warm-up"), maxlen=0)
+        deque(self._runs(self._kinds, max(1, self._new_tokens // 4), "warm-up"), maxlen=0)
 
-    def round(self, number: int, waves: int) -> float:
+    def round(self, number: int) -> float:
         """One run of every kind at every load, in turn forwards and backwards; seconds."""
         start = time.perf_counter()
         kinds = self._kinds if number % 2 == 0 else self._kinds[::-1]
-        for kind, sample, result in self._runs(kinds, waves, self._new_tokens, f"round {number}"):
+        for kind, sample, result in self._runs(kinds, self._new_tokens, f"round {number}"):
             sample.add(kind, result)
         return time.perf_counter() - start
 
     def _runs(
-        self, kinds: list[str], waves: int, new_tokens: int, label: str
+        self, kinds: list[str], new_tokens: int, label: str
     ) -> Iterator[tuple[str, Samples, LoadResult]]:
         total = len(self.samples) * len(kinds)
         with tqdm(total=total, desc=label, unit="run", mininterval=PROGRESS_S) as bar:
             for sample, kind in itertools.product(self.samples, kinds):
                 bar.set_postfix_str(f"{kind}, {sample.num_requests} at once", refresh=False)
-                prompts = self._prompts[: num_prompts(sample.num_requests, waves)]
+                prompts = self._prompts[: num_prompts(sample.num_requests)]
                 engine = self._engines[KINDS[kind].is_load_aware]
                 params = {**KINDS[kind].params, "max_new_tokens": new_tokens, "ignore_eos": True}
                 load = closed_loop(engine, prompts, params, sample.num_requests)
@@ -155,7 +155,7 @@ def compare_static_graphs(
 
 def measure(arguments: argparse.Namespace, model_path: str, budget: Budget) -> dict[str, Any]:
     """All rounds; the result is stored after each."""
-    count = num_prompts(max(arguments.concurrency, default=1), arguments.waves)
+    count = num_prompts(max(arguments.concurrency, default=1))
     folder = resolve_model_path(model_path)
     prompts, source = held_out_prompts(folder, count, arguments.prompt_tokens, arguments.seed)
     flags = engine_flags(arguments, model_path)
@@ -173,7 +173,7 @@ def measure(arguments: argparse.Namespace, model_path: str, budget: Budget) -> d
                 sweep.warm_up()
                 last_s, number = 0.0, 0
                 while budget.has_room(number, arguments.rounds, last_s):
-                    last_s, number = sweep.round(number, arguments.waves), number + 1
+                    last_s, number = sweep.round(number), number + 1
                     result["rounds"], result["round_s"] = number, round(last_s, 1)
                     result["rows"] = [sample.row() for sample in sweep.samples]
                     result["checks"] = checks_of(sweep.samples)
@@ -199,7 +199,6 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "model": f"{INFLATED}, {arguments.geometry}" if is_inflated else arguments.model_path,
         "prompt_tokens": arguments.prompt_tokens,
         "new_tokens": arguments.new_tokens,
-        "waves": arguments.waves,
         "chunked_prefill_size": arguments.chunked_prefill_size,
         "seed": arguments.seed,
     }
@@ -235,7 +234,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--geometry", choices=("llama-3.1-8b", "tiny"), default="llama-3.1-8b")
     add("--concurrency", type=int, nargs="*", default=[1, 4, 16, 64, 128])
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of requests")
-    add("--waves", type=int, default=2, help="prompts per request at once")
     add("--prompt-tokens", type=int, default=128)
     add("--new-tokens", type=int, default=128)
     add("--rounds", type=int, default=5, help="at most")

@@ -3,8 +3,9 @@
 Steps of one static batch, overlapping as in the server, under torch's profiler (CUPTI): random
 weights in a large geometry (as `decode_steps.py`), 128 tokens in. Also the time that the host takes
 to launch a step. --mixed adds steps of a full load: 128 requests at once, prompts of 512 tokens and
-128 new ones each, so that prompts and decodes share every step. `plot_step_profile.py` draws the
-result.
+128 new ones each, so that prompts and decodes share every step. --mtp adds steps in which requests
+feed what they predicted and masks (static k=5: nine rows each), for few requests at once.
+`plot_step_profile.py` draws the result.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ from tqdm import tqdm
 
 from sglang.bench_one_batch import OneBatch
 from sglang.srt.garbage import keep_out_of_collections
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
 RESULT = Path(__file__).parent / "results" / "step_profile.json"
 NUM_STEPS, WARM_STEPS = 20, 12
 CHUNK = 512  # prompt tokens of a step
+MASK_TOKEN, MTP_K = 2, 5  # rows as k=8 with a threshold has them on code
+MTP_BATCH_SIZES = (1, 4)
 KINDS = (  # the first whose words appear in a kernel's name
     ("attention", ("_split_kernel", "_combine_kernel", "_extend_kernel", "Decode", "Prefill")),
     ("norm", ("rms_norm",)),
@@ -64,11 +68,21 @@ class Load:
     input_len: int
     output_len: int
     warm_steps: int
+    mtp_k: int = 1
 
     @classmethod
-    def decode(cls, size: int) -> Load:
+    def decode(cls, size: int, mtp_k: int = 1) -> Load:
         warm_steps = WARM_STEPS + size * INPUT_LEN // CHUNK
-        return cls(f"batch {size}", size, INPUT_LEN, 4 * NUM_STEPS + warm_steps, warm_steps)
+        name = f"batch {size}" + (f", k={mtp_k}" if mtp_k > 1 else "")
+        output_len = mtp_k * (4 * NUM_STEPS + warm_steps)
+        return cls(name, size, INPUT_LEN, output_len, warm_steps, mtp_k)
+
+    @property
+    def params(self) -> SamplingParams:
+        mtp = {"mtp_enabled": True, "mtp_k": self.mtp_k} if self.mtp_k > 1 else {}
+        return SamplingParams(
+            temperature=0.0, max_new_tokens=self.output_len, ignore_eos=True, **mtp
+        )
 
 
 MIXED = Load("mixed, 128 running", 400, 512, 128, 200)  # by then as many begin as end
@@ -78,7 +92,7 @@ def profile(batch: OneBatch, load: Load, vocab_size: int) -> dict[str, Any]:
     """Kernel times of a step, in microseconds."""
     prompts = random_prompts(load.num_requests, load.input_len, vocab_size, load.num_requests)
     host_us: list[float] = []
-    with batch.overlapping_steps(prompts, load.output_len) as step:
+    with batch.overlapping_steps(prompts, load.params) as step:
         for _ in range(load.warm_steps):
             step()
         torch.cuda.synchronize()
@@ -161,6 +175,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--attention-backend")
     parser.add_argument("--mixed", action="store_true", help="also steps of prompts and decodes")
+    parser.add_argument("--mtp", action="store_true", help="also steps of several rows per request")
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     geometry = GEOMETRIES[arguments.geometry]
@@ -175,10 +190,13 @@ def main() -> None:
                 max_running_requests=128,
                 chunked_prefill_size=CHUNK,
                 context_length=1024,
+                mtp_mask_token_id=MASK_TOKEN if arguments.mtp else None,
             )
         )
         keep_out_of_collections()
         loads = [Load.decode(size) for size in arguments.batch_sizes]
+        if arguments.mtp:
+            loads += [Load.decode(size, MTP_K) for size in MTP_BATCH_SIZES]
         loads += [MIXED] if arguments.mixed else []
         bar = tqdm(loads, desc="profiling", unit="batch")
         rows = [profile(batch, load, geometry.vocab_size) for load in bar]

@@ -86,7 +86,7 @@ class OneBatch:
 
     def run(self, prompts: list[list[int]], output_len: int) -> BatchTimes:
         """Runs the batch to its end."""
-        self._submit(prompts, output_len)
+        self._submit(prompts, _greedy(output_len))
         start = time.perf_counter()
         while not all(self.outputs.values()):
             self._scheduler.event_loop_normal()
@@ -99,17 +99,17 @@ class OneBatch:
 
     def wall_s(self, prompts: list[list[int]], output_len: int) -> float:
         """Seconds from the first to the last step of the batch, steps overlapping."""
-        with self.overlapping_steps(prompts, output_len) as step:
+        with self.overlapping_steps(prompts, _greedy(output_len)) as step:
             start = time.perf_counter()
             step()  # takes the prompts in; the end of the block runs the rest
         return time.perf_counter() - start
 
     @contextmanager
     def overlapping_steps(
-        self, prompts: list[list[int]], output_len: int
+        self, prompts: list[list[int]], params: SamplingParams
     ) -> Iterator[Callable[[], None]]:
         """Gives a function that runs one step of the batch; the batch ends with the block."""
-        self._submit(prompts, output_len)
+        self._submit(prompts, params)
         ongoing = None
 
         def step() -> None:
@@ -120,8 +120,7 @@ class OneBatch:
         while ongoing is not None or not self._scheduler.lifecycle.is_idle:
             step()
 
-    def _submit(self, prompts: list[list[int]], output_len: int) -> None:
-        params = SamplingParams(temperature=0.0, max_new_tokens=output_len, ignore_eos=True)
+    def _submit(self, prompts: list[list[int]], params: SamplingParams) -> None:
         self.outputs = {}
         for prompt in prompts:
             self.outputs[self._next_id] = []
@@ -140,6 +139,10 @@ class OneBatch:
         if isinstance(message, BatchTokenIDOutput):
             for output in message.outputs:
                 self.outputs[output.req_id].extend(output.token_ids)
+
+
+def _greedy(output_len: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_new_tokens=output_len, ignore_eos=True)
 
 
 def _no_stop_finder(params: SamplingParams) -> Any:

@@ -36,40 +36,61 @@ MACHINE = {"machine": {"cpu": "c", "cores": 2}, "versions": {"torch": "2"}, "com
 PROVENANCE = {**MACHINE, "dirty": True, "command": "python x"}
 
 
+NEW_TOKENS = 8
+
+
 class FakeEngine:
-    """Answers a request of n prompt tokens after n turns of the loop, one new token each."""
+    """A request of n prompt tokens takes n turns and another per step; all run side by side."""
 
     def __init__(self) -> None:
-        self.num_running = self.most_running = 0
-        self._aborted = asyncio.Event()
+        self.num_running = self.most_running = self.now = 0
+        self._is_aborted = self.is_over = False
+
+    async def turn_around(self) -> None:
+        """One turn for every request between two ticks of the clock."""
+        while not self.is_over:
+            self.now += 1
+            await asyncio.sleep(0)
 
     async def async_generate(
         self, *, input_ids: list[int], sampling_params: dict[str, Any]
     ) -> dict[str, Any]:
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
-        made = 0
-        while made < len(input_ids) and not self._aborted.is_set():
+        per_step = sampling_params.get("mtp_k", 1)
+        turns, steps = 0, [per_step] * (sampling_params["max_new_tokens"] // per_step)
+        while turns < len(input_ids) + len(steps) and not self._is_aborted:
             await asyncio.sleep(0)
-            made += 1
+            turns += 1
         self.num_running -= 1
-        reason = {"type": "length" if made == len(input_ids) else "abort"}
+        done = steps[: max(0, turns - len(input_ids))]
+        reason = {"type": "length" if done == steps else "abort"}
         meta: dict[str, Any] = {"finish_reason": reason}
         if sampling_params.get("mtp_enabled"):
-            meta["mtp_effective_k"] = [2] * (made // 2) + [1] * (made % 2)
-        return {"output_ids": [7] * made, "meta_info": meta}
+            meta["mtp_effective_k"] = done
+        return {"output_ids": [7] * sum(done), "meta_info": meta}
 
     async def async_abort_request(self, *, abort_all: bool) -> int:
         assert abort_all
-        self._aborted.set()
+        self._is_aborted = True
         return self.num_running
 
 
-def load_of(lengths: list[int], num_clients: int, **params: Any) -> tuple[LoadResult, FakeEngine]:
+def load_of(
+    lengths: list[int], num_clients: int, num_laps: int = 1, **params: Any
+) -> tuple[LoadResult, FakeEngine]:
+    """Prompts of these lengths."""
+
     async def run() -> tuple[LoadResult, FakeEngine]:
         engine = FakeEngine()
+        clock = asyncio.create_task(engine.turn_around())
         prompts = [[1] * length for length in lengths]
-        return await closed_loop(engine, prompts, params, num_clients), engine
+        wanted = {"max_new_tokens": NEW_TOKENS, **params}
+        load = closed_loop(engine, prompts, wanted, num_clients, num_laps, lambda: engine.now)
+        result = await load
+        engine.is_over = True
+        await clock
+        return result, engine
 
     return asyncio.run(run())
 
@@ -77,24 +98,40 @@ def load_of(lengths: list[int], num_clients: int, **params: Any) -> tuple[LoadRe
 def test_a_closed_loop_keeps_as_many_requests_running_as_it_has_clients() -> None:
     result, engine = load_of([4] * 12, num_clients=3)
     assert engine.most_running == 3
-    assert (result.num_tokens, result.num_finished) == (48, 12)
-
-
-def test_requests_that_run_when_a_client_finds_no_prompt_are_ended_and_count() -> None:
-    result, engine = load_of([5, 1000], num_clients=2)
     assert engine.num_running == 0
-    assert result.num_finished == 1
-    assert 10 <= result.num_tokens < 20
+    assert result.num_finished >= 12
 
 
-def test_the_last_of_one_client_is_not_ended() -> None:
-    result, _ = load_of([3, 9], num_clients=1)
-    assert (result.num_tokens, result.num_finished) == (12, 2)
+@pytest.mark.parametrize("num_laps", [1, 3])
+@pytest.mark.parametrize("num_clients", [1, 2, 3, 12])
+def test_laps_hold_the_work_of_their_prompts_and_nothing_else(
+    num_clients: int, num_laps: int
+) -> None:
+    """Neither how the load builds up nor those that run at the end change the speed: n requests at
+    once, each 4 turns of prompt and 8 of tokens, give 8 n tokens in 12 turns."""
+    result, _ = load_of([4] * 12, num_clients, num_laps)
+    assert result.num_tokens == num_laps * 12 * NEW_TOKENS
+    assert result.tok_s == pytest.approx(num_clients * 8 / 12, rel=0.02 / num_laps + 0.005)
+
+
+def test_prompts_of_all_lengths_count_alike() -> None:
+    lengths = [1, 30, 2, 9, 17, 4, 4, 25]
+    one, _ = load_of(lengths, num_clients=1)
+    assert one.seconds == pytest.approx(sum(lengths) + 8 * NEW_TOKENS, abs=1)
+    three, _ = load_of(lengths * 4, num_clients=3, num_laps=2)
+    assert three.tok_s == pytest.approx(3 * one.tok_s, rel=0.05)
+
+
+def test_a_load_needs_a_prompt_per_client_and_answers_of_full_length() -> None:
+    with pytest.raises(ValueError, match="3 clients"):
+        load_of([4] * 2, num_clients=3)
+    with pytest.raises(RuntimeError, match="ignore_eos"):
+        load_of([4] * 2, num_clients=1, mtp_k=3)
 
 
 def test_steps_are_those_that_the_answers_name_and_else_one_per_token() -> None:
     assert load_of([8], num_clients=1)[0].tokens_per_step == 1.0
-    assert load_of([8], num_clients=1, mtp_enabled=True)[0].tokens_per_step == 2.0
+    assert load_of([8], num_clients=1, mtp_enabled=True, mtp_k=2)[0].tokens_per_step == 2.0
 
 
 def test_random_prompts_repeat_with_the_seed_and_hold_no_special_token() -> None:
@@ -152,8 +189,8 @@ def samples_of(load: int, speeds: dict[str, list[float]]) -> Samples:
     sample = Samples(load)
     for kind in KINDS:
         for tok_s in speeds.get(kind, speeds[PLAIN]):
-            num_steps = 500 if kind == FIXED[8] else 1000
-            sample.add(kind, LoadResult(1000 / tok_s, 1000, num_steps, 4))
+            per_step = 2.0 if kind == FIXED[8] else 1.0
+            sample.add(kind, LoadResult(1000 / tok_s, 1000, per_step, 4))
     return sample
 
 
@@ -199,13 +236,13 @@ def test_chosen_kinds_stand_beside_plain() -> None:
     assert mtp_gpu.parse([]).kinds == list(KINDS)
     sample = Samples(1)
     for kind, seconds in ((PLAIN, 2.0), (FIXED[8], 1.0)):
-        sample.add(kind, LoadResult(seconds, 1000, 500, 4))
+        sample.add(kind, LoadResult(seconds, 1000, 2.0, 4))
     assert list(sample.row()["kinds"]) == [PLAIN, FIXED[8]]
     assert [check["what"][:13] for check in checks_of([sample])] == ["k=8 tau 0.9: "]
 
 
-def test_a_run_has_a_wave_for_each_request_at_once_and_a_few_at_least() -> None:
-    assert [mtp_gpu.num_prompts(load, 2) for load in (1, 4, 128)] == [12, 12, 256]
+def test_a_lap_has_a_prompt_for_each_request_at_once_and_a_few_at_least() -> None:
+    assert [mtp_gpu.num_prompts(load) for load in (1, 4, 128)] == [12, 12, 128]
 
 
 def test_a_timed_batch_runs_to_its_end() -> None:
