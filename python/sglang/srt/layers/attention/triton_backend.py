@@ -40,7 +40,9 @@ class Tuning:
         split: tiles for as many packed rows as they have or less, whose KV is split.
         whole: likewise, whose KV is not, while the GPU has room for all programs at once.
         crowded: likewise, beyond.
-        min_split: KV positions that a program of a split takes at least.
+        min_split: KV positions that a program of a split takes at least, with the tiles `split`.
+        min_split_few: likewise with the tiles `few`: there a split leaves so large a result that
+            adding several up costs more than going over a few hundred positions.
         num_programs: programs that fill the GPU; the KV of few requests is split until there are
             so many.
         max_splits: of one request's KV.
@@ -52,6 +54,7 @@ class Tuning:
     whole: Tiles
     crowded: Tiles
     min_split: int
+    min_split_few: int
     num_programs: int
     max_splits: int
 
@@ -68,6 +71,7 @@ class Tuning:
                 whole=tiles,
                 crowded=tiles,
                 min_split=16,
+                min_split_few=16,
                 num_programs=16,
                 max_splits=8,
             )
@@ -92,6 +96,7 @@ class Tuning:
             whole=whole,
             crowded=crowded,
             min_split=32,
+            min_split_few=256,
             num_programs=2 * num_multiprocessors(device),
             max_splits=64,
         )
@@ -106,12 +111,14 @@ class LaunchShape:
         num_split_items, num_extend_items: work items of each kernel.
         tiles: of items of few rows.
         num_splits: of the KV of each item of few rows; 1: a single program writes the result.
+        min_split: KV positions of each, at least.
         extend_programs: of each KV head, for items of many rows in a graph; None: one per item.
     """
 
     num_split_items: int
     tiles: Tiles
     num_splits: int
+    min_split: int
     num_extend_items: int = 0
     extend_programs: int | None = None
 
@@ -142,7 +149,7 @@ class TritonBackend:
         self._workspace = torch.full((size,), float("nan"), device=self._device)
         self._uniform: dict[int, torch.Tensor] = {}
         self._graph_items: dict[GraphKey, torch.Tensor] = {}
-        self._shape = LaunchShape(0, tuning.few, 1)
+        self._shape = LaunchShape(0, tuning.few, 1, tuning.min_split_few)
         self._items = torch.empty((0, ITEM_SIZE), dtype=torch.int32, device=self._device)
         self._paged = Paged(
             table=self._table, rows=self._items.new_empty(0), kv_lens=self._items.new_empty(0)
@@ -191,7 +198,7 @@ class TritonBackend:
             else:
                 attend_items_split(
                     q, kv, out, few, paged, window, shape.tiles, before,
-                    shape.num_splits, tuning.min_split, self._workspace,
+                    shape.num_splits, shape.min_split, self._workspace,
                 )  # fmt: skip
         return out
 
@@ -268,19 +275,20 @@ class TritonBackend:
     def _split_shape(self, num_items: int, block_q: int, longest: int) -> LaunchShape:
         """Of items of up to block_q rows, whose KV has up to `longest` positions."""
         tuning = self._tuning
+        is_narrow = block_q * self._group <= tuning.split.block_m
+        min_split = tuning.min_split if is_narrow else tuning.min_split_few
         num_splits = 1
         if num_items > 0:
             wanted = tuning.num_programs // (num_items * self._num_kv_heads)
-            useful = triton.cdiv(longest, tuning.min_split)
-            num_splits = min(wanted, useful, tuning.max_splits)
+            num_splits = min(wanted, triton.cdiv(longest, min_split), tuning.max_splits)
             if num_splits < MIN_SPLITS:
                 num_splits = 1
         tiles = tuning.few  # each size is compiled anew, so there is none between
-        if block_q * self._group <= tuning.split.block_m:
+        if is_narrow:
             is_crowded = num_items * self._num_kv_heads > 1.5 * tuning.num_programs
             whole = tuning.crowded if is_crowded else tuning.whole
             tiles = whole if num_splits == 1 else tuning.split
-        return LaunchShape(num_items, tiles, num_splits)
+        return LaunchShape(num_items, tiles, num_splits, min_split)
 
 
 def _cut(request: int, start: int, q_len: int, block_q: int) -> list[int]:

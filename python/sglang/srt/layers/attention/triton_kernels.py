@@ -49,6 +49,22 @@ class Paged:
 
 
 @triton.jit
+def _write(
+    out_ptr, acc, total, first_token, num_rows,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The result of an item's rows, from sums over all the KV that they see."""
+    offsets = packed_offsets(
+        first_token, tl.program_id(1), NUM_KV_HEADS * GROUP * HEAD_DIM, HEAD_DIM,
+        GROUP, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    exists = packed_mask(num_rows, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
+    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit
 def _attend_item(
     index, q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, rows_ptr, kv_lens_ptr, ancestors_ptr,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
@@ -70,13 +86,10 @@ def _attend_item(
             q_token, q_head, kv_slot, kv_head, table_width, window, scale,
             NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-        offsets = packed_offsets(
-            first_token, tl.program_id(1), NUM_KV_HEADS * GROUP * HEAD_DIM, HEAD_DIM,
-            GROUP, BLOCK_M, BLOCK_D,
+        _write(
+            out_ptr, acc, total, first_token, num_rows,
+            NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
         )  # fmt: skip
-        out = acc / tl.where(total > 0, total, 1.0)[:, None]
-        exists = packed_mask(num_rows, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
-        tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=exists)
 
 
 @triton.jit(do_not_specialize=["ancestors_ptr", "window", "num_items", "early", "beside"])
@@ -108,7 +121,8 @@ def _extend_kernel(
 
 @triton.jit(do_not_specialize=["ancestors_ptr", "window", "early", "beside"])
 def _split_kernel(
-    q_ptr, kv_ptr, sums_ptr, stats_ptr, items_ptr, table_ptr, rows_ptr, kv_lens_ptr, ancestors_ptr,
+    q_ptr, kv_ptr, out_ptr, sums_ptr, stats_ptr,
+    items_ptr, table_ptr, rows_ptr, kv_lens_ptr, ancestors_ptr,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
@@ -116,7 +130,8 @@ def _split_kernel(
     MIN_SPLIT: tl.constexpr, PDL: tl.constexpr, early, beside,
 ):  # fmt: skip
     """Grid (items, KV heads, splits): a program goes over its share of the item's KV, and leaves
-    acc, top and total in the workspace; one without a share leaves nothing."""
+    acc, top and total in the workspace; one without a share leaves nothing. Where the KV is no
+    longer than one share, its program writes the result itself."""
     begin(PDL, early, beside)
     table_row, first_token, num_rows, position, common_end = load_item(
         items_ptr, rows_ptr, kv_lens_ptr, tl.program_id(0), HAS_TREE
@@ -126,6 +141,7 @@ def _split_kernel(
         return
     start, end, whole_end = seen_range(position, num_rows, common_end, window, HAS_WINDOW, BLOCK_N)
     length = split_len(start, end, tl.num_programs(2), BLOCK_N, MIN_SPLIT)
+    is_whole = start + length >= end
     start = start + tl.program_id(2) * length
     if start >= end:
         finish(PDL, beside)
@@ -137,14 +153,20 @@ def _split_kernel(
         q_token, q_head, kv_slot, kv_head, table_width, window, scale,
         NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    part = tl.program_id(0) * NUM_KV_HEADS + tl.program_id(1)
-    part = (part * tl.num_programs(2) + tl.program_id(2)).to(tl.int64)
-    row = part * BLOCK_M + tl.arange(0, BLOCK_M)
-    dim = tl.arange(0, BLOCK_D)
-    exists = packed_mask(num_rows, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
-    tl.store(sums_ptr + row[:, None] * HEAD_DIM + dim[None, :], acc, mask=exists)
-    tl.store(stats_ptr + row * 2, top)
-    tl.store(stats_ptr + row * 2 + 1, total)
+    if is_whole:
+        _write(
+            out_ptr, acc, total, first_token, num_rows,
+            NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+    else:
+        part = tl.program_id(0) * NUM_KV_HEADS + tl.program_id(1)
+        part = (part * tl.num_programs(2) + tl.program_id(2)).to(tl.int64)
+        row = part * BLOCK_M + tl.arange(0, BLOCK_M)
+        dim = tl.arange(0, BLOCK_D)
+        exists = packed_mask(num_rows, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
+        tl.store(sums_ptr + row[:, None] * HEAD_DIM + dim[None, :], acc, mask=exists)
+        tl.store(stats_ptr + row * 2, top)
+        tl.store(stats_ptr + row * 2 + 1, total)
     finish(PDL, beside)
 
 
@@ -155,7 +177,7 @@ def _combine_kernel(
     HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     MIN_SPLIT: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
-    """Grid (items, KV heads, packed rows): adds up the splits of one row."""
+    """Grid (items, KV heads, packed rows): adds up the splits of one row, if there are several."""
     begin(PDL, early)
     _, first_token, num_rows, position, common_end = load_item(
         items_ptr, rows_ptr, kv_lens_ptr, tl.program_id(0), False
@@ -165,6 +187,8 @@ def _combine_kernel(
         return
     start, end, _ = seen_range(position, num_rows, common_end, window, HAS_WINDOW, BLOCK_N)
     length = split_len(start, end, num_splits, BLOCK_N, MIN_SPLIT)
+    if start + length >= end:
+        return
     split = tl.arange(0, BLOCK_S)
     used = (split < num_splits) & (start + split * length < end)
     kv_index = tl.program_id(1)
@@ -240,7 +264,7 @@ def attend_items_split(
     num_rows = len(items) * num_kv_heads * num_splits * tiles.block_m
     stats, sums = workspace[: 2 * num_rows], workspace[2 * num_rows :]
     _split_kernel[(len(items), num_kv_heads, num_splits)](
-        q, kv, sums, stats, items, paged.table, paged.rows, paged.kv_lens, paged.ancestors,
+        q, kv, out, sums, stats, items, paged.table, paged.rows, paged.kv_lens, paged.ancestors,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), paged.table.stride(0),
         window or 0, head_dim**-0.5 * LOG2_E,
         **constants, HAS_TREE=paged.ancestors is not None, MIN_SPLIT=min_split,
