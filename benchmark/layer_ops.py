@@ -136,20 +136,25 @@ def weight_shapes(geometry: Geometry) -> dict[str, tuple[int, int]]:
     return {**layer, "lm_head": (geometry.vocab_size, hidden)}
 
 
-def product_cases(setting: Setting, weight_name: str, row_counts: Sequence[int]) -> list[Case]:
-    """For no more rows than our kernel takes."""
+def product_cases(
+    setting: Setting, weight_name: str, row_counts: Sequence[int], op: str = "linear"
+) -> list[Case]:
+    """For no more rows than our kernel takes. `gated_linear` ends with the activation."""
     from sglang.srt.layers.ops.triton_ops import MAX_FEW_ROWS, _FewRows
 
     n, k = weight_shapes(setting.geometry)[weight_name]
+    is_gated = op == "gated_linear"
 
     def case_of(rows: int) -> Case:
         def make(name: str) -> Call:
             ops, (x, weight) = LAYER_OPS.load(name)(setting.device), setting.draw((rows, k), (n, k))
-            return lambda: (ops.linear(x, weight, None),)
+            product = ops.gated_linear if is_gated else ops.linear
+            return lambda: (product(x, weight, None),)
 
-        num_bytes = (rows * (n + k) + n * k) * setting.dtype.itemsize
-        kernel = "triton" if _FewRows.choose(rows, n, k) else "cublas"
-        return Case("linear", f"{weight_name} {n}x{k}", rows, num_bytes, make, kernel)
+        results = n // 2 if is_gated else n
+        num_bytes = (rows * (results + k) + n * k) * setting.dtype.itemsize
+        kernel = "triton" if _FewRows.choose(rows, n, k, is_gated) else "cublas"
+        return Case(op, f"{weight_name} {n}x{k}", rows, num_bytes, make, kernel)
 
     return [case_of(rows) for rows in row_counts if rows <= MAX_FEW_ROWS]
 
@@ -195,6 +200,7 @@ def make_cases(setting: Setting, row_counts: Sequence[int]) -> list[Case]:
     cases = [make(setting, rows) for make in makers for rows in row_counts]
     for name in weight_shapes(setting.geometry):
         cases += product_cases(setting, name, row_counts)
+    cases += product_cases(setting, "gate_up", row_counts, "gated_linear")
     return cases + [attention_case(setting, rows, kv) for kv in KV_LENS for rows in row_counts]
 
 

@@ -102,6 +102,21 @@ def product_case(num_rows: int, out_features: int, in_features: int) -> Case:
     return run
 
 
+def gated_case(num_rows: int, size: int, in_features: int, has_bias: bool = False) -> Case:
+    """Large values, of which exp overflows, must give finite ones."""
+
+    def run(ops: LayerOps, generator: torch.Generator, device: str, dtype: torch.dtype) -> float:
+        x = _values(generator, device, dtype, num_rows, in_features)
+        weight = _values(generator, device, dtype, 2 * size, in_features) / in_features**0.5
+        bias = _values(generator, device, dtype, 2 * size) if has_bias else None
+        wide = None if bias is None else bias.double()
+        expected = ORACLE.gated_linear(x.double(), weight.double(), wide)
+        assert ops.gated_linear(x * 40, weight, bias).isfinite().all()
+        return _worst(ops.gated_linear(x, weight, bias), expected, dtype)
+
+    return run
+
+
 CASES: dict[str, Case] = {
     "norm of one row": norm_case((1, 256), False),
     "norm of a sum": norm_case((5, 256), True),
@@ -123,6 +138,13 @@ CASES: dict[str, Case] = {
     "product of 16 rows": product_case(16, 6144, 512),
     "product of 40 rows": product_case(40, 16384, 256),
     "product over many columns": product_case(20, 64, 8192),
+    "gated product of one row": gated_case(1, 64, 256),
+    "gated product of no rows": gated_case(0, 64, 256),
+    "gated product of an odd size": gated_case(3, 50, 70),
+    "gated product with a bias": gated_case(3, 64, 64, has_bias=True),
+    "gated product of 16 rows": gated_case(16, 8192, 256),
+    "gated product of 64 rows": gated_case(64, 8192, 256),
+    "gated product of 65 rows": gated_case(65, 64, 256),
     "rotation of one token": rotation_case(1, 4, 2, 128),
 }
 

@@ -27,7 +27,8 @@ from interpreted import run_interpreted
 # The interpreter's tl.dot takes the bits of bfloat16 for integers.
 TINY = Setting(Geometry(64, 96, 2, 4, 2, 16, 80), torch.device("cpu"), torch.float16)
 LLAMA = Setting(LLAMA_8B, torch.device("cpu"), torch.bfloat16)
-OPS = ("add_rms_norm", "silu_and_mul", "rotate_and_store", "linear", "decode attention")
+BETWEEN = ("add_rms_norm", "silu_and_mul", "rotate_and_store")
+OPS = (*BETWEEN, "linear", "gated_linear", "decode attention")
 WEIGHTS = ("qkv", "o", "gate_up", "down", "lm_head")
 ROW: dict[str, Any] = {
     "op": "linear",
@@ -54,7 +55,7 @@ def returning(*results: torch.Tensor) -> list[Call]:
 def bytes_of(rows: int) -> dict[str, int]:
     """By operation and the name of the matrix, else the last word of the detail."""
     return {
-        f"{case.op} {case.detail.split()[0 if case.op == 'linear' else -1]}": case.num_bytes
+        f"{case.op} {case.detail.split()[0 if 'linear' in case.op else -1]}": case.num_bytes
         for case in make_cases(LLAMA, [rows])
     }
 
@@ -66,9 +67,10 @@ def test_every_operation_has_a_case_per_number_of_rows() -> None:
     cases = make_cases(LLAMA, [1, 64, 512])
     counts = {op: [case.rows for case in cases if case.op == op] for op in OPS}
     assert sum(map(len, counts.values())) == len(cases)
-    for op in OPS[:3]:
+    for op in BETWEEN:
         assert counts[op] == [1, 64, 512]
     assert counts["linear"] == [1, 64] * len(WEIGHTS)  # 512 rows are never our kernel's
+    assert counts["gated_linear"] == [1, 64]
     assert counts["decode attention"] == [1, 64, 512] * len(layer_ops.KV_LENS)
 
 
@@ -102,6 +104,7 @@ def test_bytes_are_inputs_and_results_moved_once() -> None:
     # q, k, v in; q, k, v out; cos and sin; position and slot
     assert found["rotate_and_store 128"] == 2 * (2 * 6144 * 2 + 128 * 4 + 16)
     assert found["linear o"] == 2 * (4096 * 4096 + 2 * 4096 + 2 * 4096)
+    assert found["gated_linear gate_up"] == 2 * (28672 * 4096 + 2 * 4096 + 2 * 14336)
     # K and V of 8 heads, a slot, for each token; 32 heads of queries in, as many out
     assert found["decode attention 170"] == 2 * (170 * (2 * 8 * 128 * 2 + 4) + 2 * 32 * 128 * 2)
 

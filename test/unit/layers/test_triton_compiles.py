@@ -83,8 +83,8 @@ def tree_kernels(name: str, function: Any, num_warps: int = 4, **constants: Any)
     }
 
 
-def few_rows(block_m: int, block_n: int, block_k: int) -> dict[str, Any]:
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
+def few_rows(block_m: int, block_n: int, block_k: int, gated: bool = False) -> dict[str, Any]:
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GATED": gated}
 
 
 KERNELS = {
@@ -100,6 +100,8 @@ KERNELS = {
     ),
     "16 rows": Kernel(ops._few_rows_kernel, few_rows(16, 32, 256), num_stages=6),
     "64 rows": Kernel(ops._few_rows_kernel, few_rows(64, 128, 128)),
+    "16 rows, gated": Kernel(ops._few_rows_kernel, few_rows(16, 64, 128, True), num_stages=3),
+    "64 rows, gated": Kernel(ops._few_rows_kernel, few_rows(64, 128, 128, True), num_stages=3),
     **tree_kernels(
         "prompts",
         attention._extend_kernel,

@@ -23,6 +23,12 @@ class LayerOps(Protocol):
         """x [T, in_features] times the transpose of weight [out_features, in_features], plus bias
         [out_features]: [T, out_features]."""
 
+    def gated_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`silu_and_mul` of what `linear` gives of a weight [2 * out_features, in_features]:
+        [T, out_features]."""
+
     def rotation(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """What `rotate_and_store` needs of `RotaryEmbedding.table`; once per step."""
 
@@ -73,7 +79,7 @@ class LayerRuntime:
         self._ops = ops
         self.linear = ops.linear
         self.add_rms_norm = ops.add_rms_norm
-        self.silu_and_mul = ops.silu_and_mul
+        self.gated_linear = ops.gated_linear
 
     def plan(self, batch: ForwardBatch) -> None:
         """Once per step, before the first layer."""

@@ -101,7 +101,8 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(size, config.hidden_size, bias)
 
     def forward(self, x: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
-        return self.down_proj(runtime.silu_and_mul(self.gate_up_proj(x, runtime)), runtime)
+        gate_up = self.gate_up_proj
+        return self.down_proj(runtime.gated_linear(x, gate_up.weight, gate_up.bias), runtime)
 
 
 class DecoderLayer(nn.Module):

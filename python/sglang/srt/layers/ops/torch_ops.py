@@ -16,6 +16,11 @@ class TorchOps:
     ) -> torch.Tensor:
         return F.linear(x, weight, bias)
 
+    def gated_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.silu_and_mul(F.linear(x, weight, bias))
+
     def rotation(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return table[positions]
 

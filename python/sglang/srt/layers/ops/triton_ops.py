@@ -102,27 +102,42 @@ def _rotate_and_store_kernel(
 @triton.jit(do_not_specialize=["num_rows", "early"])
 def _few_rows_kernel(
     x_ptr, weight_ptr, out_ptr, num_rows, out_features, in_features,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
     PDL: tl.constexpr, early,
 ):  # fmt: skip
     """x [num_rows, in_features] times the transpose of weight [out_features, in_features]: a
-    program reads BLOCK_N rows of the weight, once. The blocks divide the features."""
+    program reads BLOCK_N rows of the weight, once. The blocks divide the features.
+
+    GATED: of weight [2 * out_features, in_features], silu of the first half's product times that of
+    the second; a program reads half of its rows from each. It rounds as `_silu_and_mul_kernel`
+    after a product does."""
     begin(PDL, early)
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     row = tl.arange(0, BLOCK_M)
-    feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    feature = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     column = tl.arange(0, BLOCK_K)
     weight = weight_ptr + feature[:, None].to(tl.int64) * in_features + column[None, :]
     x = x_ptr + row[:, None] * in_features + column[None, :]
     exists = (row < num_rows)[:, None]
-    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M, WIDTH], dtype=tl.float32)
+    second = tl.zeros([BLOCK_M, WIDTH], dtype=tl.float32)
     for _ in range(0, in_features, BLOCK_K):
         w = tl.load(weight, eviction_policy="evict_first")
         values = tl.load(x, mask=exists, other=0.0)
         total = tl.dot(values, tl.trans(w), total, input_precision="ieee")
+        if GATED:
+            below = weight + out_features.to(tl.int64) * in_features
+            w = tl.load(below, eviction_policy="evict_first")
+            second = tl.dot(values, tl.trans(w), second, input_precision="ieee")
         weight += BLOCK_K
         x += BLOCK_K
+    result = total.to(out_ptr.dtype.element_ty)
+    if GATED:
+        gate = result.to(tl.float32)
+        activated = (gate / (1 + tl.exp(-gate))).to(result.dtype)
+        result = activated * second.to(result.dtype)
     out = out_ptr + row[:, None] * out_features + feature[None, :]
-    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=exists)
+    tl.store(out, result, mask=exists)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +151,17 @@ class _FewRows:
     num_warps: int
 
     @classmethod
-    def choose(cls, num_rows: int, out_features: int, in_features: int) -> _FewRows | None:
+    def choose(
+        cls, num_rows: int, out_features: int, in_features: int, is_gated: bool = False
+    ) -> _FewRows | None:
         """None where cuBLAS is as good."""
         if INTERPRETED:
-            chosen = cls(16, 16, 16, 1, 4)
+            chosen = cls(16, 32, 16, 1, 4)
         elif num_rows > MAX_FEW_ROWS:
             return None
         elif num_rows <= 16:
             if out_features >= 16384:
-                chosen = cls(16, 32, 128, 3, 4)
+                chosen = cls(16, 64 if is_gated else 32, 128, 3, 4)
             elif in_features >= 8192:
                 chosen = cls(16, 32, 256, 6, 4)
             elif out_features > 4224:
@@ -176,18 +193,31 @@ class TritonOps:
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        out_features, in_features = weight.shape
-        num_rows = x.shape[0]
-        shape = None
-        if bias is None and x.dtype != torch.float32 and x.is_contiguous():
-            shape = _FewRows.choose(num_rows, out_features, in_features)
+        out = self._few_rows(x, weight, bias, is_gated=False)
+        return F.linear(x, weight, bias) if out is None else out
+
+    def gated_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        out = self._few_rows(x, weight, bias, is_gated=True)
+        return self.silu_and_mul(F.linear(x, weight, bias)) if out is None else out
+
+    def _few_rows(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_gated: bool
+    ) -> torch.Tensor | None:
+        """None where cuBLAS is to compute the product."""
+        if bias is not None or x.dtype == torch.float32 or not x.is_contiguous():
+            return None
+        num_features, in_features = weight.shape
+        shape = _FewRows.choose(x.shape[0], num_features, in_features, is_gated)
         if shape is None:
-            return F.linear(x, weight, bias)
-        out = x.new_empty((num_rows, out_features))
-        num_programs = out_features // shape.block_n
+            return None
+        out_features = num_features // 2 if is_gated else num_features
+        out = x.new_empty((x.shape[0], out_features))
+        num_programs = num_features // shape.block_n
         _few_rows_kernel[(num_programs,)](
-            x, weight, out, num_rows, out_features, in_features,
-            BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k,
+            x, weight, out, x.shape[0], out_features, in_features,
+            BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k, GATED=is_gated,
             num_warps=shape.num_warps, num_stages=shape.num_stages,
             **self._launch(num_programs),
         )  # fmt: skip
