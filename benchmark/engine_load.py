@@ -28,13 +28,13 @@ class LoadResult:
 
     Attributes:
         seconds: of the laps that count.
-        num_tokens: new tokens of these laps.
+        num_tokens: new tokens within them.
         tokens_per_step: of one request, over all requests.
         num_finished: requests that were not ended before their last token.
     """
 
     seconds: float
-    num_tokens: int
+    num_tokens: float
     tokens_per_step: float
     num_finished: int
 
@@ -42,6 +42,35 @@ class LoadResult:
     def tok_s(self) -> float:
         """New tokens per second."""
         return self.num_tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """An answer, and when its client waited for it."""
+
+    start: float
+    end: float
+    answer: Any
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.answer["output_ids"])
+
+    @property
+    def num_steps(self) -> int:
+        """Those that gave its tokens; one for each token of a plain request."""
+        steps = self.answer["meta_info"].get("mtp_effective_k")
+        return self.num_tokens if steps is None else len(steps)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it was not aborted."""
+        return (self.answer["meta_info"]["finish_reason"] or {}).get("type") != "abort"
+
+    def tokens_within(self, start: float, end: float) -> float:
+        """As if they had come one by one, evenly."""
+        shared = min(end, self.end) - max(start, self.start)
+        return self.num_tokens * max(0.0, shared) / max(self.end - self.start, 1e-9)
 
 
 async def closed_loop(
@@ -55,59 +84,42 @@ async def closed_loop(
     """As many clients as there shall be requests at once; each takes the next prompt when its
     answer is there, in laps through the same prompts.
 
-    A lap lasts from when its first prompt is taken to when the next lap's is. The same texts are
-    under way at both ends, so it holds the work of its prompts, no more and no less: neither the
-    start, when all prompts are read at once, nor a slow last request counts. So the first lap
-    counts for a single client alone, where nothing is under way at its ends.
-
-    Args:
-        params: with `ignore_eos`, so that every answer has `max_new_tokens` tokens.
+    A lap lasts from when its first prompt is taken to when the next lap's is; what an answer gave
+    within it counts. So neither the start counts, when all prompts are read at once, nor a slow
+    last request: the load builds up in a lap before those that count, but for a single client,
+    which needs none.
 
     Raises:
         ValueError: if there are fewer prompts than clients.
-        RuntimeError: if an answer that was not aborted has fewer tokens.
     """
     if len(prompts) < num_clients:
         raise ValueError(f"{num_clients} clients need as many prompts, not {len(prompts)}.")
     first = 0 if num_clients == 1 else 1
     starts: list[float] = []
-    answers: list[Any] = []
+    spans: list[_Span] = []
     num_taken = 0
 
     async def client() -> None:
         nonlocal num_taken
         while len(starts) <= first + num_laps:
-            place = num_taken % len(prompts)
+            place, start = num_taken % len(prompts), clock()
             if place == 0:
-                starts.append(clock())
+                starts.append(start)
                 if len(starts) > first + num_laps:
                     await engine.async_abort_request(abort_all=True)
                     return
             num_taken += 1
             request = engine.async_generate(input_ids=prompts[place], sampling_params=params)
-            answers.append(await request)
+            spans.append(_Span(start, answer=await request, end=clock()))
 
     await asyncio.gather(*(client() for _ in range(num_clients)))
-    per_answer = params["max_new_tokens"]
-    whole = [answer for answer in answers if not _is_aborted(answer)]
-    if any(len(answer["output_ids"]) != per_answer for answer in whole):
-        raise RuntimeError(f"Not all answers have {per_answer} tokens: is ignore_eos missing?")
+    begin, end = starts[first], starts[-1]
     return LoadResult(
-        starts[-1] - starts[first],
-        num_laps * len(prompts) * per_answer,
-        sum(len(answer["output_ids"]) for answer in answers) / max(1, sum(map(_steps, answers))),
-        len(whole),
+        end - begin,
+        sum(span.tokens_within(begin, end) for span in spans),
+        sum(span.num_tokens for span in spans) / max(1, sum(span.num_steps for span in spans)),
+        sum(span.is_whole for span in spans),
     )
-
-
-def _is_aborted(answer: Any) -> bool:
-    return (answer["meta_info"]["finish_reason"] or {}).get("type") == "abort"
-
-
-def _steps(answer: Any) -> int:
-    """Those that gave its tokens; one for each token of a plain request."""
-    steps = answer["meta_info"].get("mtp_effective_k")
-    return len(answer["output_ids"]) if steps is None else len(steps)
 
 
 def random_prompts(

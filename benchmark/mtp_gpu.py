@@ -40,6 +40,7 @@ from sglang.srt.model_config import resolve_model_path
 BENCHMARK = Path(__file__).parent
 RESULT = BENCHMARK / "results" / "mtp_gpu.json"
 MIN_PROMPTS = 12  # of a lap: texts differ in how many tokens a step gives
+MANY_PROMPTS = 48
 STATIC_CHECK_PROMPTS = 4
 LONG_CHUNK = 8192  # prompt tokens of a step
 SILENT_STD = "1e-12"  # no zeros in matrices, which could be multiplied faster than numbers
@@ -51,8 +52,13 @@ SIZES = ("hidden-size", "intermediate-size", "num-layers", "num-heads", "num-kv-
 
 
 def num_prompts(num_requests: int) -> int:
-    """Prompts of a lap."""
-    return max(MIN_PROMPTS, num_requests)
+    """Prompts of a lap: one for each request at once, of few requests more."""
+    return max(MIN_PROMPTS, num_requests, min(3 * num_requests, MANY_PROMPTS))
+
+
+def num_laps(num_requests: int) -> int:
+    """That count; few requests over few prompts begin and end a lap unevenly."""
+    return 2 if 1 < num_requests < MIN_PROMPTS else 1
 
 
 def inflate(folder: Path, device: str, geometry: str) -> None:
@@ -125,7 +131,8 @@ class Sweep:
                 prompts = self._prompts[: num_prompts(sample.num_requests)]
                 engine = self._engines[KINDS[kind].is_load_aware]
                 params = {**KINDS[kind].params, "max_new_tokens": new_tokens, "ignore_eos": True}
-                load = closed_loop(engine, prompts, params, sample.num_requests)
+                count = sample.num_requests
+                load = closed_loop(engine, prompts, params, count, num_laps(count))
                 yield kind, sample, asyncio.run(load)
                 bar.update()
 

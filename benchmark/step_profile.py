@@ -4,8 +4,8 @@ Steps of one static batch, overlapping as in the server, under torch's profiler 
 weights in a large geometry (as `decode_steps.py`), 128 tokens in. Also the time that the host takes
 to launch a step. --mixed adds steps of a full load: 128 requests at once, prompts of 512 tokens and
 128 new ones each, so that prompts and decodes share every step. --mtp adds steps in which requests
-feed what they predicted and masks (static k=5: nine rows each), for few requests at once.
-`plot_step_profile.py` draws the result.
+feed what they predicted and masks (k=8: fifteen rows each), for few requests at once; all steps
+then run as those of a model with a mask token. `plot_step_profile.py` draws the result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sglang.srt.server_args import ServerArgs
 RESULT = Path(__file__).parent / "results" / "step_profile.json"
 NUM_STEPS, WARM_STEPS = 20, 12
 CHUNK = 512  # prompt tokens of a step
-MASK_TOKEN, MTP_K = 2, 5  # rows as k=8 with a threshold has them on code
+MASK_TOKEN, MTP_K = 2, 8
 MTP_BATCH_SIZES = (1, 4)
 KINDS = (  # the first whose words appear in a kernel's name
     ("attention", ("_split_kernel", "_combine_kernel", "_extend_kernel", "Decode", "Prefill")),
@@ -189,7 +189,7 @@ def main() -> None:
                 disable_radix_cache=True,
                 max_running_requests=128,
                 chunked_prefill_size=CHUNK,
-                context_length=1024,
+                context_length=2048 if arguments.mtp else 1024,
                 mtp_mask_token_id=MASK_TOKEN if arguments.mtp else None,
             )
         )

@@ -75,11 +75,11 @@ def suites_of(way: str) -> tuple[str, ...]:
 
 
 def run(
-    way: dict[str, Any], paths: list[str], num_workers: int, limit_s: float, gpu: int = 0
+    way: dict[str, Any], paths: list[str], num_workers: int, limit_s: float, gpu: str
 ) -> dict[str, Any]:
     """Counts of one run of pytest, messages of tests that failed, near-ties that tests printed."""
     start = time.perf_counter()
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
     if way:
         env["SGLANG_TEST_TARGET"] = json.dumps(way)
     with tempfile.TemporaryDirectory() as directory:
@@ -101,6 +101,12 @@ def run(
             return {"failed_tests": {"pytest": f"not done after {limit_s:.0f} s"}, "tests": 0}
         found = counts(report)
     return {**found, "seconds": round(time.perf_counter() - start)}
+
+
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())] or [""]
 
 
 def counts(report: Path) -> dict[str, Any]:
@@ -145,11 +151,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     results: dict[str, dict[str, Any]] = {}
+    gpus = visible_gpus()
     with ThreadPoolExecutor(arguments.at_once) as pool:
         runs = {}
         for index, name in enumerate(arguments.ways):
             paths = arguments.paths or list(suites_of(name))
-            gpu = index % max(1, torch.cuda.device_count())
+            gpu = gpus[index % len(gpus)]
             future = pool.submit(run, WAYS[name], paths, arguments.workers, arguments.limit_s, gpu)
             runs[future] = name
         for future in tqdm(as_completed(runs), total=len(runs), desc="ways", disable=None):

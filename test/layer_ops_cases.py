@@ -1,7 +1,7 @@
 """The conformance table of layer operations, and what compares a set with `TorchOps` in float64.
 
-As a program it runs the float32 table on a CPU and prints a line of JSON per case; Triton kernels
-then need TRITON_INTERPRET=1 in the environment, set before Triton is imported:
+As a program it runs the table in float32 and float16 on a CPU and prints a line of JSON for each;
+Triton kernels then need TRITON_INTERPRET=1 in the environment, set before Triton is imported:
 
     export PYTHONPATH=python:sgl-kernel/python:test
     TRITON_INTERPRET=1 python test/layer_ops_cases.py triton
@@ -23,6 +23,7 @@ from sglang.srt.rope_config import parse_rope
 
 # Of outputs of size about 1: rounding of the result, and of one operand before it.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+INTERPRETED_TYPES = (torch.float32, torch.float16)  # matrix products of few rows take no float32
 NUM_SLOTS = 40
 ORACLE = TorchOps(torch.device("cpu"))
 
@@ -157,8 +158,10 @@ def max_error(name: str, case: Case, device: str, dtype: torch.dtype, seed: int 
 
 def main(name: str) -> None:
     torch.set_num_threads(1)
-    for case_name, case in CASES.items():
-        print(json.dumps([case_name, max_error(name, case, "cpu", torch.float32)]), flush=True)
+    for dtype in INTERPRETED_TYPES:
+        for case_name, case in CASES.items():
+            error = max_error(name, case, "cpu", dtype)
+            print(json.dumps([f"{case_name}, {dtype}", error]), flush=True)
 
 
 if __name__ == "__main__":

@@ -161,6 +161,8 @@ def wait_for(target: Target, is_reached: Callable[[dict[str, Any]], bool]) -> di
     return state
 
 
-def baseline(target: Target, kind: str, num_requests: int, num_new: int) -> list[dict[str, Any]]:
+def baseline(
+    target: Target, kind: str, num_requests: int, num_new: int, **fields: Any
+) -> list[dict[str, Any]]:
     """What the requests give when nothing comes between."""
-    return Requests(target, kind, num_requests, num_new).results()
+    return Requests(target, kind, num_requests, num_new, **fields).results()

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sglang.srt.environ import Environ
 
-RETRACT, STRICT = "SGLANG_TEST_RETRACT", "SGLANG_STRICT_INVARIANTS"
+RETRACT = "SGLANG_TEST_RETRACT"
+SWITCHES = {
+    "SGLANG_STRICT_INVARIANTS": "strict_invariants",
+    "SGLANG_MTP_KV_LEAK_DEBUG": "kv_leak_debug",
+    "SGLANG_CUDA_GRAPH_POISON": "graph_poison",
+    "SGLANG_MTP_FIXED_K": "mtp_fixed_k",
+}
 
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(RETRACT, raising=False)
-    monkeypatch.delenv(STRICT, raising=False)
+    for name in (RETRACT, *SWITCHES):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_nothing_is_on_by_default() -> None:
@@ -33,17 +41,16 @@ def test_retraction_interval_is_a_number_or_a_word(
     assert Environ.read() == Environ(test_retract_interval=steps)
 
 
+@pytest.mark.parametrize("name", SWITCHES)
 @pytest.mark.parametrize(
     ("text", "is_on"), [("1", True), ("true", True), ("0", False), ("", False)]
 )
-def test_strict_invariants_is_a_switch(
-    monkeypatch: pytest.MonkeyPatch, text: str, is_on: bool
-) -> None:
-    monkeypatch.setenv(STRICT, text)
-    assert Environ.read() == Environ(strict_invariants=is_on)
+def test_switches(monkeypatch: pytest.MonkeyPatch, name: str, text: str, is_on: bool) -> None:
+    monkeypatch.setenv(name, text)
+    assert Environ.read() == replace(Environ(), **{SWITCHES[name]: is_on})
 
 
-@pytest.mark.parametrize("name", [RETRACT, STRICT])
+@pytest.mark.parametrize("name", [RETRACT, *SWITCHES])
 @pytest.mark.parametrize("text", ["maybe", "-1", "1.5", "0x3", "3 steps"])
 def test_anything_else_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, name: str, text: str

@@ -48,7 +48,7 @@ def matrix() -> ModuleType:
 def test_counts_of_a_run(matrix: Any, tmp_path: Path) -> None:
     path = tmp_path / "test_some.py"
     path.write_text(TESTS)
-    found = matrix.run({"device": "cpu"}, [str(path)], num_workers=1, limit_s=60)
+    found = matrix.run({"device": "cpu"}, [str(path)], num_workers=1, limit_s=60, gpu="")
     assert found["tests"] == 4
     assert found["skipped"] == 1
     messages = {name.split("::")[1]: text for name, text in found["failed_tests"].items()}
@@ -60,7 +60,7 @@ def test_counts_of_a_run(matrix: Any, tmp_path: Path) -> None:
 
 
 def test_a_run_without_tests_is_a_failure(matrix: Any, tmp_path: Path) -> None:
-    found = matrix.run({"device": "cpu"}, [str(tmp_path / "nothing.py")], 1, 60)
+    found = matrix.run({"device": "cpu"}, [str(tmp_path / "nothing.py")], 1, 60, "")
     assert found["tests"] == 0
     assert not matrix.is_good(found)
     assert not matrix.is_good({"tests": 3, "skipped": 3, "failed_tests": {}})

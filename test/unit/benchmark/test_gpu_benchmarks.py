@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import json
+import random
 import sys
 import sysconfig
 from pathlib import Path
@@ -36,11 +37,11 @@ MACHINE = {"machine": {"cpu": "c", "cores": 2}, "versions": {"torch": "2"}, "com
 PROVENANCE = {**MACHINE, "dirty": True, "command": "python x"}
 
 
-NEW_TOKENS = 8
+NEW_TOKENS = 48
 
 
 class FakeEngine:
-    """A request of n prompt tokens takes n turns and another per step; all run side by side."""
+    """A prompt [n, k] takes n turns and another for each step of k tokens; all run side by side."""
 
     def __init__(self) -> None:
         self.num_running = self.most_running = self.now = 0
@@ -57,13 +58,13 @@ class FakeEngine:
     ) -> dict[str, Any]:
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
-        per_step = sampling_params.get("mtp_k", 1)
-        turns, steps = 0, [per_step] * (sampling_params["max_new_tokens"] // per_step)
-        while turns < len(input_ids) + len(steps) and not self._is_aborted:
+        num_before, per_step = input_ids
+        turns, steps = 0, [per_step] * (NEW_TOKENS // per_step)
+        while turns < num_before + len(steps) and not self._is_aborted:
             await asyncio.sleep(0)
             turns += 1
         self.num_running -= 1
-        done = steps[: max(0, turns - len(input_ids))]
+        done = steps[: max(0, turns - num_before)]
         reason = {"type": "length" if done == steps else "abort"}
         meta: dict[str, Any] = {"finish_reason": reason}
         if sampling_params.get("mtp_enabled"):
@@ -77,16 +78,12 @@ class FakeEngine:
 
 
 def load_of(
-    lengths: list[int], num_clients: int, num_laps: int = 1, **params: Any
+    prompts: list[list[int]], num_clients: int, num_laps: int = 1, **params: Any
 ) -> tuple[LoadResult, FakeEngine]:
-    """Prompts of these lengths."""
-
     async def run() -> tuple[LoadResult, FakeEngine]:
         engine = FakeEngine()
         clock = asyncio.create_task(engine.turn_around())
-        prompts = [[1] * length for length in lengths]
-        wanted = {"max_new_tokens": NEW_TOKENS, **params}
-        load = closed_loop(engine, prompts, wanted, num_clients, num_laps, lambda: engine.now)
+        load = closed_loop(engine, prompts, params, num_clients, num_laps, lambda: engine.now)
         result = await load
         engine.is_over = True
         await clock
@@ -96,7 +93,7 @@ def load_of(
 
 
 def test_a_closed_loop_keeps_as_many_requests_running_as_it_has_clients() -> None:
-    result, engine = load_of([4] * 12, num_clients=3)
+    result, engine = load_of([[4, 1]] * 12, num_clients=3)
     assert engine.most_running == 3
     assert engine.num_running == 0
     assert result.num_finished >= 12
@@ -104,34 +101,45 @@ def test_a_closed_loop_keeps_as_many_requests_running_as_it_has_clients() -> Non
 
 @pytest.mark.parametrize("num_laps", [1, 3])
 @pytest.mark.parametrize("num_clients", [1, 2, 3, 12])
-def test_laps_hold_the_work_of_their_prompts_and_nothing_else(
+def test_requests_in_step_give_what_they_give_in_the_long_run(
     num_clients: int, num_laps: int
 ) -> None:
-    """Neither how the load builds up nor those that run at the end change the speed: n requests at
-    once, each 4 turns of prompt and 8 of tokens, give 8 n tokens in 12 turns."""
-    result, _ = load_of([4] * 12, num_clients, num_laps)
-    assert result.num_tokens == num_laps * 12 * NEW_TOKENS
-    assert result.tok_s == pytest.approx(num_clients * 8 / 12, rel=0.02 / num_laps + 0.005)
+    """However many there are: n requests at once, each 12 turns of prompt and 48 of tokens, give
+    48 n tokens in 60 turns."""
+    result, _ = load_of([[12, 1]] * 12, num_clients, num_laps)
+    assert result.tok_s == pytest.approx(num_clients * 48 / 60, rel=0.01)
 
 
-def test_prompts_of_all_lengths_count_alike() -> None:
-    lengths = [1, 30, 2, 9, 17, 4, 4, 25]
-    one, _ = load_of(lengths, num_clients=1)
-    assert one.seconds == pytest.approx(sum(lengths) + 8 * NEW_TOKENS, abs=1)
-    three, _ = load_of(lengths * 4, num_clients=3, num_laps=2)
-    assert three.tok_s == pytest.approx(3 * one.tok_s, rel=0.05)
+@pytest.mark.parametrize(
+    ("num_clients", "num_prompts", "num_laps"), [(4, 12, 2), (16, 48, 1), (64, 64, 1), (90, 90, 1)]
+)
+def test_requests_out_of_step_give_what_they_give_in_the_long_run(
+    num_clients: int, num_prompts: int, num_laps: int
+) -> None:
+    """Texts differ in the steps that they take."""
+    chooser = random.Random(num_clients)
+    prompts = [[chooser.randint(1, 2), chooser.choice([1, 2, 3, 4])] for _ in range(num_prompts)]
+    turns = [num_before + NEW_TOKENS / per_step for num_before, per_step in prompts]
+    result, _ = load_of(prompts, num_clients, num_laps)
+    right = num_clients * NEW_TOKENS / (sum(turns) / num_prompts)
+    assert result.tok_s == pytest.approx(right, rel=0.04)
 
 
-def test_a_load_needs_a_prompt_per_client_and_answers_of_full_length() -> None:
+def test_a_client_alone_goes_through_all_prompts_once() -> None:
+    prompts = [[1, 1], [30, 2], [9, 4]]
+    result, _ = load_of(prompts, num_clients=1)
+    assert result.num_tokens == 3 * NEW_TOKENS
+    assert result.seconds == pytest.approx(1 + 30 + 9 + 48 + 24 + 12, abs=1)
+
+
+def test_a_load_needs_a_prompt_per_client() -> None:
     with pytest.raises(ValueError, match="3 clients"):
-        load_of([4] * 2, num_clients=3)
-    with pytest.raises(RuntimeError, match="ignore_eos"):
-        load_of([4] * 2, num_clients=1, mtp_k=3)
+        load_of([[4, 1]] * 2, num_clients=3)
 
 
 def test_steps_are_those_that_the_answers_name_and_else_one_per_token() -> None:
-    assert load_of([8], num_clients=1)[0].tokens_per_step == 1.0
-    assert load_of([8], num_clients=1, mtp_enabled=True, mtp_k=2)[0].tokens_per_step == 2.0
+    assert load_of([[8, 2]], num_clients=1)[0].tokens_per_step == 1.0
+    assert load_of([[8, 2]], num_clients=1, mtp_enabled=True)[0].tokens_per_step == 2.0
 
 
 def test_random_prompts_repeat_with_the_seed_and_hold_no_special_token() -> None:
@@ -242,7 +250,8 @@ def test_chosen_kinds_stand_beside_plain() -> None:
 
 
 def test_a_lap_has_a_prompt_for_each_request_at_once_and_a_few_at_least() -> None:
-    assert [mtp_gpu.num_prompts(load) for load in (1, 4, 128)] == [12, 12, 128]
+    assert [mtp_gpu.num_prompts(load) for load in (1, 4, 16, 64, 128)] == [12, 12, 48, 64, 128]
+    assert [mtp_gpu.num_laps(load) for load in (1, 4, 16, 64, 128)] == [1, 2, 1, 1, 1]
 
 
 def test_a_timed_batch_runs_to_its_end() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from interpreted import run_interpreted
-from layer_ops_cases import CASES, TOLERANCE, max_error
+from layer_ops_cases import CASES, INTERPRETED_TYPES, TOLERANCE, max_error
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +20,9 @@ def test_torch(name: str, dtype: torch.dtype) -> None:
     assert max_error("torch", CASES[name], "cpu", dtype) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", INTERPRETED_TYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted_triton(errors: dict[str, float | str], name: str) -> None:
-    error = errors[name]
+def test_interpreted_triton(errors: dict[str, float | str], name: str, dtype: torch.dtype) -> None:
+    error = errors[f"{name}, {dtype}"]
     assert isinstance(error, float), error
-    assert error <= TOLERANCE[torch.float32]
+    assert error <= TOLERANCE[dtype]

@@ -22,6 +22,7 @@ from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_r
 
 MASK = 5
 NUM_SEEDS = 200 if TARGET.device == "cpu" else 20
+MIN_RETRACTIONS = 0.15 if NUM_SEEDS == 200 else 0.05  # per run; few runs may differ more
 CONCURRENCIES = {1: NUM_SEEDS, 8: NUM_SEEDS, 64: 10}  # and how many seeds
 TAU = 0.6  # conf_adapt then accepts one token about as often as more
 MAX_NEW_TOKENS = 14
@@ -150,7 +151,7 @@ def test_the_ledger_is_exact_after_every_step(
             step_lens.update(outcome.step_lens)
     # The runs must really do what they are meant to.
     assert {1, 2, k} <= step_lens <= set(range(1, k + 1))
-    assert num_retractions > 0.05 * num_seeds
+    assert num_retractions > MIN_RETRACTIONS * num_seeds
 
 
 def defer_through_admission(lifecycle: RequestLifecycle) -> None:

@@ -123,7 +123,8 @@ def check(
             step = first_divergence(outcome.step_lens, steps)
             place = min(place, sum(right.step_lens[:step]))
         # A verified step tries what the one before it chose to draft.
-        margin = min(right.margins[max(0, place - 1) : place + 1])
+        first = max(0, place - 1) if job.verify else place
+        margin = min(right.margins[first : place + 1])
         assert margin <= MAX_GAP, f"{what}: {job} at {place}: {outcome.step_lens}"
         near_ties.add((job.prompt, *right.tokens[:place]))
     print(f"{what}: {len(near_ties)} near-ties in {len(jobs)} requests")

@@ -155,11 +155,12 @@ class _FewRows:
         cls, num_rows: int, out_features: int, in_features: int, is_gated: bool = False
     ) -> _FewRows | None:
         """None where cuBLAS is as good."""
-        if INTERPRETED:
-            chosen = cls(16, 32, 16, 1, 4)
-        elif num_rows > MAX_FEW_ROWS:
+        if num_rows > MAX_FEW_ROWS:
             return None
-        elif num_rows <= 16:
+        block_m = next(rows for rows in (16, 32, MAX_FEW_ROWS) if num_rows <= rows)
+        if INTERPRETED:
+            chosen = cls(block_m, 32, 16, 1, 4)
+        elif block_m == 16:
             if out_features >= 16384:
                 chosen = cls(16, 64 if is_gated else 32, 128, 3, 4)
             elif in_features >= 8192:
@@ -168,14 +169,12 @@ class _FewRows:
                 chosen = cls(16, 64, 256, 4, 4)
             else:
                 chosen = cls(16, 32, 128, 6, 4)
+        elif out_features >= 16384:
+            chosen = cls(block_m, 128, 128, 4 if block_m == 32 else 3, 4)
+        elif in_features >= 8192:
+            chosen = cls(block_m, 32, 128, 6, 4)
         else:
-            block_m = 32 if num_rows <= 32 else 64
-            if out_features >= 16384:
-                chosen = cls(block_m, 128, 128, 4 if block_m == 32 else 3, 4)
-            elif in_features >= 8192:
-                chosen = cls(block_m, 32, 128, 6, 4)
-            else:
-                return None
+            return None
         if out_features % chosen.block_n or in_features % chosen.block_k:
             return None
         return chosen
