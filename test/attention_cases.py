@@ -68,7 +68,8 @@ CASES = {
         shape=[(15, 1), (16, 1), (17, 1), (14, 2), (15, 2), (0, 16), (16, 16)], page_size=1
     ),
     "one decode, its KV in splits": AttentionCase(shape=[(150, 1)]),
-    "a decode of one split and a longer one": AttentionCase(shape=[(140, 1), (0, 1), (15, 1)]),
+    "a decode of one split and a longer one": AttentionCase(shape=[(140, 1), (0, 1)]),
+    "a decode that fills one split and a longer one": AttentionCase(shape=[(140, 1), (15, 1)]),
     "decodes": AttentionCase(shape=[(1, 1), (40, 1), (7, 1), (15, 1)]),
     "many decodes": AttentionCase(shape=[(i * 7 % 40, 1) for i in range(12)], head_dim=16),
     "uniform q = 3": AttentionCase(shape=[(5, 3), (30, 3), (16, 3)]),
