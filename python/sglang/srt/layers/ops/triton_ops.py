@@ -159,7 +159,7 @@ class _FewRows:
             return None
         block_m = next(rows for rows in (16, 32, MAX_FEW_ROWS) if num_rows <= rows)
         if INTERPRETED:
-            chosen = cls(block_m, 32, 16, 1, 4)
+            chosen = cls(block_m, 64, 64, 1, 4)
         elif block_m == 16:
             if out_features >= 16384:
                 chosen = cls(16, 64 if is_gated else 32, 128, 3, 4)
