@@ -111,7 +111,7 @@ class Sweep:
 
     def warm_up(self) -> None:
         """Short runs, so that all is compiled and the length policies have learnt a little."""
-        deque(self._runs(self._kinds, max(1, self._new_tokens // 4), "warm-up"), maxlen=0)
+        deque(self._runs(self._kinds, max(1, self._new_tokens // 8), "warm-up"), maxlen=0)
 
     def round(self, number: int) -> float:
         """One run of every kind at every load, in turn forwards and backwards; seconds."""
