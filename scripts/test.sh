@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the CPU suite, two files at a time, after the set-up if that is needed. Extra arguments go to
+# Runs the CPU suite, three files at a time, after the set-up if that is needed. Extra arguments go to
 # pytest; a path or a test id among them replaces the whole suite, and runs in one process:
 # bash scripts/test.sh test/unit/test_code_shape.py -x
 set -euo pipefail
@@ -7,7 +7,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_setup_venv.sh"
 setup_venv 1 3
 
-TARGETS=(test/unit test/e2e sgl-kernel/tests -n 2 --dist loadfile)
+TARGETS=(test/unit test/e2e sgl-kernel/tests -n 3 --dist loadfile)
 cd "$ROOT"
 for argument in "$@"; do
     case "$argument" in
@@ -16,7 +16,8 @@ for argument in "$@"; do
     esac
 done
 
-# Waiting torch threads sleep: two busy processes on two cores slow each other many times over.
+# Three files keep two cores busy while servers start and tests wait. Waiting torch threads sleep:
+# busy ones of several processes slow each other many times over.
 export OMP_WAIT_POLICY=PASSIVE KMP_BLOCKTIME=0 TOKENIZERS_PARALLELISM=false
 
 printf '[3/3] CPU suite\n'
