@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from code_shape import ROOT
 from sglang.srt.registry import ATTENTION_BACKENDS
@@ -66,6 +67,17 @@ def test_a_run_without_tests_is_a_failure(matrix: Any, tmp_path: Path) -> None:
     assert not matrix.is_good({"tests": 3, "skipped": 3, "failed_tests": {}})
     assert not matrix.is_good({"tests": 3, "skipped": 0, "failed_tests": {"a": "b"}})
     assert matrix.is_good({"tests": 3, "skipped": 2, "failed_tests": {}})
+
+
+def test_ways_run_on_the_gpus_that_the_caller_may_use(
+    matrix: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5a")
+    assert matrix.visible_gpus() == ["3", "GPU-5a"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    for count, names in ((2, ["0", "1"]), (0, [""])):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert matrix.visible_gpus() == names
 
 
 def test_every_way_names_flags_and_every_suite_exists(matrix: Any) -> None:
