@@ -41,8 +41,8 @@ class Tuning:
         whole: likewise, whose KV is not, while the GPU has room for all programs at once.
         crowded: likewise, beyond.
         min_split: KV positions that a program of a split takes at least, with the tiles `split`.
-        min_split_few: likewise with the tiles `few`: there a split leaves so large a result that
-            adding several up costs more than going over a few hundred positions.
+        min_split_few: likewise with the tiles `few`: there a split of one tile leaves as many bytes
+            of sums as it reads of KV.
         num_programs: programs that fill the GPU; the KV of few requests is split until there are
             so many.
         max_splits: of one request's KV.

@@ -41,6 +41,13 @@ def _add_rms_norm_kernel(
     tl.store(out_ptr + row + place, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _silu_times(gate, up):
+    """silu(gate) * up in their type; silu is computed in float32 and rounded before it is used."""
+    wide = gate.to(tl.float32)
+    return (wide / (1 + tl.exp(-wide))).to(up.dtype) * up
+
+
 @triton.jit(do_not_specialize=["early"])
 def _silu_and_mul_kernel(
     gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr, early
@@ -50,10 +57,9 @@ def _silu_and_mul_kernel(
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = place < size
-    gate = tl.load(gate_up_ptr + row * 2 * size + place, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up_ptr + row * 2 * size + place, mask=mask, other=0.0)
     up = tl.load(gate_up_ptr + row * 2 * size + size + place, mask=mask, other=0.0)
-    activated = (gate / (1 + tl.exp(-gate))).to(up.dtype)
-    tl.store(out_ptr + row * size + place, activated * up, mask=mask)
+    tl.store(out_ptr + row * size + place, _silu_times(gate, up), mask=mask)
 
 
 @triton.jit(do_not_specialize=["early"])
@@ -109,8 +115,7 @@ def _few_rows_kernel(
     program reads BLOCK_N rows of the weight, once. The blocks divide the features.
 
     GATED: of weight [2 * out_features, in_features], silu of the first half's product times that of
-    the second; a program reads half of its rows from each. It rounds as `_silu_and_mul_kernel`
-    after a product does."""
+    the second, both rounded as products are; a program reads half of its rows from each."""
     begin(PDL, early)
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     row = tl.arange(0, BLOCK_M)
@@ -133,9 +138,7 @@ def _few_rows_kernel(
         x += BLOCK_K
     result = total.to(out_ptr.dtype.element_ty)
     if GATED:
-        gate = result.to(tl.float32)
-        activated = (gate / (1 + tl.exp(-gate))).to(result.dtype)
-        result = activated * second.to(result.dtype)
+        result = _silu_times(result, second.to(result.dtype))
     out = out_ptr + row[:, None] * out_features + feature[None, :]
     tl.store(out, result, mask=exists)
 
