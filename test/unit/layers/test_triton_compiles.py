@@ -126,7 +126,7 @@ KERNELS = {
     **tree_kernels(
         "splits in a window",
         attention._split_kernel,
-        **attention_constants(64, 64, True, MIN_SPLIT=256),
+        **attention_constants(64, 64, True, MIN_SPLIT=64),
     ),
     "sum of splits": Kernel(
         attention._combine_kernel,

@@ -17,6 +17,7 @@ from sglang.srt.managers.batch_result_processor import BatchResultProcessor
 from sglang.srt.managers.control import Control, ModelResources, SchedulerStats
 from sglang.srt.managers.invariants import InvariantChecker
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput
+from sglang.srt.managers.launch_slack import LaunchSlack
 from sglang.srt.managers.request_lifecycle import RequestLifecycle
 from sglang.srt.managers.schedule_batch import LaunchedStep, Req
 from sglang.srt.managers.schedule_policy import NewTokenRatio, order_by_priority
@@ -91,7 +92,7 @@ class Scheduler:
         make_stop_finder: makes what looks for a request's stop strings.
         debug: what watches steps and releases of KV.
         to_detokenizer, to_frontend: send one message.
-        clock: seconds, for deadlines of control calls.
+        clock: seconds, for deadlines of control calls and the time that a launch may wait.
     """
 
     def __init__(
@@ -123,6 +124,8 @@ class Scheduler:
             self.lifecycle, to_detokenizer, config.stream_interval, debug.trace
         )
         self._planner = BatchPlanner(config.planner, self.lifecycle, self.ratio)
+        self._slack = LaunchSlack(clock)
+        self._clock = clock
         self.control = Control(
             self.lifecycle,
             self.processor,
@@ -150,25 +153,26 @@ class Scheduler:
     def event_loop_overlap(self, last: LaunchedStep | None) -> LaunchedStep | None:
         """Launches the next step, then reads the last one while it runs."""
         self.receive()
-        planned = self._plan(has_inflight=last is not None)
-        ongoing = self._launch(planned) if planned is not None else None
+        ongoing = self._launch_next(has_inflight=last is not None)
         if last is not None:
             self._read(last)
+            if ongoing is not None:
+                self._await_arrivals(last)
         elif ongoing is not None and ongoing.result.is_ready:
             # Nothing was in flight: a first token need not wait for a second step.
             self._read(ongoing)
-            planned = self._plan(has_inflight=False)
-            ongoing = self._launch(planned) if planned is not None else None
+            ongoing = self._launch_next(has_inflight=False)
         if ongoing is None:
+            self._slack.on_rest()
             self.control.at_rest()
         return ongoing
 
     def event_loop_normal(self, last: LaunchedStep | None = None) -> None:
         """Launches a step and reads it."""
         self.receive()
-        planned = self._plan(has_inflight=False)
-        if planned is not None:
-            self._read(self._launch(planned))
+        step = self._launch_next(has_inflight=False)
+        if step is not None:
+            self._read(step)
         self.control.at_rest()
 
     def receive(self) -> None:
@@ -180,6 +184,15 @@ class Scheduler:
                 self.control.handlers[type(message)](message)
         self.control.tick()
         self.processor.flush()
+
+    def _launch_next(self, has_inflight: bool) -> LaunchedStep | None:
+        start_s = self._clock()
+        planned = self._plan(has_inflight)
+        if planned is None:
+            return None
+        step = self._launch(planned)
+        self._slack.on_launch(start_s)
+        return step
 
     def _plan(self, has_inflight: bool) -> PlannedStep | None:
         """The next step; None if there is none, or if the one in flight must be read first."""
@@ -205,6 +218,14 @@ class Scheduler:
         num_accepted = sum(result.accept_lens)
         self.stats.on_read(num_accepted, sum(row.emits for row in step.rows))
         self.checker.after_step("result read")
+
+    def _await_arrivals(self, last: LaunchedStep) -> None:
+        """Where a request has ended and none waits for its place, its client's next one may come
+        before the device needs another step."""
+        self._slack.on_read()
+        has_ended = any(row.req.finish_reason is not None for row in last.rows)
+        if has_ended and not self.lifecycle.waiting and self._slack.wait_s > 0:
+            self._inbox.wait(self._slack.wait_s)
 
     def _add_request(self, message: TokenizedGenerateReqInput) -> None:
         params = message.sampling_params

@@ -90,11 +90,19 @@ class CostTable:
     costs_ms: tuple[float, ...]
 
     def cost_ms(self, num_rows: int) -> float:
-        """Beyond the last point the last slope goes on."""
+        """Beyond the last point the mean slope of the second half goes on: the last one alone may
+        be a flat piece between two steps."""
+        last = self.num_rows[-1]
+        if num_rows <= last:
+            return self._between(num_rows)
+        slope = (self.costs_ms[-1] - self._between(last // 2)) / (last - last // 2)
+        return self.costs_ms[-1] + slope * (num_rows - last)
+
+    def _between(self, num_rows: int) -> float:
         rows, costs = self.num_rows, self.costs_ms
-        if len(rows) == 1 or num_rows <= rows[0]:
+        if num_rows <= rows[0]:
             return costs[0]
-        right = min(bisect.bisect_left(rows, num_rows), len(rows) - 1)
+        right = bisect.bisect_left(rows, num_rows)
         share = (num_rows - rows[right - 1]) / (rows[right] - rows[right - 1])
         return costs[right - 1] + share * (costs[right] - costs[right - 1])
 
@@ -105,17 +113,17 @@ def measure_costs(
     repeats: int = 5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
-    """Medians of `run_step(rows)`, which must wait for the device, after one run to warm up. More
-    rows never cost less: where they seem to, it is noise."""
-    costs = []
+    """Medians of `run_step(rows)`, which must wait for the device, after one run of each to warm
+    up; the sizes take turns, so that a slow moment meets one run of many. More rows never cost
+    less: where they seem to, it is noise."""
+    times_ms: dict[int, list[float]] = {rows: [] for rows in num_rows}
     for rows in num_rows:
         run_step(rows)
-        times = []
-        for _ in range(repeats):
-            start = clock()
-            run_step(rows)
-            times.append((clock() - start) * 1e3)
-        costs.append(statistics.median(times))
+    for _, rows in itertools.product(range(repeats), num_rows):
+        start = clock()
+        run_step(rows)
+        times_ms[rows].append((clock() - start) * 1e3)
+    costs = (statistics.median(times_ms[rows]) for rows in num_rows)
     return CostTable(tuple(num_rows), tuple(itertools.accumulate(costs, max)))
 
 

@@ -41,8 +41,7 @@ class Tuning:
         whole: likewise, whose KV is not, while the GPU has room for all programs at once.
         crowded: likewise, beyond.
         min_split: KV positions that a program of a split takes at least, with the tiles `split`.
-        min_split_few: likewise with the tiles `few`: there a split of one tile leaves as many bytes
-            of sums as it reads of KV.
+        min_split_few: likewise with the tiles `few`.
         num_programs: programs that fill the GPU; the KV of few requests is split until there are
             so many.
         max_splits: of one request's KV.
@@ -96,7 +95,7 @@ class Tuning:
             whole=whole,
             crowded=crowded,
             min_split=32,
-            min_split_few=256,
+            min_split_few=64,
             num_programs=2 * num_multiprocessors(device),
             max_splits=64,
         )
@@ -148,7 +147,7 @@ class TritonBackend:
         size = workspace_size(tuning.num_programs, tuning.few.block_m, head_dim)
         self._workspace = torch.full((size,), float("nan"), device=self._device)
         self._uniform: dict[int, torch.Tensor] = {}
-        self._graph_items: dict[GraphKey, torch.Tensor] = {}
+        self._graph_items: dict[GraphKey, _GraphItems] = {}
         self._shape = LaunchShape(0, tuning.few, 1, tuning.min_split_few)
         self._items = torch.empty((0, ITEM_SIZE), dtype=torch.int32, device=self._device)
         self._paged = Paged(
@@ -250,9 +249,9 @@ class TritonBackend:
         has_room = len(values) == (num_few + num_many) * ITEM_SIZE
         assert has_room, "More rows than the graph has room for."
         if key not in self._graph_items:
-            self._graph_items[key] = self._items.new_empty((num_few + num_many, ITEM_SIZE))
-        self._items = self._graph_items[key]
-        overwrite(self._items, values)
+            room = self._items.new_empty((num_few + num_many, ITEM_SIZE))
+            self._graph_items[key] = _GraphItems(room, [])
+        self._items = self._graph_items[key].hold(values)
         shape = self._split_shape(num_few, block_q, self._table.shape[1])
         # Most of this room is empty, and a program for each would take longer than the work. One
         # per multiprocessor leaves room for the items of few rows beside them.
@@ -289,6 +288,21 @@ class TritonBackend:
             whole = tuning.crowded if is_crowded else tuning.whole
             tiles = whole if num_splits == 1 else tuning.split
         return LaunchShape(num_items, tiles, num_splits, min_split)
+
+
+@dataclass(slots=True)
+class _GraphItems:
+    """Those that a graph reads, as they were last written: steps of requests that feed as many
+    rows as in the step before copy nothing."""
+
+    items: torch.Tensor
+    values: list[int]
+
+    def hold(self, values: list[int]) -> torch.Tensor:
+        if values != self.values:
+            overwrite(self.items, values)
+            self.values = values
+        return self.items
 
 
 def _cut(request: int, start: int, q_len: int, block_q: int) -> list[int]:

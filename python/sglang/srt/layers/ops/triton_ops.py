@@ -157,7 +157,7 @@ class _FewRows:
     def choose(
         cls, num_rows: int, out_features: int, in_features: int, is_gated: bool = False
     ) -> _FewRows | None:
-        """None where cuBLAS is as good."""
+        """None where cuBLAS is as good, or no block divides the features."""
         if num_rows > MAX_FEW_ROWS:
             return None
         block_m = next(rows for rows in (16, 32, MAX_FEW_ROWS) if num_rows <= rows)
@@ -173,11 +173,14 @@ class _FewRows:
             else:
                 chosen = cls(16, 32, 128, 6, 4)
         elif out_features >= 16384:
-            chosen = cls(block_m, 128, 128, 4 if block_m == 32 else 3, 4)
+            block_n = 64 if is_gated and block_m == 64 else 128
+            chosen = cls(block_m, block_n, 128, 4 if block_m == 32 else 3, 4)
         elif in_features >= 8192:
-            chosen = cls(block_m, 32, 128, 6, 4)
+            chosen = cls(64, 32, 128, 6, 4)
+        elif out_features > 4224:
+            chosen = cls(64, 64, 64, 8, 4) if block_m == 64 else cls(32, 64, 128, 5, 4)
         else:
-            return None
+            chosen = cls(block_m, 32, 128, 6, 4)
         if out_features % chosen.block_n or in_features % chosen.block_k:
             return None
         return chosen
