@@ -32,6 +32,7 @@ from tqdm import tqdm
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import DECODE, ForwardBatch, GraphKey
+from sglang.srt.platform import shared_memory_bytes
 from sglang.srt.registry import ATTENTION_BACKENDS, LAYER_OPS
 from sglang.srt.rope_config import parse_rope
 
@@ -153,7 +154,8 @@ def product_cases(
 
         results = n // 2 if is_gated else n
         num_bytes = (rows * (results + k) + n * k) * setting.dtype.itemsize
-        kernel = "triton" if _FewRows.choose(rows, n, k, is_gated) else "cublas"
+        shape = _FewRows.choose(rows, n, k, shared_memory_bytes(setting.device), is_gated)
+        kernel = "triton" if shape else "cublas"
         return Case(op, f"{weight_name} {n}x{k}", rows, num_bytes, make, kernel)
 
     return [case_of(rows) for rows in row_counts if rows <= MAX_FEW_ROWS]

@@ -207,6 +207,10 @@ class GenerationBatchResult:
         """Whether `read` would return at once: a CPU computes while it launches."""
         return self._copy.is_ready
 
+    def wait(self) -> None:
+        """Returns when the step has been computed."""
+        self._copy.wait()
+
     def read(self) -> HostResult:
         """Waits for the step and returns its outcome."""
         emitted, prompts, hidden = self.emitted_logprobs, self.prompt_logprobs, self.hidden_states

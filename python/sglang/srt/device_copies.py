@@ -50,8 +50,12 @@ class HostCopy:
     def is_ready(self) -> bool:
         return self._event is None or self._event.query()
 
-    def read(self) -> list[torch.Tensor]:
-        """Waits for the copies; returns them in order."""
+    def wait(self) -> None:
+        """Returns when the copies are there."""
         if self._event is not None:
             self._event.synchronize()
+
+    def read(self) -> list[torch.Tensor]:
+        """Waits for the copies; returns them in order."""
+        self.wait()
         return self._host

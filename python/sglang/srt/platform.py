@@ -49,6 +49,21 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+# KiB of shared memory that a block may take, by compute capability (CUDA C++ Programming Guide,
+# "Technical Specifications per Compute Capability").
+SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
+LEAST_SHARED_KIB = 99  # of all others from Ampere on
+
+
+@cache
+def shared_memory_bytes(device: torch.device) -> int:
+    """What a block may take of a CUDA GPU; the least there is for a CPU, which has none."""
+    if device.type != "cuda":
+        return LEAST_SHARED_KIB << 10
+    capability = torch.cuda.get_device_capability(device)
+    return SHARED_KIB.get(capability, LEAST_SHARED_KIB) << 10
+
+
 @cache
 def supports_dependent_launch(device: torch.device) -> bool:
     """Whether a kernel can be launched while the one before it ends (CUDA, Hopper and later)."""

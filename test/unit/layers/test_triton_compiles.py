@@ -13,16 +13,21 @@ import pytest
 if sys.platform != "linux" or os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("needs Triton's compiler", allow_module_level=True)
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from sglang.srt import platform
+from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention import triton_kernels as attention
 from sglang.srt.layers.ops import triton_ops as ops
 from sglang.srt.model_executor import triton_step_ops as steps
 from sglang.srt.mtp import triton_acceptance as acceptance
 
 TARGETS = ((80, "fp16"), (90, "bf16"))
+GPUS = (86, 90)  # with the least shared memory, and with the tiles that need most
+NEVER_ALIGNED = ("num_rows", "num_items", "window", "early", "beside", "eps", "scale")
 INTEGERS = ("slots_ptr", "positions_ptr", "rows_ptr", "kv_lens_ptr", "ancestors_ptr")  # of int64
 SHORT_INTEGERS = ("items_ptr", "table_ptr")  # of int32
 FLOATS = ("sums_ptr", "stats_ptr", "rope_table_ptr")
@@ -101,7 +106,7 @@ KERNELS = {
     "16 rows": Kernel(ops._few_rows_kernel, few_rows(16, 32, 256), num_stages=6),
     "64 rows": Kernel(ops._few_rows_kernel, few_rows(64, 128, 128)),
     "16 rows, gated": Kernel(ops._few_rows_kernel, few_rows(16, 64, 128, True), num_stages=3),
-    "64 rows, gated": Kernel(ops._few_rows_kernel, few_rows(64, 128, 128, True), num_stages=3),
+    "64 rows, gated": Kernel(ops._few_rows_kernel, few_rows(64, 64, 128, True), num_stages=3),
     **tree_kernels(
         "prompts",
         attention._extend_kernel,
@@ -148,16 +153,71 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize(("capability", "dtype"), TARGETS)
-@pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_compiles(name: str, capability: int, dtype: str) -> None:
-    kernel = KERNELS[name]
+def compiled(kernel: Kernel, capability: int, dtype: str, aligned: bool = False) -> Any:
+    """For a GPU of that compute capability; `aligned`: pointers and sizes are multiples of 16, as
+    they are of real weights, so that the compiler loads ahead."""
     constants = {**kernel.constants, "PDL": capability >= 90}
     source = ASTSource(
         fn=kernel.function,
         signature=Kernel(kernel.function, constants, types=kernel.types).signature(dtype),
         constexprs=constants,
+        attrs={
+            (place,): [["tt.divisibility", 16]]
+            for place, name in enumerate(kernel.function.arg_names)
+            if aligned and name not in constants and name not in NEVER_ALIGNED
+        },
     )
     options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assert compiled.asm["cubin"]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@pytest.mark.parametrize(("capability", "dtype"), TARGETS)
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_compiles(name: str, capability: int, dtype: str) -> None:
+    assert compiled(KERNELS[name], capability, dtype).asm["cubin"]
+
+
+def shared_bytes(capability: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of a GPU of that compute capability."""
+    pair = divmod(capability, 10)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: pair)
+    found: int = platform.shared_memory_bytes.__wrapped__(torch.device("cuda"))
+    return found
+
+
+@pytest.mark.parametrize("capability", GPUS)
+def test_products_of_few_rows_fit_into_the_shared_memory(
+    capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = shared_bytes(capability, monkeypatch)
+    weights = [(6144, 4096), (4096, 4096), (4096, 14336), (28672, 4096), (128256, 4096)]
+    cases = [(*weight, False) for weight in weights] + [(28672, 4096, True)]
+    shapes = {
+        (gated, ops._FewRows.choose(rows, *weight, limit, gated))
+        for rows in (1, 17, 64)
+        for *weight, gated in cases
+    }
+    assert len(shapes) >= 8
+    for gated, shape in shapes:
+        assert shape is not None
+        assert shape.num_stages >= 2, "Nothing would be loaded ahead."
+        constants = few_rows(shape.block_m, shape.block_n, shape.block_k, gated)
+        kernel = Kernel(ops._few_rows_kernel, constants, shape.num_warps, shape.num_stages)
+        dtype = "bf16" if capability >= 90 else "fp16"
+        assert 0 < compiled(kernel, capability, dtype, aligned=True).metadata.shared <= limit
+
+
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_attention_fits_into_the_shared_memory(
+    capability: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = shared_bytes(capability, monkeypatch)
+    monkeypatch.setattr(triton_backend, "num_multiprocessors", lambda device: 132)
+    tuning = triton_backend.Tuning.choose(torch.device("cuda"), torch.bfloat16, head_dim, 4)
+    heads = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim}
+    for tiles in {tuning.extend, tuning.few, tuning.split, tuning.whole, tuning.crowded}:
+        constants = attention_constants(tiles.block_m, tiles.block_n, True, LOOPS=False)
+        constants |= {**heads, "HAS_TREE": False, "ancestors_ptr": None}
+        kernel = Kernel(attention._extend_kernel, constants, tiles.num_warps, tiles.num_stages)
+        assert 0 < compiled(kernel, capability, "bf16", aligned=True).metadata.shared <= limit

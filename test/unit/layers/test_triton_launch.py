@@ -12,7 +12,7 @@ from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.triton_backend import TritonBackend
 from sglang.srt.layers.triton_launch import Neighbours
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import RAGGED, ForwardBatch, GraphKey
 
 CPU = torch.device("cpu")
 ALONE, BEFORE, AFTER = Neighbours(), Neighbours(before=True), Neighbours(after=True)
@@ -72,3 +72,42 @@ def test_the_first_of_two_lets_the_second_start() -> None:
 
 def test_gpus_that_cannot_run_them_one_after_the_other() -> None:
     assert BEFORE.options(CPU, 1)["PDL"] is False
+
+
+@pytest.mark.usefixtures("hopper")
+def test_items_of_a_graph_are_copied_only_where_they_change() -> None:
+    """To the same address each time, and always those of the step at hand."""
+    key = GraphKey(RAGGED, 2, 15, 32)
+    kv_pool = MHATokenToKVPool(8, 1, 1, 8, 128, torch.bfloat16, "cpu")
+    table = ReqToTokenPool(64, 256, "cpu")
+
+    def items_of(backend: TritonBackend, q_lens: list[int]) -> torch.Tensor:
+        numbers = torch.zeros(key.num_tokens, dtype=torch.int64)
+        rows = numbers[: key.num_reqs]
+        bounds = [200] * len(q_lens)
+        backend.plan(
+            ForwardBatch(numbers, numbers, numbers, rows, q_lens, rows, bounds, graph_key=key)
+        )
+        with mock.patch.object(triton_backend, "attend_items_split") as launch:
+            backend.forward(0, torch.zeros(key.num_tokens, 32, 128, dtype=torch.bfloat16))
+        items: torch.Tensor = launch.call_args.args[3]
+        return items
+
+    backend = TritonBackend(table, kv_pool, 32, [None])
+    addresses = set()
+    with mock.patch.object(triton_backend, "overwrite", wraps=triton_backend.overwrite) as copy:
+        for q_lens, num_copies in (
+            ([15, 15], 1),
+            ([15, 15], 1),
+            ([15, 3], 2),
+            ([15], 3),
+            ([15, 15], 4),
+        ):
+            items = items_of(backend, q_lens)
+            assert copy.call_count == num_copies
+            copied = copy.call_count
+            fresh = items_of(TritonBackend(table, kv_pool, 32, [None]), q_lens)
+            copy.call_count = copied  # without the other's
+            assert items.tolist() == fresh.tolist()
+            addresses.add(items.data_ptr())
+    assert len(addresses) == 1

@@ -147,7 +147,7 @@ class BatchPlanner:
             return
         first = self._order()[0]
         victims = preemptible(running, first.priority, threshold)
-        while not (self._has_room(budget=1) and self._admission.fits(first, running)):
+        while not (self.has_room() and self._admission.fits(first, running)):
             if not victims or not self._would_fit_without(victims, first):
                 return
             if has_inflight:
@@ -176,17 +176,18 @@ class BatchPlanner:
 
     def _admit_newcomers(self, draft: _Draft, budget: int, admits: bool) -> None:
         waiting, running = self._lifecycle.waiting, self._lifecycle.running
-        if not waiting or not self._has_room(budget):
+        if not waiting or not self.has_room(budget):
             return
         for req in self._order():
             if not (admits or req.must_finish):
                 continue
-            if not self._has_room(budget) or not self._admission.fits(req, running):
+            if not self.has_room(budget) or not self._admission.fits(req, running):
                 return
             self._lifecycle.admit(req)
             budget -= self._add_chunk(draft, req, budget)
 
-    def _has_room(self, budget: int) -> bool:
+    def has_room(self, budget: int = 1) -> bool:
+        """Whether one more request could run, as far as rows go, given `budget` prompt tokens."""
         is_full = len(self._lifecycle.running) >= self._config.max_running_requests
         return budget > 0 and not is_full and self._ledger.has_free_row
 

@@ -6,20 +6,34 @@ milliseconds of the last answer. A step launched at once would leave its place e
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 WINDOW = 8  # steps that are remembered
+SHARE = 0.75  # of the host's spare time; the rest is for steps and launches that vary
 MAX_WAIT_S = 0.005  # who has not answered by then is not waited for
+
+
+class Step(Protocol):
+    """A launched step."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the device is done with it."""
+
+    def wait(self) -> None:
+        """Returns when it is."""
 
 
 class LaunchSlack:
     """Watches a loop that launches each step before it reads the one before.
 
-    The step in flight takes the device as long as the shortest of the last ones, at least; planning
-    and launching the next one take the host about as long as they did lately, twice that to be
-    safe. What is left can be waited. Where the host sets the pace, nothing is.
+    What the host waits in a turn of that loop, for the device or for messages, is its spare time:
+    whatever planning, launching and reading take is not in it. A part of the least that it had
+    lately can be waited before a launch. Where a step is ready before the host asks for it, the
+    host sets the pace and has none.
 
     Args:
         clock: seconds.
@@ -27,30 +41,34 @@ class LaunchSlack:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._launches: deque[float] = deque(maxlen=WINDOW)
-        self._steps: deque[float] = deque(maxlen=WINDOW)
-        self._last_read: float | None = None
+        self._spare: deque[float] = deque(maxlen=WINDOW)
+        self._waited_s = 0.0
 
-    def on_launch(self, start_s: float) -> None:
-        """The next step is launched; its planning began at `start_s`."""
-        self._launches.append(self._clock() - start_s)
+    def read(self, step: Step) -> None:
+        """Waits for a step, with the next one in flight."""
+        was_ready = step.is_ready
+        start = self._clock()
+        step.wait()
+        blocked_s = self._clock() - start
+        self._spare.append(0.0 if was_ready else self._waited_s + blocked_s)
+        self._waited_s = 0.0
 
-    def on_read(self) -> None:
-        """A step is read, and the next one in flight."""
-        now = self._clock()
-        if self._last_read is not None:
-            self._steps.append(now - self._last_read)
-        self._last_read = now
-
-    def on_rest(self) -> None:
+    def rest(self) -> None:
         """Nothing is in flight: what comes next may be of another kind."""
-        self._steps.clear()
-        self._last_read = None
+        self._spare.clear()
+        self._waited_s = 0.0
 
     @property
     def wait_s(self) -> float:
-        """Seconds, from the last read on."""
-        if len(self._steps) < WINDOW:
+        """Seconds from now, a whole number of milliseconds, right after a read."""
+        if len(self._spare) < WINDOW:
             return 0.0
-        slack = min(self._steps) - 2 * statistics.median(self._launches)
-        return min(max(0.0, slack), MAX_WAIT_S)
+        return math.floor(min(SHARE * min(self._spare), MAX_WAIT_S) * 1000) / 1000
+
+    def wait(self, for_message: Callable[[float], None]) -> None:
+        """Calls it with `wait_s`, if that is any time at all."""
+        wait_s = self.wait_s
+        if wait_s > 0:
+            start = self._clock()
+            for_message(wait_s)
+            self._waited_s = self._clock() - start

@@ -125,7 +125,6 @@ class Scheduler:
         )
         self._planner = BatchPlanner(config.planner, self.lifecycle, self.ratio)
         self._slack = LaunchSlack(clock)
-        self._clock = clock
         self.control = Control(
             self.lifecycle,
             self.processor,
@@ -155,15 +154,17 @@ class Scheduler:
         self.receive()
         ongoing = self._launch_next(has_inflight=last is not None)
         if last is not None:
+            self._slack.read(last.result)
+            num_ended = self.lifecycle.counts.num_ended
             self._read(last)
-            if ongoing is not None:
-                self._await_arrivals(last)
+            if ongoing is not None and self.lifecycle.counts.num_ended > num_ended:
+                self._await_arrival()
         elif ongoing is not None and ongoing.result.is_ready:
             # Nothing was in flight: a first token need not wait for a second step.
             self._read(ongoing)
             ongoing = self._launch_next(has_inflight=False)
         if ongoing is None:
-            self._slack.on_rest()
+            self._slack.rest()
             self.control.at_rest()
         return ongoing
 
@@ -186,13 +187,8 @@ class Scheduler:
         self.processor.flush()
 
     def _launch_next(self, has_inflight: bool) -> LaunchedStep | None:
-        start_s = self._clock()
         planned = self._plan(has_inflight)
-        if planned is None:
-            return None
-        step = self._launch(planned)
-        self._slack.on_launch(start_s)
-        return step
+        return None if planned is None else self._launch(planned)
 
     def _plan(self, has_inflight: bool) -> PlannedStep | None:
         """The next step; None if there is none, or if the one in flight must be read first."""
@@ -219,13 +215,12 @@ class Scheduler:
         self.stats.on_read(num_accepted, sum(row.emits for row in step.rows))
         self.checker.after_step("result read")
 
-    def _await_arrivals(self, last: LaunchedStep) -> None:
-        """Where a request has ended and none waits for its place, its client's next one may come
-        before the device needs another step."""
-        self._slack.on_read()
-        has_ended = any(row.req.finish_reason is not None for row in last.rows)
-        if has_ended and not self.lifecycle.waiting and self._slack.wait_s > 0:
-            self._inbox.wait(self._slack.wait_s)
+    def _await_arrival(self) -> None:
+        """A request has ended: if none waits for its place, its client's next one may come before
+        the device needs another step."""
+        may_start = self.control.state.admits and self._planner.has_room()
+        if may_start and not self.lifecycle.waiting:
+            self._slack.wait(self._inbox.wait)
 
     def _add_request(self, message: TokenizedGenerateReqInput) -> None:
         params = message.sampling_params

@@ -7,7 +7,7 @@ dependent launch) and waits for it before it reads anything.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,11 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.triton_launch import INTERPRETED, begin, dependent_launch
+from sglang.srt.platform import shared_memory_bytes
 
 MUL_BLOCK = 1024
 MAX_FEW_ROWS = 64
+ITEM_BYTES = 2  # of the types that `_few_rows_kernel` multiplies
 
 
 @triton.jit(do_not_specialize=["early"])
@@ -155,9 +157,19 @@ class _FewRows:
 
     @classmethod
     def choose(
-        cls, num_rows: int, out_features: int, in_features: int, is_gated: bool = False
+        cls,
+        num_rows: int,
+        out_features: int,
+        in_features: int,
+        shared_bytes: int,
+        is_gated: bool = False,
     ) -> _FewRows | None:
-        """None where cuBLAS is as good, or no block divides the features."""
+        """None for more than `MAX_FEW_ROWS`, or where no block divides the features.
+
+        Args:
+            shared_bytes: of shared memory that a program may take; with less than an H100's, fewer
+                stages.
+        """
         if num_rows > MAX_FEW_ROWS:
             return None
         block_m = next(rows for rows in (16, 32, MAX_FEW_ROWS) if num_rows <= rows)
@@ -183,7 +195,8 @@ class _FewRows:
             chosen = cls(block_m, 32, 128, 6, 4)
         if out_features % chosen.block_n or in_features % chosen.block_k:
             return None
-        return chosen
+        stage_bytes = (chosen.block_m + chosen.block_n) * chosen.block_k * ITEM_BYTES
+        return replace(chosen, num_stages=min(chosen.num_stages, shared_bytes // stage_bytes))
 
 
 class TritonOps:
@@ -214,7 +227,8 @@ class TritonOps:
         if bias is not None or x.dtype == torch.float32 or not x.is_contiguous():
             return None
         num_features, in_features = weight.shape
-        shape = _FewRows.choose(x.shape[0], num_features, in_features, is_gated)
+        shared = shared_memory_bytes(self._device)
+        shape = _FewRows.choose(x.shape[0], num_features, in_features, shared, is_gated)
         if shape is None:
             return None
         out_features = num_features // 2 if is_gated else num_features
