@@ -125,17 +125,15 @@ KERNELS = {
         num_warps=2,
         **attention_constants(16, 64, False, LOOPS=False),
     ),
-    **tree_kernels(
-        "splits", attention._split_kernel, **attention_constants(16, 32, False, MIN_SPLIT=32)
-    ),
+    **tree_kernels("splits", attention._split_kernel, **attention_constants(16, 32, False)),
     **tree_kernels(
         "splits in a window",
         attention._split_kernel,
-        **attention_constants(64, 64, True, MIN_SPLIT=64),
+        **attention_constants(64, 64, True),
     ),
     "sum of splits": Kernel(
         attention._combine_kernel,
-        attention_constants(16, 32, False, MIN_SPLIT=32, BLOCK_S=64),
+        attention_constants(16, 32, False, BLOCK_S=64),
     ),
     "page table": Kernel(steps._write_table_kernel, {"BLOCK": 128}, types=STEP_INTEGERS),
     "rows of a step": Kernel(steps._lay_out_kernel, {"BLOCK": 128}, types=STEP_INTEGERS),

@@ -40,8 +40,6 @@ class Tuning:
         split: tiles for as many packed rows as they have or less, whose KV is split.
         whole: likewise, whose KV is not, while the GPU has room for all programs at once.
         crowded: likewise, beyond.
-        min_split: KV positions that a program of a split takes at least, with the tiles `split`.
-        min_split_few: likewise with the tiles `few`.
         num_programs: programs that fill the GPU; the KV of few requests is split until there are
             so many.
         max_splits: of one request's KV.
@@ -52,8 +50,6 @@ class Tuning:
     split: Tiles
     whole: Tiles
     crowded: Tiles
-    min_split: int
-    min_split_few: int
     num_programs: int
     max_splits: int
 
@@ -69,8 +65,6 @@ class Tuning:
                 split=tiles,
                 whole=tiles,
                 crowded=tiles,
-                min_split=16,
-                min_split_few=16,
                 num_programs=16,
                 max_splits=8,
             )
@@ -94,8 +88,6 @@ class Tuning:
             split=split,
             whole=whole,
             crowded=crowded,
-            min_split=32,
-            min_split_few=64,
             num_programs=2 * num_multiprocessors(device),
             max_splits=64,
         )
@@ -110,14 +102,12 @@ class LaunchShape:
         num_split_items, num_extend_items: work items of each kernel.
         tiles: of items of few rows.
         num_splits: of the KV of each item of few rows; 1: a single program writes the result.
-        min_split: KV positions of each, at least.
         extend_programs: of each KV head, for items of many rows in a graph; None: one per item.
     """
 
     num_split_items: int
     tiles: Tiles
     num_splits: int
-    min_split: int
     num_extend_items: int = 0
     extend_programs: int | None = None
 
@@ -148,7 +138,7 @@ class TritonBackend:
         self._workspace = torch.full((size,), float("nan"), device=self._device)
         self._uniform: dict[int, torch.Tensor] = {}
         self._graph_items: dict[GraphKey, _GraphItems] = {}
-        self._shape = LaunchShape(0, tuning.few, 1, tuning.min_split_few)
+        self._shape = LaunchShape(0, tuning.few, 1)
         self._items = torch.empty((0, ITEM_SIZE), dtype=torch.int32, device=self._device)
         self._paged = Paged(
             table=self._table, rows=self._items.new_empty(0), kv_lens=self._items.new_empty(0)
@@ -197,7 +187,7 @@ class TritonBackend:
             else:
                 attend_items_split(
                     q, kv, out, few, paged, window, shape.tiles, before,
-                    shape.num_splits, shape.min_split, self._workspace,
+                    shape.num_splits, self._workspace,
                 )  # fmt: skip
         return out
 
@@ -233,25 +223,21 @@ class TritonBackend:
             self._items = self._uniform_items(key.width, key.num_reqs)
             self._shape = self._split_shape(key.num_reqs, key.width, self._table.shape[1])
             return
-        few: list[int] = []
-        many: list[int] = []
-        starts = accumulate(batch.q_lens, initial=0)
-        for request, (start, q_len) in enumerate(zip(starts, batch.q_lens, strict=False)):
-            if q_len <= key.width:
-                few += _cut(request, start, q_len, block_q)
-            else:
-                many += _cut(request, start, q_len, most_q)
         num_few = key.num_reqs * triton.cdiv(key.width, block_q)
         num_many = key.num_tokens // most_q + key.num_reqs if key.tag == MIXED else 0
-        values = [0] * ((num_few + num_many) * ITEM_SIZE)
-        values[: len(few)] = few
-        values[num_few * ITEM_SIZE : num_few * ITEM_SIZE + len(many)] = many
-        has_room = len(values) == (num_few + num_many) * ITEM_SIZE
-        assert has_room, "More rows than the graph has room for."
         if key not in self._graph_items:
             room = self._items.new_empty((num_few + num_many, ITEM_SIZE))
             self._graph_items[key] = _GraphItems(room, [])
-        self._items = self._graph_items[key].hold(values)
+        held = self._graph_items[key]
+        if held.q_lens != batch.q_lens:
+            few, many = _few_and_many(batch.q_lens, key.width, block_q, most_q)
+            few += [0] * (num_few * ITEM_SIZE - len(few))
+            many += [0] * (num_many * ITEM_SIZE - len(many))
+            has_room = (len(few), len(many)) == (num_few * ITEM_SIZE, num_many * ITEM_SIZE)
+            assert has_room, "More rows than the graph has room for."
+            overwrite(held.items, few + many)
+            held.q_lens = list(batch.q_lens)
+        self._items = held.items
         shape = self._split_shape(num_few, block_q, self._table.shape[1])
         # Most of this room is empty, and a program for each would take longer than the work. One
         # per multiprocessor leaves room for the items of few rows beside them.
@@ -275,34 +261,42 @@ class TritonBackend:
         """Of items of up to block_q rows, whose KV has up to `longest` positions."""
         tuning = self._tuning
         is_narrow = block_q * self._group <= tuning.split.block_m
-        min_split = tuning.min_split if is_narrow else tuning.min_split_few
+        # Each size is compiled anew, so there is none between.
+        tiles = tuning.split if is_narrow else tuning.few
         num_splits = 1
         if num_items > 0:
             wanted = tuning.num_programs // (num_items * self._num_kv_heads)
-            num_splits = min(wanted, triton.cdiv(longest, min_split), tuning.max_splits)
+            num_splits = min(wanted, triton.cdiv(longest, tiles.block_n), tuning.max_splits)
             if num_splits < MIN_SPLITS:
                 num_splits = 1
-        tiles = tuning.few  # each size is compiled anew, so there is none between
-        if is_narrow:
+        if is_narrow and num_splits == 1:
             is_crowded = num_items * self._num_kv_heads > 1.5 * tuning.num_programs
-            whole = tuning.crowded if is_crowded else tuning.whole
-            tiles = whole if num_splits == 1 else tuning.split
-        return LaunchShape(num_items, tiles, num_splits, min_split)
+            tiles = tuning.crowded if is_crowded else tuning.whole
+        return LaunchShape(num_items, tiles, num_splits)
 
 
 @dataclass(slots=True)
 class _GraphItems:
-    """Those that a graph reads, as they were last written: steps of requests that feed as many
-    rows as in the step before copy nothing."""
+    """Those that a graph reads, and of which lengths they are: a step of the same plans nothing."""
 
     items: torch.Tensor
-    values: list[int]
+    q_lens: list[int]
 
-    def hold(self, values: list[int]) -> torch.Tensor:
-        if values != self.values:
-            overwrite(self.items, values)
-            self.values = values
-        return self.items
+
+def _few_and_many(
+    q_lens: Sequence[int], width: int, block_q: int, most_q: int
+) -> tuple[list[int], list[int]]:
+    """Items of requests that feed up to `width` rows, of at most block_q rows each; and of the
+    others, of at most most_q."""
+    few: list[int] = []
+    many: list[int] = []
+    starts = accumulate(q_lens, initial=0)
+    for request, (start, q_len) in enumerate(zip(starts, q_lens, strict=False)):
+        if q_len <= width:
+            few += _cut(request, start, q_len, block_q)
+        else:
+            many += _cut(request, start, q_len, most_q)
+    return few, many
 
 
 def _cut(request: int, start: int, q_len: int, block_q: int) -> list[int]:

@@ -62,10 +62,10 @@ def seen_range(
 
 
 @triton.jit
-def split_len(start, end, num_splits, BLOCK_N: tl.constexpr, MIN_SPLIT: tl.constexpr):
-    """KV positions of each split but the last one: whole tiles."""
+def split_len(start, end, num_splits, BLOCK_N: tl.constexpr):
+    """KV positions of each split but the last one: whole tiles, one at least."""
     tiles = tl.cdiv(tl.cdiv(end - start, num_splits), BLOCK_N)
-    return tl.maximum(tiles * BLOCK_N, MIN_SPLIT)
+    return tl.maximum(tiles, 1) * BLOCK_N
 
 
 @triton.jit

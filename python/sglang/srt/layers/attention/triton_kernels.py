@@ -49,22 +49,6 @@ class Paged:
 
 
 @triton.jit
-def _write(
-    out_ptr, acc, total, first_token, num_rows,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """The result of an item's rows, from sums over all the KV that they see."""
-    offsets = packed_offsets(
-        first_token, tl.program_id(1), NUM_KV_HEADS * GROUP * HEAD_DIM, HEAD_DIM,
-        GROUP, BLOCK_M, BLOCK_D,
-    )  # fmt: skip
-    out = acc / tl.where(total > 0, total, 1.0)[:, None]
-    exists = packed_mask(num_rows, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
-    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=exists)
-
-
-@triton.jit
 def _attend_item(
     index, q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, rows_ptr, kv_lens_ptr, ancestors_ptr,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
@@ -86,10 +70,13 @@ def _attend_item(
             q_token, q_head, kv_slot, kv_head, table_width, window, scale,
             NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-        _write(
-            out_ptr, acc, total, first_token, num_rows,
-            NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
+        offsets = packed_offsets(
+            first_token, tl.program_id(1), NUM_KV_HEADS * GROUP * HEAD_DIM, HEAD_DIM,
+            GROUP, BLOCK_M, BLOCK_D,
         )  # fmt: skip
+        out = acc / tl.where(total > 0, total, 1.0)[:, None]
+        exists = packed_mask(num_rows, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
+        tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=exists)
 
 
 @triton.jit(do_not_specialize=["ancestors_ptr", "window", "num_items", "early", "beside"])
@@ -121,17 +108,15 @@ def _extend_kernel(
 
 @triton.jit(do_not_specialize=["ancestors_ptr", "window", "early", "beside"])
 def _split_kernel(
-    q_ptr, kv_ptr, out_ptr, sums_ptr, stats_ptr,
-    items_ptr, table_ptr, rows_ptr, kv_lens_ptr, ancestors_ptr,
+    q_ptr, kv_ptr, sums_ptr, stats_ptr, items_ptr, table_ptr, rows_ptr, kv_lens_ptr, ancestors_ptr,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, PDL: tl.constexpr, early, beside,
+    PDL: tl.constexpr, early, beside,
 ):  # fmt: skip
     """Grid (items, KV heads, splits): a program goes over its share of the item's KV, and leaves
-    acc, top and total in the workspace; one without a share leaves nothing. Where the KV is no
-    longer than one share, its program writes the result itself."""
+    acc, top and total in the workspace; one without a share leaves nothing."""
     begin(PDL, early, beside)
     table_row, first_token, num_rows, position, common_end = load_item(
         items_ptr, rows_ptr, kv_lens_ptr, tl.program_id(0), HAS_TREE
@@ -140,8 +125,7 @@ def _split_kernel(
         finish(PDL, beside)
         return
     start, end, whole_end = seen_range(position, num_rows, common_end, window, HAS_WINDOW, BLOCK_N)
-    length = split_len(start, end, tl.num_programs(2), BLOCK_N, MIN_SPLIT)
-    is_whole = start + length >= end
+    length = split_len(start, end, tl.num_programs(2), BLOCK_N)
     start = start + tl.program_id(2) * length
     if start >= end:
         finish(PDL, beside)
@@ -153,20 +137,14 @@ def _split_kernel(
         q_token, q_head, kv_slot, kv_head, table_width, window, scale,
         NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    if is_whole:
-        _write(
-            out_ptr, acc, total, first_token, num_rows,
-            NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
-        )  # fmt: skip
-    else:
-        part = tl.program_id(0) * NUM_KV_HEADS + tl.program_id(1)
-        part = (part * tl.num_programs(2) + tl.program_id(2)).to(tl.int64)
-        row = part * BLOCK_M + tl.arange(0, BLOCK_M)
-        dim = tl.arange(0, BLOCK_D)
-        exists = packed_mask(num_rows, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
-        tl.store(sums_ptr + row[:, None] * HEAD_DIM + dim[None, :], acc, mask=exists)
-        tl.store(stats_ptr + row * 2, top)
-        tl.store(stats_ptr + row * 2 + 1, total)
+    part = tl.program_id(0) * NUM_KV_HEADS + tl.program_id(1)
+    part = (part * tl.num_programs(2) + tl.program_id(2)).to(tl.int64)
+    row = part * BLOCK_M + tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    exists = packed_mask(num_rows, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
+    tl.store(sums_ptr + row[:, None] * HEAD_DIM + dim[None, :], acc, mask=exists)
+    tl.store(stats_ptr + row * 2, top)
+    tl.store(stats_ptr + row * 2 + 1, total)
     finish(PDL, beside)
 
 
@@ -175,9 +153,9 @@ def _combine_kernel(
     sums_ptr, stats_ptr, out_ptr, items_ptr, rows_ptr, kv_lens_ptr, window, num_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr, early,
+    BLOCK_S: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
-    """Grid (items, KV heads, packed rows): adds up the splits of one row, if there are several."""
+    """Grid (items, KV heads, packed rows): adds up the splits of one row."""
     begin(PDL, early)
     _, first_token, num_rows, position, common_end = load_item(
         items_ptr, rows_ptr, kv_lens_ptr, tl.program_id(0), False
@@ -186,9 +164,7 @@ def _combine_kernel(
     if packed // GROUP >= num_rows:
         return
     start, end, _ = seen_range(position, num_rows, common_end, window, HAS_WINDOW, BLOCK_N)
-    length = split_len(start, end, num_splits, BLOCK_N, MIN_SPLIT)
-    if start + length >= end:
-        return
+    length = split_len(start, end, num_splits, BLOCK_N)
     split = tl.arange(0, BLOCK_S)
     used = (split < num_splits) & (start + split * length < end)
     kv_index = tl.program_id(1)
@@ -251,12 +227,12 @@ def attend_items(
 def attend_items_split(
     q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, items: torch.Tensor, paged: Paged,
     window: int | None, tiles: Tiles, launch: Neighbours,
-    num_splits: int, min_split: int, workspace: torch.Tensor,
+    num_splits: int, workspace: torch.Tensor,
 ) -> None:  # fmt: skip
-    """As `attend_items`, with the KV of each item shared out among up to `num_splits` programs.
+    """As `attend_items`, with the KV of each item shared out among up to `num_splits` programs,
+    in whole tiles.
 
     Args:
-        min_split: a program takes no fewer KV positions, but the last; a multiple of block_n.
         workspace: float32, `workspace_size` elements at least; of block_m packed rows.
     """
     constants = _constants(q, kv, window, tiles)
@@ -264,10 +240,10 @@ def attend_items_split(
     num_rows = len(items) * num_kv_heads * num_splits * tiles.block_m
     stats, sums = workspace[: 2 * num_rows], workspace[2 * num_rows :]
     _split_kernel[(len(items), num_kv_heads, num_splits)](
-        q, kv, out, sums, stats, items, paged.table, paged.rows, paged.kv_lens, paged.ancestors,
+        q, kv, sums, stats, items, paged.table, paged.rows, paged.kv_lens, paged.ancestors,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), paged.table.stride(0),
         window or 0, head_dim**-0.5 * LOG2_E,
-        **constants, HAS_TREE=paged.ancestors is not None, MIN_SPLIT=min_split,
+        **constants, HAS_TREE=paged.ancestors is not None,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         **launch.options(q.device, len(items) * num_kv_heads * num_splits),
     )  # fmt: skip
@@ -275,7 +251,7 @@ def attend_items_split(
     block_s = next(size for size in (8, 32, 64) if num_splits <= size)  # each is compiled anew
     _combine_kernel[(len(items), num_kv_heads, tiles.block_m // group * group)](
         sums, stats, out, items, paged.rows, paged.kv_lens, window or 0, num_splits,
-        **constants, MIN_SPLIT=min_split, BLOCK_S=block_s, num_warps=1 if block_s <= 32 else 4,
+        **constants, BLOCK_S=block_s, num_warps=1 if block_s <= 32 else 4,
         **dependent_launch(q.device, len(items) * num_kv_heads * tiles.block_m),
     )  # fmt: skip
 
