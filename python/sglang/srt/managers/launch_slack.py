@@ -9,22 +9,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+
+from sglang.srt.base_worker import GenerationBatchResult
 
 WINDOW = 8  # steps that are remembered
 SHARE = 0.75  # of the host's spare time; the rest is for steps and launches that vary
 MAX_WAIT_S = 0.005  # who has not answered by then is not waited for
-
-
-class Step(Protocol):
-    """A launched step."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the device is done with it."""
-
-    def wait(self) -> None:
-        """Returns when it is."""
 
 
 class LaunchSlack:
@@ -44,7 +34,7 @@ class LaunchSlack:
         self._spare: deque[float] = deque(maxlen=WINDOW)
         self._waited_s = 0.0
 
-    def read(self, step: Step) -> None:
+    def read(self, step: GenerationBatchResult) -> None:
         """Waits for a step, with the next one in flight."""
         was_ready = step.is_ready
         start = self._clock()

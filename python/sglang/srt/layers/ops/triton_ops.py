@@ -204,6 +204,7 @@ class TritonOps:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._shared_bytes = shared_memory_bytes(device)
 
     def _launch(self, num_programs: int) -> dict[str, int]:
         return dependent_launch(self._device, num_programs)
@@ -227,8 +228,7 @@ class TritonOps:
         if bias is not None or x.dtype == torch.float32 or not x.is_contiguous():
             return None
         num_features, in_features = weight.shape
-        shared = shared_memory_bytes(self._device)
-        shape = _FewRows.choose(x.shape[0], num_features, in_features, shared, is_gated)
+        shape = _FewRows.choose(x.shape[0], num_features, in_features, self._shared_bytes, is_gated)
         if shape is None:
             return None
         out_features = num_features // 2 if is_gated else num_features
