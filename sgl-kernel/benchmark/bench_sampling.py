@@ -96,6 +96,17 @@ def _sampler(top_p: float, top_k: int, by_sorting: bool = False) -> Callable[[in
     return make
 
 
+def _penalizer(by_torch: bool = False) -> Callable[[int, int], Call]:
+    def make(rows: int, size: int) -> Call:
+        counts = (torch.rand(rows, size, device="cuda") < 0.01).int()
+        penalties = torch.tensor([[1.1, 0.3, 0.2]], device="cuda").repeat(rows, 1)
+        requests = torch.arange(rows, device="cuda")
+        op = reference.penalize_logits if by_torch else sgl_kernel.penalize_logits
+        return lambda logits: op(logits, counts, penalties, requests)
+
+    return make
+
+
 def _torch_argmax_logsumexp(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return logits.argmax(dim=-1), logits.float().logsumexp(dim=-1)
 
@@ -108,6 +119,8 @@ _OPS: dict[str, Callable[[int, int], Call]] = {
     "sample, top_p 0.9": _sampler(0.9, 1 << 30),
     "sample, top_p 0.9 top_k 50": _sampler(0.9, 50),
     "torch sort, top_p 0.9": _sampler(0.9, 1 << 30, by_sorting=True),
+    "penalize": _penalizer(),
+    "torch penalize": _penalizer(by_torch=True),
 }
 
 

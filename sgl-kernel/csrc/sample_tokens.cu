@@ -6,7 +6,8 @@ namespace {
 
 template <typename Format>
 cudaError_t launch(const LogitsView& view, const SamplingView& sampling, int64_t rows, int device,
-                   cudaStream_t stream, RacePartial* partials, int64_t* token_ids) {
+                   cudaStream_t stream, RacePartial* partials, int64_t* token_ids,
+                   float* logprobs) {
   const int chunks = num_chunks(view.size);
   const unsigned blocks = static_cast<unsigned>(rows * chunks);
   race_chunks_kernel<Format>
@@ -15,19 +16,19 @@ cudaError_t launch(const LogitsView& view, const SamplingView& sampling, int64_t
   if (status != cudaSuccess) return status;
   return launch_dependent(select_tokens_kernel<Format>, device, static_cast<unsigned>(rows),
                           kSelectThreads, stream, view, sampling, chunks,
-                          static_cast<const RacePartial*>(partials), token_ids);
+                          static_cast<const RacePartial*>(partials), token_ids, logprobs);
 }
 
 }  // namespace
 }  // namespace sgl_kernel
 
-// workspace: rows * sgl_num_chunks(size) * 16 bytes, aligned to 16.
+// workspace: rows * sgl_num_chunks(size) * 32 bytes, aligned to 16.
 extern "C" int sgl_sample_tokens(int device, int dtype, const void* logits, int64_t row_stride,
                                  int64_t rows, int64_t size, const int64_t* banned,
                                  int64_t num_banned, const float* temperature,
                                  const int64_t* top_k, const float* top_p, const float* min_p,
                                  const int64_t* seeds, const int64_t* positions, void* workspace,
-                                 int64_t* token_ids, void* stream_handle) {
+                                 int64_t* token_ids, float* logprobs, void* stream_handle) {
   using namespace sgl_kernel;
   if (!is_supported_shape(rows, size)) return cudaErrorInvalidValue;
   const DeviceScope scope(device);
@@ -39,11 +40,14 @@ extern "C" int sgl_sample_tokens(int device, int dtype, const void* logits, int6
   RacePartial* partials = static_cast<RacePartial*>(workspace);
   switch (dtype) {
     case kFloat32:
-      return launch<Float32>(view, sampling, rows, device, stream, partials, token_ids);
+      return launch<Float32>(view, sampling, rows, device, stream, partials, token_ids,
+                             logprobs);
     case kBfloat16:
-      return launch<Bfloat16>(view, sampling, rows, device, stream, partials, token_ids);
+      return launch<Bfloat16>(view, sampling, rows, device, stream, partials, token_ids,
+                             logprobs);
     case kFloat16:
-      return launch<Float16>(view, sampling, rows, device, stream, partials, token_ids);
+      return launch<Float16>(view, sampling, rows, device, stream, partials, token_ids,
+                             logprobs);
     default:
       return cudaErrorInvalidValue;
   }

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import torch
-from sampling_oracle import SamplingCase
+from sampling_oracle import PenaltyCase, SamplingCase
 
 from sgl_kernel._library import DTYPE_CODES, PARTIAL_BYTES, KernelLibrary
 
@@ -42,10 +42,11 @@ def argmax_logsumexp(
     return token_ids, best, logsumexp
 
 
-def sample_tokens(library: KernelLibrary, case: SamplingCase) -> torch.Tensor:
-    """As sgl_kernel.sample_tokens; output and workspace hold poison before."""
+def sample_tokens(library: KernelLibrary, case: SamplingCase) -> tuple[torch.Tensor, torch.Tensor]:
+    """As sgl_kernel.sample_tokens; outputs and workspace hold poison before."""
     rows, size = case.logits.shape
     token_ids = torch.full((rows,), -7)
+    logprobs = torch.full((rows,), torch.nan)
     workspace = _workspace(library, rows, size)
     parameters = (
         case.temperature, case.top_k, case.top_p, case.min_p, case.seeds, case.positions
@@ -56,10 +57,30 @@ def sample_tokens(library: KernelLibrary, case: SamplingCase) -> torch.Tensor:
         *(parameter.data_ptr() for parameter in parameters),
         workspace.data_ptr(),
         token_ids.data_ptr(),
+        logprobs.data_ptr(),
         None,
     )
     library.check(status)
-    return token_ids
+    return token_ids, logprobs
+
+
+def penalize_logits(library: KernelLibrary, case: PenaltyCase) -> torch.Tensor:
+    """As sgl_kernel.penalize_logits; the result holds poison before."""
+    rows, size = case.logits.shape
+    result = torch.full((rows, size), torch.nan)
+    code, address, stride, *shape = _logits_arguments(case.logits, None)[:5]
+    extra = (case.extra_tokens, case.extra_counts)
+    status = library.penalize_logits(
+        0,
+        *(code, address, stride, *shape),
+        *(value.data_ptr() for value in (case.counts, case.penalties, case.requests)),
+        *(None if value is None else value.data_ptr() for value in extra),
+        0 if case.extra_tokens is None else case.extra_tokens.shape[1],
+        result.data_ptr(),
+        None,
+    )
+    library.check(status)
+    return result
 
 
 def uniform_noise(

@@ -74,6 +74,78 @@ def unfiltered(case: SamplingCase) -> SamplingCase:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class PenaltyCase:
+    """Arguments of one penalize_logits call, in its order."""
+
+    logits: torch.Tensor
+    counts: torch.Tensor
+    penalties: torch.Tensor
+    requests: torch.Tensor
+    extra_tokens: torch.Tensor | None = None
+    extra_counts: torch.Tensor | None = None
+
+    def arguments(self) -> tuple[torch.Tensor | None, ...]:
+        rows = (self.counts, self.penalties, self.requests)
+        return (self.logits, *rows, self.extra_tokens, self.extra_counts)
+
+    def to(self, device: str) -> PenaltyCase:
+        """A copy on a device."""
+        return PenaltyCase(*(None if v is None else v.to(device) for v in self.arguments()))
+
+
+def random_penalties(
+    rows: int, size: int, seed: int, dtype: torch.dtype = torch.float32, num_extra: int = 0
+) -> PenaltyCase:
+    """A case of 5 requests with few generated tokens; the last request has no penalties."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    is_generated = torch.rand(5, size, generator=generator) < 0.1
+    repetition = torch.tensor([1.0, 1.3, 0.7, 2.0, 1.0])
+    frequency = torch.tensor([0.5, 0.0, -0.3, 1.1, 0.0])
+    presence = torch.tensor([0.0, 0.2, -2.0, 0.7, 0.0])
+    return PenaltyCase(
+        logits=(torch.randn(rows, size, generator=generator) * 4).to(dtype),
+        counts=(is_generated * draw(1, 9, 5, size)).int(),
+        penalties=torch.stack([repetition, frequency, presence], dim=1),
+        requests=draw(0, 5, rows),
+        extra_tokens=draw(0, size, rows, num_extra) if num_extra else None,
+        extra_counts=draw(0, 2, rows, num_extra).int() if num_extra else None,
+    )
+
+
+def assert_penalized(case: PenaltyCase, result: torch.Tensor) -> None:
+    """Each logit by the definition, in float64, within float32's rounding."""
+    rows, size = case.logits.shape
+    expected = case.logits.double()
+    for row in range(rows):
+        request = case.requests[row]
+        count = case.counts[request].double()
+        if case.extra_tokens is not None and case.extra_counts is not None:
+            for token, extra in zip(case.extra_tokens[row], case.extra_counts[row], strict=True):
+                count[token] += extra
+        repetition, frequency, presence = case.penalties[request].double()
+        values = expected[row]
+        factor = torch.where(values > 0, 1 / repetition, repetition)
+        lowered = values * factor - count * frequency - presence
+        expected[row] = torch.where(count > 0, lowered, values)
+    assert result.dtype == torch.float32
+    assert result.shape == (rows, size)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-6, atol=2e-6)
+
+
+def assert_scored(case: SamplingCase, token_ids: torch.Tensor, logprobs: torch.Tensor) -> None:
+    """The log-probabilities are those of the tokens in the unfiltered distribution."""
+    values = masked(case.logits, case.banned_ids)
+    divisor = torch.where(case.temperature == 0, 1.0, case.temperature).double()
+    expected = torch.log_softmax(values / divisor[:, None], dim=-1)
+    expected = expected.gather(-1, token_ids[:, None])[:, 0]
+    torch.testing.assert_close(logprobs.double(), expected, rtol=2e-6, atol=2e-5)
+
+
 def masked(logits: torch.Tensor, banned_ids: torch.Tensor | None) -> torch.Tensor:
     """[S, V] float64 with -inf for banned ids."""
     values = logits.to(torch.float64).clone()

@@ -8,7 +8,17 @@ from dataclasses import replace
 import emulated_library
 import pytest
 import torch
-from sampling_oracle import assert_drawn, masked, noise, random_case, unfiltered
+from sampling_oracle import (
+    SamplingCase,
+    assert_drawn,
+    assert_penalized,
+    assert_scored,
+    masked,
+    noise,
+    random_case,
+    random_penalties,
+    unfiltered,
+)
 
 from sgl_kernel import reference
 from sgl_kernel._library import KernelLibrary
@@ -32,6 +42,13 @@ def check_argmax(
     torch.testing.assert_close(token_ids, values.argmax(dim=-1), rtol=0, atol=0)
     torch.testing.assert_close(best.double(), values.amax(dim=-1), rtol=0, atol=0)
     torch.testing.assert_close(logsumexp.double(), values.logsumexp(dim=-1), rtol=1e-5, atol=2e-5)
+
+
+def draw(library: KernelLibrary, case: SamplingCase) -> torch.Tensor:
+    """Tokens whose log-probabilities have been checked."""
+    token_ids, logprobs = emulated_library.sample_tokens(library, case)
+    assert_scored(case, token_ids, logprobs)
+    return token_ids
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -68,7 +85,7 @@ def test_ties_over_more_chunks_than_a_warp_has_lanes(library: KernelLibrary) -> 
     torch.testing.assert_close(logsumexp, logits.float().logsumexp(dim=-1))
     case = replace(random_case(2, 200000, seed=7), logits=logits)
     case = replace(case, top_k=torch.tensor([2, 1]), temperature=torch.tensor([1.0, 0.0]))
-    token_ids = emulated_library.sample_tokens(library, case)
+    token_ids = draw(library, case)
     assert token_ids[0] in (9000, 150000)
     assert token_ids[1] == 150000
 
@@ -89,7 +106,7 @@ def test_rows_without_finite_logits_give_an_id_in_range(library: KernelLibrary) 
     assert best.tolist() == [-torch.inf, -torch.inf, torch.inf]
     assert logsumexp.tolist() == [-torch.inf, -torch.inf, torch.inf]
     case = replace(random_case(3, 4100, seed=1), logits=logits)
-    assert emulated_library.sample_tokens(library, case).tolist() == [0, 0, 0]
+    assert emulated_library.sample_tokens(library, case)[0].tolist() == [0, 0, 0]
 
 
 def test_logsumexp_of_chunks_with_very_different_logits(library: KernelLibrary) -> None:
@@ -116,20 +133,20 @@ def test_samples_are_the_filtered_winners(
     case = random_case(14, size, seed=size + int(10 * spread), dtype=dtype, spread=spread)
     case = replace(case, logits=emulated_library.surrounded(case.logits, offset=size % 8, gap=3))
     uniform = reference.uniform_noise(case.seeds, case.positions, size)
-    assert_drawn(case, uniform, emulated_library.sample_tokens(library, case))
+    assert_drawn(case, uniform, draw(library, case))
 
 
 def test_samples_without_filters(library: KernelLibrary) -> None:
     case = unfiltered(random_case(40, 5000, seed=3))
     uniform = reference.uniform_noise(case.seeds, case.positions, 5000)
-    assert_drawn(case, uniform, emulated_library.sample_tokens(library, case))
+    assert_drawn(case, uniform, draw(library, case))
 
 
 def test_samples_never_hold_banned_tokens(library: KernelLibrary) -> None:
     case = random_case(20, 4200, seed=4, dtype=torch.bfloat16)
     banned = torch.unique(torch.cat([case.logits.argmax(dim=-1), torch.tensor([0, 4199])]))
     case = replace(case, banned_ids=banned)
-    token_ids = emulated_library.sample_tokens(library, case)
+    token_ids = draw(library, case)
     assert not torch.isin(token_ids, banned).any()
     uniform = reference.uniform_noise(case.seeds, case.positions, 4200)
     assert_drawn(case, uniform, token_ids)
@@ -141,7 +158,8 @@ def test_a_rows_token_does_not_depend_on_the_other_rows(library: KernelLibrary) 
     for row in range(9):
         alone = [value[row : row + 1] for value in case.arguments()[:-1] if value is not None]
         single = emulated_library.sample_tokens(library, type(case)(*alone))
-        assert single.tolist() == together[row : row + 1].tolist()
+        for part, expected in zip(single, together, strict=True):
+            assert torch.equal(part, expected[row : row + 1])
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-4, 1e4, 1e30])
@@ -150,10 +168,32 @@ def test_extreme_temperatures_give_tokens_in_range(
 ) -> None:
     case = random_case(6, 4100, seed=6)
     case = replace(case, temperature=torch.full((6,), temperature))
-    token_ids = emulated_library.sample_tokens(library, case)
+    token_ids = draw(library, case)
     assert ((token_ids >= 0) & (token_ids < 4100)).all()
     if temperature < 1e-3:
         assert torch.equal(token_ids, case.logits.argmax(dim=-1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 7, 4089, 4097, 9001])
+@pytest.mark.parametrize("num_extra", [0, 3])
+def test_penalties(library: KernelLibrary, size: int, dtype: torch.dtype, num_extra: int) -> None:
+    case = random_penalties(7, size, seed=size, dtype=dtype, num_extra=num_extra)
+    case = replace(case, logits=emulated_library.surrounded(case.logits, offset=3, gap=5))
+    result = emulated_library.penalize_logits(library, case)
+    assert_penalized(case, result)
+    assert torch.equal(result, reference.penalize_logits(*case.arguments()))
+
+
+def test_an_extra_token_at_each_end_of_each_chunk_counts(library: KernelLibrary) -> None:
+    tokens = torch.tensor([[0, 4095, 4096, 8191, 8192, 9000, 9000]])
+    case = replace(
+        random_penalties(1, 9001, seed=2),
+        requests=torch.tensor([3]),
+        extra_tokens=tokens,
+        extra_counts=torch.ones_like(tokens, dtype=torch.int32),
+    )
+    assert_penalized(case, emulated_library.penalize_logits(library, case))
 
 
 def test_shapes_beyond_the_grid_are_refused(library: KernelLibrary) -> None:

@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sampling_oracle import SamplingCase, assert_drawn, masked, random_case, unfiltered
+from sampling_oracle import (
+    SamplingCase,
+    assert_drawn,
+    assert_penalized,
+    assert_scored,
+    masked,
+    random_case,
+    random_penalties,
+    unfiltered,
+)
 
 import sgl_kernel
 from sgl_kernel import reference
@@ -66,7 +75,8 @@ def check_argmax(logits: torch.Tensor, banned_ids: torch.Tensor | None = None) -
 
 def check_samples(case: SamplingCase) -> torch.Tensor:
     poison_the_allocator()
-    token_ids = sgl_kernel.sample_tokens(*case.arguments())
+    token_ids, logprobs = sgl_kernel.sample_tokens(*case.arguments())
+    assert_scored(case, token_ids, logprobs)
     uniform = sgl_kernel.uniform_noise(case.seeds, case.positions, case.logits.shape[1])
     assert_drawn(case, uniform, token_ids)
     return token_ids
@@ -100,7 +110,7 @@ def test_ties_go_to_the_lowest_index(dtype: torch.dtype) -> None:
     assert sgl_kernel.argmax_logsumexp(logits)[0].tolist() == [0, 77, 90000]
     case = gpu_case(3, 128256, 2, dtype, 0.0)
     case = replace(case, logits=logits, temperature=torch.zeros(3, device="cuda"))
-    assert sgl_kernel.sample_tokens(*case.arguments()).tolist() == [0, 77, 90000]
+    assert sgl_kernel.sample_tokens(*case.arguments())[0].tolist() == [0, 77, 90000]
 
 
 def test_bans_and_minus_infinity() -> None:
@@ -127,7 +137,7 @@ def test_rows_without_finite_logits_give_an_id_in_range(value: float) -> None:
     logits = torch.full((2, 5000), value, device="cuda")
     assert sgl_kernel.argmax_logsumexp(logits)[0].tolist() == [0, 0]
     case = replace(gpu_case(2, 5000, 5, torch.float32, 1.0), logits=logits)
-    assert sgl_kernel.sample_tokens(*case.arguments()).tolist() == [0, 0]
+    assert sgl_kernel.sample_tokens(*case.arguments())[0].tolist() == [0, 0]
 
 
 def test_noise_is_the_references_bit_for_bit() -> None:
@@ -161,12 +171,14 @@ def test_the_same_input_gives_the_same_output_alone_and_in_a_batch() -> None:
     first = sgl_kernel.sample_tokens(*case.arguments())
     parts = sgl_kernel.argmax_logsumexp(case.logits)
     for _ in range(20):
-        assert torch.equal(sgl_kernel.sample_tokens(*case.arguments()), first)
+        for part, again in zip(first, sgl_kernel.sample_tokens(*case.arguments()), strict=True):
+            assert torch.equal(part, again)
         for part, again in zip(parts, sgl_kernel.argmax_logsumexp(case.logits), strict=True):
             assert torch.equal(part, again)
     for row in range(0, 128, 9):
         alone = [value[row : row + 1] for value in case.arguments() if value is not None]
-        assert torch.equal(sgl_kernel.sample_tokens(*alone), first[row : row + 1])
+        for part, again in zip(first, sgl_kernel.sample_tokens(*alone), strict=True):
+            assert torch.equal(part[row : row + 1], again)
         single = sgl_kernel.argmax_logsumexp(case.logits[row : row + 1])
         assert torch.equal(single[2], parts[2][row : row + 1])
 
@@ -177,17 +189,18 @@ def test_graph_replays_see_changed_inputs() -> None:
     case = replace(case, banned_ids=banned)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        token_ids = sgl_kernel.sample_tokens(*case.arguments())
+        draws = sgl_kernel.sample_tokens(*case.arguments())
         parts = sgl_kernel.argmax_logsumexp(case.logits, banned)
     for step in range(5):
         fresh = gpu_case(33, 128256, 100 + step, torch.bfloat16, 2.0)
         for target, source in zip(case.arguments()[:-1], fresh.arguments()[:-1], strict=True):
             target.copy_(source)
         banned.fill_(step)
-        for output in (token_ids, *parts):
+        for output in (*draws, *parts):
             output.fill_(-7)
         graph.replay()
-        assert torch.equal(token_ids, sgl_kernel.sample_tokens(*case.arguments()))
+        for part, expected in zip(draws, sgl_kernel.sample_tokens(*case.arguments()), strict=True):
+            assert torch.equal(part, expected)
         eager = sgl_kernel.argmax_logsumexp(case.logits, banned)
         for part, expected in zip(parts, eager, strict=True):
             assert torch.equal(part, expected)
@@ -195,14 +208,14 @@ def test_graph_replays_see_changed_inputs() -> None:
 
 def test_two_streams_at_once_do_not_disturb_each_other() -> None:
     cases = [gpu_case(64, 128256, 10 + i, torch.bfloat16, 2.0) for i in range(2)]
-    expected = [sgl_kernel.sample_tokens(*case.arguments()) for case in cases]
+    expected = [sgl_kernel.sample_tokens(*case.arguments())[0] for case in cases]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in cases]
     results: list[list[torch.Tensor]] = [[], []]
     for _ in range(20):
         for i, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                results[i].append(sgl_kernel.sample_tokens(*cases[i].arguments()))
+                results[i].append(sgl_kernel.sample_tokens(*cases[i].arguments())[0])
     torch.cuda.synchronize()
     for i in range(2):
         assert all(torch.equal(result, expected[i]) for result in results[i])
@@ -220,7 +233,7 @@ def test_samples_follow_the_distribution(filtered: bool) -> None:
         positions=torch.arange(rows, device="cuda"),
         top_k=torch.full((rows,), 9 if filtered else size, device="cuda"),
     )
-    counts = torch.bincount(sgl_kernel.sample_tokens(*case.arguments()), minlength=size)
+    counts = torch.bincount(sgl_kernel.sample_tokens(*case.arguments())[0], minlength=size)
     num_kept = 9 if filtered else size
     assert counts[num_kept:].sum() == 0
     expected = torch.softmax(logits[:num_kept].double(), dim=-1) * rows
@@ -230,8 +243,30 @@ def test_samples_follow_the_distribution(filtered: bool) -> None:
 
 def test_no_rows_give_no_tokens() -> None:
     case = gpu_case(0, 4096, 12, torch.float32, 1.0)
-    assert sgl_kernel.sample_tokens(*case.arguments()).shape == (0,)
+    assert [part.shape[0] for part in sgl_kernel.sample_tokens(*case.arguments())] == [0, 0]
     assert [part.shape[0] for part in sgl_kernel.argmax_logsumexp(case.logits)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 4089, 4097, 32001])
+@pytest.mark.parametrize("num_extra", [0, 15])
+def test_penalties(size: int, dtype: torch.dtype, num_extra: int) -> None:
+    case = random_penalties(9, size, BASE_SEED + size, dtype, num_extra)
+    poison_the_allocator()
+    result = sgl_kernel.penalize_logits(*case.to("cuda").arguments())
+    assert_penalized(case, result.cpu())
+
+
+def test_penalties_of_many_rows_and_a_graph() -> None:
+    case = random_penalties(128, 128256, BASE_SEED, torch.bfloat16).to("cuda")
+    expected = reference.penalize_logits(*case.arguments())
+    assert torch.equal(sgl_kernel.penalize_logits(*case.arguments()), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = sgl_kernel.penalize_logits(*case.arguments())
+    result.fill_(-7)
+    graph.replay()
+    assert torch.equal(result, expected)
 
 
 def test_parameters_on_the_cpu_are_refused() -> None:

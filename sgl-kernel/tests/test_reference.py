@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sampling_oracle import assert_drawn, masked, noise, random_case, unfiltered
+from sampling_oracle import (
+    assert_drawn,
+    assert_penalized,
+    assert_scored,
+    masked,
+    noise,
+    random_case,
+    random_penalties,
+    unfiltered,
+)
 
 import sgl_kernel
 from sgl_kernel import KernelUnavailableError, reference
@@ -48,7 +57,8 @@ def test_the_logits_are_left_as_they_were() -> None:
 def test_samples_against_the_float64_race(dtype: torch.dtype, spread: float) -> None:
     case = random_case(70, 200, seed=1, dtype=dtype, spread=spread)
     case = replace(case, banned_ids=torch.tensor([3, 77]))
-    token_ids = sgl_kernel.sample_tokens(*case.arguments())
+    token_ids, logprobs = sgl_kernel.sample_tokens(*case.arguments())
+    assert_scored(case, token_ids, logprobs)
     assert_drawn(case, noise(case.seeds, case.positions, 200), token_ids)
 
 
@@ -81,7 +91,7 @@ def test_samples_follow_the_distribution() -> None:
         seeds=torch.full((rows,), 7),
         positions=torch.arange(rows),
     )
-    counts = torch.bincount(sgl_kernel.sample_tokens(*case.arguments()), minlength=8)
+    counts = torch.bincount(sgl_kernel.sample_tokens(*case.arguments())[0], minlength=8)
     expected = torch.softmax(case.logits[0].double(), dim=-1) * rows
     chi_square = ((counts - expected) ** 2 / expected).sum()
     assert chi_square < 24.3  # 7 degrees of freedom, 1 in 1000
@@ -92,13 +102,13 @@ def test_rows_without_finite_logits_give_an_id_in_range() -> None:
     case = replace(
         case, logits=torch.stack([torch.full((20,), v) for v in (-torch.inf, torch.nan)])
     )
-    token_ids = sgl_kernel.sample_tokens(*case.arguments())
+    token_ids, _ = sgl_kernel.sample_tokens(*case.arguments())
     assert ((token_ids >= 0) & (token_ids < 20)).all()
 
 
 def test_no_rows_give_no_tokens() -> None:
     case = random_case(0, 20, seed=4)
-    assert sgl_kernel.sample_tokens(*case.arguments()).shape == (0,)
+    assert [part.shape[0] for part in sgl_kernel.sample_tokens(*case.arguments())] == [0, 0]
     assert [part.shape[0] for part in sgl_kernel.argmax_logsumexp(case.logits)] == [0, 0, 0]
     assert sgl_kernel.uniform_noise(case.seeds, case.positions, 5).shape == (0, 5)
 
@@ -146,6 +156,23 @@ def test_row_parameters_are_refused_by_name(name: str) -> None:
     ]:
         with pytest.raises(ValueError, match=f"{name} .*{remedy}"):
             sgl_kernel.sample_tokens(case.logits, **{**parameters, name: broken})
+
+
+@pytest.mark.parametrize("num_extra", [0, 4])
+def test_penalties_by_their_definition(num_extra: int) -> None:
+    case = random_penalties(9, 50, seed=6, dtype=torch.bfloat16, num_extra=num_extra)
+    assert_penalized(case, sgl_kernel.penalize_logits(*case.arguments()))
+
+
+@pytest.mark.parametrize("name", ["counts", "penalties", "requests", "extra_tokens"])
+def test_penalty_arguments_are_refused_by_name(name: str) -> None:
+    case = random_penalties(4, 20, seed=7, num_extra=2)
+    value = getattr(case, name)
+    for broken in (value[:, :1] if value.dim() == 2 else value[:1], value.to(torch.int8)):
+        with pytest.raises(ValueError, match=name):
+            sgl_kernel.penalize_logits(*replace(case, **{name: broken}).arguments())
+    with pytest.raises(ValueError, match="give both or none"):
+        sgl_kernel.penalize_logits(*replace(case, extra_counts=None).arguments())
 
 
 def test_noise_sizes_are_refused() -> None:

@@ -13,6 +13,7 @@ import torch
 
 from mtp_oracle import load_reference
 from oracle import MAX_SHARE, code_snippets, first_divergence
+from sglang.srt.managers.io_struct import LogprobOptions
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.registry import ATTENTION_BACKENDS
@@ -37,6 +38,15 @@ KINDS: tuple[dict[str, Any], ...] = (
     {**STATIC, "mtp_verify": True, "temperature": 1.0, "sampling_seed": 3},
 )
 BACKENDS = tuple(ATTENTION_BACKENDS.names)
+# What requests may ask for beside tokens, for the first of KINDS and then the next ones.
+WISHES: tuple[dict[str, Any], ...] = (
+    {"logprobs": LogprobOptions(start_len=0, top_num=2, token_ids=[5, 6])},
+    {"hidden_states": "last"},
+    {"logprobs": LogprobOptions(start_len=99)},
+    {"logprobs": LogprobOptions(start_len=99, top_num=3), "frequency_penalty": 0.5},
+    {"logprobs": LogprobOptions(start_len=99), "repetition_penalty": 1.2},
+    {"presence_penalty": 0.5, "hidden_states": "all"},
+)
 NEVER_WAIT = [
     name for name in BACKENDS if not ATTENTION_BACKENDS.load(name).capabilities().needs_host_lens
 ]
@@ -116,14 +126,20 @@ def test_tokens_are_those_of_the_cpu(
     assert num_near_ties <= max(1, MAX_SHARE * len(found))
 
 
+@pytest.mark.parametrize("asks_more", [False, True])
 @pytest.mark.parametrize("width", [0, 1, MTP_MAX_ROWS])
 @pytest.mark.parametrize("backend", NEVER_WAIT)
-def test_the_decode_loop_never_waits_for_the_device(backend: str, width: int) -> None:
-    """torch raises at every operation that would make the host wait, be it that requests begin."""
+def test_the_decode_loop_never_waits_for_the_device(
+    backend: str, width: int, asks_more: bool
+) -> None:
+    """torch raises at every operation that would make the host wait, be it that requests begin, or
+    that they ask for log-probabilities, hidden states and penalties."""
     runner = runner_on("cuda", backend, max_graph_width=width)
     harness = SchedulerHarness(SETUP, make_mtp_worker(runner, MASK))
     for i, prompt in enumerate(prompts()[:12]):
-        harness.submit(prompt, max_new_tokens=200, ignore_eos=True, **KINDS[i % len(KINDS)])
+        wishes = WISHES[i - len(KINDS)] if asks_more and i >= len(KINDS) else {}
+        kind = KINDS[i % len(KINDS)]
+        harness.submit(prompt, max_new_tokens=200, ignore_eos=True, **kind, **wishes)
     for _ in range(6):  # prompts, and whatever is compiled
         harness.step()
     torch.cuda.set_sync_debug_mode("error")

@@ -8,6 +8,7 @@ and a run of tokens is accepted. Workers differ in what they feed and accept, an
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -112,6 +113,11 @@ class ScheduleBatch:
     logprobs: LogprobPlan | None = None
     hidden_rows: list[RowRef] = field(default_factory=list)
 
+    @property
+    def scores_emitted(self) -> bool:
+        """Whether anyone wants log-probabilities of the tokens that the step emits."""
+        return self.logprobs is not None and bool(self.logprobs.emitting)
+
 
 @dataclass(frozen=True, slots=True)
 class FedRows:
@@ -199,8 +205,19 @@ class GenerationBatchResult:
     _copy: HostCopy = field(init=False)
 
     def __post_init__(self) -> None:
-        copy = HostCopy((self.next_token_ids, self.accept_lens, self.kept_lens))
+        groups = self._copied()
+        copy = HostCopy([tensor for group in groups for tensor in group])
         object.__setattr__(self, "_copy", copy)
+
+    def _copied(self) -> list[tuple[torch.Tensor, ...]]:
+        """What goes to the host: lengths and tokens, log-probabilities of both kinds, states."""
+        emitted, prompts, hidden = self.emitted_logprobs, self.prompt_logprobs, self.hidden_states
+        return [
+            (self.next_token_ids, self.accept_lens, self.kept_lens),
+            () if emitted is None else emitted.tensors,
+            () if prompts is None else prompts.tensors,
+            () if hidden is None else (hidden,),
+        ]
 
     @property
     def is_ready(self) -> bool:
@@ -213,15 +230,17 @@ class GenerationBatchResult:
 
     def read(self) -> HostResult:
         """Waits for the step and returns its outcome."""
-        emitted, prompts, hidden = self.emitted_logprobs, self.prompt_logprobs, self.hidden_states
-        token_ids, accept_lens, kept_lens = self._copy.read()
+        copies = iter(self._copy.read())
+        sizes = [len(group) for group in self._copied()]
+        step, emitted, prompts, hidden = (list(islice(copies, size)) for size in sizes)
+        token_ids, accept_lens, kept_lens = (tensor.tolist() for tensor in step)
         return HostResult(
-            token_ids.tolist(),
-            accept_lens.tolist(),
-            kept_lens.tolist(),
-            None if emitted is None else emitted.read(),
-            None if prompts is None else prompts.read(),
-            [] if hidden is None else hidden.tolist(),
+            token_ids,
+            accept_lens,
+            kept_lens,
+            HostLogprobs.of(emitted),
+            HostLogprobs.of(prompts),
+            hidden[0].tolist() if hidden else [],
             self.fed,
         )
 

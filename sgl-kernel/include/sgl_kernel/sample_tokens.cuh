@@ -1,4 +1,5 @@
-// Draws one token per row with top-k, top-p and min-p, without sorting.
+// Draws one token per row with top-k, top-p and min-p, without sorting, and says how probable it was
+// among all tokens.
 //
 // Each filter keeps a prefix of the order (logit descending, token ascending). So: let all tokens
 // race, count the rank and the mass of what comes before the winner, and where the winner is
@@ -25,6 +26,7 @@ struct alignas(16) RacePartial {
   int best_token;
   float score;
   int token;
+  float sum;  // of exp2((logit - best) * weight_scale)
 };
 
 // log2(e) / temperature, kept finite; 0 stands for a greedy row.
@@ -33,6 +35,9 @@ SGL_INLINE float race_scale(float temperature) {
   const float scale = kLog2E / temperature;
   return scale < 1e30f ? scale : 1e30f;
 }
+
+// What a logit is multiplied by for its weight as a power of 2: greedy rows have temperature 1.
+SGL_INLINE float weight_scale(float scale) { return scale > 0.0f ? scale : kLog2E; }
 
 // The race of exponential clocks: the greatest p / E, as log2, wins with probability p. The score
 // is a function of the logit and the noise alone, so the winner does not depend on who races where.
@@ -94,40 +99,47 @@ __global__ void __launch_bounds__(kChunkThreads)
   const Candidate best = warp_best(share.best());
   Race race(noise_stream(sampling.seeds[row], sampling.positions[row]), scale,
             finite_or_zero(best.key));
-  if (scale > 0.0f && is_finite(best.key)) {
+  const bool races = scale > 0.0f && is_finite(best.key);
+  if (races) {
     const Candidate own = share.best();
     if (own.token != kNoToken) race.offer(own.key, own.token);
     race.tighten();
-    uint32_t contenders[ChunkShare<Format>::kVectors];
+  }
+  const float exponent_scale = weight_scale(scale);
+  float sum = 0.0f;
+  uint32_t contenders[ChunkShare<Format>::kVectors];
 #pragma unroll
-    for (int v = 0; v < ChunkShare<Format>::kVectors; ++v) {
-      contenders[v] = 0;
+  for (int v = 0; v < ChunkShare<Format>::kVectors; ++v) {
+    contenders[v] = 0;
 #pragma unroll
-      for (int i = 0; i < ChunkShare<Format>::kVector; ++i) {
-        const float weight = fast_exp2((share.values[v][i] - race.reference) * scale);
-        if (race.may_win(weight, share.first_tokens[v] + i)) contenders[v] |= 1u << i;
-      }
-    }
-#pragma unroll
-    for (int v = 0; v < ChunkShare<Format>::kVectors; ++v) {
-      race.offer_all(reader, contenders[v], share.first_tokens[v]);
+    for (int i = 0; i < ChunkShare<Format>::kVector; ++i) {
+      const float weight = fast_exp2((share.values[v][i] - race.reference) * exponent_scale);
+      sum += weight;
+      if (races && race.may_win(weight, share.first_tokens[v] + i)) contenders[v] |= 1u << i;
     }
   }
+#pragma unroll
+  for (int v = 0; v < ChunkShare<Format>::kVectors; ++v) {
+    race.offer_all(reader, contenders[v], share.first_tokens[v]);
+  }
+  sum = warp_sum(sum);
   const Candidate leader = warp_best(race.leader);
 
   __shared__ RacePartial by_warp[kChunkWarps];
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
-  if (lane == 0) by_warp[warp] = RacePartial{best.key, best.token, leader.key, leader.token};
+  if (lane == 0) by_warp[warp] = RacePartial{best.key, best.token, leader.key, leader.token, sum};
   __syncthreads();
   if (warp != 0) return;
-  RacePartial part{minus_infinity(), kNoToken, minus_infinity(), kNoToken};
+  RacePartial part{minus_infinity(), kNoToken, minus_infinity(), kNoToken, 0.0f};
   if (lane < kChunkWarps) part = by_warp[lane];
   const Candidate block_best = warp_best(Candidate{part.best, part.best_token});
   const Candidate block_leader = warp_best(Candidate{part.score, part.token});
+  const float block_sum =
+      warp_sum(part.sum * relative_weight(part.best, block_best.key, exponent_scale));
   if (lane != 0) return;
-  partials[blockIdx.x] =
-      RacePartial{block_best.key, block_best.token, block_leader.key, block_leader.token};
+  partials[blockIdx.x] = RacePartial{block_best.key, block_best.token, block_leader.key,
+                                     block_leader.token, block_sum};
 }
 
 }  // namespace sgl_kernel

@@ -93,18 +93,24 @@ __device__ __forceinline__ Pass read_row(const RowReader<Format>& reader, const 
   return pass;
 }
 
-// The greatest of the row's partials; every warp reads all of them.
-__device__ __forceinline__ RacePartial combine_partials(const RacePartial* partials, int chunks) {
+// The row's partials as one; every warp reads all of them.
+__device__ __forceinline__ RacePartial combine_partials(const RacePartial* partials, int chunks,
+                                                        float exponent_scale) {
+  const int lane = threadIdx.x % kWarpSize;
   Candidate best = no_candidate();
   Candidate leader = no_candidate();
-  for (int chunk = threadIdx.x % kWarpSize; chunk < chunks; chunk += kWarpSize) {
+  for (int chunk = lane; chunk < chunks; chunk += kWarpSize) {
     const RacePartial part = partials[chunk];
     best.offer(part.best, part.best_token);
     leader.offer(part.score, part.token);
   }
   best = warp_best(best);
   leader = warp_best(leader);
-  return RacePartial{best.key, best.token, leader.key, leader.token};
+  float sum = 0.0f;
+  for (int chunk = lane; chunk < chunks; chunk += kWarpSize) {
+    sum += partials[chunk].sum * relative_weight(partials[chunk].best, best.key, exponent_scale);
+  }
+  return RacePartial{best.key, best.token, leader.key, leader.token, warp_sum(sum)};
 }
 
 // The kept winner, starting from the winner among all tokens.
@@ -130,29 +136,35 @@ __device__ __forceinline__ int filtered_winner(const RowReader<Format>& reader,
   return winner;
 }
 
-// One block of kSelectThreads per row. token_ids: [rows] int64.
+// One block of kSelectThreads per row. token_ids: [rows] int64; logprobs: [rows] float32.
 template <typename Format>
 __global__ void __launch_bounds__(kSelectThreads)
     select_tokens_kernel(LogitsView view, SamplingView sampling, int chunks,
-                         const RacePartial* partials, int64_t* token_ids) {
+                         const RacePartial* partials, int64_t* token_ids, float* logprobs) {
   __shared__ Pass by_warp[kSelectWarps];
   wait_for_previous_kernel();
   const int64_t row_index = blockIdx.x;
-  const RacePartial start = combine_partials(partials + row_index * chunks, chunks);
-  const RowParameters row{Candidate{start.best, start.best_token},
-                          race_scale(sampling.temperature[row_index]), sampling.top_k[row_index],
-                          sampling.top_p[row_index], sampling.min_p[row_index]};
+  const float scale = race_scale(sampling.temperature[row_index]);
+  const RacePartial start =
+      combine_partials(partials + row_index * chunks, chunks, weight_scale(scale));
+  const RowParameters row{Candidate{start.best, start.best_token}, scale,
+                          sampling.top_k[row_index], sampling.top_p[row_index],
+                          sampling.min_p[row_index]};
+  const RowReader<Format> reader(view, row_index);
   int token = start.best_token;
   if (!row.keeps_best_only() && start.token < view.size) {
     token = start.token;
     if (!row.keeps_all(view.size)) {
       const uint64_t stream =
           noise_stream(sampling.seeds[row_index], sampling.positions[row_index]);
-      const RowReader<Format> reader(view, row_index);
       token = filtered_winner(reader, row, stream, token, by_warp);
     }
   }
-  if (threadIdx.x == 0) token_ids[row_index] = token < view.size ? token : 0;
+  if (threadIdx.x != 0) return;
+  token = token < view.size ? token : 0;
+  token_ids[row_index] = token;
+  const float distance = (reader.logit(token) - row.best.key) * weight_scale(scale);
+  logprobs[row_index] = distance / kLog2E - logf(start.sum);
 }
 
 }  // namespace sgl_kernel

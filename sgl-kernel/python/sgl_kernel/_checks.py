@@ -37,13 +37,32 @@ def check_vector(
     """Refuses what is not a contiguous [size] tensor of `dtype` on `device`."""
     if vector.dim() != 1 or vector.shape[0] != size:
         raise ValueError(f"{name} must be [{size}], one entry per row, not {list(vector.shape)}")
-    if vector.dtype != dtype:
+    _check_memory(name, vector, dtype, device)
+
+
+def check_matrix(
+    name: str,
+    matrix: torch.Tensor,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    device: torch.device,
+) -> None:
+    """Refuses what is not a contiguous tensor of `shape` and `dtype` on `device`."""
+    if tuple(matrix.shape) != shape:
+        raise ValueError(f"{name} must be {list(shape)}, not {list(matrix.shape)}")
+    _check_memory(name, matrix, dtype, device)
+
+
+def _check_memory(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device
+) -> None:
+    if tensor.dtype != dtype:
         raise ValueError(
-            f"{name} must be {dtype}, not {vector.dtype}; convert it with .to({dtype})"
+            f"{name} must be {dtype}, not {tensor.dtype}; convert it with .to({dtype})"
         )
-    if vector.device != device:
-        raise ValueError(f"{name} is on {vector.device}; move it to {device}")
-    if not vector.is_contiguous():
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}; move it to {device}")
+    if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous; call {name}.contiguous()")
 
 

@@ -14,7 +14,7 @@ from sgl_kernel._errors import KernelUnavailableError
 
 # Values of the C functions' `dtype` argument; include/sgl_kernel/launch.cuh has the same.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-PARTIAL_BYTES = 16  # of one chunk of one row in a workspace
+PARTIAL_BYTES = 32  # of one chunk of one row in a workspace, at most
 
 _ArgumentType = type[ctypes.c_int] | type[ctypes.c_int64] | type[ctypes.c_void_p]
 
@@ -24,10 +24,16 @@ _POINTER = ctypes.c_void_p
 _LOGITS: list[_ArgumentType] = [_INT, _INT, _POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG]
 _SIGNATURES: dict[str, Sequence[_ArgumentType]] = {
     "sgl_argmax_logsumexp": [*_LOGITS, *(_POINTER,) * 5],
-    "sgl_sample_tokens": [*_LOGITS, *(_POINTER,) * 9],
+    "sgl_sample_tokens": [*_LOGITS, *(_POINTER,) * 10],
+    "sgl_penalize_logits": [
+        *(_INT, _INT, _POINTER, _LONG, _LONG, _LONG),
+        *(_POINTER,) * 5,
+        *(_LONG, _POINTER, _POINTER),
+    ],
     "sgl_uniform_noise": [_INT, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER],
     "sgl_preload_argmax_logsumexp": [_INT],
     "sgl_preload_sample_tokens": [_INT],
+    "sgl_preload_penalize_logits": [_INT],
     "sgl_preload_uniform_noise": [_INT],
 }
 
@@ -36,7 +42,8 @@ class KernelLibrary:
     """The functions of one compiled library.
 
     Attributes:
-        argmax_logsumexp, sample_tokens, uniform_noise: C functions that return a cudaError.
+        argmax_logsumexp, sample_tokens, penalize_logits, uniform_noise: C functions that return a
+            cudaError.
         num_chunks: the workspace's partial results per row, by vocabulary size.
     """
 
@@ -50,6 +57,7 @@ class KernelLibrary:
             ) from error
         self.argmax_logsumexp = self._function("sgl_argmax_logsumexp")
         self.sample_tokens = self._function("sgl_sample_tokens")
+        self.penalize_logits = self._function("sgl_penalize_logits")
         self.uniform_noise = self._function("sgl_uniform_noise")
         self._error_string = self._library["sgl_error_string"]
         self._error_string.argtypes = [_INT]

@@ -33,20 +33,40 @@ def sample_tokens(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     banned_ids: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Arguments and result as `sgl_kernel.sample_tokens`."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arguments and results as `sgl_kernel.sample_tokens`."""
     allowed = _allowed(logits, banned_ids)
     is_drawn = temperature > 0
     divisor = torch.where(is_drawn, temperature, 1.0)
     ordered, order = allowed.sort(dim=-1, descending=True, stable=True)
-    probs = torch.softmax(ordered / divisor[:, None], dim=-1)
+    scaled = ordered / divisor[:, None]
+    probs = torch.softmax(scaled, dim=-1)
     keep = kept_tokens(probs, top_k, top_p, min_p)
     clocks = -torch.log(uniform_noise(seeds, positions, logits.shape[-1]))
     # argmax(p / E) with E ~ Exp(1) follows p.
     race = torch.where(keep, probs, 0.0) / clocks.gather(-1, order)
     winner = race.argmax(dim=-1)
     is_drawn &= ordered[:, 0].isfinite()
-    return order.gather(-1, torch.where(is_drawn, winner, 0)[:, None])[:, 0]
+    place = torch.where(is_drawn, winner, 0)[:, None]
+    logprobs = scaled.gather(-1, place)[:, 0] - scaled.logsumexp(dim=-1)
+    return order.gather(-1, place)[:, 0], logprobs
+
+
+def penalize_logits(
+    logits: torch.Tensor,
+    counts: torch.Tensor,
+    penalties: torch.Tensor,
+    requests: torch.Tensor,
+    extra_tokens: torch.Tensor | None = None,
+    extra_counts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Arguments and result as `sgl_kernel.penalize_logits`."""
+    values, count = logits.to(torch.float32), counts[requests]
+    if extra_tokens is not None and extra_counts is not None:
+        count.scatter_add_(1, extra_tokens, extra_counts)
+    repetition, frequency, presence = penalties[requests].unsqueeze(-1).unbind(1)
+    scaled = torch.where(values > 0, values / repetition, values * repetition)
+    return torch.where(count > 0, scaled - (count * frequency + presence), values)
 
 
 def kept_tokens(

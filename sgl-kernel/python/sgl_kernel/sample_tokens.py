@@ -18,7 +18,7 @@ def sample_tokens(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     banned_ids: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws one token per row; the noise depends on (seed, position, token) alone.
 
     Tokens are ordered by logit, ties by lower index. Top-k keeps the k first, top-p those whose
@@ -35,7 +35,9 @@ def sample_tokens(
         banned_ids: [B] int64; never drawn, as if their logits were -inf.
 
     Returns:
-        [S] int64.
+        token_ids [S] int64, and logprobs [S] float32: of those tokens among all that are not
+        banned, at the row's temperature (1 where it is 0). Of a row without a finite logit the
+        token is in range and the logprob is unspecified.
 
     Raises:
         ValueError: an argument that the op does not take.
@@ -56,8 +58,9 @@ def sample_tokens(
             logits, temperature, top_k, top_p, min_p, seeds, positions, banned_ids
         )
     token_ids = torch.empty(rows, dtype=torch.int64, device=device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=device)
     if rows:
         library = library_for(logits.get_device())
         parameters = (temperature, top_k, top_p, min_p, seeds, positions)
-        library.run(library.sample_tokens, logits, banned_ids, parameters, (token_ids,))
-    return token_ids
+        library.run(library.sample_tokens, logits, banned_ids, parameters, (token_ids, logprobs))
+    return token_ids, logprobs

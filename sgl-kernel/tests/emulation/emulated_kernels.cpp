@@ -2,6 +2,7 @@
 #include "cuda_emulation.h"
 
 #include "sgl_kernel/argmax_logsumexp.cuh"
+#include "sgl_kernel/penalize_logits.cuh"
 #include "sgl_kernel/select_tokens.cuh"
 
 using namespace sgl_kernel;
@@ -21,12 +22,12 @@ void argmax(const LogitsView& view, int64_t rows, ArgmaxPartial* partials, int64
 
 template <typename Format>
 void sample(const LogitsView& view, const SamplingView& sampling, int64_t rows,
-            RacePartial* partials, int64_t* token_ids) {
+            RacePartial* partials, int64_t* token_ids, float* logprobs) {
   const int chunks = num_chunks(view.size);
   emulation::run_grid(rows * chunks, kChunkThreads,
                       [&] { race_chunks_kernel<Format>(view, sampling, chunks, partials); });
   emulation::run_grid(rows, kSelectThreads, [&] {
-    select_tokens_kernel<Format>(view, sampling, chunks, partials, token_ids);
+    select_tokens_kernel<Format>(view, sampling, chunks, partials, token_ids, logprobs);
   });
 }
 
@@ -55,15 +56,33 @@ extern "C" int sgl_sample_tokens(int, int dtype, const void* logits, int64_t row
                                  int64_t num_banned, const float* temperature,
                                  const int64_t* top_k, const float* top_p, const float* min_p,
                                  const int64_t* seeds, const int64_t* positions, void* workspace,
-                                 int64_t* token_ids, void*) {
+                                 int64_t* token_ids, float* logprobs, void*) {
   if (!is_supported_shape(rows, size)) return 1;
   const LogitsView view{logits, row_stride, static_cast<int>(size), banned,
                         static_cast<int>(num_banned)};
   const SamplingView sampling{temperature, top_k, top_p, min_p, seeds, positions};
   RacePartial* partials = static_cast<RacePartial*>(workspace);
-  if (dtype == 0) sample<Float32>(view, sampling, rows, partials, token_ids);
-  if (dtype == 1) sample<Bfloat16>(view, sampling, rows, partials, token_ids);
-  if (dtype == 2) sample<Float16>(view, sampling, rows, partials, token_ids);
+  if (dtype == 0) sample<Float32>(view, sampling, rows, partials, token_ids, logprobs);
+  if (dtype == 1) sample<Bfloat16>(view, sampling, rows, partials, token_ids, logprobs);
+  if (dtype == 2) sample<Float16>(view, sampling, rows, partials, token_ids, logprobs);
+  return 0;
+}
+
+extern "C" int sgl_penalize_logits(int, int dtype, const void* logits, int64_t row_stride,
+                                   int64_t rows, int64_t size, const int32_t* counts,
+                                   const float* penalties, const int64_t* requests,
+                                   const int64_t* extra_tokens, const int32_t* extra_counts,
+                                   int64_t num_extra, float* results, void*) {
+  if (!is_supported_shape(rows, size)) return 1;
+  const LogitsView view{logits, row_stride, static_cast<int>(size), nullptr, 0};
+  const PenaltyView penalty{counts,       penalties,    requests,
+                            extra_tokens, extra_counts, static_cast<int>(num_extra)};
+  const int chunks = num_chunks(view.size);
+  emulation::run_grid(rows * chunks, kChunkThreads, [&] {
+    if (dtype == 0) penalize_logits_kernel<Float32>(view, penalty, chunks, results);
+    if (dtype == 1) penalize_logits_kernel<Bfloat16>(view, penalty, chunks, results);
+    if (dtype == 2) penalize_logits_kernel<Float16>(view, penalty, chunks, results);
+  });
   return 0;
 }
 
@@ -80,4 +99,5 @@ extern "C" int sgl_uniform_noise(int, const int64_t* seeds, const int64_t* posit
 
 extern "C" int sgl_preload_argmax_logsumexp(int) { return 0; }
 extern "C" int sgl_preload_sample_tokens(int) { return 0; }
+extern "C" int sgl_preload_penalize_logits(int) { return 0; }
 extern "C" int sgl_preload_uniform_noise(int) { return 0; }

@@ -67,8 +67,7 @@ def test_every_row_equals_numpy_through_arrivals_and_draws(seed: int) -> None:
         rows = choose.sample(range(ROWS), choose.randint(1, ROWS))
         positions = [10 + len(generated[row]) for row in rows]
         logits = torch.randn(len(rows), VOCAB, generator=generator) * 5
-        adjusted = logits.clone()
-        state.apply(adjusted, torch.tensor(rows), torch.tensor(positions))
+        adjusted = state.apply(logits.clone(), torch.tensor(rows), torch.tensor(positions))
         for i, row in enumerate(rows):
             wish = wishes[row]
             expected = logits[i].numpy()
@@ -86,8 +85,7 @@ def test_a_row_may_record_several_tokens_at_once() -> None:
     wish = RowAdjustments(SamplingParams(frequency_penalty=1.0), [], 10, [])
     state.initialize(2, wish)
     state.record(torch.tensor([2, 2, 2]), torch.tensor([5, 5, 7]))
-    logits = torch.zeros(1, VOCAB)
-    state.apply(logits, torch.tensor([2]), torch.tensor([13]))
+    logits = state.apply(torch.zeros(1, VOCAB), torch.tensor([2]), torch.tensor([13]))
     assert logits[0, [5, 7, 8]].tolist() == [-2.0, -1.0, 0.0]
 
 
@@ -95,7 +93,6 @@ def test_without_wishes_nothing_is_allocated_and_nothing_changes() -> None:
     state = LogitAdjustments(ROWS, 1_000_000, "cpu")
     state.initialize(0, None)
     logits = torch.randn(1, 1_000_000)
-    adjusted = logits.clone()
-    state.apply(adjusted, torch.tensor([0]), torch.tensor([3]))
+    adjusted = state.apply(logits.clone(), torch.tensor([0]), torch.tensor([3]))
     assert torch.equal(adjusted, logits)
     assert state._counts is None

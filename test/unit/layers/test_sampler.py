@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sgl_kernel.reference import kept_tokens, uniform_noise
+from sglang.srt.layers.logprobs import LogprobQueries
 from sglang.srt.layers.sampler import Sampler, SamplingRows
 
 torch.set_num_threads(1)
@@ -328,12 +329,47 @@ def test_a_banned_token_is_never_drawn_and_has_no_share() -> None:
         assert not (sampler.sample(logits, rows(2000, temperature=temperature)) == 0).any()
     assert sampler.sample(logits, None).tolist() == [9] * 2000
     allowed = torch.softmax(LOGITS[1:], dim=-1)
-    best = sampler.best(logits[:1])
+    best = sampler.sample_scored(logits[:1], None)
     assert best.tokens.tolist() == [9]
-    torch.testing.assert_close(best.probs, allowed.max()[None])
-    logprobs = sampler.logprobs(logits[:1], None)[0]
+    torch.testing.assert_close(best.logprobs.exp(), allowed.max()[None])
+    everything = LogprobQueries(top_num=0, token_ids=[list(range(len(LOGITS)))])
+    logprobs = sampler.query(logits[:1], None, best, everything, None).chosen[0]
     assert logprobs[0] == -torch.inf
     torch.testing.assert_close(logprobs[1:].exp(), allowed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("picks", [None, [4, 1, 1]])
+def test_logprobs_are_those_of_the_distribution_before_the_filters(
+    picks: list[int] | None, dtype: torch.dtype
+) -> None:
+    """Of the token drawn, of the best and of chosen ones, with each row's own temperature."""
+    sampler = Sampler(torch.device("cpu"), (3,))
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(5, 40, generator=generator) * 4).to(dtype)
+    parameters = rows(5, top_k=2)
+    temperatures = torch.tensor([0.0, 0.3, 1.0, 2.5, 0.7])
+    parameters.temperature.copy_(temperatures)
+    drawn = sampler.sample_scored(logits, parameters)
+    assert torch.equal(drawn.tokens, sampler.sample(logits, parameters))
+
+    places = list(range(5)) if picks is None else picks
+    chosen = [[(7 * place + i) % 40 for i in range(place + 1)] for place in places]
+    queries = LogprobQueries(top_num=6, token_ids=chosen)
+    wanted = None if picks is None else torch.tensor(picks)
+    answers = sampler.query(logits, parameters, drawn, queries, wanted)
+    values = logits.double()
+    values[:, 3] = -torch.inf
+    divisor = torch.where(temperatures == 0, 1.0, temperatures).double()
+    expected = torch.log_softmax(values / divisor[:, None], dim=-1).float()
+    for i, place in enumerate(places):
+        of_row = expected[place]
+        near = {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(answers.target[i], of_row[drawn.tokens[place]], **near)
+        torch.testing.assert_close(answers.top_values[i], of_row.topk(6).values, **near)
+        torch.testing.assert_close(of_row[answers.top_ids[i]], answers.top_values[i], **near)
+        told = answers.chosen[i][: len(chosen[i])]
+        torch.testing.assert_close(told, of_row[chosen[i]], **near)
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-3, 1e6])

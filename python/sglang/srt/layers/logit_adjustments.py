@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.device_copies import to_device
+from sglang.srt.layers.sampling_ops import sampling_ops
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 
@@ -48,6 +49,7 @@ class LogitAdjustments:
 
     def __init__(self, num_rows: int, vocab_size: int, device: str) -> None:
         self._num_rows, self._vocab_size, self._device = num_rows, vocab_size, device
+        self._ops = sampling_ops(torch.device(device))
         self._used_rows: set[int] = set()
         self._counts: torch.Tensor | None = None  # [num_rows, V] int32, of generated tokens
         # repetition, frequency, presence
@@ -81,25 +83,25 @@ class LogitAdjustments:
         rows: torch.Tensor,
         positions: torch.Tensor,
         extra: ExtraTokens | None = None,
-    ) -> None:
-        """Changes logits in place.
+    ) -> torch.Tensor:
+        """The adjusted logits; what it is given may be overwritten.
 
         Args:
-            logits: [S, V] float32.
+            logits: [S, V].
             rows: [S] int64.
             positions: [S] int64; index in the sequence of the token that is drawn.
+
+        Returns:
+            [S, V] float32.
         """
-        if self._counts is not None:
-            counts = self._counts[rows]
-            if extra is not None:
-                counts.scatter_add_(1, extra.tokens, extra.counts)
-            repetition, frequency, presence = self._penalties[rows].unsqueeze(-1).unbind(1)
-            seen = counts > 0
-            scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
-            logits.copy_(torch.where(seen, scaled, logits))
-            logits -= counts * frequency + seen * presence
+        if self._counts is None:
+            logits = logits.float()
+        else:
+            extras = () if extra is None else (extra.tokens, extra.counts)
+            logits = self._ops.penalize_logits(logits, self._counts, self._penalties, rows, *extras)
         self._bias.add_to(logits, rows)
         self._stops.add_to(logits, rows, positions < self._first_stop[rows])
+        return logits
 
     def record(
         self, rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor | None = None
@@ -109,7 +111,8 @@ class LogitAdjustments:
         if self._counts is not None:
             if counts is None:
                 counts = torch.ones_like(tokens, dtype=torch.int32)
-            self._counts.index_put_((rows, tokens), counts, accumulate=True)
+            places = rows * self._vocab_size + tokens
+            self._counts.view(-1).scatter_add_(0, places, counts)
 
     def _set_counts(self, row: int, output_ids: list[int] | None) -> None:
         if self._counts is None:

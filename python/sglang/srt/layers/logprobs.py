@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from sglang.srt.device_copies import to_device
+from sglang.srt.layers.sampling_ops import sampling_ops
 
 MAX_ROWS_AT_ONCE = 256  # bounds the memory of a long prompt's logits: rows x vocabulary
 
@@ -23,6 +24,11 @@ class LogprobQueries:
 
     top_num: int
     token_ids: list[list[int]]
+
+    @property
+    def has_more(self) -> bool:
+        """Whether more is wanted than the tokens there."""
+        return self.top_num > 0 or any(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,39 +46,70 @@ class LogprobTensors:
     top_ids: torch.Tensor
     chosen: torch.Tensor
 
-    def read(self) -> HostLogprobs:
-        return HostLogprobs(
-            self.target.tolist(),
-            self.top_values.tolist(),
-            self.top_ids.tolist(),
-            self.chosen.tolist(),
-        )
+    @classmethod
+    def of_targets(cls, target: torch.Tensor) -> LogprobTensors:
+        """Answers where nothing but the tokens there was asked for."""
+        nothing = torch.empty((len(target), 0))
+        return cls(target, nothing, nothing.long(), nothing)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of them, in the order of `HostLogprobs`."""
+        return self.target, self.top_values, self.top_ids, self.chosen
 
 
 @dataclass(frozen=True, slots=True)
 class HostLogprobs:
-    """`LogprobTensors`, read."""
+    """`LogprobTensors`, on the host."""
 
     target: list[float]
     top_values: list[list[float]]
     top_ids: list[list[int]]
     chosen: list[list[float]]
 
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> HostLogprobs | None:
+        """From copies of `LogprobTensors.tensors`; None from none."""
+        return cls(*(tensor.tolist() for tensor in tensors)) if tensors else None
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTokens:
+    """One token of each of Q rows of logits whose log-probability is known. Others differ from it
+    as their logits do, so nothing is summed over the vocabulary again.
+
+    Attributes:
+        logits, logprobs: [Q] float32.
+        scale: [Q] float32; one over the temperature of the distribution; None for 1.
+    """
+
+    logits: torch.Tensor
+    logprobs: torch.Tensor
+    scale: torch.Tensor | None = None
+
+    def logprobs_of(self, logits: torch.Tensor) -> torch.Tensor:
+        """[Q, E] float32, of tokens with these logits [Q, E]."""
+        distance = logits.float() - self.logits[:, None]
+        if self.scale is not None:
+            distance *= self.scale[:, None]
+        return distance + self.logprobs[:, None]
+
 
 def query_logprobs(
-    logprobs: torch.Tensor, targets: torch.Tensor, queries: LogprobQueries
+    logits: torch.Tensor, targets: torch.Tensor, known: KnownTokens, queries: LogprobQueries
 ) -> LogprobTensors:
-    """Looks up logprobs [Q, V] float32 at targets [Q] int64 and at what the queries ask."""
-    top = logprobs.topk(queries.top_num, dim=-1)
+    """What the queries ask of logits [Q, V] at Q positions, and of the targets [Q] int64 there."""
+    target = known.logprobs_of(logits.gather(1, targets[:, None])).squeeze(1)
+    answers = LogprobTensors.of_targets(target)
+    if queries.top_num:
+        top = logits.topk(queries.top_num, dim=-1)
+        answers = replace(answers, top_values=known.logprobs_of(top.values), top_ids=top.indices)
     width = max(map(len, queries.token_ids), default=0)
-    padded = [ids + [0] * (width - len(ids)) for ids in queries.token_ids]
-    ids = to_device(padded, logprobs.device, torch.int64)
-    return LogprobTensors(
-        target=logprobs.gather(1, targets[:, None]).squeeze(1),
-        top_values=top.values,
-        top_ids=top.indices,
-        chosen=logprobs.gather(1, ids.view(len(padded), width)),
-    )
+    if width:
+        padded = [ids + [0] * (width - len(ids)) for ids in queries.token_ids]
+        ids = to_device(padded, logits.device, torch.int64)
+        answers = replace(answers, chosen=known.logprobs_of(logits.gather(1, ids)))
+    return answers
 
 
 def query_prompt_logprobs(
@@ -87,13 +124,16 @@ def query_prompt_logprobs(
         hidden: [Q, hidden_size].
         targets: the Q tokens that follow.
     """
+    argmax_logsumexp = sampling_ops(hidden.device).argmax_logsumexp
     parts = []
     for start in range(0, len(targets), MAX_ROWS_AT_ONCE):
         end = start + MAX_ROWS_AT_ONCE
-        logprobs = torch.log_softmax(compute_logits(hidden[start:end]).float(), dim=-1)
+        logits = compute_logits(hidden[start:end])
         wanted = to_device(targets[start:end], hidden.device)
+        _, best, logsumexp = argmax_logsumexp(logits)
         part = LogprobQueries(queries.top_num, queries.token_ids[start:end])
-        parts.append(query_logprobs(logprobs, wanted, part))
+        known = KnownTokens(best, best - logsumexp)
+        parts.append(query_logprobs(logits, wanted, known, part))
     width = max(part.chosen.shape[1] for part in parts)
     pad = torch.nn.functional.pad
     return LogprobTensors(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 
-import sgl_kernel
-import sgl_kernel.reference
 from sglang.srt.device_copies import to_device
-
-logger = logging.getLogger(__name__)
+from sglang.srt.layers.logprobs import (
+    KnownTokens,
+    LogprobQueries,
+    LogprobTensors,
+    query_logprobs,
+)
+from sglang.srt.layers.sampling_ops import sampling_ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,41 +36,31 @@ class SamplingRows:
     seeds: torch.Tensor
     positions: torch.Tensor
 
-    def scale(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [S, V] divided by each row's temperature; greedy rows stay as they are."""
-        return logits / torch.where(self.temperature == 0, 1.0, self.temperature)[:, None]
-
 
 @dataclass(frozen=True, slots=True)
-class BestTokens:
-    """The most likely token of each row.
+class ScoredTokens:
+    """Tokens drawn from S rows of logits.
 
     Attributes:
         tokens: [S] int64.
-        probs: [S] float32; its probability at temperature 1.
+        logprobs: [S] float32; in the distribution of all tokens that may be emitted, at the row's
+            temperature (1 for greedy rows), before top-k, top-p and min-p.
     """
 
     tokens: torch.Tensor
-    probs: torch.Tensor
+    logprobs: torch.Tensor
 
 
 class Sampler:
     """Draws tokens, never a banned one.
 
     The noise of a row depends on (seed, position) alone, so a token does not depend on the batch,
-    on overlap or on an earlier retraction. Where the kernels of `sgl_kernel` cannot be had for a
-    GPU, its torch references do the same, slower.
+    on overlap or on an earlier retraction.
     """
 
     def __init__(self, device: torch.device, banned_ids: Sequence[int]) -> None:
         self._banned = to_device(banned_ids, device, torch.int64) if banned_ids else None
-        self._ops: ModuleType = sgl_kernel
-        if device.type != "cpu":
-            try:
-                sgl_kernel.warm_up(device)
-            except sgl_kernel.KernelUnavailableError as error:
-                logger.warning("Tokens are sampled by torch, which is slower: %s", error)
-                self._ops = sgl_kernel.reference
+        self._ops = sampling_ops(device)
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows | None) -> torch.Tensor:
         """Draws one token per row.
@@ -83,7 +74,14 @@ class Sampler:
         """
         if rows is None:
             return self._ops.argmax(logits, self._banned)
-        return self._ops.sample_tokens(
+        return self.sample_scored(logits, rows).tokens
+
+    def sample_scored(self, logits: torch.Tensor, rows: SamplingRows | None) -> ScoredTokens:
+        """The tokens of `sample`, and how probable they were. Arguments as there."""
+        if rows is None:
+            tokens, best, logsumexp = self._ops.argmax_logsumexp(logits, self._banned)
+            return ScoredTokens(tokens, best - logsumexp)
+        tokens, logprobs = self._ops.sample_tokens(
             logits,
             rows.temperature,
             rows.top_k,
@@ -93,18 +91,35 @@ class Sampler:
             rows.positions,
             self._banned,
         )
+        return ScoredTokens(tokens, logprobs)
 
-    def best(self, logits: torch.Tensor) -> BestTokens:
-        """The best token of each row of logits [S, V]."""
-        tokens, best, logsumexp = self._ops.argmax_logsumexp(logits, self._banned)
-        return BestTokens(tokens, torch.exp(best - logsumexp))
+    def query(
+        self,
+        logits: torch.Tensor,
+        rows: SamplingRows | None,
+        drawn: ScoredTokens,
+        queries: LogprobQueries,
+        wanted: torch.Tensor | None,
+    ) -> LogprobTensors:
+        """Log-probabilities in the distribution that tokens were drawn from.
 
-    def logprobs(self, logits: torch.Tensor, rows: SamplingRows | None) -> torch.Tensor:
-        """[S, V] float32: of the distribution that tokens are drawn from, before top-k, top-p and
-        min-p."""
-        logits = logits.float()
-        if rows is not None:
-            logits = rows.scale(logits)
+        Args:
+            logits: [S, V]; what `drawn` was drawn from, with `rows`.
+            wanted: [Q] int64; the rows that `queries` are about; None for all, in order.
+        """
+        temperature = None if rows is None else rows.temperature
+        if wanted is not None:
+            drawn = ScoredTokens(drawn.tokens[wanted], drawn.logprobs[wanted])
+            temperature = None if temperature is None else temperature[wanted]
+        if not queries.has_more:
+            return LogprobTensors.of_targets(drawn.logprobs)
+        if wanted is not None:
+            logits = logits[wanted]
+        of_drawn = logits.gather(1, drawn.tokens[:, None]).squeeze(1).float()
         if self._banned is not None:
             logits = logits.index_fill(1, self._banned, float("-inf"))
-        return torch.log_softmax(logits, dim=-1)
+        scale = None
+        if temperature is not None:
+            scale = 1 / torch.where(temperature == 0, 1.0, temperature)
+        known = KnownTokens(of_drawn, drawn.logprobs, scale)
+        return query_logprobs(logits, drawn.tokens, known, queries)

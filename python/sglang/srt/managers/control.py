@@ -181,7 +181,7 @@ class Control:
     def internal_state(self) -> dict[str, Any]:
         """`internal_states[0]` of `/server_info`; slots and lengths in tokens."""
         lifecycle, ledger, state = self._lifecycle, self._lifecycle.ledger, self.state
-        report = self._checker.report()
+        report = self._checker.summary()
         return {
             "legacy_missing_tokens": report.legacy_missing_tokens,
             "orphan_token_count": report.orphan_token_count,

@@ -14,8 +14,7 @@ from sglang.srt.base_worker import (
     StepWidth,
 )
 from sglang.srt.device_copies import to_device
-from sglang.srt.layers.logprobs import LogprobTensors, query_logprobs
-from sglang.srt.layers.sampler import Sampler, SamplingRows
+from sglang.srt.layers.sampler import Sampler
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_inputs import build_forward_batch
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -69,17 +68,20 @@ class TpModelWorker:
         hidden = forward.hidden
         logits = self._runner.compute_logits(hidden_of_reads(hidden, reads))
         if batch.adjusts_logits:
-            logits = logits.float()
-            state.adjustments.apply(logits, reads.rows, reads.positions)
+            logits = state.adjustments.apply(logits, reads.rows, reads.positions)
         sampling = None if batch.all_greedy else state.sampling(reads.rows, reads.positions)
-        tokens = self.sampler.sample(logits, sampling)
+        drawn = self.sampler.sample_scored(logits, sampling) if batch.scores_emitted else None
+        tokens = self.sampler.sample(logits, sampling) if drawn is None else drawn.tokens
         next_token_ids = self._runner.step_ops.commit(layout, tokens, state)
         if batch.adjusts_logits:
             state.adjustments.record(reads.rows, tokens)
         emitted = prompts = None
         if batch.logprobs is not None:
-            emitted = self._emitted_logprobs(batch, batch.logprobs, logits, sampling, tokens)
             prompts = prompt_logprobs(batch.logprobs, hidden, q_lens, self._runner.compute_logits)
+            if drawn is not None:
+                wanted = self._wanted(batch, batch.logprobs)
+                queries = batch.logprobs.emitted
+                emitted = self.sampler.query(logits, sampling, drawn, queries, wanted)
         result = GenerationBatchResult(
             next_token_ids=next_token_ids,
             accept_lens=torch.tensor(batch.emits, dtype=torch.int64),
@@ -93,18 +95,10 @@ class TpModelWorker:
     def observe(self, result: HostResult) -> None:
         """Learns nothing from results."""
 
-    def _emitted_logprobs(
-        self,
-        batch: ScheduleBatch,
-        plan: LogprobPlan,
-        logits: torch.Tensor,
-        sampling: SamplingRows | None,
-        tokens: torch.Tensor,
-    ) -> LogprobTensors | None:
-        """In the distribution that tokens were drawn from, before top-k, top-p and min-p."""
-        if not plan.emitting:
+    def _wanted(self, batch: ScheduleBatch, plan: LogprobPlan) -> torch.Tensor | None:
+        """[Q] int64; places of the requests that want log-probabilities among the rows read; None
+        for all."""
+        if len(plan.emitting) == sum(batch.emits):
             return None
         places = list(itertools.accumulate(batch.emits, initial=0))
-        wanted = to_device([places[i] for i in plan.emitting], logits.device, torch.int64)
-        logprobs = self.sampler.logprobs(logits, sampling)[wanted]
-        return query_logprobs(logprobs, tokens[wanted], plan.emitted)
+        return to_device([places[i] for i in plan.emitting], self._state.committed.device)

@@ -15,10 +15,11 @@ matched, flushed or not; and a request whose KV spans two epochs gives the tree 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+import numpy as np
 
 from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, CacheNode, Namespace
@@ -237,19 +238,21 @@ class KVLedger:
     def check(self, owners: Iterable[RequestKV]) -> LedgerReport:
         """Compares every page's claims with the pool. A claim on a page outside of it, the dummy
         one for example, counts as an overlap."""
-        claims = Counter(self._allocator.free_pages)
-        claims.update(self._tree.pages())
-        for kv in owners:
-            claims.update(kv.private_pages)
-        num_pages = self._allocator.num_pages
-        num_inside = sum(1 for page in claims if 1 <= page <= num_pages)
-        num_shared = sum(
-            1 for page, count in claims.items() if count > 1 or not 1 <= page <= num_pages
+        private = [kv.private_pages for kv in owners]
+        claims = np.concatenate(
+            [
+                np.array(pages, dtype=np.int64)
+                for pages in (self._allocator.free_pages, list(self._tree.pages()), *private)
+            ]
         )
+        num_pages = self._allocator.num_pages
+        is_inside = (claims >= 1) & (claims <= num_pages)
+        num_claims = np.bincount(claims[is_inside], minlength=num_pages + 1)
+        num_shared = np.count_nonzero(num_claims > 1) + len(np.unique(claims[~is_inside]))
         return LedgerReport(
-            legacy_missing_tokens=(num_pages - claims.total()) * self.page_size,
-            orphan_token_count=(num_pages - num_inside) * self.page_size,
-            overlap_token_count=num_shared * self.page_size,
+            legacy_missing_tokens=(num_pages - len(claims)) * self.page_size,
+            orphan_token_count=int(num_pages - np.count_nonzero(num_claims)) * self.page_size,
+            overlap_token_count=int(num_shared) * self.page_size,
         )
 
     def slot_states(self, slots: Sequence[int]) -> list[SlotState]:

@@ -27,8 +27,8 @@ from sglang.srt.base_worker import (
 )
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.logit_adjustments import ExtraTokens
-from sglang.srt.layers.logprobs import LogprobQueries, LogprobTensors, query_logprobs
-from sglang.srt.layers.sampler import SamplingRows
+from sglang.srt.layers.logprobs import LogprobQueries
+from sglang.srt.layers.sampler import SamplingRows, ScoredTokens
 from sglang.srt.managers.tp_worker import PLAIN_WIDTH, TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_inputs import build_forward_batch
@@ -143,7 +143,7 @@ class MTPWorker:
         hidden, reads = forward.hidden, layout.reads
         sampling = None if batch.all_greedy else self._state.sampling(reads.rows, reads.positions)
         logits = self._logits(batch, layout, hidden)
-        tokens, probs = self._choose(batch, logits, sampling)
+        tokens, drawn, probs = self._choose(batch, logits, sampling)
         width = max(1, *lengths.max_accepted)
         outcome = self._acceptance.accept(
             Predictions(layout.numbers, tokens, probs, max(lengths.counts.num_read), width)
@@ -152,11 +152,12 @@ class MTPWorker:
             self._record(inputs.rows, outcome)
         emitted = prompts = None
         if batch.logprobs is not None:
-            starts = list(itertools.accumulate(lengths.counts.num_read, initial=0))
-            plan = batch.logprobs
-            emitted = self._emitted_logprobs(plan, starts, logits, sampling, tokens, width)
-            compute = self._runner.compute_logits
+            plan, compute = batch.logprobs, self._runner.compute_logits
             prompts = prompt_logprobs(plan, hidden, lengths.counts.q_lens, compute)
+            if drawn is not None:
+                queries, wanted = _logprob_queries(plan, lengths.counts.num_read, width)
+                rows = to_device(wanted, logits.device)
+                emitted = self._sampler.query(logits, sampling, drawn, queries, rows)
         result = GenerationBatchResult(
             next_token_ids=outcome.next_token_ids,
             accept_lens=outcome.accept_lens,
@@ -215,21 +216,26 @@ class MTPWorker:
         """[S, V], after penalties and biases."""
         reads = layout.reads
         logits = self._runner.compute_logits(hidden_of_reads(hidden, reads))
-        if batch.adjusts_logits:
-            logits = logits.float()
-            fed_before = self._drafts_before(layout)
-            self._state.adjustments.apply(logits, reads.rows, reads.positions, fed_before)
-        return logits
+        if not batch.adjusts_logits:
+            return logits
+        fed_before = self._drafts_before(layout)
+        adjustments = self._state.adjustments
+        return adjustments.apply(logits, reads.rows, reads.positions, fed_before)
 
     def _choose(
         self, batch: ScheduleBatch, logits: torch.Tensor, sampling: SamplingRows | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens [S] int64 and, where some request has a threshold, the best probability [S]."""
-        if all(self._lookahead.host_thresholds[row] == 0 for row in batch.rows):
-            return self._sampler.sample(logits, sampling), None
-        best = self._sampler.best(logits)
-        tokens = best.tokens if sampling is None else self._sampler.sample(logits, sampling)
-        return tokens, best.probs
+    ) -> tuple[torch.Tensor, ScoredTokens | None, torch.Tensor | None]:
+        """Tokens [S] int64; the same with log-probabilities, where anyone wants them; and, where
+        some request has a threshold, the best probability [S] float32."""
+        best = drawn = None
+        if any(self._lookahead.host_thresholds[row] > 0 for row in batch.rows):
+            best = self._sampler.sample_scored(logits, None)
+        if sampling is None:
+            drawn = best
+        if drawn is None and batch.scores_emitted:
+            drawn = self._sampler.sample_scored(logits, sampling)
+        tokens = self._sampler.sample(logits, sampling) if drawn is None else drawn.tokens
+        return tokens, drawn, None if best is None else best.logprobs.exp()
 
     def _drafts_before(self, layout: RowLayout) -> ExtraTokens:
         """Drafts fed before each row read: a row counts only if they are confirmed, and then they
@@ -249,23 +255,19 @@ class MTPWorker:
         repeated = rows[:, None].expand_as(tokens)
         self._state.adjustments.record(repeated.flatten(), tokens.flatten(), counts.flatten())
 
-    def _emitted_logprobs(
-        self,
-        plan: LogprobPlan,
-        starts: list[int],
-        logits: torch.Tensor,
-        sampling: SamplingRows | None,
-        tokens: torch.Tensor,
-        width: int,
-    ) -> LogprobTensors | None:
-        """Of the tokens of each row read, `width` rows per request, those of request i from
-        `starts[i]` on: an accepted token's logprob is that of the row that emitted it."""
-        if not plan.emitting:
-            return None
-        last = len(tokens) - 1
-        places = [min(starts[i] + j, last) for i in plan.emitting for j in range(width)]
-        wanted = to_device(places, logits.device)
-        logprobs = self._sampler.logprobs(logits, sampling)[wanted]
-        token_ids = [ids for ids in plan.emitted.token_ids for _ in range(width)]
-        queries = LogprobQueries(plan.emitted.top_num, token_ids)
-        return query_logprobs(logprobs, tokens[wanted], queries)
+
+def _logprob_queries(
+    plan: LogprobPlan, num_read: list[int], width: int
+) -> tuple[LogprobQueries, list[int]]:
+    """What emitting requests want to know of `width` rows read of each, and which rows those are:
+    an accepted token's logprob is that of the row that emitted it. Past a request's rows stands
+    something of another's.
+
+    Args:
+        num_read: R counts.
+    """
+    starts = list(itertools.accumulate(num_read, initial=0))
+    last = starts[-1] - 1
+    wanted = [min(starts[i] + j, last) for i in plan.emitting for j in range(width)]
+    token_ids = [ids for ids in plan.emitted.token_ids for _ in range(width)]
+    return LogprobQueries(plan.emitted.top_num, token_ids), wanted
