@@ -42,16 +42,15 @@ MAX_WEIGHT_BYTES = 400
 class Server:
     """The application, over a scheduler that answers every message at once."""
 
-    def __init__(self, model_path: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, model_path: str, tokenizer: Tokenizer, **flags: Any) -> None:
         self.sent: list[Any] = []
         self.reply: dict[str, Any] = {}
         self.held: set[type] = set()  # messages that get no reply
         self.files: list[Path] = []  # of weights, as they were when the message came
         self.contents: list[bytes] = []
         self.internal_state: dict[str, Any] = {"engine_paused": False, "running_batch_size": 2}
-        args = ServerArgs(
-            model_path=model_path, max_request_bytes=8000, max_weight_bytes=MAX_WEIGHT_BYTES
-        )
+        limits = {"max_request_bytes": 8000, "max_weight_bytes": MAX_WEIGHT_BYTES}
+        args = ServerArgs(model_path=model_path, **{**limits, **flags})
         self.state = ServerState(args, load_model_config(model_path))
         never: Callable[[], Awaitable[Any]] = asyncio.Event().wait
         self.manager = TokenizerManager(tokenizer, LIMITS, self._take, never)

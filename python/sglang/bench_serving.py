@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import sys
 import time
@@ -43,6 +44,15 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def auth_headers() -> dict[str, bytes]:
+    """`OPENAI_API_KEY` as a bearer token, or else `API_KEY` as the header's whole value."""
+    if key := os.environ.get("OPENAI_API_KEY"):
+        return {"Authorization": f"Bearer {key}".encode()}
+    if value := os.environ.get("API_KEY"):
+        return {"Authorization": value.encode()}
+    return {}
+
+
 async def run(args: argparse.Namespace) -> dict[str, Any]:
     """One run; returns its figures.
 
@@ -53,7 +63,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     base_url = args.base_url or f"http://{args.host}:{args.port}"
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
-        base_url=base_url, timeout=REQUEST_TIMEOUT_S, limits=limits
+        base_url=base_url, headers=auth_headers(), timeout=REQUEST_TIMEOUT_S, limits=limits
     ) as client:
         info = await _get_json(client, "/model_info")
         models = await _get_json(client, "/v1/models")

@@ -120,6 +120,41 @@ def test_killed_server_leaves_no_children_and_no_sockets(model_dir: Path, tmp_pa
         assert not list(tmp_path.glob("sglang-*"))
 
 
+def test_keys_guard_a_real_server_and_are_told_to_nobody(model_dir: Path) -> None:
+    """Not in answers, not in the log at its most talkative, not in the children's process list."""
+    keys = {"--api-key": "user-Kkey", "--admin-api-key": "admin-Kkey"}
+    flags = [word for pair in keys.items() for word in pair]
+    flags += ["--log-level", "debug", "--skip-server-warmup"]
+    with running_server(model_dir, *DUMMY, *flags) as server:
+        client, user, admin = server.client, *(f"Bearer {key}" for key in keys.values())
+
+        def status(path: str, **headers: str) -> int:
+            return client.get(path, headers=headers).status_code
+
+        assert (status("/health"), status("/ping")) == (200, 401)
+        assert status("/flush_cache", authorization=user) == 401
+        assert status("/flush_cache", authorization=admin) == 200
+        page = {"accept-language": "en", "sec-fetch-site": "cross-site"}
+        assert status("/flush_cache", authorization=admin, **page) == 403
+        client.headers["authorization"] = user
+        with client.stream("POST", "/generate", json=stream_body(max_new_tokens=3)) as response:
+            assert len(list(events(response.iter_lines()))) >= 2
+        texts = [client.get("/server_info").text]
+        for pid in server.children().values():
+            child = psutil.Process(pid)
+            texts += [str(child.cmdline()), str(child.environ())]
+        server.process.send_signal(signal.SIGTERM)
+        texts.append(server.process.communicate(timeout=20)[1])
+    assert "/flush_cache" in texts[-1]
+    assert not [text for text in texts if "Kkey" in text]
+
+
+def test_flags_about_access_that_make_no_sense_are_one_clear_line(model_dir: Path) -> None:
+    for flag, value in (("--api-key", ""), ("--allowed-origins", "*")):
+        result = run_to_end(server_command(model_dir, free_port(), *DUMMY, flag, value))
+        check_one_line(result, flag)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_during_the_start_exits_0(model_dir: Path, number: int) -> None:
     process = subprocess.Popen(

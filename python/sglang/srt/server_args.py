@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, NoReturn, get_args, get_type_hints
 
 
@@ -19,12 +19,13 @@ def flag(
     *,
     aliases: tuple[str, ...] = (),
     choices: tuple[str, ...] | None = None,
+    secret: bool = False,
 ) -> Any:
     """A dataclass field that carries what argparse needs to know about it."""
-    metadata = {"help": help, "aliases": aliases, "choices": choices}
+    metadata = {"help": help, "aliases": aliases, "choices": choices, "secret": secret}
     if default is MISSING:
         return field(metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return field(default=default, repr=not secret, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,15 @@ class ServerArgs:
     # HTTP
     host: str = flag("127.0.0.1", "Address to listen on.")
     port: int = flag(30000, "Port to listen on.")
+    api_key: str | None = flag(
+        None, "Clients must send `Authorization: Bearer` with it; not for health.", secret=True
+    )
+    admin_api_key: str | None = flag(
+        None, "Routes that change the server take this key and not --api-key.", secret=True
+    )
+    allowed_origins: str | None = flag(
+        None, "Web pages that may use the server, such as https://chat.example; with commas."
+    )
     shutdown_timeout_s: float = flag(
         5.0, "After SIGTERM, seconds that running requests may use to finish before an abort."
     )
@@ -153,6 +163,12 @@ class ServerArgs:
         0, "0: figures and labels; 1: sampling parameters too; 2: prompts and outputs too."
     )
     log_requests_target: str = flag("stdout", "`stdout`, or a file to append to.")
+
+
+def public_fields(server_args: ServerArgs) -> dict[str, Any]:
+    """The fields and their values, without those that are secret."""
+    secret = {entry.name for entry in fields(ServerArgs) if entry.metadata["secret"]}
+    return {name: value for name, value in asdict(server_args).items() if name not in secret}
 
 
 # The first field of each section of --help; a section goes on to the next one's first field.

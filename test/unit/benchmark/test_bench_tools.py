@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglang.bench_serving import make_parser
+from sglang.bench_serving import auth_headers, make_parser
 from sglang.benchmark.client import RequestOptions, completion_body, native_body
 from sglang.benchmark.datasets import BenchPrompt, DatasetError, load_prompts
 from sglang.benchmark.metrics import RequestResult, percentile, report_rows, summarize
@@ -94,3 +94,24 @@ def test_summary_adds_up_and_failures_do_not_count() -> None:
 def test_extra_body_fields_win(build: Any) -> None:
     options = RequestOptions("m", True, True, {"temperature": 0.5})
     assert build(BenchPrompt("a", None, 3), options)["temperature"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("environ", "header"),
+    [
+        ({}, None),
+        ({"OPENAI_API_KEY": ""}, None),
+        ({"OPENAI_API_KEY": "schlüssel"}, "Bearer schlüssel"),
+        ({"API_KEY": "Basic x"}, "Basic x"),
+        ({"OPENAI_API_KEY": "one", "API_KEY": "two"}, "Bearer one"),
+    ],
+)
+def test_the_key_of_the_environment_goes_to_the_server(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], header: str | None
+) -> None:
+    for name in ("OPENAI_API_KEY", "API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    wanted = {} if header is None else {"Authorization": header.encode()}
+    assert auth_headers() == wanted

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 ERROR_TYPES = {
     400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     413: "RequestTooLargeError",

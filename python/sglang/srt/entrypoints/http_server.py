@@ -8,7 +8,9 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from sglang import __version__
+from sglang.srt.entrypoints.access import AccessRules
 from sglang.srt.entrypoints.control_routes import add_control_routes
+from sglang.srt.entrypoints.guard import add_guard
 from sglang.srt.entrypoints.http_messages import (
     EventStream,
     add_error_handlers,
@@ -44,7 +46,11 @@ from sglang.srt.managers.request_limits import check_token_ids
 
 
 def create_app(state: ServerState) -> FastAPI:
-    """The application with all routes."""
+    """The application with all routes.
+
+    Raises:
+        LaunchError: if a flag about access makes no sense.
+    """
     app = FastAPI(
         title="sglang-adaptive",
         version=__version__,
@@ -60,6 +66,7 @@ def create_app(state: ServerState) -> FastAPI:
     _add_tokenizer(app, state)
     _add_openai(app, state)
     install_openapi(app)
+    add_guard(app, AccessRules.of(state.server_args))
     return app
 
 

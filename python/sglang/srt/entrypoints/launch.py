@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
@@ -29,7 +28,7 @@ from sglang.srt.managers.request_limits import RequestLimits
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.model_config import load_model_config, resolve_model_path
 from sglang.srt.observability.request_log import RequestLog
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args import ServerArgs, public_fields
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -139,7 +138,7 @@ class ProcessTree:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start_child(self, module: str) -> subprocess.Popen[bytes]:
-        config = ChildConfig(server_args=asdict(self._server_args), addresses=self.addresses)
+        config = ChildConfig(public_fields(self._server_args), self.addresses)
         # A process group of its own: Ctrl-C in a terminal reaches this process alone.
         child = subprocess.Popen(
             [sys.executable, "-m", module],

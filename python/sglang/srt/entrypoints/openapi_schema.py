@@ -62,6 +62,8 @@ ERROR_SCHEMA = {
 }
 ERRORS = {
     "400": "The request breaks a rule; `param` names the field.",
+    "401": "The route needs another key.",
+    "403": "A web page of another origin sent the request.",
     "413": "The body is too large.",
     "503": "The server is starting, full, stopping or broken; try again later.",
 }

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from sglang import __version__
 from sglang.srt.managers.io_struct import SchedulerInfo
 from sglang.srt.managers.request_state import ServiceError
 from sglang.srt.model_config import ModelConfig
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args import ServerArgs, public_fields
 
 
 def describe_model(
@@ -40,7 +39,7 @@ def describe_server(
     if scheduler is None:
         raise ServiceError("The server is starting.", 503)
     return {
-        **asdict(server_args),
+        **public_fields(server_args),
         "served_model_name": server_args.served_model_name or server_args.model_path,
         "tokenizer_path": server_args.tokenizer_path or server_args.model_path,
         "tp_size": 1,

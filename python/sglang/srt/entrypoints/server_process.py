@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import signal
 import socket
@@ -59,6 +60,7 @@ def run_server(server_args: ServerArgs, modules: Mapping[str, str] = CHILD_MODUL
         _say(str(error))
         return 1
     with listener:
+        _warn_if_open(server_args, listener)
         try:
             return asyncio.run(_Server(server_args, tokenizer, listener, modules).run())
         except LaunchError as error:
@@ -85,6 +87,18 @@ def _bind(host: str, port: int) -> socket.socket:
             f"Cannot listen on {host}:{port}: {error}. Choose another --port or --host."
         ) from None
     return listener
+
+
+def _warn_if_open(server_args: ServerArgs, listener: socket.socket) -> None:
+    """One line if everybody in the network may use the server."""
+    address = listener.getsockname()[0]
+    has_key = server_args.api_key is not None or server_args.admin_api_key is not None
+    if not has_key and not ipaddress.ip_address(address).is_loopback:
+        logger.warning(
+            "Everybody who reaches %s may use and stop this server: --api-key and --admin-api-key"
+            " ask for a key, --host 127.0.0.1 listens on this machine alone.",
+            address,
+        )
 
 
 class _Uvicorn(uvicorn.Server):
