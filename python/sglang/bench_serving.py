@@ -44,12 +44,12 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def auth_headers() -> dict[str, bytes]:
+def auth_headers() -> dict[bytes, bytes]:
     """`OPENAI_API_KEY` as a bearer token, or else `API_KEY` as the header's whole value."""
     if key := os.environ.get("OPENAI_API_KEY"):
-        return {"Authorization": f"Bearer {key}".encode()}
+        return {b"Authorization": f"Bearer {key}".encode()}
     if value := os.environ.get("API_KEY"):
-        return {"Authorization": value.encode()}
+        return {b"Authorization": value.encode()}
     return {}
 
 

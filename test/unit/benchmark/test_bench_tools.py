@@ -113,5 +113,5 @@ def test_the_key_of_the_environment_goes_to_the_server(
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    wanted = {} if header is None else {"Authorization": header.encode()}
+    wanted = {} if header is None else {b"Authorization": header.encode()}
     assert auth_headers() == wanted

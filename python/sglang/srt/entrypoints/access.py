@@ -2,16 +2,16 @@
 
 A server on one's own machine can be reached by every web page that is open there. So:
 
-- A page may use the server only if its `Origin` is in --allowed-origins, or is the server itself by
-  a name that it knows: an IP address, localhost, --host, this machine's host name, or the host of an
-  allowed origin. `Sec-Fetch-Site` must agree, where a browser sends it.
-- Whatever a browser sends needs such a name in `Host`, except for the open routes: any other name may
-  be a page's own that was pointed at this address (DNS rebinding).
+- A page may use the server only if its `Origin` is in --allowed-origins, or is the server itself
+  by a name that it knows: an IP address, localhost, --host, this machine's host name, or the host
+  of an allowed origin. `Sec-Fetch-Site` must agree, where a browser sends it.
+- Whatever a browser sends needs such a name in `Host`, except for the open routes: any other name
+  may be a page's own that was pointed at this address (DNS rebinding).
 - A browser changes nothing without an `Origin`: an `<img>` sends none, and on plain HTTP a browser
   says nothing of the page that holds it.
 
 Everything that is no browser, such as curl, trainers and routers, may use any name. What tells a
-browser is `Origin`, `Sec-Fetch-Site` or `Accept-Language`: a page cannot make it leave out the last.
+browser is `Origin`, `Sec-Fetch-Site` or `Accept-Language`: it sends the last whatever a page does.
 """
 
 from __future__ import annotations
