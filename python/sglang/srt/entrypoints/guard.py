@@ -27,7 +27,6 @@ def add_guard(app: FastAPI, rules: AccessRules) -> None:
             allow_origins=sorted(rules.allowed_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            allow_private_network=True,
         )
 
 
