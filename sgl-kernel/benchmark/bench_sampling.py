@@ -112,7 +112,7 @@ def _torch_argmax_logsumexp(logits: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 _OPS: dict[str, Callable[[int, int], Call]] = {
-    "argmax_logsumexp": lambda rows, size: sgl_kernel.argmax_logsumexp,
+    "argmax_logprob": lambda rows, size: sgl_kernel.argmax_logprob,
     "torch argmax + logsumexp": lambda rows, size: _torch_argmax_logsumexp,
     "torch argmax": lambda rows, size: lambda logits: logits.argmax(dim=-1),
     "sample, no filter": _sampler(1.0, 1 << 30),

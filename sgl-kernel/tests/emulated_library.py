@@ -25,21 +25,21 @@ def compile_emulation(out: Path) -> KernelLibrary:
     return KernelLibrary(library)
 
 
-def argmax_logsumexp(
+def argmax_logprob(
     library: KernelLibrary, logits: torch.Tensor, banned_ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As sgl_kernel.argmax_logsumexp; outputs and workspace hold poison before."""
+    """As sgl_kernel.argmax_logprob; outputs and workspace hold poison before."""
     rows, size = logits.shape
     token_ids = torch.full((rows,), -7)
     best = torch.full((rows,), torch.nan)
-    logsumexp = torch.full((rows,), torch.nan)
+    logprobs = torch.full((rows,), torch.nan)
     workspace = _workspace(library, rows, size)
-    status = library.argmax_logsumexp(
+    status = library.argmax_logprob(
         0, *_logits_arguments(logits, banned_ids), workspace.data_ptr(),
-        token_ids.data_ptr(), best.data_ptr(), logsumexp.data_ptr(), None,
+        token_ids.data_ptr(), best.data_ptr(), logprobs.data_ptr(), None,
     )  # fmt: skip
     library.check(status)
-    return token_ids, best, logsumexp
+    return token_ids, best, logprobs
 
 
 def sample_tokens(library: KernelLibrary, case: SamplingCase) -> tuple[torch.Tensor, torch.Tensor]:

@@ -62,7 +62,7 @@ def poison_the_allocator() -> None:
 
 def check_argmax(logits: torch.Tensor, banned_ids: torch.Tensor | None = None) -> None:
     poison_the_allocator()
-    token_ids, best, logsumexp = sgl_kernel.argmax_logsumexp(logits, banned_ids)
+    token_ids, best, logprobs = sgl_kernel.argmax_logprob(logits, banned_ids)
     values = masked(logits, banned_ids)
     greatest = values.amax(dim=-1)
     # argmax on a GPU promises no index among ties.
@@ -70,7 +70,8 @@ def check_argmax(logits: torch.Tensor, banned_ids: torch.Tensor | None = None) -
     lowest = torch.where(values == greatest[:, None], columns, values.shape[1]).amin(dim=-1)
     assert torch.equal(token_ids, lowest)
     assert torch.equal(best.double(), greatest)
-    torch.testing.assert_close(logsumexp.double(), values.logsumexp(dim=-1), rtol=1e-5, atol=2e-5)
+    expected = torch.log_softmax(values, dim=-1).amax(dim=-1)
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-6, atol=5e-6)
 
 
 def check_samples(case: SamplingCase) -> torch.Tensor:
@@ -85,7 +86,7 @@ def check_samples(case: SamplingCase) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("rows", [1, 3, 128])
-def test_argmax_logsumexp(rows: int, size: int, dtype: torch.dtype) -> None:
+def test_argmax_logprob(rows: int, size: int, dtype: torch.dtype) -> None:
     check_argmax(random_logits(rows, size, size, dtype))
 
 
@@ -107,7 +108,7 @@ def test_ties_go_to_the_lowest_index(dtype: torch.dtype) -> None:
     logits = torch.zeros(3, 128256, dtype=dtype, device="cuda")
     logits[1, [100000, 4500, 77]] = 2.0
     logits[2, [100000, 90001, 90000]] = 2.0
-    assert sgl_kernel.argmax_logsumexp(logits)[0].tolist() == [0, 77, 90000]
+    assert sgl_kernel.argmax_logprob(logits)[0].tolist() == [0, 77, 90000]
     case = gpu_case(3, 128256, 2, dtype, 0.0)
     case = replace(case, logits=logits, temperature=torch.zeros(3, device="cuda"))
     assert sgl_kernel.sample_tokens(*case.arguments())[0].tolist() == [0, 77, 90000]
@@ -128,14 +129,14 @@ def test_banned_ids_outside_the_vocabulary_ban_nothing() -> None:
     logits = random_logits(2, 4097, 4, torch.float32)
     banned = torch.tensor([-1, 4097, 2**40], device="cuda")
     assert torch.equal(
-        sgl_kernel.argmax_logsumexp(logits, banned)[0], sgl_kernel.argmax_logsumexp(logits)[0]
+        sgl_kernel.argmax_logprob(logits, banned)[0], sgl_kernel.argmax_logprob(logits)[0]
     )
 
 
 @pytest.mark.parametrize("value", [-torch.inf, torch.nan, torch.inf])
 def test_rows_without_finite_logits_give_an_id_in_range(value: float) -> None:
     logits = torch.full((2, 5000), value, device="cuda")
-    assert sgl_kernel.argmax_logsumexp(logits)[0].tolist() == [0, 0]
+    assert sgl_kernel.argmax_logprob(logits)[0].tolist() == [0, 0]
     case = replace(gpu_case(2, 5000, 5, torch.float32, 1.0), logits=logits)
     assert sgl_kernel.sample_tokens(*case.arguments())[0].tolist() == [0, 0]
 
@@ -169,17 +170,17 @@ def test_small_top_k_of_a_flat_distribution(top_k: int) -> None:
 def test_the_same_input_gives_the_same_output_alone_and_in_a_batch() -> None:
     case = gpu_case(128, 128256, 8, torch.bfloat16, 1.0)
     first = sgl_kernel.sample_tokens(*case.arguments())
-    parts = sgl_kernel.argmax_logsumexp(case.logits)
+    parts = sgl_kernel.argmax_logprob(case.logits)
     for _ in range(20):
         for part, again in zip(first, sgl_kernel.sample_tokens(*case.arguments()), strict=True):
             assert torch.equal(part, again)
-        for part, again in zip(parts, sgl_kernel.argmax_logsumexp(case.logits), strict=True):
+        for part, again in zip(parts, sgl_kernel.argmax_logprob(case.logits), strict=True):
             assert torch.equal(part, again)
     for row in range(0, 128, 9):
         alone = [value[row : row + 1] for value in case.arguments() if value is not None]
         for part, again in zip(first, sgl_kernel.sample_tokens(*alone), strict=True):
             assert torch.equal(part[row : row + 1], again)
-        single = sgl_kernel.argmax_logsumexp(case.logits[row : row + 1])
+        single = sgl_kernel.argmax_logprob(case.logits[row : row + 1])
         assert torch.equal(single[2], parts[2][row : row + 1])
 
 
@@ -190,7 +191,7 @@ def test_graph_replays_see_changed_inputs() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         draws = sgl_kernel.sample_tokens(*case.arguments())
-        parts = sgl_kernel.argmax_logsumexp(case.logits, banned)
+        parts = sgl_kernel.argmax_logprob(case.logits, banned)
     for step in range(5):
         fresh = gpu_case(33, 128256, 100 + step, torch.bfloat16, 2.0)
         for target, source in zip(case.arguments()[:-1], fresh.arguments()[:-1], strict=True):
@@ -201,7 +202,7 @@ def test_graph_replays_see_changed_inputs() -> None:
         graph.replay()
         for part, expected in zip(draws, sgl_kernel.sample_tokens(*case.arguments()), strict=True):
             assert torch.equal(part, expected)
-        eager = sgl_kernel.argmax_logsumexp(case.logits, banned)
+        eager = sgl_kernel.argmax_logprob(case.logits, banned)
         for part, expected in zip(parts, eager, strict=True):
             assert torch.equal(part, expected)
 
@@ -244,7 +245,7 @@ def test_samples_follow_the_distribution(filtered: bool) -> None:
 def test_no_rows_give_no_tokens() -> None:
     case = gpu_case(0, 4096, 12, torch.float32, 1.0)
     assert [part.shape[0] for part in sgl_kernel.sample_tokens(*case.arguments())] == [0, 0]
-    assert [part.shape[0] for part in sgl_kernel.argmax_logsumexp(case.logits)] == [0, 0, 0]
+    assert [part.shape[0] for part in sgl_kernel.argmax_logprob(case.logits)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

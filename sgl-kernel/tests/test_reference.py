@@ -24,15 +24,16 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_argmax_logsumexp_against_float64(dtype: torch.dtype) -> None:
+def test_argmax_logprob_against_float64(dtype: torch.dtype) -> None:
     logits = (torch.randn(5, 1001, generator=torch.Generator().manual_seed(0)) * 5).to(dtype)
     banned = torch.cat([logits.argmax(dim=-1)[:2], torch.tensor([-1, 1001])])
-    token_ids, best, logsumexp = sgl_kernel.argmax_logsumexp(logits, banned)
+    token_ids, best, logprobs = sgl_kernel.argmax_logprob(logits, banned)
     values = masked(logits, banned[:2])
     assert torch.equal(token_ids, values.argmax(dim=-1))
     assert torch.equal(best.double(), values.amax(dim=-1))
-    torch.testing.assert_close(logsumexp.double(), values.logsumexp(dim=-1), rtol=1e-5, atol=1e-5)
-    assert (token_ids.dtype, best.dtype, logsumexp.dtype) == (
+    expected = torch.log_softmax(values, dim=-1).amax(dim=-1)
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-6, atol=5e-6)
+    assert (token_ids.dtype, best.dtype, logprobs.dtype) == (
         torch.int64,
         torch.float32,
         torch.float32,
@@ -42,13 +43,13 @@ def test_argmax_logsumexp_against_float64(dtype: torch.dtype) -> None:
 def test_argmax_prefers_the_lowest_of_equal_logits() -> None:
     logits = torch.zeros(1, 50)
     logits[0, [9, 30]] = 1.0
-    assert sgl_kernel.argmax_logsumexp(logits)[0].tolist() == [9]
+    assert sgl_kernel.argmax_logprob(logits)[0].tolist() == [9]
 
 
 def test_the_logits_are_left_as_they_were() -> None:
     logits = torch.randn(2, 10)
     before = logits.clone()
-    sgl_kernel.argmax_logsumexp(logits, torch.tensor([1]))
+    sgl_kernel.argmax_logprob(logits, torch.tensor([1]))
     assert torch.equal(logits, before)
 
 
@@ -109,7 +110,7 @@ def test_rows_without_finite_logits_give_an_id_in_range() -> None:
 def test_no_rows_give_no_tokens() -> None:
     case = random_case(0, 20, seed=4)
     assert [part.shape[0] for part in sgl_kernel.sample_tokens(*case.arguments())] == [0, 0]
-    assert [part.shape[0] for part in sgl_kernel.argmax_logsumexp(case.logits)] == [0, 0, 0]
+    assert [part.shape[0] for part in sgl_kernel.argmax_logprob(case.logits)] == [0, 0, 0]
     assert sgl_kernel.uniform_noise(case.seeds, case.positions, 5).shape == (0, 5)
 
 
@@ -125,7 +126,7 @@ def test_no_rows_give_no_tokens() -> None:
 )
 def test_logits_are_refused_with_a_remedy(logits: torch.Tensor, remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy):
-        sgl_kernel.argmax_logsumexp(logits)
+        sgl_kernel.argmax_logprob(logits)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_logits_are_refused_with_a_remedy(logits: torch.Tensor, remedy: str) -> 
 )
 def test_banned_ids_are_refused_with_a_remedy(banned_ids: torch.Tensor, remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy):
-        sgl_kernel.argmax_logsumexp(torch.zeros(2, 4), banned_ids)
+        sgl_kernel.argmax_logprob(torch.zeros(2, 4), banned_ids)
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "seeds", "positions"])

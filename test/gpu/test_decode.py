@@ -47,6 +47,11 @@ WISHES: tuple[dict[str, Any], ...] = (
     {"logprobs": LogprobOptions(start_len=99), "repetition_penalty": 1.2},
     {"presence_penalty": 0.5, "hidden_states": "all"},
 )
+# Of requests that begin together: two score their prompts, with and without chosen ids.
+ARRIVALS: tuple[tuple[dict[str, Any], ...], ...] = (
+    ({"logprobs": LogprobOptions(start_len=0)}, WISHES[0]),
+    ({"frequency_penalty": 0.5}, {"hidden_states": "all"}),
+)
 NEVER_WAIT = [
     name for name in BACKENDS if not ATTENTION_BACKENDS.load(name).capabilities().needs_host_lens
 ]
@@ -147,10 +152,13 @@ def test_the_decode_loop_never_waits_for_the_device(
         for step in range(12):
             if step % 3 == 0:
                 kind = KINDS[step // 3 % len(KINDS)]
-                harness.submit(prompts()[12 + step], max_new_tokens=4, ignore_eos=True, **kind)
+                wishes = ARRIVALS[step // 3 % len(ARRIVALS)] if asks_more else ({},)
+                for wish in wishes:
+                    prompt = prompts()[12 + step]
+                    harness.submit(prompt, max_new_tokens=4, ignore_eos=True, **kind, **wish)
             harness.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(harness.scheduler.lifecycle.running) >= 12
-    assert len(harness.outputs) == 16
+    assert len(harness.outputs) == (20 if asks_more else 16)
     harness.run()

@@ -44,6 +44,20 @@ def test_a_client_that_is_no_browser_may_use_any_name(access: Access, host: str)
     assert decide(rules_of(), access, host=host, **node) == 200
 
 
+@pytest.mark.parametrize("origin", ["http://[::1", "http://[abc]:3000"])
+def test_an_odd_origin_is_no_crash(origin: str) -> None:
+    assert decide(rules_of(allowed_origins=origin), USER, host="127.0.0.1:1", origin=origin) == 200
+
+
+@pytest.mark.parametrize("access", Access)
+def test_a_followed_link_may_read(access: Access) -> None:
+    link = {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate"}
+    status = decide(rules_of(), access, host="127.0.0.1:30000", **link)
+    assert status == (403 if access is ADMIN else 200)
+    if access is USER:
+        assert decide(rules_of(), access, host="rebound.example", **link) == 403
+
+
 @pytest.mark.parametrize("access", Access)
 @pytest.mark.parametrize(
     "headers",

@@ -33,7 +33,9 @@ class HostCopy:
         self._host = list(tensors)
         copies: dict[int, torch.Tensor] = {}
         for index, tensor in enumerate(tensors):
-            if tensor.device.type != "cpu":
+            if tensor.numel() == 0:
+                self._host[index] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            elif tensor.device.type != "cpu":
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in copies:
                     whole = tensor.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)

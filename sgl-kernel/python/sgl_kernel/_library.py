@@ -23,7 +23,7 @@ _LONG = ctypes.c_int64
 _POINTER = ctypes.c_void_p
 _LOGITS: list[_ArgumentType] = [_INT, _INT, _POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG]
 _SIGNATURES: dict[str, Sequence[_ArgumentType]] = {
-    "sgl_argmax_logsumexp": [*_LOGITS, *(_POINTER,) * 5],
+    "sgl_argmax_logprob": [*_LOGITS, *(_POINTER,) * 5],
     "sgl_sample_tokens": [*_LOGITS, *(_POINTER,) * 10],
     "sgl_penalize_logits": [
         *(_INT, _INT, _POINTER, _LONG, _LONG, _LONG),
@@ -31,7 +31,7 @@ _SIGNATURES: dict[str, Sequence[_ArgumentType]] = {
         *(_LONG, _POINTER, _POINTER),
     ],
     "sgl_uniform_noise": [_INT, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER],
-    "sgl_preload_argmax_logsumexp": [_INT],
+    "sgl_preload_argmax_logprob": [_INT],
     "sgl_preload_sample_tokens": [_INT],
     "sgl_preload_penalize_logits": [_INT],
     "sgl_preload_uniform_noise": [_INT],
@@ -42,7 +42,7 @@ class KernelLibrary:
     """The functions of one compiled library.
 
     Attributes:
-        argmax_logsumexp, sample_tokens, penalize_logits, uniform_noise: C functions that return a
+        argmax_logprob, sample_tokens, penalize_logits, uniform_noise: C functions that return a
             cudaError.
         num_chunks: the workspace's partial results per row, by vocabulary size.
     """
@@ -55,7 +55,7 @@ class KernelLibrary:
                 f"{path} does not load: {error}. Build it again on this machine: "
                 "`python -m sgl_kernel.build`."
             ) from error
-        self.argmax_logsumexp = self._function("sgl_argmax_logsumexp")
+        self.argmax_logprob = self._function("sgl_argmax_logprob")
         self.sample_tokens = self._function("sgl_sample_tokens")
         self.penalize_logits = self._function("sgl_penalize_logits")
         self.uniform_noise = self._function("sgl_uniform_noise")

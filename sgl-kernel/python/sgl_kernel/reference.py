@@ -14,14 +14,14 @@ def argmax(logits: torch.Tensor, banned_ids: torch.Tensor | None = None) -> torc
     return _allowed(logits, banned_ids).argmax(dim=-1)
 
 
-def argmax_logsumexp(
+def argmax_logprob(
     logits: torch.Tensor, banned_ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Arguments and results as `sgl_kernel.argmax_logsumexp`."""
+    """Arguments and results as `sgl_kernel.argmax_logprob`."""
     allowed = _allowed(logits, banned_ids)
     token_ids = allowed.argmax(dim=-1)
     best = allowed.gather(-1, token_ids[:, None])[:, 0]
-    return token_ids, best, allowed.logsumexp(dim=-1)
+    return token_ids, best, -(allowed - best[:, None]).logsumexp(dim=-1)
 
 
 def sample_tokens(
@@ -39,8 +39,7 @@ def sample_tokens(
     is_drawn = temperature > 0
     divisor = torch.where(is_drawn, temperature, 1.0)
     ordered, order = allowed.sort(dim=-1, descending=True, stable=True)
-    scaled = ordered / divisor[:, None]
-    probs = torch.softmax(scaled, dim=-1)
+    probs = torch.softmax(ordered / divisor[:, None], dim=-1)
     keep = kept_tokens(probs, top_k, top_p, min_p)
     clocks = -torch.log(uniform_noise(seeds, positions, logits.shape[-1]))
     # argmax(p / E) with E ~ Exp(1) follows p.
@@ -48,7 +47,9 @@ def sample_tokens(
     winner = race.argmax(dim=-1)
     is_drawn &= ordered[:, 0].isfinite()
     place = torch.where(is_drawn, winner, 0)[:, None]
-    logprobs = scaled.gather(-1, place)[:, 0] - scaled.logsumexp(dim=-1)
+    # To the best logit before anything is scaled: differences of large numbers lose digits.
+    relative = (ordered - ordered[:, :1]) / divisor[:, None]
+    logprobs = relative.gather(-1, place)[:, 0] - relative.logsumexp(dim=-1)
     return order.gather(-1, place)[:, 0], logprobs
 
 

@@ -1,7 +1,7 @@
 // The kernels of include/sgl_kernel on emulated CUDA threads, behind the C functions of csrc/.
 #include "cuda_emulation.h"
 
-#include "sgl_kernel/argmax_logsumexp.cuh"
+#include "sgl_kernel/argmax_logprob.cuh"
 #include "sgl_kernel/penalize_logits.cuh"
 #include "sgl_kernel/select_tokens.cuh"
 
@@ -11,12 +11,12 @@ namespace {
 
 template <typename Format>
 void argmax(const LogitsView& view, int64_t rows, ArgmaxPartial* partials, int64_t* token_ids,
-            float* best, float* logsumexp) {
+            float* best, float* logprobs) {
   const int chunks = num_chunks(view.size);
   emulation::run_grid(rows * chunks, kChunkThreads,
                       [&] { argmax_chunks_kernel<Format>(view, chunks, partials); });
   emulation::run_grid(rows, kWarpSize, [&] {
-    argmax_combine_kernel(partials, chunks, view.size, token_ids, best, logsumexp);
+    argmax_combine_kernel(partials, chunks, view.size, token_ids, best, logprobs);
   });
 }
 
@@ -37,17 +37,17 @@ extern "C" int64_t sgl_num_chunks(int64_t size) { return num_chunks(static_cast<
 
 extern "C" const char* sgl_error_string(int) { return "emulated error"; }
 
-extern "C" int sgl_argmax_logsumexp(int, int dtype, const void* logits, int64_t row_stride,
+extern "C" int sgl_argmax_logprob(int, int dtype, const void* logits, int64_t row_stride,
                                     int64_t rows, int64_t size, const int64_t* banned,
                                     int64_t num_banned, void* workspace, int64_t* token_ids,
-                                    float* best, float* logsumexp, void*) {
+                                    float* best, float* logprobs, void*) {
   if (!is_supported_shape(rows, size)) return 1;
   const LogitsView view{logits, row_stride, static_cast<int>(size), banned,
                         static_cast<int>(num_banned)};
   ArgmaxPartial* partials = static_cast<ArgmaxPartial*>(workspace);
-  if (dtype == 0) argmax<Float32>(view, rows, partials, token_ids, best, logsumexp);
-  if (dtype == 1) argmax<Bfloat16>(view, rows, partials, token_ids, best, logsumexp);
-  if (dtype == 2) argmax<Float16>(view, rows, partials, token_ids, best, logsumexp);
+  if (dtype == 0) argmax<Float32>(view, rows, partials, token_ids, best, logprobs);
+  if (dtype == 1) argmax<Bfloat16>(view, rows, partials, token_ids, best, logprobs);
+  if (dtype == 2) argmax<Float16>(view, rows, partials, token_ids, best, logprobs);
   return 0;
 }
 
@@ -97,7 +97,7 @@ extern "C" int sgl_uniform_noise(int, const int64_t* seeds, const int64_t* posit
   return 0;
 }
 
-extern "C" int sgl_preload_argmax_logsumexp(int) { return 0; }
+extern "C" int sgl_preload_argmax_logprob(int) { return 0; }
 extern "C" int sgl_preload_sample_tokens(int) { return 0; }
 extern "C" int sgl_preload_penalize_logits(int) { return 0; }
 extern "C" int sgl_preload_uniform_noise(int) { return 0; }

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sgl_kernel.reference import kept_tokens, uniform_noise
-from sglang.srt.layers.logprobs import LogprobQueries
+from sglang.srt.layers.logprobs import LogprobQueries, LogprobTensors
 from sglang.srt.layers.sampler import Sampler, SamplingRows
 
 torch.set_num_threads(1)
@@ -370,6 +370,24 @@ def test_logprobs_are_those_of_the_distribution_before_the_filters(
         torch.testing.assert_close(of_row[answers.top_ids[i]], answers.top_values[i], **near)
         told = answers.chosen[i][: len(chosen[i])]
         torch.testing.assert_close(told, of_row[chosen[i]], **near)
+
+
+def test_answers_without_more_lie_where_the_others_do() -> None:
+    """Parts with and without chosen ids are put together on the device."""
+    answers = LogprobTensors.of_targets(torch.empty(3, device="meta"))
+    assert {tensor.device.type for tensor in answers.tensors} == {"meta"}
+
+
+@pytest.mark.parametrize("temperature", [None, 1e-5, 1e-3, 1.0])
+def test_logprobs_of_large_and_close_logits_lose_no_digits(temperature: float | None) -> None:
+    """A temperature near 0 and large biases make scaled logits of millions."""
+    sampler = Sampler(torch.device("cpu"), ())
+    logits = torch.tensor([[1e5, 1e5, 0.0, -1e5], [30.0, 30.0 - 1e-3, 3.0, 2.0]])
+    parameters = None if temperature is None else rows(2, temperature=temperature)
+    drawn = sampler.sample_scored(logits, parameters)
+    scaled = logits.double() / (1.0 if temperature is None else temperature)
+    expected = torch.log_softmax(scaled, dim=-1).gather(1, drawn.tokens[:, None])[:, 0]
+    torch.testing.assert_close(drawn.logprobs.double(), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-3, 1e6])

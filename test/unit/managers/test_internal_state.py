@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fake_worker import FakeWorker
+from sglang.srt.managers.invariants import InvariantChecker
 from sglang.srt.mem_cache.kv_ledger import KVLedger
 from utils import SchedulerHarness, Setup
 
@@ -40,3 +41,14 @@ def test_the_state_shows_a_slot_that_was_lost_just_now() -> None:
     assert state["orphan_token_count"] == 0, "as of the last look at every slot"
     checker.report()
     assert control.internal_state()["orphan_token_count"] == 2
+
+
+def test_the_state_after_a_repair_is_that_of_the_repaired_ledger() -> None:
+    harness = running_harness()
+    harness.run()
+    harness.ledger._allocator.allocate(2)
+    scheduler = harness.scheduler
+    checker = InvariantChecker(scheduler.lifecycle, strict=False)
+    checker.when_idle()
+    assert checker.num_repairs == 1
+    assert checker.summary().is_exact

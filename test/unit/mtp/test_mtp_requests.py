@@ -306,6 +306,25 @@ def test_a_logprob_of_an_unverified_token_is_that_of_the_row_that_emitted_it(
     assert got == pytest.approx(expected, abs=1e-4)
 
 
+def test_a_prompt_is_scored_in_chunks_while_another_request_has_a_threshold(
+    runner: ModelRunner,
+) -> None:
+    """The steps choose by confidence, and nobody in them wants log-probabilities of new tokens."""
+    harness = SchedulerHarness(
+        replace(SETUP, chunked_prefill_size=4), make_mtp_worker(runner, MASK)
+    )
+    decoding = harness.submit(PROMPT, max_new_tokens=30, ignore_eos=True, **ADAPTIVE_4)
+    for _ in range(4):
+        harness.step()
+    wanted = LogprobOptions(start_len=0)
+    scored = harness.submit(PROMPT * 3, max_new_tokens=2, temperature=0.0, logprobs=wanted)
+    harness.run()
+    alone = run(runner, max_new_tokens=30, ignore_eos=True, **ADAPTIVE_4)
+    assert harness.outputs[decoding].token_ids == alone.token_ids
+    found = harness.outputs[scored].input_logprobs
+    assert [item.token_id for item in found] == (PROMPT * 3)[1:]
+
+
 def test_hidden_states_of_a_verified_request_are_the_plain_ones(runner: ModelRunner) -> None:
     plain = run(runner, max_new_tokens=15, temperature=0.0, hidden_states="all")
     assert len(plain.hidden_states) == len(PROMPT) + 14

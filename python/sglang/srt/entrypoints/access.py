@@ -10,8 +10,11 @@ A server on one's own machine can be reached by every web page that is open ther
 - A browser changes nothing without an `Origin`: an `<img>` sends none, and on plain HTTP a browser
   says nothing of the page that holds it.
 
+A followed link is not the page's own request: it may read, as a typed address may.
+
 Everything that is no browser, such as curl, trainers and routers, may use any name. What tells a
 browser is `Origin`, `Sec-Fetch-Site` or `Accept-Language`: it sends the last whatever a page does.
+A client that sends `Accept-Language` too, as Deno's fetch does, counts as one.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from urllib.parse import urlsplit
 
 from sglang.srt.entrypoints.launch import LaunchError
 from sglang.srt.server_args import ServerArgs
@@ -89,12 +91,13 @@ OWN_SITES = (b"same-origin", b"none")  # `none`: the user typed the address
 ALLOW = "start it with --allowed-origins and the page's origin"
 FOREIGN_PAGE = f"Web pages of another origin may not use this server; to let them, {ALLOW}."
 UNKNOWN_HOST = (
-    "A browser asked for a host name that this server does not know. Use its IP address or --host,"
-    f" or {ALLOW}."
+    "A browser, or a client that sends Accept-Language as browsers do, asked for a host name that"
+    " this server does not know. Use its IP address or --host, do not send Accept-Language, or"
+    " start the server with --allowed-origins http://NAME:PORT."
 )
 NO_ORIGIN = (
-    "A browser may not change this server by a request without an Origin. Use POST, or a client"
-    " that is no browser."
+    "A browser, or a client that sends Accept-Language as browsers do, may not change this server"
+    " by a request without an Origin. Send an Origin, or no Accept-Language."
 )
 NO_KEY = "This route needs the header `Authorization: Bearer` with the {flag} of this server."
 
@@ -135,7 +138,7 @@ class AccessRules:
             _key("--api-key", server_args.api_key),
             _key("--admin-api-key", server_args.admin_api_key),
             origins,
-            frozenset(hosts | {urlsplit(origin).hostname or "" for origin in origins}) - {""},
+            frozenset({*hosts, *(_host_name(_host_of(origin)) for origin in origins)} - {""}),
         )
 
     def knows(self, host: str) -> bool:
@@ -165,9 +168,10 @@ def _refusal_of_page(
         origin = headers[b"origin"].decode("latin-1").lower()
         if origin in rules.allowed_origins:
             return None
-        if not host or origin.partition("://")[2] != host:
+        if not host or _host_of(origin) != host:
             return Refusal(403, FOREIGN_PAGE)
-    if headers.get(b"sec-fetch-site", b"none").strip().lower() not in OWN_SITES:
+    is_link = headers.get(b"sec-fetch-mode") == b"navigate" and access is not Access.ADMIN
+    if headers.get(b"sec-fetch-site", b"none").strip().lower() not in OWN_SITES and not is_link:
         return Refusal(403, FOREIGN_PAGE)
     if access is Access.OPEN or not _is_from_browser(headers):
         return None
@@ -197,6 +201,11 @@ def _refusal_of_key(
     if scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), key):
         return None
     return Refusal(401, NO_KEY.format(flag=flag))
+
+
+def _host_of(origin: str) -> str:
+    """What a browser sends as `Host` to this origin."""
+    return origin.partition("://")[2]
 
 
 def _host_name(host: str) -> str:

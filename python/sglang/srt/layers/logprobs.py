@@ -49,7 +49,7 @@ class LogprobTensors:
     @classmethod
     def of_targets(cls, target: torch.Tensor) -> LogprobTensors:
         """Answers where nothing but the tokens there was asked for."""
-        nothing = torch.empty((len(target), 0))
+        nothing = target.new_empty((len(target), 0))
         return cls(target, nothing, nothing.long(), nothing)
 
     @property
@@ -124,15 +124,15 @@ def query_prompt_logprobs(
         hidden: [Q, hidden_size].
         targets: the Q tokens that follow.
     """
-    argmax_logsumexp = sampling_ops(hidden.device).argmax_logsumexp
+    argmax_logprob = sampling_ops(hidden.device).argmax_logprob
     parts = []
     for start in range(0, len(targets), MAX_ROWS_AT_ONCE):
         end = start + MAX_ROWS_AT_ONCE
         logits = compute_logits(hidden[start:end])
         wanted = to_device(targets[start:end], hidden.device)
-        _, best, logsumexp = argmax_logsumexp(logits)
+        _, best, of_best = argmax_logprob(logits)
         part = LogprobQueries(queries.top_num, queries.token_ids[start:end])
-        known = KnownTokens(best, best - logsumexp)
+        known = KnownTokens(best, of_best)
         parts.append(query_logprobs(logits, wanted, known, part))
     width = max(part.chosen.shape[1] for part in parts)
     pad = torch.nn.functional.pad

@@ -79,8 +79,8 @@ class Sampler:
     def sample_scored(self, logits: torch.Tensor, rows: SamplingRows | None) -> ScoredTokens:
         """The tokens of `sample`, and how probable they were. Arguments as there."""
         if rows is None:
-            tokens, best, logsumexp = self._ops.argmax_logsumexp(logits, self._banned)
-            return ScoredTokens(tokens, best - logsumexp)
+            tokens, _, logprobs = self._ops.argmax_logprob(logits, self._banned)
+            return ScoredTokens(tokens, logprobs)
         tokens, logprobs = self._ops.sample_tokens(
             logits,
             rows.temperature,

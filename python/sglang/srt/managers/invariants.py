@@ -84,3 +84,4 @@ class InvariantChecker:
         logger.error("The KV ledger is not exact when idle: %s. Rebuilding the free list.", report)
         self._lifecycle.ledger.repair(self._lifecycle.owners())
         self.num_repairs += 1
+        self.report()

@@ -154,7 +154,7 @@ class MTPWorker:
         if batch.logprobs is not None:
             plan, compute = batch.logprobs, self._runner.compute_logits
             prompts = prompt_logprobs(plan, hidden, lengths.counts.q_lens, compute)
-            if drawn is not None:
+            if drawn is not None and batch.scores_emitted:
                 queries, wanted = _logprob_queries(plan, lengths.counts.num_read, width)
                 rows = to_device(wanted, logits.device)
                 emitted = self._sampler.query(logits, sampling, drawn, queries, rows)

@@ -1,4 +1,4 @@
-// The best token of each row and the logarithm of its sum of exponentials, in one pass.
+// The best token of each row and its log-probability, in one pass.
 #pragma once
 
 #include "sgl_kernel/chunk.cuh"
@@ -56,10 +56,10 @@ __global__ void __launch_bounds__(kChunkThreads)
   if (lane == 0) partials[blockIdx.x] = combined;
 }
 
-// One warp per row. token_ids: [rows] int64; best, logsumexp: [rows] float32.
+// One warp per row. token_ids: [rows] int64; best, logprobs: [rows] float32.
 static __global__ void __launch_bounds__(kWarpSize)
     argmax_combine_kernel(const ArgmaxPartial* partials, int chunks, int size, int64_t* token_ids,
-                          float* best, float* logsumexp) {
+                          float* best, float* logprobs) {
   wait_for_previous_kernel();
   const int64_t row = blockIdx.x;
   const int lane = threadIdx.x;
@@ -78,7 +78,7 @@ static __global__ void __launch_bounds__(kWarpSize)
   if (lane != 0) return;
   token_ids[row] = combined.token < size ? combined.token : 0;
   best[row] = combined.best;
-  logsumexp[row] = combined.best + logf(combined.sum);
+  logprobs[row] = -logf(combined.sum);
 }
 
 }  // namespace sgl_kernel

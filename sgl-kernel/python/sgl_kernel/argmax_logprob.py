@@ -10,7 +10,7 @@ from sgl_kernel._library import library_for
 
 
 def argmax(logits: torch.Tensor, banned_ids: torch.Tensor | None = None) -> torch.Tensor:
-    """The token_ids of `argmax_logsumexp` alone; on a GPU the rest costs nothing, on a CPU it does.
+    """The token_ids of `argmax_logprob` alone; on a GPU the rest costs nothing, on a CPU it does.
 
     Arguments and errors as there.
     """
@@ -18,13 +18,13 @@ def argmax(logits: torch.Tensor, banned_ids: torch.Tensor | None = None) -> torc
         check_logits(logits)
         check_banned_ids(banned_ids, logits.device)
         return reference.argmax(logits, banned_ids)
-    return argmax_logsumexp(logits, banned_ids)[0]
+    return argmax_logprob(logits, banned_ids)[0]
 
 
-def argmax_logsumexp(
+def argmax_logprob(
     logits: torch.Tensor, banned_ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Best token, its logit and the logsumexp of each row.
+    """Best token, its logit and its log-probability, of each row.
 
     Banned ids count as -inf; ids outside the vocabulary ban nothing. Ties go to the lowest index.
     With NaN among a row's logits its id is still in range; its other results are unspecified. A
@@ -35,7 +35,7 @@ def argmax_logsumexp(
         banned_ids: [B] int64; a handful.
 
     Returns:
-        token_ids [S] int64, best [S] float32, logsumexp [S] float32.
+        token_ids [S] int64, best [S] float32, logprobs [S] float32.
 
     Raises:
         ValueError: an argument that the op does not take.
@@ -44,13 +44,13 @@ def argmax_logsumexp(
     check_logits(logits)
     check_banned_ids(banned_ids, logits.device)
     if logits.is_cpu:
-        return reference.argmax_logsumexp(logits, banned_ids)
+        return reference.argmax_logprob(logits, banned_ids)
     rows, device = logits.shape[0], logits.device
     token_ids = torch.empty(rows, dtype=torch.int64, device=device)
     best = torch.empty(rows, dtype=torch.float32, device=device)
-    logsumexp = torch.empty(rows, dtype=torch.float32, device=device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=device)
     if rows:
         library = library_for(logits.get_device())
-        results = (token_ids, best, logsumexp)
-        library.run(library.argmax_logsumexp, logits, banned_ids, (), results)
-    return token_ids, best, logsumexp
+        results = (token_ids, best, logprobs)
+        library.run(library.argmax_logprob, logits, banned_ids, (), results)
+    return token_ids, best, logprobs

@@ -1,4 +1,4 @@
-#include "sgl_kernel/argmax_logsumexp.cuh"
+#include "sgl_kernel/argmax_logprob.cuh"
 #include "sgl_kernel/launch.cuh"
 
 namespace sgl_kernel {
@@ -6,7 +6,7 @@ namespace {
 
 template <typename Format>
 cudaError_t launch(const LogitsView& view, int64_t rows, int device, cudaStream_t stream,
-                   ArgmaxPartial* partials, int64_t* token_ids, float* best, float* logsumexp) {
+                   ArgmaxPartial* partials, int64_t* token_ids, float* best, float* logprobs) {
   const int chunks = num_chunks(view.size);
   const unsigned blocks = static_cast<unsigned>(rows * chunks);
   argmax_chunks_kernel<Format>
@@ -15,17 +15,17 @@ cudaError_t launch(const LogitsView& view, int64_t rows, int device, cudaStream_
   if (status != cudaSuccess) return status;
   return launch_dependent(argmax_combine_kernel, device, static_cast<unsigned>(rows), kWarpSize,
                           stream, static_cast<const ArgmaxPartial*>(partials), chunks, view.size,
-                          token_ids, best, logsumexp);
+                          token_ids, best, logprobs);
 }
 
 }  // namespace
 }  // namespace sgl_kernel
 
 // workspace: rows * sgl_num_chunks(size) * 16 bytes, aligned to 16.
-extern "C" int sgl_argmax_logsumexp(int device, int dtype, const void* logits, int64_t row_stride,
+extern "C" int sgl_argmax_logprob(int device, int dtype, const void* logits, int64_t row_stride,
                                     int64_t rows, int64_t size, const int64_t* banned,
                                     int64_t num_banned, void* workspace, int64_t* token_ids,
-                                    float* best, float* logsumexp, void* stream_handle) {
+                                    float* best, float* logprobs, void* stream_handle) {
   using namespace sgl_kernel;
   if (!is_supported_shape(rows, size)) return cudaErrorInvalidValue;
   const DeviceScope scope(device);
@@ -36,17 +36,17 @@ extern "C" int sgl_argmax_logsumexp(int device, int dtype, const void* logits, i
   ArgmaxPartial* partials = static_cast<ArgmaxPartial*>(workspace);
   switch (dtype) {
     case kFloat32:
-      return launch<Float32>(view, rows, device, stream, partials, token_ids, best, logsumexp);
+      return launch<Float32>(view, rows, device, stream, partials, token_ids, best, logprobs);
     case kBfloat16:
-      return launch<Bfloat16>(view, rows, device, stream, partials, token_ids, best, logsumexp);
+      return launch<Bfloat16>(view, rows, device, stream, partials, token_ids, best, logprobs);
     case kFloat16:
-      return launch<Float16>(view, rows, device, stream, partials, token_ids, best, logsumexp);
+      return launch<Float16>(view, rows, device, stream, partials, token_ids, best, logprobs);
     default:
       return cudaErrorInvalidValue;
   }
 }
 
-extern "C" int sgl_preload_argmax_logsumexp(int device) {
+extern "C" int sgl_preload_argmax_logprob(int device) {
   using namespace sgl_kernel;
   const DeviceScope scope(device);
   if (scope.status() != cudaSuccess) return scope.status();
