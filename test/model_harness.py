@@ -17,6 +17,7 @@ from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.mem_cache.kv_ledger import KVLedger, RequestKV
+from sglang.srt.mem_cache.memory_pool import row_width
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
@@ -50,7 +51,7 @@ class Model:
                 max_total_tokens=1024,
                 max_running_requests=8,
                 context_len=CONTEXT_LEN,
-                row_width=CONTEXT_LEN + 2,
+                row_width=row_width(CONTEXT_LEN, 1, page_size),
                 kv_budget_bytes=1 << 30,
                 num_threads=1,
             )
@@ -60,6 +61,12 @@ class Model:
     def expected(self, tokens: list[int]) -> torch.Tensor:
         """[len(tokens), vocab_size] float32."""
         return self.reference(torch.tensor([tokens])).logits[0]
+
+
+def _ledger(runner: ModelRunner, page_size: int) -> KVLedger:
+    num_rows, width = runner.req_to_token_pool.req_to_token.shape
+    allocator = PageAllocator(runner.num_pages, page_size)
+    return KVLedger(num_rows, allocator, RadixCache(page_size), width)
 
 
 def plain_worker(
@@ -74,7 +81,7 @@ class Feeder:
 
     def __init__(self, runner: ModelRunner, page_size: int) -> None:
         self.worker = plain_worker(runner, 8)
-        self.ledger = KVLedger(8, PageAllocator(runner.num_pages, page_size), RadixCache(page_size))
+        self.ledger = _ledger(runner, page_size)
         self.requests: dict[str, RequestKV] = {}
         self.fed: dict[str, int] = {}
 
@@ -126,7 +133,7 @@ class Decoding:
     def __init__(self, model: Model, page_size: int) -> None:
         runner = model.runner(page_size)
         self.worker = plain_worker(runner, 8)
-        self.ledger = KVLedger(8, PageAllocator(runner.num_pages, page_size), RadixCache(page_size))
+        self.ledger = _ledger(runner, page_size)
 
     def generate(self, prompts: list[list[int]], num_tokens: int, chunk: int) -> list[list[int]]:
         """Output tokens of prompts that are fed `chunk` tokens at a time, side by side."""

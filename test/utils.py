@@ -33,6 +33,7 @@ from sglang.srt.managers.scheduler import (
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.mem_cache.kv_ledger import KVLedger
+from sglang.srt.mem_cache.memory_pool import row_width
 from sglang.srt.mem_cache.radix_cache import NullPrefixCache, RadixCache
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
@@ -65,6 +66,12 @@ class Setup:
     enable_overlap: bool = TARGET.overlap
     eos_token_ids: frozenset[int] = frozenset()
     refuses_while_stopped: bool = False
+    context_len: int = CONTEXT_LEN
+    max_decode_rows: int = MTP_MAX_ROWS
+
+    @property
+    def row_width(self) -> int:
+        return row_width(self.context_len, self.max_decode_rows, self.page_size)
 
 
 class FakeInbox:
@@ -124,7 +131,7 @@ class SchedulerHarness:
         self._next_id = 0
         tree = RadixCache(setup.page_size) if setup.use_radix_cache else NullPrefixCache()
         allocator = PageAllocator(setup.num_pages, setup.page_size)
-        self.ledger = KVLedger(setup.max_running_requests, allocator, tree)
+        self.ledger = KVLedger(setup.max_running_requests, allocator, tree, setup.row_width)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 planner=PlannerConfig(
@@ -322,7 +329,7 @@ def make_runner(
             max_total_tokens=setup.num_pages * setup.page_size,
             max_running_requests=setup.max_running_requests,
             context_len=context_len,
-            row_width=context_len + 2 * max_decode_rows,
+            row_width=row_width(context_len, max_decode_rows, setup.page_size),
             ops=DEFAULT_OPS[device],
             max_graph_width=max_graph_width,
             max_graph_rows=MAX_GRAPH_ROWS if max_graph_width == max_decode_rows else 0,

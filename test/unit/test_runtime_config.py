@@ -181,9 +181,18 @@ def test_defaults_on_a_cpu(model: ModelConfig) -> None:
     assert config.mtp is None
 
 
-def test_a_row_holds_the_context_and_two_steps_beyond(model: ModelConfig) -> None:
-    config = resolved(model, context_length=200)
-    assert config.execution.row_width == 200 + 2 * config.max_decode_rows
+def test_a_row_holds_the_context_and_two_steps_beyond_in_whole_pages(
+    model: ModelConfig, mtp_model: ModelConfig
+) -> None:
+    widths = {
+        (source.path.name, page_size): resolved(
+            source, context_length=200, page_size=page_size
+        ).execution.row_width
+        for source in (model, mtp_model)
+        for page_size in (1, 4, 16, 64)
+    }
+    assert [widths["llama", size] for size in (1, 4, 16, 64)] == [202, 204, 208, 256]
+    assert [widths["tiny-code", size] for size in (1, 4, 16, 64)] == [230, 232, 240, 256]
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (4, 4), (500, MAX_CPU_THREADS)])
@@ -311,7 +320,7 @@ def test_a_pool_without_a_page_is_refused_with_the_flags(
 def test_with_enough_memory_all_running_requests_fit_at_full_context(
     model: ModelConfig, page_size: int, num_running: int
 ) -> None:
-    """Rows beyond the context and half-used last pages included."""
+    """Rows beyond the context and half-used last pages included, and no page more."""
     config = resolved(
         model,
         load_format="dummy",
@@ -319,10 +328,8 @@ def test_with_enough_memory_all_running_requests_fit_at_full_context(
         page_size=page_size,
         max_running_requests=num_running,
     )
-    pages_per_request = -(-config.execution.row_width // page_size)
     runner = ModelRunner(config.execution)
-    assert runner.num_pages >= num_running * pages_per_request
-    assert runner.num_pages * page_size <= num_running * (52 + page_size)
+    assert runner.num_pages * page_size == num_running * config.execution.row_width
 
 
 @pytest.mark.parametrize("registry", [ATTENTION_BACKENDS, MODELS])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from sglang.srt.environ import Environ
 from sglang.srt.managers.batch_planner import PlannerConfig
 from sglang.srt.managers.scheduler import SchedulerConfig
+from sglang.srt.mem_cache.memory_pool import row_width
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.model_runner import ExecutionConfig
 from sglang.srt.mtp.mtp_worker import MTPConfig
@@ -76,7 +77,7 @@ def resolve(
         max_total_tokens=args.max_total_tokens,
         max_running_requests=args.max_running_requests,
         context_len=context_len,
-        row_width=context_len + 2 * max_decode_rows,
+        row_width=row_width(context_len, max_decode_rows, args.page_size),
         kv_budget_bytes=_host_kv_budget(args, platform) if device == "cpu" else None,
         ops=DEFAULT_OPS[device],
         max_graph_width=_max_graph_width(args, max_decode_rows) if captures else 0,

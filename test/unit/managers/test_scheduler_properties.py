@@ -13,9 +13,10 @@ from sglang.srt.managers.control_messages import AbortReq, FlushCacheReqInput, F
 from utils import SchedulerHarness, Setup
 
 KINDS = ("plain", "verify", "mtp")
-NUM_SEEDS = 130  # per kind
+NUM_SEEDS = 110  # per kind
 K = 4
-MAX_SPARE = 2 * K  # rows of the widest step
+WIDEST_STEP = {"plain": 1, "verify": 1 + K, "mtp": 2 * K - 1}  # rows of a request
+CONTEXT = 108
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Storm:
     def __init__(self, kind: str, seed: int) -> None:
         self.random = random.Random(seed)
         choose = self.random.choice
-        page_size = choose([1, 1, 4, 16])
+        page_size = choose([1, 1, 4, 16, 64])
         self.setup = Setup(
             page_size=page_size,
             num_pages=choose([160, 240, 600]) // page_size,
@@ -43,6 +44,8 @@ class Storm:
             retract_interval=choose([0, 0, 3]),
             enable_overlap=choose([True, True, False]),
             eos_token_ids=choose([frozenset(), frozenset({0, 1})]),
+            context_len=CONTEXT,
+            max_decode_rows=WIDEST_STEP[kind],
         )
         worker = FakeWorker(kind, K, self.setup.max_running_requests, seed)
         self.harness = SchedulerHarness(self.setup, worker)
@@ -76,6 +79,9 @@ class Storm:
             self.random.choice([0, 1, 7])
         )
         max_new_tokens = self.random.choice([0, 1, 2, 9, 40])
+        if self.random.random() < 0.06:  # to the end of the context, or nearly
+            end = CONTEXT - self.random.choice([0, 0, 1, 2, self.random.randint(3, 40)])
+            prompt += self._tokens(max(0, end - max_new_tokens - len(prompt)))
         req_id = self.harness.submit(
             prompt,
             stream=self.random.random() < 0.7,

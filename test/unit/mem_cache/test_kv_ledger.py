@@ -17,6 +17,11 @@ NUM_ROWS = 4
 MAX_PAGES = 12  # of one request
 
 
+def ledger_over(allocator: PageAllocator, tree: BasePrefixCache) -> KVLedger:
+    """A ledger whose rows are as long as the pool."""
+    return KVLedger(NUM_ROWS, allocator, tree, allocator.num_pages * allocator.page_size)
+
+
 @dataclass(eq=False)
 class Life:
     """A request: its tokens, and how many have KV."""
@@ -40,7 +45,7 @@ class Program:
         self.page_size = page_size
         self.allocator = PageAllocator(self.random.choice([10, 20, 40]), page_size)
         self.tree = RadixCache(page_size) if tree is None else tree
-        self.ledger = KVLedger(NUM_ROWS, self.allocator, self.tree)
+        self.ledger = ledger_over(self.allocator, self.tree)
         self.lives: list[Life] = []
         self.table: dict[tuple[int, int], int] = {}
         self.memory: dict[int, tuple[Namespace, tuple[int, ...]]] = {}
@@ -188,7 +193,7 @@ def test_random_lives_without_a_cache(seed: int) -> None:
 
 
 def make_ledger(num_pages: int = 12, page_size: int = 1) -> KVLedger:
-    return KVLedger(NUM_ROWS, PageAllocator(num_pages, page_size), RadixCache(page_size))
+    return ledger_over(PageAllocator(num_pages, page_size), RadixCache(page_size))
 
 
 def admit(ledger: KVLedger, tokens: list[int]) -> RequestKV:
@@ -280,7 +285,7 @@ class Planted:
     def __init__(self) -> None:
         self.allocator = PageAllocator(12, 4)
         self.tree = RadixCache(4)
-        self.ledger = KVLedger(NUM_ROWS, self.allocator, self.tree)
+        self.ledger = ledger_over(self.allocator, self.tree)
         self.ledger.release(admit(self.ledger, [7] * 8), [7] * 8)
         self.kv = admit(self.ledger, [1] * 12)
 
@@ -346,3 +351,18 @@ def test_repair_mends_orphans_overlaps_and_foreign_pages() -> None:
     assert planted.report() == (0, 0, 0)
     assert planted.ledger.num_tree_tokens == 8
     assert len(planted.kv.pages) == 3
+
+
+def test_a_request_never_gets_a_page_beyond_its_row() -> None:
+    allocator = PageAllocator(8, 4)
+    ledger = KVLedger(NUM_ROWS, allocator, RadixCache(4), row_width=12)
+    kv = ledger.admit((), [1] * 12)
+    assert ledger.reserve(kv, 12)
+    with pytest.raises(AssertionError, match="outgrows its row"):
+        ledger.reserve(kv, 13)
+    assert max(ledger.take_table_writes().columns) == 11
+
+
+def test_rows_of_broken_pages_are_refused() -> None:
+    with pytest.raises(AssertionError, match="ends within a page"):
+        KVLedger(NUM_ROWS, PageAllocator(8, 4), RadixCache(4), row_width=14)

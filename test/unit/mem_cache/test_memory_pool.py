@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from model_harness import Feeder, sequence
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.model_runner import ModelRunner
 from utils import Setup, make_random_llama, make_runner
 
@@ -69,3 +70,11 @@ def test_a_kv_pool_is_released_and_restored_in_turns(model_dir: Path) -> None:
         pool.release()
     pool.restore()
     assert not pool.is_released
+
+
+@pytest.mark.parametrize("column", [-1, 6])
+def test_the_table_takes_no_column_outside_of_a_row(column: int) -> None:
+    pool = ReqToTokenPool(2, 6, "cpu")
+    with pytest.raises(AssertionError, match="outside of its row"):
+        pool.write([0, 0], [5, column], [7, 8])
+    assert not pool.req_to_token.any()

@@ -100,10 +100,10 @@ def make_resources(runner: ModelRunner) -> ModelResources:
 
 def make_ledger(config: RuntimeConfig, num_pages: int) -> KVLedger:
     """The ledger over a pool of `num_pages`."""
-    page_size = config.execution.page_size
+    execution, page_size = config.execution, config.execution.page_size
     tree = RadixCache(page_size) if config.use_radix_cache else NullPrefixCache()
     allocator = PageAllocator(num_pages, page_size)
-    return KVLedger(config.execution.max_running_requests, allocator, tree)
+    return KVLedger(execution.max_running_requests, allocator, tree, execution.row_width)
 
 
 def _stop_finders(args: ServerArgs) -> Callable[[SamplingParams], StopFinder]:

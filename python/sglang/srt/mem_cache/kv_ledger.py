@@ -81,9 +81,17 @@ class LedgerReport:
 
 
 class KVLedger:
-    """Rows of the request-to-token table and pages of the KV pool, and who has them."""
+    """Rows of the request-to-token table and pages of the KV pool, and who has them.
 
-    def __init__(self, num_rows: int, allocator: PageAllocator, tree: BasePrefixCache) -> None:
+    Args:
+        row_width: columns of a row.
+    """
+
+    def __init__(
+        self, num_rows: int, allocator: PageAllocator, tree: BasePrefixCache, row_width: int
+    ) -> None:
+        assert row_width % allocator.page_size == 0, "A row ends within a page."
+        self._row_width = row_width
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._num_rows = num_rows
         self._allocator = allocator
@@ -270,10 +278,11 @@ class KVLedger:
 
     def _write_table(self, row: int, first_page: int, pages: Sequence[int]) -> None:
         size = self.page_size
+        start, count = first_page * size, len(pages) * size
+        assert start + count <= self._row_width, "A request outgrows its row."
         writes = self._writes.setdefault(row, PageTableWrites())
-        count = len(pages) * size
         writes.rows.extend([row] * count)
-        writes.columns.extend(range(first_page * size, first_page * size + count))
+        writes.columns.extend(range(start, start + count))
         if size == 1:
             writes.slots.extend(pages)
         else:

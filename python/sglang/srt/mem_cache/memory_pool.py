@@ -7,13 +7,19 @@ import torch
 from sglang.srt.device_copies import to_device
 
 
+def row_width(context_len: int, max_decode_rows: int, page_size: int) -> int:
+    """Columns of a row of the request-to-token table: two of the widest decode steps may be under
+    way when a request reaches the end of its context, and a request gets its slots in pages."""
+    num_tokens = context_len + 2 * max_decode_rows
+    return -(-num_tokens // page_size) * page_size
+
+
 class ReqToTokenPool:
     """Slot of each token of each running request.
 
     Attributes:
         req_to_token: [num_rows, width] int32; entry [r, i] is the slot of token i of row r. Rows
-            are as wide as the context plus twice the rows that one step may feed. Entries that
-            were never written point to the dummy slot 0.
+            are `row_width` wide. Entries that were never written point to the dummy slot 0.
     """
 
     def __init__(self, num_rows: int, width: int, device: str) -> None:
@@ -23,6 +29,9 @@ class ReqToTokenPool:
         """Sets req_to_token[rows[i], columns[i]] = slots[i]."""
         if not rows:
             return
+        width = self.req_to_token.shape[1]
+        assert min(columns) >= 0, "A column outside of its row."
+        assert max(columns) < width, "A column outside of its row."
         index = to_device([rows, columns, slots], self.req_to_token.device)
         self.req_to_token[index[0], index[1]] = index[2].to(torch.int32)
 

@@ -29,8 +29,7 @@ class ExecutionConfig:
 
     Attributes:
         dtype: name of the torch type of weights and KV.
-        row_width: tokens that a row of the request-to-token table holds: the context plus twice
-            the rows of the widest step.
+        row_width: tokens that a row of the request-to-token table holds, in whole pages.
         kv_budget_bytes: memory for the KV pool; None for what the weights leave of
             `static_memory_share` of the device's memory.
         ops: name of the operations of layers, around a forward pass and of acceptance.
@@ -106,9 +105,7 @@ class ModelRunner:
             bytes_per_token=self.kv_bytes_per_token,
             page_size=config.page_size,
             wished_tokens=config.max_total_tokens,
-            # Each request may fill its row, and its last page only in part.
-            max_useful_tokens=config.max_running_requests
-            * (config.row_width + config.page_size - 1),
+            max_useful_tokens=config.max_running_requests * config.row_width,
         ).num_pages()
         self.req_to_token_pool = ReqToTokenPool(
             config.max_running_requests, config.row_width, config.device
