@@ -321,6 +321,44 @@ def change_by_idle_masks(
     return (outs[0].float() - outs[1].float()).abs().max().item()
 
 
+# Of Triton's kernels: (tokens with KV, tokens fed) of a request whose row ends with them.
+OUTSIDE_CASES = {
+    f"{kind} past its row, {'guarded' if is_guarded else 'not guarded'}": (shape, is_guarded)
+    for kind, shape in (("a decode", (60, 1)), ("splits", (150, 1)), ("a prompt", (20, 35)))
+    for is_guarded in (True, False)
+}
+
+
+def outside_case(name: str, shape: tuple[int, int], is_guarded: bool, device: str) -> str:
+    """What is wrong when a length on the device says more than the row of the page table has: what
+    lies behind the row points to NaN, and a guarded table tells of it."""
+    placed = PlacedCase(AttentionCase(shape=[shape]), device, torch.float32, seed=0)
+    row, width, excess = placed.rows[0], sum(shape), 40
+    table = ReqToTokenPool(row + 3, width, device, is_guarded)
+    table.req_to_token.fill_(int(placed.table.req_to_token[row, -1]))
+    table.req_to_token[row] = placed.table.req_to_token[row, :width]
+    backend = ATTENTION_BACKENDS.load(name)(table, placed.pool, placed.case.num_heads, (None,))
+    backend.plan(replace(placed.batch, kv_lens=placed.batch.kv_lens + excess))
+    if not backend.forward(0, placed.q[0]).isfinite().all():
+        return "it read past the row"
+    told = outside_met(table)
+    columns = [f"met column {column} of" for column in range(width, width + excess)]
+    is_right = any(column in told for column in columns) if is_guarded else not told
+    return "" if is_right else f"the table told {told!r}"
+
+
+def outside_met(table: ReqToTokenPool) -> str:
+    """What the table says of columns outside of their row; nothing if no kernel met one."""
+    try:
+        for _ in range(2):  # on a GPU a look takes two calls, since it never waits
+            if table.req_to_token.is_cuda:
+                torch.cuda.synchronize()
+            table.raise_if_outside()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def signed(mask: int) -> int:
     """64 bits as torch.int64 has them."""
     return mask - (1 << 64) if mask >> 63 else mask
@@ -344,6 +382,9 @@ def main(name: str) -> None:
         except AssertionError as failure:
             error = str(failure) or "an assertion failed"
         print(json.dumps([case_name, error]), flush=True)
+    if name == "triton":
+        for case_name, (shape, is_guarded) in OUTSIDE_CASES.items():
+            print(json.dumps([case_name, outside_case(name, shape, is_guarded, "cpu")]), flush=True)
     for case_name in WITH_IDLE_MASKS:
         for masks in IDLE_MASKS:
             error = change_by_idle_masks(name, CASES[case_name], masks, "cpu", torch.float32)

@@ -10,6 +10,7 @@ imported:
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import sys
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
+from attention_cases import outside_met
 from sglang.srt.base_worker import ScheduleBatch
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -242,6 +244,37 @@ def fill_case(key: GraphKey, q_lens: list[int], num_reads: int | None = None) ->
     return run
 
 
+def outside_case(column: int, is_guarded: bool, by_write: bool) -> Case:
+    """A step whose numbers name a column outside of its row, in an entry of the page table to write
+    or in the watermark on the device: nothing of another row is read or written, and a guarded
+    table tells of it."""
+
+    def run(name: str, device: str) -> list[str]:
+        side = Side(name, device, 3, 1, seed=0)
+        side.pool.outside = torch.zeros(1, dtype=torch.int64, device=device) if is_guarded else None
+        side.state.pending_lens.fill_(1)
+        side.state.committed[1] = 5 if by_write else column
+        table = side.pool.req_to_token.cpu().clone()
+        columns = [3, column] if by_write else [3]
+        step = Step([1])
+        step.add("plain", 1, 1, random.Random(0))
+        batch = step.batch(random.Random(0))
+        writes = PageTableWrites([1] * len(columns), columns, [77] * len(columns))
+        batch = dataclasses.replace(batch, table_writes=writes)
+        layout = side.ops.lay_out(batch, step.counts, side.state, side.pool, MASK)
+        table[1, 3] = 77
+        right_slot = int(table[1, 5]) if by_write else 0
+        told = outside_met(side.pool)
+        checks = {
+            "table": torch.equal(side.pool.req_to_token.cpu(), table),
+            "slots": layout.slots.tolist() == [right_slot],
+            "report": (f"met column {column} of" in told) if is_guarded else not told,
+        }
+        return [what for what, fine in checks.items() if not fine]
+
+    return run
+
+
 ALL = ["plain", "static", "mtp", "prompt", "chunk"]
 CASES: dict[str, Case] = {
     **{f"plain decode, {n}": step_case(["plain"], n, 1, plain=True) for n in (1, 2, 17, 40)},
@@ -271,10 +304,20 @@ CASES: dict[str, Case] = {
     "one row, spread": fill_case(GraphKey(UNIFORM, 1, 15, 15), [2]),
 }
 
+# Of kernels alone: torch itself raises at such a column.
+OUTSIDE_CASES: dict[str, Case] = {
+    f"column {column}, {place}, {'guarded' if is_guarded else 'not guarded'}": outside_case(
+        column, is_guarded, by_write
+    )
+    for column in (-1, WIDTH, WIDTH + 5)
+    for place, by_write in (("written", True), ("read", False))
+    for is_guarded in (True, False)
+}
+
 
 def main(name: str) -> None:
     torch.set_num_threads(1)
-    for case_name, case in CASES.items():
+    for case_name, case in (CASES | (OUTSIDE_CASES if name == "triton" else {})).items():
         print(json.dumps([case_name, "; ".join(case(name, "cpu"))]), flush=True)
 
 

@@ -11,6 +11,7 @@ from attention_cases import (
     CASES,
     IDLE_MASKS,
     MIXED,
+    OUTSIDE_CASES,
     TOLERANCE,
     TREE_CASES,
     WITH_IDLE_MASKS,
@@ -18,6 +19,7 @@ from attention_cases import (
     PlacedCase,
     change_by_idle_masks,
     max_error,
+    outside_case,
     with_requests,
 )
 from sglang.srt.layers.attention.flashinfer_plan import HEAD_DIMS
@@ -56,6 +58,11 @@ def check(name: str, case: AttentionCase, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_the_table(name: str, case_name: str, dtype: torch.dtype) -> None:
     check(name, (CASES | TREE_CASES)[case_name], dtype)
+
+
+@pytest.mark.parametrize("name", OUTSIDE_CASES)
+def test_a_length_past_its_row_reads_nothing_there_and_is_told(name: str) -> None:
+    assert outside_case("triton", *OUTSIDE_CASES[name], "cuda") == ""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF_TYPES], ids=str)

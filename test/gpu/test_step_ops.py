@@ -9,7 +9,7 @@ from sglang.srt.device_copies import HostCopy
 from sglang.srt.model_executor.triton_step_ops import _lay_out_kernel
 from sglang.srt.mtp.triton_acceptance import _accept_kernel
 from sglang.srt.registry import STEP_OPS
-from step_ops_cases import ALL, CASES, step_case
+from step_ops_cases import ALL, CASES, OUTSIDE_CASES, step_case
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -19,6 +19,11 @@ if not torch.cuda.is_available():
 @pytest.mark.parametrize("name", STEP_OPS.names)
 def test_the_table(name: str, case: str) -> None:
     assert CASES[case](name, "cuda") == []
+
+
+@pytest.mark.parametrize("case", OUTSIDE_CASES)
+def test_a_column_outside_of_its_row_is_neither_read_nor_written(case: str) -> None:
+    assert OUTSIDE_CASES[case]("triton", "cuda") == []
 
 
 def test_sizes_of_steps_compile_nothing_anew() -> None:

@@ -10,7 +10,14 @@ import os
 import pytest
 import torch
 
-from attention_cases import CASES, IDLE_MASKS, TOLERANCE, TREE_CASES, WITH_IDLE_MASKS
+from attention_cases import (
+    CASES,
+    IDLE_MASKS,
+    OUTSIDE_CASES,
+    TOLERANCE,
+    TREE_CASES,
+    WITH_IDLE_MASKS,
+)
 from interpreted import run_interpreted
 from sglang.srt.registry import ATTENTION_BACKENDS
 
@@ -33,6 +40,13 @@ def test_masks_that_hide_nothing_change_no_bit(
     errors: dict[str, float | str], name: str, masks: str
 ) -> None:
     assert errors[f"{name}, {masks}"] == 0.0
+
+
+@pytest.mark.parametrize("name", OUTSIDE_CASES)
+def test_a_length_past_its_row_reads_nothing_there_and_is_told(
+    errors: dict[str, float | str], name: str
+) -> None:
+    assert errors[name] == ""
 
 
 def test_without_the_interpreter_the_backend_refuses_a_cpu() -> None:

@@ -28,14 +28,15 @@ from sglang.srt.mtp import triton_acceptance as acceptance
 TARGETS = ((80, "fp16"), (90, "bf16"))
 GPUS = (86, 90)  # with the least shared memory, and with the tiles that need most
 NEVER_ALIGNED = ("num_rows", "num_items", "window", "early", "beside", "eps", "scale")
-INTEGERS = ("slots_ptr", "positions_ptr", "rows_ptr", "kv_lens_ptr", "ancestors_ptr")  # of int64
+# Of int64.
+INTEGERS = ("slots_ptr", "positions_ptr", "rows_ptr", "kv_lens_ptr", "ancestors_ptr", "outside_ptr")
 SHORT_INTEGERS = ("items_ptr", "table_ptr")  # of int32
 FLOATS = ("sums_ptr", "stats_ptr", "rope_table_ptr")
 STEP_INTEGERS = {
     f"{name}_ptr": "*i64"
     for name in (
         *("numbers", "committed", "pending", "pending_lens", "tokens", "reads", "out", "spread"),
-        *("input_ids", "requests"),
+        *("input_ids", "requests", "outside"),
     )
 }
 HEADS = {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128}
@@ -74,11 +75,12 @@ def attention_constants(block_m: int, block_n: int, window: bool, **more: int) -
 
 
 def tree_kernels(name: str, function: Any, num_warps: int = 4, **constants: Any) -> dict[str, Any]:
-    """Without masks for trees of drafts, as launched without `ancestors`, and with them."""
+    """Without masks for trees of drafts, as launched without `ancestors`, and with them; the latter
+    with a guarded page table."""
     return {
         name: Kernel(
             function,
-            {**constants, "HAS_TREE": False, "ancestors_ptr": None},
+            {**constants, "HAS_TREE": False, "ancestors_ptr": None, "outside_ptr": None},
             num_warps=num_warps,
             num_stages=2,
         ),
@@ -135,8 +137,16 @@ KERNELS = {
         attention._combine_kernel,
         attention_constants(16, 32, False, BLOCK_S=64),
     ),
-    "page table": Kernel(steps._write_table_kernel, {"BLOCK": 128}, types=STEP_INTEGERS),
-    "rows of a step": Kernel(steps._lay_out_kernel, {"BLOCK": 128}, types=STEP_INTEGERS),
+    **{
+        f"{name}, {'not ' if guard else ''}guarded": Kernel(
+            function, {"BLOCK": 128, **guard}, types=STEP_INTEGERS
+        )
+        for name, function in (
+            ("page table", steps._write_table_kernel),
+            ("rows of a step", steps._lay_out_kernel),
+        )
+        for guard in ({}, {"outside_ptr": None})
+    },
     "end of a plain step": Kernel(steps._commit_kernel, {"BLOCK": 128}, types=STEP_INTEGERS),
     "inputs of a graph": Kernel(steps._fill_kernel, {"BLOCK": 128}, types=STEP_INTEGERS),
     **{
@@ -216,6 +226,6 @@ def test_attention_fits_into_the_shared_memory(
     heads = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim}
     for tiles in {tuning.extend, tuning.few, tuning.split, tuning.whole, tuning.crowded}:
         constants = attention_constants(tiles.block_m, tiles.block_n, True, LOOPS=False)
-        constants |= {**heads, "HAS_TREE": False, "ancestors_ptr": None}
+        constants |= {**heads, "HAS_TREE": False, "ancestors_ptr": None, "outside_ptr": None}
         kernel = Kernel(attention._extend_kernel, constants, tiles.num_warps, tiles.num_stages)
         assert 0 < compiled(kernel, capability, "bf16", aligned=True).metadata.shared <= limit

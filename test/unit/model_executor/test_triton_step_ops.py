@@ -9,7 +9,7 @@ from interpreted import run_interpreted
 from sglang.srt.model_executor.forward_batch_info import UNIFORM, ForwardBatch, GraphKey
 from sglang.srt.model_executor.step_ops import StaticInputs
 from sglang.srt.model_executor.torch_step_ops import TorchStepOps
-from step_ops_cases import CASES
+from step_ops_cases import CASES, OUTSIDE_CASES
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def differences() -> dict[str, float | str]:
     return run_interpreted("step_ops_cases.py", "triton")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *OUTSIDE_CASES])
 def test_interpreted_triton(differences: dict[str, float | str], name: str) -> None:
     assert differences[name] == ""
 

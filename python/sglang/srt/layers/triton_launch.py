@@ -38,6 +38,14 @@ def finish(PDL: tl.constexpr, beside):
             gdc_wait()
 
 
+@triton.jit
+def report_outside(outside_ptr, column, is_outside):
+    """Leaves a column outside of its row of the page table to `ReqToTokenPool.raise_if_outside`,
+    if there is a place for it."""
+    if outside_ptr is not None:
+        tl.store(outside_ptr + column * 0, column.to(tl.int64), mask=is_outside)
+
+
 def dependent_launch(device: torch.device, num_programs: int) -> dict[str, int]:
     """Options of a launch with a kernel that calls `begin`: where all its programs run at once, the
     next kernel may come beside them."""

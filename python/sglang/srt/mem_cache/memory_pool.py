@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.device_copies import to_device
+from sglang.srt.device_copies import HostCopy, to_device
 
 
 def row_width(context_len: int, max_decode_rows: int, page_size: int) -> int:
@@ -20,10 +20,16 @@ class ReqToTokenPool:
     Attributes:
         req_to_token: [num_rows, width] int32; entry [r, i] is the slot of token i of row r. Rows
             are `row_width` wide. Entries that were never written point to the dummy slot 0.
+        outside: [1] int64; a column outside of its row that a kernel was to read or write, 0 if
+            none was. No kernel does so; where it is None, none tells.
     """
 
-    def __init__(self, num_rows: int, width: int, device: str) -> None:
+    def __init__(self, num_rows: int, width: int, device: str, is_guarded: bool = False) -> None:
         self.req_to_token = torch.zeros((num_rows, width), dtype=torch.int32, device=device)
+        self.outside: torch.Tensor | None = None
+        if is_guarded:
+            self.outside = torch.zeros(1, dtype=torch.int64, device=device)
+        self._outside_copy: HostCopy | None = None
 
     def write(self, rows: list[int], columns: list[int], slots: list[int]) -> None:
         """Sets req_to_token[rows[i], columns[i]] = slots[i]."""
@@ -34,6 +40,26 @@ class ReqToTokenPool:
         assert max(columns) < width, "A column outside of its row."
         index = to_device([rows, columns, slots], self.req_to_token.device)
         self.req_to_token[index[0], index[1]] = index[2].to(torch.int32)
+
+    def raise_if_outside(self) -> None:
+        """Looks at `outside` without waiting for the device, so on a GPU a few steps late.
+
+        Raises:
+            RuntimeError: if a kernel met a column outside of its row.
+        """
+        if self.outside is None:
+            return
+        if self._outside_copy is None:
+            self._outside_copy = HostCopy([self.outside])
+        if not self._outside_copy.is_ready:
+            return
+        column = int(self._outside_copy.read()[0])
+        self._outside_copy = None
+        if column != 0:
+            raise RuntimeError(
+                f"A kernel met column {column} of the page table, whose rows have"
+                f" {self.req_to_token.shape[1]}: a step has lengths or slots that are wrong."
+            )
 
 
 class MHATokenToKVPool:

@@ -36,7 +36,8 @@ class ExecutionConfig:
         max_graph_width: rows of a request in steps without prompts that replay a captured graph,
             where the attention backend can; 0 for no graphs, 1 for plain decoding alone.
         max_graph_rows: rows in all of steps with prompts that do; 0 for none.
-        poisons_graphs: for tests, see `CudaGraphRunner`.
+        poisons_graphs: for tests, see `CudaGraphRunner`; kernels also tell of columns outside of
+            their row of the request-to-token table.
         num_threads: torch threads of a CPU.
     """
 
@@ -108,7 +109,7 @@ class ModelRunner:
             max_useful_tokens=config.max_running_requests * config.row_width,
         ).num_pages()
         self.req_to_token_pool = ReqToTokenPool(
-            config.max_running_requests, config.row_width, config.device
+            config.max_running_requests, config.row_width, config.device, config.poisons_graphs
         )
         with memory_for("the KV pool", f"{LESS_STATIC_MEMORY} or --max-running-requests."):
             self.kv_pool = MHATokenToKVPool(
@@ -197,6 +198,7 @@ class ModelRunner:
         """Runs the model; the next call may overwrite the result."""
         assert not self.weights.is_released, "A step without weights."
         assert not self.kv_pool.is_released, "A step without a KV pool."
+        self.req_to_token_pool.raise_if_outside()
         if self._threads is not None:
             self._threads.use_for(batch.input_ids.shape[0])
         key = None if self._graphs is None else self._graphs.key_of(batch)

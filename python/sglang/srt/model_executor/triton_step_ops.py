@@ -12,7 +12,7 @@ import triton.language as tl
 
 from sglang.srt.base_worker import ScheduleBatch
 from sglang.srt.device_copies import to_device
-from sglang.srt.layers.triton_launch import begin, dependent_launch
+from sglang.srt.layers.triton_launch import begin, dependent_launch, report_outside
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor import step_ops
@@ -41,10 +41,11 @@ _NUM_COUNTS = tl.constexpr(step_ops.NUM_COUNTS)
 
 @triton.jit(do_not_specialize=["start", "count", "early"])
 def _write_table_kernel(
-    numbers_ptr, table_ptr, start, count, table_width,
+    numbers_ptr, table_ptr, outside_ptr, start, count, table_width,
     BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
-    """table[rows, columns] = slots; rows, columns and slots stand behind `start` numbers."""
+    """table[rows, columns] = slots, but for columns outside of a row; rows, columns and slots stand
+    behind `start` numbers."""
     begin(PDL, early)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < count
@@ -52,19 +53,22 @@ def _write_table_kernel(
     row = tl.load(source, mask=mask, other=0)
     column = tl.load(source + count, mask=mask, other=0)
     slot = tl.load(source + 2 * count, mask=mask, other=0)
-    tl.store(table_ptr + row * table_width + column, slot.to(tl.int32), mask=mask)
+    is_inside = (column >= 0) & (column < table_width)
+    report_outside(outside_ptr, column, mask & ~is_inside)
+    tl.store(table_ptr + row * table_width + column, slot.to(tl.int32), mask=mask & is_inside)
 
 
 @triton.jit(
     do_not_specialize=["num_reqs", "token_stride", "read_stride", "lookahead_token", "early"]
 )
 def _lay_out_kernel(
-    numbers_ptr, committed_ptr, pending_ptr, pending_lens_ptr, table_ptr,
+    numbers_ptr, committed_ptr, pending_ptr, pending_lens_ptr, table_ptr, outside_ptr,
     tokens_ptr, kv_lens_ptr, reads_ptr,
     num_reqs, token_stride, read_stride, table_width, max_pending, lookahead_token,
     BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
-    """Grid (requests, blocks of rows): see `RowLayout` and `Reads`.
+    """Grid (requests, blocks of rows): see `RowLayout` and `Reads`. What would be outside of its
+    row of the table gets the dummy slot.
 
     Args:
         tokens_ptr: [3, token_stride]; input ids, positions, slots.
@@ -93,7 +97,9 @@ def _lay_out_kernel(
     token = tl.where(is_pending, token, lookahead_token)
     token = tl.where(is_host, tl.load(host, mask=is_host, other=0), token)
     position = committed + offset
-    slot = tl.load(table_ptr + row * table_width + position, mask=fed, other=0)
+    is_inside = (position >= 0) & (position < table_width)
+    report_outside(outside_ptr, position, fed & ~is_inside)
+    slot = tl.load(table_ptr + row * table_width + position, mask=fed & is_inside, other=0)
     out = tokens_ptr + tl.load(own + _Q_START * num_reqs) + offset
     tl.store(out, token, mask=fed)
     tl.store(out + token_stride, position, mask=fed)
@@ -200,13 +206,13 @@ class TritonStepOps:
         numbers = to_device(packed, self._device, torch.int64)
         if count:
             _write_table_kernel[(triton.cdiv(count, BLOCK),)](
-                numbers, table, start, count, table.shape[1], **self._launch
+                numbers, table, pool.outside, start, count, table.shape[1], **self._launch
             )
         num_tokens, num_read = sum(counts.q_lens), sum(counts.num_read)
         tokens, reads = self._aligned(3, num_tokens), self._aligned(5, num_read)
         kv_lens = torch.empty(num_reqs, dtype=torch.int64, device=self._device)
         _lay_out_kernel[(num_reqs, triton.cdiv(max(counts.q_lens), BLOCK))](
-            numbers, state.committed, state.pending, state.pending_lens, table,
+            numbers, state.committed, state.pending, state.pending_lens, table, pool.outside,
             tokens, kv_lens, reads,
             num_reqs, tokens.stride(0), reads.stride(0),
             table.shape[1], state.pending.shape[1], lookahead_token, **self._launch,

@@ -141,7 +141,10 @@ class TritonBackend:
         self._shape = LaunchShape(0, tuning.few, 1)
         self._items = torch.empty((0, ITEM_SIZE), dtype=torch.int32, device=self._device)
         self._paged = Paged(
-            table=self._table, rows=self._items.new_empty(0), kv_lens=self._items.new_empty(0)
+            table=self._table,
+            rows=self._items.new_empty(0),
+            kv_lens=self._items.new_empty(0),
+            outside=req_to_token_pool.outside,
         )
 
     @classmethod
@@ -156,8 +159,8 @@ class TritonBackend:
         )
 
     def plan(self, batch: ForwardBatch) -> None:
-        self._paged = Paged(
-            table=self._table, rows=batch.rows, kv_lens=batch.kv_lens, ancestors=batch.ancestors
+        self._paged = replace(
+            self._paged, rows=batch.rows, kv_lens=batch.kv_lens, ancestors=batch.ancestors
         )
         if batch.graph_key is not None:
             self._plan_graph(batch, batch.graph_key)

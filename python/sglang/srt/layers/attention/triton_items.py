@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_launch import report_outside
 from sglang.srt.model_executor.forward_batch_info import MAX_TREE_ROWS
 
 ITEM_SIZE = 4
@@ -147,15 +148,18 @@ def _attend_tiles(
 
 @triton.jit
 def attend_range(
-    q_ptr, kv_ptr, table_ptr, ancestors_ptr, table_row, first_token, num_rows, position, common_end,
-    start, end, whole_end,
+    q_ptr, kv_ptr, table_ptr, outside_ptr, ancestors_ptr, table_row, first_token, num_rows,
+    position, common_end, start, end, whole_end,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """(acc, top, total) of `_attend_tiles` for an item's rows over the KV positions start..end, the
-    tiles before `whole_end` without masks."""
+    tiles before `whole_end` without masks. What is past the row of the table is not read."""
+    report_outside(outside_ptr, end - 1, end > table_width)
+    end = tl.minimum(end, table_width)
+    whole_end = tl.minimum(whole_end, table_width // BLOCK_N * BLOCK_N)
     kv_index = tl.program_id(1)
     offsets = packed_offsets(
         first_token, kv_index, q_token, q_head, GROUP, BLOCK_M, BLOCK_D

@@ -40,17 +40,20 @@ class Paged:
         rows: [>= R] int64; row of each request of the step.
         kv_lens: [>= R] int64.
         ancestors: [T] int64, as in ForwardBatch; None where no request is a tree.
+        outside: as in ReqToTokenPool.
     """
 
     table: torch.Tensor
     rows: torch.Tensor
     kv_lens: torch.Tensor
     ancestors: torch.Tensor | None = None
+    outside: torch.Tensor | None = None
 
 
 @triton.jit
 def _attend_item(
-    index, q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, rows_ptr, kv_lens_ptr, ancestors_ptr,
+    index, q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr, kv_lens_ptr,
+    ancestors_ptr,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
@@ -65,8 +68,8 @@ def _attend_item(
             position, num_rows, common_end, window, HAS_WINDOW, BLOCK_N
         )
         acc, _, total = attend_range(
-            q_ptr, kv_ptr, table_ptr, ancestors_ptr, table_row, first_token, num_rows, position,
-            common_end, start, end, whole_end,
+            q_ptr, kv_ptr, table_ptr, outside_ptr, ancestors_ptr, table_row, first_token, num_rows,
+            position, common_end, start, end, whole_end,
             q_token, q_head, kv_slot, kv_head, table_width, window, scale,
             NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
@@ -81,7 +84,8 @@ def _attend_item(
 
 @triton.jit(do_not_specialize=["ancestors_ptr", "window", "num_items", "early", "beside"])
 def _extend_kernel(
-    q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, rows_ptr, kv_lens_ptr, ancestors_ptr,
+    q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr, kv_lens_ptr,
+    ancestors_ptr,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale, num_items,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
@@ -93,14 +97,16 @@ def _extend_kernel(
     if LOOPS:
         for index in range(tl.program_id(0), num_items, tl.num_programs(0)):
             _attend_item(
-                index, q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, rows_ptr, kv_lens_ptr,
-                ancestors_ptr, q_token, q_head, kv_slot, kv_head, table_width, window, scale,
+                index, q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr,
+                kv_lens_ptr, ancestors_ptr,
+                q_token, q_head, kv_slot, kv_head, table_width, window, scale,
                 NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
     else:
         _attend_item(
-            tl.program_id(0), q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, rows_ptr, kv_lens_ptr,
-            ancestors_ptr, q_token, q_head, kv_slot, kv_head, table_width, window, scale,
+            tl.program_id(0), q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr,
+            kv_lens_ptr, ancestors_ptr,
+            q_token, q_head, kv_slot, kv_head, table_width, window, scale,
             NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     finish(PDL, beside)
@@ -108,7 +114,8 @@ def _extend_kernel(
 
 @triton.jit(do_not_specialize=["ancestors_ptr", "window", "early", "beside"])
 def _split_kernel(
-    q_ptr, kv_ptr, sums_ptr, stats_ptr, items_ptr, table_ptr, rows_ptr, kv_lens_ptr, ancestors_ptr,
+    q_ptr, kv_ptr, sums_ptr, stats_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr, kv_lens_ptr,
+    ancestors_ptr,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
@@ -132,8 +139,8 @@ def _split_kernel(
         return
     end = tl.minimum(start + length, end)
     acc, top, total = attend_range(
-        q_ptr, kv_ptr, table_ptr, ancestors_ptr, table_row, first_token, num_rows, position,
-        common_end, start, end, whole_end,
+        q_ptr, kv_ptr, table_ptr, outside_ptr, ancestors_ptr, table_row, first_token, num_rows,
+        position, common_end, start, end, whole_end,
         q_token, q_head, kv_slot, kv_head, table_width, window, scale,
         NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
@@ -215,7 +222,8 @@ def attend_items(
     constants = _constants(q, kv, window, tiles)
     programs = min(num_programs or len(items), len(items))
     _extend_kernel[(programs, kv.shape[1] // 2)](
-        q, kv, out, items, paged.table, paged.rows, paged.kv_lens, paged.ancestors,
+        q, kv, out, items, paged.table, paged.outside, paged.rows, paged.kv_lens,
+        paged.ancestors,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), paged.table.stride(0),
         window or 0, kv.shape[2] ** -0.5 * LOG2_E, len(items),
         **constants, HAS_TREE=paged.ancestors is not None, LOOPS=num_programs is not None,
@@ -240,7 +248,8 @@ def attend_items_split(
     num_rows = len(items) * num_kv_heads * num_splits * tiles.block_m
     stats, sums = workspace[: 2 * num_rows], workspace[2 * num_rows :]
     _split_kernel[(len(items), num_kv_heads, num_splits)](
-        q, kv, sums, stats, items, paged.table, paged.rows, paged.kv_lens, paged.ancestors,
+        q, kv, sums, stats, items, paged.table, paged.outside, paged.rows, paged.kv_lens,
+        paged.ancestors,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), paged.table.stride(0),
         window or 0, head_dim**-0.5 * LOG2_E,
         **constants, HAS_TREE=paged.ancestors is not None,
