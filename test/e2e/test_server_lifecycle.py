@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -108,6 +109,20 @@ def test_sigterm_of_a_paused_server_does_not_wait_for_what_is_frozen(model_dir: 
         assert "shutting down" in answer.json()["message"]
         assert server.exit_code() == 0
         assert time.monotonic() - begin < 20
+
+
+def test_end_of_text_ids_that_the_model_lacks_are_named_once_and_end_nothing(
+    tmp_path: Path,
+) -> None:
+    model = make_model_dir(tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [99_999, -1]}))
+    with running_server(model, *DUMMY, "--skip-server-warmup") as server:
+        for ignore_eos in (False, True):
+            answer = server.generate(min_new_tokens=1, ignore_eos=ignore_eos)
+            assert answer.status_code == 200
+        server.process.terminate()
+        errors = server.process.communicate(timeout=15)[1]
+    assert errors.count("eos_token_id: ignoring [99999, -1] in") == 1
 
 
 def test_killed_server_leaves_no_children_and_no_sockets(model_dir: Path, tmp_path: Path) -> None:

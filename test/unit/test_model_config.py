@@ -210,6 +210,38 @@ def test_end_of_text_ids_come_from_generation_config_first(
     assert loaded.eos_token_ids == expected
 
 
+@pytest.mark.parametrize(
+    ("in_config", "generation", "expected", "ignored"),
+    [
+        (320, None, (), ["320"]),
+        (-1, None, (), ["-1"]),
+        (2**70, None, (), [str(2**70)]),
+        ([1, 320, -1], None, (1,), ["320", "-1"]),
+        (1, {"eos_token_id": [999, 1000]}, (1,), ["999", "1000"]),
+        (1, {"eos_token_id": [319, 999]}, (319,), ["999"]),
+        ([999, 5], {"eos_token_id": 999}, (5,), ["999"]),
+    ],
+    ids=str,
+)
+def test_end_of_text_ids_outside_the_vocabulary_are_ignored_with_one_warning(
+    tmp_path: Path, in_config: Any, generation: Any, expected: tuple[int, ...], ignored: list[str]
+) -> None:
+    loaded = load(tmp_path, generation=generation, eos_token_id=in_config)
+    assert loaded.eos_token_ids == expected
+    (warning,) = loaded.warnings
+    file = "config.json" if generation is None else "generation_config.json"
+    assert str(tmp_path / file) in warning
+    assert "vocab_size 320" in warning
+    assert all(token_id in warning for token_id in ignored)
+    assert ("No other is left" in warning) == (expected == ())
+    assert "\n" not in warning
+
+
+def test_known_end_of_text_ids_warn_of_nothing(tmp_path: Path) -> None:
+    generation = {"eos_token_id": [0, 319], "pad_token_id": -1, "bos_token_id": 999}
+    assert load(tmp_path, generation=generation, eos_token_id=999).warnings == ()
+
+
 @pytest.mark.parametrize("name", REQUIRED)
 def test_a_missing_entry_is_named(tmp_path: Path, name: str) -> None:
     message = refusal(tmp_path, without=(name,))
@@ -249,7 +281,9 @@ def test_a_nonsense_entry_is_refused_in_one_line_that_names_the_file(
     assert str(tmp_path / "config.json") in refusal(tmp_path, **changes)
 
 
-@pytest.mark.parametrize("value", ["end", [1, "end"], {"id": 1}, 1.5, [None]], ids=str)
+@pytest.mark.parametrize(
+    "value", ["end", [1, "end"], {"id": 1}, 1.5, [None], [[1]], True, [1, False]], ids=str
+)
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 def test_nonsense_end_of_text_ids_are_refused_with_their_file(
     tmp_path: Path, file: str, value: Any

@@ -298,6 +298,15 @@ def test_the_mask_token_of_the_model_is_never_emitted(model_path: Path, mask: in
     assert config.max_decode_rows == 15
 
 
+def test_a_mask_token_that_is_the_only_end_of_text_id_is_refused(model_path: Path) -> None:
+    model = with_mask(model_path, 1)
+    message = refusal(model)
+    assert "mtp_mask_token_id" in message
+    assert "end-of-text" in message
+    assert resolved(dataclasses.replace(model, eos_token_ids=(1, 2))).mtp is not None
+    assert resolved(dataclasses.replace(model, eos_token_ids=())).mtp is not None
+
+
 @pytest.mark.parametrize("mask", [-1, 320, "mask", 1.5, [3]], ids=str)
 def test_a_mask_token_outside_the_vocabulary_is_refused(model_path: Path, mask: Any) -> None:
     message = refusal(with_mask(model_path, mask))

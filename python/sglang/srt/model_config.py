@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ class ModelConfig:
         architecture: class name of the first entry of `architectures` (the registry's key).
         rope: rotary positions, the same in all layers.
         context_len: `max_position_embeddings` in tokens, and what a RoPE scaling adds to it.
-        eos_token_ids: ids that end an output, of config.json and generation_config.json.
+        eos_token_ids: ids that end an output, of generation_config.json or else of config.json.
         hf: the whole config.json; `flag` and `integer` read what one family needs beside this.
+        warnings: lines on what was ignored.
     """
 
     path: Path
@@ -49,6 +50,7 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...]
     hf: dict[str, Any]
+    warnings: tuple[str, ...] = ()
 
     def flag(self, name: str) -> bool:
         """A boolean entry of config.json; missing and null are false."""
@@ -97,14 +99,10 @@ def load_model_config(model_path: str) -> ModelConfig:
     """
     path = resolve_model_path(model_path)
     config = _read_json(path / "config.json")
-    generation = path / "generation_config.json"
-    eos = _eos_ids(generation, _read_json(generation)) if generation.exists() else ()
-    eos = eos or _eos_ids(path / "config.json", config)
     try:
-        parsed = _parse(path, config, eos)
+        parsed = _parse(path, config)
         _check_shape(parsed)
         _check_kind(config)
-        return parsed
     except KeyError as error:
         raise ModelPathError(
             f"{path / 'config.json'} has no entry {error.args[0]!r}; is it the config of a"
@@ -112,9 +110,10 @@ def load_model_config(model_path: str) -> ModelConfig:
         ) from None
     except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
         raise ModelPathError(f"{path / 'config.json'} cannot be used: {error}.") from None
+    return _with_eos(parsed)
 
 
-def _parse(path: Path, config: dict[str, Any], eos: tuple[int, ...]) -> ModelConfig:
+def _parse(path: Path, config: dict[str, Any]) -> ModelConfig:
     num_heads = int(config["num_attention_heads"])
     if not config["architectures"]:
         raise ValueError("`architectures` names no model class")
@@ -136,7 +135,7 @@ def _parse(path: Path, config: dict[str, Any], eos: tuple[int, ...]) -> ModelCon
         context_len=int(int(config["max_position_embeddings"]) * rope.context_factor),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-        eos_token_ids=eos,
+        eos_token_ids=(),
         hf=config,
     )
 
@@ -197,9 +196,34 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _with_eos(config: ModelConfig) -> ModelConfig:
+    """The end-of-text ids of the first file that names one the model has; it can draw no others."""
+    generation = config.path / "generation_config.json"
+    files = {generation: _read_json(generation)} if generation.exists() else {}
+    files[config.path / "config.json"] = config.hf
+    known: tuple[int, ...] = ()
+    ignored = []
+    for path, values in files.items():
+        ids = _eos_ids(path, values)
+        known = tuple(token_id for token_id in ids if 0 <= token_id < config.vocab_size)
+        unknown = [token_id for token_id in ids if token_id not in known]
+        ignored += [f"{unknown} in {path}"] if unknown else []
+        if known:
+            break
+    if not ignored:
+        return replace(config, eos_token_ids=known)
+    warning = (
+        f"eos_token_id: ignoring {' and '.join(ignored)}, outside of the model's vocab_size"
+        f" {config.vocab_size}."
+    )
+    if not known:
+        warning += " No other is left: outputs end at max_new_tokens or at a request's own stops."
+    return replace(config, eos_token_ids=known, warnings=(warning,))
+
+
 def _eos_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(item, int) for item in ids):
+    if not all(type(item) is int for item in ids):
         raise ModelPathError(f"eos_token_id in {path} must be a token id or a list of them.")
     return tuple(ids)

@@ -212,6 +212,11 @@ def _mtp(args: ServerArgs, model: ModelConfig, environ: Environ, device: str) ->
         raise ConfigError(
             f"{source}: {mask!r} must be a token id below vocab_size {model.vocab_size}."
         )
+    if set(model.eos_token_ids) == {mask}:
+        raise ConfigError(
+            f"{source}: {mask} is the model's only end-of-text id too, and a mask token is never"
+            " drawn, so no output would end; name another mask token."
+        )
     return MTPConfig(
         mask_token_id=mask,
         max_k=args.mtp_max_k,

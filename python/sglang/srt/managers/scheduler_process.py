@@ -61,7 +61,10 @@ def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, Schedul
         ValueError: for a flag, model or size that cannot be had.
     """
     environ = Environ.read()
-    config = resolve(args, Platform.probe(), load_model_config(args.model_path), environ)
+    model = load_model_config(args.model_path)
+    for warning in model.warnings:
+        logger.warning("%s", warning)
+    config = resolve(args, Platform.probe(), model, environ)
     runner = ModelRunner(config.execution)
     worker = make_worker(runner, config.mtp)
     inbox: Receiver[Any] = Receiver(addresses.scheduler, ToScheduler)
