@@ -7,12 +7,14 @@ Every way is a value of SGLANG_TEST_TARGET (`test/target.py`) for the same tests
 tokens with transformers, with a CPU or with each other, or check the KV ledger after every step.
 "kernels" are the tests that name what they run on themselves. Ways take the host's GPUs in turn.
 FlashInfer has no float32 and no small heads, so it runs in float16 those over the bundled model.
-Needs the packages of scripts/run_gpu_suite.sh. Exit code 1 if a test fails or a run has none.
+Where it is not installed its ways are left out. Needs the packages of scripts/run_gpu_suite.sh.
+Exit code 1 if a test fails or a run has none.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -72,6 +74,13 @@ def suites_of(way: str) -> tuple[str, ...]:
     if way == KERNELS:
         return KERNEL_SUITES
     return DEMO_SUITES if way.startswith("flashinfer") else SUITES
+
+
+def why_not(way: str) -> str | None:
+    """Why a way cannot be gone on this host."""
+    if way.startswith("flashinfer") and importlib.util.find_spec("flashinfer") is None:
+        return "flashinfer-python is not installed"
+    return None
 
 
 def run(
@@ -152,9 +161,13 @@ def main() -> int:
     arguments = parser.parse_args()
     results: dict[str, dict[str, Any]] = {}
     gpus = visible_gpus()
+    ways = [name for name in arguments.ways if why_not(name) is None]
+    for name in arguments.ways:
+        if (reason := why_not(name)) is not None:
+            print(f"{name:36} left out: {reason}", flush=True)
     with ThreadPoolExecutor(arguments.at_once) as pool:
         runs = {}
-        for index, name in enumerate(arguments.ways):
+        for index, name in enumerate(ways):
             paths = arguments.paths or list(suites_of(name))
             gpu = gpus[index % len(gpus)]
             future = pool.submit(run, WAYS[name], paths, arguments.workers, arguments.limit_s, gpu)
@@ -166,7 +179,7 @@ def main() -> int:
             if arguments.out is not None:
                 result = {**describe_environment(), "ways": results}
                 arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    return int(not all(map(is_good, results.values())))
+    return int(not results or not all(map(is_good, results.values())))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ dimension and dtype.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,13 +13,13 @@ import pytest
 import torch
 
 from attention_cases import CASES, MIXED, TOLERANCE, AttentionCase, PlacedCase
-from sglang.srt.layers.attention.flashinfer_backend import FlashInferBackend
+from sglang.srt.layers.attention.flashinfer_backend import FlashInferBackend, why_not_here
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, GraphKey
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
-if importlib.util.find_spec("flashinfer") is None:
-    pytest.skip("needs flashinfer-python", allow_module_level=True)
+if (reason := why_not_here()) is not None:
+    pytest.skip(reason, allow_module_level=True)
 
 pytestmark = pytest.mark.timeout(900)
 LONG = AttentionCase(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
@@ -87,3 +88,17 @@ def test_every_way_names_flags_and_every_suite_exists(matrix: Any) -> None:
     flags = {entry.name for entry in fields(ServerArgs)}
     assert all(way.keys() <= flags for way in ways)
     assert all((ROOT / path).exists() for name in matrix.WAYS for path in matrix.suites_of(name))
+
+
+def test_ways_of_a_backend_that_is_not_installed_are_left_out(
+    matrix: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(matrix.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(matrix, "run", lambda *_: {"tests": 1, "failed_tests": {}})
+    monkeypatch.setattr(sys, "argv", ["matrix", "--ways", "flashinfer", "triton"])
+    assert matrix.main() == 0
+    printed = capsys.readouterr().out
+    assert "left out: flashinfer-python is not installed" in printed
+    assert "triton" in printed
+    monkeypatch.setattr(sys, "argv", ["matrix", "--ways", "flashinfer"])
+    assert matrix.main() == 1, "Nothing has run."

@@ -19,7 +19,8 @@ class Environ:
         kv_leak_debug: log what became of a request's KV slots when it ends, and the ledger when
             idle (`SGLANG_MTP_KV_LEAK_DEBUG`).
         graph_poison: overwrite the inputs and results of CUDA graphs before each replay, so that
-            what a step forgot to fill shows (`SGLANG_CUDA_GRAPH_POISON`).
+            what a step forgot to fill shows; kernels then also tell of a column outside of its row
+            of the page table, and the next step raises (`SGLANG_CUDA_GRAPH_POISON`).
         mtp_fixed_k: every step predicts what its requests ask for, whatever the load, so that steps
             can be compared between runs (`SGLANG_MTP_FIXED_K`).
     """

@@ -61,6 +61,15 @@ def load_flashinfer() -> ModuleType:
     return package
 
 
+def why_not_here() -> str | None:
+    """Why FlashInfer cannot run on this host, by what is installed alone; None if it may."""
+    if importlib.util.find_spec("flashinfer") is None:
+        return f"flashinfer-python is not installed (pip install flashinfer-python=={VERSION})"
+    if missing := missing_tools():
+        return f"flashinfer finds no {' and no '.join(missing)} to compile its kernels with"
+    return None
+
+
 def missing_tools() -> list[str]:
     """What FlashInfer lacks to compile, looking where it looks."""
     if importlib.util.find_spec("flashinfer_jit_cache") is not None:  # kernels compiled beforehand

@@ -1,0 +1,21 @@
+"""Tests that are parametrised by attention backend skip those that this host has not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglang.srt.layers.attention.flashinfer_backend import why_not_here
+
+FOLDER = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = why_not_here()
+    if reason is None:
+        return
+    for item in items:
+        call = vars(item).get("callspec")  # of what is parametrised
+        if item.path.is_relative_to(FOLDER) and call and "flashinfer" in call.params.values():
+            item.add_marker(pytest.mark.skip(reason=reason))
