@@ -15,7 +15,8 @@ from serving_utils import VOCAB_SIZE, make_model_dir
 from sglang.srt.managers.control_messages import HealthPing
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 from sglang.srt.managers.io_struct import BatchTokenIDOutput, DecodeOptions, FinishReason, ReqOutput
-from sglang.srt.stops import StopSet, check_expressions
+from sglang.srt.stop_expressions import check_expression_list
+from sglang.srt.stops import StopSet
 from sglang.srt.tokenizer import StopFinder, Tokenizer, load_tokenizer
 
 LENGTH = FinishReason(type="length", length=1)
@@ -219,4 +220,4 @@ def test_a_stop_expression_that_takes_too_long_is_stopped(tokenizer: Tokenizer) 
 @pytest.mark.parametrize("expression", ["(", "[", "x*", "", "(?P<n>a)(?P=m)"])
 def test_useless_expressions_are_refused(expression: str) -> None:
     with pytest.raises(ValueError):
-        check_expressions([expression])
+        check_expression_list([expression])

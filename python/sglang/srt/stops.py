@@ -1,29 +1,29 @@
 """Stop strings and stop expressions in a growing text: what ends it, and what may not be shown yet.
 
-Expressions run over the last `WINDOW_CHARS` characters on a time budget of the request, so none can
-hold a process up. Refused are those that match the empty text, since they would end every output,
-and those that repeat groups within groups too often: the regex module copies what is repeated.
+Expressions run over the last `WINDOW_CHARS` characters on a time budget of the request, and what is
+above the usual comes out of one that the requests of a process share, so neither one expression nor
+many can hold a process up. Which are refused: `stop_expressions`.
 """
 
 from __future__ import annotations
 
-import re
+import functools
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import regex
 
+from sglang.srt.stop_expressions import compiled
+
 WINDOW_CHARS = 1024
 # CPU time of a request's searches: at first, at most, and what every search of new text adds again.
 BUDGET_S = 0.05
-REFILL_S = 0.0005
-EMPTY_MATCH_TIMEOUT_S = 0.05
-MAX_GROUP_COPIES = 256
-MAX_GROUPS = 64
-
-_GROUP_REPEAT = re.compile(r"\)\s*(?:(\+)|\{\s*([0-9]*)\s*,?\s*([0-9]*)\s*\})")
-_VERBOSE_OR_COMMENT = re.compile(r"\(\?(?:#|[a-zA-Z0-9-]*x)")
+REFILL_S = 0.001
+# What all requests share for what they use beyond `REFILL_S`: at most, and part of each second
+# that adds again.
+SHARED_S = 0.25
+SHARED_REFILL_SHARE = 0.1
 
 
 class StopFound(NamedTuple):
@@ -38,26 +38,53 @@ class StopFound(NamedTuple):
     matched: str
 
 
+class SharedTime:
+    """CPU time that the requests of a process have together for searches slower than usual."""
+
+    def __init__(self) -> None:
+        self._left_s = SHARED_S
+        self._seen_s = time.monotonic()
+
+    @property
+    def left_s(self) -> float:
+        now_s = time.monotonic()
+        self._left_s = min(SHARED_S, self._left_s + SHARED_REFILL_SHARE * (now_s - self._seen_s))
+        self._seen_s = now_s
+        return self._left_s
+
+    def take(self, time_s: float) -> None:
+        self._left_s -= time_s
+
+
+_shared_time = SharedTime()
+
+
 class StopSet:
     """The stop strings and expressions of one request.
 
-    Searches raise TimeoutError when the expressions have used up their time.
+    Expressions are compiled by the first search. Searches raise TimeoutError when the expressions
+    have used up their time.
     """
 
     def __init__(self, strings: Sequence[str], expressions: Sequence[str] = ()) -> None:
         self._strings = tuple(strings)
-        # Not cached: a pattern can hold megabytes, and lives as long as its request.
-        self._patterns = [regex.compile(text, cache_pattern=False) for text in expressions]
+        self._expressions = tuple(expressions)
         self._longest = max(map(len, strings), default=0)
         self._left_s = BUDGET_S
+        self._own_s = 0.0  # of that, what is not taken from the other requests
 
     def __bool__(self) -> bool:
-        return bool(self._strings or self._patterns)
+        return bool(self._strings or self._expressions)
+
+    @functools.cached_property
+    def _patterns(self) -> list[regex.Pattern[str]]:
+        return [compiled(text) for text in self._expressions]
 
     def find(self, text: str, num_seen: int) -> StopFound | None:
         """The first stop in `text`, of which the first `num_seen` characters hold no whole one; of
         two at one place, the longer."""
         self._left_s = min(self._left_s + REFILL_S, BUDGET_S)
+        self._own_s = REFILL_S
         start = max(0, num_seen - self._longest + 1)
         hits = [(text.find(stop, start), -len(stop), stop) for stop in self._strings]
         hits = [hit for hit in hits if hit[0] >= 0]
@@ -80,14 +107,18 @@ class StopSet:
     def _search(
         self, pattern: regex.Pattern[str], text: str, partial: bool = False
     ) -> regex.Match[str] | None:
-        if self._left_s <= 0:
+        left_s = min(self._left_s, self._own_s + max(0.0, _shared_time.left_s))
+        if left_s <= 0:
             raise TimeoutError("the request's time for stop expressions is used up")
         start_s = time.thread_time()
         try:
             window_start = max(0, len(text) - WINDOW_CHARS)
-            return pattern.search(text, pos=window_start, partial=partial, timeout=self._left_s)
+            return pattern.search(text, pos=window_start, partial=partial, timeout=left_s)
         finally:
-            self._left_s -= time.thread_time() - start_s
+            used_s = time.thread_time() - start_s
+            self._left_s -= used_s
+            _shared_time.take(max(0.0, used_s - self._own_s))
+            self._own_s = max(0.0, self._own_s - used_s)
 
     def _partial_string_len(self, text: str) -> int:
         """Length of the longest end of `text` that is the beginning of a stop string."""
@@ -95,37 +126,3 @@ class StopSet:
             if any(len(stop) > length and text.endswith(stop[:length]) for stop in self._strings):
                 return length
         return 0
-
-
-def check_expressions(expressions: Sequence[str]) -> None:
-    """Refuses stop expressions of one request that cannot be used.
-
-    Raises:
-        ValueError: if one is no regular expression, matches the empty text or cannot be judged, or
-            if all together would be large once compiled.
-    """
-    if sum(map(_num_group_copies, expressions)) > MAX_GROUP_COPIES:
-        raise ValueError(
-            f"repeats groups more than {MAX_GROUP_COPIES} times (the counts of nested groups"
-            " multiply); use smaller counts"
-        )
-    for text in expressions:
-        try:
-            pattern = regex.compile(text, cache_pattern=False)
-            matches_empty = pattern.search("", timeout=EMPTY_MATCH_TIMEOUT_S) is not None
-        except Exception as error:  # noqa: BLE001 - a client's text; the library's errors are many
-            raise ValueError(f"is not a usable regular expression ({error})") from None
-        if matches_empty:
-            raise ValueError("matches the empty text")
-
-
-def _num_group_copies(text: str) -> int:
-    """Upper bound of the copies of one group that compiling makes, as if all groups were nested."""
-    if text.count("(") > MAX_GROUPS:
-        raise ValueError(f"has more than {MAX_GROUPS} groups; use fewer")
-    if _VERBOSE_OR_COMMENT.search(text):
-        raise ValueError("must not use the x flag or comments; write it without")
-    copies = 1
-    for plus, low, high in _GROUP_REPEAT.findall(text):
-        copies *= 2 if plus else max(1, int(low or 1), int(high or 1))
-    return copies

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
@@ -31,18 +29,17 @@ from sglang.srt.entrypoints.openapi_schema import body_of, install_openapi
 from sglang.srt.entrypoints.server_info import describe_model, describe_server
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.managers.body_parsing import (
-    RequestError,
     field_error,
     parse_json_object,
     parse_struct,
 )
+from sglang.srt.managers.detokenize_validation import check_detokenize
 from sglang.srt.managers.io_struct import (
     DetokenizeReqInput,
     GenerateReqInput,
     TokenizeReqInput,
 )
-from sglang.srt.managers.prompt_encoding import map_texts
-from sglang.srt.managers.request_limits import check_token_ids
+from sglang.srt.managers.prompt_encoding import map_texts, off_loop_if_large
 
 
 def create_app(state: ServerState) -> FastAPI:
@@ -77,7 +74,7 @@ def _add_generate(app: FastAPI, state: ServerState) -> None:
         """Generates text for a prompt or a batch of prompts, as one answer or as a stream."""
         manager = state.ready_manager
         raw = await read_body(request, state.server_args.max_request_bytes)
-        checked = manager.check(parse_json_object(raw))
+        checked = await off_loop_if_large(lambda: manager.check(parse_json_object(raw)), len(raw))
         outputs = manager.generate(checked)
         # The first output decides the HTTP status, of a stream too.
         first = await unless_client_leaves(request.receive, anext(outputs))
@@ -136,7 +133,9 @@ def _add_tokenizer(app: FastAPI, state: ServerState) -> None:
         """Token ids of a text, or of each text of a list."""
         manager = state.ready_manager
         raw = await read_body(request, state.server_args.max_request_bytes)
-        body = parse_struct(raw, TokenizeReqInput, ignored=frozenset(("model",)))
+        body = await off_loop_if_large(
+            lambda: parse_struct(raw, TokenizeReqInput, ignored=frozenset(("model",))), len(raw)
+        )
         prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
         if len(prompts) > manager.limits.max_batch_size:
             raise field_error("prompt", f"has more than {manager.limits.max_batch_size} entries")
@@ -156,20 +155,13 @@ def _add_tokenizer(app: FastAPI, state: ServerState) -> None:
         """Text of token ids, or of each list of a list."""
         manager = state.ready_manager
         raw = await read_body(request, state.server_args.max_request_bytes)
-        body = parse_struct(raw, DetokenizeReqInput, ignored=frozenset(("model",)))
-        is_list = any(isinstance(item, list) for item in body.tokens)
-        lists: list[Any] = body.tokens if is_list else [body.tokens]
-        for index, ids in enumerate(lists):
-            name = f"tokens[{index}]" if is_list else "tokens"
-            if not isinstance(ids, list):
-                raise RequestError(name, f"{name}: must be a list of token ids, as the others are.")
-            check_token_ids(name, ids, manager.limits.vocab_size)
+        tokens = await off_loop_if_large(lambda: check_detokenize(raw, manager.limits), len(raw))
 
         def decode(ids: list[int]) -> str:
-            return manager.tokenizer.decode(ids, body.skip_special_tokens)
+            return manager.tokenizer.decode(ids, tokens.skip_special_tokens)
 
-        texts = await map_texts(decode, lists, sum(map(len, lists)))
-        return json_response({"text": texts if is_list else texts[0]})
+        texts = await map_texts(decode, tokens.lists, sum(map(len, tokens.lists)))
+        return json_response({"text": texts if tokens.is_list else texts[0]})
 
 
 def _add_openai(app: FastAPI, state: ServerState) -> None:
@@ -196,11 +188,13 @@ def _add_openai(app: FastAPI, state: ServerState) -> None:
         if kind.lower() != "application/json":
             raise field_error("content-type", "must be application/json")
         raw = await read_body(request, args.max_request_bytes)
-        body = parse_struct(raw, CompletionRequest, IGNORED)
-        completion = Completion(manager, body, name)
-        outputs = completion.chunks() if body.stream else completion.answer()
+        completion = await off_loop_if_large(
+            lambda: Completion(manager, parse_struct(raw, CompletionRequest, IGNORED), name),
+            len(raw),
+        )
+        outputs = completion.chunks() if completion.streams else completion.answer()
         first = await unless_client_leaves(request.receive, anext(outputs))
-        if body.stream:
+        if completion.streams:
             return EventStream(first, outputs)
         await outputs.aclose()
         return json_response(first)

@@ -10,8 +10,9 @@ from sglang.srt.managers.body_parsing import RequestError, field_error, parse_js
 from sglang.srt.managers.io_struct import SchedulerInfo
 from sglang.srt.managers.request_limits import RequestLimits
 from sglang.srt.managers.return_options import ReturnLimits
-from sglang.srt.managers.sampling_validation import check_sampling_params
+from sglang.srt.managers.sampling_validation import check_sampling_params, check_stop_sizes
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.stop_expressions import check_expression_list
 
 MIN_REQ_LEN = 2  # one token in, one out
 PREFERRED_FLAG = "--preferred-sampling-params"
@@ -52,9 +53,13 @@ def request_limits(server_args: ServerArgs, info: SchedulerInfo) -> RequestLimit
     )
     try:
         preferred = _preferred_sampling_params(server_args)
-        check_sampling_params(preferred, limits, PREFERRED_FLAG)
+        params = check_sampling_params(preferred, limits, PREFERRED_FLAG)
+        check_stop_sizes([params], PREFERRED_FLAG)
+        check_expression_list(params.stop_regexes)
     except RequestError as error:
         raise LaunchError(error.message) from None
+    except (ValueError, TimeoutError) as error:
+        raise LaunchError(f"{PREFERRED_FLAG}.stop_regex: {error}.") from None
     return dataclasses.replace(limits, preferred_sampling_params=preferred)
 
 

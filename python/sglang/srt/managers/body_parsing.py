@@ -10,6 +10,7 @@ import msgspec
 
 S = TypeVar("S", bound=msgspec.Struct)
 MAX_NAME_CHARS = 64
+MAX_EXPLAINED_BYTES = 262_144
 
 
 class RequestError(ValueError):
@@ -103,7 +104,10 @@ def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
 
 
 def _malformed(raw: bytes) -> RequestError:
-    """Why strict parsing failed; Python's own parser knows the numbers that JSON does not have."""
+    """Why strict parsing failed; Python's own parser knows the numbers that JSON does not have.
+    It is slow, so a large body is not looked at again."""
+    if len(raw) > MAX_EXPLAINED_BYTES:
+        return RequestError(None, "The body is not valid JSON.")
     try:
         field = _find_non_finite(json.loads(raw), "")
     except (ValueError, RecursionError):

@@ -1,4 +1,5 @@
-"""Texts of requests to token ids and back, without keeping the event loop from other requests."""
+"""What takes long of a request, without keeping the event loop from others: reading and checking
+large bodies, compiling stop expressions, texts to token ids and back."""
 
 from __future__ import annotations
 
@@ -7,14 +8,21 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from sglang.srt.managers.body_parsing import field_error
+from sglang.srt.managers.body_parsing import field_error, shorten
 from sglang.srt.managers.request_limits import RequestLimits, check_length
 from sglang.srt.managers.request_validation import CheckedRequest
+from sglang.srt.stop_expressions import check_expression_list
 from sglang.srt.tokenizer import Tokenizer
 
 TOKENIZE_IN_THREAD_CHARS = 16_384  # below it encoding takes less than about 3 ms
+CHECK_IN_THREAD_BYTES = 65_536  # below it parsing and checking takes some milliseconds at most
 T = TypeVar("T")
 U = TypeVar("U")
+
+
+async def off_loop_if_large(work: Callable[[], T], num_bytes: int) -> T:
+    """The result of `work` on that many bytes of a body; on many of them in a thread."""
+    return work() if num_bytes < CHECK_IN_THREAD_BYTES else await asyncio.to_thread(work)
 
 
 async def map_texts(function: Callable[[T], U], items: Sequence[T], num_chars: int) -> list[U]:
@@ -35,14 +43,26 @@ async def map_texts(function: Callable[[T], U], items: Sequence[T], num_chars: i
         has_left.set()
 
 
+async def _check_stop_expressions(request: CheckedRequest) -> None:
+    """Compiles the stop expressions of a request, in a thread."""
+    expressions = [text for p in request.prompts for text in p.sampling_params.stop_regexes]
+    if not expressions:
+        return
+    try:
+        await asyncio.to_thread(check_expression_list, expressions)
+    except (ValueError, TimeoutError) as error:
+        raise field_error("sampling_params.stop_regex", shorten(str(error))) from None
+
+
 async def encode_prompts(
     request: CheckedRequest, tokenizer: Tokenizer, limits: RequestLimits
 ) -> list[list[int]]:
-    """Token ids of each prompt.
+    """Token ids of each prompt, once its stop expressions are found to be good.
 
     Raises:
-        RequestError: if one has no tokens or too many.
+        RequestError: if one has no tokens or too many, or such an expression cannot be used.
     """
+    await _check_stop_expressions(request)
 
     def encode(index: int) -> list[int]:
         return _input_ids_of(request, index, tokenizer, limits)

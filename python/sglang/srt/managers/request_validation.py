@@ -25,7 +25,7 @@ from sglang.srt.managers.return_options import (
     ReturnOptions,
     check_return_options,
 )
-from sglang.srt.managers.sampling_validation import check_sampling_params
+from sglang.srt.managers.sampling_validation import check_sampling_params, check_stop_sizes
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 HANDLED_FIELDS = RETURN_FIELDS | {
@@ -130,8 +130,6 @@ def check_generate_request(body: Any, limits: RequestLimits) -> CheckedRequest:
         raise field_error("stream", "must be true or false")
     texts, ids, is_batch = _check_prompts(fields, limits)
     num_prompts = len(texts) if texts is not None else len(ids or [])
-    if num_prompts > limits.max_batch_size:
-        _refuse_batch("text" if texts is not None else "input_ids", num_prompts, limits)
     params = _check_sampling_list(fields.get("sampling_params"), num_prompts, is_batch, limits)
     rids = _check_rids(fields.get("rid"), num_prompts, is_batch, limits.max_label_chars)
     returns = check_return_options(fields, num_prompts, is_batch, limits.returns)
@@ -189,11 +187,15 @@ def _check_prompts(
         raise field_error("text", "give exactly one of text and input_ids")
     if text is not None:
         is_batch = isinstance(text, list)
+        if is_batch and len(text) > limits.max_batch_size:
+            _refuse_batch("text", len(text), limits)
         return _check_texts(text if is_batch else [text], is_batch), None, is_batch
     if not isinstance(input_ids, list) or not input_ids:
         raise field_error("input_ids", "must be a list of token ids, or of such lists, not empty")
     is_batch = any(isinstance(item, list) for item in input_ids)
     prompts = input_ids if is_batch else [input_ids]
+    if len(prompts) > limits.max_batch_size:
+        _refuse_batch("input_ids", len(prompts), limits)
     for index, ids in enumerate(prompts):
         name = f"input_ids[{index}]" if is_batch else "input_ids"
         if not isinstance(ids, list) or not ids:
@@ -220,15 +222,19 @@ def _check_sampling_list(
     value: Any, num_prompts: int, is_batch: bool, limits: RequestLimits
 ) -> list[SamplingParams]:
     if not isinstance(value, list):
-        return [check_sampling_params(value, limits, "sampling_params")] * num_prompts
+        params = check_sampling_params(value, limits, "sampling_params")
+        check_stop_sizes([params], "sampling_params")
+        return [params] * num_prompts
     if not is_batch:
         raise field_error("sampling_params", "must be one object for one prompt")
     if len(value) != num_prompts:
         raise field_error("sampling_params", f"has {len(value)} entries for {num_prompts} prompts")
-    return [
+    params_list = [
         check_sampling_params(item, limits, f"sampling_params[{index}]")
         for index, item in enumerate(value)
     ]
+    check_stop_sizes(params_list, "sampling_params")
+    return params_list
 
 
 def _has_default_length(value: Any, index: int, limits: RequestLimits) -> bool:

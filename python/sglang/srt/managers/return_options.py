@@ -95,12 +95,14 @@ def check_return_options(
         raise field_error("priority", "start the server with --enable-priority-scheduling")
     keys = (_key(fields, "extra_key", limits), _key(fields, "cache_salt", limits))
     options = []
+    token_ids: tuple[int, ...] = ()
     for index in range(num_prompts):
         start = _integer(starts[index], "logprob_start_len", -1, MAX_PRIORITY)
         top_num = _integer(tops[index], "top_logprobs_num", 0, limits.max_top_logprobs)
         if not isinstance(wants[index], bool):
             raise field_error("return_logprob", "must be true or false, or a list of them")
-        token_ids = _checked_ids(ids[index], limits)
+        if index == 0 or ids[index] is not ids[index - 1]:
+            token_ids = _checked_ids(ids[index], limits)
         options.append(
             ReturnOptions(
                 start if wants[index] else None,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from sglang.srt.managers.body_parsing import field_error, shorten, type_error
+from sglang.srt.managers.body_parsing import field_error, type_error
 from sglang.srt.managers.request_limits import (
     RequestLimits,
     check_encodable,
@@ -14,7 +15,7 @@ from sglang.srt.managers.request_limits import (
     check_token_ids,
 )
 from sglang.srt.sampling.sampling_params import MTP_STRATEGY_RULE, SamplingParams
-from sglang.srt.stops import check_expressions
+from sglang.srt.stop_expressions import check_size
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_ID_DIGITS = 9
@@ -96,11 +97,19 @@ def _check_sampling_limits(params: SamplingParams, limits: RequestLimits, name: 
                 f"{name}.stop_regex",
                 f"has more than {limits.max_stop_regex_bytes} bytes (--max-stop-regex-bytes)",
             )
-    try:
-        check_expressions(params.stop_regexes)
-    except ValueError as error:
-        raise field_error(f"{name}.stop_regex", shorten(str(error))) from None
     _check_logit_bias(f"{name}.logit_bias", params.logit_bias or {}, limits)
+
+
+def check_stop_sizes(params: Sequence[SamplingParams], name: str) -> None:
+    """Checks how large the stop expressions of a request's prompts are together, once compiled.
+
+    Raises:
+        RequestError: naming the field.
+    """
+    try:
+        check_size(text for item in params for text in item.stop_regexes)
+    except ValueError as error:
+        raise field_error(f"{name}.stop_regex", str(error)) from None
 
 
 def _check_logit_bias(name: str, bias: dict[str, float], limits: RequestLimits) -> None:

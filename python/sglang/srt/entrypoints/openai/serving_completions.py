@@ -94,6 +94,10 @@ class Completion:
             "model": model,
         }
 
+    @property
+    def streams(self) -> bool:
+        return self._request.stream
+
     async def answer(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yields the whole completion, once; closing it early aborts it."""
         outputs: AsyncGenerator[Any, None] = self._manager.generate(self._checked)
