@@ -64,6 +64,29 @@ def test_full_server_of_requests_that_do_not_stream_is_healthy(model_dir: Path) 
             assert results[0].status_code == 200
 
 
+LARGEST = [".{2400}\x01", "[a-z]{90}\x01", "(?:a|b){600}\x01", "(?:(?:x?){9}){30}\x01"]
+
+
+def test_server_lives_on_with_the_largest_stop_expressions_and_with_larger_ones(
+    model_dir: Path,
+) -> None:
+    with running_server(model_dir, *DUMMY) as server:
+        for expression in (".{999999999}", ".{2000000}", "(?:(?:.{99}){99}){99}"):
+            refused = server.generate(stop_regex=expression)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "sampling_params.stop_regex"
+        params = {**ENDLESS, "n": 4, "stop_regex": LARGEST}
+        body = {"text": "hello", "sampling_params": params}
+        thread, results = in_background(lambda: server.post("/generate", body))
+        assert server.client.get("/health").status_code == 200
+        wait_for_running(server, 4)
+        assert server.client.get("/health_generate").status_code == 200
+        assert thread.is_alive()
+        server.post("/abort_request", {"abort_all": True})
+        thread.join()
+        assert results[0].status_code == 200
+
+
 def run_to_end(command: list[str], **extra: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, env=environ(**extra), capture_output=True, text=True, timeout=60, check=False

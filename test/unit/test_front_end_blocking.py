@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 from collections.abc import Callable
@@ -16,7 +17,12 @@ from fake_backend import LENGTH, LIMITS, Backend, answer_of, run
 from fake_server import Server
 from serving_utils import make_model_dir
 from sglang.srt import stop_expressions
-from sglang.srt.managers import body_parsing, detokenize_validation, prompt_encoding
+from sglang.srt.managers import (
+    body_parsing,
+    detokenize_validation,
+    prompt_encoding,
+    return_options,
+)
 from sglang.srt.managers.body_parsing import RequestError, parse_json_object
 from sglang.srt.managers.request_validation import check_generate_request
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
@@ -152,6 +158,27 @@ def test_large_body_that_is_no_json_is_not_parsed_again(monkeypatch: pytest.Monk
     monkeypatch.setattr(json, "loads", None)
     with pytest.raises(RequestError, match="not valid JSON"):
         parse_json_object(b'{"a": [1, 1, 1, 1, 1, 1, 1, NaN]}')
+
+
+def test_garbage_is_not_collected_while_a_body_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body of millions of lists would have them gone over again and again."""
+    seen = []
+    monkeypatch.setattr(body_parsing, "require_object", lambda body: seen.append(gc.isenabled()))
+    parse_json_object(b"{}")
+    assert seen == [False]
+    assert gc.isenabled()
+
+
+def test_ids_that_all_prompts_share_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = []
+    check = return_options._checked_ids
+    monkeypatch.setattr(
+        return_options, "_checked_ids", lambda ids, limits: lists.append(ids) or check(ids, limits)
+    )
+    body = {"text": ["a"] * 3, "return_logprob": True, "token_ids_logprob": [5, 6]}
+    prompts = check_generate_request(body, LIMITS).prompts
+    assert [prompt.returns.token_ids for prompt in prompts] == [(5, 6)] * 3
+    assert len(lists) == 1
 
 
 @pytest.mark.parametrize(("field", "prompt"), [("text", 5), ("input_ids", ["x"])])

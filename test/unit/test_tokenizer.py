@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from serving_utils import VOCAB_SIZE, make_model_dir, make_tokenizer
+from serving_utils import TEXT, VOCAB_SIZE, make_model_dir, make_tokenizer
 from sglang.srt import tokenizer as tokenizer_module
 from sglang.srt.stops import StopSet
 from sglang.srt.tokenizer import (
@@ -181,3 +181,10 @@ def test_other_files_are_read_by_transformers(tmp_path: Path) -> None:
     fast.save_pretrained(str(tmp_path / "full"))
     tokenizer = tokenizer_module._load_with_transformers(tmp_path / "full")
     assert tokenizer.decode(tokenizer.encode("hello world")) == "hello world"
+
+
+def test_many_ids_decode_as_few_do(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = tokenizer.encode(TEXT) * 3
+    expected = tokenizer.decode(ids)
+    monkeypatch.setattr("sglang.srt.tokenizer.DECODE_ALONE_IDS", 5)
+    assert tokenizer.decode(ids) == expected

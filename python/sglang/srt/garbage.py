@@ -19,6 +19,14 @@ def keep_out_of_collections() -> None:
 def no_collections() -> Iterator[None]:
     """One before the block, none in it."""
     gc.collect()
+    with paused_collections():
+        yield
+
+
+@contextmanager
+def paused_collections() -> Iterator[None]:
+    """None in the block, which makes very many objects that all live on: collections would go over
+    them again and again. Threads may be in it at the same time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -19,6 +19,8 @@ OTHER_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "token
 # An unfinished UTF-8 character is at most 3 bytes, so at most 3 replacement characters can change.
 REPLACEMENT, MAX_PENDING_CHARS = "\ufffd", 3
 
+DECODE_ALONE_IDS = 10_000  # below it decoding takes a few milliseconds at most
+
 
 class TokenizerError(ValueError):
     """A tokenizer that is missing or cannot be read; the message names the remedy."""
@@ -194,7 +196,10 @@ def _wrap(backend: tokenizers.Tokenizer) -> Tokenizer:
         return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode_ids(ids: list[int]) -> str:
-        return backend.decode(ids, skip_special_tokens=False)
+        if len(ids) < DECODE_ALONE_IDS:
+            return backend.decode(ids, skip_special_tokens=False)
+        # Here too only the batch call lets other threads run.
+        return backend.decode_batch([ids], skip_special_tokens=False)[0]
 
     special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
     return Tokenizer(encode_ids, decode_ids, special_ids, _max_chars_per_token(backend))

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from sglang.srt.garbage import paused_collections
+
 S = TypeVar("S", bound=msgspec.Struct)
 MAX_NAME_CHARS = 64
 MAX_EXPLAINED_BYTES = 262_144
@@ -46,7 +48,8 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
         RequestError: saying what is wrong with it; NaN and Infinity are named with their field.
     """
     try:
-        return require_object(msgspec.json.decode(raw))
+        with paused_collections():
+            return require_object(msgspec.json.decode(raw))
     except UnicodeDecodeError:
         raise RequestError(None, "The body is not valid UTF-8.") from None
     except RecursionError:
