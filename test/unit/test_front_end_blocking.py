@@ -195,3 +195,29 @@ def test_detokenize_takes_as_many_lists_as_a_batch() -> None:
     assert len(check(64).lists) == 64
     with pytest.raises(RequestError, match="tokens: has 65 lists, more than 64"):
         check(65)
+
+
+# ---------------------------------------------------------------- answers
+
+
+def test_log_probabilities_become_an_answer_in_a_thread(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(return_options._Side.take_news)
+    monkeypatch.setattr(return_options._Side, "take_news", lambda side: held(side))
+
+    async def scenario(backend: Backend) -> None:
+        slow = asyncio.create_task(answer_of(backend, text="a", return_logprob=True))
+        await backend.wait_sent(1)
+        backend.put(backend.requests[0].req_id, "x", (1,), LENGTH)
+        assert await asyncio.to_thread(held.begun.wait, 10)
+        other = asyncio.create_task(answer_of(backend, text="b"))
+        await backend.wait_sent(2)
+        backend.put(backend.requests[1].req_id, "y", (1,), LENGTH)
+        assert (await other)["text"] == "y"
+        assert not slow.done()
+        held.go_on.set()
+        meta = (await slow)["meta_info"]
+        assert meta["input_token_logprobs"] == [[None, backend.requests[0].input_ids[-1], None]]
+
+    run(tokenizer, scenario)

@@ -116,6 +116,10 @@ class Sample:
         return {"weight_version": spans[-1]["version"], "weight_versions": spans}
 
     @property
+    def has_logprobs(self) -> bool:
+        return self._returns.has_logprobs
+
+    @property
     def has_output(self) -> bool:
         return bool(self._output_ids)
 
@@ -192,7 +196,13 @@ class GenerateCall:
             return sample.as_dict()
         return {**sample.as_dict(), "index": sample.index}
 
-    def answer(self) -> dict[str, Any] | list[dict[str, Any]]:
+    async def answer(self) -> dict[str, Any] | list[dict[str, Any]]:
+        """The answer of a call that has finished. Many log-probabilities take long: a thread."""
+        if any(sample.has_logprobs for sample in self.samples):
+            return await asyncio.to_thread(self._answer)
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any] | list[dict[str, Any]]:
         answers = [sample.as_dict() for sample in self.samples]
         return answers if self._gives_list else answers[0]
 

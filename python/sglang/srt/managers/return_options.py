@@ -205,28 +205,31 @@ class Returns:
         self, options: ReturnOptions, input_ids: list[int], decode: Callable[[int], str]
     ) -> None:
         self._options = options
-        self._decode = decode if options.with_text else None
         self._num_prompt_tokens = len(input_ids)
-        self._input = _Side()
-        self._output = _Side()
+        text_of = decode if options.with_text else None
+        self._input = _Side(text_of, options.token_ids)
+        self._output = _Side(text_of, options.token_ids)
         self._hidden: list[list[float]] = []
         logprobs = options.logprobs_for(len(input_ids))
         if logprobs is not None:
             first = PositionLogprobs(token_id=input_ids[logprobs.start_len], logprob=None)
-            self._input.add(first, self._decode)
+            self._input.news.append(first)
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self._options.logprob_start_len is not None
 
     def add(self, output: ReqTextOutput) -> None:
-        for position in output.input_logprobs:
-            self._input.add(position, self._decode, self._options.token_ids)
-        for position in output.output_logprobs:
-            self._output.add(position, self._decode, self._options.token_ids)
+        self._input.news += output.input_logprobs
+        self._output.news += output.output_logprobs
         self._hidden += output.hidden_states
 
     def meta_info(self) -> dict[str, Any]:
-        """The fields of `meta_info` that were asked for."""
+        """The fields of `meta_info` that were asked for. Many log-probabilities take long."""
         options, fields = self._options, dict[str, Any]()
         if options.logprob_start_len is not None:
             for name, side in (("input", self._input), ("output", self._output)):
+                side.take_news()
                 fields[f"{name}_token_logprobs"] = list(side.tokens)
                 if options.top_num:
                     fields[f"{name}_top_logprobs"] = list(side.top)
@@ -242,24 +245,33 @@ class Returns:
 
 
 class _Side:
-    """Logprobs of the prompt, or of the output."""
+    """Logprobs of the prompt, or of the output.
 
-    def __init__(self) -> None:
+    Attributes:
+        news: positions that are not in the lists of the answer yet; that is done when it is built.
+    """
+
+    def __init__(self, decode: Callable[[int], str] | None, token_ids: tuple[int, ...]) -> None:
+        self._decode = decode
+        self._token_ids = token_ids
+        self.news: list[PositionLogprobs] = []
         self.tokens: list[list[Any]] = []
         self.top: list[list[list[Any]] | None] = []
         self.chosen: list[list[list[Any]] | None] = []
 
-    def add(
-        self,
-        position: PositionLogprobs,
-        decode: Callable[[int], str] | None,
-        token_ids: tuple[int, ...] = (),
-    ) -> None:
+    def take_news(self) -> None:
+        news, self.news = self.news, []
+        for position in news:
+            self._add(position)
+
+    def _add(self, position: PositionLogprobs) -> None:
+        decode = self._decode
+
         def entry(logprob: float | None, token_id: int) -> list[Any]:
             return [logprob, token_id, decode(token_id) if decode is not None else None]
 
         has_logprob = position.logprob is not None
         self.tokens.append(entry(position.logprob, position.token_id))
         self.top.append([entry(*item) for item in position.top] if has_logprob else None)
-        chosen = zip(position.chosen, token_ids, strict=True) if has_logprob else ()
+        chosen = zip(position.chosen, self._token_ids, strict=True) if has_logprob else ()
         self.chosen.append([entry(*item) for item in chosen] if has_logprob else None)

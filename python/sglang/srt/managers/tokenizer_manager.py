@@ -139,7 +139,7 @@ class TokenizerManager:
                     call.raise_error()
                 is_finished = call.finished
             if not request.stream:
-                yield call.answer()
+                yield await call.answer()
         finally:
             self._leave(call)
 
