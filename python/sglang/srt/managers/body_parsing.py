@@ -80,7 +80,8 @@ def parse_struct(raw: bytes, struct: type[S], ignored: frozenset[str] = frozense
             raise field_error(shorten(name), "is not a known field")
     given = {k: v for k, v in body.items() if v is not None and k not in ignored}
     try:
-        return msgspec.convert(given, struct)
+        with paused_collections():
+            return msgspec.convert(given, struct)
     except msgspec.ValidationError as error:
         raise type_error(error) from None
 
