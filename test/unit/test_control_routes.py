@@ -399,7 +399,7 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         ({"shared_memory": "a\n"}, "shared_memory"),
         ({"shared_memory": "x" * 129}, "shared_memory"),
         ({"safetensors": BYTES, "load_format": "direct"}, "load_format"),
-        ({"serialized_named_tensors": [], "x": 1}, "serialized_named_tensors"),
+        ({"serialized_named_tensors": ["gASV"], "x": 1}, "serialized_named_tensors"),
         (
             {"load_format": "flattened_bucket", "serialized_named_tensors": ["gASV"], "x": 1},
             "serialized_named_tensors",

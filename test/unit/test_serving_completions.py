@@ -169,6 +169,14 @@ def test_last_chunk_says_which_weights_generated_what(
     assert not any("metadata" in chunk for chunk in chunks)
 
 
+def test_each_chunk_has_the_usage_of_its_choice_if_wanted(tokenizer: Tokenizer) -> None:
+    options = StreamOptions(continuous_usage_stats=True)
+    chunks = answers(tokenizer, "hello", [5, 6, 7], 1, stream=True, stream_options=options)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == [1, 2, 3]
+    assert all(chunk["choices"] for chunk in chunks)
+
+
 def test_answer_says_which_weights_generated_what(tokenizer: Tokenizer) -> None:
     (answer,) = answers(tokenizer, "hello", [5, 6, 7, 8], spans=SPANS)
     assert answer["metadata"] == METADATA

@@ -52,6 +52,7 @@ from sglang.srt.managers.control_validation import (
 from sglang.srt.managers.request_state import ServiceError
 from sglang.srt.observability.load import describe_load, describe_loads
 from sglang.srt.observability.metrics import CONTENT_TYPE, metrics_text
+from sglang.srt.sglang_surface import neutral_fields
 
 S = TypeVar("S", bound=msgspec.Struct)
 Route = Callable[[Request], Awaitable[Response]]
@@ -100,7 +101,8 @@ def _add_abort_and_flush(app: FastAPI, state: ServerState) -> None:
     async def abort_request(request: Request) -> Response:
         """Ends requests by their rid, or all; answers with their number."""
         args = state.server_args
-        body = parse_struct(await read_body(request, args.max_request_bytes), AbortBody)
+        raw = await read_body(request, args.max_request_bytes)
+        body = parse_struct(raw, AbortBody, neutral_fields("/abort_request"))
         check_abort(body, args.max_label_chars)
         aborted = state.ready_manager.abort_request(
             body.rid, body.abort_all, body.abort_message, body.prefix

@@ -17,7 +17,7 @@ from sglang.srt.entrypoints.http_messages import (
     read_body,
     unless_client_leaves,
 )
-from sglang.srt.entrypoints.openai.protocol import IGNORED, CompletionRequest
+from sglang.srt.entrypoints.openai.protocol import MISSING, CompletionRequest
 from sglang.srt.entrypoints.openai.serving_completions import (
     Completion,
     describe_models,
@@ -40,6 +40,7 @@ from sglang.srt.managers.io_struct import (
     TokenizeReqInput,
 )
 from sglang.srt.managers.prompt_encoding import map_texts, off_loop_if_large
+from sglang.srt.sglang_surface import neutral_fields
 
 
 def create_app(state: ServerState) -> FastAPI:
@@ -134,7 +135,7 @@ def _add_tokenizer(app: FastAPI, state: ServerState) -> None:
         manager = state.ready_manager
         raw = await read_body(request, state.server_args.max_request_bytes)
         body = await off_loop_if_large(
-            lambda: parse_struct(raw, TokenizeReqInput, ignored=frozenset(("model",))), len(raw)
+            lambda: parse_struct(raw, TokenizeReqInput, neutral_fields("/tokenize")), len(raw)
         )
         prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
         if len(prompts) > manager.limits.max_batch_size:
@@ -189,7 +190,7 @@ def _add_openai(app: FastAPI, state: ServerState) -> None:
             raise field_error("content-type", "must be application/json")
         raw = await read_body(request, args.max_request_bytes)
         completion = await off_loop_if_large(
-            lambda: Completion(manager, parse_struct(raw, CompletionRequest, IGNORED), name),
+            lambda: Completion(manager, parse_struct(raw, CompletionRequest, MISSING), name),
             len(raw),
         )
         outputs = completion.chunks() if completion.streams else completion.answer()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
 from sglang.srt.garbage import paused_collections
+from sglang.srt.sglang_surface import is_neutral
 
 S = TypeVar("S", bound=msgspec.Struct)
 MAX_NAME_CHARS = 64
@@ -65,20 +67,20 @@ def require_object(body: Any) -> dict[str, Any]:
     return body
 
 
-def parse_struct(raw: bytes, struct: type[S], ignored: frozenset[str] = frozenset()) -> S:
+def parse_struct(
+    raw: bytes, struct: type[S], missing: Mapping[str, tuple[Any, ...]] | None = None
+) -> S:
     """Parses a body into a struct; null stands for a field's default.
 
     Args:
-        ignored: fields that are accepted and not looked at.
+        missing: fields that are accepted at neutral values only, and these.
 
     Raises:
-        RequestError: naming the field that is unknown or of a wrong type.
+        RequestError: naming the field that is unknown, not supported or of a wrong type.
     """
     body = parse_json_object(raw)
-    for name in body:
-        if name not in struct.__struct_fields__ and name not in ignored:
-            raise field_error(shorten(name), "is not a known field")
-    given = {k: v for k, v in body.items() if v is not None and k not in ignored}
+    check_known_fields(body, struct.__struct_fields__, missing or {}, "")
+    given = {k: v for k, v in body.items() if v is not None and k in struct.__struct_fields__}
     try:
         with paused_collections():
             return msgspec.convert(given, struct)
@@ -94,17 +96,20 @@ def type_error(error: msgspec.ValidationError, prefix: str = "") -> RequestError
     return field_error(shorten(field) or None, text[:1].lower() + text[1:])
 
 
-def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Whether a value asks for nothing: null, false, empty, one of `neutral`, or a list of such."""
-    if value is None or value is False:
-        return True
-    if isinstance(value, (str, dict)):
-        return not value
-    if isinstance(value, list):
-        return all(not isinstance(item, list) and is_neutral(item, neutral) for item in value)
-    return any(
-        isinstance(value, bool) == isinstance(item, bool) and value == item for item in neutral
-    )
+def check_known_fields(
+    fields: Mapping[str, Any],
+    handled: Collection[str],
+    missing: Mapping[str, tuple[Any, ...]],
+    prefix: str,
+) -> None:
+    """Refuses unknown fields, and `missing` ones (with their neutral values) that ask for more."""
+    for name, value in fields.items():
+        if name in handled:
+            continue
+        if name not in missing:
+            raise field_error(prefix + shorten(name), "is not a known field")
+        if not is_neutral(value, missing[name]):
+            raise field_error(prefix + name, "is not supported here; leave it out")
 
 
 def _malformed(raw: bytes) -> RequestError:

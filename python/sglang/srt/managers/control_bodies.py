@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from sglang.srt.managers.body_parsing import field_error, shorten, type_error
+from sglang.srt.sglang_surface import is_neutral
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -23,7 +24,7 @@ class Ignored:
     """A field without an effect here.
 
     Attributes:
-        neutral: values that are accepted, beside null; None: all are.
+        neutral: values that are accepted, beside null, false and empty; None: all are.
         reason: what to say of any other.
     """
 
@@ -31,9 +32,7 @@ class Ignored:
     reason: str = ""
 
     def accepts(self, value: Any) -> bool:
-        if value is None or self.neutral is None:
-            return True
-        return any(type(value) is type(item) and value == item for item in self.neutral)
+        return self.neutral is None or is_neutral(value, self.neutral)
 
 
 # In the order in which they are checked, before all else.
@@ -60,6 +59,7 @@ SGLANG_FIELDS: dict[str, Ignored] = {
     "post_load_weights": Ignored(),
     "rid": Ignored((), "names a request to generate; leave it out"),
     "http_worker_ipc": Ignored((), "belongs to SGLang's own processes; leave it out"),
+    "manifest": Ignored((), "is not read: the checkpoint's own names and shapes are checked"),
     "abort_all_request": Ignored(
         (False,), "must be true or false, and true only where abort_all_requests is a field"
     ),

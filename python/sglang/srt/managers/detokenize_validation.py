@@ -8,6 +8,7 @@ from typing import Any
 from sglang.srt.managers.body_parsing import field_error, parse_struct
 from sglang.srt.managers.io_struct import DetokenizeReqInput
 from sglang.srt.managers.request_limits import RequestLimits, check_token_ids
+from sglang.srt.sglang_surface import neutral_fields
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ def check_detokenize(raw: bytes, limits: RequestLimits) -> CheckedTokens:
     Raises:
         RequestError: naming the field that breaks a rule.
     """
-    body = parse_struct(raw, DetokenizeReqInput, ignored=frozenset(("model",)))
+    body = parse_struct(raw, DetokenizeReqInput, neutral_fields("/detokenize"))
     is_list = any(isinstance(item, list) for item in body.tokens)
     lists: list[Any] = body.tokens if is_list else [body.tokens]
     if len(lists) > limits.max_batch_size:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang.srt.managers.body_parsing import field_error, is_neutral, shorten
+from sglang.srt.managers.body_parsing import field_error
 from sglang.srt.managers.return_options import ReturnLimits
 
 
@@ -55,22 +55,6 @@ def check_length(
             f"the prompt ({num_prompt_tokens} tokens) and max_new_tokens ({max_new_tokens}) are"
             f" together more than {limits.max_req_len} tokens ({limits.max_req_len_reason})",
         )
-
-
-def check_known_fields(
-    fields: dict[str, Any],
-    handled: frozenset[str],
-    neutral: dict[str, tuple[Any, ...]],
-    prefix: str,
-) -> None:
-    """Refuses unknown fields, and known ones that ask for what is not supported."""
-    for name, value in fields.items():
-        if name in handled:
-            continue
-        if name not in neutral:
-            raise field_error(prefix + shorten(name), "is not a known field")
-        if not is_neutral(value, neutral[name]):
-            raise field_error(prefix + name, "is not supported yet; leave it out")
 
 
 def check_token_ids(name: str, ids: list[Any], vocab_size: int) -> None:

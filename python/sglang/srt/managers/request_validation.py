@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 
 from sglang.srt.managers.body_parsing import (
+    check_known_fields,
     field_error,
     require_object,
 )
 from sglang.srt.managers.request_limits import (
     RequestLimits,
     check_encodable,
-    check_known_fields,
     check_token_ids,
 )
 from sglang.srt.managers.return_options import (
@@ -27,6 +27,7 @@ from sglang.srt.managers.return_options import (
 )
 from sglang.srt.managers.sampling_validation import check_sampling_params, check_stop_sizes
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sglang_surface import neutral_fields
 
 HANDLED_FIELDS = RETURN_FIELDS | {
     "text",
@@ -36,46 +37,6 @@ HANDLED_FIELDS = RETURN_FIELDS | {
     "stream",
     "custom_labels",
     "no_logs",
-}
-# Fields of SGLang's /generate that this runtime does not have (yet), with the values, beside
-# null, false and empty, that ask for nothing.
-NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
-    "input_embeds": (),
-    "image_data": (),
-    "video_data": (),
-    "audio_data": (),
-    "modalities": (),
-    "max_dynamic_patch": (),
-    "min_dynamic_patch": (),
-    "image_max_dynamic_patch": (),
-    "video_max_dynamic_patch": (),
-    "use_audio_in_video": (),
-    "return_routed_experts": (),
-    "routed_experts_start_len": (0,),
-    "return_sampling_mask": (),
-    "return_prompt_token_ids": (),
-    "return_entropy": (),
-    "return_bytes": (),
-    "lora_path": (),
-    "lora_id": (),
-    "session_id": (),
-    "session_params": (),
-    "custom_logit_processor": (),
-    "routing_key": (),
-    "log_metrics": (True,),
-    "conversation_id": (),
-    "data_parallel_rank": (0,),
-    "routed_dp_rank": (0,),
-    "disagg_prefill_dp_rank": (0,),
-    "bootstrap_host": (),
-    "bootstrap_port": (),
-    "bootstrap_room": (),
-    "bootstrap_pair_key": (),
-    "decode_tp_size": (),
-    "background": (),
-    "require_reasoning": (),
-    "external_trace_header": (),
-    "received_time": (),
 }
 
 
@@ -124,7 +85,7 @@ def check_generate_request(body: Any, limits: RequestLimits) -> CheckedRequest:
         RequestError: naming the first field that breaks a rule.
     """
     fields = require_object(body)
-    check_known_fields(fields, HANDLED_FIELDS, NEUTRAL_FIELDS, "")
+    check_known_fields(fields, HANDLED_FIELDS, neutral_fields("generate"), "")
     stream = fields.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise field_error("stream", "must be true or false")
@@ -183,6 +144,8 @@ def _check_prompts(
 ) -> tuple[list[str] | None, list[list[int]] | None, bool]:
     """(texts, ids, is_batch); one of texts and ids is None."""
     text, input_ids = fields.get("text"), fields.get("input_ids")
+    if text is not None and input_ids is not None:  # an empty one beside the other asks for nothing
+        text, input_ids = text or None, input_ids or None
     if (text is None) == (input_ids is None):
         raise field_error("text", "give exactly one of text and input_ids")
     if text is not None:
@@ -221,7 +184,8 @@ def _check_texts(texts: list[Any], is_batch: bool) -> list[str]:
 def _check_sampling_list(
     value: Any, num_prompts: int, is_batch: bool, limits: RequestLimits
 ) -> list[SamplingParams]:
-    if not isinstance(value, list):
+    if not isinstance(value, list) or not value:
+        value = None if value == [] else value
         params = check_sampling_params(value, limits, "sampling_params")
         check_stop_sizes([params], "sampling_params")
         return [params] * num_prompts
@@ -238,7 +202,7 @@ def _check_sampling_list(
 
 
 def _has_default_length(value: Any, index: int, limits: RequestLimits) -> bool:
-    given = value[index] if isinstance(value, list) else value
+    given = value[index] if isinstance(value, list) and value else value
     own = (given or {}).get("max_new_tokens")
     return own is None and limits.preferred_sampling_params.get("max_new_tokens") is None
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from sglang.srt.managers.body_parsing import field_error
 from sglang.srt.managers.io_struct import LogprobOptions, PositionLogprobs, ReqTextOutput
+from sglang.srt.sglang_surface import is_neutral
 
 RETURN_FIELDS = frozenset(
     (
@@ -121,8 +122,8 @@ def _per_prompt(
     fields: dict[str, Any], name: str, num_prompts: int, is_batch: bool, default: Any
 ) -> list[Any]:
     value = fields.get(name)
-    if not isinstance(value, list):
-        return [default if value is None else value] * num_prompts
+    if not isinstance(value, list) or not value:
+        return [default if value in (None, []) else value] * num_prompts
     if not is_batch:
         raise field_error(name, "must be one value for one prompt")
     if len(value) != num_prompts:
@@ -171,7 +172,7 @@ def _flag(fields: dict[str, Any], name: str) -> bool:
 
 
 def _hidden_states(value: Any, limits: ReturnLimits) -> Literal["none", "all", "last"]:
-    if value is None or value is False:
+    if is_neutral(value, ()):
         return "none"
     if value is not True and value != "last":
         raise field_error("return_hidden_states", 'must be true, false or "last"')
@@ -184,7 +185,7 @@ def _hidden_states(value: Any, limits: ReturnLimits) -> Literal["none", "all", "
 
 def _key(fields: dict[str, Any], name: str, limits: ReturnLimits) -> str:
     value = fields.get(name)
-    if value is None:
+    if is_neutral(value, ()):
         return ""
     if not isinstance(value, str) or len(value) > limits.max_key_chars:
         raise field_error(name, f"must be a string of at most {limits.max_key_chars} characters")

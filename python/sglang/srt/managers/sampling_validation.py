@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 
-from sglang.srt.managers.body_parsing import field_error, type_error
-from sglang.srt.managers.request_limits import (
-    RequestLimits,
-    check_encodable,
+from sglang.srt.managers.body_parsing import (
     check_known_fields,
-    check_token_ids,
+    field_error,
+    type_error,
 )
+from sglang.srt.managers.request_limits import RequestLimits, check_encodable, check_token_ids
 from sglang.srt.sampling.sampling_params import MTP_STRATEGY_RULE, SamplingParams
+from sglang.srt.sglang_surface import neutral_fields
 from sglang.srt.stop_expressions import check_size
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -22,17 +22,8 @@ MAX_ID_DIGITS = 9
 MTP_PREFIX = "mtp_"
 STRATEGY_FIELDS = ("mtp_strategy", "mtp_conf_threshold")
 DEFAULT_MTP_K = SamplingParams().mtp_k
+MAY_BE_EMPTY = frozenset(("stop", "stop_regex", "stop_token_ids", "logit_bias"))
 SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
-
-
-NEUTRAL_SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = {
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-    "structural_tag": (),
-    "custom_params": (),
-    "beam_width": (1,),
-}
 
 
 def check_sampling_params(value: Any, limits: RequestLimits, name: str) -> SamplingParams:
@@ -48,9 +39,10 @@ def check_sampling_params(value: Any, limits: RequestLimits, name: str) -> Sampl
         value = {}
     if not isinstance(value, dict):
         raise field_error(name, "must be an object")
-    check_known_fields(value, SAMPLING_FIELDS, NEUTRAL_SAMPLING_FIELDS, f"{name}.")
+    check_known_fields(value, SAMPLING_FIELDS, neutral_fields("sampling_params"), f"{name}.")
     given = with_preferred(value, limits.preferred_sampling_params)
     given = {k: v for k, v in given.items() if k in SAMPLING_FIELDS and v is not None}
+    given = {k: v for k, v in given.items() if k not in MAY_BE_EMPTY or v not in ("", [], {})}
     for key, number in given.items():
         if isinstance(number, int) and not INT64_MIN <= number <= INT64_MAX:
             raise field_error(f"{name}.{key}", "must fit in 64 bits")

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from sglang.srt.managers.body_parsing import RequestError, field_error
+from sglang.srt.sglang_surface import ANYTHING, neutral_fields
 
 # Our names of sampling parameters that OpenAI's body calls otherwise.
 RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
@@ -28,14 +29,20 @@ SAMPLING = (
     "repetition_penalty",
     "logit_bias",
 )
-IGNORED = frozenset(("user", "best_of", "suffix", "metadata", "store"))
+# Fields that are accepted at neutral values only; the last two are OpenAI's, for its own records.
+MISSING = neutral_fields("/v1/completions") | {"metadata": (ANYTHING,), "store": (ANYTHING,)}
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`include_usage`: a last chunk with the usage of the whole request."""
+    """What a stream says of usage; null is false.
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    Attributes:
+        include_usage: a last chunk with the usage of the whole request.
+        continuous_usage_stats: each chunk has the usage of its choice so far.
+    """
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class CompletionRequest(msgspec.Struct, kw_only=True):
@@ -72,9 +79,10 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     rid: str | list[str] | None = None
-    cache_salt: str | None = None
-    extra_key: str | None = None
+    cache_salt: str | list[str] | None = None
+    extra_key: str | list[str] | None = None
     priority: int | None = None
+    custom_labels: dict[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +131,7 @@ def to_generate_body(request: CompletionRequest, prompts: Prompts) -> dict[str, 
         "cache_salt": request.cache_salt,
         "extra_key": request.extra_key,
         "priority": request.priority,
+        "custom_labels": request.custom_labels,
     }
     body["text" if prompts.texts is not None else "input_ids"] = prompts.texts or prompts.ids
     if request.logprobs is not None:

@@ -107,7 +107,7 @@ class Completion:
             except RequestError as error:
                 raise in_openai_terms(error) from None
         choices = [await self._news(index, result, {}) for index, result in enumerate(results)]
-        usage = self._usage(results)
+        usage = self._usage(results, self._params.n)
         yield {**self._base, "choices": choices, "usage": usage, **_metadata(results)}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -118,7 +118,8 @@ class Completion:
         sent: dict[int, Choice] = {}
         latest: dict[int, dict[str, Any]] = {}
         options = self._request.stream_options
-        gives_usage = options is not None and options.include_usage
+        gives_usage = options is not None and bool(options.include_usage)
+        gives_usages = options is not None and bool(options.continuous_usage_stats)
         unfinished = set(range(len(self._prompts) * self._params.n))
         outputs: AsyncGenerator[Any, None] = self._manager.generate(self._checked)
         async with aclosing(outputs):
@@ -131,12 +132,13 @@ class Completion:
                         unfinished.discard(index)
                     is_last = not (unfinished or gives_usage)
                     metadata = _metadata(_in_order(latest)) if is_last else {}
-                    yield {**self._base, "choices": [choice], **metadata}
+                    usage = {"usage": self._usage([result], 1)} if gives_usages else {}
+                    yield {**self._base, "choices": [choice], **usage, **metadata}
             except RequestError as error:
                 raise in_openai_terms(error) from None
         if gives_usage:
             results = _in_order(latest)
-            usage = self._usage(results)
+            usage = self._usage(results, self._params.n)
             yield {**self._base, "choices": [], "usage": usage, **_metadata(results)}
 
     async def _news(
@@ -208,10 +210,10 @@ class Completion:
         ids = (self._prompts.ids or [])[place]
         return self._manager.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def _usage(self, results: list[dict[str, Any]]) -> dict[str, Any]:
-        """A prompt counts once, however many samples it has."""
+    def _usage(self, results: list[dict[str, Any]], num_samples: int) -> dict[str, Any]:
+        """A prompt counts once, however many samples there are of it."""
         metas = [result["meta_info"] for result in results]
-        prompt = sum(meta["prompt_tokens"] for meta in metas) // self._params.n
+        prompt = sum(meta["prompt_tokens"] for meta in metas) // num_samples
         output = sum(meta["completion_tokens"] for meta in metas)
         cached = sum(meta["cached_tokens"] for meta in metas)
         return {
