@@ -60,6 +60,7 @@ class Setup:
     max_running_requests: int = 8
     max_queued_requests: int | None = 1000
     chunked_prefill_size: int = 2048
+    splits_prompts: bool = True
     schedule_policy: str = "fcfs"
     preemption_threshold: int | None = None
     retract_interval: int = 0
@@ -140,6 +141,7 @@ class SchedulerHarness:
                     schedule_policy=setup.schedule_policy,
                     preemption_threshold=setup.preemption_threshold,
                     retract_interval=setup.retract_interval,
+                    splits_prompts=setup.splits_prompts,
                 ),
                 max_queued_requests=setup.max_queued_requests,
                 schedule_conservativeness=1.0,

@@ -221,6 +221,15 @@ def test_memory_for_kv(
     assert resolved(model, platform, **flags).execution.kv_budget_bytes == expected
 
 
+def test_chunks_of_minus_1_split_no_prompt(model: ModelConfig) -> None:
+    planner = resolved(model, chunked_prefill_size=-1, context_length=100).scheduler.planner
+    assert (planner.chunked_prefill_size, planner.splits_prompts) == (100, False)
+    assert resolved(model).scheduler.planner.splits_prompts
+    for value in (0, -2):
+        message = refusal(model, chunked_prefill_size=value)
+        assert "--chunked-prefill-size must be at least 1, or -1" in message
+
+
 @pytest.mark.parametrize("value", [0, -1, -(10**9)])
 @pytest.mark.parametrize(
     "name",
@@ -228,7 +237,6 @@ def test_memory_for_kv(
         "page_size",
         "max_running_requests",
         "max_queued_requests",
-        "chunked_prefill_size",
         "num_threads",
         "context_length",
         "max_request_bytes",

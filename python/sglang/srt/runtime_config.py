@@ -25,6 +25,7 @@ CPU_KV_MAX_BYTES = 1 << 30  # likewise
 MAX_CPU_THREADS = 16
 MIN_CAPABILITY = (8, 0)  # of a CUDA GPU
 MAX_GRAPH_ROWS = 1024  # beyond, a GPU is busy for longer than the launches take
+UNSPLIT = -1  # a --chunked-prefill-size: no prompt is split, as in SGLang
 DEFAULT_BACKENDS = {"cpu": "torch_native", "cuda": "triton"}
 DEFAULT_OPS = {"cpu": "torch", "cuda": "triton"}
 # On a GPU a step with that many prompt tokens is bound by arithmetic already, replays a graph where
@@ -87,7 +88,7 @@ def resolve(
         num_threads=args.num_threads or min(platform.num_cores, MAX_CPU_THREADS),
     )
     scheduler = SchedulerConfig(
-        planner=_planner(args, environ, device),
+        planner=_planner(args, environ, device, context_len),
         max_queued_requests=args.max_queued_requests,
         schedule_conservativeness=args.schedule_conservativeness,
         eos_token_ids=frozenset(model.eos_token_ids),
@@ -113,7 +114,6 @@ def _check_sizes(args: ServerArgs) -> None:
         "page_size",
         "max_running_requests",
         "max_queued_requests",
-        "chunked_prefill_size",
         "max_request_bytes",
         "max_weight_bytes",
         "max_batch_size_per_request",
@@ -124,6 +124,9 @@ def _check_sizes(args: ServerArgs) -> None:
     for name in at_least_one:
         if values[name] is not None and values[name] < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1.")
+    chunk = args.chunked_prefill_size
+    if chunk is not None and chunk != UNSPLIT and chunk < 1:
+        raise ConfigError(f"--chunked-prefill-size must be at least 1, or {UNSPLIT} for no chunks.")
     if not 0 < args.schedule_conservativeness < math.inf:
         raise ConfigError("--schedule-conservativeness must be a number above 0.")
     fraction = args.mem_fraction_static
@@ -175,10 +178,13 @@ def _attention_backend(args: ServerArgs, device: str) -> str:
     return name
 
 
-def _planner(args: ServerArgs, environ: Environ, device: str) -> PlannerConfig:
+def _planner(args: ServerArgs, environ: Environ, device: str, context_len: int) -> PlannerConfig:
     threshold = args.priority_scheduling_preemption_threshold
+    splits = args.chunked_prefill_size != UNSPLIT
+    chunk = args.chunked_prefill_size or DEFAULT_CHUNKS[device]
     return PlannerConfig(
-        chunked_prefill_size=args.chunked_prefill_size or DEFAULT_CHUNKS[device],
+        chunked_prefill_size=chunk if splits else context_len,
+        splits_prompts=splits,
         max_running_requests=args.max_running_requests,
         schedule_policy=args.schedule_policy,
         preemption_threshold=threshold if args.enable_priority_scheduling else None,

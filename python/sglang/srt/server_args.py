@@ -12,6 +12,8 @@ import sys
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, NoReturn, get_args, get_type_hints
 
+from sglang.srt.sglang_surface import SGLangArgument, missing_arguments, own_arguments
+
 
 def flag(
     default: Any,
@@ -28,9 +30,20 @@ def flag(
     return field(default=default, repr=not secret, metadata=metadata)
 
 
+class _TakesSGLangArguments(type):
+    """What SGLang's ServerArgs have beside ours is taken at neutral values, and dropped."""
+
+    def __call__(cls, **given: Any) -> Any:
+        return super().__call__(**own_arguments(given, get_type_hints(cls)))
+
+
 @dataclass(frozen=True, kw_only=True)
-class ServerArgs:
-    """What the user asked for. `None` means: let `runtime_config` decide."""
+class ServerArgs(metaclass=_TakesSGLangArguments):
+    """What the user asked for. `None` means: let `runtime_config` decide.
+
+    Raises:
+        ValueError: naming an argument that SGLang has and this runtime does not.
+    """
 
     # Model
     model_path: str = flag(
@@ -83,7 +96,9 @@ class ServerArgs:
         choices=("queue", "reject"),
     )
     chunked_prefill_size: int | None = flag(
-        None, "Prompt tokens in one step at most; default: 2048 on a CPU, 512 on a GPU."
+        None,
+        "Prompt tokens in one step at most; default: 2048 on a CPU, 512 on a GPU. -1: no prompt is"
+        " split, and a step has as many tokens as the longest one.",
     )
     schedule_policy: str = flag(
         "fcfs",
@@ -183,6 +198,26 @@ SECTIONS = {
 }
 
 
+class MissingFlag(argparse.Action):
+    """A flag of SGLang without an effect here: accepted at neutral values, else refused."""
+
+    def __init__(self, option_strings: list[str], dest: str, argument: SGLangArgument) -> None:
+        nargs = None if argument.takes == 1 else argument.takes
+        hidden = argparse.SUPPRESS
+        super().__init__(option_strings, hidden, nargs=nargs, default=hidden, help=hidden)
+        self._argument = argument
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if problem := self._argument.problem_of_flag(option_string or "", values):
+            parser.error(problem)
+
+
 class SuggestingParser(argparse.ArgumentParser):
     """Names the flag that an unknown one was probably meant to be; no abbreviations."""
 
@@ -191,11 +226,12 @@ class SuggestingParser(argparse.ArgumentParser):
 
     def refuse_unknown(self, argv: list[str]) -> None:
         """Exits with 2 at the first flag that does not exist."""
-        known = [name for action in self._actions for name in action.option_strings]
+        known = {name: action for action in self._actions for name in action.option_strings}
+        ours = [name for name, action in known.items() if not isinstance(action, MissingFlag)]
         for word in argv:
             name = word.partition("=")[0]
             if name.startswith("--") and name != "--" and name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
+                near = difflib.get_close_matches(name, ours, n=1)
                 self.error(f"unknown flag {name}" + (f", did you mean {near[0]}?" if near else ""))
 
     def error(self, message: str) -> NoReturn:
@@ -223,6 +259,9 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
             if entry.default is not None and hints[entry.name] is not bool:
                 kwargs["help"] += f" (default: {entry.default})"
         group.add_argument(*names, **kwargs)
+    for argument in missing_arguments(hints).values():
+        if argument.flags:
+            parser.add_argument(*argument.flags, action=MissingFlag, argument=argument)
 
 
 def _value_type(hint: Any) -> type:

@@ -164,12 +164,6 @@ def missing_arguments(own: Collection[str]) -> dict[str, SGLangArgument]:
     return arguments
 
 
-def flag_aliases(name: str) -> list[str]:
-    """All flags that SGLang has for an argument."""
-    flags: list[str] = facts()["flags"].get(name, [[]])[0]
-    return flags
-
-
 def own_arguments(given: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
     """Keyword arguments without those of SGLang that ask for nothing; None is a default.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from fake_worker import VOCAB_SIZE, FakeWorker, oracle
+from sglang.srt.base_worker import GenerationBatchResult, ScheduleBatch
 from sglang.srt.managers.control_messages import AbortReq, FlushCacheReqInput, FlushCacheReqOutput
 from utils import SchedulerHarness, Setup
 
@@ -32,13 +33,15 @@ class Storm:
         self.random = random.Random(seed)
         choose = self.random.choice
         page_size = choose([1, 1, 4, 16, 64])
+        chunk = choose([4, 16, 2048])
         self.setup = Setup(
             page_size=page_size,
             num_pages=choose([160, 240, 600]) // page_size,
             use_radix_cache=choose([True, True, False]),
             max_running_requests=choose([1, 3, 8]),
             max_queued_requests=choose([2, 100, 100]),
-            chunked_prefill_size=choose([4, 16, 2048]),
+            chunked_prefill_size=chunk,
+            splits_prompts=chunk < 2048,
             schedule_policy=choose(["fcfs", "lpm"]),
             preemption_threshold=choose([None, None, 0, 3]),
             retract_interval=choose([0, 0, 3]),
@@ -198,6 +201,27 @@ def test_decode_and_prefill_share_steps(kind: str) -> None:
     assert harness.outputs[second].token_ids == []
     harness.run()
     assert harness.outputs[second].token_ids == oracle(list(range(40)), 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_chunks_every_prompt_is_fed_in_one_step(kind: str) -> None:
+    worker = FakeWorker(kind, K, 8, seed=0)
+    setup = Setup(chunked_prefill_size=40, splits_prompts=False, use_radix_cache=False)
+    harness = SchedulerHarness(setup, worker)
+    lengths = [30, 25, 40, 5, 39, 2, 20, 20]
+    prompts = [[length + i for i in range(length)] for length in lengths]
+    fed: list[int] = []
+    forward = worker.forward_batch_generation
+
+    def watch(batch: ScheduleBatch) -> GenerationBatchResult:
+        fed.extend(count for count in batch.num_host_tokens if count)
+        assert sum(batch.num_host_tokens) <= 40
+        return forward(batch)
+
+    worker.forward_batch_generation = watch  # type: ignore[method-assign]
+    outputs = harness.generate(prompts, max_new_tokens=9, temperature=0.0)
+    assert sorted(fed) == sorted(lengths)
+    assert outputs == [oracle(prompt, 9) for prompt in prompts]
 
 
 def test_the_queue_limit_refuses_exactly_the_surplus_with_503() -> None:

@@ -38,6 +38,7 @@ class PlannerConfig:
     schedule_policy: str
     preemption_threshold: int | None = None
     retract_interval: int = 0
+    splits_prompts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +202,8 @@ class BatchPlanner:
         end = min(len(req.fill_ids), start + budget)
         assert req.kv is not None
         is_last = end == len(req.fill_ids)
+        if not (is_last or self._config.splits_prompts):
+            return 0  # it is whole in a step of its own
         lookahead = req.width.lookahead_rows if is_last else 0
         if not self._ledger.reserve(req.kv, end + lookahead):
             return 0
