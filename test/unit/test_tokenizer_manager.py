@@ -265,7 +265,25 @@ def test_drain_waits_then_aborts_and_refuses_new_requests(tokenizer: Tokenizer) 
         assert backend.aborted == [second.req_id]
         backend.put(second.req_id, "y", (1,), FinishReason(type="abort", message="stop"))
         await draining
-        assert (await slow)["text"] == "y"
+        with pytest.raises(ServiceError, match="shutting down") as error:
+            await slow
+        assert error.value.status_code == 503
+
+    run(tokenizer, scenario)
+
+
+def test_drain_ends_a_stream_with_what_it_has(tokenizer: Tokenizer) -> None:
+    async def scenario(backend: Backend) -> None:
+        outputs = backend.manager.generate_request({"text": "a", "stream": True})
+        reading = asyncio.ensure_future(anext(outputs))
+        await backend.wait_sent(1)
+        draining = asyncio.create_task(backend.manager.drain(0.0, asyncio.Event()))
+        await backend.wait_sent(2)
+        backend.put(backend.requests[0].req_id, "y", (1,), FinishReason(type="abort"))
+        chunk: Any = await reading
+        assert (chunk["text"], chunk["meta_info"]["finish_reason"]["type"]) == ("y", "abort")
+        await outputs.aclose()
+        await draining
 
     run(tokenizer, scenario)
 
@@ -280,7 +298,8 @@ def test_second_signal_hastens_the_drain(tokenizer: Tokenizer) -> None:
         await backend.wait_sent(2)
         backend.put(backend.requests[0].req_id, "y", (1,), FinishReason(type="abort"))
         await draining
-        await task
+        with pytest.raises(ServiceError, match="shutting down"):
+            await task
 
     run(tokenizer, scenario)
 
@@ -304,7 +323,8 @@ def test_drain_does_not_wait_for_frozen_requests(tokenizer: Tokenizer, is_late: 
         assert backend.aborted == [backend.requests[0].req_id]
         backend.put(backend.requests[0].req_id, "y", (1,), FinishReason(type="abort"))
         await draining
-        assert (await task)["text"] == "y"
+        with pytest.raises(ServiceError, match="shutting down"):
+            await task
 
     run(tokenizer, scenario)
 

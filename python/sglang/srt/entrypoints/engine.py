@@ -187,19 +187,18 @@ class Engine:
     def update_weights_from_tensor(
         self,
         named_tensors: NamedTensors,
-        weight_version: str | None = None,
-        flush_cache: bool = True,
-        abort_all_requests: bool = False,
+        load_format: str | None = None,
+        **options: Any,
     ) -> dict[str, Any]:
-        """Changes some weights to these tensors, through a file in shared memory."""
-        options = engine_calls.update_options(
-            weight_version=weight_version,
-            flush_cache=flush_cache,
-            abort_all_requests=abort_all_requests,
-        )
+        """Changes some weights to these tensors, through a file in shared memory.
+
+        Args:
+            options: as for `update_weights_from_disk`.
+        """
+        checked = engine_calls.update_options(load_format=load_format, **options)
         control = self._runtime.control
         with written_tensors(named_tensors, self._runtime.private_directory) as source:
-            return self._runtime.wait_for(control.update_weights(source, options))
+            return self._runtime.wait_for(control.update_weights(source, checked))
 
     def update_weights_from_distributed(
         self,

@@ -141,8 +141,9 @@ class Sample:
 class GenerateCall:
     """One call of a client: its samples, in the order of the answer, and what wakes it."""
 
-    def __init__(self, is_list: bool) -> None:
+    def __init__(self, is_list: bool, streams: bool = False) -> None:
         self.start_time = time.monotonic()
+        self.streams = streams
         self.samples: list[Sample] = []
         self._is_list = is_list
         self._num_unfinished = 0

@@ -126,7 +126,7 @@ class TokenizerManager:
             ServiceError: if the server cannot take the request, or fails it.
         """
         self._refuse_if_closed()
-        call = GenerateCall(is_list=request.is_batch)
+        call = GenerateCall(request.is_batch, request.stream)
         try:
             await self._start(request, call)
             is_finished = False
@@ -266,8 +266,9 @@ class TokenizerManager:
         return len(matching) + self._tokenizing.abort(selector, message)
 
     async def drain(self, timeout_s: float, hasten: asyncio.Event) -> None:
-        """Refuses new requests, waits for the running ones, then aborts what is left; in the end
-        control calls that still wait get 503. While nothing runs there is nothing to wait for.
+        """Refuses new requests, waits for the running ones, then aborts what is left. A stream ends
+        with what it has; an unstreamed request gets 503, so that a router sends it elsewhere, and in
+        the end so does a control call. While nothing runs there is nothing to wait for.
 
         Args:
             timeout_s: how long running requests may take to finish.
@@ -279,6 +280,9 @@ class TokenizerManager:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for task in waits:
             task.cancel()
+        for sample in self._samples.values():
+            if not sample.call.streams:
+                sample.call.fail(ServiceError(SHUTDOWN_MESSAGE, 503))
         if self.abort_request(abort_all=True, message=SHUTDOWN_MESSAGE):
             try:
                 await asyncio.wait_for(self._idle.wait(), ABORT_TIMEOUT_S)

@@ -1,0 +1,349 @@
+"""SGLang's routers, as they are, in front of two servers of this runtime: does a client lose anything?
+
+    python scripts/check_routers.py
+
+Each version of sglang-router gets an environment of its own in build/routers. The load is bounded, and
+all of it stays on 127.0.0.1. Under load the server with the most running requests is killed (SIGKILL),
+comes back, and in another phase is told to stop (SIGTERM). Writes benchmark/results/routers.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmark"))
+
+from environment import describe_environment  # noqa: E402  (benchmark/ is no package)
+
+VERSIONS = ("0.3.2", "0.2.2")
+RESULT = ROOT / "benchmark/results/routers.json"
+WORK = ROOT / "build" / "routers"
+# Beside the address: how soon a dead worker is left alone, and how soon one that is back is used.
+ROUTER_FLAGS = [
+    *("--retry-max-retries", "5", "--request-timeout-secs", "60"),
+    *("--health-check-interval-secs", "1", "--health-check-timeout-secs", "2"),
+    *("--health-failure-threshold", "1", "--health-success-threshold", "1"),
+    *("--cb-failure-threshold", "3", "--cb-timeout-duration-secs", "2"),
+]
+WORKER_PATHS = (
+    *("/health", "/health_generate", "/ready", "/ping", "/get_server_info", "/server_info"),
+    *("/get_model_info", "/model_info", "/v1/models", "/v1/loads", "/get_load", "/metrics"),
+)
+ROUTER_PATHS = ("/health", "/readiness", "/v1/models", "/get_server_info", "/get_loads", "/workers")
+POLICIES = ("cache_aware", "round_robin")
+CONCURRENCY, NUM_TOKENS = 8, 160
+WAIT_S = 180.0
+PROMPTS = [
+    f"def function_{i}(value):\n    return value + {i}\n\n\ndef other_{i}(" for i in range(6)
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--versions", nargs="+", default=VERSIONS)
+    parser.add_argument("--requests", type=int, default=96, help="Requests in each phase.")
+    arguments = parser.parse_args()
+    runs = []
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(Worker(index)) for index in range(2)]
+        for worker in workers:
+            worker.wait()
+        paths = {path: get(workers[0].url + path)[0] for path in WORKER_PATHS}
+        expected = {prompt: generate(workers[0].url, prompt) for prompt in PROMPTS}
+        for version in arguments.versions:
+            for policy in POLICIES:
+                run = check_router(version, policy, workers, expected, arguments.requests)
+                runs.append(run)
+    result = {**describe_environment(), "router_flags": " ".join(ROUTER_FLAGS)}
+    result |= {"worker_paths": paths, "runs": runs}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    show(runs)
+    failures = [phase for run in runs for phase in run["phases"] if not phase["ok"]]
+    bad_paths = [path for path, status in paths.items() if status != 200]
+    print(f"Failed: {len(failures)} phases, {len(bad_paths)} paths of a worker {bad_paths or ''}")
+    return 1 if failures or bad_paths else 0
+
+
+def check_router(
+    version: str, policy: str, workers: list[Worker], expected: dict[str, str], num: int
+) -> dict[str, Any]:
+    """All phases with one router."""
+    python = router_python(version)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [str(python), "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--prometheus-port", str(free_port())]
+    command += ["--worker-urls", *(worker.url for worker in workers), *ROUTER_FLAGS]
+    command += ["--policy", policy]
+    with running(command, WORK / f"router-{version}-{policy}.log"):
+        wait_for(lambda: get(url + "/readiness")[0] == 200, "the router is ready")
+        phases = [Load(url, expected, kind, num=num).run() for kind in REQUESTS]
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            for kinds in (["generate", "completions"], ["stream"]):
+                load = Load(url, expected, *kinds, num=num, workers=workers, number=number)
+                phases.append(load.run())
+                for worker in workers:
+                    worker.restart_if_ended()
+                wait_for(lambda: num_healthy(url) == 2, "the router takes the worker back")
+        paths = {path: get(url + path)[0] for path in ROUTER_PATHS}
+        paths["/flush_cache"] = post(url + "/flush_cache", {})[0]
+    return {"router": version, "policy": policy, "phases": phases, "router_paths": paths}
+
+
+class Worker:
+    """A server with the demo model, that can be killed and started again on its port."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._port = free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.was_signalled = False
+
+    def __enter__(self) -> Worker:
+        self._start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.terminate()
+        self.process.wait(WAIT_S)
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", "demo"]
+        command += ["--port", str(self._port), "--num-threads", "1"]
+        WORK.mkdir(parents=True, exist_ok=True)
+        paths = f"{ROOT / 'python'}:{ROOT / 'sgl-kernel/python'}"
+        with (WORK / f"worker-{self._index}.log").open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": paths}
+            )
+
+    def wait(self) -> None:
+        """Returns when the server answers."""
+        wait_for(lambda: get(self.url + "/ready")[0] == 200, "a server is ready")
+
+    def restart_if_ended(self) -> None:
+        """Starts anew after a signal has ended the process."""
+        if self.was_signalled:
+            self.process.wait(WAIT_S)
+            self.was_signalled = False
+            self._start()
+            self.wait()
+
+    def send(self, number: signal.Signals) -> None:
+        self.was_signalled = True
+        self.process.send_signal(number)
+
+    def num_running(self) -> int:
+        """Requests that run there now."""
+        status, raw = get(self.url + "/v1/loads")
+        return int(json.loads(raw)["aggregate"]["total_running_reqs"]) if status == 200 else 0
+
+
+class Load:
+    """One phase: requests of some kinds, and perhaps the end of a server in the midst of them."""
+
+    def __init__(
+        self,
+        url: str,
+        expected: dict[str, str],
+        *kinds: str,
+        num: int,
+        workers: Sequence[Worker] = (),
+        number: signal.Signals | None = None,
+    ) -> None:
+        self._url, self._expected, self._kinds, self._num = url, expected, kinds, num
+        self._workers, self._number = workers, number
+
+    def run(self) -> dict[str, Any]:
+        start = time.monotonic()
+        with ThreadPoolExecutor(CONCURRENCY) as pool:
+            futures = [pool.submit(self._one, index) for index in range(self._num)]
+            num_hit = self._end_a_worker(futures)
+            counts = Counter(future.result() for future in futures)
+        lost = self._num - counts["whole"]
+        # A stream that has begun cannot go on elsewhere: of those, a server's end may cut some.
+        may_lose = CONCURRENCY if num_hit and "stream" in self._kinds else 0
+        return {
+            "requests": " + ".join(self._kinds),
+            "signal": None if self._number is None else self._number.name,
+            "running_there": num_hit,
+            "sent": self._num,
+            **{outcome: counts[outcome] for outcome in sorted({"whole", *counts})},
+            "seconds": round(time.monotonic() - start, 1),
+            "ok": lost <= may_lose and not counts["wrong"],
+        }
+
+    def _end_a_worker(self, futures: list[Future[str]]) -> int:
+        """Signals the busiest worker once a quarter is answered; returns how much it was doing."""
+        if self._number is None:
+            return 0
+        num_running = 0
+        while not num_running or sum(future.done() for future in futures) < self._num // 4:
+            counts = [worker.num_running() for worker in self._workers]
+            num_running = max(counts)
+        self._workers[counts.index(num_running)].send(self._number)
+        return num_running
+
+    def _one(self, index: int) -> str:
+        """How one request went: `whole`, `wrong`, `cut` or an HTTP status."""
+        prompt = PROMPTS[index % len(PROMPTS)]
+        try:
+            text = REQUESTS[self._kinds[index % len(self._kinds)]](self._url, prompt)
+        except urllib.error.HTTPError as error:
+            error.read()
+            return f"status {error.code}"
+        except (OSError, ValueError, http.client.HTTPException):
+            return "cut"
+        return "whole" if text == self._expected[prompt] else "wrong"
+
+
+def generate(url: str, prompt: str) -> str:
+    """The text of one answer of /generate."""
+    body = {"text": prompt, "sampling_params": {"max_new_tokens": NUM_TOKENS, "temperature": 0}}
+    answer = json.loads(post(url + "/generate", body, raises=True)[1])
+    return str(answer["text"])
+
+
+def complete(url: str, prompt: str) -> str:
+    """The text of one answer of /v1/completions."""
+    body = {"model": "demo", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
+    answer = json.loads(post(url + "/v1/completions", body, raises=True)[1])
+    return str(answer["choices"][0]["text"])
+
+
+def stream(url: str, prompt: str) -> str:
+    """The last text of a stream of /generate; raises ValueError unless it ends as it should."""
+    body = {"text": prompt, "sampling_params": {"max_new_tokens": NUM_TOKENS, "temperature": 0}}
+    lines = post(url + "/generate", {**body, "stream": True}, raises=True)[1].decode().split("\n\n")
+    chunks = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    if len(chunks) < 2 or chunks[-1] != "[DONE]":
+        raise ValueError("the stream has no end")
+    last = json.loads(chunks[-2])
+    if last.get("meta_info", {}).get("finish_reason", {}).get("type") not in ("stop", "length"):
+        raise ValueError("the stream ended early")
+    return str(last["text"])
+
+
+def stream_completion(url: str, prompt: str) -> str:
+    """The joined text of a stream of /v1/completions."""
+    body = {"model": "demo", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
+    raw = post(url + "/v1/completions", {**body, "stream": True}, raises=True)[1].decode()
+    chunks = [
+        line.removeprefix("data: ") for line in raw.split("\n\n") if line.startswith("data: ")
+    ]
+    if not chunks or chunks[-1] != "[DONE]":
+        raise ValueError("the stream has no end")
+    return "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks[:-1])
+
+
+REQUESTS: dict[str, Callable[[str, str], str]] = {
+    "generate": generate,
+    "completions": complete,
+    "stream": stream,
+    "completions stream": stream_completion,
+}
+
+
+def get(url: str) -> tuple[int, bytes]:
+    """(status, body); 0 for a server that cannot be reached."""
+    try:
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+    except OSError:
+        return 0, b""
+
+
+def post(url: str, body: dict[str, Any], raises: bool = False) -> tuple[int, bytes]:
+    """(status, body) of a JSON body; `raises` makes an error of any status but 200."""
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        if raises:
+            raise
+        return error.code, error.read()
+
+
+def num_healthy(url: str) -> int:
+    """Workers that the router thinks are healthy."""
+    status, raw = get(url + "/workers")
+    workers = json.loads(raw)["workers"] if status == 200 else []
+    return sum(worker["is_healthy"] for worker in workers)
+
+
+def wait_for(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"Not within {WAIT_S:g} s: {what}. Logs are in {WORK}.")
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def running(command: list[str], log_path: Path) -> Iterator[None]:
+    """A process, until the block ends."""
+    with log_path.open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def router_python(version: str) -> Path:
+    """The interpreter of an environment that has this router, made if need be."""
+    directory = WORK / f"venv-{version}"
+    python = directory / "bin/python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
+    package = f"sglang-router=={version}"
+    subprocess.run([str(python), "-m", "pip", "install", "-q", package], check=True)
+    return python
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def show(runs: list[dict[str, Any]]) -> None:
+    row = "{:6} {:12} {:23} {:8} {:>8} {:>5} {:>6}  {}"
+    heads = ("router", "policy", "requests", "signal", "hit", "sent", "whole", "others")
+    print(row.format(*heads))
+    known = {"requests", "signal", "running_there", "sent", "whole", "seconds", "ok"}
+    for run in runs:
+        for phase in run["phases"]:
+            others = ", ".join(f"{phase[key]} {key}" for key in phase.keys() - known)
+            cells = (phase["requests"], phase["signal"] or "-", phase["running_there"])
+            cells = (*cells, phase["sent"], phase["whole"], others)
+            print(row.format(run["router"], run["policy"], *cells))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
