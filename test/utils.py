@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from sglang.srt.mtp.length_policy import FullLength, LengthPolicy
 from sglang.srt.mtp.mtp_worker import MTPConfig, MTPWorker
 from sglang.srt.runtime_config import DEFAULT_OPS, MAX_GRAPH_ROWS
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.tokenizer import StopFinder
 from target import TARGET
 
 CONTEXT_LEN = 512
@@ -69,6 +70,8 @@ class Setup:
     refuses_while_stopped: bool = False
     context_len: int = CONTEXT_LEN
     max_decode_rows: int = MTP_MAX_ROWS
+    stream_interval: int = 1
+    low_priority_first: bool = False
 
     @property
     def row_width(self) -> int:
@@ -120,6 +123,7 @@ class SchedulerHarness:
         worker: Worker,
         debug: SchedulerDebug = NO_DEBUG,
         resources: ModelResources | None = None,
+        make_stop_finder: Callable[[SamplingParams], StopFinder] | None = None,
     ) -> None:
         self.setup = setup
         self.inbox = FakeInbox()
@@ -149,6 +153,8 @@ class SchedulerHarness:
                 enable_overlap=setup.enable_overlap,
                 strict_invariants=True,
                 random_seed=0,
+                stream_interval=setup.stream_interval,
+                low_priority_first=setup.low_priority_first,
                 refuses_while_stopped=setup.refuses_while_stopped,
             ),
             worker,
@@ -156,11 +162,19 @@ class SchedulerHarness:
             resources or ModelResources(weights=FakeWeights(worker), memory={}),
             self.inbox,
             self._to_detokenizer,
-            self.replies.append,
-            make_stop_finder=_no_stop_finder,
+            self.on_reply,
+            make_stop_finder=make_stop_finder or _no_stop_finder,
             debug=debug,
-            clock=lambda: self.now,
+            clock=self.clock,
         )
+
+    def clock(self) -> float:
+        """Seconds; stands still unless a test moves it."""
+        return self.now
+
+    def on_reply(self, message: Any) -> None:
+        """Takes a message for the front end."""
+        self.replies.append(message)
 
     def submit(
         self,
@@ -262,7 +276,7 @@ class SchedulerHarness:
                 collected.num_ends += 1
 
 
-def _no_stop_finder(params: SamplingParams) -> Any:
+def _no_stop_finder(params: SamplingParams) -> StopFinder:
     raise AssertionError("This harness has no tokenizer; test stop strings with one.")
 
 
