@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import random
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from safetensors.torch import save_file
 
 from oracle import first_divergence
 from sglang.srt.base_worker import (
@@ -60,13 +62,14 @@ from utils import (
     SchedulerHarness,
     Setup,
     make_mtp_worker,
-    make_random_llama,
     make_runner,
 )
 
 MAX_TURNS, MAX_TURNS_TO_END = 500, 20_000
-MAX_CONTEXT = 200
-TINY = {
+CONTEXT_LENS = (60, 200)
+TINY: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -74,22 +77,53 @@ TINY = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 16,
-    "initializer_range": 0.3,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
     "mtp_mask_token_id": MASK,
 }
 TOKENIZER = Tokenizer(lambda text, special: [], text_of, frozenset())
-Sabotage = Callable[["Round"], None]
 
 
 class TinyModels:
     """Three checkpoints of one shape; a round begins with the first."""
 
     def __init__(self, directory: Path) -> None:
-        self.paths = [make_random_llama(directory / str(i), seed=i, **TINY) for i in (3, 4, 5)]
-        self.dense = DenseModel.load(self.paths[0])
-        self.weights: dict[Path, Weights] = {
-            path: DenseModel.load(path).weights for path in self.paths
+        self.weights: dict[Path, Weights] = {}
+        for seed in range(3):
+            path = directory / str(seed)
+            path.mkdir()
+            (path / "config.json").write_text(json.dumps(TINY))
+            self.weights[path] = tiny_weights(seed)
+            save_file(self.weights[path], path / "model.safetensors")
+        self.path, weights = next(iter(self.weights.items()))
+        self.dense = DenseModel(TINY, weights)
+
+
+def tiny_weights(seed: int) -> Weights:
+    """Random weights of a model as `TINY` says, whose tokens repeat now and then."""
+    torch.manual_seed(seed)
+    size, inner, head = TINY["hidden_size"], TINY["intermediate_size"], TINY["head_dim"]
+    kv_size, q_size = TINY["num_key_value_heads"] * head, TINY["num_attention_heads"] * head
+    shapes = {"model.embed_tokens.weight": (VOCAB_SIZE, size), "model.norm.weight": (size,)}
+    for layer in range(TINY["num_hidden_layers"]):
+        name = f"model.layers.{layer}."
+        shapes |= {
+            f"{name}input_layernorm.weight": (size,),
+            f"{name}post_attention_layernorm.weight": (size,),
+            f"{name}self_attn.q_proj.weight": (q_size, size),
+            f"{name}self_attn.k_proj.weight": (kv_size, size),
+            f"{name}self_attn.v_proj.weight": (kv_size, size),
+            f"{name}self_attn.o_proj.weight": (size, q_size),
+            f"{name}mlp.gate_proj.weight": (inner, size),
+            f"{name}mlp.up_proj.weight": (inner, size),
+            f"{name}mlp.down_proj.weight": (size, inner),
         }
+    return {
+        name: torch.rand(shape) + 0.5 if len(shape) == 1 else torch.randn(shape) * 0.3
+        for name, shape in shapes.items()
+    }
 
 
 class Asleep(Exception):
@@ -161,21 +195,16 @@ class LateWorker:
 
 
 class Round(SchedulerHarness):
-    """One seeded program of requests and calls against one scheduler.
+    """One seeded program of requests and calls against one scheduler."""
 
-    Args:
-        sabotage: breaks something of the scheduler, to see that the storm finds it.
-    """
-
-    def __init__(self, seed: int, models: TinyModels, sabotage: Sabotage | None = None) -> None:
+    def __init__(self, seed: int, models: TinyModels) -> None:
         self.random = random.Random(seed)
         self._audits: list[ReleaseReport] = []
         choose = self.random.choice
         max_k = choose([1, *[MTP_MAX_K] * 5])
         max_rows = 1 if max_k == 1 else MTP_MAX_ROWS
         setup = self._draw_setup(max_rows)
-        self.context_len = self._draw_context(setup, max_rows)
-        runner = make_runner(models.paths[0], setup, self.context_len, max_rows)
+        runner = make_runner(models.path, setup, setup.context_len, max_rows)
         setup.num_pages = runner.num_pages
         if max_k == 1:
             worker: Worker = TpModelWorker(
@@ -200,26 +229,25 @@ class Round(SchedulerHarness):
         self.inbox.wait = self._wait  # type: ignore[method-assign]
         self._retract = self.scheduler.lifecycle.retract
         self.scheduler.lifecycle.retract = self._on_retract  # type: ignore[method-assign]
-        limit = min(self.context_len, setup.num_pages * setup.page_size - max_rows)
+        limit = min(setup.context_len, setup.num_pages * setup.page_size - max_rows)
         edges = [setup.page_size, setup.chunked_prefill_size]
         self._requests = RequestMaker(self.random, limit, edges, max_k)
         rates = ControlMaker.draw_rates(self.random)
         self._control = ControlMaker(self.random, models.weights, rates)
         self._num_turns = choose([20, 60])
-        self._num_requests = choose([5, 15, 30])
+        self._num_requests = choose([8, 15, 30])
+        self._most_at_once = choose([1, 3, 10, 100])
         self._arrival_rate = choose([0.1, 0.3, 0.9])
         self._haste = choose([0.1, 0.5, 1.0])
-        if sabotage is not None:
-            sabotage(self)
 
     def _draw_setup(self, max_rows: int) -> Setup:
         choose = self.random.choice
-        page_size = choose([1, 1, 4, 16, 64])
-        num_tokens = max_rows + choose([8, 60, 120, 250, 600, 2000])
+        page_size = choose([1, 1, 1, 4, 16, 64])
+        num_tokens = max_rows + choose([8, 60, 120, 250, 600, 2000, 2000])
         return Setup(
             page_size=page_size,
             num_pages=-(-num_tokens // page_size),
-            use_radix_cache=choose([True, True, False]),
+            use_radix_cache=choose([True, True, True, False]),
             max_running_requests=choose([1, 3, 5, 8]),
             max_queued_requests=choose([3, 100, None, None]),
             chunked_prefill_size=choose([3, 16, 16, 64, 2048]),
@@ -231,11 +259,9 @@ class Round(SchedulerHarness):
             eos_token_ids=choose([frozenset(), frozenset({1}), frozenset({1, 6})]),
             refuses_while_stopped=choose([False, False, False, True]),
             stream_interval=choose([1, 1, 4]),
+            context_len=self.random.randint(*CONTEXT_LENS),
+            max_decode_rows=max_rows,
         )
-
-    def _draw_context(self, setup: Setup, max_rows: int) -> int:
-        del setup
-        return 192 - 2 * max_rows
 
     # ------------------------------------------------------------ the program
 
@@ -245,8 +271,7 @@ class Round(SchedulerHarness):
         for turn in range(MAX_TURNS):
             if turn >= self._num_turns and len(self.jobs) >= self._num_requests:
                 break
-            while len(self.jobs) < self._num_requests and self.random.random() < self._arrival_rate:
-                self._submit()
+            self._arrive()
             planned = planned or self._control.calls(self._rids())
             if planned and self.random.random() < self._haste:
                 self._send(planned.pop(0))
@@ -272,6 +297,15 @@ class Round(SchedulerHarness):
 
     def _rids(self) -> dict[int, str]:
         return {req_id: job.request.rid for req_id, job in self.jobs.items()}
+
+    def _arrive(self) -> None:
+        num_ended = sum(outcome.num_ends for outcome in self.outputs.values())
+        while (
+            len(self.jobs) < self._num_requests
+            and len(self.jobs) - num_ended < self._most_at_once
+            and self.random.random() < self._arrival_rate
+        ):
+            self._submit()
 
     def _submit(self) -> None:
         request = self._requests.request(len(self.jobs) + 1)
@@ -342,10 +376,10 @@ class Round(SchedulerHarness):
             return
         for output in message.outputs:
             request = self.jobs[output.req_id].request
-            is_last = output.finish_reason is not None
-            require(request.stream or is_last, "news of a request that is no stream")
-            if is_last:
-                self._requests.remember(request.input_ids + self.outputs[output.req_id].token_ids)
+            reason = output.finish_reason
+            require(request.stream or reason is not None, "news of a request that is no stream")
+            if reason is not None and reason.type != "abort":
+                self._requests.remember(request, self.outputs[output.req_id].token_ids)
 
     # ------------------------------------------------------------ checks
 
@@ -402,7 +436,7 @@ def run_rounds(
     first_seed: int,
     seconds: float,
     min_rounds: int,
-    max_rounds: int | None,
+    max_rounds: int | None = None,
     show: Callable[[str], None] = lambda line: None,
 ) -> Counter[str]:
     """Rounds of consecutive seeds until the time is up; returns what there was to see.

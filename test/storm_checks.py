@@ -26,7 +26,6 @@ class Job:
     Attributes:
         stretches: where its weights or KV changed.
         labels: labels of the weights, each with the number of outputs that the request had then.
-        num_outputs: messages to its client.
     """
 
     request: TokenizedGenerateReqInput
@@ -73,6 +72,8 @@ def check_request(job: Job, outcome: Collected, eos_ids: frozenset[int]) -> Coun
     seen["tokens"] += len(tokens)
     seen["retractions"] += outcome.num_retractions
     seen["cached tokens"] += outcome.cached_tokens
+    if params.mtp_enabled and any(length > 1 for length in outcome.step_lens):
+        seen["verified leaps" if params.mtp_verify else "unverified leaps"] += 1
     seen["mixed KV"] += any(stretch.num_kept for stretch in job.stretches)
     return seen
 

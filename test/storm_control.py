@@ -117,7 +117,7 @@ class ControlMaker:
             "continue": chooser.choice([1.0, 4.0]),
             "flush": chooser.choice([0.2, 1.0]),
             "update": chooser.choice([0.0, 0.5]),
-            "paused update": chooser.choice([0.0, 0.5, 1.5]),
+            "paused update": chooser.choice([0.0, 1.0, 3.0]),
             "bad update": 0.2,
             "session": chooser.choice([0.0, 0.5]),
             "label": chooser.choice([0.0, 0.3]),

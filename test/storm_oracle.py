@@ -8,13 +8,11 @@ ones, are part of the definition (`Stretch`).
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 import sgl_kernel.reference as sampling_reference
 from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput
@@ -39,7 +37,7 @@ class DenseModel:
         weights: by the names of a checkpoint.
     """
 
-    def __init__(self, config: dict[str, int], weights: dict[str, torch.Tensor]) -> None:
+    def __init__(self, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
         self.weights = weights
         self._num_layers = config["num_hidden_layers"]
         self._num_kv_heads = config["num_key_value_heads"]
@@ -47,11 +45,6 @@ class DenseModel:
         self._eps = config["rms_norm_eps"]
         steps = torch.arange(0, self._head_dim, 2).float() / self._head_dim
         self._frequencies = 10000.0**-steps
-
-    @staticmethod
-    def load(path: Path) -> DenseModel:
-        config = json.loads((path / "config.json").read_text())
-        return DenseModel(config, load_file(path / "model.safetensors"))
 
     def updated(self, weights: dict[str, torch.Tensor]) -> DenseModel:
         """With some weights replaced."""

@@ -31,22 +31,30 @@ class RequestMaker:
         self._max_k = max_k
         self._edges = [edge for edge in edges if 1 < edge < max_req_len]
         self._families = [self._tokens(max_req_len) for _ in range(NUM_FAMILIES)]
-        self._past: list[list[int]] = []
+        self._past: list[tuple[list[int], tuple[str, str]]] = []
 
-    def remember(self, known: list[int]) -> None:
-        """A prompt with its output, which a later prompt may go on from."""
-        self._past.append(known)
+    def remember(self, request: TokenizedGenerateReqInput, tokens: list[int]) -> None:
+        """A whole output, which a later prompt may go on from."""
+        known = request.input_ids + tokens
+        if len(known) < self._limit:
+            self._past.append((known, request.cache_key))
 
     def request(self, req_id: int) -> TokenizedGenerateReqInput:
         """One request, as the front end would send it."""
         choose, chance = self._random.choice, self._random.random
         num_prompt, max_new = self._lengths()
         prompt = self._prompt(num_prompt)
+        cache_key = choose([("", "")] * 8 + [("", "salt"), ("adapter", "")])
+        if self._past and chance() < 0.4:  # the next turn of a conversation
+            known, cache_key = choose(self._past[-4:])
+            prompt = (known + self._tokens(choose([1, 1, 2, 9])))[: self._limit]
+            num_prompt = len(prompt)
+            max_new = min(max_new, self._limit - num_prompt)
         params = SamplingParams(max_new_tokens=max_new, **self._params(max_new))
         problem = params.problem()
         assert problem is None, f"{problem}: {params}"
         logprobs = None
-        if chance() < 0.3:
+        if chance() < 0.4:
             logprobs = LogprobOptions(
                 start_len=choose([num_prompt - 1, 0, self._random.randrange(num_prompt)]),
                 top_num=choose([0, 0, 1, 4]),
@@ -61,7 +69,7 @@ class RequestMaker:
             logprobs=logprobs,
             hidden_states=choose(["none"] * 6 + ["all", "last"]),
             priority=choose([0, 0, 0, 0, 1, 5, -3]),
-            cache_key=choose([("", "")] * 8 + [("", "salt"), ("adapter", "")]),
+            cache_key=cache_key,
         )
 
     def _lengths(self) -> tuple[int, int]:
@@ -83,14 +91,8 @@ class RequestMaker:
         return num_prompt, min(room, choose([0, 1, 2, 5, 9, 16, 17, 30, 30]))
 
     def _prompt(self, length: int) -> list[int]:
-        """Shares its beginning with others; may go on where an earlier output ended."""
-        draw = self._random.random()
-        if draw < 0.3 and self._past:
-            start = self._random.choice(self._past)
-        elif draw < 0.9:
-            start = self._random.choice(self._families)
-        else:
-            start = []
+        """Shares its beginning with others, most often."""
+        start = self._random.choice([*self._families, *self._families, []])
         start = start[: self._random.choice([length, length, self._random.randint(0, length)])]
         return start[:length] + self._tokens(max(0, length - len(start)))
 

@@ -1,0 +1,46 @@
+"""Random rounds of everything at once against the real worker: `test/storm.py` says what holds.
+
+Longer, with seeds of its own: `python test/storm.py --seconds 600`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from storm import TinyModels, run_rounds
+
+SECONDS = 7.0
+MIN_ROUNDS = 12
+MAX_NEAR_TIES = 1e-3  # per token
+FIRST_SEEDS = (0, 10_000, 20_000)
+
+
+@pytest.mark.parametrize("first_seed", FIRST_SEEDS)
+def test_nothing_is_lost_doubled_or_changed_whatever_happens(
+    tmp_path: Path, first_seed: int
+) -> None:
+    seen = run_rounds(TinyModels(tmp_path), first_seed, SECONDS, MIN_ROUNDS)
+    # The rounds must really do what they are meant to.
+    assert seen["rounds"] >= MIN_ROUNDS
+    wanted = {
+        "length": 50,
+        "stop": 10,
+        "abort": 20,
+        "refused": 1,
+        "retractions": 20,
+        "cached tokens": 50,
+        "verified leaps": 5,
+        "unverified leaps": 5,
+        "mixed KV": 1,
+        "updates": 5,
+        "refused calls": 5,
+        "PauseGenerationReq": 10,
+        "ContinueGenerationReq": 10,
+        "FlushCacheReqInput": 5,
+        "MemoryOccupationReq": 2,
+    }
+    lacking = {name: seen[name] for name, least in wanted.items() if seen[name] < least}
+    assert not lacking
+    assert seen["near-ties"] <= MAX_NEAR_TIES * seen["tokens"]

@@ -1,0 +1,226 @@
+"""The storm can fail: each of these defects, put into the runtime, is found within a few rounds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.base_worker import NewRow
+from sglang.srt.layers.logit_adjustments import LogitAdjustments, RowAdjustments
+from sglang.srt.managers import batch_planner, batch_result_processor, tp_worker
+from sglang.srt.managers.batch_result_processor import BatchResultProcessor
+from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.managers.pause import PauseController
+from sglang.srt.managers.request_lifecycle import RequestLifecycle
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.step_returns import ReturnReader
+from sglang.srt.mem_cache.allocator import PageAllocator
+from sglang.srt.mem_cache.kv_ledger import KVLedger
+from sglang.srt.model_executor.step_ops import Reads
+from sglang.srt.mtp.lookahead_rows import LookaheadRows
+from storm import TinyModels, run_rounds
+from storm_checks import StormFailure
+
+FIRST_SEED = 0
+MAX_ROUNDS = 40
+Patch = pytest.MonkeyPatch
+
+
+def forgets_a_page(patch: Patch) -> None:
+    free = PageAllocator.free
+    patch.setattr(PageAllocator, "free", lambda self, pages: free(self, list(pages)[:7]))
+
+
+def drops_a_token(patch: Patch) -> None:
+    accept = batch_result_processor.accept_tokens
+
+    def accept_tokens(req: Req, tokens: list[int]) -> FinishReason | None:
+        return accept(req, tokens[1:] if len(tokens) == 3 else tokens)
+
+    patch.setattr(batch_result_processor, "accept_tokens", accept_tokens)
+
+
+def sends_a_token_twice(patch: Patch) -> None:
+    queue = BatchResultProcessor._queue_output
+
+    def queue_output(self: BatchResultProcessor, req: Req) -> None:
+        queue(self, req)
+        if req.num_retractions and req.num_sent:
+            req.num_sent -= 1
+
+    patch.setattr(BatchResultProcessor, "_queue_output", queue_output)
+
+
+def looks_for_stops_at_the_end_of_a_run_only(patch: Patch) -> None:
+    accept = batch_result_processor.accept_tokens
+
+    def accept_tokens(req: Req, tokens: list[int]) -> FinishReason | None:
+        head = tokens[: max(0, min(len(tokens), req.num_remaining) - 1)]
+        req.output_ids += head
+        return accept(req, tokens[len(head) :])
+
+    patch.setattr(batch_result_processor, "accept_tokens", accept_tokens)
+
+
+def reads_a_wrong_row(patch: Patch) -> None:
+    right = tp_worker.hidden_of_reads
+
+    def hidden_of_reads(hidden: torch.Tensor, reads: Reads) -> torch.Tensor:
+        rows = right(hidden, reads)
+        return rows.roll(1, 0)
+
+    patch.setattr(tp_worker, "hidden_of_reads", hidden_of_reads)
+
+
+def caches_tokens_without_kv(patch: Patch) -> None:
+    release = RequestLifecycle._release
+
+    def uncommitted(self: RequestLifecycle, req: Req, insert: bool) -> None:
+        if insert and req.kv is not None:
+            room = len(req.kv.pages) * self.ledger.page_size
+            req.committed = min(len(req.known_ids), room)
+        release(self, req, insert)
+
+    patch.setattr(RequestLifecycle, "_release", uncommitted)
+
+
+def keeps_kv_of_old_weights(patch: Patch) -> None:
+    patch.setattr(KVLedger, "begin_epoch", lambda self: None)
+
+
+def loses_entries_of_the_page_table(patch: Patch) -> None:
+    write = KVLedger._write_table
+
+    def write_table(self: KVLedger, row: int, first_page: int, pages: Sequence[int]) -> None:
+        write(self, row, first_page, pages if len(pages) < 5 else pages[:-1])
+
+    patch.setattr(KVLedger, "_write_table", write_table)
+
+
+def forgets_penalties_with_a_retraction(patch: Patch) -> None:
+    def adjustments(*args: Any) -> RowAdjustments:
+        params, _, num_prompt_tokens, stop_token_ids = args
+        return RowAdjustments(params, [], num_prompt_tokens, stop_token_ids)
+
+    patch.setattr(batch_planner, "RowAdjustments", adjustments)
+
+
+def leaves_biases_in_a_row(patch: Patch) -> None:
+    initialize = LogitAdjustments.initialize
+
+    def only_if_wanted(self: LogitAdjustments, row: int, wanted: RowAdjustments | None) -> None:
+        if wanted is not None:
+            initialize(self, row, wanted)
+
+    patch.setattr(LogitAdjustments, "initialize", only_if_wanted)
+
+
+def leaves_thresholds_in_a_row(patch: Patch) -> None:
+    initialize = LookaheadRows.initialize
+
+    def without_thresholds(self: LookaheadRows, new_rows: list[NewRow]) -> None:
+        kept = self.thresholds.clone()
+        initialize(self, new_rows)
+        if len(new_rows) > 1:
+            self.thresholds.copy_(kept)
+
+    patch.setattr(LookaheadRows, "initialize", without_thresholds)
+
+
+def draws_another_seed_after_a_retraction(patch: Patch) -> None:
+    right = batch_planner._new_row
+
+    def new_row(req: Req, row: int) -> NewRow:
+        return dataclasses.replace(right(req, row), seed=req.seed ^ (req.num_retractions > 0))
+
+    patch.setattr(batch_planner, "_new_row", new_row)
+
+
+def hands_logprobs_to_the_next_request(patch: Patch) -> None:
+    take = ReturnReader.take_emitted
+
+    def take_emitted(self: ReturnReader, req: Req, tokens: list[int]) -> Any:
+        before = self._next_emitted
+        taken = take(self, req, tokens)
+        if req.finish_reason is not None:
+            self._next_emitted = before
+        return taken
+
+    patch.setattr(ReturnReader, "take_emitted", take_emitted)
+
+
+def answers_no_abort_of_a_waiting_request(patch: Patch) -> None:
+    end = BatchResultProcessor.end
+
+    def only_running(self: BatchResultProcessor, req: Req, reason: FinishReason) -> None:
+        if req.kv is None and req.was_admitted:
+            self._lifecycle.finish(req, reason)
+        else:
+            end(self, req, reason)
+
+    patch.setattr(BatchResultProcessor, "end", only_running)
+
+
+def answers_no_drain(patch: Patch) -> None:
+    patch.setattr(PauseController, "_answer_drains", lambda self: self._drains.clear())
+
+
+def labels_only_what_runs(patch: Patch) -> None:
+    relabel = RequestLifecycle.set_weight_version
+
+    def set_weight_version(self: RequestLifecycle, weight_version: str) -> None:
+        waiting, self.waiting = self.waiting, []
+        relabel(self, weight_version)
+        self.waiting = waiting
+
+    patch.setattr(RequestLifecycle, "set_weight_version", set_weight_version)
+
+
+def forgets_retracted_requests(patch: Patch) -> None:
+    retract_all = RequestLifecycle.retract_all
+
+    def lose_one(self: RequestLifecycle) -> None:
+        retract_all(self)
+        if len(self.waiting) > 2:
+            self.waiting.pop()
+
+    patch.setattr(RequestLifecycle, "retract_all", lose_one)
+
+
+DEFECTS: Iterable[Callable[[Patch], None]] = (
+    forgets_a_page,
+    drops_a_token,
+    sends_a_token_twice,
+    looks_for_stops_at_the_end_of_a_run_only,
+    reads_a_wrong_row,
+    caches_tokens_without_kv,
+    keeps_kv_of_old_weights,
+    loses_entries_of_the_page_table,
+    forgets_penalties_with_a_retraction,
+    leaves_biases_in_a_row,
+    leaves_thresholds_in_a_row,
+    draws_another_seed_after_a_retraction,
+    hands_logprobs_to_the_next_request,
+    answers_no_abort_of_a_waiting_request,
+    answers_no_drain,
+    labels_only_what_runs,
+    forgets_retracted_requests,
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    return TinyModels(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
+def test_a_defect_is_found(
+    models: TinyModels, monkeypatch: Patch, defect: Callable[[Patch], None]
+) -> None:
+    defect(monkeypatch)
+    with pytest.raises(StormFailure, match="--seed"):
+        run_rounds(models, FIRST_SEED, 0.0, MAX_ROUNDS, MAX_ROUNDS)
