@@ -13,7 +13,7 @@ from storm import run_rounds
 from storm_parts import TinyModels
 from storm_round import Round
 
-SECONDS = 9.0
+SECONDS = 8.0
 MIN_ROUNDS = 10
 MAX_NEAR_TIES = 1e-3  # per token
 FIRST_SEEDS = (0, 10_000, 20_000)

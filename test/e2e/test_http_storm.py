@@ -1,0 +1,15 @@
+"""Clients of every kind at once, over HTTP; longer by hand: `python test/http_storm.py`."""
+
+from __future__ import annotations
+
+from http_storm import storm_over_http
+
+SECONDS = 5.0
+
+
+def test_texts_and_memory_survive_a_storm_over_http() -> None:
+    seen = storm_over_http(0, SECONDS)
+    lacking = [
+        name for name in ("length", "cancelled", "wrong bodies", "pauses") if seen[name] == 0
+    ]
+    assert not lacking, seen

@@ -1,0 +1,210 @@
+"""A storm over HTTP on a real server: clients that stay, leave in mid-stream or send nonsense, while
+somebody pauses, updates and flushes.
+
+    python test/http_storm.py --seconds 60
+
+Texts are those of the same requests on the idle server, or their beginning where a request was
+aborted; afterwards nothing runs, waits or holds memory. The seed decides what is sent, not when.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+from pause_target import KINDS, PROMPTS
+from serving_utils import RunningServer, events, running_server
+from sglang.srt.model_config import resolve_model_path
+
+NUM_CLIENTS = 8
+NUM_NEW = 40
+TIMEOUT_S = 60.0
+FLAGS = ("--max-running-requests", "6", "--max-total-tokens", "400", "--page-size", "4")
+MODES = ("abort", "retract", "in_place", "drain")
+EXTRAS: tuple[dict[str, Any], ...] = ({}, {"return_logprob": True}, {"cache_salt": "salt"})
+WRONG: tuple[Any, ...] = (
+    {"text": 3},
+    {"text": "x", "sampling_params": {"max_new_tokens": -1}},
+    {"text": "x", "sampling_params": {"mtp_enabled": True, "mtp_k": 999}},
+    {"text": "x", "sampling_params": {"stop_regex": "("}},
+    {"input_ids": [10**9]},
+    {"text": "x", "no_such_field": 1},
+    {"input_ids": []},
+    [],
+)
+LOOKS = ("/health", "/server_info", "/metrics", "/v1/models", "/v1/loads", "/get_weight_version")
+
+
+class HttpStorm:
+    """Clients and a controller of one server."""
+
+    def __init__(self, server: RunningServer, seed: int) -> None:
+        self._server = server
+        self._seed = seed
+        self._until = 0.0
+        self._right: dict[tuple[int, str], str] = {}
+        self.seen: Counter[str] = Counter()
+
+    def run(self, seconds: float) -> None:
+        """Runs it and checks what is left.
+
+        Raises:
+            AssertionError: naming what is not as it must be.
+        """
+        for index, kind in itertools.product(range(len(PROMPTS)), KINDS):
+            answer = self._server.post("/generate", _body(index, kind)).json()
+            self._right[index, kind] = answer["text"]
+        self._until = time.monotonic() + seconds
+        with ThreadPoolExecutor(NUM_CLIENTS + 1) as pool:
+            workers = [pool.submit(self._work, i, self._client) for i in range(NUM_CLIENTS)]
+            workers.append(pool.submit(self._work, NUM_CLIENTS, self._control))
+            workers[-1].result()
+            for worker in workers:
+                worker.result()
+        self._check_rest()
+
+    def _work(self, index: int, act: Callable[[httpx.Client, random.Random], None]) -> None:
+        chooser = random.Random(self._seed * 100 + index)
+        with httpx.Client(base_url=self._server.url, timeout=TIMEOUT_S) as client:
+            try:
+                while time.monotonic() < self._until:
+                    act(client, chooser)
+            finally:  # what others wait for
+                if act == self._control:
+                    _call(client, "/resume_memory_occupation", {})
+                    _call(client, "/continue_generation", {})
+
+    def _client(self, client: httpx.Client, chooser: random.Random) -> None:
+        index, kind = chooser.randrange(len(PROMPTS)), chooser.choice(list(KINDS))
+        rid = f"{chooser.choice('ab')}-{chooser.randrange(10**6)}"
+        body = {**_body(index, kind), **chooser.choice(EXTRAS), "rid": rid}
+        draw = chooser.random()
+        if draw < 0.15:
+            wrong = client.post("/generate", json=chooser.choice(WRONG))
+            assert wrong.status_code == 400, (wrong.status_code, wrong.text)
+            self.seen["wrong bodies"] += 1
+        elif draw < 0.5:
+            answer = client.post("/generate", json=body)
+            assert answer.status_code == 200, answer.text
+            self._check_answer(index, kind, answer.json())
+        else:
+            num_wanted = chooser.choice([1, 3, 10, 10**6, 10**6])
+            self._stream(client, index, kind, body, num_wanted)
+
+    def _stream(
+        self, client: httpx.Client, index: int, kind: str, body: dict[str, Any], num_wanted: int
+    ) -> None:
+        """Reads so many chunks, and leaves if more would come."""
+        before = ""
+        with client.stream("POST", "/generate", json={**body, "stream": True}) as response:
+            assert response.status_code == 200
+            for count, chunk in enumerate(events(response.iter_lines())):
+                if chunk == "[DONE]":
+                    return
+                assert chunk["text"].startswith(before), (before, chunk)
+                before = chunk["text"]
+                if chunk["meta_info"]["finish_reason"] is not None:
+                    self._check_answer(index, kind, chunk)
+                else:
+                    assert self._right[index, kind].startswith(before), (before, body)
+                if count + 1 >= num_wanted:
+                    self.seen["cancelled"] += 1
+                    return
+        raise AssertionError(f"A stream ended without [DONE]: {body}")
+
+    def _check_answer(self, index: int, kind: str, answer: dict[str, Any]) -> None:
+        right, text = self._right[index, kind], answer["text"]
+        reason = answer["meta_info"]["finish_reason"]["type"]
+        self.seen[reason] += 1
+        if reason == "abort":
+            assert right.startswith(text), f"{text!r}, alone {right!r}"
+            return
+        assert text == right, f"{kind}: {text!r}, alone {right!r}"
+        assert answer["meta_info"]["completion_tokens"] == NUM_NEW
+
+    def _control(self, client: httpx.Client, chooser: random.Random) -> None:
+        """One call; what is stopped goes on a moment later."""
+        draw = chooser.random()
+        if draw < 0.3:
+            _call(client, "/pause_generation", {"mode": chooser.choice(MODES), "lease_s": 5.0})
+            time.sleep(chooser.choice([0.0, 0.05, 0.2]))
+            if chooser.random() < 0.5:
+                demo = str(resolve_model_path("demo"))
+                self.seen["updates"] += _call(
+                    client, "/update_weights_from_disk", {"model_path": demo}
+                )
+            _call(client, "/continue_generation", {})
+            self.seen["pauses"] += 1
+        elif draw < 0.4:
+            _call(client, "/pause_generation", {"mode": "retract", "lease_s": 5.0})
+            released = _call(client, "/release_memory_occupation", {})
+            self.seen["releases"] += released
+            _call(client, "/resume_memory_occupation", {})
+            _call(client, "/continue_generation", {})
+        elif draw < 0.6:
+            rid = chooser.choice(["a", "b", "nobody"])
+            _call(client, "/abort_request", {"rid": f"{rid}-1", "prefix": True})
+        elif draw < 0.7:
+            _call(client, "/flush_cache", None)
+        elif draw < 0.8:
+            _call(client, "/update_weight_version", {"new_version": chooser.choice(["v1", "v2"])})
+        else:
+            response = client.get(chooser.choice(LOOKS))
+            assert response.status_code == 200, response.text
+        time.sleep(chooser.choice([0.0, 0.05, 0.3]))
+
+    def _check_rest(self) -> None:
+        state = self._server.wait_idle(TIMEOUT_S)
+        for name in ("legacy_missing_tokens", "orphan_token_count", "overlap_token_count"):
+            assert state[name] == 0, state
+        assert state["ledger_repair_count"] == 0
+        assert state["req_to_token_pool_used"] == 0
+        assert self._server.post("/flush_cache").status_code == 200
+        state = self._server.internal_state()
+        pool = self._server.client.get("/server_info").json()["max_total_num_tokens"]
+        assert state["available_kv_tokens"] == pool, state
+        assert self._server.process.poll() is None
+
+
+def _body(index: int, kind: str) -> dict[str, Any]:
+    params = {"max_new_tokens": NUM_NEW, "ignore_eos": True, **KINDS[kind]}
+    return {"text": PROMPTS[index], "sampling_params": params}
+
+
+def _call(client: httpx.Client, path: str, body: dict[str, Any] | None) -> bool:
+    """A control call, which may be refused with a reason; whether it was not."""
+    response = client.post(path, json=body)
+    assert response.status_code in (200, 400, 409), (path, response.status_code, response.text)
+    return response.status_code == 200
+
+
+def storm_over_http(seed: int, seconds: float) -> Counter[str]:
+    """One server, one storm; returns what there was to see."""
+    with running_server("demo", *FLAGS) as server:
+        storm = HttpStorm(server, seed)
+        storm.run(seconds)
+        return storm.seen
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="A storm of clients over HTTP.")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=None)
+    args = parser.parse_args()
+    seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
+    print(f"http storm: seed {seed}", flush=True)
+    print(f"http storm: {dict(sorted(storm_over_http(seed, args.seconds).items()))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
