@@ -1,5 +1,5 @@
-"""A storm over HTTP on a real server: clients that stay, leave in mid-stream or send nonsense, while
-somebody pauses, updates and flushes.
+"""A storm over HTTP on a real server: clients that stay, leave in mid-stream or send nonsense, and
+somebody who pauses, updates and flushes.
 
     python test/http_storm.py --seconds 60
 
