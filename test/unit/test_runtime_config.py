@@ -124,6 +124,9 @@ def test_defaults_on_a_gpu(mtp_model: ModelConfig) -> None:
     fixed = resolved(mtp_model, platform=on_a_gpu(), environ=Environ(mtp_fixed_k=True))
     assert fixed.mtp is not None
     assert not fixed.mtp.measures_costs
+    on_a_cpu = resolved(mtp_model)
+    assert on_a_cpu.mtp is not None
+    assert on_a_cpu.mtp.measures_costs
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ def _mtp(args: ServerArgs, model: ModelConfig, environ: Environ, device: str) ->
         max_k=args.mtp_max_k,
         limits_unverified=args.mtp_load_aware_k,
         trims_rows=device == "cpu",
-        measures_costs=device != "cpu" and not environ.mtp_fixed_k,
+        measures_costs=not environ.mtp_fixed_k,
         traces=environ.mtp_debug_trace is not None,
         bypasses_graphs=_captures_graphs(args, device) and args.disable_mtp_cuda_graph,
     )

@@ -8,7 +8,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.request_rows import RequestRows
 from sglang.srt.mtp.length_policy import FullLength, LengthPolicy, LoadAwareLength
 from sglang.srt.mtp.mtp_worker import MTPConfig, MTPWorker
-from sglang.srt.mtp.step_costs import measure_step_costs
+from sglang.srt.mtp.price_measurement import PriceMeter
 
 
 def make_worker(runner: ModelRunner, mtp: MTPConfig | None) -> Worker:
@@ -21,6 +21,6 @@ def make_worker(runner: ModelRunner, mtp: MTPConfig | None) -> Worker:
         return TpModelWorker(runner, state, ())
     policy: LengthPolicy = FullLength()
     if mtp.measures_costs:
-        costs = measure_step_costs(runner, num_rows, 2 * mtp.max_k - 1)
-        policy = LoadAwareLength(costs, mtp.max_k)
+        prices = PriceMeter(runner, num_rows, 2 * mtp.max_k - 1).measure()
+        policy = LoadAwareLength(prices, mtp.max_k)
     return MTPWorker(runner, state, mtp, policy)

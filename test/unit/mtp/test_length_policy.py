@@ -2,147 +2,311 @@
 
 from __future__ import annotations
 
-import random
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from sglang.srt.mtp.acceptance_estimate import WINDOW, Kind, Survival, verified
 from sglang.srt.mtp.length_policy import (
-    PRIOR_SURVIVAL,
-    CostTable,
+    TRIAL_SHARE,
+    Accepted,
+    Ask,
     FullLength,
     LengthPolicy,
     LoadAwareLength,
-    Wishes,
-    measure_costs,
+    Outlook,
 )
 from sglang.srt.mtp.mtp_worker import MTPConfig
-from sglang.srt.mtp.step_costs import measure_step_costs
+from sglang.srt.mtp.price_table import Curve, PriceTable, no_graphs
 from sglang.srt.worker_factory import make_worker
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner
 
 MAX_K = 8
-NOBODY = Wishes()
-FLAT = CostTable((1,), (1.0,))
-KNEE = CostTable((1, 64, 128, 256), (5.0, 5.0, 10.0, 20.0))
+UNVERIFIED, VERIFIED = Kind(False, 5), Kind(True, 0)
 
 
-def wishes_of(static: Iterable[int] = (), adaptive: Iterable[int] = ()) -> Wishes:
-    return Wishes(Counter(static), Counter(adaptive))
+def prices_of(rows: Sequence[int], costs_ms: Sequence[float], kv_ms: float = 0.0) -> PriceTable:
+    """Of a device that launches every step kernel by kernel."""
+    eager = Curve(tuple(rows), tuple(costs_ms))
+    return PriceTable(no_graphs, {}, eager, Curve((1,), (0.0,)), kv_ms)
 
 
-def limit(
-    policy: LengthPolicy, adaptive: list[int], others: Wishes = NOBODY, prompts: int = 0
+FLAT = prices_of((1, 2), (1.0, 1.0))
+KNEE = prices_of((1, 64, 128, 256), (5.0, 5.0, 10.0, 20.0))
+
+
+def outlook_of(
+    num_requests: int,
+    kind: Kind | None = UNVERIFIED,
+    k: int = MAX_K,
+    pending: int = 1,
+    prompts: int = 0,
+    kv_tokens: int = 0,
+) -> Outlook:
+    asks = Counter({Ask(kind, k, True, pending): num_requests})
+    return Outlook(
+        asks, kv_tokens, prompt_rows=prompts, longest_prompt=prompts, prompt_reqs=int(prompts > 0)
+    )
+
+
+def settle(
+    policy: LengthPolicy,
+    outlook: Outlook,
+    num_accepted: int,
+    num_steps: int = 300,
+    kind: Kind | None = UNVERIFIED,
 ) -> int:
-    return policy.limit(wishes_of(adaptive=adaptive), others, prompts)
+    """Has every request accept so many tokens of those predicted, or all; the last limit."""
+    limit = 1
+    for _ in range(num_steps):
+        limit = policy.choose(after(outlook, limit))
+        taken = min(num_accepted, limit)
+        policy.observe([Accepted(kind, True, limit, taken)] * outlook.asks.total())
+    return limit
 
 
-def expected_tokens(survival: list[float], length: int) -> float:
-    total, chance = 1.0, 1.0
-    for value in survival[: length - 1]:
-        chance *= value
-        total += chance
-    return total
+def after(outlook: Outlook, limit: int) -> Outlook:
+    """The same step where the one before had this limit."""
+    asks = Counter[Ask]()
+    for ask, count in outlook.asks.items():
+        asks[ask._replace(pending=min(ask.k, limit))] += count
+    return replace(outlook, asks=asks)
 
 
-def test_the_table_is_linear_between_points_and_beyond_the_last() -> None:
-    table = CostTable((10, 20, 40), (1.0, 3.0, 4.0))
-    for rows, cost in ((1, 1.0), (10, 1.0), (15, 2.0), (20, 3.0), (30, 3.5), (40, 4.0), (80, 6.0)):
-        assert table.cost_ms(rows) == pytest.approx(cost)
-    assert CostTable((4,), (2.0,)).cost_ms(100) == 2.0
+def test_where_rows_cost_nothing_and_some_are_accepted_every_request_gets_its_wish() -> None:
+    assert settle(LoadAwareLength(FLAT, MAX_K), outlook_of(50), MAX_K) == MAX_K
+    wishes = Outlook(Counter({Ask(UNVERIFIED, 2): 1, Ask(UNVERIFIED, 5): 1}))
+    assert settle(LoadAwareLength(FLAT, MAX_K), wishes, 5) == 5
+    assert FullLength().choose(wishes) == 5
 
 
-def test_a_flat_end_of_the_table_makes_no_rows_free() -> None:
-    table = CostTable((1, 64, 512, 896, 1024), (6.0, 6.0, 16.0, 23.0, 23.0))
-    assert table.cost_ms(8192) == pytest.approx(23.0 + 7168 * 7.0 / 512)
-    policy = LoadAwareLength(table, MAX_K)
-    for _ in range(2000):
-        policy.observe(MAX_K, 1)
-    assert limit(policy, [MAX_K] * 64, prompts=8192) == 1
+def test_beyond_all_measured_rows_none_is_free() -> None:
+    prices = prices_of((1, 64, 512, 896, 1024), (6.0, 6.0, 16.0, 23.0, 23.0))
+    assert settle(LoadAwareLength(prices, MAX_K), outlook_of(64, prompts=8192), 1) == 1
 
 
-def test_where_rows_cost_nothing_every_request_gets_its_wish() -> None:
-    policy = LoadAwareLength(FLAT, MAX_K)
-    for _ in range(2000):
-        policy.observe(MAX_K, 1)  # even when no prediction is ever accepted
-    assert limit(policy, [8, 3, 1] * 50, wishes_of([1] * 20, [4]), 500) == 8
-    assert limit(FullLength(), [2, 5], prompts=100) == 5
-
-
-@pytest.mark.parametrize("num_prompt_rows", [0, 40, 512])
-@pytest.mark.parametrize("others", [NOBODY, wishes_of([1] * 5), wishes_of([4, 1], [8, 2])], ids=str)
-@pytest.mark.parametrize("num_requests", [1, 2, 4, 6, 10, 30, 100])
-def test_the_choice_is_the_best_by_brute_force(
-    num_requests: int, others: Wishes, num_prompt_rows: int
-) -> None:
-    """The most tokens, each worth the time that it takes at best in a step without prompts."""
-    survival = [PRIOR_SURVIVAL] * (MAX_K - 1)
-    static, adaptive = [*others.static.elements()], [*others.adaptive.elements()]
-    other_tokens = sum(static) + sum(expected_tokens(survival, k) for k in adaptive)
-    other_rows = sum(2 * k - 1 for k in [*static, *adaptive])
-
-    def outcome(length: int) -> tuple[float, int]:
-        """Tokens and rows; one request in two is static."""
-        num_static = num_requests // 2
-        tokens = num_static * length
-        tokens += (num_requests - num_static) * expected_tokens(survival, length)
-        return tokens + other_tokens, num_requests * (2 * length - 1) + other_rows
-
-    outcomes = [outcome(length) for length in range(1, MAX_K + 1)]
-    ms_per_token = min(KNEE.cost_ms(rows) / tokens for tokens, rows in outcomes)
-    values = [
-        tokens * ms_per_token - KNEE.cost_ms(rows + num_prompt_rows) for tokens, rows in outcomes
-    ]
-    wishes = wishes_of([MAX_K] * (num_requests // 2), [MAX_K] * (num_requests - num_requests // 2))
-    chosen = LoadAwareLength(KNEE, MAX_K).limit(wishes, others, num_prompt_rows)
-    assert values[chosen - 1] == pytest.approx(max(values))
+def test_lengths_fall_with_load_and_with_failure() -> None:
+    limits = [settle(LoadAwareLength(KNEE, MAX_K), outlook_of(n), 3) for n in (1, 4, 16, 64, 256)]
+    assert limits[0] >= 3
+    assert limits[-1] == 1
+    assert all(a >= b for a, b in pairwise(limits))
+    lucky, unlucky = (settle(LoadAwareLength(KNEE, MAX_K), outlook_of(10), n) for n in (8, 2))
+    assert lucky == 4, "70 rows for 40 tokens; 150 for 80 cost twice as much"
+    assert lucky > unlucky
 
 
 def test_a_prompt_makes_no_prediction_cheaper() -> None:
     """In a step of thousands of rows a few hundred more seem to cost little. They cost what they
     cost: more time than the tokens take that they may bring."""
-    for num_requests in (1, 4, 40, 100):
-        alone = limit(LoadAwareLength(KNEE, MAX_K), [8] * num_requests)
-        beside = limit(LoadAwareLength(KNEE, MAX_K), [8] * num_requests, prompts=8192)
-        assert beside <= alone
-    assert limit(LoadAwareLength(KNEE, MAX_K), [8] * 4) == 8
-    assert limit(LoadAwareLength(KNEE, MAX_K), [8] * 4, prompts=512) < 8
+    policy = LoadAwareLength(KNEE, MAX_K)
+    for _ in range(100):
+        policy.choose(outlook_of(10))
+        policy.observe([Accepted(UNVERIFIED, True, 2, 1 + (n % 5 == 0)) for n in range(10)])
+    assert policy.choose(outlook_of(10)) > 1
+    assert policy.choose(outlook_of(10, prompts=512)) == 1
 
 
 def test_a_busy_server_gives_a_lone_request_no_more_than_it_is_worth() -> None:
-    """Rows that are free alone delay those who decode beside it, the more so the more they give."""
-    assert limit(LoadAwareLength(KNEE, MAX_K), [8]) == 8
-    assert limit(LoadAwareLength(KNEE, MAX_K), [8], wishes_of([1] * 120)) == 1
-    assert limit(LoadAwareLength(KNEE, MAX_K), [8], wishes_of([8] * 30)) == 1
-
-
-def test_what_is_always_accepted_says_nothing_of_what_is_not(small_model: Path) -> None:
+    """Rows that are free alone delay those who decode beside it."""
+    lone = Ask(VERIFIED, MAX_K)
+    beside = Outlook(Counter({lone: 1, Ask(None, 1): 120}))
     policy = LoadAwareLength(KNEE, MAX_K)
-    runner = make_runner(small_model, Setup(max_running_requests=4), 128, MTP_MAX_ROWS)
-    harness = SchedulerHarness(Setup(max_running_requests=4), make_mtp_worker(runner, 5, policy))
+    assert settle(policy, Outlook(Counter({lone: 1})), 4, kind=VERIFIED) >= 4
+    assert policy.choose(beside) == 1
+
+
+def test_what_cannot_be_shortened_is_not_what_is_decided() -> None:
+    """Requests of fixed length pay their rows at any limit."""
+    others = Outlook(Counter({Ask(None, 1): 1, Ask(UNVERIFIED, 6, is_bound=False): 3}))
+    assert others.longest == 1
+    assert others.actual(1) == others.actual(MAX_K)
+    assert others.plain() == others.actual(1)
+
+
+def test_a_fresh_policy_is_sure_of_nothing_that_costs() -> None:
+    """It tries as little as may pay, for a step's time at most, and waits for results."""
+    policy = LoadAwareLength(KNEE, MAX_K)
+    limits = [1]
+    for _ in range(10):
+        limits.append(policy.choose(after(outlook_of(40), limits[-1])))
+    assert limits[1:3] == [2, 1]
+    assert limits.count(2) <= 2
+
+
+def test_what_fails_is_tried_again_later_within_its_budget() -> None:
+    policy, outlook = LoadAwareLength(KNEE, MAX_K), outlook_of(40)
+    limits, extra_ms = [1], 0.0
+    plain_ms = KNEE.price_ms(outlook.plain())
+    for _ in range(3000):
+        step = after(outlook, limits[-1])
+        limits.append(policy.choose(step))
+        extra_ms += KNEE.price_ms(step.actual(limits[-1])) - plain_ms
+        policy.observe([Accepted(UNVERIFIED, True, limits[-1], 1)] * 40)
+    tries = [place for place, limit in enumerate(limits) if limit > 1]
+    assert len(tries) >= 3
+    assert max(tries) > 1500
+    assert 0 < extra_ms < (TRIAL_SHARE * len(limits) + 1) * plain_ms
+
+
+def test_gains_of_one_phase_are_no_credit_for_the_next() -> None:
+    policy, outlook = LoadAwareLength(KNEE, MAX_K), outlook_of(30)
+    limit, num_bad = settle(policy, outlook, MAX_K), 0
+    assert limit > 1
+    while limit > 1:
+        num_bad += 1
+        limit = policy.choose(after(outlook, limit))
+        policy.observe([Accepted(UNVERIFIED, True, limit, 1)] * 30)
+    assert num_bad < 8
+
+
+def test_of_the_step_after_a_long_one_only_masks_are_saved() -> None:
+    """What is pending must be fed whatever the limit."""
+    outlook = outlook_of(10, pending=4)
+    assert [outlook.actual(limit).num_rows for limit in (1, 4)] == [40, 70]
+    assert outlook.plain().num_rows == 10
+    assert outlook.lasting(4, with_prompts=True).num_rows == 70
+    assert [outlook.actual(limit).num_read for limit in (1, 4)] == [10, 40]
+    drafts = outlook_of(10, VERIFIED, pending=4)
+    assert [drafts.actual(limit).num_read for limit in (1, 4)] == [40, 70]
+
+
+def test_a_request_whose_prompt_ends_feeds_masks_behind_it() -> None:
+    outlook = outlook_of(1, pending=0, prompts=30)
+    assert outlook.actual(4).num_rows == 33
+    assert outlook.plain().num_rows == 30
+    assert outlook.lasting(4, with_prompts=True).num_rows == 36
+    assert outlook.lasting(4, with_prompts=False).num_rows == 7
+
+
+def test_kv_that_is_read_makes_tokens_dearer_and_rows_no_dearer() -> None:
+    prices = prices_of((1, 64, 128, 256), (5.0, 5.0, 10.0, 20.0), kv_ms=1e-4)
+    policies = [LoadAwareLength(prices, MAX_K) for _ in range(2)]
+    empty, full = (
+        settle(policy, outlook_of(60, kv_tokens=kv_tokens), 3)
+        for policy, kv_tokens in zip(policies, (0, 200_000), strict=True)
+    )
+    assert empty == 1 < full
+
+
+def test_short_outputs_waste_what_was_predicted_past_their_end() -> None:
+    def limit(tokens_per_output: int) -> int:
+        policy = LoadAwareLength(KNEE, MAX_K)
+        steps_per_end = tokens_per_output / 3
+        found = 1
+        for step in range(400):
+            num_ended = int(step / steps_per_end) - int((step - 1) / steps_per_end)
+            asks = outlook_of(20).asks
+            found = policy.choose(Outlook(asks, num_ended=20 * num_ended))
+            policy.observe([Accepted(UNVERIFIED, True, found, min(found, 3))] * 20)
+        return found
+
+    assert limit(2) == 1 < limit(200)
+
+
+# ---------------------------------------------------------------- acceptance
+
+
+def test_estimates_contain_the_truth_and_narrow_with_trials() -> None:
+    survival = Survival(MAX_K)
+    widths = []
+    for _ in range(3):
+        for taken, count in ((1, 50), (2, 25), (3, 25)):  # half, then half of those
+            survival.record(3, taken, count)
+        low, mean, high = survival.runs(3)[2]
+        assert low < 1.75 < high
+        assert mean == pytest.approx(1.75, abs=0.03)
+        widths.append(high - low)
+    assert widths[0] > widths[1] > widths[2]
+
+
+def test_no_more_than_the_window_is_remembered() -> None:
+    survival = Survival(MAX_K)
+    for taken in (2, 1):
+        for _ in range(100):
+            survival.record(2, taken, 100)
+    low, mean, high = survival.runs(2)[1]
+    assert mean < 1.01
+    assert high - low > 1 / WINDOW
+
+
+def test_what_was_never_tried_survives_like_what_came_before_it() -> None:
+    survival = Survival(MAX_K)
+    survival.record(2, 2, 10_000)
+    runs = survival.runs(MAX_K)
+    assert runs[-1].mean > 7.5
+    assert runs[-1].low < runs[-1].mean - 0.5
+    survival.forget(1)
+    assert survival.runs(2)[1].low < runs[1].low
+
+
+def test_a_verified_request_has_no_drafts_after_a_wrong_one() -> None:
+    """Two drafts that survive with chance 1/2 each, by the chain of steps with and without."""
+    survival = Survival(3)
+    for taken, count in ((1, 100), (2, 50), (3, 50)):
+        survival.record(3, taken, count)
+    with_drafts = 1 / (2 - 0.25)
+    expected = with_drafts * 1.75 + (1 - with_drafts)
+    assert verified(survival.runs(3))[2].mean == pytest.approx(expected, abs=0.02)
+
+
+def test_nothing_certain_is_no_certain_gain() -> None:
+    assert all(math.isfinite(value) for run in Survival(MAX_K).runs(MAX_K) for value in run)
+    assert Survival(1).runs(1) == [(1.0, 1.0, 1.0)]
+
+
+# ---------------------------------------------------------------- the worker
+
+
+def test_the_policy_hears_what_became_of_each_step_it_chose_for(small_model: Path) -> None:
+    policy = FullLength()
+    setup = Setup(max_running_requests=4)
+    runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
+    harness = SchedulerHarness(setup, make_mtp_worker(runner, 5, policy, limits_unverified=True))
+    ahead = {"max_new_tokens": 9, "temperature": 0.0, "mtp_enabled": True, "mtp_k": 4}
     with mock.patch.object(policy, "observe") as observe:
-        static = {"max_new_tokens": 9, "temperature": 0.0, "mtp_enabled": True, "mtp_k": 4}
-        harness.generate([[1, 2], [3]], **static)
         harness.generate([[1, 2], [3]], max_new_tokens=9, temperature=0.0)
         observe.assert_not_called()
-        harness.generate([[1, 2]], mtp_strategy=["conf_adapt", 0.5], **static)
-        num_calls = observe.call_count
-        assert num_calls
-        harness.generate([[1, 2]], mtp_verify=True, **static)
-        assert observe.call_count > num_calls
+        harness.generate([[1, 2]], **ahead)
+        assert observe.call_args_list[0] == mock.call([Accepted(None, True, 4, 4)])
+        observe.reset_mock()
+        harness.generate([[1, 2]], mtp_strategy=["conf_adapt", 0.5], **ahead)
+        kinds = [call.args[0][0].kind for call in observe.call_args_list]
+        assert set(kinds) == {Kind(False, 5)}
 
 
-def test_the_policy_hears_who_else_is_in_a_step(small_model: Path) -> None:
-    heard = []
+@pytest.mark.parametrize("overlap", [True, False])
+def test_of_verified_drafts_those_are_counted_that_were_there(
+    small_model: Path, overlap: bool
+) -> None:
+    """After a wrong draft a step has none, and its one token says nothing."""
+    policy = FullLength()
+    setup = Setup(max_running_requests=4, enable_overlap=overlap)
+    runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
+    harness = SchedulerHarness(setup, make_mtp_worker(runner, 5, policy))
+    params = {"max_new_tokens": 40, "temperature": 0.0, "mtp_enabled": True, "mtp_k": 4}
+    with mock.patch.object(policy, "observe") as observe:
+        harness.generate([[1, 2]], mtp_verify=True, ignore_eos=True, **params)
+    steps = [call.args[0][0] for call in observe.call_args_list]
+    assert steps[0] == Accepted(VERIFIED, True, 1, 1)
+    for before, step in pairwise(steps):
+        assert step.num_tried == (4 if before.num_accepted == before.num_tried else 1)
+        assert step.num_accepted <= step.num_tried
+    assert {step.num_tried for step in steps} == {1, 4}
+
+
+def test_the_policy_hears_who_is_in_a_step(small_model: Path) -> None:
+    heard: list[Outlook] = []
 
     class Recording(FullLength):
-        def limit(self, wishes: Wishes, others: Wishes, num_prompt_rows: int) -> int:
-            heard.append((wishes, others, num_prompt_rows))
-            return super().limit(wishes, others, num_prompt_rows)
+        def choose(self, outlook: Outlook) -> int:
+            heard.append(outlook)
+            return super().choose(outlook)
 
     setup = Setup(max_running_requests=8, chunked_prefill_size=20, use_radix_cache=False)
     runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
@@ -152,63 +316,39 @@ def test_the_policy_hears_who_else_is_in_a_step(small_model: Path) -> None:
     harness.submit([3], mtp_k=3, **ahead)
     harness.submit([4], mtp_k=8, mtp_strategy=["conf_adapt", 0.9], **ahead)
     harness.step()
+    assert not heard, "nobody whom it may shorten"
     harness.submit([1], mtp_k=4, mtp_verify=True, **ahead)
     harness.submit([2] * 40, mtp_k=5, **ahead)  # read in chunks
     while len(heard) < 5:
         harness.step()
-    wishes, others, num_prompt_rows = heard[0]
-    assert (wishes, others) == (wishes_of([1], [4]), wishes_of([3], [8]))
-    assert num_prompt_rows == 20
-    assert (others, heard[-1][1]) == (wishes_of([3], [8]), wishes_of([3, 5], [8]))
-    assert heard[-1][2] == 0
+    outlook = heard[0]
+    plain, static = Ask(None, 1), Ask(None, 3, False, 3)
+    adaptive, newcomer = Ask(Kind(False, 9), 8, False, 8), Ask(VERIFIED, 4, True, 0)
+    assert outlook.asks == Counter([plain, static, adaptive, newcomer])
+    assert (outlook.prompt_rows, outlook.longest_prompt, outlook.prompt_reqs) == (20, 19, 1)
+    assert outlook.kv_tokens >= 2 + 1 + 1 + 1
+    assert heard[-1].prompt_rows == 0
+    assert heard[-1].asks[Ask(None, 5, False, 5)] == 1
+    assert all(outlook.num_ended == 0 for outlook in heard)
 
 
-def test_lengths_fall_with_load_and_with_failure() -> None:
-    limits = [limit(LoadAwareLength(KNEE, MAX_K), [8] * n) for n in (1, 4, 16, 64, 256)]
-    assert limits[0] == 8
-    assert limits[-1] == 1
-    assert all(a >= b for a, b in pairwise(limits))
-    lucky, unlucky = LoadAwareLength(KNEE, MAX_K), LoadAwareLength(KNEE, MAX_K)
-    for _ in range(500):
-        lucky.observe(8, 8)
-        unlucky.observe(8, 1)
-    assert limit(lucky, [8] * 40) > limit(unlucky, [8] * 40) == 1
+def test_ends_are_counted_when_their_rows_are_given_away(small_model: Path) -> None:
+    heard: list[int] = []
+
+    class Recording(FullLength):
+        def choose(self, outlook: Outlook) -> int:
+            heard.append(outlook.num_ended)
+            return super().choose(outlook)
+
+    setup = Setup(max_running_requests=2)
+    runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
+    harness = SchedulerHarness(setup, make_mtp_worker(runner, 5, Recording()))
+    params = {"max_new_tokens": 5, "temperature": 0.0, "mtp_enabled": True, "mtp_k": 4}
+    harness.generate([[1], [2], [3], [4], [5]], mtp_verify=True, **params)
+    assert sum(heard) == 3
 
 
-def test_what_is_not_tried_is_forgotten_so_that_it_is_tried_again() -> None:
-    policy = LoadAwareLength(KNEE, MAX_K)
-    for _ in range(500):
-        policy.observe(8, 1)
-    assert limit(policy, [8] * 30) == 1
-    fresh = limit(LoadAwareLength(KNEE, MAX_K), [8] * 30)
-    assert fresh > 1
-    num_steps = 0
-    while limit(policy, [8] * 30) == 1 and num_steps < 5000:
-        num_steps += 1
-        for _ in range(30):
-            policy.observe(1, 1)
-    assert 200 < num_steps < 5000, "however many requests observe, steps alone forget"
-
-
-def test_under_heavy_load_little_is_spent_on_trying() -> None:
-    """Of a token after the first a third is accepted; rows cost far more than that is worth."""
-    policy, chooser = LoadAwareLength(KNEE, MAX_K), random.Random(0)
-    tokens = costs = 0.0
-    num_requests, num_steps = 128, 3000
-    for _ in range(num_steps):
-        most = limit(policy, [8] * num_requests)
-        costs += KNEE.cost_ms(num_requests * (2 * most - 1))
-        for _ in range(num_requests):
-            accepted = 1
-            while accepted < most and chooser.random() < 1 / 3:
-                accepted += 1
-            tokens += accepted
-            policy.observe(most, accepted)
-    plain = num_requests * num_steps / (KNEE.cost_ms(num_requests) * num_steps)
-    assert tokens / costs > 0.98 * plain
-
-
-def test_costs_can_be_measured_and_leave_no_trace(small_model: Path) -> None:
+def test_prices_can_be_measured_and_leave_no_trace(small_model: Path) -> None:
     """With measured prices verified requests give the same tokens as without any."""
     setup = Setup(max_running_requests=4)
     tokens = []
@@ -216,26 +356,7 @@ def test_costs_can_be_measured_and_leave_no_trace(small_model: Path) -> None:
         runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
         mtp = MTPConfig(mask_token_id=5, max_k=MAX_K, measures_costs=measures)
         harness = SchedulerHarness(setup, make_worker(runner, mtp))
+        assert not runner.req_to_token_pool.req_to_token.any()
         params = {"max_new_tokens": 12, "temperature": 0.0, "mtp_enabled": True, "mtp_k": 8}
         tokens.append(harness.generate([[1, 2, 3], [4]], mtp_verify=True, **params))
     assert tokens[0] == tokens[1]
-    table = measure_step_costs(make_runner(small_model, setup, 128, MTP_MAX_ROWS), 4, 15)
-    assert table.num_rows == (1, 2, 4, 8, 16, 32, 48)
-    assert len(table.costs_ms) == 7
-    assert min(table.costs_ms) > 0
-
-
-def test_costs_are_medians_of_timed_runs() -> None:
-    now = 0.0
-    runs: list[int] = []
-    spikes = iter([0] * 9 + [50] * 5 + [0] * 4)  # one slow moment, longer than a run of each
-
-    def run_step(num_rows: int) -> None:
-        nonlocal now
-        runs.append(num_rows)
-        now += num_rows * 1e-3 + next(spikes) * 1e-3
-
-    table = measure_costs(run_step, [1, 8, 64], repeats=5, clock=lambda: now)
-    assert runs == [1, 8, 64] * 6
-    assert table.num_rows == (1, 8, 64)
-    assert table.costs_ms == pytest.approx((1.0, 8.0, 64.0))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,9 @@ from sglang.srt.base_worker import GenerationBatchResult, ScheduleBatch
 from sglang.srt.managers.control_messages import AbortReq
 from sglang.srt.managers.io_struct import LogprobOptions
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.mtp.length_policy import CostTable, LoadAwareLength, Wishes
+from sglang.srt.mtp.length_policy import Accepted, FullLength, Outlook
 from sglang.srt.mtp.mtp_worker import MTPWorker
 from utils import (
-    MTP_MAX_K,
     MTP_MAX_ROWS,
     Collected,
     SchedulerHarness,
@@ -352,11 +352,11 @@ def test_the_last_hidden_state_comes_once_per_step(runner: ModelRunner) -> None:
 # ---------------------------------------------------------------- load
 
 
-class Expensive(LoadAwareLength):
-    """Rows cost as much as they would beyond the knee: lengths fall as requests come."""
+class Expensive(FullLength):
+    """Beyond 16 rows of requests that look ahead as far as they wish, nobody does."""
 
-    def __init__(self) -> None:
-        super().__init__(CostTable((1, 16, 17, 64), (1.0, 1.0, 4.0, 16.0)), MTP_MAX_K)
+    def choose(self, outlook: Outlook) -> int:
+        return outlook.longest if outlook.actual(outlook.longest).num_rows <= 16 else 1
 
 
 def test_under_load_verified_requests_predict_less_and_keep_their_tokens(
@@ -395,10 +395,10 @@ class Cycling:
     def __init__(self) -> None:
         self._limits = itertools.cycle(self.LIMITS)
 
-    def limit(self, wishes: Wishes, others: Wishes, num_prompt_rows: int) -> int:
+    def choose(self, outlook: Outlook) -> int:
         return next(self._limits)
 
-    def observe(self, num_tried: int, num_accepted: int) -> None: ...
+    def observe(self, accepted: Sequence[Accepted]) -> None: ...
 
 
 @pytest.mark.parametrize("overlap", [True, False])

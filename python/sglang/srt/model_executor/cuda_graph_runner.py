@@ -92,7 +92,11 @@ class GraphKeys:
 
     def find(self, q_lens: Sequence[int]) -> GraphKey | None:
         """The smallest graph with room for the requests, then for their rows."""
-        shape = len(q_lens), max(q_lens), sum(q_lens)
+        return self.find_shape(len(q_lens), max(q_lens), sum(q_lens))
+
+    def find_shape(self, num_reqs: int, widest: int, num_tokens: int) -> GraphKey | None:
+        """That of a step of so many requests, rows of its widest request and rows in all."""
+        shape = num_reqs, widest, num_tokens
         if shape not in self._found:
             self._found[shape] = self._smallest(*shape)
         return self._found[shape]
@@ -145,6 +149,11 @@ class CudaGraphRunner:
         self._static = StaticInputs(self._tokens, self._requests)
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[GraphKey, _Captured] = {}
+
+    @property
+    def keys(self) -> GraphKeys:
+        """Which graphs there are."""
+        return self._keys
 
     @property
     def num_graphs(self) -> int:

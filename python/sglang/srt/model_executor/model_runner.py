@@ -183,6 +183,11 @@ class ModelRunner:
         """Captured graphs."""
         return 0 if self._graphs is None else self._graphs.num_graphs
 
+    @property
+    def graph_keys(self) -> GraphKeys | None:
+        """Which graphs were captured, and which one a step replays; None without graphs."""
+        return None if self._graphs is None else self._graphs.keys
+
     def restore_kv(self) -> None:
         """Takes the KV pool's memory again."""
         self.kv_pool.restore()

@@ -7,175 +7,314 @@ accepted should go.
 
 from __future__ import annotations
 
-import bisect
-import itertools
-import statistics
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-PRIOR_SURVIVAL = 0.7  # of a prediction, given that the one before it was accepted
-LEARNING_RATE = 0.02
-FORGETTING_RATE = 0.001  # per step, towards the prior, of what is not tried
+from sglang.srt.mtp.acceptance_estimate import Estimate, Kind, Survival, verified
+from sglang.srt.mtp.price_table import PriceTable, StepShape
+
+TRIAL_SHARE = 0.003  # of the time that plain steps would take, for trying what may not pay
+PRIOR_ENDS, PRIOR_TOKENS = 1.0, 64.0  # how long outputs are taken to be before any has ended
+REMEMBERED_ENDS = 256.0
+
+
+class Ask(NamedTuple):
+    """What a request that emits in a step would like.
+
+    Attributes:
+        kind: None if it accepts as many tokens as it predicts, as one that looks not ahead does.
+        k: tokens to predict.
+        is_bound: the policy may shorten it.
+        pending: tokens to feed before any mask, at most; 0 if they are the end of its prompt.
+    """
+
+    kind: Kind | None
+    k: int
+    is_bound: bool = True
+    pending: int = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """Numbers of requests that emit, by their k; 1 of one that looks not ahead.
+class Outlook:
+    """A step before its lengths are chosen.
 
     Attributes:
-        static: those that accept as many tokens as they predict.
-        adaptive: those that accept what is confirmed, or probable enough.
+        asks: how many requests ask for the same.
+        kv_tokens: tokens with KV of all of them.
+        prompt_rows, longest_prompt: prompt tokens fed, in all and by one request.
+        prompt_reqs: requests that feed some and emit nothing yet.
+        prompt_row_kv: sum over these rows of the tokens that each sees.
+        num_ended: requests that have ended since the step before.
     """
 
-    static: Counter[int] = field(default_factory=Counter)
-    adaptive: Counter[int] = field(default_factory=Counter)
+    asks: Counter[Ask] = field(default_factory=Counter)
+    kv_tokens: int = 0
+    prompt_rows: int = 0
+    longest_prompt: int = 0
+    prompt_reqs: int = 0
+    prompt_row_kv: int = 0
+    num_ended: int = 0
 
     @property
     def longest(self) -> int:
-        return max((*self.static, *self.adaptive), default=1)
+        """Most tokens that a request wishes which the policy may shorten."""
+        return max((ask.k for ask in self.asks if ask.is_bound), default=1)
 
-    def num_rows(self, length: int) -> int:
-        """Fed by a step in which no request predicts more than `length`, and the one before
-        neither. A request whose prompt ends feeds fewer, but pays for what it will have pending."""
-        counts = (*self.static.items(), *self.adaptive.items())
-        return sum(count * (2 * min(k, length) - 1) for k, count in counts)
+    def lasting(self, limit: int, with_prompts: bool) -> StepShape:
+        """Where the step before had this limit too: what is predicted is pending next."""
+        return self._shape(limit, with_prompts, lasting=True)
 
-    def num_tokens(self, length: int, expected: Sequence[float]) -> float:
-        """Given by such a step; `expected[n]` by one that accepts of n tokens what it can."""
-        certain = sum(count * min(k, length) for k, count in self.static.items())
-        tried = self.adaptive.items()
-        return certain + sum(count * expected[min(k, length)] for k, count in tried)
+    def actual(self, limit: int) -> StepShape:
+        """With what is pending now."""
+        return self._shape(limit, with_prompts=True, lasting=False)
+
+    def plain(self) -> StepShape:
+        """Had no request been allowed to look ahead that the policy may shorten."""
+        asks = Counter[Ask]()
+        for ask, count in self.asks.items():
+            asks[ask._replace(k=1, pending=min(ask.pending, 1)) if ask.is_bound else ask] += count
+        return Outlook(asks, self.kv_tokens, *self._prompts())._shape(1, True, lasting=False)
+
+    def _prompts(self) -> tuple[int, int, int, int]:
+        return self.prompt_rows, self.longest_prompt, self.prompt_reqs, self.prompt_row_kv
+
+    def _shape(self, limit: int, with_prompts: bool, lasting: bool) -> StepShape:
+        reqs = rows = read = widest = 0
+        for ask, count in self.asks.items():
+            length = min(ask.k, limit) if ask.is_bound else ask.k
+            pending = ask.pending
+            if not with_prompts:
+                pending = max(pending, 1)
+            reads_all = ask.kind is not None and ask.kind.is_verified and pending > 0
+            if lasting:
+                pending = min(pending, 1) + length - 1
+            fed = pending + length - 1
+            reqs += count
+            rows += count * fed
+            read += count * (fed if reads_all else length)
+            widest = max(widest, fed)
+        row_kv = rows * self.kv_tokens / reqs if reqs else 0.0
+        if not with_prompts:
+            return StepShape(reqs, widest, rows, read, self.kv_tokens, row_kv)
+        return StepShape(
+            reqs + self.prompt_reqs,
+            max(widest, self.longest_prompt),
+            rows + self.prompt_rows,
+            read,
+            self.kv_tokens,
+            row_kv + self.prompt_row_kv,
+        )
+
+
+class Accepted(NamedTuple):
+    """What a request accepted of a step; `num_tried` tokens at most."""
+
+    kind: Kind | None
+    is_bound: bool
+    num_tried: int
+    num_accepted: int
 
 
 class LengthPolicy(Protocol):
-    """Decides lengths on the host, before the step before is read."""
+    """Decides lengths on the host, before the step before is read. Reads no clock."""
 
-    def limit(self, wishes: Wishes, others: Wishes, num_prompt_rows: int) -> int:
-        """Most tokens that any request may predict in the next step.
+    def choose(self, outlook: Outlook) -> int:
+        """Most tokens that any request may predict in the next step which the policy may shorten.
+        Called where some such request looks ahead."""
 
-        Args:
-            wishes: of requests that the policy may shorten.
-            others: of all others.
-            num_prompt_rows: prompt tokens in the step, of any request.
-        """
-
-    def observe(self, num_tried: int, num_accepted: int) -> None:
-        """An adaptive request could have accepted `num_tried` tokens and accepted
-        `num_accepted`."""
+    def observe(self, accepted: Sequence[Accepted]) -> None:
+        """The outcome of the oldest step that was chosen for and has not been observed."""
 
 
 class FullLength:
     """Every request predicts as many tokens as it wishes."""
 
-    def limit(self, wishes: Wishes, others: Wishes, num_prompt_rows: int) -> int:
-        return wishes.longest
+    def choose(self, outlook: Outlook) -> int:
+        return outlook.longest
 
-    def observe(self, num_tried: int, num_accepted: int) -> None:
+    def observe(self, accepted: Sequence[Accepted]) -> None:
         """Learns nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class CostTable:
-    """Duration of a step by the rows that it feeds, linear between measured points.
+class _Step:
+    """A step that is under way.
 
     Attributes:
-        num_rows: ascending.
-        costs_ms: of a step with so many rows.
+        extra_ms: its price beyond the plain one.
+        token_ms: what a token is worth.
+        counts: whether it goes into the account: a trial is paid in advance.
     """
 
-    num_rows: tuple[int, ...]
-    costs_ms: tuple[float, ...]
-
-    def cost_ms(self, num_rows: int) -> float:
-        """Beyond the last point the mean slope of the second half goes on: the last one alone may
-        be a flat piece between two steps."""
-        last = self.num_rows[-1]
-        if num_rows <= last:
-            return self._between(num_rows)
-        slope = (self.costs_ms[-1] - self._between(last // 2)) / (last - last // 2)
-        return self.costs_ms[-1] + slope * (num_rows - last)
-
-    def _between(self, num_rows: int) -> float:
-        rows, costs = self.num_rows, self.costs_ms
-        if num_rows <= rows[0]:
-            return costs[0]
-        right = bisect.bisect_left(rows, num_rows)
-        share = (num_rows - rows[right - 1]) / (rows[right] - rows[right - 1])
-        return costs[right - 1] + share * (costs[right] - costs[right - 1])
+    extra_ms: float
+    token_ms: float
+    counts: bool
 
 
-def measure_costs(
-    run_step: Callable[[int], None],
-    num_rows: Sequence[int],
-    repeats: int = 5,
-    clock: Callable[[], float] = time.perf_counter,
-) -> CostTable:
-    """Medians of `run_step(rows)`, which must wait for the device, after one run of each to warm
-    up; the sizes take turns, so that a slow moment meets one run of many. More rows never cost
-    less: where they seem to, it is noise."""
-    times_ms: dict[int, list[float]] = {rows: [] for rows in num_rows}
-    for rows in num_rows:
-        run_step(rows)
-    for _, rows in itertools.product(range(repeats), num_rows):
-        start = clock()
-        run_step(rows)
-        times_ms[rows].append((clock() - start) * 1e3)
-    costs = (statistics.median(times_ms[rows]) for rows in num_rows)
-    return CostTable(tuple(num_rows), tuple(itertools.accumulate(costs, max)))
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """Each limit from 1 on, beside limit 1.
+
+    A token is worth the time that the same requests need for one when no prompt is there: a step
+    with prompts is long whatever is predicted in it.
+
+    Attributes:
+        gains_ms: with tokens worth what they cost in plain steps: does it beat plain decoding?
+        values_ms: with tokens worth what they cost at the best limit: which limit is best now?
+        plain_token_ms: the former worth.
+        plain_ms: price of the step at limit 1.
+    """
+
+    gains_ms: list[Estimate]
+    values_ms: list[Estimate]
+    plain_token_ms: float
+    plain_ms: float
 
 
 class LoadAwareLength:
-    """Maximizes expected accepted tokens per millisecond, in the long run.
+    """Looks ahead where that surely pays, and otherwise tries it within a small budget.
 
-    The expectation comes from how often the j-th token of a run was accepted lately, the price from
-    the cost table. A step with prompts costs much whatever it predicts, so there it is no measure:
-    a token is worth the time that the same requests need for one when no prompt is there, and a
-    length is chosen by what it gains beyond its price. At equal value the longer length wins.
+    A limit pays if the tokens that it brings at least, by what was accepted lately, are worth more
+    than its price beside plain decoding. Of those that do, the one that probably gains most is
+    taken. Where none does but one might, it is tried for a step when the account can bear that no
+    token of it is accepted. The account grows by a small share of the plain price of each step, is
+    charged with what trials could lose and with what lengths that were sure to pay gained or lost,
+    and holds one plain step at most. Below zero nothing looks ahead. So whatever is accepted, and
+    whenever that changes, the time lost to plain decoding stays within that share and one step.
+
+    Args:
+        prices: of steps.
+        max_k: tokens that a request may predict.
     """
 
-    def __init__(self, costs: CostTable, max_k: int) -> None:
-        self._costs = costs
-        # Chance that the (j+2)-th token is accepted, given that the one before it is.
-        self._survival = [PRIOR_SURVIVAL] * (max_k - 1)
+    def __init__(self, prices: PriceTable, max_k: int) -> None:
+        self._prices = prices
+        self._max_k = max_k
+        self._survival: dict[Kind, Survival] = {}
+        self._steps: deque[_Step] = deque()
+        self._balance_ms: float | None = None
+        self._is_trial = False
+        self._num_ended, self._num_tokens = PRIOR_ENDS, PRIOR_TOKENS
 
-    def limit(self, wishes: Wishes, others: Wishes, num_prompt_rows: int) -> int:
-        """See `LengthPolicy`. What this step will not try is forgotten a little: by steps, not by
-        requests, or many requests would forget within a few steps what they have learnt."""
-        limit = self._best(wishes, others, num_prompt_rows)
-        for j in range(limit - 1, len(self._survival)):
-            self._move(j, PRIOR_SURVIVAL, FORGETTING_RATE)
+    def choose(self, outlook: Outlook) -> int:
+        options = self._options(outlook)
+        if self._balance_ms is None:
+            self._balance_ms = options.plain_ms
+        self._balance_ms += TRIAL_SHARE * options.plain_ms
+        self._balance_ms = min(self._balance_ms, options.plain_ms)
+        self._count_ends(outlook.num_ended)
+        limit, sure = 1, self._sure(options)
+        if sure:
+            limit = max(1, *sure, key=lambda limit: options.values_ms[limit - 1].high)
+            self._is_trial = False
+        elif (trial := self._trial(options, outlook)) > 1:
+            limit, self._is_trial = trial, True
+        extra_ms = self._price(outlook.actual(limit)) - self._price(outlook.plain())
+        self._steps.append(_Step(extra_ms, options.plain_token_ms, not self._is_trial))
+        for kind in {ask.kind for ask in outlook.asks if ask.kind is not None}:
+            self._of(kind).forget(limit)
         return limit
 
-    def _best(self, wishes: Wishes, others: Wishes, num_prompt_rows: int) -> int:
-        lengths = range(1, wishes.longest + 1)
-        longest = max(wishes.longest, others.longest)
-        expected = [0.0, *(self._expected(length) for length in range(1, longest + 1))]
-        given, fed = others.num_tokens(longest, expected), others.num_rows(longest)
-        tokens = [given + wishes.num_tokens(length, expected) for length in lengths]
-        rows = [fed + wishes.num_rows(length) for length in lengths]
-        costs = [self._costs.cost_ms(num_rows) for num_rows in rows]
-        rate = max(gained / cost for gained, cost in zip(tokens, costs, strict=True))
+    def observe(self, accepted: Sequence[Accepted]) -> None:
+        step = self._steps.popleft()
+        num_bound = num_tokens = 0
+        for (kind, is_bound, tried, taken), count in Counter(accepted).items():
+            if is_bound:
+                num_bound += count
+                num_tokens += count * taken
+            if kind is not None:
+                self._of(kind).record(tried, taken, count)
+            self._num_tokens += count * taken
+        if step.counts and self._balance_ms is not None and num_bound:
+            gained = num_bound * (self._delivered(num_tokens / num_bound) - 1.0)
+            self._balance_ms += max(0.0, gained) * step.token_ms - step.extra_ms
 
-        def value(length: int) -> float:
-            num_rows = rows[length - 1] + num_prompt_rows
-            return tokens[length - 1] - rate * self._costs.cost_ms(num_rows)
+    def _of(self, kind: Kind) -> Survival:
+        if kind not in self._survival:
+            self._survival[kind] = Survival(self._max_k)
+        return self._survival[kind]
 
-        return max(reversed(lengths), key=value)
+    def _price(self, shape: StepShape) -> float:
+        return self._prices.price_ms(shape)
 
-    def observe(self, num_tried: int, num_accepted: int) -> None:
-        for j in range(min(num_tried - 1, num_accepted)):
-            self._move(j, float(num_accepted >= j + 2), LEARNING_RATE)
+    def _count_ends(self, num_ended: int) -> None:
+        self._num_ended += num_ended
+        if self._num_ended > REMEMBERED_ENDS:
+            share = REMEMBERED_ENDS / self._num_ended
+            self._num_ended *= share
+            self._num_tokens *= share
 
-    def _move(self, j: int, towards: float, rate: float) -> None:
-        self._survival[j] += rate * (towards - self._survival[j])
+    def _delivered(self, tokens: float) -> float:
+        """Tokens per step that a client gets, of those accepted: at the end of an output half of
+        the last run is cut off on average, and one more step is under way."""
+        lost = tokens + (tokens - 1.0) / 2.0
+        return tokens / (1.0 + self._num_ended / self._num_tokens * lost)
 
-    def _expected(self, length: int) -> float:
-        """Accepted tokens per step of a request that predicts `length`."""
-        expected = chance = 1.0
-        for survival in self._survival[: length - 1]:
-            chance *= survival
-            expected += chance
-        return expected
+    def _options(self, outlook: Outlook) -> _Options:
+        limits = range(1, outlook.longest + 1)
+        tokens = self._tokens(outlook)
+        free = [self._price(outlook.lasting(limit, with_prompts=False)) for limit in limits]
+        costs = free
+        if outlook.prompt_rows:
+            costs = [self._price(outlook.lasting(limit, with_prompts=True)) for limit in limits]
+
+        def beside_plain(token_ms: float) -> list[Estimate]:
+            return [
+                Estimate(*(token_ms * (n - tokens[0].mean) - cost + costs[0] for n in given))
+                for given, cost in zip(tokens, costs, strict=True)
+            ]
+
+        worths = [cost / given.mean for cost, given in zip(free, tokens, strict=True)]
+        return _Options(beside_plain(worths[0]), beside_plain(min(worths)), worths[0], costs[0])
+
+    def _tokens(self, outlook: Outlook) -> list[Estimate]:
+        """Of all requests, by limit."""
+        runs: dict[Kind, list[Estimate]] = {}
+        for kind in {ask.kind for ask in outlook.asks if ask.kind is not None}:
+            found = self._of(kind).runs(self._max_k)
+            runs[kind] = verified(found) if kind.is_verified else found
+        totals = []
+        for limit in range(1, outlook.longest + 1):
+            sums = [0.0, 0.0, 0.0]
+            for ask, count in outlook.asks.items():
+                length = min(ask.k, limit) if ask.is_bound else ask.k
+                each: Sequence[float] = (length,) * 3
+                if ask.kind is not None:
+                    each = runs[ask.kind][length - 1]
+                if ask.is_bound and length > 1:
+                    each = [self._delivered(value) for value in each]
+                sums = [total + count * value for total, value in zip(sums, each, strict=True)]
+            totals.append(Estimate(*sums))
+        return totals
+
+    def _sure(self, options: _Options) -> list[int]:
+        """Limits that surely gain, by more than prices are off."""
+        assert self._balance_ms is not None
+        if self._balance_ms < 0:
+            return []
+        least = self._prices.spread * options.plain_ms
+        return [place + 1 for place, gain in enumerate(options.gains_ms) if gain.low > least]
+
+    def _trial(self, options: _Options, outlook: Outlook) -> int:
+        """The most promising limit that may gain and that the account can pay for; it does."""
+        assert self._balance_ms is not None
+        values = options.values_ms
+        promising = [place + 1 for place, value in enumerate(values) if value.high > 0]
+        for limit in sorted(promising, key=lambda limit: -values[limit - 1].high):
+            loss_ms = self._loss(outlook, limit)
+            if loss_ms <= self._balance_ms:
+                self._balance_ms -= loss_ms
+                return limit
+        return 1
+
+    def _loss(self, outlook: Outlook, limit: int) -> float:
+        """If nothing is accepted: the masks of this step, and in the next one what is pending."""
+        now = self._price(outlook.actual(limit)) - self._price(outlook.actual(1))
+        asks = Counter[Ask]()
+        for ask, count in outlook.asks.items():
+            pending = min(ask.k, limit) if ask.is_bound else ask.pending
+            asks[ask._replace(pending=pending)] += count
+        after = Outlook(asks, outlook.kv_tokens)
+        return now + self._price(after.actual(1)) - self._price(after.plain())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from sglang.srt.base_worker import NewRow, ScheduleBatch
 from sglang.srt.device_copies import to_device
 from sglang.srt.model_executor.step_ops import StepCounts
+from sglang.srt.mtp.acceptance_estimate import Kind
+from sglang.srt.mtp.length_policy import Accepted, Ask, Outlook
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +23,12 @@ class StepLengths:
         max_accepted: tokens that can be accepted.
         looks_ahead: whether the request wants to predict more than one token.
         max_pending: tokens that can be pending, 1 where a prompt is fed.
-        is_uncertain: it does, and how many are accepted is not known beforehand.
     """
 
     counts: StepCounts
     max_accepted: list[int]
     looks_ahead: list[bool]
     max_pending: list[int]
-    is_uncertain: list[bool]
 
     @property
     def is_plain(self) -> bool:
@@ -43,15 +44,23 @@ class LookaheadRows:
         max_predicted: N host integers; the request's k.
         host_thresholds: `thresholds` on the host.
         is_lossless: N host flags; verified, or without look-ahead.
+
+    Args:
+        limits_all: the length policy may shorten unverified requests, too.
     """
 
-    def __init__(self, num_rows: int, device: str) -> None:
+    def __init__(self, num_rows: int, device: str, limits_all: bool = False) -> None:
         self._device = device
+        self._limits_all = limits_all
         self.thresholds = torch.zeros(num_rows, device=device)
         self.max_predicted = [1] * num_rows
         self.host_thresholds = [0.0] * num_rows
         self.is_lossless = [True] * num_rows
+        self._kinds: list[Kind | None] = [None] * num_rows
         self._pending_bounds = [1] * num_rows
+        self._pending_read = [1] * num_rows  # after the last result that was read
+        self._was_used = [False] * num_rows
+        self._num_ended = 0
 
     def initialize(self, new_rows: list[NewRow]) -> None:
         """Sets the state of requests that have just got a row."""
@@ -62,33 +71,90 @@ class LookaheadRows:
             self.max_predicted[new.row] = params.num_predicted
             self.host_thresholds[new.row] = params.mtp_threshold
             self.is_lossless[new.row] = params.mtp_verify or not params.mtp_enabled
+            self._kinds[new.row] = self._kind(new.row)
+            self._pending_read[new.row] = 1
+            self._num_ended += self._was_used[new.row]
+            self._was_used[new.row] = True
         places = [new.row for new in new_rows]
         rows = to_device(places, self._device)
         thresholds = [self.host_thresholds[row] for row in places]
         self.thresholds[rows] = to_device(thresholds, self._device)
 
-    def is_static(self, row: int) -> bool:
-        """Whether each step of its request accepts as many tokens as it predicts."""
+    def _kind(self, row: int) -> Kind | None:
+        """None where each step accepts as many tokens as it predicts."""
         is_taken = not self.is_lossless[row] and self.host_thresholds[row] == 0
-        return is_taken or self.max_predicted[row] == 1
+        if is_taken or self.max_predicted[row] == 1:
+            return None
+        return Kind(self.is_lossless[row], round(10 * self.host_thresholds[row]))
 
-    def plan(
-        self, batch: ScheduleBatch, limits: list[int], longest_pending: int | None
-    ) -> StepLengths:
+    def is_bound(self, row: int) -> bool:
+        """Whether the length policy may shorten its request."""
+        return self._limits_all or self.is_lossless[row]
+
+    def outlook(self, batch: ScheduleBatch, longest_pending: int | None) -> Outlook:
+        """What the length policy gets to see of a step; `longest_pending` as for `plan`."""
+        asks: Counter[tuple[Kind | None, int, bool, int]] = Counter()
+        kv_tokens = prompt_row_kv = prompt_reqs = 0
+        for i, row in enumerate(batch.rows):
+            num_host = batch.num_host_tokens[i]
+            kv_len = batch.kv_len_upper_bounds[i] - batch.max_q_lens[i] + num_host
+            prompt_row_kv += num_host * kv_len
+            if not batch.emits[i]:
+                prompt_reqs += 1
+                continue
+            kv_tokens += kv_len
+            pending = self._bound(row, num_host, longest_pending) if num_host == 0 else 0
+            asks[self._kinds[row], self.max_predicted[row], self.is_bound(row), pending] += 1
+        num_ended, self._num_ended = self._num_ended, 0
+        return Outlook(
+            asks=Counter({Ask(*ask): count for ask, count in asks.items()}),
+            kv_tokens=kv_tokens,
+            prompt_rows=sum(batch.num_host_tokens),
+            longest_prompt=max(batch.num_host_tokens),
+            prompt_reqs=prompt_reqs,
+            prompt_row_kv=prompt_row_kv,
+            num_ended=num_ended,
+        )
+
+    def _bound(self, row: int, num_host: int, longest_pending: int | None) -> int:
+        """Tokens that can be pending."""
+        bound = 1 if num_host else self._pending_bounds[row]
+        return bound if longest_pending is None else min(bound, longest_pending)
+
+    def accepted(
+        self, rows: list[int], lengths: StepLengths, accept_lens: list[int]
+    ) -> list[Accepted]:
+        """What a step's requests accepted, of those that emit. Called for every step, in order: of
+        a verified request it depends on the step before how many drafts there were."""
+        found = []
+        for row, predicted, taken in zip(
+            rows, lengths.counts.num_predicted, accept_lens, strict=True
+        ):
+            if predicted == 0:
+                continue
+            tried = predicted
+            if self.is_lossless[row]:
+                tried = max(self._pending_read[row], taken)
+                self._pending_read[row] = predicted if taken == tried else 1
+            found.append(Accepted(self._kinds[row], self.is_bound(row), tried, taken))
+        return found
+
+    def plan(self, batch: ScheduleBatch, limit: int, longest_pending: int | None) -> StepLengths:
         """Lengths of the next step.
 
         Args:
-            limits: R tokens that may be predicted, at most.
+            limit: most tokens that a request may predict which the length policy may shorten.
             longest_pending: most pending tokens that a request has, where that is known.
         """
         counts = StepCounts([], [], [], [])
-        lengths = StepLengths(counts, [], [], [], [])
+        lengths = StepLengths(counts, [], [], [])
         for i, row in enumerate(batch.rows):
             num_host = batch.num_host_tokens[i]
-            k = min(self.max_predicted[row], limits[i]) if batch.emits[i] else 0
-            bound = 1 if num_host else self._pending_bounds[row]
-            if longest_pending is not None:
-                bound = min(bound, longest_pending)
+            k = self.max_predicted[row]
+            if self.is_bound(row):
+                k = min(k, limit)
+            k = k if batch.emits[i] else 0
+            bound = self._bound(row, num_host, longest_pending)
             q_len = (num_host or bound) + max(k - 1, 0)
             reads_pending = self.is_lossless[row] and not num_host
             counts.q_lens.append(q_len)
@@ -97,9 +163,7 @@ class LookaheadRows:
             counts.num_read.append(q_len if reads_pending else k)
             lengths.max_accepted.append(bound if self.is_lossless[row] else k)
             counts.is_verified.append(self.is_lossless[row])
-            looks_ahead = batch.emits[i] and self.max_predicted[row] > 1
-            lengths.looks_ahead.append(looks_ahead)
-            lengths.is_uncertain.append(looks_ahead and not self.is_static(row))
+            lengths.looks_ahead.append(batch.emits[i] and self.max_predicted[row] > 1)
             if k:
                 self._pending_bounds[row] = k
         return lengths

@@ -37,7 +37,7 @@ from sglang.srt.model_executor.request_rows import RequestRows
 from sglang.srt.model_executor.step_ops import IS_VERIFIED, RowLayout
 from sglang.srt.model_executor.step_outputs import hidden_of_reads, hidden_states, prompt_logprobs
 from sglang.srt.mtp.acceptance import AcceptanceOps, Outcome, Predictions
-from sglang.srt.mtp.length_policy import LengthPolicy, Wishes
+from sglang.srt.mtp.length_policy import LengthPolicy
 from sglang.srt.mtp.lookahead_rows import LookaheadRows, StepLengths
 from sglang.srt.registry import ACCEPTANCE
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -56,8 +56,8 @@ class MTPConfig:
             depends on k.
         trims_rows: look at how many tokens are pending and pad to the longest run of the batch, not
             to the longest possible one: for devices where looking costs nothing.
-        measures_costs: the length policy's prices are measured at start-up; otherwise rows cost
-            nothing, and every request predicts as many tokens as it wishes.
+        measures_costs: the length policy's prices are measured at start-up; otherwise every request
+            predicts as many tokens as it wishes.
         traces: results say what was fed.
         bypasses_graphs: steps of several rows per request replay no captured graph, though steps of
             one row do; said once.
@@ -70,6 +70,15 @@ class MTPConfig:
     measures_costs: bool = False
     traces: bool = False
     bypasses_graphs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A step that was launched and not read; `was_chosen`: the length policy chose its lengths."""
+
+    rows: list[int]
+    lengths: StepLengths
+    was_chosen: bool
 
 
 class MTPWorker:
@@ -91,10 +100,12 @@ class MTPWorker:
         self._plain = TpModelWorker(runner, state, (config.mask_token_id,))
         self._sampler = self._plain.sampler
         num_rows = state.committed.shape[0]
-        self._lookahead = LookaheadRows(num_rows, str(state.committed.device))
+        self._lookahead = LookaheadRows(
+            num_rows, str(state.committed.device), config.limits_unverified
+        )
         accept = ACCEPTANCE.load(runner.ops)
         self._acceptance: AcceptanceOps = accept(state, self._lookahead.thresholds)
-        self._unread: deque[StepLengths] = deque()
+        self._unread: deque[_Unread] = deque()
         self._has_warned = False
 
     def step_width(self, params: SamplingParams) -> StepWidth:
@@ -103,10 +114,10 @@ class MTPWorker:
 
     def observe(self, result: HostResult) -> None:
         """Tells the length policy how many tokens of the oldest unread step were accepted."""
-        lengths = self._unread.popleft()
-        for i, is_uncertain in enumerate(lengths.is_uncertain):
-            if is_uncertain:
-                self._policy.observe(lengths.max_accepted[i], result.accept_lens[i])
+        step = self._unread.popleft()
+        accepted = self._lookahead.accepted(step.rows, step.lengths, result.accept_lens)
+        if step.was_chosen:
+            self._policy.observe(accepted)
 
     @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
@@ -116,8 +127,9 @@ class MTPWorker:
         longest = None
         if self._config.trims_rows:
             longest = int(state.pending_lens[batch.rows].max())
-        lengths = self._lookahead.plan(batch, self._limits(batch), longest)
-        self._unread.append(lengths)
+        limit = self._limit(batch, longest)
+        lengths = self._lookahead.plan(batch, limit or self._config.max_k, longest)
+        self._unread.append(_Unread(batch.rows, lengths, limit is not None))
         mask = self._config.mask_token_id
         inputs, layout = build_forward_batch(
             self._runner.step_ops,
@@ -194,21 +206,16 @@ class MTPWorker:
             used_graph=used_graph,
         )
 
-    def _limits(self, batch: ScheduleBatch) -> list[int]:
-        """How many tokens each request may predict under the load at hand."""
-        rows, always = self._lookahead, self._config.limits_unverified
-        bound, wishes, others = list[bool](), Wishes(), Wishes()
-        for row, emits in zip(batch.rows, batch.emits, strict=True):
-            is_bound = emits and (always or rows.is_lossless[row])
-            bound.append(is_bound)
-            if emits:
-                who = wishes if is_bound else others
-                kind = who.static if rows.is_static(row) else who.adaptive
-                kind[rows.max_predicted[row]] += 1
-        limit = self._config.max_k
-        if wishes.longest > 1:
-            limit = self._policy.limit(wishes, others, sum(batch.num_host_tokens))
-        return [limit if is_bound else self._config.max_k for is_bound in bound]
+    def _limit(self, batch: ScheduleBatch, longest_pending: int | None) -> int | None:
+        """How many tokens the requests may predict that the length policy may shorten; None where
+        none of them looks ahead."""
+        rows = self._lookahead
+        if not any(
+            emits and rows.max_predicted[row] > 1 and rows.is_bound(row)
+            for row, emits in zip(batch.rows, batch.emits, strict=True)
+        ):
+            return None
+        return self._policy.choose(rows.outlook(batch, longest_pending))
 
     def _logits(
         self, batch: ScheduleBatch, layout: RowLayout, hidden: torch.Tensor

@@ -1,0 +1,104 @@
+"""How many of the tokens that are predicted will be accepted, and how sure that is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+PRIOR_SURVIVAL = 0.7  # of a prediction, given that the one before it was accepted
+PRIOR_TRIALS = 2.0  # what that counts for
+WINDOW = 512.0  # trials that are remembered: text changes
+FORGETTING_STEPS = 300.0  # in which most of what is not tried is forgotten
+
+
+class Kind(NamedTuple):
+    """Requests that are expected to accept alike.
+
+    Attributes:
+        is_verified: accepts what is confirmed; else what is probable enough.
+        tau: threshold, in tenths.
+    """
+
+    is_verified: bool
+    tau: int
+
+
+class Estimate(NamedTuple):
+    """Tokens per step of a request that predicts so many: at least, probably, at most."""
+
+    low: float
+    mean: float
+    high: float
+
+
+CERTAINTY = 1.64  # standard deviations: 19 of 20 times the truth is above `low`
+
+
+class Survival:
+    """Chances that the (j+2)-th token of a run is accepted, given that the (j+1)-th is, as counts
+    of trials. What was never tried is taken to survive like the position before it."""
+
+    def __init__(self, max_k: int) -> None:
+        self._tried = [0.0] * (max_k - 1)
+        self._kept = [0.0] * (max_k - 1)
+
+    def record(self, num_tried: int, num_accepted: int, num_runs: int = 1) -> None:
+        """So many runs could have had `num_tried` tokens and had `num_accepted`."""
+        for j in range(min(num_tried - 1, num_accepted)):
+            self._tried[j] += num_runs
+            self._kept[j] += num_runs * (num_accepted >= j + 2)
+            if self._tried[j] > WINDOW:
+                self._scale(j, WINDOW / self._tried[j])
+
+    def forget(self, limit: int) -> None:
+        """A step predicts no more than `limit` tokens. By steps, not by requests, or many requests
+        would forget within a few steps what they have learnt."""
+        for j in range(limit - 1, len(self._tried)):
+            self._scale(j, 1.0 - 1.0 / FORGETTING_STEPS)
+
+    def _scale(self, j: int, share: float) -> None:
+        self._tried[j] *= share
+        self._kept[j] *= share
+
+    def runs(self, longest: int) -> list[Estimate]:
+        """Length of a run of at most 1, 2, ... `longest` tokens; variance as of products of
+        independent shares (Greenwood)."""
+        survival, chance, mean = PRIOR_SURVIVAL, 1.0, 1.0
+        chances: list[float] = []
+        variances: list[float] = []  # of each survival, relative to its square
+        found = [Estimate(1.0, 1.0, 1.0)]
+        for j in range(longest - 1):
+            trials = self._tried[j] + PRIOR_TRIALS
+            survival = (self._kept[j] + PRIOR_TRIALS * survival) / trials
+            chance *= survival
+            mean += chance
+            chances.append(chance)
+            # Without a failure among so many trials, one in as many may still fail.
+            variances.append(max(1.0 - survival, 1.0 / trials) / (survival * trials))
+            tail = variance = 0.0
+            for i in range(j, -1, -1):
+                tail += chances[i]
+                variance += tail * tail * variances[i]
+            off = CERTAINTY * math.sqrt(variance)
+            found.append(Estimate(max(1.0, mean - off), mean, min(j + 2.0, mean + off)))
+        return found
+
+
+def verified(runs: list[Estimate]) -> list[Estimate]:
+    """Tokens per step of a verified request, from the lengths of the runs of steps with drafts.
+
+    A step whose drafts are not all confirmed leaves none for the next one, which gives one token.
+    """
+    found = [runs[0]]
+    for before, run in itertools.pairwise(runs):
+        kept = (run.mean - before.mean) / (run.mean - 1.0)  # of the drafts accepted, the last ones
+        found.append(Estimate(*(_with_gaps(length - 1.0, kept) for length in run)))
+    return found
+
+
+def _with_gaps(num_drafts: float, kept: float) -> float:
+    """Tokens per step where a step with drafts has so many accepted on average, and the last of
+    them in a share of the cases."""
+    share = 1.0 / (2.0 - min(1.0, kept * num_drafts))  # of steps that have drafts
+    return 1.0 + share * num_drafts

@@ -1,0 +1,280 @@
+"""Measures prices of steps, once at start-up, over rows and slots that no request has yet."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from sglang.srt.device_copies import HostCopy, to_device
+from sglang.srt.model_executor.forward_batch_info import (
+    DECODE,
+    MIXED,
+    ForwardBatch,
+    GraphKey,
+    dummy_step,
+)
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.mtp.price_table import Curve, PriceTable, no_graphs
+
+logger = logging.getLogger(__name__)
+
+Launch = Callable[[], HostCopy]
+
+# Rows of steps that replay no graph, and rows whose logits are read.
+EAGER_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+MANY_ROWS = (1280, 2048, 4096)
+READ_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+PROMPT_ROWS = 512  # of a request in a step of many rows
+REPEATS = 2
+DECODE_REPEATS = 3  # what all other steps are compared with
+PLAIN_REPEATS = 7  # that show how much times vary
+KV_REQUESTS, KV_TOKENS, KV_REPEATS = 32, 1024, 3
+# On a CPU, which computes while it launches: seconds, whatever the model.
+CPU_ROWS_S, CPU_READS_S, CPU_KV_S, CPU_PLAIN_S = 0.4, 0.1, 0.2, 0.1
+CPU_KV_REQUESTS, CPU_KV_TOKENS = 4, 256
+CPU_MIN_SIZES, CPU_MAX_PASSES = 2, 3
+
+
+class PriceMeter:
+    """Times the steps of a runner.
+
+    Args:
+        max_requests: of a step.
+        max_width: rows that a request feeds, at most.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        max_requests: int,
+        max_width: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._runner = runner
+        self._max_requests = max_requests
+        self._max_width = max_width
+        self._clock = clock
+        self._table = runner.req_to_token_pool.req_to_token
+        self._device = self._table.device
+        self._is_cpu = self._device.type == "cpu"
+        self._hidden = self._forward([1])
+
+    @torch.inference_mode()
+    def measure(self) -> PriceTable:
+        """All prices; says how long it took."""
+        start = self._clock()
+        keys = self._runner.graph_keys
+        graphs_ms = {} if keys is None else self._graphs(keys.all)
+        eager = self._times_of(self._eager_rows(), self._step, CPU_ROWS_S)
+        head = self._times_of(self._below(READ_ROWS), self._read, CPU_READS_S)
+        kv_ms, row_kv_ms = self._attention()
+        prices = PriceTable(
+            find=no_graphs if keys is None else keys.find_shape,
+            graphs_ms=graphs_ms,
+            eager=_medians(eager),
+            head=_medians(head),
+            kv_ms=kv_ms,
+            row_kv_ms=row_kv_ms,
+            spread=self._spread(),
+        )
+        logger.info(
+            "Measured prices of %d graphs and %d other sizes of steps in %.1f s.",
+            len(graphs_ms),
+            len(eager) + len(head),
+            self._clock() - start,
+        )
+        return prices
+
+    # ------------------------------------------------------------ time
+
+    def _times_ms(self, launch: Launch, repeats: int) -> list[float]:
+        """Of runs after a first one. Where launches return at once they queue up, so that no time
+        of the host is in it."""
+        if self._is_cpu:
+            launch()
+            return [self._once_ms(launch) for _ in range(repeats)]
+        copies = [launch() for _ in range(repeats + 1)]
+        ends = []
+        for copy in copies:
+            copy.wait()
+            ends.append(self._clock())
+        return [(end - start) * 1e3 for start, end in itertools.pairwise(ends)]
+
+    def _once_ms(self, launch: Launch) -> float:
+        start = self._clock()
+        launch()
+        return (self._clock() - start) * 1e3
+
+    def _spread(self) -> float:
+        """Typical deviation of a plain step's time from the median, as a share; 0 where one takes
+        too long to say."""
+        launch = self._launch([1])
+        if self._is_cpu and self._once_ms(launch) * PLAIN_REPEATS > CPU_PLAIN_S * 1e3:
+            return 0.0
+        times = self._times_ms(launch, PLAIN_REPEATS)
+        middle = statistics.median(times)
+        return statistics.median(abs(value - middle) for value in times) / middle
+
+    # ------------------------------------------------------------ what is timed
+
+    def _graphs(self, keys: Iterable[GraphKey]) -> dict[GraphKey, float]:
+        """Of each graph. Where more rows seem to cost less than fewer, the dearer graph is timed
+        again: it may have met a slow moment."""
+        found = {}
+        for key in keys:
+            repeats = DECODE_REPEATS if key.tag == DECODE else 1
+            found[key] = min(self._times_ms(self._replay(key), repeats))
+        ordered = sorted(found, key=lambda key: (key.tag, key.num_reqs, key.num_tokens))
+        for key, larger in itertools.pairwise(ordered):
+            if key.tag == larger.tag and found[key] > found[larger]:
+                found[key] = min(found[key], *self._times_ms(self._replay(key), 1))
+        return found
+
+    def _times_of(
+        self, sizes: Sequence[int], launch_of: Callable[[int], Launch], budget_s: float
+    ) -> dict[int, list[float]]:
+        """By size; `budget_s` holds on a CPU."""
+        if not self._is_cpu:
+            return {size: self._times_ms(launch_of(size), REPEATS) for size in sizes}
+        launches = {size: launch_of(size) for size in sizes}
+        return timed_passes(launches, budget_s, self._once_ms, self._clock)
+
+    def _attention(self) -> tuple[float, float]:
+        """Of a token of KV that is read, and of a row that sees one: from steps of one row per
+        request and of the widest, each over little and over much KV."""
+        count, length = KV_REQUESTS, KV_TOKENS
+        if self._is_cpu:
+            count, length = CPU_KV_REQUESTS, CPU_KV_TOKENS
+            step_s = self._once_ms(self._launch([self._max_width] * count)) / 1e3
+            if step_s * 4 * (1 + KV_REPEATS) > CPU_KV_S:
+                return 0.0, 0.0  # a large model: weights outweigh KV
+        count = max(1, min(count, self._max_requests))
+        longest = self._table.shape[1] - self._max_width
+        num_slots = self._runner.num_pages * self._runner.kv_pool.page_size
+        length = min(length, longest, num_slots // count)
+        if length < 2:
+            return 0.0, 0.0
+        slots = torch.arange(count * length, device=self._device) + self._runner.kv_pool.page_size
+        self._table[:count, :length] = slots.view(count, length).to(self._table.dtype)
+        try:
+            narrow = self._kv_slope(count, length, 1)
+            if self._max_width == 1:
+                return max(narrow, 0.0), 0.0
+            wide = self._kv_slope(count, length, self._max_width)
+        finally:
+            self._table[:count, :length] = 0
+        per_row = max(0.0, (wide - narrow) / (self._max_width - 1))
+        return max(0.0, narrow - per_row), per_row
+
+    def _kv_slope(self, count: int, length: int, width: int) -> float:
+        """Milliseconds per token of KV of each request."""
+        costs = []
+        for kv_len in (0, length):
+            launch = self._launch([width] * count, kv_len)
+            costs.append(statistics.median(self._times_ms(launch, KV_REPEATS)))
+        return (costs[1] - costs[0]) / (count * length)
+
+    def _replay(self, key: GraphKey) -> Launch:
+        return self._launch(rows_of(key))
+
+    def _step(self, num_rows: int) -> Launch:
+        """As few requests as the rows allow."""
+        width = self._max_width
+        if num_rows > self._max_requests * width or num_rows in MANY_ROWS:
+            width = min(PROMPT_ROWS, self._table.shape[1])
+        return self._launch(split(num_rows, -(-num_rows // width)))
+
+    def _read(self, num_rows: int) -> Launch:
+        hidden = self._hidden[:1].expand(num_rows, -1).contiguous()
+
+        def launch() -> HostCopy:
+            logits = self._runner.compute_logits(hidden)
+            return HostCopy([torch.softmax(logits, dim=-1, dtype=torch.float32).max(dim=-1)[1]])
+
+        return launch
+
+    def _launch(self, q_lens: list[int], kv_len: int = 0) -> Launch:
+        batch = dummy_step(q_lens, self._device)
+        if kv_len:
+            batch = _over_kv(batch, kv_len)
+        return lambda: HostCopy([self._runner.forward(batch).hidden[:1, :1].clone()])
+
+    def _forward(self, q_lens: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return self._runner.forward(dummy_step(q_lens, self._device)).hidden.clone()
+
+    def _eager_rows(self) -> list[int]:
+        """Those that no graph covers: with graphs of steps with prompts, the larger ones."""
+        keys, many = self._runner.graph_keys, () if self._is_cpu else MANY_ROWS
+        if keys is not None and any(key.tag == MIXED for key in keys.all):
+            return [*many]
+        return [*self._below(EAGER_ROWS), *many]
+
+    def _below(self, sizes: Sequence[int]) -> list[int]:
+        most = self._max_requests * self._max_width
+        return [size for size in sizes if size <= most] or [sizes[0]]
+
+
+def _medians(times: Mapping[int, Sequence[float]]) -> Curve:
+    return Curve(tuple(times), tuple(statistics.median(values) for values in times.values()))
+
+
+def timed_passes(
+    launches: Mapping[int, Launch],
+    budget_s: float,
+    once_ms: Callable[[Launch], float],
+    clock: Callable[[], float],
+) -> dict[int, list[float]]:
+    """Milliseconds of each size, ascending, from passes over all of them, so that a slow moment
+    meets one run of many. The first warms up and counts only if the budget is spent by then; the
+    larger sizes that would take more than half of it are left out."""
+    start, first = clock(), dict[int, list[float]]()
+    for size, launch in launches.items():
+        if len(first) >= CPU_MIN_SIZES and clock() - start > budget_s / 2:
+            break
+        first[size] = [once_ms(launch)]
+    pass_s = clock() - start
+    times: dict[int, list[float]] = {size: [] for size in first}
+    for _ in range(CPU_MAX_PASSES):
+        if clock() - start + pass_s > 1.2 * budget_s:
+            break
+        for size, values in times.items():
+            values.append(once_ms(launches[size]))
+    return times if all(times.values()) else first
+
+
+def rows_of(key: GraphKey) -> list[int]:
+    """Rows of the requests of a step that replays this graph and fills it."""
+    if key.is_uniform:
+        return [key.width] * key.num_reqs
+    if key.tag != MIXED:
+        return split(key.num_tokens, key.num_reqs)
+    # One prompt, too long for the other graphs, beside as many decodes as there is room for.
+    others = max(0, min(key.num_reqs - 1, key.num_tokens - key.width - 1))
+    return [key.num_tokens - others, *[1] * others]
+
+
+def split(num_rows: int, num_reqs: int) -> list[int]:
+    """Rows of requests that feed nearly the same."""
+    share, rest = divmod(num_rows, num_reqs)
+    return [share + (index < rest) for index in range(num_reqs)]
+
+
+def _over_kv(batch: ForwardBatch, kv_len: int) -> ForwardBatch:
+    """The step after so many tokens, of requests in the first rows of the table."""
+    device = batch.positions.device
+    lens = [q_len + kv_len for q_len in batch.q_lens]
+    return replace(
+        batch,
+        positions=batch.positions + kv_len,
+        rows=torch.arange(len(lens), device=device),
+        kv_lens=to_device(lens, device),
+        kv_len_upper_bounds=lens,
+    )

@@ -1,0 +1,99 @@
+"""What a step costs, from what was measured at start-up."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from sglang.srt.model_executor.forward_batch_info import GraphKey
+
+# The graph that a step of so many requests, rows of its widest request and rows in all replays.
+FindGraph = Callable[[int, int, int], GraphKey | None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What of a step decides its price.
+
+    Attributes:
+        num_reqs: requests.
+        widest: rows of the request that feeds most.
+        num_rows: rows in all.
+        num_read: rows whose logits are read.
+        kv_tokens: tokens with KV of all requests; each is read once.
+        row_kv: sum over the rows of the tokens that each sees.
+    """
+
+    num_reqs: int
+    widest: int
+    num_rows: int
+    num_read: int
+    kv_tokens: float = 0.0
+    row_kv: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Milliseconds by size of what is not padded: linear between measured sizes, and never less
+    for being larger than the largest one.
+
+    Attributes:
+        sizes: ascending, at least one.
+        costs_ms: measured; they may fall in places.
+    """
+
+    sizes: tuple[int, ...]
+    costs_ms: tuple[float, ...]
+
+    def at(self, size: int) -> float:
+        """Beyond the last size the mean slope of the second half goes on: the last piece alone may
+        be flat. With one size, cost grows with size."""
+        sizes, costs = self.sizes, self.costs_ms
+        if size <= sizes[0]:
+            return costs[0]
+        last = sizes[-1]
+        if size > last:
+            if len(sizes) == 1:
+                return costs[0] * size / last
+            middle = last // 2
+            slope = (costs[-1] - self.at(middle)) / (last - middle)
+            return costs[-1] + max(slope, 0.0) * (size - last)
+        right = bisect.bisect_left(sizes, size)
+        share = (size - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
+        return costs[right - 1] + share * (costs[right] - costs[right - 1])
+
+
+def no_graphs(num_reqs: int, widest: int, num_rows: int) -> None:
+    """`FindGraph` where every step is launched kernel by kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class PriceTable:
+    """Prices of steps. A step that replays a graph costs what that graph took, however few of its
+    rows are the step's own; no other graph says anything of it.
+
+    Attributes:
+        find: which graph a step replays, if any.
+        graphs_ms: of each graph over no KV to speak of.
+        eager: steps that replay none, by rows, likewise.
+        head: logits and what is drawn from them, by rows read.
+        kv_ms: of a token of KV that is read.
+        row_kv_ms: of a row that sees a token of KV.
+        spread: typical deviation of one measurement from another, as a share.
+    """
+
+    find: FindGraph
+    graphs_ms: Mapping[GraphKey, float]
+    eager: Curve
+    head: Curve
+    kv_ms: float = 0.0
+    row_kv_ms: float = 0.0
+    spread: float = 0.0
+
+    def price_ms(self, step: StepShape) -> float:
+        key = self.find(step.num_reqs, step.widest, step.num_rows)
+        measured = None if key is None else self.graphs_ms.get(key)
+        base = self.eager.at(step.num_rows) if measured is None else measured
+        attention = self.kv_ms * step.kv_tokens + self.row_kv_ms * step.row_kv
+        return base + self.head.at(step.num_read) + attention
