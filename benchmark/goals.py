@@ -39,3 +39,4 @@ BUSY_LOAD, MIN_SHARE_OF_BEST_FIXED_K = 16, 0.95
 MIN_RATIO_LOAD_AWARE = 0.97
 MIN_RATIO_K_1 = 0.97
 MIN_RATIO_STATIC_GRAPHS = 1.8  # static k=3 with graphs beside its eager bypass, one request
+MIN_PAIRED_MEDIAN, MIN_PAIRED_ROUND = 0.99, 0.97  # of rounds beside plain: never slower

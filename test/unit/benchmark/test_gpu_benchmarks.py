@@ -20,6 +20,7 @@ import gpu_load
 import held_out  # also puts scripts/demo_models on the path
 import make_gpu_tables
 import mtp_gpu
+import mtp_paired
 import plot_mtp_gpu
 import plot_step_profile
 import startup
@@ -462,3 +463,15 @@ def test_a_missing_matplotlib_or_result_is_one_clear_message(
         load_pyplot()
     with pytest.raises(SystemExit, match=r"python benchmark/mtp_gpu\.py"):
         read_result(tmp_path / "mtp_gpu.json", "mtp_gpu.py")
+
+
+def test_paired_rounds_are_judged_by_their_median_and_their_lowest() -> None:
+    plain = [100.0] * 5
+    for speeds, passed in (
+        ([99.0, 98.0, 99.5, 97.0, 101.0], True),
+        ([99.0, 98.0, 99.5, 96.9, 101.0], False),
+        ([98.9, 98.0, 98.5, 98.0, 101.0], False),
+    ):
+        found = mtp_paired.summary(speeds, plain, [1.0] * 5)
+        assert found["passed"] == passed
+        assert found["lowest"] == min(speeds) / 100

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from sglang.srt.mtp.acceptance_estimate import Estimate, Kind, Survival, verified
+from sglang.srt.mtp.acceptance_estimate import FORGETTING_STEPS, Estimate, Kind, Survival, verified
 from sglang.srt.mtp.price_table import PriceTable, StepShape
 
 TRIAL_SHARE = 0.003  # of the time that plain steps would take, for trying what may not pay
@@ -180,9 +180,10 @@ class LoadAwareLength:
     than its price beside plain decoding. Of those that do, the one that probably gains most is
     taken. Where none does but one might, it is tried for a step when the account can bear that no
     token of it is accepted. The account grows by a small share of the plain price of each step, is
-    charged with what trials could lose and with what lengths that were sure to pay gained or lost,
-    and holds one plain step at most. Below zero nothing looks ahead. So whatever is accepted, and
-    whenever that changes, the time lost to plain decoding stays within that share and one step.
+    charged with what trials could lose (and refunded if they gain much) and with what lengths that
+    were sure to pay gained or lost, and holds one plain step at most. Below zero nothing looks
+    ahead. So whatever is accepted, and whenever that changes, the time lost to plain decoding stays
+    within that share and one step, as far as prices are right.
 
     Args:
         prices: of steps.
@@ -196,6 +197,7 @@ class LoadAwareLength:
         self._steps: deque[_Step] = deque()
         self._balance_ms: float | None = None
         self._is_trial = False
+        self._trial_loss_ms = self._trial_gain_ms = 0.0  # what trials could lose, and did gain
         self._num_ended, self._num_tokens = PRIOR_ENDS, PRIOR_TOKENS
 
     def choose(self, outlook: Outlook) -> int:
@@ -215,6 +217,8 @@ class LoadAwareLength:
         self._steps.append(_Step(extra_ms, options.plain_token_ms, not self._is_trial))
         for kind in {ask.kind for ask in outlook.asks if ask.kind is not None}:
             self._of(kind).forget(limit)
+        self._trial_loss_ms *= 1.0 - 1.0 / FORGETTING_STEPS
+        self._trial_gain_ms *= 1.0 - 1.0 / FORGETTING_STEPS
         return limit
 
     def observe(self, accepted: Sequence[Accepted]) -> None:
@@ -227,9 +231,24 @@ class LoadAwareLength:
             if kind is not None:
                 self._of(kind).record(tried, taken, count)
             self._num_tokens += count * taken
-        if step.counts and self._balance_ms is not None and num_bound:
+        assert self._balance_ms is not None, "A step that was not chosen for."
+        gained_ms = 0.0
+        if num_tokens > num_bound:
             gained = num_bound * (self._delivered(num_tokens / num_bound) - 1.0)
-            self._balance_ms += max(0.0, gained) * step.token_ms - step.extra_ms
+            gained_ms = gained * step.token_ms
+        if step.counts:
+            self._balance_ms += gained_ms - step.extra_ms
+        elif self._trial_loss_ms:
+            self._trial_gain_ms += gained_ms
+            self._refund()
+
+    def _refund(self) -> None:
+        """Trials that gained twice what they could lose cost nothing: the next ones may follow at
+        once. Those that gain little more than they cost are too close to say, if prices are off."""
+        assert self._balance_ms is not None
+        if self._trial_gain_ms >= 2 * self._trial_loss_ms:
+            self._balance_ms += self._trial_loss_ms
+            self._trial_loss_ms = self._trial_gain_ms = 0.0
 
     def _of(self, kind: Kind) -> Survival:
         if kind not in self._survival:
@@ -306,6 +325,7 @@ class LoadAwareLength:
             loss_ms = self._loss(outlook, limit)
             if loss_ms <= self._balance_ms:
                 self._balance_ms -= loss_ms
+                self._trial_loss_ms += loss_ms
                 return limit
         return 1
 

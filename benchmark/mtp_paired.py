@@ -1,0 +1,184 @@
+"""Is multi-token prediction that heeds the load ever slower than plain decoding on a GPU?
+
+The bundled model in Llama-3.1-8B's geometry (`inflate.py`), prompts of held-out code, one Engine with
+--mtp-load-aware-k. Rounds of plain, conf_adapt and verified requests at each number of requests at
+once, plain first and last in turn, so that each ratio is of runs side by side. What is asked: the
+median of the rounds' ratios, and the lowest (`goals.py`). Stored after each round; rounds end
+before --budget-s does.
+
+    python benchmark/mtp_paired.py --model-dir FOLDER        on a GPU
+    python benchmark/mtp_paired.py --model-path demo --concurrency 1 4 --new-tokens 16
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from engine_load import Budget, closed_loop
+from environment import describe_environment
+from goals import MIN_PAIRED_MEDIAN, MIN_PAIRED_ROUND
+from held_out import held_out_prompts
+from mtp_checks import KINDS, LOAD_AWARE, PLAIN, VERIFIED
+from mtp_gpu import BENCHMARK, INFLATED, LONG_CHUNK, engine_flags, inflate, settings, store
+from tqdm import tqdm
+
+import sglang
+from sglang.srt.model_config import resolve_model_path
+
+RESULT = BENCHMARK / "results" / "mtp_paired.json"
+COMPARED = (LOAD_AWARE, VERIFIED)
+MIN_PROMPTS = 4  # of a lap
+BUSY, BUSY_LAPS = 64, 2  # so many requests at once are soon done with a lap
+
+
+def num_laps(num_requests: int) -> int:
+    """Laps that count: of many requests at once one lasts a second, of one client it is long."""
+    return BUSY_LAPS if num_requests >= BUSY else 1
+
+
+class Rounds:
+    """Speeds of each kind at each number of requests at once, one per round."""
+
+    def __init__(
+        self, engine: sglang.Engine, prompts: list[list[int]], loads: list[int], new_tokens: int
+    ) -> None:
+        self._engine = engine
+        self._prompts = prompts
+        self._new_tokens = new_tokens
+        kinds = (PLAIN, *COMPARED)
+        self.tok_s: dict[int, dict[str, list[float]]] = {
+            load: {kind: [] for kind in kinds} for load in loads
+        }
+        self.tokens_per_step: dict[int, dict[str, list[float]]] = {
+            load: {kind: [] for kind in kinds} for load in loads
+        }
+
+    def run(self, number: int) -> float:
+        """One round; round 0 warms up and is not counted. Seconds."""
+        start = time.perf_counter()
+        order = (PLAIN, *COMPARED)
+        runs = [*itertools.product(self.tok_s, order if number % 2 else order[::-1])]
+        for load, kind in tqdm(runs, desc=f"round {number}", unit="run", mininterval=2.0):
+            new_tokens = self._new_tokens if number else max(8, self._new_tokens // 4)
+            params = {**KINDS[kind].params, "max_new_tokens": new_tokens, "ignore_eos": True}
+            prompts = self._prompts[: max(MIN_PROMPTS, load)]
+            laps = num_laps(load) if number else 1
+            result = asyncio.run(closed_loop(self._engine, prompts, params, load, laps))
+            if number:
+                self.tok_s[load][kind].append(result.tok_s)
+                self.tokens_per_step[load][kind].append(result.tokens_per_step)
+        return time.perf_counter() - start
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Of each load, each kind beside plain requests."""
+        return [
+            {
+                "requests": load,
+                "plain_tok_s": [round(speed, 1) for speed in speeds[PLAIN]],
+                "kinds": {
+                    kind: summary(speeds[kind], speeds[PLAIN], self.tokens_per_step[load][kind])
+                    for kind in COMPARED
+                },
+            }
+            for load, speeds in self.tok_s.items()
+        ]
+
+
+def summary(
+    speeds: list[float], plain: list[float], tokens_per_step: list[float]
+) -> dict[str, Any]:
+    """The ratios of paired runs, and whether they are what is asked."""
+    ratios = [mine / theirs for mine, theirs in zip(speeds, plain, strict=True)]
+    median, lowest = statistics.median(ratios), min(ratios)
+    return {
+        "ratios": [round(ratio, 4) for ratio in ratios],
+        "median": round(median, 4),
+        "lowest": round(lowest, 4),
+        "passed": median >= MIN_PAIRED_MEDIAN and lowest >= MIN_PAIRED_ROUND,
+        "tok_s": [round(speed, 1) for speed in speeds],
+        "tokens_per_step": round(statistics.median(tokens_per_step), 4),
+    }
+
+
+def measure(arguments: argparse.Namespace, model_path: str, budget: Budget) -> dict[str, Any]:
+    """All rounds; the result is stored after each."""
+    loads = arguments.concurrency
+    prompts, source = held_out_prompts(
+        resolve_model_path(model_path),
+        max(MIN_PROMPTS, *loads),
+        arguments.prompt_tokens,
+        arguments.seed,
+    )
+    result = {**describe_environment(), **settings(arguments), "prompts": source}
+    result["asked"] = {"median": MIN_PAIRED_MEDIAN, "lowest": MIN_PAIRED_ROUND}
+    with sglang.Engine(**engine_flags(arguments, model_path), mtp_load_aware_k=True) as engine:
+        result["attention_backend"] = engine.get_server_info()["resolved"]["attention_backend"]
+        result["startup_s"] = round(time.perf_counter() - budget.start_s, 1)
+        rounds = Rounds(engine, prompts, loads, arguments.new_tokens)
+        rounds.run(0)
+        last_s, number = 0.0, 0
+        while budget.has_room(number, arguments.rounds, last_s):
+            number += 1
+            last_s = rounds.run(number)
+            result |= {"rounds": number, "round_s": round(last_s, 1), "rows": rounds.rows()}
+            result["seconds"] = round(time.perf_counter() - budget.start_s, 1)
+            store(arguments.out, result)
+    return result
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """The ratios of each round, and what was asked of them."""
+    print(f"\n{result['rounds']} rounds, {result['seconds']:.0f} s; tok/s beside plain requests")
+    for row, kind in itertools.product(result["rows"], COMPARED):
+        found = row["kinds"][kind]
+        verdict = "ok  " if found["passed"] else "MISS"
+        ratios = " ".join(f"{ratio:.3f}" for ratio in found["ratios"])
+        print(
+            f"{verdict} {row['requests']:3d} at once, {kind:24} median {found['median']:.3f}"
+            f" lowest {found['lowest']:.3f}  ({ratios})  {found['tokens_per_step']:.2f} tokens/step"
+        )
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--model-path", default=INFLATED, help="inflated (default), demo, or a folder")
+    add("--model-dir", type=Path, help="where the inflated model is kept for the next run")
+    add("--geometry", choices=("llama-3.1-8b", "tiny"), default="llama-3.1-8b")
+    add("--concurrency", type=int, nargs="+", default=[1, 16, 64, 128])
+    add("--prompt-tokens", type=int, default=128)
+    add("--new-tokens", type=int, default=128)
+    add("--rounds", type=int, default=5, help="at most")
+    add("--budget-s", type=float, default=230.0, help="all in all, model and Engine included")
+    add("--device", default="auto")
+    add("--attention-backend")
+    add("--chunked-prefill-size", type=int, default=LONG_CHUNK)
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, default=RESULT)
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Measures, prints the ratios, writes the result."""
+    arguments = parse()
+    budget = Budget(arguments.budget_s, time.perf_counter())
+    with tempfile.TemporaryDirectory() as temporary:
+        model_path = arguments.model_path
+        if model_path == INFLATED:
+            folder = arguments.model_dir or Path(temporary)
+            inflate(folder, arguments.device, arguments.geometry)
+            model_path = str(folder)
+        result = measure(arguments, model_path, budget)
+    print_result(result)
+    print(f"written: {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
