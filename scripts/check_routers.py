@@ -1,10 +1,11 @@
-"""SGLang's routers, as they are, in front of two servers of this runtime: does a client lose anything?
+"""SGLang's routers, as they are, in front of two servers of this runtime: is anything lost?
 
     python scripts/check_routers.py
 
-Each version of sglang-router gets an environment of its own in build/routers. The load is bounded, and
-all of it stays on 127.0.0.1. Under load the server with the most running requests is killed (SIGKILL),
-comes back, and in another phase is told to stop (SIGTERM). Writes benchmark/results/routers.json.
+Each version of sglang-router gets an environment of its own in build/routers. The load is bounded,
+and all of it stays on 127.0.0.1. Under load the server with the most running requests is killed
+(SIGKILL), comes back, and in another phase is told to stop (SIGTERM). Writes
+benchmark/results/routers.json.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ WORKER_PATHS = (
 )
 ROUTER_PATHS = ("/health", "/readiness", "/v1/models", "/get_server_info", "/get_loads", "/workers")
 POLICIES = ("cache_aware", "round_robin")
-CONCURRENCY, NUM_TOKENS = 8, 160
+CONCURRENCY, NUM_TOKENS = 8, 96
 WAIT_S = 180.0
 PROMPTS = [
     f"def function_{i}(value):\n    return value + {i}\n\n\ndef other_{i}(" for i in range(6)
@@ -58,9 +59,9 @@ PROMPTS = [
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--versions", nargs="+", default=VERSIONS)
-    parser.add_argument("--requests", type=int, default=96, help="Requests in each phase.")
+    parser.add_argument("--requests", type=int, default=48, help="Requests in each phase.")
     arguments = parser.parse_args()
-    runs = []
+    result, runs = describe_environment(), []
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(Worker(index)) for index in range(2)]
         for worker in workers:
@@ -71,8 +72,7 @@ def main() -> int:
             for policy in POLICIES:
                 run = check_router(version, policy, workers, expected, arguments.requests)
                 runs.append(run)
-    result = {**describe_environment(), "router_flags": " ".join(ROUTER_FLAGS)}
-    result |= {"worker_paths": paths, "runs": runs}
+    result |= {"router_flags": " ".join(ROUTER_FLAGS), "worker_paths": paths, "runs": runs}
     RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     show(runs)
     failures = [phase for run in runs for phase in run["phases"] if not phase["ok"]]
@@ -231,8 +231,7 @@ def complete(url: str, prompt: str) -> str:
 def stream(url: str, prompt: str) -> str:
     """The last text of a stream of /generate; raises ValueError unless it ends as it should."""
     body = {"text": prompt, "sampling_params": {"max_new_tokens": NUM_TOKENS, "temperature": 0}}
-    lines = post(url + "/generate", {**body, "stream": True}, raises=True)[1].decode().split("\n\n")
-    chunks = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    chunks = data_of(post(url + "/generate", {**body, "stream": True}, raises=True)[1].decode())
     if len(chunks) < 2 or chunks[-1] != "[DONE]":
         raise ValueError("the stream has no end")
     last = json.loads(chunks[-2])
@@ -245,12 +244,16 @@ def stream_completion(url: str, prompt: str) -> str:
     """The joined text of a stream of /v1/completions."""
     body = {"model": "demo", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
     raw = post(url + "/v1/completions", {**body, "stream": True}, raises=True)[1].decode()
-    chunks = [
-        line.removeprefix("data: ") for line in raw.split("\n\n") if line.startswith("data: ")
-    ]
+    chunks = data_of(raw)
     if not chunks or chunks[-1] != "[DONE]":
         raise ValueError("the stream has no end")
     return "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks[:-1])
+
+
+def data_of(events: str) -> list[str]:
+    """What each event of a stream says."""
+    lines = events.split("\n\n")
+    return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
 
 
 REQUESTS: dict[str, Callable[[str, str], str]] = {

@@ -280,7 +280,8 @@ def test_drain_ends_a_stream_with_what_it_has(tokenizer: Tokenizer) -> None:
         draining = asyncio.create_task(backend.manager.drain(0.0, asyncio.Event()))
         await backend.wait_sent(2)
         backend.put(backend.requests[0].req_id, "y", (1,), FinishReason(type="abort"))
-        chunk: Any = await reading
+        chunk = await reading
+        assert isinstance(chunk, dict)
         assert (chunk["text"], chunk["meta_info"]["finish_reason"]["type"]) == ("y", "abort")
         await outputs.aclose()
         await draining

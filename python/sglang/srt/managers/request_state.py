@@ -143,7 +143,7 @@ class GenerateCall:
 
     def __init__(self, is_list: bool, streams: bool = False) -> None:
         self.start_time = time.monotonic()
-        self.streams = streams
+        self._streams = streams
         self.samples: list[Sample] = []
         self._is_list = is_list
         self._num_unfinished = 0
@@ -176,6 +176,11 @@ class GenerateCall:
         """Ends the call with an error for its client."""
         self._error = self._error or error
         self._news.set()
+
+    def fail_unless_streamed(self, error: Exception) -> None:
+        """`fail` for a client that has had nothing yet."""
+        if not self._streams:
+            self.fail(error)
 
     async def wait_for_news(self) -> None:
         await self._news.wait()

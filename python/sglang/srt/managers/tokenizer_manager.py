@@ -266,13 +266,9 @@ class TokenizerManager:
         return len(matching) + self._tokenizing.abort(selector, message)
 
     async def drain(self, timeout_s: float, hasten: asyncio.Event) -> None:
-        """Refuses new requests, waits for the running ones, then aborts what is left. A stream ends
-        with what it has; an unstreamed request gets 503, so that a router sends it elsewhere, and in
-        the end so does a control call. While nothing runs there is nothing to wait for.
-
-        Args:
-            timeout_s: how long running requests may take to finish.
-            hasten: ends the waiting early.
+        """Refuses new requests and waits while any runs, for `timeout_s` at most or until `hasten`.
+        Then it ends what is left: streams with what they have, others with 503 (a router sends them
+        elsewhere), and at last control calls that still wait, with 503 too.
         """
         self.draining = True
         ends = (self._idle, hasten, self.control.frozen)
@@ -281,8 +277,7 @@ class TokenizerManager:
         for task in waits:
             task.cancel()
         for sample in self._samples.values():
-            if not sample.call.streams:
-                sample.call.fail(ServiceError(SHUTDOWN_MESSAGE, 503))
+            sample.call.fail_unless_streamed(ServiceError(SHUTDOWN_MESSAGE, 503))
         if self.abort_request(abort_all=True, message=SHUTDOWN_MESSAGE):
             try:
                 await asyncio.wait_for(self._idle.wait(), ABORT_TIMEOUT_S)
