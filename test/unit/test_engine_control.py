@@ -213,7 +213,11 @@ def test_keywords_of_sglang_are_accepted_by_an_engine_too(engine: Engine) -> Non
     engine.update_weights_from_disk("x", load_format="auto", recapture_cuda_graph=True)
     with pytest.raises(ValueError, match=r"^load_format: "):
         engine.update_weights_from_disk("x", load_format="gguf")
-    assert len(sent_by(engine)) == 1
+    tensors = {"a": torch.ones(1)}
+    engine.update_weights_from_tensor(tensors, load_format=None, torch_empty_cache=False)
+    with pytest.raises(ValueError, match=r"^load_format: "):
+        engine.update_weights_from_tensor(tensors, load_format="flattened_bucket")
+    assert len(sent_by(engine)) == 2
 
 
 def test_tensors_reach_the_scheduler_as_safetensors(engine: Engine) -> None:
