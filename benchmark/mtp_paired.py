@@ -1,7 +1,7 @@
 """Is multi-token prediction that heeds the load ever slower than plain decoding on a GPU?
 
-The bundled model in Llama-3.1-8B's geometry (`inflate.py`), prompts of held-out code, one Engine with
---mtp-load-aware-k. Rounds of plain, conf_adapt and verified requests at each number of requests at
+The bundled model in Llama-3.1-8B's geometry (`inflate.py`), prompts of held-out code, one Engine
+with --mtp-load-aware-k. Rounds of plain, conf_adapt and verified requests at each number at
 once, plain first and last in turn, so that each ratio is of runs side by side. What is asked: the
 median of the rounds' ratios, and the lowest (`goals.py`). Stored after each round; rounds end
 before --budget-s does.

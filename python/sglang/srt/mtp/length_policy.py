@@ -165,12 +165,14 @@ class _Options:
         values_ms: with tokens worth what they cost at the best limit: which limit is best now?
         plain_token_ms: the former worth.
         plain_ms: price of the step at limit 1.
+        decode_ms: likewise, without its prompts.
     """
 
     gains_ms: list[Estimate]
     values_ms: list[Estimate]
     plain_token_ms: float
     plain_ms: float
+    decode_ms: float
 
 
 class LoadAwareLength:
@@ -181,7 +183,7 @@ class LoadAwareLength:
     taken. Where none does but one might, it is tried for a step when the account can bear that no
     token of it is accepted. The account grows by a small share of the plain price of each step, is
     charged with what trials could lose (and refunded if they gain much) and with what lengths that
-    were sure to pay gained or lost, and holds one plain step at most. Below zero nothing looks
+    were sure to pay gained or lost, and holds one decode step at most. Below zero nothing looks
     ahead. So whatever is accepted, and whenever that changes, the time lost to plain decoding stays
     within that share and one step, as far as prices are right.
 
@@ -203,9 +205,9 @@ class LoadAwareLength:
     def choose(self, outlook: Outlook) -> int:
         options = self._options(outlook)
         if self._balance_ms is None:
-            self._balance_ms = options.plain_ms
+            self._balance_ms = options.decode_ms
         self._balance_ms += TRIAL_SHARE * options.plain_ms
-        self._balance_ms = min(self._balance_ms, options.plain_ms)
+        self._balance_ms = min(self._balance_ms, options.decode_ms)
         self._count_ends(outlook.num_ended)
         limit, sure = 1, self._sure(options)
         if sure:
@@ -286,7 +288,9 @@ class LoadAwareLength:
             ]
 
         worths = [cost / given.mean for cost, given in zip(free, tokens, strict=True)]
-        return _Options(beside_plain(worths[0]), beside_plain(min(worths)), worths[0], costs[0])
+        return _Options(
+            beside_plain(worths[0]), beside_plain(min(worths)), worths[0], costs[0], free[0]
+        )
 
     def _tokens(self, outlook: Outlook) -> list[Estimate]:
         """Of all requests, by limit."""
