@@ -75,7 +75,8 @@ class LogitAdjustments:
         self._bias.set(row, [int(key) for key in bias], list(bias.values()))
         stops = wanted.stop_token_ids if params.min_new_tokens else []
         self._stops.set(row, stops, [float("-inf")] * len(stops))
-        self._first_stop[row] = wanted.num_prompt_tokens + params.min_new_tokens
+        # fill_ takes the number along with its launch; an assignment would copy it and wait.
+        self._first_stop[row].fill_(wanted.num_prompt_tokens + params.min_new_tokens)
 
     def apply(
         self,
