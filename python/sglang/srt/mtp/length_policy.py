@@ -7,14 +7,17 @@ accepted should go.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from sglang.srt.mtp.acceptance_estimate import FORGETTING_STEPS, Estimate, Kind, Survival, verified
 from sglang.srt.mtp.price_table import PriceTable, StepShape
 
+OPTIONS_STEPS, OPTIONS_TRIALS = 8, 32  # for which what was computed holds, at most
+LUCK_STEPS = 16.0  # of a lone request's decode steps, by which luck may move the account
 TRIAL_SHARE = 0.003  # of the time that plain steps would take, for trying what may not pay
 PRIOR_ENDS, PRIOR_TOKENS = 1.0, 64.0  # how long outputs are taken to be before any has ended
 REMEMBERED_ENDS = 256.0
@@ -56,6 +59,19 @@ class Outlook:
     prompt_reqs: int = 0
     prompt_row_kv: int = 0
     num_ended: int = 0
+
+    @property
+    def likeness(self) -> Hashable:
+        """Equal for steps whose limits have the same prices, but for KV."""
+        asks = Counter[tuple[Kind | None, int, bool, bool]]()
+        for ask, count in self.asks.items():
+            asks[ask.kind, ask.k, ask.is_bound, ask.pending > 0] += count
+        return frozenset(asks.items()), self.prompt_rows, self.longest_prompt, self.prompt_reqs
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no request has more to feed than its one pending token or its prompt."""
+        return all(ask.pending <= 1 and (ask.is_bound or ask.k == 1) for ask in self.asks)
 
     @property
     def longest(self) -> int:
@@ -166,6 +182,7 @@ class _Options:
         plain_token_ms: the former worth.
         plain_ms: price of the step at limit 1.
         decode_ms: likewise, without its prompts.
+        luck_ms: by which the account may swing where a limit gains on average.
     """
 
     gains_ms: list[Estimate]
@@ -173,6 +190,7 @@ class _Options:
     plain_token_ms: float
     plain_ms: float
     decode_ms: float
+    luck_ms: float
 
 
 class LoadAwareLength:
@@ -183,9 +201,10 @@ class LoadAwareLength:
     taken. Where none does but one might, it is tried for a step when the account can bear that no
     token of it is accepted. The account grows by a small share of the plain price of each step, is
     charged with what trials could lose (and refunded if they gain much) and with what lengths that
-    were sure to pay gained or lost, and holds one decode step at most. Below zero nothing looks
-    ahead. So whatever is accepted, and whenever that changes, the time lost to plain decoding stays
-    within that share and one step, as far as prices are right.
+    were sure to pay gained or lost, and holds little more than one decode step. Far below zero
+    nothing looks ahead. So whatever is accepted, and whenever that changes, the time lost to plain
+    decoding stays within that share and a step or, with few requests at once, a few, as far as
+    prices are right.
 
     Args:
         prices: of steps.
@@ -198,16 +217,19 @@ class LoadAwareLength:
         self._survival: dict[Kind, Survival] = {}
         self._steps: deque[_Step] = deque()
         self._balance_ms: float | None = None
+        self._options_of: tuple[Hashable, _Options] | None = None
+        self._options_age = self._num_trials = 0
+        self._least_loss_ms = 0.0  # of trials, while those options hold
         self._is_trial = False
         self._trial_loss_ms = self._trial_gain_ms = 0.0  # what trials could lose, and did gain
         self._num_ended, self._num_tokens = PRIOR_ENDS, PRIOR_TOKENS
 
     def choose(self, outlook: Outlook) -> int:
-        options = self._options(outlook)
+        options = self._current_options(outlook)
         if self._balance_ms is None:
             self._balance_ms = options.decode_ms
         self._balance_ms += TRIAL_SHARE * options.plain_ms
-        self._balance_ms = min(self._balance_ms, options.decode_ms)
+        self._balance_ms = min(self._balance_ms, options.decode_ms + options.luck_ms)
         self._count_ends(outlook.num_ended)
         limit, sure = 1, self._sure(options)
         if sure:
@@ -215,7 +237,9 @@ class LoadAwareLength:
             self._is_trial = False
         elif (trial := self._trial(options, outlook)) > 1:
             limit, self._is_trial = trial, True
-        extra_ms = self._price(outlook.actual(limit)) - self._price(outlook.plain())
+        extra_ms = 0.0
+        if limit > 1 or not outlook.is_plain:
+            extra_ms = self._price(outlook.actual(limit)) - self._price(outlook.plain())
         self._steps.append(_Step(extra_ms, options.plain_token_ms, not self._is_trial))
         for kind in {ask.kind for ask in outlook.asks if ask.kind is not None}:
             self._of(kind).forget(limit)
@@ -232,6 +256,7 @@ class LoadAwareLength:
                 num_tokens += count * taken
             if kind is not None:
                 self._of(kind).record(tried, taken, count)
+                self._num_trials += count * (tried > 1)
             self._num_tokens += count * taken
         assert self._balance_ms is not None, "A step that was not chosen for."
         gained_ms = 0.0
@@ -273,6 +298,17 @@ class LoadAwareLength:
         lost = tokens + (tokens - 1.0) / 2.0
         return tokens / (1.0 + self._num_ended / self._num_tokens * lost)
 
+    def _current_options(self, outlook: Outlook) -> _Options:
+        """Those of the steps before, while they are alike and little has been learnt."""
+        likeness = outlook.likeness
+        self._options_age += 1
+        is_old = self._options_age > OPTIONS_STEPS or self._num_trials >= OPTIONS_TRIALS
+        if self._options_of is None or is_old or self._options_of[0] != likeness:
+            self._options_of = likeness, self._options(outlook)
+            self._options_age = self._num_trials = 0
+            self._least_loss_ms = 0.0
+        return self._options_of[1]
+
     def _options(self, outlook: Outlook) -> _Options:
         limits = range(1, outlook.longest + 1)
         tokens = self._tokens(outlook)
@@ -288,8 +324,14 @@ class LoadAwareLength:
             ]
 
         worths = [cost / given.mean for cost, given in zip(free, tokens, strict=True)]
+        num_bound = sum(count for ask, count in outlook.asks.items() if ask.is_bound)
         return _Options(
-            beside_plain(worths[0]), beside_plain(min(worths)), worths[0], costs[0], free[0]
+            gains_ms=beside_plain(worths[0]),
+            values_ms=beside_plain(min(worths)),
+            plain_token_ms=worths[0],
+            plain_ms=costs[0],
+            decode_ms=free[0],
+            luck_ms=LUCK_STEPS / num_bound * free[0],
         )
 
     def _tokens(self, outlook: Outlook) -> list[Estimate]:
@@ -300,22 +342,24 @@ class LoadAwareLength:
             runs[kind] = verified(found) if kind.is_verified else found
         totals = []
         for limit in range(1, outlook.longest + 1):
-            sums = [0.0, 0.0, 0.0]
+            low = mean = high = 0.0
             for ask, count in outlook.asks.items():
                 length = min(ask.k, limit) if ask.is_bound else ask.k
-                each: Sequence[float] = (length,) * 3
+                each: Sequence[float] = (length, length, length)
                 if ask.kind is not None:
                     each = runs[ask.kind][length - 1]
                 if ask.is_bound and length > 1:
                     each = [self._delivered(value) for value in each]
-                sums = [total + count * value for total, value in zip(sums, each, strict=True)]
-            totals.append(Estimate(*sums))
+                low += count * each[0]
+                mean += count * each[1]
+                high += count * each[2]
+            totals.append(Estimate(low, mean, high))
         return totals
 
     def _sure(self, options: _Options) -> list[int]:
         """Limits that surely gain, by more than prices are off."""
         assert self._balance_ms is not None
-        if self._balance_ms < 0:
+        if self._balance_ms < -options.luck_ms:
             return []
         least = self._prices.spread * options.plain_ms
         return [place + 1 for place, gain in enumerate(options.gains_ms) if gain.low > least]
@@ -323,14 +367,17 @@ class LoadAwareLength:
     def _trial(self, options: _Options, outlook: Outlook) -> int:
         """The most promising limit that may gain and that the account can pay for; it does."""
         assert self._balance_ms is not None
-        values = options.values_ms
+        if self._balance_ms < self._least_loss_ms:
+            return 1
+        values, losses = options.values_ms, list[float]()
         promising = [place + 1 for place, value in enumerate(values) if value.high > 0]
         for limit in sorted(promising, key=lambda limit: -values[limit - 1].high):
-            loss_ms = self._loss(outlook, limit)
-            if loss_ms <= self._balance_ms:
-                self._balance_ms -= loss_ms
-                self._trial_loss_ms += loss_ms
+            losses.append(self._loss(outlook, limit))
+            if losses[-1] <= self._balance_ms:
+                self._balance_ms -= losses[-1]
+                self._trial_loss_ms += losses[-1]
                 return limit
+        self._least_loss_ms = min(losses, default=math.inf)
         return 1
 
     def _loss(self, outlook: Outlook, limit: int) -> float:

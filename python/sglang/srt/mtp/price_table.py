@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sglang.srt.model_executor.forward_batch_info import GraphKey
 
@@ -12,8 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import GraphKey
 FindGraph = Callable[[int, int, int], GraphKey | None]
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
+class StepShape(NamedTuple):
     """What of a step decides its price.
 
     Attributes:
