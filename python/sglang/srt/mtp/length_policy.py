@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from sglang.srt.mtp.acceptance_estimate import FORGETTING_STEPS, Estimate, Kind, Survival, verified
 from sglang.srt.mtp.price_table import PriceTable, StepShape
 
-OPTIONS_STEPS, OPTIONS_TRIALS = 8, 32  # for which what was computed holds, at most
+OPTIONS_STEPS, OPTIONS_TRIALS = 16, 32  # for which what was computed holds, at most
 LUCK_STEPS = 16.0  # of a lone request's decode steps, by which luck may move the account
 TRIAL_SHARE = 0.003  # of the time that plain steps would take, for trying what may not pay
 PRIOR_ENDS, PRIOR_TOKENS = 1.0, 64.0  # how long outputs are taken to be before any has ended
