@@ -25,6 +25,7 @@ from sglang.srt.mtp.length_policy import (
 from sglang.srt.mtp.mtp_worker import MTPConfig
 from sglang.srt.mtp.price_table import Curve, PriceTable, no_graphs
 from sglang.srt.worker_factory import make_worker
+from simulated_decode import gpu_prices
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner
 
 MAX_K = 8
@@ -110,6 +111,22 @@ def test_a_prompt_makes_no_prediction_cheaper() -> None:
         policy.observe([Accepted(UNVERIFIED, True, 2, 1 + (n % 5 == 0)) for n in range(10)])
     assert policy.choose(outlook_of(10)) > 1
     assert policy.choose(outlook_of(10, prompts=512)) == 1
+
+
+@pytest.mark.parametrize("num_accepted", [1, MAX_K])
+def test_looking_ahead_never_takes_a_step_out_of_its_graph(num_accepted: int) -> None:
+    """Even where launched steps seem to cost nothing; a step that has no graph anyway may."""
+    prices = replace(gpu_prices(), eager=Curve((1, 4096), (0.1, 0.1)))
+    policy, limits = LoadAwareLength(prices, MAX_K), set[int]()
+    for prompts in (0, 512, 900) * 100:
+        for pending in (1, MAX_K):
+            outlook = outlook_of(128, VERIFIED, pending=pending, prompts=prompts)
+            limit = policy.choose(outlook)
+            limits.add(limit)
+            stays = prices.replays(outlook.actual(limit))
+            assert stays or not prices.replays(outlook.actual(1))
+            policy.observe([Accepted(VERIFIED, True, limit, min(limit, num_accepted))] * 128)
+    assert num_accepted == 1 or max(limits) > 1
 
 
 def test_a_busy_server_gives_a_lone_request_no_more_than_it_is_worth() -> None:

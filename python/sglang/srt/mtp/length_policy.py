@@ -231,11 +231,11 @@ class LoadAwareLength:
         self._balance_ms += TRIAL_SHARE * options.plain_ms
         self._balance_ms = min(self._balance_ms, options.decode_ms + options.luck_ms)
         self._count_ends(outlook.num_ended)
-        limit, sure = 1, self._sure(options)
-        if sure:
+        limit, longest = 1, self._longest(outlook)
+        if sure := [limit for limit in self._sure(options) if limit <= longest]:
             limit = max(1, *sure, key=lambda limit: options.values_ms[limit - 1].high)
             self._is_trial = False
-        elif (trial := self._trial(options, outlook)) > 1:
+        elif (trial := self._trial(options, outlook, longest)) > 1:
             limit, self._is_trial = trial, True
         extra_ms = 0.0
         if limit > 1 or not outlook.is_plain:
@@ -356,6 +356,15 @@ class LoadAwareLength:
             totals.append(Estimate(low, mean, high))
         return totals
 
+    def _longest(self, outlook: Outlook) -> int:
+        """The longest limit whose step replays a graph, if the step at limit 1 does: kernels
+        launched one by one keep the host busy for longer than the device."""
+        limit = outlook.longest
+        if self._prices.replays(outlook.actual(1)):
+            while not self._prices.replays(outlook.actual(limit)):
+                limit -= 1
+        return limit
+
     def _sure(self, options: _Options) -> list[int]:
         """Limits that surely gain, by more than prices are off."""
         assert self._balance_ms is not None
@@ -364,12 +373,12 @@ class LoadAwareLength:
         least = self._prices.spread * options.plain_ms
         return [place + 1 for place, gain in enumerate(options.gains_ms) if gain.low > least]
 
-    def _trial(self, options: _Options, outlook: Outlook) -> int:
+    def _trial(self, options: _Options, outlook: Outlook, longest: int) -> int:
         """The most promising limit that may gain and that the account can pay for; it does."""
         assert self._balance_ms is not None
         if self._balance_ms < self._least_loss_ms:
             return 1
-        values, losses = options.values_ms, list[float]()
+        values, losses = options.values_ms[:longest], list[float]()
         promising = [place + 1 for place, value in enumerate(values) if value.high > 0]
         for limit in sorted(promising, key=lambda limit: -values[limit - 1].high):
             losses.append(self._loss(outlook, limit))

@@ -91,6 +91,10 @@ class PriceTable:
     row_kv_ms: float = 0.0
     spread: float = 0.0
 
+    def replays(self, step: StepShape) -> bool:
+        """Whether a step replays a graph."""
+        return self.find(step.num_reqs, step.widest, step.num_rows) is not None
+
     def price_ms(self, step: StepShape) -> float:
         key = self.find(step.num_reqs, step.widest, step.num_rows)
         measured = None if key is None else self.graphs_ms.get(key)
