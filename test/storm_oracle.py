@@ -295,7 +295,7 @@ class Expectation:
             return logits.argmax(-1).tolist()
         assert params.sampling_seed is not None
         first = self._num_prompt
-        return sampling_reference.sample_tokens(
+        tokens, _ = sampling_reference.sample_tokens(
             logits,
             torch.full((size,), params.temperature),
             torch.full((size,), VOCAB_SIZE if params.top_k == -1 else params.top_k),
@@ -303,7 +303,8 @@ class Expectation:
             torch.full((size,), params.min_p),
             torch.full((size,), params.sampling_seed),
             torch.arange(first, first + size),
-        ).tolist()
+        )
+        return tokens.tolist()
 
     def is_near_tie(self, logits: torch.Tensor, token: int, other: int) -> bool:
         """Whether rounding may choose `token` where [V] says `other`."""

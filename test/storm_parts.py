@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from sglang.srt.base_worker import (
     StepWidth,
     Worker,
 )
-from sglang.srt.mtp.length_policy import Wishes
+from sglang.srt.mtp.length_policy import Accepted, Outlook
 from sglang.srt.sampling.sampling_params import SamplingParams
 from storm_control import Weights
 from storm_oracle import MASK, VOCAB_SIZE, DenseModel
@@ -111,10 +111,10 @@ class RandomLengths:
     def __init__(self, chooser: random.Random) -> None:
         self._random = chooser
 
-    def limit(self, wishes: Wishes, others: Wishes, num_prompt_rows: int) -> int:
-        return self._random.randint(1, wishes.longest)
+    def choose(self, outlook: Outlook) -> int:
+        return self._random.randint(1, outlook.longest)
 
-    def observe(self, num_tried: int, num_accepted: int) -> None: ...
+    def observe(self, accepted: Sequence[Accepted]) -> None: ...
 
 
 class LateResult(GenerationBatchResult):
