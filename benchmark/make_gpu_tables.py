@@ -10,6 +10,9 @@ it wants, in any order. The parts, and the results that each is made of:
     startup        startup*.json         process start to the first answer
     mtp_gpu        mtp_gpu.json          multi-token prediction, by requests at once
     mtp_checks     mtp_gpu*.json         what is asked of it, and what was reached
+    mtp_paired     mtp_paired*.json      it heeds the load: beside plain decoding, round by round
+    return_costs   return_costs.json     what log-probabilities, penalties and scrapes cost
+    before_after   before_after.json     steps and full load of two commits, run in turn
 
 NAME*.json: one column or row per file, so decode_steps_flashinfer.json stands beside
 decode_steps.json. A part without results says so. `--check` changes nothing and exits with 1 if
@@ -211,6 +214,61 @@ def mtp_checks(results: list[Result]) -> str:
     return table(["ratio", "requests at once", "measured", "asked, at least", "reached"], rows)
 
 
+def mtp_paired(results: list[Result]) -> str:
+    """Load-aware kinds beside plain requests, round by round."""
+    rows = [
+        [
+            str(row["requests"]),
+            kind,
+            f"{found['median']:.3f}",
+            f"{found['lowest']:.3f}",
+            str(len(found["ratios"])),
+            f"{found['tokens_per_step']:.2f}",
+            "yes" if found["passed"] else "**no**",
+        ]
+        for result in results
+        for row in result["rows"]
+        for kind, found in row["kinds"].items()
+    ]
+    asked = results[0]["asked"]
+    head = ["requests at once", "kind", f"median ({asked['median']} or more)"]
+    head += [f"lowest ({asked['lowest']} or more)", "rounds", "tokens/step", "reached"]
+    return table(head, rows)
+
+
+def return_costs(results: list[Result]) -> str:
+    """Step times of what requests may ask for."""
+    rows = []
+    for row in results[0]["rows"]:
+        asked, ratio = row.get("asked"), row.get("ratio")
+        compared = "" if ratio is None else f"{ratio:.3f} of {row['beside']}"
+        verdict = "" if asked is None else f"{asked:.2f}: {_verdict(ratio, asked, is_least=False)}"
+        rows.append([str(row["batch"]), row["kind"], f"{row['ms']:.2f}", compared, verdict])
+    text = table(["batch", "every request", "ms/step", "median ratio", "asked, at most"], rows)
+    slots, idle_ms = results[0]["kv_slots"], results[0]["idle_scrape_ms"]
+    return f"{text}\n{slots:,} KV slots; one scrape of an idle server takes {idle_ms:.1f} ms.\n"
+
+
+def before_after(results: list[Result]) -> str:
+    """Two commits in turn on one machine."""
+    result = results[0]
+    before = result["before"]
+    decodes = [run for run in result["runs"] if run["what"] == "decode"]
+    loads = [run for run in result["runs"] if run["what"] == "throughput"]
+    batches = [row["batch"] for row in decodes[0]["rows"]]
+    rows = []
+    for is_before in (True, False):
+        mine = [run for run in decodes if (run["commit"] == before) == is_before]
+        cells = [
+            " / ".join(f"{run['rows'][place]['ms']:.2f}" for run in mine)
+            for place in range(len(batches))
+        ]
+        speeds = [run for run in loads if (run["commit"] == before) == is_before]
+        each = " / ".join(f"{speed:,.0f}" for run in speeds for speed in run["output_tok_s_by_run"])
+        rows.append([f"{mine[0]['commit'][:12]}", *cells, each])
+    return table(["commit", *(f"{b}, ms/step" for b in batches), "full load, tokens/s"], rows)
+
+
 PARTS: dict[str, tuple[str, Callable[[list[Result]], str]]] = {
     "decode_steps": ("decode_steps*.json", decode_steps),
     "step_profile": ("step_profile.json", step_profile),
@@ -219,6 +277,9 @@ PARTS: dict[str, tuple[str, Callable[[list[Result]], str]]] = {
     "startup": ("startup*.json", startup),
     "mtp_gpu": ("mtp_gpu.json", mtp_gpu),
     "mtp_checks": ("mtp_gpu*.json", mtp_checks),
+    "mtp_paired": ("mtp_paired*.json", mtp_paired),
+    "return_costs": ("return_costs.json", return_costs),
+    "before_after": ("before_after.json", before_after),
 }
 
 
