@@ -147,7 +147,7 @@ def test_openapi_fuzz_finds_no_server_error(server: RunningServer) -> None:
 
             @given(case=operation.as_strategy(generation_mode=mode))
             @settings(
-                max_examples=25,
+                max_examples=50,
                 deadline=None,
                 database=None,
                 derandomize=True,

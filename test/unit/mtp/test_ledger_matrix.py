@@ -21,9 +21,9 @@ from target import TARGET
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner
 
 MASK = 5
-NUM_SEEDS = 50 if TARGET.device == "cpu" else 20
-MIN_RETRACTIONS = 0.05  # per run, on average
-CONCURRENCIES = {1: NUM_SEEDS, 8: NUM_SEEDS, 64: 5}  # and how many seeds
+NUM_SEEDS = 200 if TARGET.device == "cpu" else 20
+MIN_RETRACTIONS = 0.15 if NUM_SEEDS == 200 else 0.05  # per run; few runs may differ more
+CONCURRENCIES = {1: NUM_SEEDS, 8: NUM_SEEDS, 64: 10}  # and how many seeds
 TAU = 0.6  # conf_adapt then accepts one token about as often as more
 MAX_NEW_TOKENS = 14
 NUM_PROMPTS = 6
