@@ -43,7 +43,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from sglang.srt.model_config import ModelConfig, ModelPathError, load_model_config
-from sglang.srt.model_executor.model_loader import read_directory
+from sglang.srt.model_loader.loader import read_directory
 
 FILLER_STD = 0.02  # as of weights at initialization
 PADDED_LOGIT = -1e4  # times the spare channel after the last norm

@@ -23,12 +23,12 @@ from inflate import CHECKED, LLAMA_8B, Filling, inflated_tensors, plan_inflation
 from tqdm import tqdm
 
 from sglang.srt.environ import Environ
+from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.model_config import load_model_config, resolve_model_path
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.model_executor.model_loader import WeightPlaces, read_directory
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_loader.loader import WeightPlaces, read_directory
 from sglang.srt.platform import Platform
-from sglang.srt.runtime_config import resolve
+from sglang.srt.processes.runtime_config import resolve
 from sglang.srt.server_args import ServerArgs
 
 RESULT = Path(__file__).parent / "results" / "inflate_step_time.json"

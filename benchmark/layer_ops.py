@@ -29,9 +29,9 @@ from environment import describe_environment
 from inflate import Geometry
 from tqdm import tqdm
 
+from sglang.srt.layers.forward_batch import DECODE, ForwardBatch, GraphKey
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import DECODE, ForwardBatch, GraphKey
 from sglang.srt.platform import shared_memory_bytes
 from sglang.srt.registry import ATTENTION_BACKENDS, LAYER_OPS
 from sglang.srt.rope_config import parse_rope

@@ -30,7 +30,7 @@ import sglang
 from sglang.bench_one_batch import OneBatch
 from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.model_config import resolve_model_path
-from sglang.srt.runtime_config import DEFAULT_CHUNKS
+from sglang.srt.processes.runtime_config import DEFAULT_CHUNKS
 from sglang.srt.server_args import ServerArgs
 
 RESULT = Path(__file__).parent / "results" / "throughput.json"

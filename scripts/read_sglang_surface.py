@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 RESULT = Path(__file__).resolve().parents[1] / "python/sglang/srt/sglang_surface.json"
-IO, OPENAI = "managers/io_struct.py", "entrypoints/openai/protocol.py"
+IO, OPENAI = "messages/requests.py", "entrypoints/openai/protocol.py"
 BODIES = {
     "generate": (IO, "GenerateReqInput"),
     "session_params": (IO, "SessionParams"),

@@ -3,8 +3,9 @@
     python scripts/run_gpu_matrix.py --out benchmark/results/gpu_suites.json
     python scripts/run_gpu_matrix.py --ways triton "triton, no graphs" --paths test/e2e/test_mtp.py
 
-Every way is a value of SGLANG_TEST_TARGET (`test/target.py`) for the same tests: those that compare
-tokens with transformers, with a CPU or with each other, or check the KV ledger after every step.
+Every way is a value of SGLANG_TEST_TARGET (`test/support/target.py`) for the same tests: those that
+compare tokens with transformers, with a CPU or with each other, or check the KV ledger after every
+step.
 "kernels" are the tests that name what they run on themselves. Ways take the host's GPUs in turn.
 FlashInfer has no float32 and no small heads, so it runs in float16 those over the bundled model.
 Where it is not installed its ways are left out. Needs the packages of scripts/run_gpu_suite.sh.

@@ -17,9 +17,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from pause_target import KINDS, PROMPTS
 from serving_utils import RunningServer, events, running_server

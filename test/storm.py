@@ -25,6 +25,8 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+
 from storm_checks import StormFailure
 from storm_parts import TinyModels
 from storm_round import Round

@@ -18,16 +18,16 @@ from typing import Any
 
 from sglang.benchmark.datasets import FIRST_PLAIN_ID
 from sglang.srt.environ import Environ
-from sglang.srt.managers.io_struct import BatchTokenIDOutput, TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_process import make_ledger, make_resources
+from sglang.srt.messages.requests import BatchTokenIDOutput, TokenizedGenerateReqInput
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.platform import Platform
-from sglang.srt.runtime_config import resolve
+from sglang.srt.processes.runtime_config import resolve
+from sglang.srt.processes.scheduler_process import make_ledger, make_resources
+from sglang.srt.processes.worker_factory import make_worker
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, add_cli_args
-from sglang.srt.worker_factory import make_worker
 
 
 class LocalInbox:

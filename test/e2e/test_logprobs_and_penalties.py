@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import sglang
 from double_step_worker import DoubleStepWorker
 from sglang.srt.layers.logprobs import LogprobQueries, query_prompt_logprobs
-from sglang.srt.managers.io_struct import LogprobOptions, PositionLogprobs
+from sglang.srt.messages.requests import LogprobOptions, PositionLogprobs
 from sglang.srt.model_config import resolve_model_path
 from utils import Collected, SchedulerHarness, Setup, make_model_worker
 

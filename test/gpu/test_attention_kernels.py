@@ -23,7 +23,7 @@ from attention_cases import (
     with_requests,
 )
 from sglang.srt.layers.attention.flashinfer_plan import HEAD_DIMS
-from sglang.srt.model_executor.forward_batch_info import GraphKey
+from sglang.srt.layers.forward_batch import GraphKey
 from sglang.srt.registry import ATTENTION_BACKENDS
 
 if not torch.cuda.is_available():

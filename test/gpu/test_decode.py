@@ -13,7 +13,7 @@ import torch
 
 from mtp_oracle import load_reference
 from oracle import MAX_SHARE, code_snippets, first_divergence
-from sglang.srt.managers.io_struct import LogprobOptions
+from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.registry import ATTENTION_BACKENDS

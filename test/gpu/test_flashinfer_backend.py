@@ -14,7 +14,7 @@ import torch
 
 from attention_cases import CASES, MIXED, TOLERANCE, AttentionCase, PlacedCase
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferBackend, why_not_here
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, GraphKey
+from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
+from sglang.srt.layers.forward_batch import MIXED, ForwardBatch, GraphKey
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.model_executor.cuda_graph_runner import GraphKeys
-from sglang.srt.model_executor.forward_batch_info import MIXED, ForwardBatch, GraphKey
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.processes.runtime_config import MAX_GRAPH_ROWS
 from sglang.srt.registry import ATTENTION_BACKENDS
-from sglang.srt.runtime_config import MAX_GRAPH_ROWS
 from utils import MTP_MAX_ROWS, Setup, make_runner
 
 if not torch.cuda.is_available():

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sglang.srt.device_copies import HostCopy
-from sglang.srt.model_executor.triton_step_ops import _lay_out_kernel
 from sglang.srt.mtp.triton_acceptance import _accept_kernel
 from sglang.srt.registry import STEP_OPS
+from sglang.srt.step.triton_step_ops import _lay_out_kernel
 from step_ops_cases import ALL, CASES, OUTSIDE_CASES, step_case
 
 if not torch.cuda.is_available():

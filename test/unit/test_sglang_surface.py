@@ -20,16 +20,16 @@ from sglang.srt.entrypoints.openai.protocol import (
     prompts_of,
     to_generate_body,
 )
-from sglang.srt.managers.body_parsing import RequestError, parse_struct
-from sglang.srt.managers.io_struct import DetokenizeReqInput, TokenizeReqInput
-from sglang.srt.managers.request_limits import RequestLimits
-from sglang.srt.managers.request_validation import (
+from sglang.srt.frontend.body_parsing import RequestError, parse_struct
+from sglang.srt.frontend.request_limits import RequestLimits
+from sglang.srt.frontend.request_validation import (
     HANDLED_FIELDS,
     CheckedRequest,
     check_generate_request,
 )
-from sglang.srt.managers.return_options import ReturnLimits
-from sglang.srt.managers.sampling_validation import SAMPLING_FIELDS
+from sglang.srt.frontend.return_options import ReturnLimits
+from sglang.srt.frontend.sampling_validation import SAMPLING_FIELDS
+from sglang.srt.messages.requests import DetokenizeReqInput, TokenizeReqInput
 from sglang.srt.model_config import ModelPathError
 from sglang.srt.server_args import MissingFlag, ServerArgs, SuggestingParser, parse_cli
 from sglang.srt.sglang_surface import (

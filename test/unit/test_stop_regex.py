@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from serving_utils import environ, make_model_dir
 from sglang.srt import stop_expressions
 from sglang.srt import stops as stops_module
-from sglang.srt.base_worker import StepWidth
-from sglang.srt.managers.batch_result_processor import accept_tokens
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
-from sglang.srt.managers.io_struct import BatchTokenIDOutput, DecodeOptions, ReqOutput
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.messages.requests import BatchTokenIDOutput, DecodeOptions, ReqOutput
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.scheduling.batch_result_processor import accept_tokens
+from sglang.srt.scheduling.schedule_batch import Req
+from sglang.srt.step.worker import StepWidth
 from sglang.srt.stop_expressions import (
     MAX_PROGRAM_SIZE,
     check_expression_list,

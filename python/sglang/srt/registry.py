@@ -67,7 +67,7 @@ MODELS = Registry(
 STEP_OPS = Registry(
     "set of step operations",
     {
-        "torch": "sglang.srt.model_executor.torch_step_ops:TorchStepOps",
-        "triton": "sglang.srt.model_executor.triton_step_ops:TritonStepOps",
+        "torch": "sglang.srt.step.torch_step_ops:TorchStepOps",
+        "triton": "sglang.srt.step.triton_step_ops:TritonStepOps",
     },
 )

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from sglang.srt.model_config import load_model_config
-from sglang.srt.model_executor.model_loader import WeightPlaces, load_model, read_directory
+from sglang.srt.model_loader.loader import WeightPlaces, load_model, read_directory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmark"))
 

@@ -15,9 +15,9 @@ import torch
 
 from sglang.srt.layers.attention import torch_native_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.registry import ATTENTION_BACKENDS
 
 torch.set_num_threads(1)

@@ -23,7 +23,7 @@ from sglang.srt.layers.attention.flashinfer_plan import (
     uses_tensor_cores,
     window_left,
 )
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, GraphKey
+from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
 
 DECODES = AttentionCase(shape=[(1, 1), (40, 1), (7, 1), (15, 1)])
 

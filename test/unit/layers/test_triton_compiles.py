@@ -20,10 +20,10 @@ from triton.compiler import ASTSource
 
 from sglang.srt import platform
 from sglang.srt.layers.attention import triton_backend
-from sglang.srt.layers.attention import triton_kernels as attention
+from sglang.srt.layers.attention.triton_ops import kernels as attention
 from sglang.srt.layers.ops import triton_ops as ops
-from sglang.srt.model_executor import triton_step_ops as steps
 from sglang.srt.mtp import triton_acceptance as acceptance
+from sglang.srt.step import triton_step_ops as steps
 
 TARGETS = ((80, "fp16"), (90, "bf16"))
 GPUS = (86, 90)  # with the least shared memory, and with the tiles that need most

@@ -10,9 +10,9 @@ import torch
 from sglang.srt.layers import triton_launch
 from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.triton_backend import TritonBackend
+from sglang.srt.layers.forward_batch import RAGGED, ForwardBatch, GraphKey
 from sglang.srt.layers.triton_launch import Neighbours
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import RAGGED, ForwardBatch, GraphKey
 
 CPU = torch.device("cpu")
 ALONE, BEFORE, AFTER = Neighbours(), Neighbours(before=True), Neighbours(after=True)

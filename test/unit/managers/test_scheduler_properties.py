@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 
 from fake_worker import VOCAB_SIZE, FakeWorker, oracle
-from sglang.srt.base_worker import GenerationBatchResult, ScheduleBatch
-from sglang.srt.managers.control_messages import AbortReq, FlushCacheReqInput, FlushCacheReqOutput
+from sglang.srt.messages.control import AbortReq, FlushCacheReqInput, FlushCacheReqOutput
+from sglang.srt.step.worker import GenerationBatchResult, ScheduleBatch
 from utils import SchedulerHarness, Setup
 
 KINDS = ("plain", "verify", "mtp")

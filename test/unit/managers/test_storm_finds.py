@@ -9,19 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.base_worker import NewRow
+from sglang.srt.control.pause import PauseController
 from sglang.srt.layers.logit_adjustments import LogitAdjustments, RowAdjustments
-from sglang.srt.managers import batch_planner, batch_result_processor, tp_worker
-from sglang.srt.managers.batch_result_processor import BatchResultProcessor
-from sglang.srt.managers.io_struct import FinishReason
-from sglang.srt.managers.pause import PauseController
-from sglang.srt.managers.request_lifecycle import RequestLifecycle
-from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.managers.step_returns import ReturnReader
 from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.mem_cache.kv_ledger import KVLedger
-from sglang.srt.model_executor.step_ops import Reads
+from sglang.srt.messages.requests import FinishReason
 from sglang.srt.mtp.lookahead_rows import LookaheadRows
+from sglang.srt.scheduling import batch_planner, batch_result_processor
+from sglang.srt.scheduling.batch_result_processor import BatchResultProcessor
+from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
+from sglang.srt.scheduling.schedule_batch import Req
+from sglang.srt.scheduling.step_returns import ReturnReader
+from sglang.srt.step.step_ops import Reads
+from sglang.srt.step.worker import NewRow
+from sglang.srt.workers import tp_worker
 from storm import run_rounds
 from storm_checks import StormFailure
 from storm_parts import TinyModels

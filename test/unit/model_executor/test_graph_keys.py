@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
+from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.model_executor.cuda_graph_runner import MAX_WIDE_TOKENS, CudaGraphRunner, GraphKeys
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.model_executor.torch_step_ops import TorchStepOps
+from sglang.srt.step.torch_step_ops import TorchStepOps
 
 SUPPORTS = (GraphSupport.UNIFORM_Q, GraphSupport.RAGGED_Q)
 

@@ -8,10 +8,10 @@ from unittest import mock
 import pytest
 import torch
 
+from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.model_config import resolve_model_path
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ForwardResult
-from sglang.srt.worker_factory import make_worker
+from sglang.srt.processes.worker_factory import make_worker
 from utils import SchedulerHarness, Setup, make_runner
 
 

@@ -22,7 +22,7 @@ from model_harness import (
     sequence,
 )
 from sglang.srt.model_config import ModelPathError, load_model_config
-from sglang.srt.model_executor.model_loader import load_model
+from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.transformer import CausalLM
 from sglang.srt.registry import MODELS
 from utils import CONTEXT_LEN, make_random_model

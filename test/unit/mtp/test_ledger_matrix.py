@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from mtp_oracle import STATIC, MTPReference, load_reference, unverified_decode, verified_decode
-from sglang.srt.managers.control_messages import AbortReq
-from sglang.srt.managers.invariants import LedgerViolation
-from sglang.srt.managers.request_lifecycle import RequestLifecycle
+from sglang.srt.messages.control import AbortReq
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.scheduling.invariants import LedgerViolation
+from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 from target import TARGET
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner
 

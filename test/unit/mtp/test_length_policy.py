@@ -24,7 +24,7 @@ from sglang.srt.mtp.length_policy import (
 )
 from sglang.srt.mtp.mtp_worker import MTPConfig
 from sglang.srt.mtp.price_table import Curve, PriceTable, no_graphs
-from sglang.srt.worker_factory import make_worker
+from sglang.srt.processes.worker_factory import make_worker
 from simulated_decode import gpu_prices
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner
 

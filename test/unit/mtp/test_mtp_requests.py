@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from mtp_oracle import STATIC, load_reference, predict, unverified_decode
-from sglang.srt.base_worker import GenerationBatchResult, ScheduleBatch
-from sglang.srt.managers.control_messages import AbortReq
-from sglang.srt.managers.io_struct import LogprobOptions
+from sglang.srt.messages.control import AbortReq
+from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.mtp.length_policy import Accepted, FullLength, Outlook
 from sglang.srt.mtp.mtp_worker import MTPWorker
+from sglang.srt.step.worker import GenerationBatchResult, ScheduleBatch
 from utils import (
     MTP_MAX_ROWS,
     Collected,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.managers.control_messages import AbortReq
 from sglang.srt.managers.scheduler import SchedulerDebug
 from sglang.srt.mem_cache.kv_audit import ReleaseReport
+from sglang.srt.messages.control import AbortReq
 from sglang.srt.mtp.debug_trace import DebugTrace
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from mtp_oracle import load_reference
-from sglang.srt.managers.control import ModelResources
-from sglang.srt.managers.control_messages import (
+from sglang.srt.control.control import ModelResources
+from sglang.srt.messages.control import (
     AbortReq,
     ContinueGenerationReq,
     FromDirectory,
     PauseGenerationReq,
     UpdateWeightsReq,
 )
-from sglang.srt.managers.io_struct import LogprobOptions
+from sglang.srt.messages.requests import LogprobOptions
 from utils import (
     MTP_MAX_ROWS,
     SchedulerHarness,

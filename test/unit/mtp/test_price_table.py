@@ -10,8 +10,8 @@ import torch
 
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
+from sglang.srt.layers.forward_batch import MIXED
 from sglang.srt.model_executor.cuda_graph_runner import GraphKeys
-from sglang.srt.model_executor.forward_batch_info import MIXED
 from sglang.srt.mtp.price_measurement import PriceMeter, rows_of, timed_passes
 from sglang.srt.mtp.price_table import Curve, PriceTable, StepShape, no_graphs
 from utils import MTP_MAX_ROWS, Setup, make_runner

@@ -11,31 +11,8 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from sglang import __version__
-from sglang.srt.entrypoints.http_messages import (
-    body_parts,
-    declared_bytes,
-    json_response,
-    read_body,
-    update_failure,
-)
-from sglang.srt.entrypoints.openapi_schema import body_of
-from sglang.srt.entrypoints.server_state import ServerState
-from sglang.srt.entrypoints.tensor_file import received_weights
-from sglang.srt.managers.body_parsing import RequestError, parse_json_object, parse_struct
-from sglang.srt.managers.control_bodies import make_body
-from sglang.srt.managers.control_messages import (
-    CommitWeightUpdateReqInput,
-    ContinueGenerationReqInput,
-    DestroyWeightsUpdateGroupReqInput,
-    InitWeightsUpdateGroupReqInput,
-    MemoryOccupationReqInput,
-    PauseGenerationReqInput,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromTensorReqInput,
-    UpdateWeightVersionReqInput,
-)
-from sglang.srt.managers.control_validation import (
+from sglang.srt.control.bodies import make_body
+from sglang.srt.control.validation import (
     AbortBody,
     check_abort,
     check_flush_timeout,
@@ -49,7 +26,30 @@ from sglang.srt.managers.control_validation import (
     options_of_query,
     tensor_source,
 )
-from sglang.srt.managers.request_state import ServiceError
+from sglang.srt.entrypoints.http_io import (
+    body_parts,
+    declared_bytes,
+    json_response,
+    read_body,
+    update_failure,
+)
+from sglang.srt.entrypoints.openapi_schema import body_of
+from sglang.srt.entrypoints.server_state import ServerState
+from sglang.srt.entrypoints.tensor_file import received_weights
+from sglang.srt.frontend.body_parsing import RequestError, parse_json_object, parse_struct
+from sglang.srt.frontend.request_state import ServiceError
+from sglang.srt.messages.control import (
+    CommitWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    DestroyWeightsUpdateGroupReqInput,
+    InitWeightsUpdateGroupReqInput,
+    MemoryOccupationReqInput,
+    PauseGenerationReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromTensorReqInput,
+    UpdateWeightVersionReqInput,
+)
 from sglang.srt.observability.load import describe_load, describe_loads
 from sglang.srt.observability.metrics import CONTENT_TYPE, metrics_text
 from sglang.srt.sglang_surface import neutral_fields

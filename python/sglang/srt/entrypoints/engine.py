@@ -14,8 +14,8 @@ from sglang.srt.entrypoints.engine_runtime import EngineRuntime
 from sglang.srt.entrypoints.launch import check_model
 from sglang.srt.entrypoints.server_info import describe_server
 from sglang.srt.entrypoints.tensor_file import NamedTensors, written_tensors
-from sglang.srt.managers.control_messages import FlushCacheReqOutput
 from sglang.srt.managers.tokenizer_manager import Answer
+from sglang.srt.messages.control import FlushCacheReqOutput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 

@@ -9,20 +9,9 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any
 
-from sglang.srt.managers.control_bodies import make_body
-from sglang.srt.managers.control_client import ControlClient
-from sglang.srt.managers.control_messages import (
-    DestroyWeightsUpdateGroupReqInput,
-    FlushCacheReqOutput,
-    InitWeightsUpdateGroupReqInput,
-    MemoryOccupationReqInput,
-    PauseGenerationReqInput,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightVersionReqInput,
-    WeightUpdateOptions,
-)
-from sglang.srt.managers.control_validation import (
+from sglang.srt.control.bodies import make_body
+from sglang.srt.control.client import ControlClient
+from sglang.srt.control.validation import (
     AbortBody,
     check_abort,
     check_flush_timeout,
@@ -33,8 +22,19 @@ from sglang.srt.managers.control_validation import (
     disk_source,
     distributed_source,
 )
-from sglang.srt.managers.control_validation import check_tags as check_memory_tags
+from sglang.srt.control.validation import check_tags as check_memory_tags
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.messages.control import (
+    DestroyWeightsUpdateGroupReqInput,
+    FlushCacheReqOutput,
+    InitWeightsUpdateGroupReqInput,
+    MemoryOccupationReqInput,
+    PauseGenerationReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightVersionReqInput,
+    WeightUpdateOptions,
+)
 
 DEFAULT_MODE = "retract"  # the HTTP route's is abort
 Work = Coroutine[Any, Any, dict[str, Any]]

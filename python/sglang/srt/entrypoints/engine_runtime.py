@@ -11,11 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sglang.srt.control.client import ControlClient
 from sglang.srt.entrypoints.launch import FrontendChannels, ProcessTree, open_request_log
 from sglang.srt.entrypoints.limits import request_limits
-from sglang.srt.managers.control_client import ControlClient
-from sglang.srt.managers.io_struct import SchedulerInfo
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer

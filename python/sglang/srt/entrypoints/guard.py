@@ -10,7 +10,7 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang.srt.entrypoints.access import ROUTE_ACCESS, Access, AccessRules, refusal_of
-from sglang.srt.entrypoints.http_messages import error_response
+from sglang.srt.entrypoints.http_io import error_response
 
 POLICY_VIOLATION = 1008  # close code of a websocket
 

@@ -9,7 +9,7 @@ from sglang import __version__
 from sglang.srt.entrypoints.access import AccessRules
 from sglang.srt.entrypoints.control_routes import add_control_routes
 from sglang.srt.entrypoints.guard import add_guard
-from sglang.srt.entrypoints.http_messages import (
+from sglang.srt.entrypoints.http_io import (
     EventStream,
     add_error_handlers,
     error_response,
@@ -28,18 +28,18 @@ from sglang.srt.entrypoints.openai.serving_completions import (
 from sglang.srt.entrypoints.openapi_schema import body_of, install_openapi
 from sglang.srt.entrypoints.server_info import describe_model, describe_server
 from sglang.srt.entrypoints.server_state import ServerState
-from sglang.srt.managers.body_parsing import (
+from sglang.srt.frontend.body_parsing import (
     field_error,
     parse_json_object,
     parse_struct,
 )
-from sglang.srt.managers.detokenize_validation import check_detokenize
-from sglang.srt.managers.io_struct import (
+from sglang.srt.frontend.detokenize_validation import check_detokenize
+from sglang.srt.frontend.off_event_loop import map_texts, off_loop_if_large
+from sglang.srt.messages.requests import (
     DetokenizeReqInput,
     GenerateReqInput,
     TokenizeReqInput,
 )
-from sglang.srt.managers.prompt_encoding import map_texts, off_loop_if_large
 from sglang.srt.sglang_surface import neutral_fields
 
 

@@ -15,7 +15,10 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from sglang.srt.managers.io_struct import (
+from sglang.srt.frontend.request_limits import RequestLimits
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.messages.ipc import AsyncReceiver, ChildConfig, IpcAddresses, Receiver, Sender
+from sglang.srt.messages.requests import (
     ProcessFailed,
     ProcessReady,
     SchedulerInfo,
@@ -23,9 +26,6 @@ from sglang.srt.managers.io_struct import (
     ToLauncher,
     ToScheduler,
 )
-from sglang.srt.managers.ipc import AsyncReceiver, ChildConfig, IpcAddresses, Receiver, Sender
-from sglang.srt.managers.request_limits import RequestLimits
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.model_config import load_model_config, resolve_model_path
 from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.server_args import ServerArgs, public_fields
@@ -34,8 +34,8 @@ from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 logger = logging.getLogger(__name__)
 
 CHILD_MODULES: Mapping[str, str] = {
-    "scheduler": "sglang.srt.managers.scheduler_process",
-    "detokenizer": "sglang.srt.managers.detokenizer_manager",
+    "scheduler": "sglang.srt.processes.scheduler_process",
+    "detokenizer": "sglang.srt.processes.detokenizer_process",
 }
 # OpenMP threads sleep when there is nothing to do: spinning ones of two busy processes on few cores
 # slow each other down by an order of magnitude. They spin first for about 0.2 ms (5,000 pauses),

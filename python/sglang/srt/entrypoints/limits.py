@@ -6,11 +6,11 @@ import dataclasses
 from typing import Any
 
 from sglang.srt.entrypoints.launch import LaunchError
-from sglang.srt.managers.body_parsing import RequestError, field_error, parse_json_object
-from sglang.srt.managers.io_struct import SchedulerInfo
-from sglang.srt.managers.request_limits import RequestLimits
-from sglang.srt.managers.return_options import ReturnLimits
-from sglang.srt.managers.sampling_validation import check_sampling_params, check_stop_sizes
+from sglang.srt.frontend.body_parsing import RequestError, field_error, parse_json_object
+from sglang.srt.frontend.request_limits import RequestLimits
+from sglang.srt.frontend.return_options import ReturnLimits
+from sglang.srt.frontend.sampling_validation import check_sampling_params, check_stop_sizes
+from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.stop_expressions import check_expression_list
 

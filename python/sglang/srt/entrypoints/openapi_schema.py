@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
+from sglang.srt.control.validation import AbortBody
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
-from sglang.srt.managers.control_messages import (
+from sglang.srt.messages.control import (
     CommitWeightUpdateReqInput,
     ContinueGenerationReqInput,
     DestroyWeightsUpdateGroupReqInput,
@@ -21,8 +22,7 @@ from sglang.srt.managers.control_messages import (
     UpdateWeightsFromTensorReqInput,
     UpdateWeightVersionReqInput,
 )
-from sglang.srt.managers.control_validation import AbortBody
-from sglang.srt.managers.io_struct import DetokenizeReqInput, GenerateReqInput, TokenizeReqInput
+from sglang.srt.messages.requests import DetokenizeReqInput, GenerateReqInput, TokenizeReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 BODIES = (

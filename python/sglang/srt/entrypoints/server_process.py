@@ -25,12 +25,12 @@ from sglang.srt.entrypoints.launch import (
 from sglang.srt.entrypoints.limits import request_limits
 from sglang.srt.entrypoints.server_info import describe_start
 from sglang.srt.entrypoints.server_state import ServerState
-from sglang.srt.managers.child_process import configure_logging
-from sglang.srt.managers.io_struct import SchedulerInfo
-from sglang.srt.managers.request_state import ServiceError
+from sglang.srt.frontend.request_state import ServiceError
 from sglang.srt.managers.tokenizer_manager import PROBE, PROBE_PARAMS, TokenizerManager
+from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelPathError, load_model_config
 from sglang.srt.observability.request_log import RequestLog
+from sglang.srt.processes.child_process import configure_logging
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer, TokenizerError
 

@@ -7,11 +7,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang.srt.managers.control_client import ControlClient
-from sglang.srt.managers.control_messages import EngineStatus
-from sglang.srt.managers.io_struct import SchedulerInfo
-from sglang.srt.managers.request_state import ServiceError
+from sglang.srt.control.client import ControlClient
+from sglang.srt.frontend.request_state import ServiceError
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.messages.control import EngineStatus
+from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 

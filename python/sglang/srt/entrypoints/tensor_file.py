@@ -11,9 +11,9 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from sglang.srt.managers.body_parsing import RequestError, field_error
-from sglang.srt.managers.control_messages import FromFile
-from sglang.srt.managers.request_state import ServiceError
+from sglang.srt.frontend.body_parsing import RequestError, field_error
+from sglang.srt.frontend.request_state import ServiceError
+from sglang.srt.messages.control import FromFile
 
 if TYPE_CHECKING:
     import torch

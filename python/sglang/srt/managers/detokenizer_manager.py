@@ -1,4 +1,4 @@
-"""The detokenizer process: token ids of the scheduler to text for the front end."""
+"""Token ids of the scheduler to text for the front end."""
 
 from __future__ import annotations
 
@@ -8,30 +8,20 @@ from typing import Any
 
 import msgspec
 
-from sglang.srt.managers.child_process import configure_logging, start_child_process
-from sglang.srt.managers.control_messages import HealthPing
-from sglang.srt.managers.io_struct import (
+from sglang.srt.messages.control import HealthPing
+from sglang.srt.messages.ipc import Receiver
+from sglang.srt.messages.requests import (
     DECODE_FAILED,
     STOP_TOO_SLOW,
     BatchStrOutput,
     BatchTokenIDOutput,
     DecodeOptions,
     FinishReason,
-    ProcessFailed,
-    ProcessReady,
     ReqOutput,
     ReqTextOutput,
-    ToDetokenizer,
 )
-from sglang.srt.managers.ipc import Receiver, Sender
-from sglang.srt.model_config import ModelPathError, resolve_model_path
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.stops import StopSet
-from sglang.srt.tokenizer import (
-    Tokenizer,
-    TokenizerError,
-    load_tokenizer,
-)
+from sglang.srt.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -147,26 +137,3 @@ def run_loop(receiver: Receiver[Any], manager: DetokenizerManager) -> None:
             logger.exception("A message that cannot be read was dropped.")
             continue
         manager.handle(message)
-
-
-def main() -> int:
-    config = start_child_process()
-    server_args = ServerArgs(**config.server_args)
-    configure_logging(server_args.log_level, "detokenizer")
-    launcher: Sender[ProcessReady | ProcessFailed] = Sender(config.addresses.launcher)
-    try:
-        path = server_args.tokenizer_path or resolve_model_path(server_args.model_path)
-        tokenizer = load_tokenizer(path)
-    except (TokenizerError, ModelPathError) as error:
-        launcher.send(ProcessFailed(role="detokenizer", message=str(error)))
-        launcher.close()
-        return 1
-    receiver: Receiver[ToDetokenizer] = Receiver(config.addresses.detokenizer, ToDetokenizer)
-    frontend: Sender[BatchStrOutput | HealthPing] = Sender(config.addresses.frontend)
-    launcher.send(ProcessReady(role="detokenizer"))
-    run_loop(receiver, DetokenizerManager(tokenizer, frontend.send))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,285 +1,55 @@
-"""The messages of requests and their outputs, and the bodies of their HTTP routes.
-
-One class per message; `control_messages` has those of control calls.
-
-Messages are msgspec structs, tagged by class name; nothing is ever pickled.
-
-    front end (tokenizer manager) --TokenizedGenerateReqInput, AbortReq, control--> scheduler
-    scheduler --BatchTokenIDOutput, HealthPing--> detokenizer
-    detokenizer --BatchStrOutput, HealthPing--> front end
-    scheduler --control replies--> front end
-"""
+"""SGLang's path of the messages; they are in `srt/messages/`."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-import msgspec
-
-# Names that clients know from here too.
-from sglang.srt.managers.control_messages import AbortReq as AbortReq
-from sglang.srt.managers.control_messages import (
+from sglang.srt.messages.control import (
+    AbortReq as AbortReq,
+)
+from sglang.srt.messages.control import (
     ContinueGenerationReqInput as ContinueGenerationReqInput,
 )
-from sglang.srt.managers.control_messages import ControlOutput, ControlRequest, HealthPing, Message
-from sglang.srt.managers.control_messages import FlushCacheReqInput as FlushCacheReqInput
-from sglang.srt.managers.control_messages import FlushCacheReqOutput as FlushCacheReqOutput
-from sglang.srt.managers.control_messages import PauseGenerationReqInput as PauseGenerationReqInput
-from sglang.srt.sampling.sampling_params import SamplingParams
-
-# ---------------------------------------------------------------- bodies of HTTP routes
-
-
-class GenerateReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/generate`: exactly one of `text` and `input_ids`, single or a list (a batch).
-
-    Attributes:
-        logprob_start_len: first prompt position whose logprob is returned; -1: outputs only.
-        priority: larger ones go first (with --enable-priority-scheduling).
-        cache_salt, extra_key: KV is shared only between requests that have the same.
-        custom_labels: copied to the request log.
-        no_logs: leave the request out of the request log.
-    """
-
-    text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
-    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
-    rid: str | list[str] | None = None
-    stream: bool = False
-    return_logprob: bool | list[bool] = False
-    logprob_start_len: int | list[int] = -1
-    top_logprobs_num: int | list[int] = 0
-    token_ids_logprob: list[int | list[int]] | None = None
-    return_text_in_logprobs: bool = False
-    return_hidden_states: bool | Literal["last"] = False
-    priority: int | None = None
-    cache_salt: str | None = None
-    extra_key: str | None = None
-    custom_labels: dict[str, str] | None = None
-    no_logs: bool = False
-
-
-class TokenizeReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/tokenize`. `prompt` may be a list; the answer then holds lists."""
-
-    prompt: str | list[str]
-    add_special_tokens: bool = True
-
-
-class DetokenizeReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/detokenize`. `tokens` may be a list of lists; the answer then holds a list."""
-
-    tokens: list[int | list[int]]
-    skip_special_tokens: bool = True
-
-
-# ---------------------------------------------------------------- results
-
-
-class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """`meta_info.finish_reason` of SGLang.
-
-    Attributes:
-        type: `stop` (matched: the token id or the text), `length` (length: tokens generated) or
-            `abort` (message, status_code and err_type say why).
-    """
-
-    type: Literal["stop", "length", "abort"]
-    matched: int | str | None = None
-    length: int | None = None
-    message: str | None = None
-    status_code: int | None = None
-    err_type: str | None = None
-
-
-DECODE_FAILED = FinishReason(
-    type="abort",
-    message="The output could not be turned into text; see the server's log.",
-    status_code=500,
-    err_type="DetokenizerError",
+from sglang.srt.messages.control import (
+    DestroyWeightsUpdateGroupReqInput as DestroyWeightsUpdateGroupReqInput,
 )
-STOP_TOO_SLOW = FinishReason(
-    type="abort",
-    message="stop_regex takes too long on this output; use a simpler expression.",
-    status_code=400,
-    err_type="BadRequestError",
+from sglang.srt.messages.control import (
+    FlushCacheReqInput as FlushCacheReqInput,
 )
-
-
-class DecodeOptions(msgspec.Struct, array_like=True, frozen=True):
-    """What the detokenizer must know of a request; sent with its first output."""
-
-    skip_special_tokens: bool
-    stop_strings: list[str]
-    no_stop_trim: bool
-    stop_regexes: list[str] = []
-
-
-class LogprobOptions(msgspec.Struct, frozen=True):
-    """Which log-probabilities a request wants.
-
-    Attributes:
-        start_len: first prompt position wanted; the prompt's length less one for outputs only.
-        top_num: best tokens per position.
-        token_ids: ids wanted at every position.
-    """
-
-    start_len: int
-    top_num: int = 0
-    token_ids: list[int] = []
-
-
-class PositionLogprobs(msgspec.Struct, array_like=True):
-    """Log-probabilities at one position.
-
-    Attributes:
-        logprob: of the token there; None where there is nothing before it.
-        top: [logprob, id] of the best tokens, best first.
-        chosen: logprobs of `LogprobOptions.token_ids`.
-    """
-
-    token_id: int
-    logprob: float | None
-    top: list[tuple[float, int]] = []
-    chosen: list[float] = []
-
-
-class ReqOutput(msgspec.Struct, array_like=True):
-    """News of one request. A request's last output, and no other, has a finish reason.
-
-    Attributes:
-        req_id: the server's own number of the request.
-        token_ids: generated tokens since the last output, the stop token included.
-        completion_tokens: all tokens generated so far.
-        options: only on the first output of a request.
-        step_lens: how many of `token_ids` each step gave, if the request wants to know.
-        input_logprobs, output_logprobs: new ones, of prompt positions and of `token_ids`.
-        hidden_states: new ones, one list of floats per row that is returned.
-        weight_spans: labels of the weights that generated the tokens, each with its first token's
-            index among all tokens generated; empty if nothing has changed since the last output.
-    """
-
-    req_id: int
-    token_ids: list[int]
-    finish_reason: FinishReason | None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    num_retractions: int
-    options: DecodeOptions | None = None
-    input_logprobs: list[PositionLogprobs] = []
-    output_logprobs: list[PositionLogprobs] = []
-    hidden_states: list[list[float]] = []
-    step_lens: list[int] = []
-    weight_spans: list[tuple[str, int]] = []
-
-
-class ReqTextOutput(msgspec.Struct, array_like=True):
-    """`ReqOutput` with its text.
-
-    Attributes:
-        text: text since the last output. Appending all of them gives the final text: a text that
-            could still become part of a stop string or of a longer character is held back.
-        token_ids: tokens since the last output, the stop token included.
-    """
-
-    req_id: int
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    num_retractions: int
-    input_logprobs: list[PositionLogprobs] = []
-    output_logprobs: list[PositionLogprobs] = []
-    hidden_states: list[list[float]] = []
-    step_lens: list[int] = []
-    weight_spans: list[tuple[str, int]] = []
-
-
-# ---------------------------------------------------------------- front end -> scheduler
-
-
-class TokenizedGenerateReqInput(Message):
-    """One sequence to generate, checked and tokenized.
-
-    Attributes:
-        req_id: the server's own number of the request, unique for the life of the server.
-        rid: the client's name for it, or one made by the front end; only a label.
-        stream: whether outputs are wanted before the last one.
-        logprobs: None for none.
-        hidden_states: `none`, `all` rows fed, or the `last` row of each step.
-        cache_key: KV is shared only between requests with the same.
-    """
-
-    req_id: int
-    rid: str
-    input_ids: list[int]
-    sampling_params: SamplingParams
-    stream: bool = False
-    logprobs: LogprobOptions | None = None
-    hidden_states: Literal["none", "all", "last"] = "none"
-    priority: int = 0
-    cache_key: tuple[str, str] = ("", "")
-
-
-# ---------------------------------------------------------------- token and text streams
-
-
-class BatchTokenIDOutput(Message):
-    """Scheduler to detokenizer: the news of one step."""
-
-    outputs: list[ReqOutput]
-
-
-class BatchStrOutput(Message):
-    """Detokenizer to front end."""
-
-    outputs: list[ReqTextOutput]
-
-
-# ---------------------------------------------------------------- start of a process
-
-
-class SchedulerInfo(msgspec.Struct, kw_only=True):
-    """What the front end must know of the scheduler; resolved values, not wishes.
-
-    Attributes:
-        vocab_size: width of the logits; token ids at or above it are refused.
-        max_req_len: prompt plus max_new_tokens of one request at most, by context and KV pool.
-        max_req_len_reason: which of the two limits it, and the remedy.
-        eos_token_ids: ids that end an output.
-        mtp_max_k: tokens that a request may predict per step; 0 for a model that cannot.
-        resolved: the resolved configuration, for `/server_info`.
-    """
-
-    vocab_size: int
-    context_len: int
-    max_total_num_tokens: int
-    max_req_len: int
-    max_req_len_reason: str
-    max_running_requests: int
-    eos_token_ids: list[int]
-    mtp_max_k: int = 0
-    resolved: dict[str, Any]
-
-
-class ProcessReady(Message):
-    """A child process can work now. `scheduler` comes from the scheduler alone."""
-
-    role: Literal["scheduler", "detokenizer"]
-    scheduler: SchedulerInfo | None = None
-
-
-class ProcessFailed(Message):
-    """A child process cannot start; `message` is one line for the user."""
-
-    role: Literal["scheduler", "detokenizer"]
-    message: str
-
-
-ToScheduler = TokenizedGenerateReqInput | ControlRequest | HealthPing
-ToDetokenizer = BatchTokenIDOutput | HealthPing
-ToFrontend = BatchStrOutput | ControlOutput | HealthPing
-ToLauncher = ProcessReady | ProcessFailed
+from sglang.srt.messages.control import (
+    FlushCacheReqOutput as FlushCacheReqOutput,
+)
+from sglang.srt.messages.control import (
+    InitWeightsUpdateGroupReqInput as InitWeightsUpdateGroupReqInput,
+)
+from sglang.srt.messages.control import (
+    PauseGenerationReqInput as PauseGenerationReqInput,
+)
+from sglang.srt.messages.control import (
+    UpdateWeightFromDiskReqInput as UpdateWeightFromDiskReqInput,
+)
+from sglang.srt.messages.control import (
+    UpdateWeightsFromDistributedReqInput as UpdateWeightsFromDistributedReqInput,
+)
+from sglang.srt.messages.control import (
+    UpdateWeightsFromTensorReqInput as UpdateWeightsFromTensorReqInput,
+)
+from sglang.srt.messages.control import (
+    UpdateWeightVersionReqInput as UpdateWeightVersionReqInput,
+)
+from sglang.srt.messages.requests import (
+    BatchStrOutput as BatchStrOutput,
+)
+from sglang.srt.messages.requests import (
+    BatchTokenIDOutput as BatchTokenIDOutput,
+)
+from sglang.srt.messages.requests import (
+    DetokenizeReqInput as DetokenizeReqInput,
+)
+from sglang.srt.messages.requests import (
+    GenerateReqInput as GenerateReqInput,
+)
+from sglang.srt.messages.requests import (
+    TokenizedGenerateReqInput as TokenizedGenerateReqInput,
+)
+from sglang.srt.messages.requests import (
+    TokenizeReqInput as TokenizeReqInput,
+)

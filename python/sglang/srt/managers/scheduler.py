@@ -10,20 +10,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sglang.srt.base_worker import StepRecord, Worker
+from sglang.srt.control.control import Control, ModelResources, SchedulerStats
 from sglang.srt.garbage import keep_out_of_collections
-from sglang.srt.managers.batch_planner import BatchPlanner, MustDrain, PlannedStep, PlannerConfig
-from sglang.srt.managers.batch_result_processor import BatchResultProcessor
-from sglang.srt.managers.control import Control, ModelResources, SchedulerStats
-from sglang.srt.managers.invariants import InvariantChecker
-from sglang.srt.managers.io_struct import FinishReason, TokenizedGenerateReqInput
-from sglang.srt.managers.launch_slack import LaunchSlack
-from sglang.srt.managers.request_lifecycle import RequestLifecycle
-from sglang.srt.managers.schedule_batch import LaunchedStep, Req
-from sglang.srt.managers.schedule_policy import NewTokenRatio, order_by_priority
 from sglang.srt.mem_cache.kv_audit import ReleaseReport
 from sglang.srt.mem_cache.kv_ledger import KVLedger
+from sglang.srt.messages.requests import FinishReason, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.scheduling.batch_planner import BatchPlanner, MustDrain, PlannedStep, PlannerConfig
+from sglang.srt.scheduling.batch_result_processor import BatchResultProcessor
+from sglang.srt.scheduling.invariants import InvariantChecker
+from sglang.srt.scheduling.launch_slack import LaunchSlack
+from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
+from sglang.srt.scheduling.schedule_batch import LaunchedStep, Req
+from sglang.srt.scheduling.schedule_policy import NewTokenRatio, order_by_priority
+from sglang.srt.step.worker import StepRecord, Worker
 from sglang.srt.tokenizer import StopFinder
 
 logger = logging.getLogger(__name__)

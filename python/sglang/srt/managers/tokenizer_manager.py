@@ -15,9 +15,20 @@ from typing import Any
 
 import msgspec
 
-from sglang.srt.managers.control_client import ControlClient
-from sglang.srt.managers.control_messages import AbortReq
-from sglang.srt.managers.io_struct import (
+from sglang.srt.control.client import ControlClient
+from sglang.srt.frontend.early_abort import AbortSelector, TokenizingCalls
+from sglang.srt.frontend.off_event_loop import encode_prompts, map_texts
+from sglang.srt.frontend.request_limits import RequestLimits
+from sglang.srt.frontend.request_state import GenerateCall, Sample, ServiceError
+from sglang.srt.frontend.request_validation import (
+    CheckedPrompt,
+    CheckedRequest,
+    check_generate_request,
+)
+from sglang.srt.frontend.return_options import Returns
+from sglang.srt.frontend.sampling_validation import expand_samples
+from sglang.srt.messages.control import AbortReq
+from sglang.srt.messages.requests import (
     BatchStrOutput,
     FinishReason,
     GenerateReqInput,
@@ -26,17 +37,6 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     ToScheduler,
 )
-from sglang.srt.managers.prompt_encoding import encode_prompts, map_texts
-from sglang.srt.managers.request_limits import RequestLimits
-from sglang.srt.managers.request_state import GenerateCall, Sample, ServiceError
-from sglang.srt.managers.request_validation import (
-    CheckedPrompt,
-    CheckedRequest,
-    check_generate_request,
-)
-from sglang.srt.managers.return_options import Returns
-from sglang.srt.managers.sampling_validation import expand_samples
-from sglang.srt.managers.tokenizing import AbortSelector, TokenizingCalls
 from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from sglang.srt.garbage import no_collections
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
-from sglang.srt.model_executor.forward_batch_info import (
+from sglang.srt.layers.forward_batch import (
     DECODE,
     MIXED,
     RAGGED,
@@ -28,7 +28,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     GraphKey,
 )
-from sglang.srt.model_executor.step_ops import StaticInputs, StepOps
+from sglang.srt.step.step_ops import StaticInputs, StepOps
 
 logger = logging.getLogger(__name__)
 

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, GraphSupport
+from sglang.srt.layers.forward_batch import ForwardBatch, dummy_step
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.mem_cache.kv_sizing import KVSizing
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphKeys
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, dummy_step
-from sglang.srt.model_executor.model_loader import load_model
-from sglang.srt.model_executor.step_ops import StepOps
-from sglang.srt.model_executor.weight_store import WeightStore
+from sglang.srt.model_loader.loader import load_model
 from sglang.srt.platform import memory_for, static_bytes_left
 from sglang.srt.registry import ATTENTION_BACKENDS, LAYER_OPS, STEP_OPS
+from sglang.srt.step.step_ops import StepOps
+from sglang.srt.weight_sync.weight_store import WeightStore
 
 WARM_UP_Q_LENS = (128, 8, 1)
 LESS_STATIC_MEMORY = "Lower --mem-fraction-static, --max-total-tokens"

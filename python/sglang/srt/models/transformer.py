@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.layers.linear import FusedLinear, Linear
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_config import ModelConfig
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from sglang.srt.model_executor.request_rows import RequestRows
-from sglang.srt.model_executor.step_ops import (
+from sglang.srt.step.request_rows import RequestRows
+from sglang.srt.step.step_ops import (
     EMITS,
     IS_VERIFIED,
     NUM_HOST,

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.base_worker import StepRecord
+from sglang.srt.step.worker import StepRecord
 
 
 class DebugTrace:

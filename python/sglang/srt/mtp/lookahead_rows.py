@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang.srt.base_worker import NewRow, ScheduleBatch
 from sglang.srt.device_copies import to_device
-from sglang.srt.model_executor.step_ops import StepCounts
 from sglang.srt.mtp.acceptance_estimate import Kind
 from sglang.srt.mtp.length_policy import Accepted, Ask, Outlook
+from sglang.srt.step.step_ops import StepCounts
+from sglang.srt.step.worker import NewRow, ScheduleBatch
 
 
 @dataclass(frozen=True, slots=True)

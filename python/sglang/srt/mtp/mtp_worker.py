@@ -17,7 +17,22 @@ from functools import partial
 
 import torch
 
-from sglang.srt.base_worker import (
+from sglang.srt.device_copies import to_device
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.logit_adjustments import ExtraTokens
+from sglang.srt.layers.logprobs import LogprobQueries
+from sglang.srt.layers.sampler import SamplingRows, ScoredTokens
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.mtp.acceptance import AcceptanceOps, Outcome, Predictions
+from sglang.srt.mtp.length_policy import LengthPolicy
+from sglang.srt.mtp.lookahead_rows import LookaheadRows, StepLengths
+from sglang.srt.registry import ACCEPTANCE
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.step.forward_inputs import build_forward_batch
+from sglang.srt.step.request_rows import RequestRows
+from sglang.srt.step.step_ops import IS_VERIFIED, RowLayout
+from sglang.srt.step.step_outputs import hidden_of_reads, hidden_states, prompt_logprobs
+from sglang.srt.step.worker import (
     FedRows,
     GenerationBatchResult,
     HostResult,
@@ -25,22 +40,7 @@ from sglang.srt.base_worker import (
     ScheduleBatch,
     StepWidth,
 )
-from sglang.srt.device_copies import to_device
-from sglang.srt.layers.logit_adjustments import ExtraTokens
-from sglang.srt.layers.logprobs import LogprobQueries
-from sglang.srt.layers.sampler import SamplingRows, ScoredTokens
-from sglang.srt.managers.tp_worker import PLAIN_WIDTH, TpModelWorker
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.model_executor.forward_inputs import build_forward_batch
-from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.model_executor.request_rows import RequestRows
-from sglang.srt.model_executor.step_ops import IS_VERIFIED, RowLayout
-from sglang.srt.model_executor.step_outputs import hidden_of_reads, hidden_states, prompt_logprobs
-from sglang.srt.mtp.acceptance import AcceptanceOps, Outcome, Predictions
-from sglang.srt.mtp.length_policy import LengthPolicy
-from sglang.srt.mtp.lookahead_rows import LookaheadRows, StepLengths
-from sglang.srt.registry import ACCEPTANCE
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.workers.tp_worker import PLAIN_WIDTH, TpModelWorker
 
 logger = logging.getLogger(__name__)
 

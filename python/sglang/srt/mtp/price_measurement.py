@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from sglang.srt.device_copies import HostCopy, to_device
-from sglang.srt.model_executor.forward_batch_info import (
+from sglang.srt.layers.forward_batch import (
     DECODE,
     MIXED,
     ForwardBatch,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sglang.srt.model_executor.forward_batch_info import GraphKey
+from sglang.srt.layers.forward_batch import GraphKey
 
 # The graph that a step of so many requests, rows of its widest request and rows in all replays.
 FindGraph = Callable[[int, int, int], GraphKey | None]

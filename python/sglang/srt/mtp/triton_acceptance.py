@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.triton_launch import begin
-from sglang.srt.model_executor import step_ops
-from sglang.srt.model_executor.request_rows import RequestRows
-from sglang.srt.model_executor.step_ops import NUM_COUNTS
-from sglang.srt.model_executor.triton_step_ops import step_launch
 from sglang.srt.mtp.acceptance import Outcome, Predictions
+from sglang.srt.step import step_ops
+from sglang.srt.step.request_rows import RequestRows
+from sglang.srt.step.step_ops import NUM_COUNTS
+from sglang.srt.step.triton_step_ops import step_launch
 
 _NUM_HOST = tl.constexpr(step_ops.NUM_HOST)
 _EMITS = tl.constexpr(step_ops.EMITS)

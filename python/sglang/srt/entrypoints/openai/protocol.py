@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from sglang.srt.managers.body_parsing import RequestError, field_error
+from sglang.srt.frontend.body_parsing import RequestError, field_error
 from sglang.srt.sglang_surface import ANYTHING, neutral_fields
 
 # Our names of sampling parameters that OpenAI's body calls otherwise.

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
+from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class GraphSupport(Enum):

@@ -27,8 +27,8 @@ from sglang.srt.layers.attention.flashinfer_plan import (
     uses_tensor_cores,
     window_left,
 )
+from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, GraphKey
 from sglang.srt.platform import num_multiprocessors
 
 VERSION = "0.6.14"

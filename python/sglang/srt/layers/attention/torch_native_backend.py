@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities, GraphSupport
 from sglang.srt.layers.attention.kv_window import KVWindow
+from sglang.srt.layers.forward_batch import MAX_TREE_ROWS, ForwardBatch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import MAX_TREE_ROWS, ForwardBatch
 
 MAX_MASK_ENTRIES = 1 << 24  # bounds the temporary memory of one group (64 MiB in float32)
 

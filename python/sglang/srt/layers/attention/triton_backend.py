@@ -11,17 +11,17 @@ import triton
 
 from sglang.srt.device_copies import overwrite, to_device
 from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities, GraphSupport
-from sglang.srt.layers.attention.triton_items import ITEM_SIZE, pack_rows
-from sglang.srt.layers.attention.triton_kernels import (
+from sglang.srt.layers.attention.triton_ops.items import ITEM_SIZE, pack_rows
+from sglang.srt.layers.attention.triton_ops.kernels import (
     Paged,
     Tiles,
     attend_items,
     attend_items_split,
     workspace_size,
 )
+from sglang.srt.layers.forward_batch import MIXED, ForwardBatch, GraphKey
 from sglang.srt.layers.triton_launch import INTERPRETED, Neighbours
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import MIXED, ForwardBatch, GraphKey
 from sglang.srt.platform import num_multiprocessors
 
 MIN_SPLITS = 3  # fewer gain less than adding them up costs

@@ -1,0 +1,218 @@
+"""Control messages: one typed message, one handler."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.control.cache_flush import CacheFlusher
+from sglang.srt.control.engine_state import EngineState, RestQueue
+from sglang.srt.control.memory_control import MemoryControl, MemoryPart
+from sglang.srt.control.pause import PauseController
+from sglang.srt.control.weight_control import POLL_S, ModelWeights, WeightControl
+from sglang.srt.messages.control import (
+    AbortReq,
+    GetInternalStateReq,
+    GetInternalStateReqOutput,
+    HealthPing,
+)
+from sglang.srt.scheduling.batch_result_processor import BatchResultProcessor
+from sglang.srt.scheduling.invariants import InvariantChecker
+from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
+from sglang.srt.scheduling.schedule_policy import NewTokenRatio
+
+ABORT_MESSAGE = "The request was aborted."
+
+
+class SchedulerStats:
+    """Counters of the scheduler that clients can read.
+
+    Attributes:
+        forward_ct_decode: steps launched with at least one decode row, since start or flush.
+        avg_accept_length: tokens per request and emitting step, since the start.
+    """
+
+    def __init__(self) -> None:
+        self.forward_ct_decode = 0
+        self.has_current_batch = False
+        self.has_last_batch = False
+        self._num_accepted = 0
+        self._num_emits = 0
+
+    @property
+    def avg_accept_length(self) -> float | None:
+        return self._num_accepted / self._num_emits if self._num_emits else None
+
+    def on_launch(self, has_decode: bool) -> None:
+        self.forward_ct_decode += has_decode
+        self.has_current_batch = True
+
+    def on_read(self, num_accepted: int, num_emits: int) -> None:
+        self._num_accepted += num_accepted
+        self._num_emits += num_emits
+        self.has_last_batch = True
+
+    def on_idle(self) -> None:
+        self.has_current_batch = self.has_last_batch = False
+
+    def reset(self) -> None:
+        self.forward_ct_decode = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelResources:
+    """What control calls change below the scheduler.
+
+    Attributes:
+        memory: what can be given back, by tag.
+    """
+
+    weights: ModelWeights
+    memory: Mapping[str, MemoryPart]
+
+
+class Control:
+    """Handlers of everything that is not a request to generate.
+
+    Args:
+        reply: sends a message to the front end.
+        ping: passes a health ping on to the detokenizer.
+        clock: seconds, for deadlines.
+    """
+
+    def __init__(
+        self,
+        lifecycle: RequestLifecycle,
+        processor: BatchResultProcessor,
+        checker: InvariantChecker,
+        ratio: NewTokenRatio,
+        stats: SchedulerStats,
+        resources: ModelResources,
+        reply: Callable[[Any], None],
+        ping: Callable[[Any], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lifecycle = lifecycle
+        self._processor = processor
+        self._checker = checker
+        self._ratio = ratio
+        self._stats = stats
+        self._reply = reply
+        self._clock = clock
+        self.state = EngineState(lifecycle, reply)
+        self._rest = RestQueue()
+        shared = (self.state, lifecycle, self._rest)
+        self._pause = PauseController(*shared, self._abort_all, reply, clock)
+        self._flusher = CacheFlusher(*shared, self._reset_counters, reply, clock)
+        self._weights = WeightControl(resources.weights, *shared, self._abort_all, reply)
+        memory = MemoryControl(resources.memory, *shared, reply)
+        self.handlers: dict[type, Callable[[Any], None]] = {
+            AbortReq: self._abort,
+            GetInternalStateReq: self._internal_state,
+            HealthPing: ping,
+            **self._pause.handlers,
+            **self._flusher.handlers,
+            **self._weights.handlers,
+            **memory.handlers,
+        }
+
+    @property
+    def may_launch(self) -> bool:
+        return self.state.may_launch and not self._rest
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn of the loop would do something without a message or a deadline."""
+        if self._rest:
+            return True
+        lifecycle = self._lifecycle
+        can_start = lifecycle.waiting if self.state.admits else lifecycle.awaits_finish
+        return bool(self.state.may_launch and (lifecycle.running or can_start))
+
+    @property
+    def wait_s(self) -> float | None:
+        """How long the scheduler may wait for a message; None for any time."""
+        if self._weights.is_busy:
+            return POLL_S
+        deadline = min(self._pause.next_deadline, self._flusher.next_deadline)
+        return None if deadline == math.inf else max(0.0, deadline - self._clock())
+
+    def tick(self) -> None:
+        """Looks at deadlines and at what goes on in threads."""
+        self._pause.tick()
+        self._weights.tick()
+        self._flusher.tick()
+
+    def at_rest(self) -> None:
+        """Every launched step has been read: does what has waited for that, and what follows."""
+        self.tick()
+        while self._rest:
+            self._rest.run()
+            self.tick()
+        if not self.state.may_launch:
+            self._stats.on_idle()
+        self._processor.flush()
+
+    def _abort(self, message: AbortReq) -> None:
+        """Ends what the message names, with partial output; unknown names change nothing."""
+        wanted = set(message.req_ids)
+        for req in (*self._lifecycle.running, *self._lifecycle.waiting):
+            is_named = req.req_id in wanted or (message.rid is not None and req.rid == message.rid)
+            if message.abort_all or is_named:
+                text = message.aborted_message or ABORT_MESSAGE
+                self._processor.abort(req, text, status_code=None, err_type=None)
+        self._processor.flush()
+
+    def _abort_all(self, text: str) -> None:
+        self._abort(AbortReq(abort_all=True, aborted_message=text))
+
+    def _reset_counters(self) -> None:
+        self._stats.reset()
+        self._ratio.reset()
+
+    def _internal_state(self, message: GetInternalStateReq) -> None:
+        self._reply(
+            GetInternalStateReqOutput(call_id=message.call_id, internal_state=self.internal_state())
+        )
+
+    def internal_state(self) -> dict[str, Any]:
+        """`internal_states[0]` of `/server_info`; slots and lengths in tokens."""
+        lifecycle, ledger, state = self._lifecycle, self._lifecycle.ledger, self.state
+        report = self._checker.summary()
+        return {
+            "legacy_missing_tokens": report.legacy_missing_tokens,
+            "orphan_token_count": report.orphan_token_count,
+            "overlap_token_count": report.overlap_token_count,
+            "ledger_repair_count": self._checker.num_repairs,
+            "speculative_num_steps": 0,
+            "avg_spec_accept_length": self._stats.avg_accept_length,
+            "running_batch_size": len(lifecycle.running),
+            "running_batch_rids": _rids(lifecycle.running),
+            "waiting_queue_size": len(lifecycle.waiting),
+            "waiting_queue_rids": _rids(lifecycle.waiting),
+            "chunked_req_rids": _rids(req for req in lifecycle.running if req.is_prefilling),
+            "available_kv_tokens": ledger.num_free_tokens,
+            "tree_cache_size": ledger.num_tree_tokens,
+            "req_to_token_pool_used": ledger.num_used_rows,
+            "forward_ct_decode": self._stats.forward_ct_decode,
+            "new_token_ratio": self._ratio.value,
+            "init_new_token_ratio": self._ratio.initial,
+            "cur_batch_is_none": not self._stats.has_current_batch,
+            "last_batch_is_none": not self._stats.has_last_batch,
+            "engine_paused": state.pause_mode is not None and not state.is_draining,
+            "pause_mode": state.pause_mode,
+            "pause_epoch": self._pause.epoch,
+            "num_lease_expiries": self._pause.num_lease_expiries,
+            "stopped": state.stopped,
+            "released_memory": sorted(state.released),
+            "weight_version": lifecycle.weight_version,
+            "weight_epoch": ledger.epoch,
+            "in_weight_session": state.in_weight_session,
+        }
+
+
+def _rids(reqs: Any) -> list[str]:
+    return [req.rid for req in reqs]

@@ -1,0 +1,97 @@
+"""Whether the engine runs: what stops it, and the work that waits for it to be at rest."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from sglang.srt.messages.control import EngineStatus, PauseMode
+from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
+
+
+class EngineState:
+    """What keeps the scheduler from launching steps.
+
+    Args:
+        send: takes the status for the front end, whenever it has changed.
+
+    Attributes:
+        pause_mode: of the pause that is in force; None without one.
+        is_draining: the pause still lets running requests finish.
+        released: tags of the memory that is given back.
+        broken: why the weights must not be used; empty if they may.
+        awaits_end: a weight update waits for running requests to finish; none may start.
+        in_weight_session: whether a weight update has begun and not ended.
+    """
+
+    def __init__(self, lifecycle: RequestLifecycle, send: Callable[[EngineStatus], None]) -> None:
+        self._lifecycle = lifecycle
+        self._send = send
+        self._published = EngineStatus(weight_version=lifecycle.weight_version)
+        self.pause_mode: PauseMode | None = None
+        self.is_draining = False
+        self.released: set[str] = set()
+        self.broken = ""
+        self.awaits_end = False
+        self.in_weight_session = False
+
+    @property
+    def may_launch(self) -> bool:
+        is_paused = self.pause_mode is not None and not self.is_draining
+        return not (is_paused or self.unusable)
+
+    @property
+    def admits(self) -> bool:
+        """Whether any waiting request may start; otherwise only those that must finish may."""
+        return not self.stopped
+
+    @property
+    def unusable(self) -> str:
+        """Why no step could run even without a pause; empty if one could."""
+        if self.released:
+            tags = ", ".join(sorted(self.released))
+            return f"Memory is released ({tags}); call resume_memory_occupation."
+        return self.broken
+
+    @property
+    def stopped(self) -> str:
+        """Why new requests do not start now; empty while they do."""
+        if self.pause_mode is not None:
+            return f"Generation is paused ({self.pause_mode})."
+        if self.awaits_end:
+            return "A weight update waits for running requests."
+        return self.unusable
+
+    def publish(self) -> None:
+        """Tells the front end, if anything has changed."""
+        status = EngineStatus(
+            stopped=self.stopped,
+            is_frozen=not self.may_launch,
+            weight_version=self._lifecycle.weight_version,
+            in_weight_session=self.in_weight_session,
+        )
+        if status != self._published:
+            self._published = status
+            self._send(status)
+
+
+class RestQueue:
+    """Work that needs the engine at rest: every launched step has been read.
+
+    While some is waiting nothing is launched, so rest comes with the step in flight. It runs in the
+    order of arrival, so calls take effect in the order they were made in.
+    """
+
+    def __init__(self) -> None:
+        self._work: deque[Callable[[], None]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._work)
+
+    def add(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
+
+    def run(self) -> None:
+        """Does it all. Only at rest."""
+        while self._work:
+            self._work.popleft()()

@@ -1,0 +1,369 @@
+"""Weight updates and memory: read beside the running engine, taken over at rest, all or nothing.
+
+Reading, checking and receiving happen in a thread, so the engine answers and generates meanwhile.
+The weights that serve change only in `_take_over`, when running requests have finished or are kept
+from running. So an update that fails leaves the old weights serving, and a session that is not
+committed changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from sglang.srt.control.engine_state import EngineState, RestQueue
+from sglang.srt.control.memory_control import WEIGHTS_TAG
+from sglang.srt.messages.control import (
+    ControlReply,
+    FromBytes,
+    FromDirectory,
+    FromGroup,
+    InitWeightsUpdateGroupReqInput,
+    UpdateWeightsReq,
+    UpdateWeightVersionReq,
+    WeightGroupReq,
+    WeightSessionReq,
+    WeightSource,
+)
+from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
+from sglang.srt.weight_sync.weight_group import TensorSpec, WeightGroup
+from sglang.srt.weight_sync.weight_store import StagedWeights, WeightUpdateError
+
+logger = logging.getLogger(__name__)
+
+WeightMessage = UpdateWeightsReq | WeightSessionReq | UpdateWeightVersionReq | WeightGroupReq
+ABORT_MESSAGE = "The request was aborted for a weight update."
+NO_SESSION = "No weight update has begun; call begin_weight_update."
+POLL_S = 0.02  # how often a waiting scheduler looks whether reading is done
+BROKEN = (
+    "A weight update failed half-way; update all weights with update_weights_from_disk, or restart."
+)
+
+
+class ModelWeights(Protocol):
+    """The weights of the running model; see `weight_sync.weight_store.WeightStore`."""
+
+    def from_directory(self, path: str) -> StagedWeights: ...
+
+    def from_file(self, path: str) -> StagedWeights: ...
+
+    def from_safetensors(self, data: bytes) -> StagedWeights: ...
+
+    def from_tensors(self, tensors: Any) -> StagedWeights: ...
+
+    def apply(self, staged: StagedWeights) -> None: ...
+
+
+@dataclass(slots=True)
+class _Job:
+    """One call: what is done in the thread, and then at rest when its turn comes.
+
+    Attributes:
+        finish: gets what the future gives.
+    """
+
+    message: WeightMessage
+    future: Future[Any]
+    finish: Callable[[Any], None]
+
+
+@dataclass(slots=True)
+class _Update:
+    """New weights that have not been taken over: of one call, or of a session.
+
+    Attributes:
+        is_complete: they are all weights of the model.
+        aborts: whether requests are ended instead of being waited for.
+    """
+
+    staged: dict[str, torch.Tensor] = field(default_factory=dict)
+    weight_version: str | None = None
+    is_complete: bool = False
+    aborts: bool = False
+
+    def add(self, message: UpdateWeightsReq, staged: StagedWeights) -> None:
+        self.staged.update(staged)
+        self.weight_version = message.weight_version or self.weight_version
+        self.is_complete |= isinstance(message.source, FromDirectory)
+        self.aborts |= message.abort_all_requests
+
+
+class WeightControl:
+    """Handles everything that changes weights or their label, one call after the other.
+
+    Args:
+        abort_all: ends all requests, with the message given.
+        reply: sends a message to the front end.
+    """
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        state: EngineState,
+        lifecycle: RequestLifecycle,
+        rest: RestQueue,
+        abort_all: Callable[[str], None],
+        reply: Callable[[Any], None],
+    ) -> None:
+        self._weights = weights
+        self._state = state
+        self._lifecycle = lifecycle
+        self._rest = rest
+        self._abort_all = abort_all
+        self._reply = reply
+        self._session: _Update | None = None
+        self._groups: dict[str, WeightGroup] = {}
+        self._jobs: deque[_Job] = deque()
+        self._first_is_due = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self.handlers: dict[type, Callable[[Any], None]] = {
+            UpdateWeightsReq: self._update,
+            WeightSessionReq: self._change_session,
+            UpdateWeightVersionReq: self._relabel,
+            WeightGroupReq: self._change_group,
+        }
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `tick` must be called again soon."""
+        return bool(self._jobs)
+
+    def tick(self) -> None:
+        """Has the first call finished at rest, once it has been read and nothing is in its way."""
+        if not self._jobs or self._first_is_due or not self._jobs[0].future.done():
+            return
+        if not (self._state.awaits_end and self._has_begun):
+            self._first_is_due = True
+            self._rest.add(self._finish_first)
+
+    def _finish_first(self) -> None:
+        self._first_is_due = False
+        job = self._jobs[0]
+        if job.future.exception() is None and self._must_wait(job.message):
+            self._state.awaits_end = True
+            self._lifecycle.mark_to_finish(waiting_too=True)
+            self._state.publish()
+            return
+        self._jobs.popleft()
+        self._state.awaits_end = False
+        if not self._state.is_draining:
+            self._lifecycle.unmark_to_finish()
+        try:
+            result = job.future.result()
+        except WeightUpdateError as error:
+            self._answer(job.message.call_id, str(error))
+        except Exception as error:  # the old weights serve on
+            logger.exception("A weight update failed.")
+            self._answer(job.message.call_id, f"It failed: {type(error).__name__}: {error}")
+        else:
+            job.finish(result)
+
+    def _must_wait(self, message: WeightMessage) -> bool:
+        """Whether running requests have to finish first, so that no output mixes weights without
+        a pause."""
+        if not self._has_begun:
+            return False
+        if isinstance(message, UpdateWeightsReq):
+            return self._session is None and not message.abort_all_requests
+        if isinstance(message, WeightSessionReq) and message.action == "commit":
+            aborts = message.abort_all_requests or (self._session or _Update()).aborts
+            return self._session is not None and not aborts
+        return False
+
+    @property
+    def _has_begun(self) -> bool:
+        return self._state.may_launch and self._lifecycle.has_begun
+
+    # ---------------------------------------------------------------- updates
+
+    def _update(self, message: UpdateWeightsReq) -> None:
+        def finish(staged: StagedWeights) -> None:
+            update = self._session or _Update()
+            update.add(message, staged)
+            if update is not self._session:
+                self._take_over(message, update)
+                return
+            text = f"{len(staged)} weights staged; commit_weight_update takes them over."
+            self._answer(message.call_id, "", text, num_tensors=len(staged), staged=True)
+
+        self._start(message, functools.partial(self._read, message.source), finish)
+
+    def _read(self, source: WeightSource) -> StagedWeights:
+        """In the thread: the checked weights of a source."""
+        if isinstance(source, FromDirectory):
+            return self._weights.from_directory(source.path)
+        if isinstance(source, FromBytes):
+            return self._weights.from_safetensors(source.data)
+        if isinstance(source, FromGroup):
+            return self._receive(source)
+        try:
+            return self._weights.from_file(source.path)
+        finally:
+            if source.delete:
+                Path(source.path).unlink(missing_ok=True)
+
+    def _receive(self, source: FromGroup) -> StagedWeights:
+        group = self._groups.get(source.group_name)
+        if group is None:
+            raise WeightUpdateError(
+                f"There is no group {source.group_name!r}; call init_weights_update_group first."
+            )
+        parts = zip(source.names, source.dtypes, source.shapes, strict=True)
+        specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in parts]
+        return self._weights.from_tensors(group.receive(specs))
+
+    def _take_over(self, message: UpdateWeightsReq | WeightSessionReq, update: _Update) -> bool:
+        """At rest: the staged weights serve from here on. Returns whether they do."""
+        problem = "" if update.is_complete else self._state.broken
+        if WEIGHTS_TAG in self._state.released:
+            problem = self._state.unusable
+        if problem:
+            self._answer(message.call_id, problem)
+            return False
+        if update.aborts or message.abort_all_requests:
+            self._abort_all(ABORT_MESSAGE)
+        try:
+            self._weights.apply(update.staged)
+        except WeightUpdateError as error:
+            self._answer(message.call_id, str(error))
+            return False
+        except Exception:
+            logger.exception("Weights could not be taken over; generation stops.")
+            self._state.broken = BROKEN
+            self._lifecycle.ledger.begin_epoch()
+            self._answer(message.call_id, BROKEN, status_code=500)
+            return False
+        self._state.broken = ""
+        self._lifecycle.ledger.begin_epoch()
+        if update.weight_version is not None:
+            self._lifecycle.set_weight_version(update.weight_version)
+        logger.info(
+            "Weights updated: %d tensors, version %r, epoch %d.",
+            len(update.staged),
+            self._lifecycle.weight_version,
+            self._lifecycle.ledger.epoch,
+        )
+        fields = {"num_tensors": len(update.staged), **self._flush(message.flush_cache)}
+        self._answer(message.call_id, "", "Weights updated.", staged=False, **fields)
+        return True
+
+    def _flush(self, is_wanted: bool) -> dict[str, Any]:
+        """Drops the old weights' prefixes. While requests hold KV they stay, but never match."""
+        if not is_wanted:
+            return {}
+        if self._lifecycle.holds_kv:
+            return {"flushed_items": 0, "flush_note": "Requests hold KV; old entries never match."}
+        return {"flushed_items": self._lifecycle.ledger.flush()}
+
+    def _change_session(self, message: WeightSessionReq) -> None:
+        change = {"begin": self._begin, "commit": self._commit, "rollback": self._roll_back}
+        self._start(message, lambda: None, lambda _: change[message.action](message))
+
+    def _begin(self, message: WeightSessionReq) -> None:
+        if self._session is not None:
+            problem = "A weight update has begun already; commit it or roll it back."
+            self._answer(message.call_id, problem)
+            return
+        self._set_session(_Update())
+        self._lifecycle.ledger.begin_epoch()
+        self._answer(message.call_id, "", "Weight update begun; the old weights serve on.")
+
+    def _commit(self, message: WeightSessionReq) -> None:
+        session = self._session
+        if session is None:
+            self._answer(message.call_id, NO_SESSION)
+            return
+        if not session.staged:
+            self._answer(message.call_id, "Nothing has been staged; update weights or roll back.")
+            return
+        session.weight_version = message.weight_version or session.weight_version
+        self._set_session(None)
+        if not self._take_over(message, session) and not self._state.broken:
+            self._set_session(session)  # nothing has changed: it can be tried again
+            self._state.publish()
+
+    def _roll_back(self, message: WeightSessionReq) -> None:
+        if self._session is None:
+            self._answer(message.call_id, NO_SESSION)
+            return
+        self._set_session(None)
+        self._lifecycle.ledger.begin_epoch()
+        self._answer(message.call_id, "", "Weight update rolled back; the old weights serve.")
+
+    def _set_session(self, session: _Update | None) -> None:
+        self._session = session
+        self._state.in_weight_session = session is not None
+
+    def _relabel(self, message: UpdateWeightVersionReq) -> None:
+        def finish(_: None) -> None:
+            if message.abort_all_requests:
+                self._abort_all(ABORT_MESSAGE)
+            version = message.new_version
+            self._lifecycle.set_weight_version(version)
+            self._answer(message.call_id, "", "Weight version updated.", new_version=version)
+
+        self._start(message, lambda: None, finish)
+
+    # ---------------------------------------------------------------- groups
+
+    def _change_group(self, message: WeightGroupReq) -> None:
+        """Leaving ends what is being received at once; everything else waits for its turn."""
+        if message.join is None and message.group_name in self._groups:
+            self._groups[message.group_name].close()
+        work = functools.partial(self._swap_group, message.group_name, message.join)
+        text = "Left the group." if message.join is None else "Joined the group."
+        self._start(message, work, lambda _: self._answer(message.call_id, "", text))
+
+    def _swap_group(self, name: str, join: InitWeightsUpdateGroupReqInput | None) -> None:
+        """In the thread: leaves the group of that name, and joins it anew."""
+        group = self._groups.pop(name, None)
+        if group is not None:
+            group.close()
+        elif join is None:
+            raise WeightUpdateError(f"There is no group {name!r} to leave.")
+        if join is not None:
+            self._groups[name] = WeightGroup.join(
+                master_address=join.master_address,
+                master_port=join.master_port,
+                rank=join.rank_offset,
+                world_size=join.world_size,
+                group_name=name,
+                backend=join.backend,
+                timeout_s=join.timeout_s,
+            )
+
+    # ---------------------------------------------------------------- replies
+
+    def _start(
+        self, message: WeightMessage, work: Callable[[], Any], finish: Callable[[Any], None]
+    ) -> None:
+        self._jobs.append(_Job(message, self._thread.submit(work), finish))
+
+    def _answer(
+        self, call_id: int, problem: str, text: str = "", status_code: int = 400, **fields: Any
+    ) -> None:
+        self._state.publish()
+        lifecycle = self._lifecycle
+        fields = {
+            "weight_version": lifecycle.weight_version,
+            "weight_epoch": lifecycle.ledger.epoch,
+            "num_paused_requests": len(lifecycle.running) + len(lifecycle.waiting),
+            **fields,
+        }
+        self._reply(
+            ControlReply(
+                call_id=call_id,
+                success=not problem,
+                message=problem or text,
+                status_code=status_code,
+                fields=fields,
+            )
+        )

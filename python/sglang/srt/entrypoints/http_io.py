@@ -1,0 +1,189 @@
+"""HTTP plumbing that no route should repeat: bodies with a limit, errors, streams, disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from sglang.srt.frontend.body_parsing import RequestError
+from sglang.srt.frontend.request_state import ServiceError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ERROR_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "RequestTooLargeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+RETRY_AFTER_S = 1
+CLIENT_GONE_STATUS = 499  # in the access log only: nobody is there to read it
+
+
+def json_response(content: Any, status_code: int = 200) -> Response:
+    """`content` as JSON."""
+    return Response(msgspec.json.encode(content), status_code, media_type="application/json")
+
+
+def error_body(message: str, status_code: int, field: str | None = None) -> dict[str, Any]:
+    """The body of every error."""
+    kind = ERROR_TYPES.get(status_code, "Error")
+    error = {"message": message, "type": kind, "param": field, "code": status_code}
+    return {"error": error}
+
+
+def error_response(
+    message: str,
+    status_code: int,
+    field: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """An error as a response; 503 says when to try again."""
+    response = json_response(error_body(message, status_code, field), status_code)
+    response.headers.update(headers or {})
+    if status_code == 503:
+        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+    return response
+
+
+def response_of_error(error: Exception) -> Response:
+    """The response that an error of the layers below is."""
+    if isinstance(error, RequestError):
+        return error_response(error.message, error.status_code, error.field)
+    if isinstance(error, ServiceError):
+        return error_response(error.message, error.status_code)
+    if isinstance(error, HTTPException):
+        return error_response(str(error.detail), error.status_code, headers=error.headers)
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_GONE_STATUS)
+    return error_response("The server failed on this request; its log says why.", 500)
+
+
+def update_failure(error: RequestError | ServiceError) -> Response:
+    """The response of a weight update that failed: clients of SGLang read `success`."""
+    field = error.field if isinstance(error, RequestError) else None
+    body = error_body(error.message, error.status_code, field)
+    response = json_response({"success": False, "message": error.message, **body})
+    response.status_code = error.status_code
+    if error.status_code == 503:
+        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+    return response
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Makes every error of a route a JSON answer."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        return response_of_error(error)
+
+    for kind in (RequestError, ServiceError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, handle)
+
+
+async def read_body(request: Request, max_bytes: int, flag: str = "--max-request-bytes") -> bytes:
+    """The body of a request, read no further than `max_bytes`, which `flag` sets.
+
+    Raises:
+        RequestError: with status 413 if it is longer.
+        ClientDisconnect: if the client leaves before its end.
+    """
+    return b"".join([part async for part in body_parts(request, max_bytes, flag)])
+
+
+async def body_parts(request: Request, max_bytes: int, flag: str) -> AsyncGenerator[bytes, None]:
+    """The body of a request as it arrives; raises as `read_body` does."""
+    too_large = RequestError(None, f"The body is larger than {max_bytes} bytes ({flag}).", 413)
+    if (declared_bytes(request) or 0) > max_bytes:
+        raise too_large
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > max_bytes:
+            raise too_large
+        yield part
+
+
+def declared_bytes(request: Request) -> int | None:
+    """The size of the body in bytes as the client has declared it, if it has."""
+    declared = request.headers.get("content-length", "")
+    return int(declared) if declared.isdigit() else None
+
+
+async def unless_client_leaves(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`; it is cancelled as soon as the client is gone.
+
+    Raises:
+        ClientDisconnect: if the client leaves first.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+class EventStream(Response):
+    """Server-sent events: `data: {json}` for each chunk, then `data: [DONE]`.
+
+    An error becomes one last chunk. A client that leaves closes `chunks` at once.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: Any, chunks: AsyncGenerator[Any, None]) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        self._first = first
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_client_leaves(receive, self._send_all(send))
+        except ClientDisconnect:
+            logger.debug("A client left in the middle of its stream.")
+        finally:
+            await self._chunks.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        try:
+            await self._send_chunk(send, self._first)
+            async for chunk in self._chunks:
+                await self._send_chunk(send, chunk)
+        except (RequestError, ServiceError) as error:
+            await self._send_chunk(send, error_body(error.message, error.status_code))
+        except Exception:
+            logger.exception("A stream failed.")
+            await self._send_chunk(send, error_body("The server failed on this request.", 500))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    async def _send_chunk(self, send: Send, chunk: Any) -> None:
+        body = b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+        await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -1,0 +1,73 @@
+"""Calls whose prompts are still being tokenized: aborts must reach them too."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from sglang.srt.frontend.request_validation import CheckedRequest
+from sglang.srt.messages.requests import FinishReason
+
+ABORT_MESSAGE = "The request was aborted."
+
+
+@dataclass(frozen=True, slots=True)
+class AbortSelector:
+    """Which requests an abort means: all, those of exactly this rid, or of this prefix."""
+
+    rid: str | None = None
+    abort_all: bool = False
+    prefix: bool = False
+
+    def means(self, rid: str) -> bool:
+        if self.abort_all or not self.rid:
+            return self.abort_all
+        return rid.startswith(self.rid) if self.prefix else rid == self.rid
+
+
+class TokenizingCall:
+    """One call before its samples exist; the scheduler does not know it yet.
+
+    Attributes:
+        rids: the name of each prompt's samples; the front end's own where the client gave none.
+    """
+
+    def __init__(self, request: CheckedRequest) -> None:
+        self.rids = [prompt.rid or uuid.uuid4().hex for prompt in request.prompts]
+        self._num_samples = [prompt.sampling_params.n for prompt in request.prompts]
+        self._reasons: dict[int, FinishReason] = {}
+
+    def abort(self, selector: AbortSelector, message: str | None) -> int:
+        """Marks the prompts that are meant; returns how many samples those will have."""
+        meant = [index for index, rid in enumerate(self.rids) if selector.means(rid)]
+        reason = FinishReason(type="abort", message=message or ABORT_MESSAGE)
+        for index in meant:
+            self._reasons.setdefault(index, reason)
+        return sum(self._num_samples[index] for index in meant)
+
+    def reason_of(self, index: int) -> FinishReason | None:
+        """Why a prompt's samples end at once; None if they are to run."""
+        return self._reasons.get(index)
+
+
+class TokenizingCalls:
+    """All calls that are being tokenized."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, TokenizingCall] = {}
+
+    @contextmanager
+    def registered(self, request: CheckedRequest) -> Iterator[TokenizingCall]:
+        """A call that aborts can reach within the block."""
+        call = TokenizingCall(request)
+        self._calls[id(call)] = call
+        try:
+            yield call
+        finally:
+            del self._calls[id(call)]
+
+    def abort(self, selector: AbortSelector, message: str | None) -> int:
+        """Marks the prompts that are meant; returns how many samples those will have."""
+        return sum(call.abort(selector, message) for call in self._calls.values())

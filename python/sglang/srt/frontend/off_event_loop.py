@@ -1,0 +1,94 @@
+"""What takes long of a request, without keeping the event loop from others: reading and checking
+large bodies, compiling stop expressions, texts to token ids and back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from sglang.srt.frontend.body_parsing import field_error, shorten
+from sglang.srt.frontend.request_limits import RequestLimits, check_length
+from sglang.srt.frontend.request_validation import CheckedRequest
+from sglang.srt.stop_expressions import check_expression_list
+from sglang.srt.tokenizer import Tokenizer
+
+TOKENIZE_IN_THREAD_CHARS = 16_384  # below it encoding takes less than about 3 ms
+CHECK_IN_THREAD_BYTES = 65_536  # below it parsing and checking takes some milliseconds at most
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+async def off_loop_if_large(work: Callable[[], T], num_bytes: int) -> T:
+    """The result of `work` on that many bytes of a body; on many of them in a thread."""
+    return work() if num_bytes < CHECK_IN_THREAD_BYTES else await asyncio.to_thread(work)
+
+
+async def map_texts(function: Callable[[T], U], items: Sequence[T], num_chars: int) -> list[U]:
+    """`function` of each item; with many characters in a thread, so that the loop is free.
+
+    A caller that is cancelled ends the thread's work after the item at hand.
+    """
+    if num_chars < TOKENIZE_IN_THREAD_CHARS:
+        return [function(item) for item in items]
+    has_left = threading.Event()
+
+    def work() -> list[U]:
+        return [function(item) for item in items if not has_left.is_set()]
+
+    try:
+        return await asyncio.to_thread(work)
+    finally:
+        has_left.set()
+
+
+async def _check_stop_expressions(request: CheckedRequest) -> None:
+    """Compiles the stop expressions of a request, in a thread."""
+    expressions = [text for p in request.prompts for text in p.sampling_params.stop_regexes]
+    if not expressions:
+        return
+    try:
+        await asyncio.to_thread(check_expression_list, expressions)
+    except (ValueError, TimeoutError) as error:
+        raise field_error("sampling_params.stop_regex", shorten(str(error))) from None
+
+
+async def encode_prompts(
+    request: CheckedRequest, tokenizer: Tokenizer, limits: RequestLimits
+) -> list[list[int]]:
+    """Token ids of each prompt, once its stop expressions are found to be good.
+
+    Raises:
+        RequestError: if one has no tokens or too many, or such an expression cannot be used.
+    """
+    await _check_stop_expressions(request)
+
+    def encode(index: int) -> list[int]:
+        return _input_ids_of(request, index, tokenizer, limits)
+
+    num_chars = sum(len(prompt.text or "") for prompt in request.prompts)
+    return await map_texts(encode, range(len(request.prompts)), num_chars)
+
+
+def _input_ids_of(
+    request: CheckedRequest, index: int, tokenizer: Tokenizer, limits: RequestLimits
+) -> list[int]:
+    prompt = request.prompts[index]
+    name = "input_ids" if prompt.text is None else "text"
+    field = f"{name}[{index}]" if request.is_batch else name
+    max_new_tokens = 1 if prompt.has_default_length else prompt.sampling_params.max_new_tokens
+    if prompt.text is None:
+        input_ids = prompt.input_ids or []
+    else:
+        # A text that cannot fit is refused before any time goes into encoding it.
+        at_least = max(1, tokenizer.min_num_tokens(prompt.text))
+        check_length(field, at_least, max_new_tokens, limits)
+        input_ids = tokenizer.encode(prompt.text)
+        if max(input_ids, default=0) >= limits.vocab_size:
+            raise field_error(
+                field,
+                "the tokenizer gives ids that the model does not have; see --tokenizer-path",
+            )
+    check_length(field, len(input_ids), max_new_tokens, limits)
+    return input_ids

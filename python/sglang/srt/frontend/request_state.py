@@ -1,0 +1,239 @@
+"""State of the calls that clients wait for: one `GenerateCall` each, with its `Sample`s.
+
+A sample keeps its whole output, and its call which samples have news, so a slow reader gets fewer
+and larger chunks, and there is no queue of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+
+from sglang.srt.frontend.body_parsing import RequestError
+from sglang.srt.frontend.return_options import Returns
+from sglang.srt.messages.requests import FinishReason, ReqTextOutput
+
+RETRY_STATUS_CODE = 503
+
+
+class ServiceError(RuntimeError):
+    """The server cannot answer, through no fault of the request.
+
+    Attributes:
+        status_code: 503 if trying again, here or elsewhere, can help; 500 otherwise.
+    """
+
+    def __init__(self, message: str, status_code: int) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status_code = status_code
+
+
+class Sample:
+    """One output in the making: the front end's side of one scheduler request.
+
+    Attributes:
+        index: place in the client's answer.
+    """
+
+    def __init__(
+        self,
+        call: GenerateCall,
+        index: int,
+        req_id: int,
+        rid: str,
+        returns: Returns,
+        reports_steps: bool = False,
+    ) -> None:
+        self.call = call
+        self.index = index
+        self.req_id = req_id
+        self.rid = rid
+        self.finish_reason: FinishReason | None = None
+        self.log_fields: dict[str, Any] | None = None
+        self._returns = returns
+        self._first_output_time: float | None = None
+        self._text = ""
+        self._output_ids: list[int] = []
+        self._step_lens: list[int] | None = [] if reports_steps else None
+        self._weight_spans: list[tuple[str, int]] = []
+        self._meta: dict[str, Any] = {}
+
+    def add(self, output: ReqTextOutput) -> None:
+        """Takes in news and wakes the client's call."""
+        if self._first_output_time is None and output.token_ids:
+            self._first_output_time = time.monotonic()
+        self._text += output.text
+        self._output_ids.extend(output.token_ids)
+        self.finish_reason = output.finish_reason
+        self._returns.add(output)
+        self._weight_spans = output.weight_spans or self._weight_spans
+        self._meta = {
+            "prompt_tokens": output.prompt_tokens,
+            "completion_tokens": output.completion_tokens,
+            "cached_tokens": output.cached_tokens,
+            "num_retractions": output.num_retractions,
+        }
+        if self._step_lens is not None:
+            self._step_lens.extend(output.step_lens)
+            num_steps = max(len(self._step_lens), 1)
+            self._meta["mtp_avg_effective_k"] = sum(self._step_lens) / num_steps
+        if output.finish_reason is not None:
+            self._meta["e2e_latency"] = time.monotonic() - self.call.start_time
+        self.call.on_news(self)
+
+    def log_line(self, level: int) -> dict[str, Any]:
+        """What the request log says at the end of this sample, whether it finished or was left."""
+        reason, first = self.finish_reason, self._first_output_time
+        fields: dict[str, Any] = {
+            "rid": self.rid,
+            "req_id": self.req_id,
+            "finish_reason": "client left" if reason is None else reason.type,
+            "status_code": 499 if reason is None else reason.status_code or 200,
+            "ttft": None if first is None else first - self.call.start_time,
+            "e2e_latency": time.monotonic() - self.call.start_time,
+            **self._meta,
+            **(self.log_fields or {}),
+        }
+        if level >= 2:
+            fields["output"] = self._text
+        return fields
+
+    def _weight_meta(self) -> dict[str, Any]:
+        """The label of the weights that the last token comes from, and the labels of all tokens
+        as spans [start, end)."""
+        if not self._weight_spans:
+            return {}
+        starts = [start for _, start in self._weight_spans]
+        ends = [*starts[1:], len(self._output_ids)]
+        spans = [
+            {"version": version, "start": start, "end": end}
+            for (version, start), end in zip(self._weight_spans, ends, strict=True)
+        ]
+        return {"weight_version": spans[-1]["version"], "weight_versions": spans}
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self._returns.has_logprobs
+
+    @property
+    def has_output(self) -> bool:
+        return bool(self._output_ids)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The answer so far, in SGLang's form."""
+        reason = self.finish_reason
+        meta = {
+            "id": self.rid,
+            "finish_reason": None if reason is None else finish_reason_dict(reason),
+            **self._weight_meta(),
+            **self._meta,
+            **self._returns.meta_info(),
+        }
+        if self._step_lens is not None:
+            meta["mtp_effective_k"] = list(self._step_lens)
+        return {"text": self._text, "output_ids": list(self._output_ids), "meta_info": meta}
+
+
+class GenerateCall:
+    """One call of a client: its samples, in the order of the answer, and what wakes it."""
+
+    def __init__(self, is_list: bool, streams: bool = False) -> None:
+        self.start_time = time.monotonic()
+        self._streams = streams
+        self.samples: list[Sample] = []
+        self._is_list = is_list
+        self._num_unfinished = 0
+        self._changed: dict[int, Sample] = {}
+        self._news = asyncio.Event()
+        self._error: Exception | None = None
+
+    def add_sample(
+        self, req_id: int, rid: str, returns: Returns, reports_steps: bool = False
+    ) -> Sample:
+        """A new sample of this call, the next in its answer."""
+        sample = Sample(self, len(self.samples), req_id, rid, returns, reports_steps)
+        self.samples.append(sample)
+        self._num_unfinished += 1
+        return sample
+
+    @property
+    def finished(self) -> bool:
+        return self._num_unfinished == 0
+
+    def on_news(self, sample: Sample) -> None:
+        """Notes that a sample has grown or ended, and wakes the client."""
+        self._changed[sample.index] = sample
+        if sample.finish_reason is not None:
+            self._num_unfinished -= 1
+            self._error = self._error or self._refusal(sample, sample.finish_reason)
+        self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the call with an error for its client."""
+        self._error = self._error or error
+        self._news.set()
+
+    def fail_unless_streamed(self, error: Exception) -> None:
+        """`fail` for a client that has had nothing yet."""
+        if not self._streams:
+            self.fail(error)
+
+    async def wait_for_news(self) -> None:
+        await self._news.wait()
+        self._news.clear()
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def pop_changed(self) -> Sample | None:
+        """The sample whose news is the oldest, if there is any."""
+        if not self._changed:
+            return None
+        return self._changed.pop(next(iter(self._changed)))
+
+    def chunk_of(self, sample: Sample) -> dict[str, Any]:
+        """A chunk of a stream."""
+        if not self._gives_list:
+            return sample.as_dict()
+        return {**sample.as_dict(), "index": sample.index}
+
+    async def answer(self) -> dict[str, Any] | list[dict[str, Any]]:
+        """The answer of a call that has finished. Many log-probabilities take long: a thread."""
+        if any(sample.has_logprobs for sample in self.samples):
+            return await asyncio.to_thread(self._answer)
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any] | list[dict[str, Any]]:
+        answers = [sample.as_dict() for sample in self.samples]
+        return answers if self._gives_list else answers[0]
+
+    @property
+    def _gives_list(self) -> bool:
+        return self._is_list or len(self.samples) > 1
+
+    def _refusal(self, sample: Sample, reason: FinishReason) -> Exception | None:
+        """The error of the whole call that a sample's end is, if it is one.
+
+        A sample refused for lack of room fails its whole batch, so that the client can send it
+        again elsewhere; other errors of one sample in a batch stay its own.
+        """
+        if reason.type != "abort" or reason.status_code is None:
+            return None
+        refused = reason.status_code == RETRY_STATUS_CODE and not sample.has_output
+        if not refused and len(self.samples) > 1:
+            return None
+        message = reason.message or "The request was aborted."
+        if reason.status_code < 500:
+            return RequestError(None, message, reason.status_code)
+        return ServiceError(message, reason.status_code)
+
+
+def finish_reason_dict(reason: FinishReason) -> dict[str, Any]:
+    """SGLang's form: the type and the fields that belong to it."""
+    fields = msgspec.structs.asdict(reason)
+    return {key: value for key, value in fields.items() if value is not None}

@@ -1,0 +1,164 @@
+"""From a `sampling_params` object to checked `SamplingParams`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from sglang.srt.frontend.body_parsing import (
+    check_known_fields,
+    field_error,
+    type_error,
+)
+from sglang.srt.frontend.request_limits import RequestLimits, check_encodable, check_token_ids
+from sglang.srt.sampling.sampling_params import MTP_STRATEGY_RULE, SamplingParams
+from sglang.srt.sglang_surface import neutral_fields
+from sglang.srt.stop_expressions import check_size
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+MAX_ID_DIGITS = 9
+MTP_PREFIX = "mtp_"
+STRATEGY_FIELDS = ("mtp_strategy", "mtp_conf_threshold")
+DEFAULT_MTP_K = SamplingParams().mtp_k
+MAY_BE_EMPTY = frozenset(("stop", "stop_regex", "stop_token_ids", "logit_bias"))
+SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
+
+
+def check_sampling_params(value: Any, limits: RequestLimits, name: str) -> SamplingParams:
+    """Checks one `sampling_params` object; null is the defaults, for a field as for the whole.
+
+    Args:
+        name: the field as the client knows it, such as `sampling_params[3]`.
+
+    Raises:
+        RequestError: naming the field that breaks a rule.
+    """
+    if value is None:
+        value = {}
+    if not isinstance(value, dict):
+        raise field_error(name, "must be an object")
+    check_known_fields(value, SAMPLING_FIELDS, neutral_fields("sampling_params"), f"{name}.")
+    given = with_preferred(value, limits.preferred_sampling_params)
+    given = {k: v for k, v in given.items() if k in SAMPLING_FIELDS and v is not None}
+    given = {k: v for k, v in given.items() if k not in MAY_BE_EMPTY or v not in ("", [], {})}
+    for key, number in given.items():
+        if isinstance(number, int) and not INT64_MIN <= number <= INT64_MAX:
+            raise field_error(f"{name}.{key}", "must fit in 64 bits")
+    _complete_mtp(given, limits, name)
+    try:
+        params = msgspec.convert(given, SamplingParams)
+    except msgspec.ValidationError as error:
+        raise type_error(error, f"{name}.") from None
+    problem = params.problem()
+    if problem is not None:
+        field, _, reason = problem.partition(": ")
+        raise field_error(f"{name}.{field}", reason)
+    _check_sampling_limits(params, limits, name)
+    # Rows are as wide as the vocabulary: a larger top_k keeps all.
+    keeps_all = params.top_k >= limits.vocab_size
+    return msgspec.structs.replace(params, top_k=-1) if keeps_all else params
+
+
+def _check_sampling_limits(params: SamplingParams, limits: RequestLimits, name: str) -> None:
+    stops, stop_ids = params.stop_strings, params.stop_token_ids or []
+    if params.n > limits.max_n:
+        raise field_error(f"{name}.n", f"must be at most {limits.max_n} (--max-n)")
+    regexes = params.stop_regexes
+    for field, entries in (("stop", stops), ("stop_token_ids", stop_ids), ("stop_regex", regexes)):
+        if len(entries) > limits.max_stop_strings:
+            raise field_error(
+                f"{name}.{field}",
+                f"has {len(entries)} entries, more than {limits.max_stop_strings}"
+                " (--max-stop-strings)",
+            )
+    for stop in stops:
+        check_encodable(f"{name}.stop", stop)
+        if len(stop) > limits.max_stop_string_chars:
+            raise field_error(
+                f"{name}.stop",
+                f"has an entry of {len(stop)} characters, more than"
+                f" {limits.max_stop_string_chars} (--max-stop-string-chars)",
+            )
+    check_token_ids(f"{name}.stop_token_ids", stop_ids, limits.vocab_size)
+    for expression in params.stop_regexes:
+        check_encodable(f"{name}.stop_regex", expression)
+        if len(expression.encode()) > limits.max_stop_regex_bytes:
+            raise field_error(
+                f"{name}.stop_regex",
+                f"has more than {limits.max_stop_regex_bytes} bytes (--max-stop-regex-bytes)",
+            )
+    _check_logit_bias(f"{name}.logit_bias", params.logit_bias or {}, limits)
+
+
+def check_stop_sizes(params: Sequence[SamplingParams], name: str) -> None:
+    """Checks how large the stop expressions of a request's prompts are together, once compiled.
+
+    Raises:
+        RequestError: naming the field.
+    """
+    try:
+        check_size(text for item in params for text in item.stop_regexes)
+    except ValueError as error:
+        raise field_error(f"{name}.stop_regex", str(error)) from None
+
+
+def _check_logit_bias(name: str, bias: dict[str, float], limits: RequestLimits) -> None:
+    if len(bias) > limits.max_logit_bias:
+        raise field_error(
+            name, f"has {len(bias)} entries, more than {limits.max_logit_bias} (--max-logit-bias)"
+        )
+    for key in bias:
+        is_id = key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS
+        if not is_id or int(key) >= limits.vocab_size:
+            raise field_error(name, f"keys must be token ids from 0 to {limits.vocab_size - 1}")
+
+
+def with_preferred(value: dict[str, Any], preferred: dict[str, Any]) -> dict[str, Any]:
+    """A request's parameters over the server's. A request that switches multi-token prediction off
+    gets none of the server's settings of it, one that brings a strategy keeps its own threshold."""
+    if not preferred:
+        return value
+    given = {name for name, item in value.items() if item is not None}
+    defaults = dict(preferred)
+    if given & set(STRATEGY_FIELDS):
+        defaults = {k: v for k, v in defaults.items() if k not in STRATEGY_FIELDS}
+    if value.get("mtp_enabled") is False:
+        defaults = {k: v for k, v in defaults.items() if not k.startswith(MTP_PREFIX)}
+    return {**defaults, **{name: value[name] for name in value if name in given}}
+
+
+def _complete_mtp(given: dict[str, Any], limits: RequestLimits, name: str) -> None:
+    """Checks what only the raw fields show, and fills in the defaults of multi-token prediction."""
+    fields = [key for key in given if key.startswith(MTP_PREFIX)]
+    if not fields:
+        return
+    if given.get("mtp_enabled") is not True:
+        others = [key for key in fields if key != "mtp_enabled"]
+        if others and given.get("mtp_enabled") in (None, False):
+            raise field_error(f"{name}.{others[0]}", "needs mtp_enabled: true")
+        return
+    if limits.mtp_max_k == 0:
+        raise field_error(
+            f"{name}.mtp_enabled",
+            "the model has no mask token: start the server with --mtp-mask-token-id, or with a"
+            " model whose config.json has mtp_mask_token_id",
+        )
+    strategy = given.get("mtp_strategy")
+    if strategy is not None and (not isinstance(strategy, list) or not strategy):
+        raise field_error(f"{name}.mtp_strategy", MTP_STRATEGY_RULE)
+    given.setdefault("mtp_k", min(DEFAULT_MTP_K, limits.mtp_max_k))
+    if type(given["mtp_k"]) is int and given["mtp_k"] > limits.mtp_max_k:
+        raise field_error(f"{name}.mtp_k", f"must be at most {limits.mtp_max_k} (--mtp-max-k)")
+    if given.get("mtp_verify") is not True:
+        given.setdefault("temperature", 0.0)
+
+
+def expand_samples(params: SamplingParams) -> list[SamplingParams]:
+    """One set of parameters per sample; the j-th of a seeded request uses seed + j (int64)."""
+    seed = params.sampling_seed
+    if seed is None:
+        return [params] * params.n
+    seeds = [(seed + j - INT64_MIN) % 2**64 + INT64_MIN for j in range(params.n)]
+    return [msgspec.structs.replace(params, sampling_seed=value) for value in seeds]

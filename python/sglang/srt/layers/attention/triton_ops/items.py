@@ -1,0 +1,192 @@
+"""Work items of paged attention, and how a program goes over the KV that one sees.
+
+A step is cut into work items: up to BLOCK_M // group consecutive query rows of one request, where
+the `group` query heads that share a KV head are laid out as further rows. The KV of a request is
+found through its row of the page table, one slot per token. All lengths are read on the device.
+
+An item is four int32: request, first token among the T of the step, number of query rows (0: an
+empty item, which keeps a grid at a fixed size) with the index of its first row within the request
+(`pack_rows`), and the rows from its first row to the end of the request, so that its first row
+stands at position kv_len - rows_to_end.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sglang.srt.layers.forward_batch import MAX_TREE_ROWS
+from sglang.srt.layers.triton_launch import report_outside
+
+ITEM_SIZE = 4
+_MAX_TREE_ROWS = tl.constexpr(MAX_TREE_ROWS)
+
+
+def pack_rows(num_rows: int, index: int) -> int:
+    """The third number of an item; num_rows < 2**8, index < 2**23."""
+    return num_rows | index << 8
+
+
+@triton.jit
+def load_item(items_ptr, rows_ptr, kv_lens_ptr, index, HAS_TREE: tl.constexpr):
+    """Row of the table, first token, number of query rows, position of the first, and the end of
+    the KV that all of them see (but for a window), where bit 0 of their ancestors is (all scalars).
+    """
+    item = items_ptr + index * 4
+    request = tl.load(item)
+    first_token = tl.load(item + 1).to(tl.int64)
+    packed = tl.load(item + 2)
+    rows_to_end = tl.load(item + 3)
+    table_row = tl.load(rows_ptr + request)
+    position = tl.load(kv_lens_ptr + request).to(tl.int32) - rows_to_end
+    common_end = position + 1
+    if HAS_TREE:  # a request of more rows is none: all bits are set, wherever they are
+        is_tree = (packed >> 8) + rows_to_end <= _MAX_TREE_ROWS
+        common_end = tl.where(is_tree, position - (packed >> 8), common_end)
+    return table_row, first_token, packed & 255, position, common_end
+
+
+@triton.jit
+def seen_range(
+    position, num_rows, common_end, window, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """KV positions that an item's rows see: the first (down to a tile), the end, and the end of
+    those tiles that every row sees whole (none with a window)."""
+    end = position + num_rows
+    if HAS_WINDOW:
+        start = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
+        whole_end = start
+    else:
+        start = position * 0
+        whole_end = tl.maximum(common_end, 0) // BLOCK_N * BLOCK_N
+    return start, end, whole_end
+
+
+@triton.jit
+def split_len(start, end, num_splits, BLOCK_N: tl.constexpr):
+    """KV positions of each split but the last one: whole tiles, one at least."""
+    tiles = tl.cdiv(tl.cdiv(end - start, num_splits), BLOCK_N)
+    return tl.maximum(tiles, 1) * BLOCK_N
+
+
+@triton.jit
+def packed_offsets(
+    first_token, kv_index, token_stride, head_stride, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Offsets [BLOCK_M, BLOCK_D] of an item's rows in a [T, num_heads, head_dim] tensor: the query
+    row changes slowest, then the head of the group."""
+    row = tl.arange(0, BLOCK_M)
+    token = first_token + row // GROUP
+    head = kv_index * GROUP + row % GROUP
+    dim = tl.arange(0, BLOCK_D)
+    return (token * token_stride + head * head_stride)[:, None] + dim[None, :]
+
+
+@triton.jit
+def packed_mask(
+    num_rows, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_D] bool: what `packed_offsets` names exists."""
+    row = tl.arange(0, BLOCK_M)
+    return (row // GROUP < num_rows)[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+
+
+@triton.jit
+def _attend_tiles(
+    q, acc, top, total, kv_base, v_offset, kv_slot, slots_base, position, ancestors, common_end,
+    start, end, window, scale,
+    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Goes over the KV positions start..end in tiles; the running softmax of each packed row.
+
+    Args:
+        q: [BLOCK_M, BLOCK_D].
+        acc: [BLOCK_M, BLOCK_D] float32, sum of weighted V.
+        top: [BLOCK_M] float32, the highest score (of base 2) so far.
+        total: [BLOCK_M] float32, sum of weights.
+        position: [BLOCK_M] int32, of each packed row.
+        ancestors: [BLOCK_M] int64, if it HAS_TREE; bit 0 is of position `common_end`.
+        MASKED: a tile may reach past `end` or hold what some row does not see.
+    """
+    dim = tl.arange(0, BLOCK_D)
+    for tile in range(start, end, BLOCK_N):
+        place = tile + tl.arange(0, BLOCK_N)
+        if MASKED:
+            slots = tl.load(slots_base + place, mask=place < end, other=0).to(tl.int64)
+        else:
+            slots = tl.load(slots_base + place).to(tl.int64)
+        address = kv_base + (slots * kv_slot)[:, None] + dim[None, :]
+        if MASKED or HEAD_DIM != BLOCK_D:
+            exists = (place < end)[:, None] & (dim < HEAD_DIM)[None, :]
+            k = tl.load(address, mask=exists, other=0.0)
+            v = tl.load(address + v_offset, mask=exists, other=0.0)
+        else:
+            k = tl.load(address)
+            v = tl.load(address + v_offset)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if MASKED:
+            seen = (place[None, :] <= position[:, None]) & (place < end)[None, :]
+            if HAS_WINDOW:
+                seen = seen & (place[None, :] > position[:, None] - window)
+            if HAS_TREE:
+                bit = tl.minimum(tl.maximum(place - common_end, 0), _MAX_TREE_ROWS - 1)
+                is_ancestor = (ancestors[:, None] >> bit[None, :]) & 1 != 0
+                seen = seen & ((place < common_end)[None, :] | is_ancestor)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        total = total * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit
+def attend_range(
+    q_ptr, kv_ptr, table_ptr, outside_ptr, ancestors_ptr, table_row, first_token, num_rows,
+    position, common_end, start, end, whole_end,
+    q_token, q_head, kv_slot, kv_head, table_width, window, scale,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """(acc, top, total) of `_attend_tiles` for an item's rows over the KV positions start..end, the
+    tiles before `whole_end` without masks. What is past the row of the table is not read."""
+    report_outside(outside_ptr, end - 1, end > table_width)
+    end = tl.minimum(end, table_width)
+    whole_end = tl.minimum(whole_end, table_width // BLOCK_N * BLOCK_N)
+    kv_index = tl.program_id(1)
+    offsets = packed_offsets(
+        first_token, kv_index, q_token, q_head, GROUP, BLOCK_M, BLOCK_D
+    )  # fmt: skip
+    exists = packed_mask(num_rows, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
+    q = tl.load(q_ptr + offsets, mask=exists, other=0.0)
+    row = tl.arange(0, BLOCK_M) // GROUP
+    positions = position + row
+    ancestors = None
+    if HAS_TREE:
+        ancestors = tl.load(ancestors_ptr + first_token + row, mask=row < num_rows, other=-1)
+    kv_base = kv_ptr + kv_index * kv_head
+    slots_base = table_ptr + table_row * table_width
+    v_offset = NUM_KV_HEADS * kv_head
+    # Finite, so that a row that has seen nothing yet is scaled by exp2(0), never by exp2(nan).
+    top = tl.full([BLOCK_M], -1e30, dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    if not HAS_WINDOW:
+        acc, top, total = _attend_tiles(
+            q, acc, top, total, kv_base, v_offset, kv_slot, slots_base, positions, ancestors,
+            common_end, start, tl.minimum(end, whole_end), window, scale,
+            False, False, False, HEAD_DIM, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    acc, top, total = _attend_tiles(
+        q, acc, top, total, kv_base, v_offset, kv_slot, slots_base, positions, ancestors,
+        common_end, tl.maximum(start, whole_end), end, window, scale,
+        True, HAS_WINDOW, HAS_TREE, HEAD_DIM, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    return acc, top, total

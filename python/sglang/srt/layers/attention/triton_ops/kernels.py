@@ -1,0 +1,270 @@
+"""Triton kernels of paged attention over work items (`items.py`), and what launches them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang.srt.layers.attention.triton_ops.items import (
+    attend_range,
+    load_item,
+    packed_mask,
+    packed_offsets,
+    seen_range,
+    split_len,
+)
+from sglang.srt.layers.triton_launch import Neighbours, begin, dependent_launch, finish
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """Block sizes of an attention kernel; both blocks are powers of two, 16 at least (tl.dot)."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Paged:
+    """Where a step's KV lies, and what of it is seen.
+
+    Attributes:
+        table: [num_rows, width] int32; slot of each token of each row.
+        rows: [>= R] int64; row of each request of the step.
+        kv_lens: [>= R] int64.
+        ancestors: [T] int64, as in ForwardBatch; None where no request is a tree.
+        outside: as in ReqToTokenPool.
+    """
+
+    table: torch.Tensor
+    rows: torch.Tensor
+    kv_lens: torch.Tensor
+    ancestors: torch.Tensor | None = None
+    outside: torch.Tensor | None = None
+
+
+@triton.jit
+def _attend_item(
+    index, q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr, kv_lens_ptr,
+    ancestors_ptr,
+    q_token, q_head, kv_slot, kv_head, table_width, window, scale,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Goes over all the KV that an item sees, and writes its result."""
+    table_row, first_token, num_rows, position, common_end = load_item(
+        items_ptr, rows_ptr, kv_lens_ptr, index, HAS_TREE
+    )
+    if num_rows > 0:
+        start, end, whole_end = seen_range(
+            position, num_rows, common_end, window, HAS_WINDOW, BLOCK_N
+        )
+        acc, _, total = attend_range(
+            q_ptr, kv_ptr, table_ptr, outside_ptr, ancestors_ptr, table_row, first_token, num_rows,
+            position, common_end, start, end, whole_end,
+            q_token, q_head, kv_slot, kv_head, table_width, window, scale,
+            NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        offsets = packed_offsets(
+            first_token, tl.program_id(1), NUM_KV_HEADS * GROUP * HEAD_DIM, HEAD_DIM,
+            GROUP, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+        out = acc / tl.where(total > 0, total, 1.0)[:, None]
+        exists = packed_mask(num_rows, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
+        tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=["ancestors_ptr", "window", "num_items", "early", "beside"])
+def _extend_kernel(
+    q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr, kv_lens_ptr,
+    ancestors_ptr,
+    q_token, q_head, kv_slot, kv_head, table_width, window, scale, num_items,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    LOOPS: tl.constexpr, PDL: tl.constexpr, early, beside,
+):  # fmt: skip
+    """Grid (items, KV heads), or if it `LOOPS`, fewer programs, each for every so many items."""
+    begin(PDL, early, beside)
+    if LOOPS:
+        for index in range(tl.program_id(0), num_items, tl.num_programs(0)):
+            _attend_item(
+                index, q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr,
+                kv_lens_ptr, ancestors_ptr,
+                q_token, q_head, kv_slot, kv_head, table_width, window, scale,
+                NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+    else:
+        _attend_item(
+            tl.program_id(0), q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr,
+            kv_lens_ptr, ancestors_ptr,
+            q_token, q_head, kv_slot, kv_head, table_width, window, scale,
+            NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    finish(PDL, beside)
+
+
+@triton.jit(do_not_specialize=["ancestors_ptr", "window", "early", "beside"])
+def _split_kernel(
+    q_ptr, kv_ptr, sums_ptr, stats_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr, kv_lens_ptr,
+    ancestors_ptr,
+    q_token, q_head, kv_slot, kv_head, table_width, window, scale,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr, early, beside,
+):  # fmt: skip
+    """Grid (items, KV heads, splits): a program goes over its share of the item's KV, and leaves
+    acc, top and total in the workspace; one without a share leaves nothing."""
+    begin(PDL, early, beside)
+    table_row, first_token, num_rows, position, common_end = load_item(
+        items_ptr, rows_ptr, kv_lens_ptr, tl.program_id(0), HAS_TREE
+    )
+    if num_rows == 0:
+        finish(PDL, beside)
+        return
+    start, end, whole_end = seen_range(position, num_rows, common_end, window, HAS_WINDOW, BLOCK_N)
+    length = split_len(start, end, tl.num_programs(2), BLOCK_N)
+    start = start + tl.program_id(2) * length
+    if start >= end:
+        finish(PDL, beside)
+        return
+    end = tl.minimum(start + length, end)
+    acc, top, total = attend_range(
+        q_ptr, kv_ptr, table_ptr, outside_ptr, ancestors_ptr, table_row, first_token, num_rows,
+        position, common_end, start, end, whole_end,
+        q_token, q_head, kv_slot, kv_head, table_width, window, scale,
+        NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    part = tl.program_id(0) * NUM_KV_HEADS + tl.program_id(1)
+    part = (part * tl.num_programs(2) + tl.program_id(2)).to(tl.int64)
+    row = part * BLOCK_M + tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    exists = packed_mask(num_rows, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
+    tl.store(sums_ptr + row[:, None] * HEAD_DIM + dim[None, :], acc, mask=exists)
+    tl.store(stats_ptr + row * 2, top)
+    tl.store(stats_ptr + row * 2 + 1, total)
+    finish(PDL, beside)
+
+
+@triton.jit(do_not_specialize=["window", "num_splits", "early"])
+def _combine_kernel(
+    sums_ptr, stats_ptr, out_ptr, items_ptr, rows_ptr, kv_lens_ptr, window, num_splits,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr, PDL: tl.constexpr, early,
+):  # fmt: skip
+    """Grid (items, KV heads, packed rows): adds up the splits of one row."""
+    begin(PDL, early)
+    _, first_token, num_rows, position, common_end = load_item(
+        items_ptr, rows_ptr, kv_lens_ptr, tl.program_id(0), False
+    )
+    packed = tl.program_id(2)
+    if packed // GROUP >= num_rows:
+        return
+    start, end, _ = seen_range(position, num_rows, common_end, window, HAS_WINDOW, BLOCK_N)
+    length = split_len(start, end, num_splits, BLOCK_N)
+    split = tl.arange(0, BLOCK_S)
+    used = (split < num_splits) & (start + split * length < end)
+    kv_index = tl.program_id(1)
+    part = (tl.program_id(0) * NUM_KV_HEADS + kv_index).to(tl.int64) * num_splits + split
+    row = part * BLOCK_M + packed
+    top = tl.load(stats_ptr + row * 2, mask=used, other=-1e30)
+    total = tl.load(stats_ptr + row * 2 + 1, mask=used, other=0.0)
+    dim = tl.arange(0, BLOCK_D)
+    exists = used[:, None] & (dim < HEAD_DIM)[None, :]
+    sums = tl.load(sums_ptr + row[:, None] * HEAD_DIM + dim[None, :], mask=exists, other=0.0)
+    weight = tl.exp2(top - tl.max(top, 0))
+    whole = tl.sum(total * weight, 0)
+    out = tl.sum(sums * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
+    head = kv_index * GROUP + packed % GROUP
+    place = (first_token + packed // GROUP) * (NUM_KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM
+    tl.store(out_ptr + place + dim, out.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+def _constants(
+    q: torch.Tensor, kv: torch.Tensor, window: int | None, tiles: Tiles
+) -> dict[str, int | bool]:
+    """What every attention kernel knows when it is compiled."""
+    num_kv_heads, head_dim = kv.shape[1] // 2, kv.shape[2]
+    return {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": q.shape[1] // num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "HAS_WINDOW": window is not None,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+    }
+
+
+def attend_items(
+    q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor,
+    items: torch.Tensor, paged: Paged, window: int | None, tiles: Tiles, launch: Neighbours,
+    num_programs: int | None = None,
+) -> None:  # fmt: skip
+    """Attention of `items` [I, 4] int32.
+
+    Args:
+        q: [T, num_heads, head_dim], any strides but the last.
+        kv: [num_slots, 2 * num_kv_heads, head_dim].
+        out: [T, num_heads * head_dim] contiguous; the items' rows are written.
+        num_programs: for each KV head, at most, which take turns; by default one for each item.
+    """
+    constants = _constants(q, kv, window, tiles)
+    programs = min(num_programs or len(items), len(items))
+    _extend_kernel[(programs, kv.shape[1] // 2)](
+        q, kv, out, items, paged.table, paged.outside, paged.rows, paged.kv_lens,
+        paged.ancestors,
+        q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), paged.table.stride(0),
+        window or 0, kv.shape[2] ** -0.5 * LOG2_E, len(items),
+        **constants, HAS_TREE=paged.ancestors is not None, LOOPS=num_programs is not None,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        **launch.options(q.device, programs * constants["NUM_KV_HEADS"]),
+    )  # fmt: skip
+
+
+def attend_items_split(
+    q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, items: torch.Tensor, paged: Paged,
+    window: int | None, tiles: Tiles, launch: Neighbours,
+    num_splits: int, workspace: torch.Tensor,
+) -> None:  # fmt: skip
+    """As `attend_items`, with the KV of each item shared out among up to `num_splits` programs,
+    in whole tiles.
+
+    Args:
+        workspace: float32, `workspace_size` elements at least; of block_m packed rows.
+    """
+    constants = _constants(q, kv, window, tiles)
+    num_kv_heads, head_dim = kv.shape[1] // 2, kv.shape[2]
+    num_rows = len(items) * num_kv_heads * num_splits * tiles.block_m
+    stats, sums = workspace[: 2 * num_rows], workspace[2 * num_rows :]
+    _split_kernel[(len(items), num_kv_heads, num_splits)](
+        q, kv, sums, stats, items, paged.table, paged.outside, paged.rows, paged.kv_lens,
+        paged.ancestors,
+        q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), paged.table.stride(0),
+        window or 0, head_dim**-0.5 * LOG2_E,
+        **constants, HAS_TREE=paged.ancestors is not None,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        **launch.options(q.device, len(items) * num_kv_heads * num_splits),
+    )  # fmt: skip
+    group = q.shape[1] // num_kv_heads
+    block_s = next(size for size in (8, 32, 64) if num_splits <= size)  # each is compiled anew
+    _combine_kernel[(len(items), num_kv_heads, tiles.block_m // group * group)](
+        sums, stats, out, items, paged.rows, paged.kv_lens, window or 0, num_splits,
+        **constants, BLOCK_S=block_s, num_warps=1 if block_s <= 32 else 4,
+        **dependent_launch(q.device, len(items) * num_kv_heads * tiles.block_m),
+    )  # fmt: skip
+
+
+def workspace_size(num_programs: int, block_m: int, head_dim: int) -> int:
+    """Elements that `attend_items_split` needs for a grid of `num_programs`."""
+    return num_programs * block_m * (head_dim + 2)

@@ -1,0 +1,244 @@
+"""From what the user asked for to frozen sub-configs, in pure named steps.
+
+Every refusal names the flag and the remedy. `ServerArgs` stops here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sglang.srt.environ import Environ
+from sglang.srt.managers.scheduler import SchedulerConfig
+from sglang.srt.mem_cache.memory_pool import row_width
+from sglang.srt.model_config import ModelConfig
+from sglang.srt.model_executor.model_runner import ExecutionConfig
+from sglang.srt.mtp.mtp_worker import MTPConfig
+from sglang.srt.platform import Platform
+from sglang.srt.registry import ATTENTION_BACKENDS
+from sglang.srt.scheduling.batch_planner import PlannerConfig
+from sglang.srt.server_args import ServerArgs
+
+GPU_STATIC_SHARE = 0.88  # of the GPU's memory for weights and KV, without --mem-fraction-static
+CPU_KV_SHARE = 0.1  # of the available host memory, without --mem-fraction-static
+CPU_KV_MAX_BYTES = 1 << 30  # likewise
+MAX_CPU_THREADS = 16
+MIN_CAPABILITY = (8, 0)  # of a CUDA GPU
+MAX_GRAPH_ROWS = 1024  # beyond, a GPU is busy for longer than the launches take
+UNSPLIT = -1  # a --chunked-prefill-size: no prompt is split, as in SGLang
+DEFAULT_BACKENDS = {"cpu": "torch_native", "cuda": "triton"}
+DEFAULT_OPS = {"cpu": "torch", "cuda": "triton"}
+# On a GPU a step with that many prompt tokens is bound by arithmetic already, replays a graph where
+# there are graphs of prompts, and is soon over for those who decode in it.
+DEFAULT_CHUNKS = {"cpu": 2048, "cuda": 512}
+
+
+class ConfigError(ValueError):
+    """A flag that cannot be met on this machine or with this model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """What the processes below the command line get.
+
+    Attributes:
+        max_decode_rows: rows of the widest decode step.
+        mtp: None for a model without a mask token.
+    """
+
+    model: ModelConfig
+    execution: ExecutionConfig
+    scheduler: SchedulerConfig
+    use_radix_cache: bool
+    max_decode_rows: int
+    mtp: MTPConfig | None
+
+
+def resolve(
+    args: ServerArgs, platform: Platform, model: ModelConfig, environ: Environ
+) -> RuntimeConfig:
+    """Resolves every wish, or refuses it.
+
+    Raises:
+        ConfigError: the message names the flag and the remedy.
+    """
+    _check_sizes(args)
+    device = _device(args, platform)
+    context_len = _context_len(args, model)
+    mtp = _mtp(args, model, environ, device)
+    max_decode_rows = 1 if mtp is None else 2 * mtp.max_k - 1
+    captures = _captures_graphs(args, device)
+    execution = ExecutionConfig(
+        model=model,
+        load_format=args.load_format,
+        device=device,
+        dtype=_dtype(args, model, device),
+        attention_backend=_attention_backend(args, device),
+        page_size=args.page_size,
+        max_total_tokens=args.max_total_tokens,
+        max_running_requests=args.max_running_requests,
+        context_len=context_len,
+        row_width=row_width(context_len, max_decode_rows, args.page_size),
+        kv_budget_bytes=_host_kv_budget(args, platform) if device == "cpu" else None,
+        ops=DEFAULT_OPS[device],
+        max_graph_width=_max_graph_width(args, max_decode_rows) if captures else 0,
+        max_graph_rows=_max_graph_rows(args, mtp) if captures else 0,
+        poisons_graphs=environ.graph_poison,
+        static_memory_share=args.mem_fraction_static or GPU_STATIC_SHARE,
+        num_threads=args.num_threads or min(platform.num_cores, MAX_CPU_THREADS),
+    )
+    scheduler = SchedulerConfig(
+        planner=_planner(args, environ, device, context_len),
+        max_queued_requests=args.max_queued_requests,
+        schedule_conservativeness=args.schedule_conservativeness,
+        eos_token_ids=frozenset(model.eos_token_ids),
+        enable_overlap=not args.disable_overlap_schedule,
+        strict_invariants=environ.strict_invariants,
+        random_seed=args.random_seed,
+        stream_interval=args.stream_interval,
+        low_priority_first=args.schedule_low_priority_values_first,
+        refuses_while_stopped=args.paused_requests == "reject",
+    )
+    return RuntimeConfig(
+        model=model,
+        execution=execution,
+        scheduler=scheduler,
+        use_radix_cache=not args.disable_radix_cache,
+        max_decode_rows=max_decode_rows,
+        mtp=mtp,
+    )
+
+
+def _check_sizes(args: ServerArgs) -> None:
+    at_least_one = (
+        "page_size",
+        "max_running_requests",
+        "max_queued_requests",
+        "max_request_bytes",
+        "max_weight_bytes",
+        "max_batch_size_per_request",
+        "max_n",
+        "mtp_max_k",
+    )
+    values = vars(args)
+    for name in at_least_one:
+        if values[name] is not None and values[name] < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1.")
+    chunk = args.chunked_prefill_size
+    if chunk is not None and chunk != UNSPLIT and chunk < 1:
+        raise ConfigError(f"--chunked-prefill-size must be at least 1, or {UNSPLIT} for no chunks.")
+    if not 0 < args.schedule_conservativeness < math.inf:
+        raise ConfigError("--schedule-conservativeness must be a number above 0.")
+    fraction = args.mem_fraction_static
+    if fraction is not None and not 0 < fraction < 1:
+        raise ConfigError("--mem-fraction-static must be between 0 and 1.")
+    if args.num_threads is not None and args.num_threads < 1:
+        raise ConfigError("--num-threads must be at least 1.")
+
+
+def _device(args: ServerArgs, platform: Platform) -> str:
+    device = platform.device if args.device == "auto" else args.device
+    if device == "cuda" and platform.device != "cuda":
+        raise ConfigError(
+            "--device cuda: torch finds no GPU here; install a torch with CUDA and check"
+            " `nvidia-smi`, or use --device cpu."
+        )
+    capability = platform.capability
+    if device == "cuda" and capability is not None and capability < MIN_CAPABILITY:
+        raise ConfigError(
+            f"--device cuda: {platform.device_name} has compute capability"
+            f" {capability[0]}.{capability[1]}, and the kernels need 8.0 (Ampere) or newer; use"
+            " --device cpu."
+        )
+    return device
+
+
+def _context_len(args: ServerArgs, model: ModelConfig) -> int:
+    wished = args.context_length
+    if wished is None:
+        return model.context_len
+    if not 1 <= wished <= model.context_len:
+        raise ConfigError(
+            f"--context-length {wished} must be between 1 and the model's {model.context_len}."
+        )
+    return wished
+
+
+def _dtype(args: ServerArgs, model: ModelConfig, device: str) -> str:
+    if args.dtype != "auto":
+        return args.dtype
+    return "float32" if device == "cpu" else model.dtype
+
+
+def _attention_backend(args: ServerArgs, device: str) -> str:
+    name = args.attention_backend or DEFAULT_BACKENDS[device]
+    if name not in ATTENTION_BACKENDS.names:
+        known = ", ".join(ATTENTION_BACKENDS.names)
+        raise ConfigError(f"--attention-backend {name!r} is unknown; known: {known}.")
+    return name
+
+
+def _planner(args: ServerArgs, environ: Environ, device: str, context_len: int) -> PlannerConfig:
+    threshold = args.priority_scheduling_preemption_threshold
+    splits = args.chunked_prefill_size != UNSPLIT
+    chunk = args.chunked_prefill_size or DEFAULT_CHUNKS[device]
+    return PlannerConfig(
+        chunked_prefill_size=chunk if splits else context_len,
+        splits_prompts=splits,
+        max_running_requests=args.max_running_requests,
+        schedule_policy=args.schedule_policy,
+        preemption_threshold=threshold if args.enable_priority_scheduling else None,
+        retract_interval=environ.test_retract_interval,
+    )
+
+
+def _captures_graphs(args: ServerArgs, device: str) -> bool:
+    return device != "cpu" and not args.disable_cuda_graph
+
+
+def _max_graph_width(args: ServerArgs, max_decode_rows: int) -> int:
+    """Rows of a request in steps without prompts that replay a captured graph."""
+    return 1 if args.disable_mtp_cuda_graph else max_decode_rows
+
+
+def _max_graph_rows(args: ServerArgs, mtp: MTPConfig | None) -> int:
+    """Rows in all of steps with prompts that replay a captured graph; 0 for none: without graphs
+    of multi-token steps, since they would serve those too."""
+    return 0 if mtp and args.disable_mtp_cuda_graph else MAX_GRAPH_ROWS
+
+
+def _mtp(args: ServerArgs, model: ModelConfig, environ: Environ, device: str) -> MTPConfig | None:
+    mask, source = args.mtp_mask_token_id, "--mtp-mask-token-id"
+    if mask is None:
+        mask = model.hf.get("mtp_mask_token_id")
+        source = f"mtp_mask_token_id in {model.path / 'config.json'}"
+    if mask is None:
+        return None
+    if type(mask) is not int or not 0 <= mask < model.vocab_size:
+        raise ConfigError(
+            f"{source}: {mask!r} must be a token id below vocab_size {model.vocab_size}."
+        )
+    if set(model.eos_token_ids) == {mask}:
+        raise ConfigError(
+            f"{source}: {mask} is the model's only end-of-text id too, and a mask token is never"
+            " drawn, so no output would end; name another mask token."
+        )
+    return MTPConfig(
+        mask_token_id=mask,
+        max_k=args.mtp_max_k,
+        limits_unverified=args.mtp_load_aware_k,
+        trims_rows=device == "cpu",
+        measures_costs=not environ.mtp_fixed_k,
+        traces=environ.mtp_debug_trace is not None,
+        bypasses_graphs=_captures_graphs(args, device) and args.disable_mtp_cuda_graph,
+    )
+
+
+def _host_kv_budget(args: ServerArgs, platform: Platform) -> int:
+    """Bytes for the KV pool on a CPU."""
+    available = platform.available_host_bytes
+    if args.mem_fraction_static is not None:
+        return int(available * args.mem_fraction_static)
+    if args.max_total_tokens is not None:
+        return available
+    return min(int(available * CPU_KV_SHARE), CPU_KV_MAX_BYTES)

@@ -1,0 +1,164 @@
+"""The scheduler's process: `python -m sglang.srt.processes.scheduler_process`, started by the
+launcher, which writes one line of JSON (`ChildConfig`) to its standard input."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from sglang.srt.control.control import ModelResources
+from sglang.srt.control.memory_control import KV_TAG, WEIGHTS_TAG, MemoryPart
+from sglang.srt.environ import Environ
+from sglang.srt.managers.scheduler import Scheduler, SchedulerDebug
+from sglang.srt.mem_cache.allocator import PageAllocator
+from sglang.srt.mem_cache.kv_ledger import KVLedger
+from sglang.srt.mem_cache.radix_cache import NullPrefixCache, RadixCache
+from sglang.srt.messages.ipc import IpcAddresses, Receiver, Sender
+from sglang.srt.messages.requests import ProcessFailed, ProcessReady, SchedulerInfo, ToScheduler
+from sglang.srt.model_config import load_model_config, resolve_model_path
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.mtp.debug_trace import DebugTrace
+from sglang.srt.platform import Platform
+from sglang.srt.processes.child_process import configure_logging, start_child_process
+from sglang.srt.processes.runtime_config import RuntimeConfig, resolve
+from sglang.srt.processes.worker_factory import make_worker
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.stops import StopSet
+from sglang.srt.tokenizer import StopFinder, Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Loads the model, says ready, serves until the launcher goes away."""
+    child = start_child_process()
+    args = msgspec.convert(child.server_args, ServerArgs)
+    configure_logging(args.log_level, "scheduler")
+    launcher: Sender[ProcessReady | ProcessFailed] = Sender(child.addresses.launcher)
+    try:
+        scheduler, info = build(args, child.addresses)
+    except (ValueError, MemoryError, RuntimeError) as error:
+        logger.debug("The scheduler cannot start.", exc_info=True)
+        launcher.send(ProcessFailed(role="scheduler", message=" ".join(str(error).split())))
+        launcher.close()
+        return 1
+    launcher.send(ProcessReady(role="scheduler", scheduler=info))
+    scheduler.run()
+    return 0
+
+
+def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, SchedulerInfo]:
+    """Makes the scheduler and everything below it.
+
+    Raises:
+        ValueError: for a flag, model or size that cannot be had.
+    """
+    environ = Environ.read()
+    model = load_model_config(args.model_path)
+    for warning in model.warnings:
+        logger.warning("%s", warning)
+    config = resolve(args, Platform.probe(), model, environ)
+    runner = ModelRunner(config.execution)
+    worker = make_worker(runner, config.mtp)
+    inbox: Receiver[Any] = Receiver(addresses.scheduler, ToScheduler)
+    scheduler = Scheduler(
+        config.scheduler,
+        worker,
+        make_ledger(config, runner.num_pages),
+        make_resources(runner),
+        inbox,
+        Sender[Any](addresses.detokenizer).send,
+        Sender[Any](addresses.frontend).send,
+        _stop_finders(args),
+        _debug(environ),
+    )
+    return scheduler, _info(config, runner)
+
+
+def _debug(environ: Environ) -> SchedulerDebug:
+    path, kv = environ.mtp_debug_trace, environ.kv_leak_debug
+    return SchedulerDebug(
+        trace=None if path is None else DebugTrace(path),
+        release_audit=(lambda report: logger.info("KV released: %s", report)) if kv else None,
+        logs_idle_ledger=kv,
+    )
+
+
+def make_resources(runner: ModelRunner) -> ModelResources:
+    """What control calls may change of a model runner."""
+    weights, kv_pool = runner.weights, runner.kv_pool
+    memory = {
+        KV_TAG: MemoryPart(kv_pool.release, runner.restore_kv),
+        WEIGHTS_TAG: MemoryPart(weights.release, runner.restore_weights),
+    }
+    return ModelResources(weights=weights, memory=memory)
+
+
+def make_ledger(config: RuntimeConfig, num_pages: int) -> KVLedger:
+    """The ledger over a pool of `num_pages`."""
+    execution, page_size = config.execution, config.execution.page_size
+    tree = RadixCache(page_size) if config.use_radix_cache else NullPrefixCache()
+    allocator = PageAllocator(num_pages, page_size)
+    return KVLedger(execution.max_running_requests, allocator, tree, execution.row_width)
+
+
+def _stop_finders(args: ServerArgs) -> Callable[[SamplingParams], StopFinder]:
+    """Loads the tokenizer when the first request with stop strings comes."""
+
+    @functools.cache
+    def tokenizer() -> Tokenizer:
+        return load_tokenizer(resolve_model_path(args.tokenizer_path or args.model_path))
+
+    def make(params: SamplingParams) -> StopFinder:
+        stops = StopSet(params.stop_strings, params.stop_regexes)
+        return StopFinder(tokenizer(), stops, params.skip_special_tokens)
+
+    return make
+
+
+def _info(config: RuntimeConfig, runner: ModelRunner) -> SchedulerInfo:
+    execution = config.execution
+    pool = runner.num_pages * execution.page_size
+    in_pool = pool - config.max_decode_rows
+    if execution.context_len <= in_pool:
+        limit, reason = execution.context_len, "the model's context length"
+    else:
+        limit, reason = in_pool, "the KV pool; raise --max-total-tokens or --mem-fraction-static"
+    return SchedulerInfo(
+        vocab_size=config.model.vocab_size,
+        context_len=execution.context_len,
+        max_total_num_tokens=pool,
+        max_req_len=limit,
+        max_req_len_reason=reason,
+        max_running_requests=execution.max_running_requests,
+        eos_token_ids=list(config.model.eos_token_ids),
+        mtp_max_k=0 if config.mtp is None else config.mtp.max_k,
+        resolved={
+            "device": execution.device,
+            "dtype": execution.dtype,
+            "attention_backend": execution.attention_backend,
+            "cuda_graphs": runner.num_graphs,
+            "page_size": execution.page_size,
+            "num_threads": execution.num_threads,
+            "max_total_num_tokens": pool,
+            "architecture": config.model.architecture,
+            "kv_bytes_per_token": runner.kv_bytes_per_token,
+            "num_parameters": sum(p.numel() for p in runner.model.parameters()),
+            "context_len": execution.context_len,
+            "max_queued_requests": config.scheduler.max_queued_requests,
+            "enable_overlap": config.scheduler.enable_overlap,
+            "use_radix_cache": config.use_radix_cache,
+            "schedule": asdict(config.scheduler.planner),
+        },
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""From the result of a step to tokens of requests, ends of requests and messages to clients."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from sglang.srt.messages.requests import (
+    DECODE_FAILED,
+    STOP_TOO_SLOW,
+    BatchTokenIDOutput,
+    DecodeOptions,
+    FinishReason,
+    PositionLogprobs,
+    ReqOutput,
+)
+from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
+from sglang.srt.scheduling.schedule_batch import LaunchedRow, LaunchedStep, Req
+from sglang.srt.scheduling.step_returns import ReturnReader
+from sglang.srt.step.worker import FedRows, HostResult, StepRecord
+
+logger = logging.getLogger(__name__)
+
+
+class BatchResultProcessor:
+    """Reads steps. What clients must hear is collected and sent once per step.
+
+    Args:
+        send: takes the news of a step, to the detokenizer.
+        stream_interval: tokens per chunk of a stream, for requests that say nothing else.
+        trace: is told of every step of every request, if the worker says what was fed.
+    """
+
+    def __init__(
+        self,
+        lifecycle: RequestLifecycle,
+        send: Callable[[BatchTokenIDOutput], None],
+        stream_interval: int,
+        trace: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        self._lifecycle = lifecycle
+        self._send = send
+        self._stream_interval = stream_interval
+        self._trace = trace
+        self._outputs: list[ReqOutput] = []
+
+    def process(self, step: LaunchedStep) -> HostResult:
+        """Waits for a step's result, applies it and sends the news."""
+        result = step.result.read()
+        returns = ReturnReader(
+            result.emitted_logprobs,
+            result.prompt_logprobs,
+            result.hidden_states,
+            width=len(result.next_token_ids[0]),
+        )
+        for index, row in enumerate(step.rows):
+            row.req.num_inflight -= 1
+            row.req.num_inflight_emits -= row.emits
+            accepted = result.next_token_ids[index][: result.accept_lens[index]]
+            scores = returns.take_scores(row.req, row.num_scored)
+            hidden = returns.take_hidden(row, result.kept_lens[index])
+            logprobs = returns.take_emitted(row.req, accepted) if row.emits else []
+            if row.req.finish_reason is None:
+                row.req.input_logprob_news += scores
+                row.req.add_hidden(hidden)
+                num_before = len(row.req.output_ids)
+                self._apply(row, accepted, result.kept_lens[index], logprobs)
+                if self._trace is not None and result.fed is not None:
+                    num_new = len(row.req.output_ids) - num_before
+                    self._trace(_step_record(index, row, result.fed, num_new, result.kept_lens))
+            self._lifecycle.release_if_ended(row.req)
+        self.flush()
+        return result
+
+    def abort(self, req: Req, message: str, status_code: int | None, err_type: str | None) -> None:
+        """Ends a request with what it has generated so far."""
+        self.end(
+            req,
+            FinishReason(type="abort", message=message, status_code=status_code, err_type=err_type),
+        )
+
+    def end(self, req: Req, reason: FinishReason) -> None:
+        """Ends a request and queues its last output."""
+        self._lifecycle.finish(req, reason)
+        self._queue_output(req)
+
+    def flush(self) -> None:
+        """Sends what is queued."""
+        if self._outputs:
+            self._send(BatchTokenIDOutput(outputs=self._outputs))
+            self._outputs = []
+
+    def _apply(
+        self,
+        row: LaunchedRow,
+        accepted: list[int],
+        num_kept: int,
+        logprobs: list[PositionLogprobs],
+    ) -> None:
+        req = row.req
+        req.committed += num_kept
+        req.committed_bound -= row.max_kept - num_kept
+        if row.ends_prompt and req.kv is not None:
+            self._lifecycle.ledger.publish(req.kv, req.fill_ids[: req.committed])
+        if not row.emits:
+            return
+        req.num_emitted_since_admission += 1
+        num_before = len(req.output_ids)
+        reason = accept_tokens(req, accepted)
+        num_new = len(req.output_ids) - num_before
+        if num_new and req.params.reports_steps:
+            req.step_len_news.append(num_new)
+        req.output_logprob_news += logprobs[:num_new]
+        req.drop_hidden_past_output()
+        if reason is not None:
+            self.end(req, reason)
+        elif req.stream and self._is_chunk_due(req):
+            self._queue_output(req)
+
+    def _is_chunk_due(self, req: Req) -> bool:
+        """The first token goes out at once, the others in chunks of the stream interval."""
+        interval = req.params.stream_interval or self._stream_interval
+        return not req.was_reported or len(req.output_ids) - req.num_sent >= interval
+
+    def _queue_output(self, req: Req) -> None:
+        is_first = not req.was_reported
+        params = req.params
+        options = DecodeOptions(
+            params.skip_special_tokens,
+            params.stop_strings,
+            params.no_stop_trim,
+            params.stop_regexes,
+        )
+        self._outputs.append(
+            ReqOutput(
+                req_id=req.req_id,
+                token_ids=req.output_ids[req.num_sent :],
+                finish_reason=req.finish_reason,
+                prompt_tokens=len(req.input_ids),
+                completion_tokens=len(req.output_ids),
+                cached_tokens=req.num_cached_tokens,
+                num_retractions=req.num_retractions,
+                options=options if is_first else None,
+                input_logprobs=req.input_logprob_news,
+                output_logprobs=req.output_logprob_news,
+                hidden_states=req.hidden_news,
+                step_lens=req.step_len_news,
+                weight_spans=[] if req.spans_were_sent else list(req.weight_spans),
+            )
+        )
+        req.input_logprob_news, req.output_logprob_news = [], []
+        req.hidden_news, req.step_len_news = [], []
+        req.num_sent = len(req.output_ids)
+        req.was_reported = req.spans_were_sent = True
+
+
+def _step_record(
+    index: int, row: LaunchedRow, fed: FedRows, num_emitted: int, kept_lens: list[int]
+) -> StepRecord:
+    reason = row.req.finish_reason
+    return StepRecord(
+        req_id=row.req.req_id,
+        rid=row.req.rid,
+        params=row.req.params,
+        index=index,
+        fed=fed,
+        emits=row.emits,
+        ends_prompt=row.ends_prompt,
+        num_emitted=num_emitted,
+        num_kept=kept_lens[index],
+        finish_reason=None if reason is None else reason.type,
+    )
+
+
+def accept_tokens(req: Req, tokens: list[int]) -> FinishReason | None:
+    """Appends accepted tokens up to the first stop; returns why the request ends, if it does.
+
+    A run is clipped at a stop token, at the token that completes a stop text, and at
+    max_new_tokens; a stop at the last allowed token counts as a stop.
+    """
+    for token in tokens:
+        if req.num_remaining <= 0:
+            break
+        req.output_ids.append(token)
+        if token in req.stop_token_ids:
+            return FinishReason(type="stop", matched=token)
+        try:
+            found = req.stop_finder.push([token]) if req.stop_finder is not None else None
+        except TimeoutError:
+            return STOP_TOO_SLOW
+        except Exception:  # one request's stops must not end all the others
+            logger.exception("Request %s: its stops cannot be searched.", req.rid)
+            return DECODE_FAILED
+        if found is not None:
+            return FinishReason(type="stop", matched=found.matched)
+    if req.num_remaining <= 0:
+        return FinishReason(type="length", length=len(req.output_ids))
+    return None

@@ -1,0 +1,64 @@
+"""How long the next launch may wait for messages while the device computes.
+
+Of a closed loop of clients (agents, reinforcement learning) the next request comes within a few
+milliseconds of the last answer. A step launched at once would leave its place empty for one step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+
+from sglang.srt.step.worker import GenerationBatchResult
+
+WINDOW = 8  # steps that are remembered
+SHARE = 0.75  # of the host's spare time; the rest is for steps and launches that vary
+MAX_WAIT_S = 0.005  # who has not answered by then is not waited for
+
+
+class LaunchSlack:
+    """Watches a loop that launches each step before it reads the one before.
+
+    What the host waits in a turn of that loop, for the device or for messages, is its spare time:
+    whatever planning, launching and reading take is not in it. A part of the least that it had
+    lately can be waited before a launch. Where a step is ready before the host asks for it, the
+    host sets the pace and has none.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._spare: deque[float] = deque(maxlen=WINDOW)
+        self._waited_s = 0.0
+
+    def read(self, step: GenerationBatchResult) -> None:
+        """Waits for a step, with the next one in flight."""
+        was_ready = step.is_ready
+        start = self._clock()
+        step.wait()
+        blocked_s = self._clock() - start
+        self._spare.append(0.0 if was_ready else self._waited_s + blocked_s)
+        self._waited_s = 0.0
+
+    def rest(self) -> None:
+        """Nothing is in flight: what comes next may be of another kind."""
+        self._spare.clear()
+        self._waited_s = 0.0
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds from now, a whole number of milliseconds, right after a read."""
+        if len(self._spare) < WINDOW:
+            return 0.0
+        return math.floor(min(SHARE * min(self._spare), MAX_WAIT_S) * 1000) / 1000
+
+    def wait(self, for_message: Callable[[float], None]) -> None:
+        """Calls it with `wait_s`, if that is any time at all."""
+        wait_s = self.wait_s
+        if wait_s > 0:
+            start = self._clock()
+            for_message(wait_s)
+            self._waited_s = self._clock() - start

@@ -1,0 +1,181 @@
+"""Every transition of a request, and with it of its KV:
+
+    submit -> waiting -> admit -> running -> finish -> (last launched step read) -> release
+                 ^                   |
+                 +----- retract -----+          abort: from any state to finish
+
+Nothing else moves requests between states or changes who owns pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from sglang.srt.mem_cache.kv_audit import ReleaseAudit, ReleaseReport
+from sglang.srt.mem_cache.kv_ledger import KVLedger, RequestKV
+from sglang.srt.messages.control import DEFAULT_WEIGHT_VERSION
+from sglang.srt.messages.requests import FinishReason
+from sglang.srt.scheduling.schedule_batch import Req
+
+
+@dataclass(frozen=True, slots=True)
+class LifecycleCounts:
+    """What has happened to requests: `num_ended` counts the aborted ones too."""
+
+    num_ended: int = 0
+    num_aborted: int = 0
+    num_retracted: int = 0
+
+
+class RequestLifecycle:
+    """The requests of one scheduler.
+
+    Args:
+        release_audit: is told what became of a request's KV slots.
+
+    Attributes:
+        waiting: not running; retracted ones first, then by arrival.
+        running: have a row and KV.
+        weight_version: the clients' label of the weights.
+        counts: what has happened to requests since the start.
+    """
+
+    def __init__(
+        self, ledger: KVLedger, release_audit: Callable[[ReleaseReport], None] | None = None
+    ) -> None:
+        self.ledger = ledger
+        self._release_audit = release_audit
+        self.waiting: list[Req] = []
+        self.running: list[Req] = []
+        self._ending: list[Req] = []
+        self.weight_version = DEFAULT_WEIGHT_VERSION
+        self.counts = LifecycleCounts()
+
+    @property
+    def holds_kv(self) -> bool:
+        """Whether any request has KV, the ending ones included."""
+        return bool(self.running or self._ending)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any request has run, and so may have output, and has not ended."""
+        return bool(self.running) or any(req.was_admitted for req in self.waiting)
+
+    @property
+    def awaits_finish(self) -> bool:
+        """Whether a request is alive of those that `mark_to_finish` has named."""
+        return any(req.must_finish for req in (*self.running, *self.waiting))
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.waiting or self.running or self._ending)
+
+    def owners(self) -> Iterator[RequestKV]:
+        """KV of every request that has some, the ending ones included."""
+        for req in (*self.running, *self._ending):
+            if req.kv is not None:
+                yield req.kv
+
+    def find(self, req_id: int) -> Req | None:
+        """A request that has not finished."""
+        for req in (*self.running, *self.waiting):
+            if req.req_id == req_id:
+                return req
+        return None
+
+    def submit(self, req: Req) -> None:
+        req.begin_weight_span(self.weight_version)
+        self.waiting.append(req)
+
+    def set_weight_version(self, weight_version: str) -> None:
+        """Labels all tokens that come from here on. Only without a step in flight."""
+        self.weight_version = weight_version
+        for req in (*self.running, *self.waiting):
+            req.begin_weight_span(weight_version)
+
+    def admit(self, req: Req) -> None:
+        """Waiting to running: a row, the cached prefix, nothing computed yet."""
+        self.waiting.remove(req)
+        req.fill_ids = req.known_ids
+        req.kv = self.ledger.admit(req.namespace, req.fill_ids[: req.max_cached_tokens + 1])
+        req.committed = req.committed_bound = len(req.kv.pages) * self.ledger.page_size
+        req.num_emitted_since_admission = 0
+        req.row_is_new = True
+        if not req.was_admitted:
+            req.num_cached_tokens = req.committed
+            req.was_admitted = True
+        self.running.append(req)
+
+    def retract(self, req: Req) -> None:
+        """Running to waiting, ahead of the never admitted; no private slot stays. Only without a
+        step in flight: then all its tokens are known and prefill can feed them again."""
+        if req.num_inflight:
+            raise RuntimeError(f"Request {req.rid!r} was retracted with a step in flight.")
+        self._release(req, insert=False)
+        self.running.remove(req)
+        req.num_retractions += 1
+        self.counts = replace(self.counts, num_retracted=self.counts.num_retracted + 1)
+        place = next(
+            (
+                index
+                for index, other in enumerate(self.waiting)
+                if not other.was_admitted or other.arrival > req.arrival
+            ),
+            len(self.waiting),
+        )
+        self.waiting.insert(place, req)
+
+    def mark_to_finish(self, waiting_too: bool) -> None:
+        """Running requests, and waiting ones that have run, are to finish before others start."""
+        for req in (*self.running, *self.waiting):
+            req.must_finish |= req.kv is not None or (waiting_too and req.was_admitted)
+
+    def unmark_to_finish(self) -> None:
+        for req in (*self.running, *self.waiting):
+            req.must_finish = False
+
+    def retract_all(self) -> None:
+        """Every running request waits, without KV. Only without a step in flight."""
+        for req in list(self.running):
+            self.retract(req)
+            req.must_finish = False
+
+    def finish(self, req: Req, reason: FinishReason) -> None:
+        """Ends a request. Its KV is released when no launched step names it any more."""
+        req.finish_reason = reason
+        self.counts = replace(
+            self.counts,
+            num_ended=self.counts.num_ended + 1,
+            num_aborted=self.counts.num_aborted + (reason.type == "abort"),
+        )
+        if req.kv is None:
+            self.waiting.remove(req)
+            return
+        self.running.remove(req)
+        self._ending.append(req)
+        self.release_if_ended(req)
+
+    def release_if_ended(self, req: Req) -> None:
+        """Releases a finished request once its last launched step has been read."""
+        if req.finish_reason is None or req.num_inflight or req.kv is None:
+            return
+        self._ending.remove(req)
+        self._release(req, insert=req.finish_reason.type != "abort")
+
+    def _release(self, req: Req, insert: bool) -> None:
+        """Gives KV and row back; `insert` keeps the committed tokens, up to the stop, cached."""
+        kv = req.kv
+        if kv is None:
+            raise RuntimeError(f"KV of request {req.rid!r} was released twice.")
+        tokens = req.known_ids[: req.committed] if insert else None
+        if self._release_audit is None:
+            self.ledger.release(kv, tokens)
+        else:
+            width = req.width.decode_rows
+            audit = ReleaseAudit(self.ledger, kv, req.committed, len(req.input_ids), width)
+            self.ledger.release(kv, tokens)
+            self._release_audit(audit.report(req.rid))
+        req.kv = None
+        req.committed = req.committed_bound = 0
+        req.fill_ids = []

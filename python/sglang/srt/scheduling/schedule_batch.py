@@ -1,0 +1,171 @@
+"""One request, as the scheduler sees it, and one launched step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sglang.srt.mem_cache.base_prefix_cache import Namespace
+from sglang.srt.mem_cache.kv_ledger import RequestKV
+from sglang.srt.messages.requests import FinishReason, LogprobOptions, PositionLogprobs
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.step.worker import GenerationBatchResult, StepWidth
+from sglang.srt.tokenizer import StopFinder
+
+HiddenStates = Literal["none", "all", "last"]
+
+
+@dataclass(slots=True, eq=False)
+class Req:
+    """A request from its arrival to its last output.
+
+    Host facts only; what depends on a step in flight is bounded, not known:
+
+        committed          tokens with KV, by the last result read
+        committed_bound    the same after all launched steps, at most (exact while prefilling)
+
+    Attributes:
+        stop_finder: looks for stop strings in the output; None without any.
+        fill_ids: prompt and output at the last admission: what prefill has to feed.
+        num_inflight, num_inflight_emits: launched, unread steps with this request, and how many
+            of them emit.
+        row_is_new: the device does not know the request's row yet.
+        num_scored, num_scores_read: prompt positions whose logprobs have been launched; read.
+        num_hidden: positions whose hidden states have been read.
+        input_logprob_news, output_logprob_news, hidden_news, step_len_news: results not sent yet.
+        num_sent, was_reported: output tokens that the client has been told of; whether it has
+            heard of the request at all.
+        weight_spans: labels of the weights that generated the output, each with the index of its
+            first token.
+        spans_were_sent: whether the client knows them.
+        must_finish: a drain or a weight update waits for its end, so it may always start again.
+    """
+
+    req_id: int
+    rid: str
+    input_ids: list[int]
+    params: SamplingParams
+    width: StepWidth
+    stream: bool
+    seed: int
+    arrival: int
+    namespace: Namespace
+    stop_token_ids: frozenset[int]
+    priority: int = 0
+    logprobs: LogprobOptions | None = None
+    hidden_states: HiddenStates = "none"
+    stop_finder: StopFinder | None = None
+    output_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    kv: RequestKV | None = None
+    fill_ids: list[int] = field(default_factory=list)
+    committed: int = 0
+    committed_bound: int = 0
+    num_inflight: int = 0
+    num_inflight_emits: int = 0
+    num_emitted_since_admission: int = 0
+    num_scored: int = 0
+    num_scores_read: int = 0
+    num_hidden: int = 0
+    input_logprob_news: list[PositionLogprobs] = field(default_factory=list)
+    output_logprob_news: list[PositionLogprobs] = field(default_factory=list)
+    hidden_news: list[list[float]] = field(default_factory=list)
+    step_len_news: list[int] = field(default_factory=list)
+    num_sent: int = 0
+    was_reported: bool = False
+    num_cached_tokens: int = 0
+    num_retractions: int = 0
+    was_admitted: bool = False
+    row_is_new: bool = False
+    weight_spans: list[tuple[str, int]] = field(default_factory=list)
+    spans_were_sent: bool = False
+    must_finish: bool = False
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether prompt rows are still to be launched. Needs `kv`."""
+        return self.committed_bound < len(self.fill_ids)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that may still be generated, by the last result read."""
+        return self.params.max_new_tokens - len(self.output_ids)
+
+    @property
+    def surely_ends(self) -> bool:
+        """Whether the launched steps reach max_new_tokens even at one token each."""
+        return self.num_inflight_emits >= max(self.num_remaining, 1)
+
+    @property
+    def num_prompt_scores(self) -> int:
+        """Prompt positions that are scored: all after the first one wanted, which has nothing
+        before it."""
+        return 0 if self.logprobs is None else len(self.input_ids) - 1 - self.logprobs.start_len
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """How much of a cached prefix may be used: rows that are still to be read must be fed,
+        and so must the last one."""
+        limit = len(self.input_ids) + len(self.output_ids) - 1
+        if self.logprobs is not None and self.num_scored < self.num_prompt_scores:
+            limit = min(limit, self.logprobs.start_len + self.num_scored)
+        if self.hidden_states == "all":
+            limit = min(limit, self.num_hidden)
+        return limit
+
+    def begin_weight_span(self, weight_version: str) -> None:
+        """From its next token on the output comes from these weights."""
+        start = len(self.output_ids)
+        if self.weight_spans and self.weight_spans[-1][1] == start:
+            self.weight_spans.pop()
+        if not self.weight_spans or self.weight_spans[-1][0] != weight_version:
+            self.weight_spans.append((weight_version, start))
+        self.spans_were_sent = False
+
+    def add_hidden(self, states: list[list[float]]) -> None:
+        """Takes in hidden states of the next positions."""
+        self.hidden_news += states
+        self.num_hidden += len(states)
+
+    def drop_hidden_past_output(self) -> None:
+        """A step may keep rows past the stop; each state returned belongs to a token before the
+        last one."""
+        excess = self.num_hidden - (len(self.input_ids) + len(self.output_ids) - 1)
+        if self.hidden_states == "all" and excess > 0:
+            del self.hidden_news[-excess:]
+            self.num_hidden -= excess
+
+    @property
+    def known_ids(self) -> list[int]:
+        return self.input_ids + self.output_ids
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedRow:
+    """A request's part in a launched step.
+
+    Attributes:
+        max_kept: what the launch added to `committed_bound`.
+        ends_prompt: the step feeds the last prompt token.
+        num_scored, num_hidden: prompt logprobs and hidden states that the step returns for it.
+            Of hidden states of a decode step only those of kept rows count.
+    """
+
+    req: Req
+    max_kept: int
+    emits: bool
+    ends_prompt: bool
+    num_scored: int = 0
+    num_hidden: int = 0
+
+    @property
+    def is_decode(self) -> bool:
+        return self.emits and not self.ends_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step whose result is not read yet."""
+
+    rows: list[LaunchedRow]
+    result: GenerationBatchResult

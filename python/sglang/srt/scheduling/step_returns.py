@@ -1,0 +1,151 @@
+"""What a step returns beside tokens: log-probabilities and hidden states, asked for and read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sglang.srt.layers.logprobs import HostLogprobs, LogprobQueries
+from sglang.srt.messages.requests import LogprobOptions, PositionLogprobs
+from sglang.srt.scheduling.schedule_batch import LaunchedRow, Req
+from sglang.srt.step.worker import LogprobPlan, RowRef
+
+
+@dataclass(slots=True)
+class StepReturns:
+    """Collects, request by request in the order of the batch, which rows are to be returned."""
+
+    hidden_rows: list[RowRef] = field(default_factory=list)
+    _num_requests: int = 0
+    _emitting: list[int] = field(default_factory=list)
+    _emitted_options: list[LogprobOptions] = field(default_factory=list)
+    _prompt_rows: list[RowRef] = field(default_factory=list)
+    _prompt_targets: list[int] = field(default_factory=list)
+    _prompt_options: list[LogprobOptions] = field(default_factory=list)
+
+    def add(self, req: Req, num_prompt_rows: int, max_kept: int, emits: bool) -> tuple[int, int]:
+        """Notes the next request of the step, which keeps at most max_kept rows; returns how many
+        prompt logprobs and hidden states the step returns for it."""
+        num_scored = self._add_scores(req, num_prompt_rows)
+        num_hidden = self._add_hidden(req, num_prompt_rows, max_kept, emits)
+        if emits and req.logprobs is not None:
+            self._emitting.append(self._num_requests)
+            self._emitted_options.append(req.logprobs)
+        self._num_requests += 1
+        return num_scored, num_hidden
+
+    def logprob_plan(self) -> LogprobPlan | None:
+        """None when nobody wants any."""
+        if not self._emitting and not self._prompt_rows:
+            return None
+        return LogprobPlan(
+            emitting=self._emitting,
+            emitted=_queries(self._emitted_options),
+            prompt_rows=self._prompt_rows,
+            prompt_targets=self._prompt_targets,
+            prompts=_queries(self._prompt_options),
+        )
+
+    def _add_scores(self, req: Req, num_prompt_rows: int) -> int:
+        """Prompt rows of this chunk whose next token is to be scored and has not been."""
+        options = req.logprobs
+        if options is None or req.num_scored >= req.num_prompt_scores:
+            return 0
+        start = req.committed_bound
+        first = options.start_len + req.num_scored
+        end = min(start + num_prompt_rows, len(req.input_ids) - 1)
+        count = max(0, end - first)
+        self._prompt_rows.extend(
+            (self._num_requests, position - start) for position in range(first, end)
+        )
+        self._prompt_targets.extend(req.input_ids[first + 1 : end + 1])
+        self._prompt_options.extend([options] * count)
+        req.num_scored += count
+        return count
+
+    def _add_hidden(self, req: Req, num_prompt_rows: int, max_kept: int, emits: bool) -> int:
+        """Rows whose hidden states are wanted: each position once, or the one behind a step.
+
+        Of a decode step all rows that may be kept are asked for; how many are is not known yet.
+        """
+        if req.hidden_states == "none":
+            return 0
+        first = 0
+        if num_prompt_rows and req.hidden_states == "all":
+            first = min(max(0, req.num_hidden - req.committed_bound), max_kept)
+        elif num_prompt_rows:
+            first = max_kept - 1 if emits else max_kept
+        self.hidden_rows.extend((self._num_requests, offset) for offset in range(first, max_kept))
+        return max_kept - first
+
+
+class ReturnReader:
+    """Hands the returns of a read step to its requests, in the same order.
+
+    Args:
+        width: positions of `emitted` per request.
+    """
+
+    def __init__(
+        self,
+        emitted: HostLogprobs | None,
+        prompts: HostLogprobs | None,
+        hidden_states: list[list[float]],
+        width: int,
+    ) -> None:
+        self._emitted, self._prompts, self._hidden = emitted, prompts, hidden_states
+        self._width = width
+        self._next_emitted = self._next_prompt = self._next_hidden = 0
+
+    def take_scores(self, req: Req, num_scored: int) -> list[PositionLogprobs]:
+        """Logprobs of the request's next `num_scored` prompt positions."""
+        if not num_scored or self._prompts is None or req.logprobs is None:
+            return []
+        first = req.logprobs.start_len + 1 + req.num_scores_read
+        req.num_scores_read += num_scored
+        targets = req.input_ids[first : first + num_scored]
+        start = self._next_prompt
+        self._next_prompt += num_scored
+        return [
+            position_logprobs(self._prompts, start + i, target, req.logprobs)
+            for i, target in enumerate(targets)
+        ]
+
+    def take_emitted(self, req: Req, tokens: list[int]) -> list[PositionLogprobs]:
+        """Logprobs of the tokens that an emitting request accepted."""
+        if self._emitted is None or req.logprobs is None:
+            return []
+        first = self._next_emitted
+        self._next_emitted += self._width
+        return [
+            position_logprobs(self._emitted, first + i, token, req.logprobs)
+            for i, token in enumerate(tokens)
+        ]
+
+    def take_hidden(self, row: LaunchedRow, num_kept: int) -> list[list[float]]:
+        """Hidden states of what the step kept of a request, or of the last row of it."""
+        start = self._next_hidden
+        self._next_hidden += row.num_hidden
+        if row.ends_prompt or not row.emits:
+            return self._hidden[start : self._next_hidden]
+        kept = self._hidden[start : self._next_hidden][:num_kept]
+        return kept[-1:] if row.req.hidden_states == "last" else kept
+
+
+def position_logprobs(
+    values: HostLogprobs, index: int, token_id: int, options: LogprobOptions
+) -> PositionLogprobs:
+    """The answer at one position, cut down to what its request wants."""
+    top = zip(values.top_values[index], values.top_ids[index], strict=True)
+    return PositionLogprobs(
+        token_id=token_id,
+        logprob=values.target[index],
+        top=list(top)[: options.top_num],
+        chosen=values.chosen[index][: len(options.token_ids)],
+    )
+
+
+def _queries(options: list[LogprobOptions]) -> LogprobQueries:
+    return LogprobQueries(
+        top_num=max((item.top_num for item in options), default=0),
+        token_ids=[item.token_ids for item in options],
+    )

@@ -1,0 +1,66 @@
+"""From the scheduler's step to a forward batch: everything by gathers over device rows."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from sglang.srt.device_copies import to_device
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.step.request_rows import RequestRows
+from sglang.srt.step.step_ops import ROW, RowLayout, StepCounts, StepOps
+from sglang.srt.step.worker import RowRef, ScheduleBatch
+
+NO_TOKEN = 0  # fed by look-ahead rows of workers that have none
+
+
+def build_forward_batch(
+    ops: StepOps,
+    batch: ScheduleBatch,
+    counts: StepCounts,
+    state: RequestRows,
+    pool: ReqToTokenPool,
+    lookahead_token: int = NO_TOKEN,
+    bounds_are_exact: bool = False,
+) -> tuple[ForwardBatch, RowLayout]:
+    """Lays out the T rows of a step; its new rows have been initialized.
+
+    A request feeds its `host_tokens`, or else its pending tokens; the rest of its q_lens[i] rows
+    feed `lookahead_token`. `bounds_are_exact`: no length depends on a result that the host has not
+    read.
+    """
+    layout = ops.lay_out(batch, counts, state, pool, lookahead_token)
+    q_lens = counts.q_lens
+    trimmed = zip(batch.kv_len_upper_bounds, batch.max_q_lens, q_lens, strict=True)
+    inputs = ForwardBatch(
+        input_ids=layout.input_ids,
+        positions=layout.positions,
+        slots=layout.slots,
+        rows=layout.numbers[ROW],
+        q_lens=q_lens,
+        kv_lens=layout.kv_lens,
+        kv_len_upper_bounds=[bound - reserved + fed for bound, reserved, fed in trimmed],
+        bounds_are_exact=bounds_are_exact,
+        read_index=layout.reads.index if _leaves_rows(batch, counts) else None,
+    )
+    return inputs, layout
+
+
+def _leaves_rows(batch: ScheduleBatch, counts: StepCounts) -> bool:
+    """Whether rows are not read, and nobody wants them for hidden states or prompts' logprobs."""
+    if batch.hidden_rows or (batch.logprobs is not None and batch.logprobs.prompt_rows):
+        return False
+    return sum(counts.num_read) < sum(counts.q_lens)
+
+
+def flat_rows(refs: list[RowRef], q_lens: list[int], device: torch.device) -> torch.Tensor:
+    """Indices among the T rows of a step; an offset past a request's last row gives the last.
+
+    Returns:
+        [len(refs)] int64.
+    """
+    starts = list(itertools.accumulate(q_lens, initial=0))
+    indices = [starts[i] + min(offset, q_lens[i] - 1) for i, offset in refs]
+    return to_device(indices, device, torch.int64)

@@ -1,0 +1,162 @@
+"""What a step computes beside the forward pass, a few integers per row: rows are laid out before
+it, tokens are committed after it. On a GPU each is one kernel: launches cost more than the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+
+from sglang.srt.layers.forward_batch import UNIFORM, ForwardBatch, GraphKey
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.step.request_rows import RequestRows
+from sglang.srt.step.worker import ScheduleBatch
+
+# Rows of `RowLayout.numbers`.
+ROW, Q_LEN, Q_START, NUM_HOST, HOST_START = range(5)
+EMITS, NUM_PREDICTED, NUM_READ, READ_START, IS_VERIFIED = range(5, 10)
+NUM_COUNTS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """What a step feeds and reads of its R requests.
+
+    Attributes:
+        q_lens: rows fed.
+        num_read: rows whose logits are read: of a prompt from its last token on, of a verified
+            request from its first pending token on, of all others from their last certain one on.
+        num_predicted: tokens predicted; 0 where the step emits nothing.
+        is_verified: whether drafts are shown only if the row before them confirms them.
+    """
+
+    q_lens: list[int]
+    num_read: list[int]
+    num_predicted: list[int]
+    is_verified: list[bool]
+
+    @classmethod
+    def plain(cls, batch: ScheduleBatch) -> StepCounts:
+        """Of a step that predicts one token per request and has one pending token of each."""
+        emits = [int(flag) for flag in batch.emits]
+        return cls(batch.max_q_lens, emits, emits, [True] * len(emits))
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """The S rows whose logits are read, request by request.
+
+    Attributes:
+        request: [S] int64; which of the R requests.
+        offset: [S] int64; place among the rows read of that request.
+        index: [S] int64; place among the T rows of the step.
+        positions: [S] int64; of the token that the row predicts.
+        rows: [S] int64; row of the request-to-token table.
+    """
+
+    request: torch.Tensor
+    offset: torch.Tensor
+    index: torch.Tensor
+    positions: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """A step's rows.
+
+    Attributes:
+        numbers: [NUM_COUNTS, R] int64; what the host knows of each request.
+        input_ids, positions, slots: [T] int64.
+        kv_lens: [R] int64.
+    """
+
+    numbers: torch.Tensor
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    kv_lens: torch.Tensor
+    reads: Reads
+
+
+@dataclass(frozen=True, slots=True)
+class StaticInputs:
+    """Inputs of captured graphs.
+
+    Attributes:
+        tokens: [3, T] int64; input ids, positions, slots.
+        requests: [3, R] int64; rows, lengths, and the first R of `ForwardBatch.read_index`.
+    """
+
+    tokens: torch.Tensor
+    requests: torch.Tensor
+
+
+class StepOps(Protocol):
+    """Each implementation computes the same, bit for bit, and none waits for the device."""
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    def warm_up(self, state: RequestRows, pool: ReqToTokenPool) -> None:
+        """Compiles what steps need, before there is a request: it may overwrite row 0."""
+
+    def lay_out(
+        self,
+        batch: ScheduleBatch,
+        counts: StepCounts,
+        state: RequestRows,
+        pool: ReqToTokenPool,
+        lookahead_token: int,
+    ) -> RowLayout:
+        """Writes the step's entries of the page table, then gathers its T rows: a request's
+        `host_tokens`, or else its pending tokens, then `lookahead_token`."""
+
+    def commit(self, layout: RowLayout, tokens: torch.Tensor, state: RequestRows) -> torch.Tensor:
+        """Ends a step that read at most one row of each request: all KV is kept, and the token
+        drawn, one of `tokens` [S] int64, is pending.
+
+        Returns:
+            [R, 1] int64; the tokens, and anything where nothing was read.
+        """
+
+    def fill(self, static: StaticInputs, key: GraphKey, batch: ForwardBatch) -> torch.Tensor | None:
+        """Copies a step and the padding of a graph into the graph's inputs.
+
+        Returns:
+            [T] int64, where the step's rows are among those of the graph; None for in front.
+        """
+
+
+def pack(batch: ScheduleBatch, counts: StepCounts) -> list[int]:
+    """`RowLayout.numbers`, then the step's host tokens."""
+    numbers = [*batch.rows, *counts.q_lens, *_starts(counts.q_lens)]
+    numbers += batch.num_host_tokens
+    numbers += _starts(batch.num_host_tokens)
+    numbers += batch.emits
+    numbers += counts.num_predicted
+    numbers += counts.num_read
+    numbers += _starts(counts.num_read)
+    numbers += counts.is_verified
+    numbers += batch.host_tokens
+    return numbers
+
+
+def spread(batch: ForwardBatch, key: GraphKey) -> list[int] | None:
+    """Place of each row in a graph in which every request has `key.width` rows; None for in front,
+    as in all other graphs."""
+    if key.tag != UNIFORM or all(q_len == key.width for q_len in batch.q_lens):
+        return None
+    starts = range(0, len(batch.q_lens) * key.width, key.width)
+    return [
+        start + row
+        for start, q_len in zip(starts, batch.q_lens, strict=True)
+        for row in range(q_len)
+    ]
+
+
+def _starts(lens: Sequence[int]) -> list[int]:
+    return list(accumulate(lens[:-1], initial=0))

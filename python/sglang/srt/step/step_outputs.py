@@ -1,0 +1,39 @@
+"""What every worker returns alike beside tokens: hidden states and logprobs of prompt rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from sglang.srt.layers.logprobs import LogprobTensors, query_prompt_logprobs
+from sglang.srt.step.forward_inputs import flat_rows
+from sglang.srt.step.step_ops import Reads
+from sglang.srt.step.worker import LogprobPlan, ScheduleBatch
+
+
+def hidden_of_reads(hidden: torch.Tensor, reads: Reads) -> torch.Tensor:
+    """[S, D] of the rows read, out of what a forward pass gave: those, or all of the step."""
+    return hidden if len(hidden) == len(reads.index) else hidden[reads.index]
+
+
+def hidden_states(
+    batch: ScheduleBatch, hidden: torch.Tensor, q_lens: list[int]
+) -> torch.Tensor | None:
+    """Those of `batch.hidden_rows` out of hidden [T, D]: [H, D] float32; None for none."""
+    if not batch.hidden_rows:
+        return None
+    return hidden[flat_rows(batch.hidden_rows, q_lens, hidden.device)].float()
+
+
+def prompt_logprobs(
+    plan: LogprobPlan,
+    hidden: torch.Tensor,
+    q_lens: list[int],
+    compute_logits: Callable[[torch.Tensor], torch.Tensor],
+) -> LogprobTensors | None:
+    """Of prompt tokens, in the model's own distribution; hidden [T, D]."""
+    if not plan.prompt_rows:
+        return None
+    rows = flat_rows(plan.prompt_rows, q_lens, hidden.device)
+    return query_prompt_logprobs(hidden[rows], compute_logits, plan.prompt_targets, plan.prompts)

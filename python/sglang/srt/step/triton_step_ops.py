@@ -1,0 +1,280 @@
+"""What a step computes beside the forward pass, each in one Triton kernel.
+
+What the host knows of a step travels in one copy. Numbers of requests and of rows are no constants
+of a kernel, and what kernels get begins at multiples of 16 bytes: either would compile them anew.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang.srt.device_copies import to_device
+from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
+from sglang.srt.layers.triton_launch import begin, dependent_launch, report_outside
+from sglang.srt.mem_cache.kv_ledger import PageTableWrites
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.step import step_ops
+from sglang.srt.step.request_rows import RequestRows
+from sglang.srt.step.step_ops import (
+    NUM_COUNTS,
+    Reads,
+    RowLayout,
+    StaticInputs,
+    StepCounts,
+    pack,
+    spread,
+)
+from sglang.srt.step.worker import ScheduleBatch
+
+BLOCK = 128
+_Q_LEN = tl.constexpr(step_ops.Q_LEN)
+_Q_START = tl.constexpr(step_ops.Q_START)
+_NUM_HOST = tl.constexpr(step_ops.NUM_HOST)
+_HOST_START = tl.constexpr(step_ops.HOST_START)
+_NUM_READ = tl.constexpr(step_ops.NUM_READ)
+_READ_START = tl.constexpr(step_ops.READ_START)
+_IS_VERIFIED = tl.constexpr(step_ops.IS_VERIFIED)
+_NUM_COUNTS = tl.constexpr(step_ops.NUM_COUNTS)
+
+
+@triton.jit(do_not_specialize=["start", "count", "early"])
+def _write_table_kernel(
+    numbers_ptr, table_ptr, outside_ptr, start, count, table_width,
+    BLOCK: tl.constexpr, PDL: tl.constexpr, early,
+):  # fmt: skip
+    """table[rows, columns] = slots, but for columns outside of a row; rows, columns and slots stand
+    behind `start` numbers."""
+    begin(PDL, early)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < count
+    source = numbers_ptr + start + place
+    row = tl.load(source, mask=mask, other=0)
+    column = tl.load(source + count, mask=mask, other=0)
+    slot = tl.load(source + 2 * count, mask=mask, other=0)
+    is_inside = (column >= 0) & (column < table_width)
+    report_outside(outside_ptr, column, mask & ~is_inside)
+    tl.store(table_ptr + row * table_width + column, slot.to(tl.int32), mask=mask & is_inside)
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "token_stride", "read_stride", "lookahead_token", "early"]
+)
+def _lay_out_kernel(
+    numbers_ptr, committed_ptr, pending_ptr, pending_lens_ptr, table_ptr, outside_ptr,
+    tokens_ptr, kv_lens_ptr, reads_ptr,
+    num_reqs, token_stride, read_stride, table_width, max_pending, lookahead_token,
+    BLOCK: tl.constexpr, PDL: tl.constexpr, early,
+):  # fmt: skip
+    """Grid (requests, blocks of rows): see `RowLayout` and `Reads`. What would be outside of its
+    row of the table gets the dummy slot.
+
+    Args:
+        tokens_ptr: [3, token_stride]; input ids, positions, slots.
+        reads_ptr: [5, read_stride]; request, offset, index, positions, rows.
+    """
+    begin(PDL, early)
+    request = tl.program_id(0)
+    own = numbers_ptr + request
+    q_len = tl.load(own + _Q_LEN * num_reqs)
+    if tl.program_id(1) * BLOCK >= q_len:
+        return
+    row = tl.load(own)
+    num_host = tl.load(own + _NUM_HOST * num_reqs)
+    committed = tl.load(committed_ptr + row)
+    pending_len = tl.load(pending_lens_ptr + row)
+    if tl.program_id(1) == 0:
+        tl.store(kv_lens_ptr + request, committed + q_len)
+
+    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    fed = offset < q_len
+    is_host = offset < num_host
+    host = numbers_ptr + _NUM_COUNTS * num_reqs + tl.load(own + _HOST_START * num_reqs) + offset
+    is_pending = (offset < pending_len) & fed
+    pending = pending_ptr + row * max_pending + tl.minimum(offset, max_pending - 1)
+    token = tl.load(pending, mask=is_pending, other=0)
+    token = tl.where(is_pending, token, lookahead_token)
+    token = tl.where(is_host, tl.load(host, mask=is_host, other=0), token)
+    position = committed + offset
+    is_inside = (position >= 0) & (position < table_width)
+    report_outside(outside_ptr, position, fed & ~is_inside)
+    slot = tl.load(table_ptr + row * table_width + position, mask=fed & is_inside, other=0)
+    out = tokens_ptr + tl.load(own + _Q_START * num_reqs) + offset
+    tl.store(out, token, mask=fed)
+    tl.store(out + token_stride, position, mask=fed)
+    tl.store(out + 2 * token_stride, slot.to(tl.int64), mask=fed)
+
+    first = tl.where(tl.load(own + _IS_VERIFIED * num_reqs) != 0, 0, pending_len - 1)
+    first = tl.where(num_host > 0, num_host - 1, first)
+    is_read = offset < tl.load(own + _NUM_READ * num_reqs)
+    read = reads_ptr + tl.load(own + _READ_START * num_reqs) + offset
+    tl.store(read, offset * 0 + request, mask=is_read)
+    tl.store(read + read_stride, offset, mask=is_read)
+    index = tl.load(own + _Q_START * num_reqs) + first + offset
+    tl.store(read + 2 * read_stride, index, mask=is_read)
+    tl.store(read + 3 * read_stride, position + first + 1, mask=is_read)
+    tl.store(read + 4 * read_stride, offset * 0 + row, mask=is_read)
+
+
+@triton.jit(do_not_specialize=["num_reqs", "early"])
+def _commit_kernel(
+    numbers_ptr, kv_lens_ptr, tokens_ptr, committed_ptr, pending_ptr, out_ptr,
+    num_reqs, max_pending,
+    BLOCK: tl.constexpr, PDL: tl.constexpr, early,
+):  # fmt: skip
+    """Grid (blocks of requests)."""
+    begin(PDL, early)
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = request < num_reqs
+    own = numbers_ptr + request
+    row = tl.load(own, mask=exists, other=0)
+    kv_len = tl.load(kv_lens_ptr + request, mask=exists, other=0)
+    tl.store(committed_ptr + row, kv_len, mask=exists)
+    is_read = tl.load(own + _NUM_READ * num_reqs, mask=exists, other=0) > 0
+    start = tl.load(own + _READ_START * num_reqs, mask=exists, other=0)
+    token = tl.load(tokens_ptr + start, mask=is_read, other=0)
+    pending = pending_ptr + row * max_pending
+    token = tl.where(is_read, token, tl.load(pending, mask=exists, other=0))
+    tl.store(pending, token, mask=exists)
+    tl.store(out_ptr + request, token, mask=exists)
+
+
+_FILL_NUMBERS = [
+    *("num_tokens", "num_reqs", "num_reads", "padded_tokens", "padded_reqs", "width"),
+    "is_spread",
+]
+
+
+@triton.jit(do_not_specialize=[*_FILL_NUMBERS, "early"])
+def _fill_kernel(
+    input_ids_ptr, positions_ptr, slots_ptr, rows_ptr, kv_lens_ptr, reads_ptr, spread_ptr,
+    tokens_ptr, requests_ptr, token_stride, request_stride,
+    num_tokens, num_reqs, num_reads, padded_tokens, padded_reqs, width, is_spread,
+    BLOCK: tl.constexpr, PDL: tl.constexpr, early,
+):  # fmt: skip
+    """Grid (blocks of the graph's rows, padding included). `spread_ptr`, if `is_spread`: for each
+    of these rows the step's row or -1, then for each request the rows that it lacks."""
+    begin(PDL, early)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    has_token = place < padded_tokens
+    has_request = place < padded_reqs
+    spreads = place * 0 + is_spread != 0
+    moved = tl.load(spread_ptr + place, mask=has_token & spreads, other=-1)
+    lacking = tl.load(spread_ptr + padded_tokens + place, mask=has_request & spreads, other=0)
+    source = tl.where(spreads, moved, place)
+    exists = (source >= 0) & (source < num_tokens)
+    out = tokens_ptr + place
+    tl.store(out, tl.load(input_ids_ptr + source, mask=exists, other=0), mask=has_token)
+    out += token_stride
+    tl.store(out, tl.load(positions_ptr + source, mask=exists, other=0), mask=has_token)
+    out += token_stride
+    tl.store(out, tl.load(slots_ptr + source, mask=exists, other=0), mask=has_token)
+    exists = place < num_reqs
+    out = requests_ptr + place
+    tl.store(out, tl.load(rows_ptr + place, mask=exists, other=0), mask=has_request)
+    kv_len = tl.load(kv_lens_ptr + place, mask=exists, other=0) + lacking
+    tl.store(out + request_stride, tl.where(exists, kv_len, width), mask=has_request)
+    read = tl.load(reads_ptr + place, mask=has_request & (place < num_reads), other=0)
+    tl.store(out + 2 * request_stride, read, mask=has_request)
+
+
+class TritonStepOps:
+    """See `StepOps` for what each does."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._launch = {"BLOCK": BLOCK, **step_launch(device)}
+
+    def warm_up(self, state: RequestRows, pool: ReqToTokenPool) -> None:
+        batch = warm_up_batch()
+        layout = self.lay_out(batch, StepCounts.plain(batch), state, pool, 0)
+        self.commit(layout, torch.zeros_like(layout.kv_lens), state)
+
+    def lay_out(
+        self,
+        batch: ScheduleBatch,
+        counts: StepCounts,
+        state: RequestRows,
+        pool: ReqToTokenPool,
+        lookahead_token: int,
+    ) -> RowLayout:
+        num_reqs, writes, table = len(batch.rows), batch.table_writes, pool.req_to_token
+        packed = pack(batch, counts)
+        start, count = len(packed), len(writes.rows)
+        packed += [*writes.rows, *writes.columns, *writes.slots]
+        numbers = to_device(packed, self._device, torch.int64)
+        if count:
+            _write_table_kernel[(triton.cdiv(count, BLOCK),)](
+                numbers, table, pool.outside, start, count, table.shape[1], **self._launch
+            )
+        num_tokens, num_read = sum(counts.q_lens), sum(counts.num_read)
+        tokens, reads = self._aligned(3, num_tokens), self._aligned(5, num_read)
+        kv_lens = torch.empty(num_reqs, dtype=torch.int64, device=self._device)
+        _lay_out_kernel[(num_reqs, triton.cdiv(max(counts.q_lens), BLOCK))](
+            numbers, state.committed, state.pending, state.pending_lens, table, pool.outside,
+            tokens, kv_lens, reads,
+            num_reqs, tokens.stride(0), reads.stride(0),
+            table.shape[1], state.pending.shape[1], lookahead_token, **self._launch,
+        )  # fmt: skip
+        counted = numbers[: NUM_COUNTS * num_reqs].view(NUM_COUNTS, num_reqs)
+        input_ids, positions, slots = tokens.unbind()
+        read = Reads(*reads.unbind())
+        return RowLayout(counted, input_ids, positions, slots, kv_lens, read)
+
+    def commit(self, layout: RowLayout, tokens: torch.Tensor, state: RequestRows) -> torch.Tensor:
+        num_reqs = layout.kv_lens.shape[0]
+        out = torch.empty((num_reqs, 1), dtype=torch.int64, device=self._device)
+        _commit_kernel[(triton.cdiv(num_reqs, BLOCK),)](
+            layout.numbers, layout.kv_lens, tokens, state.committed, state.pending, out,
+            num_reqs, state.pending.shape[1], **self._launch,
+        )  # fmt: skip
+        return out
+
+    def fill(self, static: StaticInputs, key: GraphKey, batch: ForwardBatch) -> torch.Tensor | None:
+        num_tokens, num_reqs = batch.input_ids.shape[0], len(batch.q_lens)
+        places = spread(batch, key)
+        sources, index = batch.rows, None
+        if places is not None:
+            packed = [-1] * key.num_tokens
+            for row, place in enumerate(places):
+                packed[place] = row
+            packed += [key.width - q_len for q_len in batch.q_lens]
+            packed += [0] * (key.num_reqs - num_reqs)
+            sources = to_device(packed + places, self._device, torch.int64)
+            index = sources[len(packed) :]
+        reads = batch.rows[:0] if batch.read_index is None else batch.read_index
+        _fill_kernel[(triton.cdiv(max(key.num_tokens, key.num_reqs), BLOCK),)](
+            batch.input_ids, batch.positions, batch.slots, batch.rows, batch.kv_lens,
+            reads, sources,
+            static.tokens, static.requests, static.tokens.stride(0), static.requests.stride(0),
+            num_tokens, num_reqs, len(reads), key.num_tokens, key.num_reqs, key.width,
+            int(places is not None), **self._launch,
+        )  # fmt: skip
+        return index
+
+    def _aligned(self, count: int, size: int) -> torch.Tensor:
+        """[count, size] int64, of which each row begins at a multiple of 16 bytes."""
+        rows = torch.empty((count, size + size % 2), dtype=torch.int64, device=self._device)
+        return rows[:, :size]
+
+
+def step_launch(device: torch.device) -> dict[str, int]:
+    """Options of a kernel that calls `begin` and is so small that the next one may come beside it,
+    whatever its grid."""
+    return dependent_launch(device, 0)
+
+
+def warm_up_batch() -> ScheduleBatch:
+    """A step of row 0 that feeds one pending token into the dummy slot."""
+    return ScheduleBatch(
+        rows=[0],
+        max_q_lens=[1],
+        host_tokens=[],
+        num_host_tokens=[0],
+        emits=[True],
+        kv_len_upper_bounds=[1],
+        new_rows=[],
+        table_writes=PageTableWrites([0], [0], [0]),
+        all_greedy=True,
+    )

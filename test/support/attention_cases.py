@@ -1,0 +1,395 @@
+"""The conformance tables of attention backends, and what compares one with `TorchNativeBackend`, or
+where rows are trees, with attention over the keys that each row is written out to see.
+
+As a program it runs the float32 tables on a CPU and prints a line of JSON per case; a backend of
+Triton kernels then needs TRITON_INTERPRET=1 in its environment, set before Triton is imported:
+
+    export PYTHONPATH=python:sgl-kernel/python:test
+    TRITON_INTERPRET=1 python test/support/attention_cases.py triton
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
+from sglang.srt.layers.forward_batch import MAX_TREE_ROWS, ForwardBatch, GraphKey
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.registry import ATTENTION_BACKENDS
+
+# Of outputs of inputs with variance 1, against float32: the output's own rounding and, for the
+# 16-bit types, that of the softmax weights.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCase:
+    """A step of requests at random pages.
+
+    Attributes:
+        shape: (tokens with KV before the step, tokens fed) of each request.
+        windows: sliding window of each layer.
+        bound_slack: the host's bounds of lengths are looser by up to this.
+        is_sliced: q is a slice of a tensor of more heads.
+        trees: requests whose rows are a tree, or several, with parents drawn at random.
+        graph_width: the step is planned as a graph's that has room for prompts beside requests of
+            up to so many rows.
+    """
+
+    shape: Sequence[tuple[int, int]]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    page_size: int = 16
+    windows: tuple[int | None, ...] = (None,)
+    bound_slack: int = 0
+    is_sliced: bool = False
+    trees: tuple[int, ...] = ()
+    graph_width: int | None = None
+
+
+MIXED = ((5, 7), (30, 1), (0, 3), (9, 23), (0, 1), (61, 2))
+
+CASES = {
+    "one token in all": AttentionCase(shape=[(0, 1)]),
+    "one prompt": AttentionCase(shape=[(0, 35)]),
+    "prompts, empty prefix": AttentionCase(shape=[(0, 5), (0, 17), (0, 1), (0, 16)]),
+    "page edges, pages of 16": AttentionCase(
+        shape=[(15, 1), (16, 1), (17, 1), (14, 2), (15, 2), (0, 16), (16, 16), (0, 15)]
+    ),
+    "page edges, pages of 1": AttentionCase(
+        shape=[(15, 1), (16, 1), (17, 1), (14, 2), (15, 2), (0, 16), (16, 16)], page_size=1
+    ),
+    "one decode, its KV in splits": AttentionCase(shape=[(150, 1)]),
+    "a decode of one split and a longer one": AttentionCase(shape=[(140, 1), (0, 1)]),
+    "a decode that fills one split and a longer one": AttentionCase(shape=[(140, 1), (15, 1)]),
+    "decodes": AttentionCase(shape=[(1, 1), (40, 1), (7, 1), (15, 1)]),
+    "many decodes": AttentionCase(shape=[(i * 7 % 40, 1) for i in range(12)], head_dim=16),
+    "uniform q = 3": AttentionCase(shape=[(5, 3), (30, 3), (16, 3)]),
+    "uniform q = 7": AttentionCase(shape=[(5, 7), (40, 7)]),
+    "uniform q = 15": AttentionCase(shape=[(33, 15), (2, 15)]),
+    "prompts beside decodes": AttentionCase(shape=[(16, 24), (9, 1), (0, 10), (50, 1), (3, 24)]),
+    "loose bounds": AttentionCase(shape=MIXED, bound_slack=70),
+    "slices": AttentionCase(shape=MIXED, is_sliced=True),
+    "three query heads per KV head": AttentionCase(shape=MIXED, num_heads=6),
+    "heads of 80": AttentionCase(shape=MIXED[:3], head_dim=80),
+    "a window of 1": AttentionCase(shape=MIXED, windows=(1,), head_dim=16),
+    "a window of 16": AttentionCase(shape=MIXED, windows=(16,), head_dim=16),
+    "a window per layer": AttentionCase(shape=MIXED, windows=(None, 20, 5), head_dim=16),
+    "a window and a long decode": AttentionCase(shape=[(150, 1), (120, 2)], windows=(70,)),
+    "a prompt of many rows": AttentionCase(shape=[(19, 75), (30, 1)], head_dim=16),
+} | {
+    f"GQA {num_heads}:{num_kv_heads}, head_dim {head_dim}, pages of {page_size}": AttentionCase(
+        shape=MIXED,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+    )
+    for num_heads, num_kv_heads in ((4, 1), (4, 2), (2, 2))
+    for head_dim, page_size in ((64, 16), (128, 1))
+}
+
+WITH_TREES = ((9, 1), (15, 9), (33, 64), (40, 1), (0, 12), (4, 1), (17, 70))
+TREE_CASES = {
+    "one tree": AttentionCase(shape=[(0, 8)], trees=(0,)),
+    "one tree, its KV in splits": AttentionCase(shape=[(150, 7)], trees=(0,)),
+    "a tree in splits beside a prompt": AttentionCase(shape=[(150, 8), (0, 70)], trees=(0,)),
+    "uniform trees": AttentionCase(shape=[(5, 7), (40, 7), (16, 7)], trees=(0, 1, 2)),
+    "a window and a tree in splits": AttentionCase(shape=[(150, 8)], trees=(0,), windows=(70, 3)),
+    "trees as a graph plans them": AttentionCase(
+        shape=WITH_TREES, trees=(1, 2, 4, 5), head_dim=16, graph_width=12
+    ),
+    "trees, loose bounds": AttentionCase(
+        shape=WITH_TREES[:3], trees=(1, 2), head_dim=16, bound_slack=70
+    ),
+    "trees, three query heads per KV head": AttentionCase(
+        shape=WITH_TREES[:3], trees=(1, 2), num_heads=6, head_dim=16
+    ),
+} | {
+    f"{name}, pages of {page_size}": AttentionCase(
+        shape=shape, trees=trees, head_dim=16, page_size=page_size, windows=(None, 20)
+    )
+    for name, shape, trees in (
+        ("trees of 1 to 16", ((0, 1), (5, 16), (40, 7), (31, 12), (16, 2)), (0, 1, 2, 3, 4)),
+        ("trees of 17 to 64", ((0, 17), (15, 33), (0, 64)), (0, 1, 2)),
+        ("trees beside decodes and a prompt", WITH_TREES, (1, 2, 4, 5)),
+    )
+    for page_size in ((1, 16) if len(shape) < len(WITH_TREES) else (16,))
+}
+# Steps without trees in which masks that hide nothing must change nothing.
+WITH_IDLE_MASKS = (
+    *("page edges, pages of 16", "one decode, its KV in splits", "uniform q = 7"),
+    "a window per layer",
+)
+IDLE_MASKS = ("all bits", "chains")
+
+
+class PlacedCase:
+    """The memory of a case and its inputs, all on a device; unused memory is NaN.
+
+    Attributes:
+        batch: the step.
+        pool: what the backend under test reads and writes.
+        q: per layer [T, num_heads, head_dim].
+        parents: of the rows of each tree, by request; -1 for a row without one.
+    """
+
+    def __init__(self, case: AttentionCase, device: str, dtype: torch.dtype, seed: int) -> None:
+        self.case, self.device = case, device
+        self._generator = torch.Generator().manual_seed(seed)
+        self._random = random.Random(seed)
+        lens = [before + q_len for before, q_len in case.shape]
+        num_pages = sum(-(-length // case.page_size) for length in lens) + 3
+        num_rows = len(lens) + 2
+        self.table = ReqToTokenPool(num_rows, max(lens) + case.bound_slack + 3, device)
+        self.rows = self._random.sample(range(num_rows), len(lens))
+        self.pool = self._make_pool(num_pages, dtype)
+        self._place(lens, num_pages)
+        num_tokens = sum(q_len for _, q_len in case.shape)
+        self.q = []
+        for _ in case.windows:
+            values = self._values(num_tokens, case.num_heads + 2).to(device, dtype)[:, 1:-1]
+            self.q.append(values if case.is_sliced else values.contiguous())
+        self.parents = {
+            request: [self._random.randrange(-1, row) for row in range(case.shape[request][1])]
+            for request in case.trees
+        }
+        if case.trees:
+            self._plant()
+        if (width := case.graph_width) is not None:
+            key = GraphKey("mixed", len(lens) + 2, width, num_tokens + 9)
+            self.batch = replace(self.batch, graph_key=key)
+
+    def _make_pool(self, num_pages: int, dtype: torch.dtype) -> MHATokenToKVPool:
+        case, size = self.case, self.case.page_size
+        return MHATokenToKVPool(
+            num_pages * size,
+            size,
+            len(case.windows),
+            case.num_kv_heads,
+            case.head_dim,
+            dtype,
+            self.device,
+        )
+
+    def _values(self, count: int, heads: int) -> torch.Tensor:
+        return torch.randn(count, heads, self.case.head_dim, generator=self._generator)
+
+    def _place(self, lens: list[int], num_pages: int) -> None:
+        """Gives each request random pages, and KV to its tokens from before the step."""
+        size = self.case.page_size
+        pages = list(range(1, num_pages + 1))
+        self._random.shuffle(pages)
+        self.table.req_to_token.fill_(pages.pop() * size)
+        for kv in self.pool.kv:
+            kv[size:] = float("nan")
+        fed_slots: list[int] = []
+        positions: list[int] = []
+        for row, length, (before, _) in zip(self.rows, lens, self.case.shape, strict=True):
+            own = [pages.pop() for _ in range(-(-length // size))]
+            slots = [page * size + offset for page in own for offset in range(size)][:length]
+            self.table.write([row] * length, list(range(length)), slots)
+            for kv in self.pool.kv:
+                kv[slots] = self._values(length, kv.shape[1]).to(kv)
+            fed_slots += slots[before:]
+            positions += range(before, length)
+        on_device = {"dtype": torch.int64, "device": self.device}
+        slack = self.case.bound_slack
+        self.batch = ForwardBatch(
+            input_ids=torch.zeros(len(positions), dtype=torch.int64, device=self.device),
+            positions=torch.tensor(positions, **on_device),
+            slots=torch.tensor(fed_slots, **on_device),
+            rows=torch.tensor(self.rows, **on_device),
+            q_lens=[q_len for _, q_len in self.case.shape],
+            kv_lens=torch.tensor(lens, **on_device),
+            kv_len_upper_bounds=[length + self._random.randint(0, slack) for length in lens],
+        )
+
+    def _plant(self) -> None:
+        """Gives the batch the masks of its trees, and rows the positions of their depths."""
+        masks, positions = [], []
+        for request, (before, q_len) in enumerate(self.case.shape):
+            for row in range(q_len):
+                path = self._path(request, row)
+                is_tree = request in self.parents
+                masks.append(signed(sum(1 << index for index in path)) if is_tree else -1)
+                positions.append(before + len(path) - 1)
+        self.batch = replace(
+            self.batch,
+            ancestors=torch.tensor(masks, device=self.device),
+            positions=torch.tensor(positions, device=self.device),
+        )
+
+    def _path(self, request: int, row: int) -> list[int]:
+        """Rows of its request that a row sees: all up to itself, or those up to the root."""
+        if request not in self.parents:
+            return list(range(row + 1))
+        path = []
+        while row >= 0:
+            path.append(row)
+            row = self.parents[request][row]
+        return path
+
+    def expected(self) -> list[torch.Tensor]:
+        """Per layer [T, num_heads * head_dim]: with trees of `written_out`, in float64, else of the
+        oracle, in float32."""
+        if self.case.trees:
+            return [self.written_out(layer) for layer in range(len(self.q))]
+        return self._of_oracle()
+
+    def written_out(self, layer: int) -> torch.Tensor:
+        """[T, num_heads * head_dim] float64: softmax attention, each row over the keys it sees."""
+        case, window = self.case, self.case.windows[layer]
+        kv = self.pool.kv[layer].double()
+        q = self.q[layer].double().unflatten(1, (case.num_kv_heads, -1))
+        out: list[torch.Tensor] = []
+        for request, (before, q_len) in enumerate(case.shape):
+            slots = self.table.req_to_token[self.rows[request]]
+            for row in range(q_len):
+                places = [*range(before), *(before + index for index in self._path(request, row))]
+                if window is not None:
+                    places = [place for place in places if place > before + row - window]
+                k, v = kv[slots[places]].chunk(2, dim=1)
+                scores = torch.einsum("hgd,nhd->hgn", q[len(out)], k) / case.head_dim**0.5
+                out.append(torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v).flatten())
+        return torch.stack(out)
+
+    def _of_oracle(self) -> list[torch.Tensor]:
+        """`TorchNativeBackend`'s, of the same values, in a pool of its own."""
+        num_pages = self.pool.kv[0].shape[0] // self.case.page_size - 1
+        pool = self._make_pool(num_pages, torch.float32)
+        for wide, kv in zip(pool.kv, self.pool.kv, strict=True):
+            wide.copy_(kv)
+        oracle = TorchNativeBackend(self.table, pool, self.case.num_heads, self.case.windows)
+        oracle.plan(self.batch)
+        return [oracle.forward(layer, q.float()) for layer, q in enumerate(self.q)]
+
+    def backend(self, name: str) -> AttentionBackend:
+        """A backend over this memory."""
+        make = ATTENTION_BACKENDS.load(name)
+        backend: AttentionBackend = make(
+            self.table, self.pool, self.case.num_heads, self.case.windows
+        )
+        return backend
+
+
+def max_error(
+    name: str, case: AttentionCase, device: str, dtype: torch.dtype, seed: int = 0
+) -> float:
+    """The largest difference of backend `name` from the oracle, over all layers.
+
+    Raises:
+        AssertionError: if the shape or dtype of its output is wrong.
+    """
+    placed = PlacedCase(case, device, dtype, seed)
+    expected = placed.expected()
+    backend = placed.backend(name)
+    backend.plan(placed.batch)
+    worst = 0.0
+    for layer, right in enumerate(expected):
+        out = backend.forward(layer, placed.q[layer])
+        assert out.shape == right.shape, (out.shape, right.shape)
+        assert out.dtype == dtype, out.dtype
+        difference = (out.float() - right).abs().max().item()
+        worst = max(worst, difference if difference == difference else float("inf"))
+    return worst
+
+
+def change_by_idle_masks(
+    name: str, case: AttentionCase, masks: str, device: str, dtype: torch.dtype
+) -> float:
+    """The most that `masks`, of IDLE_MASKS, change in what backend `name` computes."""
+    placed = PlacedCase(case, device, dtype, seed=0)
+    ancestors = [
+        signed((2 << row) - 1) if masks == "chains" and q_len <= MAX_TREE_ROWS else -1
+        for _, q_len in case.shape
+        for row in range(q_len)
+    ]
+    outs = []
+    for values in (None, torch.tensor(ancestors, device=device)):
+        backend = placed.backend(name)
+        backend.plan(replace(placed.batch, ancestors=values))
+        outs.append(torch.stack([backend.forward(layer, q) for layer, q in enumerate(placed.q)]))
+    return (outs[0].float() - outs[1].float()).abs().max().item()
+
+
+# Of Triton's kernels: (tokens with KV, tokens fed) of a request whose row ends with them.
+OUTSIDE_CASES = {
+    f"{kind} past its row, {'guarded' if is_guarded else 'not guarded'}": (shape, is_guarded)
+    for kind, shape in (("a decode", (60, 1)), ("splits", (150, 1)), ("a prompt", (20, 35)))
+    for is_guarded in (True, False)
+}
+
+
+def outside_case(name: str, shape: tuple[int, int], is_guarded: bool, device: str) -> str:
+    """What is wrong when a length on the device says more than the row of the page table has: what
+    lies behind the row points to NaN, and a guarded table tells of it."""
+    placed = PlacedCase(AttentionCase(shape=[shape]), device, torch.float32, seed=0)
+    row, width, excess = placed.rows[0], sum(shape), 40
+    table = ReqToTokenPool(row + 3, width, device, is_guarded)
+    table.req_to_token.fill_(int(placed.table.req_to_token[row, -1]))
+    table.req_to_token[row] = placed.table.req_to_token[row, :width]
+    backend = ATTENTION_BACKENDS.load(name)(table, placed.pool, placed.case.num_heads, (None,))
+    backend.plan(replace(placed.batch, kv_lens=placed.batch.kv_lens + excess))
+    if not backend.forward(0, placed.q[0]).isfinite().all():
+        return "it read past the row"
+    told = outside_met(table)
+    columns = [f"met column {column} of" for column in range(width, width + excess)]
+    is_right = any(column in told for column in columns) if is_guarded else not told
+    return "" if is_right else f"the table told {told!r}"
+
+
+def outside_met(table: ReqToTokenPool) -> str:
+    """What the table says of columns outside of their row; nothing if no kernel met one."""
+    try:
+        for _ in range(2):  # on a GPU a look takes two calls, since it never waits
+            if table.req_to_token.is_cuda:
+                torch.cuda.synchronize()
+            table.raise_if_outside()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def signed(mask: int) -> int:
+    """64 bits as torch.int64 has them."""
+    return mask - (1 << 64) if mask >> 63 else mask
+
+
+def with_requests(case: AttentionCase, count: int) -> AttentionCase:
+    """The case with its requests repeated until there are `count`."""
+    shape = [case.shape[index % len(case.shape)] for index in range(count)]
+    return replace(case, shape=shape)
+
+
+def main(name: str) -> None:
+    torch.set_num_threads(1)
+    problems = ATTENTION_BACKENDS.load(name).capabilities().problems("cpu", torch.float32, 16)
+    if problems:
+        sys.exit(f"{name} {'; '.join(problems)}")
+    for case_name, case in (CASES | TREE_CASES).items():
+        error: float | str
+        try:
+            error = max_error(name, case, "cpu", torch.float32)
+        except AssertionError as failure:
+            error = str(failure) or "an assertion failed"
+        print(json.dumps([case_name, error]), flush=True)
+    if name == "triton":
+        for case_name, (shape, is_guarded) in OUTSIDE_CASES.items():
+            print(json.dumps([case_name, outside_case(name, shape, is_guarded, "cpu")]), flush=True)
+    for case_name in WITH_IDLE_MASKS:
+        for masks in IDLE_MASKS:
+            error = change_by_idle_masks(name, CASES[case_name], masks, "cpu", torch.float32)
+            print(json.dumps([f"{case_name}, {masks}", error]), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,32 @@
+"""Runs a conformance table in a process of its own, with Triton's interpreter on the CPU: Triton
+reads TRITON_INTERPRET where kernels are defined."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from code_shape import ROOT
+
+
+def run_interpreted(program: str, name: str) -> dict[str, float | str]:
+    """The lines that `test/support/<program> <name>` prints: the largest error of each case, or
+    what was wrong with it."""
+    paths = (ROOT / "python", ROOT / "sgl-kernel/python", ROOT / "test/support")
+    process = subprocess.run(
+        [sys.executable, ROOT / "test/support" / program, name],
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert process.returncode == 0, f"the table ended early:\n{process.stderr}"
+    return dict(json.loads(line) for line in process.stdout.splitlines())

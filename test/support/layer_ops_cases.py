@@ -1,0 +1,172 @@
+"""The conformance table of layer operations, and what compares a set with `TorchOps` in float64.
+
+As a program it runs the table in float32 and float16 on a CPU and prints a line of JSON for each;
+Triton kernels then need TRITON_INTERPRET=1 in the environment, set before Triton is imported:
+
+    export PYTHONPATH=python:sgl-kernel/python:test
+    TRITON_INTERPRET=1 python test/support/layer_ops_cases.py triton
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+import torch
+
+from sglang.srt.layers.layer_runtime import LayerOps
+from sglang.srt.layers.ops.torch_ops import TorchOps
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+from sglang.srt.registry import LAYER_OPS
+from sglang.srt.rope_config import parse_rope
+
+# Of outputs of size about 1: rounding of the result, and of one operand before it.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+INTERPRETED_TYPES = (torch.float32, torch.float16)  # matrix products of few rows take no float32
+NUM_SLOTS = 40
+ORACLE = TorchOps(torch.device("cpu"))
+
+Case = Callable[[LayerOps, torch.Generator, str, torch.dtype], float]
+
+
+def _values(
+    generator: torch.Generator, device: str, dtype: torch.dtype, *shape: int
+) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+def _worst(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> float:
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    assert found.dtype == dtype, found.dtype
+    assert found.shape == expected.shape, found.shape
+    if found.numel() == 0:
+        return 0.0
+    scale = expected.abs().clamp(min=1)
+    worst = ((found.double().cpu() - expected.cpu()).abs() / scale.cpu()).max().item()
+    return worst if worst == worst else float("inf")
+
+
+def norm_case(shape: tuple[int, ...], has_residual: bool) -> Case:
+    """RMSNorm over the last dimension; of three dimensions every other head, as of queries."""
+
+    def run(ops: LayerOps, generator: torch.Generator, device: str, dtype: torch.dtype) -> float:
+        x = _values(generator, device, dtype, *shape)
+        x = x[:, ::2] if x.dim() == 3 else x
+        residual = _values(generator, device, dtype, *x.shape) if has_residual else None
+        weight = _values(generator, device, dtype, shape[-1])
+        out, total = ops.add_rms_norm(x, residual, weight, 1e-5)
+        rounded = (x if residual is None else x + residual).double()
+        expected, _ = ORACLE.add_rms_norm(rounded, None, weight.double(), 1e-5)
+        return max(_worst(out, expected, dtype), _worst(total, rounded, dtype))
+
+    return run
+
+
+def activation_case(num_rows: int, size: int) -> Case:
+    def run(ops: LayerOps, generator: torch.Generator, device: str, dtype: torch.dtype) -> float:
+        gate_up = _values(generator, device, dtype, num_rows, 2 * size)
+        expected = ORACLE.silu_and_mul(gate_up.double())
+        return _worst(ops.silu_and_mul(gate_up), expected, dtype)
+
+    return run
+
+
+def rotation_case(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Case:
+    """Every slot that is not named must keep its content."""
+
+    def run(ops: LayerOps, generator: torch.Generator, device: str, dtype: torch.dtype) -> float:
+        rotary = RotaryEmbedding(head_dim, 512, parse_rope({"rope_theta": 10_000.0}))
+        table = rotary.table.to(device)
+        num_all = num_heads + 2 * num_kv_heads
+        heads = _values(generator, device, dtype, num_tokens, num_all, head_dim)
+        kv = _values(generator, device, dtype, NUM_SLOTS, 2 * num_kv_heads, head_dim)
+        positions = torch.randint(0, 512, (num_tokens,), generator=generator).to(device)
+        slots = torch.randperm(NUM_SLOTS, generator=generator)[:num_tokens].to(device)
+        expected_kv = kv.double()
+        rotation = ORACLE.rotation(table, positions)
+        expected = ORACLE.rotate_and_store(heads.double(), rotation, positions, expected_kv, slots)
+        rotation = ops.rotation(table, positions)
+        q = ops.rotate_and_store(heads, rotation, positions, kv, slots)
+        return max(_worst(q, expected, dtype), _worst(kv, expected_kv, dtype))
+
+    return run
+
+
+def product_case(num_rows: int, out_features: int, in_features: int) -> Case:
+    def run(ops: LayerOps, generator: torch.Generator, device: str, dtype: torch.dtype) -> float:
+        x = _values(generator, device, dtype, num_rows, in_features)
+        weight = _values(generator, device, dtype, out_features, in_features) / in_features**0.5
+        expected = x.double() @ weight.double().T
+        return _worst(ops.linear(x, weight, None), expected, dtype)
+
+    return run
+
+
+def gated_case(num_rows: int, size: int, in_features: int, has_bias: bool = False) -> Case:
+    """Large values, of which exp overflows, must give finite ones."""
+
+    def run(ops: LayerOps, generator: torch.Generator, device: str, dtype: torch.dtype) -> float:
+        x = _values(generator, device, dtype, num_rows, in_features)
+        weight = _values(generator, device, dtype, 2 * size, in_features) / in_features**0.5
+        bias = _values(generator, device, dtype, 2 * size) if has_bias else None
+        wide = None if bias is None else bias.double()
+        expected = ORACLE.gated_linear(x.double(), weight.double(), wide)
+        assert ops.gated_linear(x * 40, weight, bias).isfinite().all()
+        return _worst(ops.gated_linear(x, weight, bias), expected, dtype)
+
+    return run
+
+
+CASES: dict[str, Case] = {
+    "norm of one row": norm_case((1, 256), False),
+    "norm of a sum": norm_case((5, 256), True),
+    "norm of no rows": norm_case((0, 256), True),
+    "norm of an odd size": norm_case((3, 80), True),
+    "norm of heads": norm_case((3, 8, 64), False),
+    "norm of a large size": norm_case((2, 4096), True),
+    "activation": activation_case(3, 768),
+    "activation of no rows": activation_case(0, 768),
+    "activation of an odd size": activation_case(2, 1100),
+    "rotation, GQA 4:2": rotation_case(7, 4, 2, 128),
+    "rotation, GQA 3:1": rotation_case(5, 3, 1, 64),
+    "rotation, a head each": rotation_case(3, 2, 2, 64),
+    "rotation, GQA 32:8": rotation_case(2, 32, 8, 128),
+    "rotation, heads of 80": rotation_case(4, 4, 2, 80),
+    "product of one row": product_case(1, 64, 256),
+    "product of no rows": product_case(0, 64, 256),
+    "product of an odd size": product_case(3, 50, 70),
+    "product of 16 rows": product_case(16, 6144, 512),
+    "product of 24 rows": product_case(24, 4288, 256),
+    "product of 24 rows, few features": product_case(24, 512, 256),
+    "product of 64 rows": product_case(64, 4288, 256),
+    "product of 64 rows, few features": product_case(64, 512, 256),
+    "product of 40 rows": product_case(40, 16384, 256),
+    "product over many columns": product_case(20, 64, 8192),
+    "gated product of one row": gated_case(1, 64, 256),
+    "gated product of no rows": gated_case(0, 64, 256),
+    "gated product of an odd size": gated_case(3, 50, 70),
+    "gated product with a bias": gated_case(3, 64, 64, has_bias=True),
+    "gated product of 16 rows": gated_case(16, 8192, 256),
+    "gated product of 64 rows": gated_case(64, 8192, 256),
+    "gated product of 65 rows": gated_case(65, 64, 256),
+    "rotation of one token": rotation_case(1, 4, 2, 128),
+}
+
+
+def max_error(name: str, case: Case, device: str, dtype: torch.dtype, seed: int = 0) -> float:
+    """The largest difference of set `name` from the oracle, relative where values exceed 1."""
+    ops: LayerOps = LAYER_OPS.load(name)(torch.device(device))
+    return case(ops, torch.Generator().manual_seed(seed), device, dtype)
+
+
+def main(name: str) -> None:
+    torch.set_num_threads(1)
+    for dtype in INTERPRETED_TYPES:
+        for case_name, case in CASES.items():
+            error = max_error(name, case, "cpu", dtype)
+            print(json.dumps([f"{case_name}, {dtype}", error]), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,180 @@
+"""A model in both runtimes, and ways to feed it: logits and greedy tokens equal transformers'.
+
+The oracle runs the whole sequence at once, without a cache; ours goes through the worker, the page
+table and the paged pool.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.mem_cache.allocator import PageAllocator
+from sglang.srt.mem_cache.kv_ledger import KVLedger, RequestKV
+from sglang.srt.mem_cache.memory_pool import row_width
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.model_config import load_model_config
+from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.step.request_rows import RequestRows
+from sglang.srt.step.worker import NewRow, ScheduleBatch
+from sglang.srt.workers.tp_worker import TpModelWorker
+from utils import CONTEXT_LEN, VOCAB_SIZE
+
+torch.set_num_threads(1)
+TOLERANCE = 1e-4
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Model:
+    """The same weights in both runtimes."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.config = load_model_config(str(path))
+        self.reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    def runner(self, page_size: int) -> ModelRunner:
+        return ModelRunner(
+            ExecutionConfig(
+                model=self.config,
+                load_format="auto",
+                device="cpu",
+                dtype="float32",
+                attention_backend="torch_native",
+                page_size=page_size,
+                max_total_tokens=1024,
+                max_running_requests=8,
+                context_len=CONTEXT_LEN,
+                row_width=row_width(CONTEXT_LEN, 1, page_size),
+                kv_budget_bytes=1 << 30,
+                num_threads=1,
+            )
+        )
+
+    @torch.inference_mode()
+    def expected(self, tokens: list[int]) -> torch.Tensor:
+        """[len(tokens), vocab_size] float32."""
+        return self.reference(torch.tensor([tokens])).logits[0]
+
+
+def _ledger(runner: ModelRunner, page_size: int) -> KVLedger:
+    num_rows, width = runner.req_to_token_pool.req_to_token.shape
+    allocator = PageAllocator(runner.num_pages, page_size)
+    return KVLedger(num_rows, allocator, RadixCache(page_size), width)
+
+
+def plain_worker(
+    runner: ModelRunner, num_rows: int, suppressed: tuple[int, ...] = ()
+) -> TpModelWorker:
+    """The worker that decodes one token per step."""
+    return TpModelWorker(runner, RequestRows(num_rows, 1, runner.vocab_size, "cpu"), suppressed)
+
+
+class Feeder:
+    """Feeds chosen tokens of several requests through the paged pool, as a scheduler would."""
+
+    def __init__(self, runner: ModelRunner, page_size: int) -> None:
+        self.worker = plain_worker(runner, 8)
+        self.ledger = _ledger(runner, page_size)
+        self.requests: dict[str, RequestKV] = {}
+        self.fed: dict[str, int] = {}
+
+    def feed(self, chunks: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+        """One step; returns the logits of each request's last row, as the sampler gets them."""
+        new_rows, rows, bounds = [], [], []
+        for name, tokens in chunks.items():
+            if name not in self.requests:
+                kv = self.requests[name] = self.ledger.admit((), [0])
+                self.fed[name] = 0
+                new_rows.append(NewRow(kv.row, 0, GREEDY, 0))
+            self.fed[name] += len(tokens)
+            kv = self.requests[name]
+            assert self.ledger.reserve(kv, self.fed[name])
+            rows.append(kv.row)
+            bounds.append(self.fed[name])
+        q_lens = [len(tokens) for tokens in chunks.values()]
+        batch = ScheduleBatch(
+            rows=rows,
+            max_q_lens=q_lens,
+            host_tokens=[token for tokens in chunks.values() for token in tokens],
+            num_host_tokens=q_lens,
+            emits=[True] * len(rows),
+            kv_len_upper_bounds=bounds,
+            new_rows=new_rows,
+            table_writes=self.ledger.take_table_writes(),
+            all_greedy=True,
+        )
+        wrapped = Sampler.sample
+        with mock.patch.object(Sampler, "sample", autospec=True, side_effect=wrapped) as sample:
+            self.worker.forward_batch_generation(batch)
+        logits = sample.call_args.args[1]
+        assert logits.dtype == torch.float32
+        return dict(zip(chunks, logits, strict=True))
+
+
+def sequence(length: int, seed: int = 0) -> list[int]:
+    chooser = random.Random(seed)
+    return [chooser.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(logits, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+class Decoding:
+    """A worker over the model, driven step by step with its own pending tokens."""
+
+    def __init__(self, model: Model, page_size: int) -> None:
+        runner = model.runner(page_size)
+        self.worker = plain_worker(runner, 8)
+        self.ledger = _ledger(runner, page_size)
+
+    def generate(self, prompts: list[list[int]], num_tokens: int, chunk: int) -> list[list[int]]:
+        """Output tokens of prompts that are fed `chunk` tokens at a time, side by side."""
+        kvs = [self.ledger.admit((), prompt) for prompt in prompts]
+        cached = [len(kv.pages) * self.ledger.page_size for kv in kvs]
+        new = [NewRow(kv.row, num, GREEDY, 0) for kv, num in zip(kvs, cached, strict=True)]
+        lens = list(cached)
+        outputs: list[list[int]] = [[] for _ in prompts]
+        while min(map(len, outputs)) < num_tokens:
+            chunks = [prompt[fed : fed + chunk] for prompt, fed in zip(prompts, lens, strict=True)]
+            q_lens = [len(tokens) or 1 for tokens in chunks]
+            lens = [length + q_len for length, q_len in zip(lens, q_lens, strict=True)]
+            for kv, length in zip(kvs, lens, strict=True):
+                assert self.ledger.reserve(kv, length)
+            emits = [fed >= len(prompt) for prompt, fed in zip(prompts, lens, strict=True)]
+            result = self.worker.forward_batch_generation(
+                ScheduleBatch(
+                    rows=[kv.row for kv in kvs],
+                    max_q_lens=q_lens,
+                    host_tokens=[token for tokens in chunks for token in tokens],
+                    num_host_tokens=[len(tokens) for tokens in chunks],
+                    emits=emits,
+                    kv_len_upper_bounds=lens,
+                    new_rows=new,
+                    table_writes=self.ledger.take_table_writes(),
+                    all_greedy=True,
+                )
+            ).read()
+            new = []
+            assert result.kept_lens == q_lens
+            assert result.accept_lens == [int(flag) for flag in emits]
+            for output, flag, tokens in zip(outputs, emits, result.next_token_ids, strict=True):
+                output += tokens if flag else []
+        for kv, prompt, output in zip(kvs, prompts, outputs, strict=True):
+            self.ledger.publish(kv, prompt)
+            self.ledger.release(kv, prompt + output[:-1])
+        return [output[:num_tokens] for output in outputs]
+
+
+def assert_greedy(model: Model, prompt: list[int], output: list[int]) -> None:
+    """Every token is the reference's best after all tokens before it (up to near-ties)."""
+    expected = model.expected(prompt + output)[len(prompt) - 1 : -1]
+    for row, token in zip(expected, output, strict=True):
+        assert float(row.max() - row[token]) <= TOLERANCE

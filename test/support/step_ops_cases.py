@@ -1,0 +1,325 @@
+"""The conformance table of step operations, and what compares them with torch's, bit for bit.
+
+As a program it runs the table on a CPU and prints a line of JSON per case: what differs, nothing if
+all is well. Triton kernels then need TRITON_INTERPRET=1 in the environment, set before Triton is
+imported:
+
+    export PYTHONPATH=python:sgl-kernel/python:test
+    TRITON_INTERPRET=1 python test/support/step_ops_cases.py triton
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+
+import torch
+
+from attention_cases import outside_met
+from sglang.srt.layers.forward_batch import (
+    DECODE,
+    MIXED,
+    RAGGED,
+    UNIFORM,
+    ForwardBatch,
+    GraphKey,
+)
+from sglang.srt.mem_cache.kv_ledger import PageTableWrites
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mtp.acceptance import AcceptanceOps, Outcome, Predictions
+from sglang.srt.registry import ACCEPTANCE, STEP_OPS
+from sglang.srt.step.request_rows import RequestRows
+from sglang.srt.step.step_ops import RowLayout, StaticInputs, StepCounts, StepOps
+from sglang.srt.step.worker import ScheduleBatch
+
+VOCAB_SIZE = 3  # small, so that drafts are often right
+MASK = 7
+WIDTH = 700  # of the page table
+NUM_SPARE_ROWS = 3
+STATE = ("committed", "pending", "pending_lens")
+Case = Callable[[str, str], list[str]]
+
+
+class Side:
+    """Device rows and a page table, and the operations under test."""
+
+    def __init__(self, name: str, device: str, num_rows: int, max_pending: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def numbers(low: int, high: int, *shape: int) -> torch.Tensor:
+            return torch.randint(low, high, shape, generator=generator)
+
+        self.device = torch.device(device)
+        self.state = RequestRows(num_rows, max_pending, VOCAB_SIZE, device)
+        self.pool = ReqToTokenPool(num_rows, WIDTH, device)
+        thresholds = (numbers(0, 3, num_rows) / 2).to(device)
+        self.ops: StepOps = STEP_OPS.load(name)(self.device)
+        self.ops.warm_up(self.state, self.pool)
+        self.acceptance: AcceptanceOps = ACCEPTANCE.load(name)(self.state, thresholds)
+        self.state.committed.copy_(numbers(0, WIDTH - 400, num_rows))
+        self.state.pending.copy_(numbers(0, VOCAB_SIZE, num_rows, max_pending))
+        self.state.pending_lens.copy_(numbers(1, max_pending + 1, num_rows))
+        self.pool.req_to_token.copy_(numbers(0, 1 << 20, num_rows, WIDTH))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = {name: vars(self.state)[name] for name in STATE}
+        found["table"] = self.pool.req_to_token
+        return {name: tensor.cpu().clone() for name, tensor in found.items()}
+
+
+@dataclass
+class Step:
+    """A random step, request by request."""
+
+    rows: list[int]
+    q_lens: list[int] = field(default_factory=list)
+    num_host: list[int] = field(default_factory=list)
+    emits: list[bool] = field(default_factory=list)
+    num_predicted: list[int] = field(default_factory=list)
+    num_read: list[int] = field(default_factory=list)
+    max_accepted: list[int] = field(default_factory=list)
+    is_verified: list[bool] = field(default_factory=list)
+
+    def add(self, kind: str, pending_len: int, max_pending: int, chooser: random.Random) -> None:
+        num_host = chooser.choice([1, 2, 130, 300]) if kind in ("chunk", "prompt") else 0
+        verified = kind == "plain" or (kind != "static" and chooser.random() < 0.5)
+        emits = kind != "chunk"
+        looks_ahead = kind not in ("plain", "chunk") and max_pending > 1
+        k = chooser.randint(1, max_pending) if looks_ahead else int(emits)
+        bound = 1 if num_host else chooser.randint(pending_len, max_pending)
+        q_len = (num_host or bound) + max(k - 1, 0)
+        self.q_lens.append(q_len)
+        self.num_host.append(num_host)
+        self.emits.append(emits)
+        self.num_predicted.append(k)
+        self.num_read.append(q_len if verified and not num_host else k)
+        self.max_accepted.append(bound if verified else k)
+        self.is_verified.append(verified)
+
+    def batch(self, chooser: random.Random) -> ScheduleBatch:
+        num_writes = chooser.choice([0, 1, 200])
+        places = chooser.sample(range(len(self.rows) * WIDTH), num_writes)
+        return ScheduleBatch(
+            rows=self.rows,
+            max_q_lens=self.q_lens,
+            host_tokens=[chooser.randrange(10, 99) for _ in range(sum(self.num_host))],
+            num_host_tokens=self.num_host,
+            emits=self.emits,
+            kv_len_upper_bounds=[WIDTH] * len(self.rows),
+            new_rows=[],
+            table_writes=PageTableWrites(
+                [self.rows[place // WIDTH] for place in places],
+                [place % WIDTH for place in places],
+                [chooser.randrange(1 << 20) for _ in places],
+            ),
+            all_greedy=True,
+        )
+
+    @property
+    def counts(self) -> StepCounts:
+        return StepCounts(self.q_lens, self.num_read, self.num_predicted, self.is_verified)
+
+
+def differing(ours: object, right: object) -> list[str]:
+    """Names of fields that differ in value, shape or type."""
+    found = []
+    for entry in fields(right):  # type: ignore[arg-type]
+        mine, his = (getattr(side, entry.name) for side in (ours, right))
+        if not isinstance(his, torch.Tensor):
+            found += differing(mine, his)
+        elif mine.dtype != his.dtype or not torch.equal(mine.cpu(), his):
+            found.append(entry.name)
+    return found
+
+
+def written_elsewhere(
+    before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], rows: list[int]
+) -> list[str]:
+    others = torch.tensor(sorted(set(range(len(before["table"]))) - set(rows)))
+    return [
+        f"other rows of {name}"
+        for name, tensor in before.items()
+        if not torch.equal(tensor[others], after[name][others])
+    ]
+
+
+def step_case(kinds: list[str], num_reqs: int, max_pending: int, plain: bool = False) -> Case:
+    """A step of requests of random kinds: laid out, then accepted or, if `plain`, committed."""
+
+    def run_once(name: str, device: str, seed: int) -> list[str]:
+        chooser = random.Random(seed)
+        num_rows = num_reqs + NUM_SPARE_ROWS
+        ours = Side(name, device, num_rows, max_pending, seed)
+        right = Side("torch", "cpu", num_rows, max_pending, seed)
+        step = Step(chooser.sample(range(num_rows), num_reqs))
+        for row in step.rows:
+            kind = chooser.choice(kinds)
+            if plain or kind in ("chunk", "prompt"):
+                ours.state.pending_lens[row] = right.state.pending_lens[row] = 1
+            pending_len = int(right.state.pending_lens[row])
+            step.add(kind, pending_len, 1 if plain else max_pending, chooser)
+        batch, before = step.batch(chooser), right.tensors()
+        layouts = [
+            side.ops.lay_out(batch, step.counts, side.state, side.pool, MASK)
+            for side in (ours, right)
+        ]
+        pairs = list(zip((ours, right), layouts, strict=True))
+        found = differing(*layouts)
+        if plain or sum(step.num_read) == 0:
+            mine, his = (commit(side, layout) for side, layout in pairs)
+            found += [] if torch.equal(mine.cpu(), his) else ["next_token_ids"]
+        else:
+            has_probs = chooser.random() < 0.7
+            outcomes = (accept(side, layout, step, has_probs) for side, layout in pairs)
+            found += differing(*outcomes)
+        after = ours.tensors()
+        found += [name for name, tensor in right.tensors().items() if not tensor.equal(after[name])]
+        return found + written_elsewhere(before, after, step.rows)
+
+    return lambda name, device: [
+        f"seed {seed}: {what}" for seed in range(6) for what in run_once(name, device, seed)
+    ]
+
+
+def drawn(layout: RowLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and probabilities [S] that depend on the rows read."""
+    index = layout.reads.index
+    return (index * 7 + index // 3) % VOCAB_SIZE, (index * 5 % 8).float() / 8
+
+
+def commit(side: Side, layout: RowLayout) -> torch.Tensor:
+    return side.ops.commit(layout, drawn(layout)[0], side.state)
+
+
+def accept(side: Side, layout: RowLayout, step: Step, has_probs: bool) -> Outcome:
+    tokens, probs = drawn(layout)
+    most_accepted = max(1, *step.max_accepted)
+    return side.acceptance.accept(
+        Predictions(
+            numbers=layout.numbers,
+            tokens=tokens,
+            probs=probs if has_probs else None,
+            most_read=max(step.num_read),
+            most_accepted=most_accepted,
+        )
+    )
+
+
+def fill_case(key: GraphKey, q_lens: list[int], num_reads: int | None = None) -> Case:
+    """A step is copied into poisoned inputs of a graph; what is beyond the graph must stay."""
+
+    def run(name: str, device: str) -> list[str]:
+        count = sum(q_lens)
+        values = torch.arange(3 * count + 2 * len(q_lens)) + 100
+        results = []
+        for side, place in ((name, device), ("torch", "cpu")):
+            ops: StepOps = STEP_OPS.load(side)(torch.device(place))
+            ids, positions, slots, rows, kv_lens = (
+                part.clone().to(place) for part in values.split([count] * 3 + [len(q_lens)] * 2)
+            )
+            reads = None if num_reads is None else torch.arange(num_reads, device=place) * 3 + 1
+            batch = ForwardBatch(
+                ids,
+                positions,
+                slots,
+                rows,
+                q_lens,
+                kv_lens,
+                [WIDTH] * len(q_lens),
+                read_index=reads,
+            )
+            tokens = torch.full((3, key.num_tokens + 5), -7, device=place)
+            requests = torch.full((3, key.num_reqs + 5), -7, device=place)
+            index = ops.fill(StaticInputs(tokens, requests), key, batch)
+            parts = [tokens, requests, *([] if index is None else [index])]
+            results.append([part.cpu() for part in parts])
+        mine, his = results
+        same = [a.equal(b) and a.dtype == b.dtype for a, b in zip(mine, his, strict=True)]
+        return [what for what, fine in zip(("tokens", "requests", "index"), same) if not fine]
+
+    return run
+
+
+def outside_case(column: int, is_guarded: bool, by_write: bool) -> Case:
+    """A step whose numbers name a column outside of its row, in an entry of the page table to write
+    or in the watermark on the device: nothing of another row is read or written, and a guarded
+    table tells of it."""
+
+    def run(name: str, device: str) -> list[str]:
+        side = Side(name, device, 3, 1, seed=0)
+        side.pool.outside = torch.zeros(1, dtype=torch.int64, device=device) if is_guarded else None
+        side.state.pending_lens.fill_(1)
+        side.state.committed[1] = 5 if by_write else column
+        table = side.pool.req_to_token.cpu().clone()
+        columns = [3, column] if by_write else [3]
+        step = Step([1])
+        step.add("plain", 1, 1, random.Random(0))
+        batch = step.batch(random.Random(0))
+        writes = PageTableWrites([1] * len(columns), columns, [77] * len(columns))
+        batch = dataclasses.replace(batch, table_writes=writes)
+        layout = side.ops.lay_out(batch, step.counts, side.state, side.pool, MASK)
+        table[1, 3] = 77
+        right_slot = int(table[1, 5]) if by_write else 0
+        told = outside_met(side.pool)
+        checks = {
+            "table": torch.equal(side.pool.req_to_token.cpu(), table),
+            "slots": layout.slots.tolist() == [right_slot],
+            "report": (f"met column {column} of" in told) if is_guarded else not told,
+        }
+        return [what for what, fine in checks.items() if not fine]
+
+    return run
+
+
+ALL = ["plain", "static", "mtp", "prompt", "chunk"]
+CASES: dict[str, Case] = {
+    **{f"plain decode, {n}": step_case(["plain"], n, 1, plain=True) for n in (1, 2, 17, 40)},
+    "plain decode among look-ahead rows": step_case(["plain"], 9, 8, plain=True),
+    "a prompt": step_case(["prompt"], 1, 1, plain=True),
+    "a chunk": step_case(["chunk"], 1, 1, plain=True),
+    "chunks": step_case(["chunk"], 3, 8, plain=True),
+    "prompts, chunks and decode": step_case(["plain", "prompt", "chunk"], 12, 1, plain=True),
+    "static k": step_case(["static"], 5, 8),
+    "one that looks ahead": step_case(["mtp"], 1, 8),
+    "two pending at most": step_case(["mtp"], 6, 2),
+    "three pending at most": step_case(["mtp", "static"], 6, 3),
+    "no room to look ahead": step_case(["mtp", "plain"], 6, 1),
+    "verified and not": step_case(["mtp", "static"], 7, 4),
+    "many that look ahead": step_case(["mtp", "plain"], 40, 8),
+    "all kinds": step_case(ALL, 13, 8),
+    "all kinds, up to 16": step_case(ALL, 4, 16),
+    "a graph of its size": fill_case(GraphKey(DECODE, 4, 1, 4), [1] * 4),
+    "a larger graph": fill_case(GraphKey(DECODE, 24, 1, 24), [1] * 17),
+    "a graph of prompts": fill_case(GraphKey(MIXED, 8, 1, 320), [200, 1, 7], num_reads=2),
+    "a chunk that nothing is read of": fill_case(GraphKey(MIXED, 8, 1, 320), [200], num_reads=0),
+    "more is read than there are requests": fill_case(GraphKey(RAGGED, 2, 8, 16), [8, 8], 11),
+    "a ragged graph": fill_case(GraphKey(RAGGED, 8, 15, 64), [15, 1, 7, 3, 3]),
+    "a mixed graph": fill_case(GraphKey(MIXED, 8, 15, 320), [200, 1, 7]),
+    "a uniform graph": fill_case(GraphKey(UNIFORM, 4, 7, 28), [7, 7]),
+    "a uniform graph, spread": fill_case(GraphKey(UNIFORM, 16, 15, 240), [15, 1, 7, 3, 14]),
+    "one row, spread": fill_case(GraphKey(UNIFORM, 1, 15, 15), [2]),
+}
+
+# Of kernels alone: torch itself raises at such a column.
+OUTSIDE_CASES: dict[str, Case] = {
+    f"column {column}, {place}, {'guarded' if is_guarded else 'not guarded'}": outside_case(
+        column, is_guarded, by_write
+    )
+    for column in (-1, WIDTH, WIDTH + 5)
+    for place, by_write in (("written", True), ("read", False))
+    for is_guarded in (True, False)
+}
+
+
+def main(name: str) -> None:
+    torch.set_num_threads(1)
+    for case_name, case in (CASES | (OUTSIDE_CASES if name == "triton" else {})).items():
+        print(json.dumps([case_name, "; ".join(case(name, "cpu"))]), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,148 @@
+"""What a round of the storm puts around the scheduler: tiny models, a device whose pace is drawn,
+and a thread that works when it is told to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from sglang.srt.mtp.length_policy import Accepted, Outlook
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.step.worker import (
+    GenerationBatchResult,
+    HostResult,
+    ScheduleBatch,
+    StepWidth,
+    Worker,
+)
+from storm_control import Weights
+from storm_oracle import MASK, VOCAB_SIZE, DenseModel
+
+TINY: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "mtp_mask_token_id": MASK,
+}
+
+
+class TinyModels:
+    """Three checkpoints of one shape; a round begins with the first."""
+
+    def __init__(self, directory: Path) -> None:
+        self.weights: dict[Path, Weights] = {}
+        for seed in range(3):
+            path = directory / str(seed)
+            path.mkdir()
+            (path / "config.json").write_text(json.dumps(TINY))
+            self.weights[path] = tiny_weights(seed)
+            save_file(self.weights[path], path / "model.safetensors")
+        self.path, weights = next(iter(self.weights.items()))
+        self.dense = DenseModel(TINY, weights)
+
+
+def tiny_weights(seed: int) -> Weights:
+    """Random weights of a model as `TINY` says, whose tokens repeat now and then."""
+    torch.manual_seed(seed)
+    size, inner, head = TINY["hidden_size"], TINY["intermediate_size"], TINY["head_dim"]
+    kv_size, q_size = TINY["num_key_value_heads"] * head, TINY["num_attention_heads"] * head
+    shapes = {"model.embed_tokens.weight": (VOCAB_SIZE, size), "model.norm.weight": (size,)}
+    for layer in range(TINY["num_hidden_layers"]):
+        name = f"model.layers.{layer}."
+        shapes |= {
+            f"{name}input_layernorm.weight": (size,),
+            f"{name}post_attention_layernorm.weight": (size,),
+            f"{name}self_attn.q_proj.weight": (q_size, size),
+            f"{name}self_attn.k_proj.weight": (kv_size, size),
+            f"{name}self_attn.v_proj.weight": (kv_size, size),
+            f"{name}self_attn.o_proj.weight": (size, q_size),
+            f"{name}mlp.gate_proj.weight": (inner, size),
+            f"{name}mlp.up_proj.weight": (inner, size),
+            f"{name}mlp.down_proj.weight": (size, inner),
+        }
+    return {
+        name: torch.rand(shape) + 0.5 if len(shape) == 1 else torch.randn(shape) * 0.3
+        for name, shape in shapes.items()
+    }
+
+
+class LaterExecutor:
+    """Runs what is submitted when it is told to, instead of in a thread."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._waiting.append((future, work))
+        return future
+
+    def run_one(self) -> None:
+        if not self._waiting:
+            return
+        future, work = self._waiting.pop(0)
+        try:
+            future.set_result(work())
+        except Exception as error:  # noqa: BLE001 - the future's reader gets it
+            future.set_exception(error)
+
+
+class RandomLengths:
+    """A length policy that knows no reason; verified output must not depend on it."""
+
+    def __init__(self, chooser: random.Random) -> None:
+        self._random = chooser
+
+    def choose(self, outlook: Outlook) -> int:
+        return self._random.randint(1, outlook.longest)
+
+    def observe(self, accepted: Sequence[Accepted]) -> None: ...
+
+
+class LateResult(GenerationBatchResult):
+    """Is ready, or not yet, by chance, as the result of a device is."""
+
+    __slots__ = ("was_ready",)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.was_ready
+
+
+class LateWorker:
+    """A worker on whose results one may have to wait."""
+
+    def __init__(self, worker: Worker, chooser: random.Random) -> None:
+        self.worker = worker
+        self._random = chooser
+
+    def step_width(self, params: SamplingParams) -> StepWidth:
+        return self.worker.step_width(params)
+
+    def observe(self, result: HostResult) -> None:
+        self.worker.observe(result)
+
+    def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        result = self.worker.forward_batch_generation(batch)
+        names = [entry.name for entry in dataclasses.fields(result) if entry.init]
+        late = LateResult(**{name: getattr(result, name) for name in names})
+        object.__setattr__(late, "was_ready", self._random.random() < 0.5)
+        return late

@@ -1,0 +1,286 @@
+"""One round of the storm: what happens, and what must be true at its end."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+from oracle import first_divergence
+from sglang.srt.control import weight_control
+from sglang.srt.managers.scheduler import SchedulerDebug
+from sglang.srt.mem_cache.kv_audit import ReleaseReport
+from sglang.srt.messages.control import EngineStatus
+from sglang.srt.messages.requests import BatchTokenIDOutput
+from sglang.srt.processes.scheduler_process import make_resources
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.scheduling.schedule_batch import Req
+from sglang.srt.step.request_rows import RequestRows
+from sglang.srt.step.worker import (
+    Worker,
+)
+from sglang.srt.stops import StopSet
+from sglang.srt.tokenizer import StopFinder, Tokenizer
+from sglang.srt.workers.tp_worker import TpModelWorker
+from storm_checks import Job, StormFailure, check_request, require
+from storm_control import WEIGHT_CALLS, Call, ControlMaker, WeightHistory
+from storm_oracle import MASK, VOCAB_SIZE, Stretch, text_of
+from storm_parts import LaterExecutor, LateWorker, RandomLengths, TinyModels
+from storm_requests import RequestMaker
+from utils import (
+    MTP_MAX_K,
+    MTP_MAX_ROWS,
+    Collected,
+    SchedulerHarness,
+    Setup,
+    make_mtp_worker,
+    make_runner,
+)
+
+MAX_TURNS, MAX_TURNS_TO_END = 500, 20_000
+CONTEXT_LENS = (60, 200)
+TOKENIZER = Tokenizer(lambda text, special: [], text_of, frozenset())
+
+
+class Asleep(Exception):
+    """The scheduler waits for a message, for ever."""
+
+
+class Round(SchedulerHarness):
+    """One seeded program of requests and calls against one scheduler."""
+
+    def __init__(self, seed: int, models: TinyModels) -> None:
+        self.random = random.Random(seed)
+        self._audits: list[ReleaseReport] = []
+        choose = self.random.choice
+        max_k = choose([1, *[MTP_MAX_K] * 5])
+        max_rows = 1 if max_k == 1 else MTP_MAX_ROWS
+        setup = self._draw_setup(max_rows)
+        runner = make_runner(models.path, setup, setup.context_len, max_rows)
+        setup.num_pages = runner.num_pages
+        if max_k == 1:
+            worker: Worker = TpModelWorker(
+                runner, RequestRows(setup.max_running_requests, 1, VOCAB_SIZE, "cpu"), (MASK,)
+            )
+        else:
+            policy = choose([None, RandomLengths(self.random)])
+            worker = make_mtp_worker(runner, MASK, policy, trims_rows=choose([True, False]))
+        self._executor = LaterExecutor()
+        with mock.patch.object(weight_control, "ThreadPoolExecutor", return_value=self._executor):
+            super().__init__(
+                setup,
+                LateWorker(worker, self.random),
+                debug=SchedulerDebug(release_audit=self._audits.append),
+                resources=make_resources(runner),
+                make_stop_finder=_make_stop_finder,
+            )
+        self.worker = worker
+        self.calls: dict[int, Call] = {}
+        self.jobs: dict[int, Job] = {}
+        self.history = WeightHistory(models.dense)
+        self.inbox.wait = self._wait  # type: ignore[method-assign]
+        self._retract = self.scheduler.lifecycle.retract
+        self.scheduler.lifecycle.retract = self._on_retract  # type: ignore[method-assign]
+        limit = min(setup.context_len, setup.num_pages * setup.page_size - max_rows)
+        edges = [setup.page_size, setup.chunked_prefill_size]
+        self._requests = RequestMaker(self.random, limit, edges, max_k)
+        rates = ControlMaker.draw_rates(self.random)
+        self._control = ControlMaker(self.random, models.weights, rates)
+        self._num_turns = choose([20, 60])
+        self._num_requests = choose([8, 15, 30])
+        self._most_at_once = choose([1, 3, 10, 100])
+        self._arrival_rate = choose([0.1, 0.3, 0.9])
+        self._haste = choose([0.1, 0.5, 1.0])
+
+    def _draw_setup(self, max_rows: int) -> Setup:
+        choose = self.random.choice
+        page_size = choose([1, 1, 1, 4, 16, 64])
+        num_tokens = max_rows + choose([8, 60, 120, 250, 600, 2000, 2000])
+        return Setup(
+            page_size=page_size,
+            num_pages=-(-num_tokens // page_size),
+            use_radix_cache=choose([True, True, True, False]),
+            max_running_requests=choose([1, 3, 5, 8]),
+            max_queued_requests=choose([3, 100, None, None]),
+            chunked_prefill_size=choose([3, 16, 16, 64, 2048]),
+            schedule_policy=choose(["fcfs", "lpm"]),
+            preemption_threshold=choose([None, None, 0, 3]),
+            low_priority_first=choose([False, True]),
+            retract_interval=choose([0, 0, 0, 0, 1, 3, 8]),
+            enable_overlap=choose([True, True, False]),
+            eos_token_ids=choose([frozenset(), frozenset({1}), frozenset({1, 6})]),
+            refuses_while_stopped=choose([False, False, False, True]),
+            stream_interval=choose([1, 1, 4]),
+            context_len=self.random.randint(*CONTEXT_LENS),
+            max_decode_rows=max_rows,
+        )
+
+    # ------------------------------------------------------------ the program
+
+    def run_round(self) -> Counter[str]:
+        """Runs it to its end and checks everything; returns what there was to see."""
+        planned: list[Call] = []
+        for turn in range(MAX_TURNS):
+            if turn >= self._num_turns and len(self.jobs) >= self._num_requests:
+                break
+            self._arrive()
+            planned = planned or self._control.calls(self._rids())
+            if planned and self.random.random() < self._haste:
+                self._send(planned.pop(0))
+            if self.random.random() < 0.3:
+                self._executor.run_one()
+            self.now += self.random.choice([0.0, 0.0, 0.001, 0.1])
+            self._turn()
+        for call in self._control.last_calls():
+            self._send(call)
+            self._run_until_asleep()
+        return self._check()
+
+    def _run_until_asleep(self) -> None:
+        for _ in range(MAX_TURNS_TO_END):
+            if not self._turn():
+                return
+        raise StormFailure(f"not at rest after {MAX_TURNS_TO_END} turns")
+
+    def clock(self) -> float:
+        """Time passes while the scheduler works."""
+        self.now += self.random.choice([0.0, 0.0, 0.0005])
+        return self.now
+
+    def _rids(self) -> dict[int, str]:
+        return {req_id: job.request.rid for req_id, job in self.jobs.items()}
+
+    def _arrive(self) -> None:
+        num_ended = sum(outcome.num_ends for outcome in self.outputs.values())
+        while (
+            len(self.jobs) < self._num_requests
+            and len(self.jobs) - num_ended < self._most_at_once
+            and self.random.random() < self._arrival_rate
+        ):
+            self._submit()
+
+    def _submit(self) -> None:
+        request = self._requests.request(len(self.jobs) + 1)
+        self.outputs[request.req_id] = Collected()
+        stretch = Stretch(0, 0, self.history.model)
+        self.jobs[request.req_id] = Job(request, [stretch], [(self.history.label, 0)])
+        self.inbox.messages.append(request)
+
+    def _send(self, call: Call) -> None:
+        call_id = getattr(call.message, "call_id", None)
+        if call_id is not None:
+            self.calls[call_id] = call
+        self.inbox.messages.append(call.message)
+
+    def _turn(self) -> bool:
+        """One turn of the loop, as `Scheduler.run` has it; False if it would sleep for ever."""
+        if self.ongoing is None and not self.scheduler.control.has_work:
+            try:
+                self.scheduler._wait_for_message()
+            except Asleep:
+                return False
+        self.step()
+        return True
+
+    def _wait(self, timeout_s: float | None) -> None:
+        if self.inbox.messages:
+            return
+        if timeout_s is None:
+            raise Asleep
+        self.now += timeout_s
+        self._executor.run_one()
+
+    # ------------------------------------------------------------ what the round must know
+
+    def on_reply(self, message: Any) -> None:
+        """Each call has one reply; what it says about weights holds from here on."""
+        super().on_reply(message)
+        if isinstance(message, EngineStatus):
+            return
+        call = self.calls[message.call_id]
+        require(call.reply is None, f"two replies to {call.message}")
+        call.reply = message
+        if not isinstance(call.message, WEIGHT_CALLS) or not message.success:
+            return
+        num_updates = self.history.num_updates
+        if not self.history.apply(call.message, call.weights, message):
+            return
+        for req in self._live():
+            job = self.jobs[req.req_id]
+            num_outputs = len(req.output_ids)
+            job.labels.append((self.history.label, num_outputs))
+            if self.history.num_updates > num_updates:
+                job.stretches.append(Stretch(num_outputs, req.committed, self.history.model))
+
+    def _live(self) -> list[Req]:
+        lifecycle = self.scheduler.lifecycle
+        return [*lifecycle.running, *lifecycle.waiting]
+
+    def _on_retract(self, req: Req) -> None:
+        self._retract(req)
+        stretch = Stretch(len(req.output_ids), 0, self.history.model)
+        self.jobs[req.req_id].stretches.append(stretch)
+
+    def _to_detokenizer(self, message: Any) -> None:
+        super()._to_detokenizer(message)
+        if not isinstance(message, BatchTokenIDOutput):
+            self.calls[message.call_id].reply = message
+            return
+        for output in message.outputs:
+            request = self.jobs[output.req_id].request
+            reason = output.finish_reason
+            require(request.stream or reason is not None, "news of a request that is no stream")
+            if reason is not None and reason.type != "abort":
+                self._requests.remember(request, self.outputs[output.req_id].token_ids)
+
+    # ------------------------------------------------------------ checks
+
+    def _check(self) -> Counter[str]:
+        require(self.is_idle, "the scheduler sleeps while requests are alive")
+        for call in self.calls.values():
+            require(call.reply is not None, f"no reply to {call.message}")
+        ledger = self.ledger
+        require(ledger.num_used_rows == 0, "a row was not given back")
+        self._send(flush := self._control.flush_now())
+        self._run_until_asleep()
+        require(flush.reply is not None and flush.reply.success, f"no flush at the end: {flush}")
+        require(ledger.num_free_tokens == ledger.num_pool_tokens, "the pool is not full again")
+        lost = [report for report in self._audits if report.missing_from_terminal_release_count]
+        require(not lost, f"slots of ended requests are nobody's: {lost}")
+        checker = self.scheduler.checker
+        require(checker.num_violations == checker.num_repairs == 0, "the ledger was repaired")
+        seen: Counter[str] = Counter(turns=self.num_steps, requests=len(self.jobs))
+        for job in self.jobs.values():
+            seen += self._check_job(job)
+        for call in self.calls.values():
+            kind = type(call.message).__name__
+            seen[kind] += 1
+            seen["refused calls"] += not getattr(call.reply, "success", True)
+        seen["updates"] = self.history.num_updates
+        state = self.scheduler.control.internal_state()
+        seen["leases run out"] = state["num_lease_expiries"]
+        return seen
+
+    def _check_job(self, job: Job) -> Counter[str]:
+        try:
+            self._check_cached(job)
+            return check_request(job, self.outputs[job.request.req_id], self.setup.eos_token_ids)
+        except AssertionError as error:
+            raise StormFailure(f"{error}\n{job.request}\n{job.labels}") from error
+
+    def _check_cached(self, job: Job) -> None:
+        """No more was cached than a request with the same key had computed."""
+        request = job.request
+        longest = 0
+        for other in self.jobs.values():
+            if other is not job and other.request.cache_key == request.cache_key:
+                known = other.request.input_ids + self.outputs[other.request.req_id].token_ids
+                longest = max(longest, first_divergence(known, request.input_ids))
+        cached = self.outputs[request.req_id].cached_tokens
+        require(cached <= longest, f"{cached} cached tokens where nobody had more than {longest}")
+
+
+def _make_stop_finder(params: SamplingParams) -> StopFinder:
+    stops = StopSet(params.stop_strings, params.stop_regexes)
+    return StopFinder(TOKENIZER, stops, params.skip_special_tokens)

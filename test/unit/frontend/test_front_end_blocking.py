@@ -1,0 +1,223 @@
+"""What takes long of one request keeps the event loop from no other."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from fake_backend import LENGTH, LIMITS, Backend, answer_of, run
+from fake_server import Server
+from serving_utils import make_model_dir
+from sglang.srt import stop_expressions
+from sglang.srt.frontend import (
+    body_parsing,
+    detokenize_validation,
+    off_event_loop,
+    return_options,
+)
+from sglang.srt.frontend.body_parsing import RequestError, parse_json_object
+from sglang.srt.frontend.request_validation import check_generate_request
+from sglang.srt.tokenizer import Tokenizer, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir: Path) -> Tokenizer:
+    return load_tokenizer(model_dir)
+
+
+@pytest.fixture
+def server(model_dir: Path, tokenizer: Tokenizer) -> Server:
+    return Server(str(model_dir), tokenizer)
+
+
+class Held:
+    """Stands for a function that takes until the test lets it go on."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.begun.set()
+        assert self.go_on.wait(10), "the event loop was held up"
+        return self._function(*args, **kwargs)
+
+
+async def health_while_held(server: Server, held: Held, path: str, body: Any) -> httpx.Response:
+    """The answer to a request of which /health was answered while it was worked on."""
+    slow = asyncio.create_task(server.send("POST", path, json=body))
+    assert await asyncio.to_thread(held.begun.wait, 10)
+    health = await server.send("GET", "/health")
+    assert health.status_code == 200
+    assert not slow.done()
+    held.go_on.set()
+    return await slow
+
+
+# ---------------------------------------------------------------- stop expressions
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_health_answers_while_an_expression_compiles(
+    server: Server, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    held = Held(stop_expressions.check_expression)
+    monkeypatch.setattr(stop_expressions, "check_expression", held)
+    body = {"text": "a", "sampling_params": {"stop_regex": "("}}
+    if path != "/generate":
+        body = {"prompt": "a", "stop_regex": "("}
+    response = asyncio.run(health_while_held(server, held, path, body))
+    assert response.status_code == 400
+    assert "stop_regex: is not a usable regular expression" in response.text
+    assert response.json()["error"]["param"].endswith("stop_regex")
+
+
+@pytest.mark.parametrize("expression", ["(", "x*", r"\L<a>"])
+def test_expression_that_cannot_be_used_is_refused_before_anything_is_sent(
+    tokenizer: Tokenizer, expression: str
+) -> None:
+    async def scenario(backend: Backend) -> None:
+        params = [{}, {"stop_regex": ["fine", expression]}]
+        with pytest.raises(RequestError) as caught:
+            await answer_of(backend, text=["a", "b"], sampling_params=params)
+        assert caught.value.field == "sampling_params.stop_regex"
+        assert not backend.sent
+
+    run(tokenizer, scenario)
+
+
+def test_expressions_of_a_batch_are_bounded_together_and_the_same_one_once() -> None:
+    def check(expressions: list[str]) -> None:
+        params = [{"stop_regex": text} for text in expressions]
+        body = {"text": ["a"] * len(params), "sampling_params": params}
+        check_generate_request(body, LIMITS)
+
+    check([".{3000}"] * 8)
+    with pytest.raises(RequestError, match=r"sampling_params.stop_regex: too large.*give fewer"):
+        check([".{3000}a", ".{3000}b", ".{3000}c", ".{3000}d"])
+
+
+def test_batch_and_samples_of_the_same_expression_compile_it_once(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[str] = []
+    monkeypatch.setattr(stop_expressions, "check_expression", checked.append)
+
+    async def scenario(backend: Backend) -> None:
+        params = {"n": 2, "stop_regex": ["a+b", "b+a", "a+b"]}
+        task = asyncio.create_task(answer_of(backend, text=["a"] * 3, sampling_params=params))
+        await backend.wait_sent(6)
+        for request in backend.requests:
+            backend.put(request.req_id, "x", (1,), LENGTH)
+        await task
+
+    run(tokenizer, scenario)
+    assert checked == ["a+b", "b+a"]
+
+
+# ---------------------------------------------------------------- large bodies
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "x" * 900}),
+        ("/v1/completions", {"prompt": "x" * 900}),
+        ("/tokenize", {"prompt": "x" * 900}),
+        ("/detokenize", {"tokens": [5] * 900}),
+    ],
+)
+def test_health_answers_while_a_large_body_is_read(
+    server: Server, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    held = Held(body_parsing.require_object)
+    monkeypatch.setattr(body_parsing, "require_object", held)
+    monkeypatch.setattr(off_event_loop, "CHECK_IN_THREAD_BYTES", 500)
+    body = {**body, "unknown": 1}
+    response = asyncio.run(health_while_held(server, held, path, body))
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "unknown")
+
+
+def test_large_body_that_is_no_json_is_not_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_parsing, "MAX_EXPLAINED_BYTES", 30)
+    with pytest.raises(RequestError, match="finite"):
+        parse_json_object(b'{"a": [1, NaN]}')
+    monkeypatch.setattr(json, "loads", None)
+    with pytest.raises(RequestError, match="not valid JSON"):
+        parse_json_object(b'{"a": [1, 1, 1, 1, 1, 1, 1, NaN]}')
+
+
+def test_garbage_is_not_collected_while_a_body_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body of millions of lists would have them gone over again and again."""
+    seen = []
+    monkeypatch.setattr(body_parsing, "require_object", lambda body: seen.append(gc.isenabled()))
+    parse_json_object(b"{}")
+    assert seen == [False]
+    assert gc.isenabled()
+
+
+def test_ids_that_all_prompts_share_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = []
+    check = return_options._checked_ids
+    monkeypatch.setattr(
+        return_options, "_checked_ids", lambda ids, limits: lists.append(ids) or check(ids, limits)
+    )
+    body = {"text": ["a"] * 3, "return_logprob": True, "token_ids_logprob": [5, 6]}
+    prompts = check_generate_request(body, LIMITS).prompts
+    assert [prompt.returns.token_ids for prompt in prompts] == [(5, 6)] * 3
+    assert len(lists) == 1
+
+
+@pytest.mark.parametrize(("field", "prompt"), [("text", 5), ("input_ids", ["x"])])
+def test_batch_is_counted_before_its_prompts_are_looked_at(field: str, prompt: Any) -> None:
+    with pytest.raises(RequestError, match="prompts x n is 65"):
+        check_generate_request({field: [prompt] * 65}, LIMITS)
+
+
+def test_detokenize_takes_as_many_lists_as_a_batch() -> None:
+    def check(num_lists: int) -> Any:
+        raw = json.dumps({"tokens": [[5]] * num_lists}).encode()
+        return detokenize_validation.check_detokenize(raw, LIMITS)
+
+    assert len(check(64).lists) == 64
+    with pytest.raises(RequestError, match="tokens: has 65 lists, more than 64"):
+        check(65)
+
+
+# ---------------------------------------------------------------- answers
+
+
+def test_log_probabilities_become_an_answer_in_a_thread(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(return_options._Side.take_news)
+    monkeypatch.setattr(return_options._Side, "take_news", lambda side: held(side))
+
+    async def scenario(backend: Backend) -> None:
+        slow = asyncio.create_task(answer_of(backend, text="a", return_logprob=True))
+        await backend.wait_sent(1)
+        backend.put(backend.requests[0].req_id, "x", (1,), LENGTH)
+        assert await asyncio.to_thread(held.begun.wait, 10)
+        other = asyncio.create_task(answer_of(backend, text="b"))
+        await backend.wait_sent(2)
+        backend.put(backend.requests[1].req_id, "y", (1,), LENGTH)
+        assert (await other)["text"] == "y"
+        assert not slow.done()
+        held.go_on.set()
+        meta = (await slow)["meta_info"]
+        assert meta["input_token_logprobs"] == [[None, backend.requests[0].input_ids[-1], None]]
+
+    run(tokenizer, scenario)

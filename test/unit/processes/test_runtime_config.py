@@ -1,0 +1,363 @@
+"""From wishes to sub-configs, and refusals that name the flag and the remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.environ import Environ
+from sglang.srt.model_config import ModelConfig, load_model_config, resolve_model_path
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.platform import Platform, memory_for
+from sglang.srt.processes.runtime_config import (
+    CPU_KV_MAX_BYTES,
+    CPU_KV_SHARE,
+    GPU_STATIC_SHARE,
+    MAX_CPU_THREADS,
+    ConfigError,
+    RuntimeConfig,
+    resolve,
+)
+from sglang.srt.registry import ATTENTION_BACKENDS, MODELS, Registry
+from sglang.srt.server_args import ServerArgs
+from utils import make_random_llama
+
+GIB = 1 << 30
+PLATFORM = Platform(device="cpu", num_cores=4, available_host_bytes=8 * GIB, device_name="cpu")
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_llama(tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.fixture(scope="module")
+def model(model_path: Path) -> ModelConfig:
+    return load_model_config(str(model_path))
+
+
+@pytest.fixture(scope="module")
+def mtp_model() -> ModelConfig:
+    return load_model_config(str(resolve_model_path("demo")))
+
+
+def resolved(
+    model: ModelConfig,
+    platform: Platform = PLATFORM,
+    environ: Environ | None = None,
+    **flags: Any,
+) -> RuntimeConfig:
+    args = ServerArgs(model_path=str(model.path), **flags)
+    return resolve(args, platform, model, environ or Environ())
+
+
+def refusal(model: ModelConfig, **flags: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        resolved(model, **flags)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_flags_reach_the_part_that_they_are_for(model: ModelConfig) -> None:
+    config = resolved(
+        model,
+        environ=Environ(test_retract_interval=3, strict_invariants=True),
+        load_format="dummy",
+        dtype="bfloat16",
+        context_length=100,
+        max_total_tokens=640,
+        page_size=16,
+        max_running_requests=5,
+        max_queued_requests=6,
+        chunked_prefill_size=7,
+        schedule_policy="lpm",
+        schedule_conservativeness=0.5,
+        disable_radix_cache=True,
+        disable_overlap_schedule=True,
+        num_threads=2,
+        random_seed=8,
+    )
+    execution, scheduler = config.execution, config.scheduler
+    assert execution.model is config.model is model
+    assert (execution.load_format, execution.dtype) == ("dummy", "bfloat16")
+    assert (execution.context_len, execution.page_size) == (100, 16)
+    assert (execution.max_total_tokens, execution.max_running_requests) == (640, 5)
+    assert execution.num_threads == 2
+    assert scheduler.planner.max_running_requests == 5
+    assert scheduler.planner.chunked_prefill_size == 7
+    assert scheduler.planner.schedule_policy == "lpm"
+    assert scheduler.planner.retract_interval == 3
+    assert scheduler.max_queued_requests == 6
+    assert (scheduler.schedule_conservativeness, scheduler.random_seed) == (0.5, 8)
+    assert scheduler.strict_invariants
+    assert not scheduler.enable_overlap
+    assert not config.use_radix_cache
+
+
+def on_a_gpu(capability: tuple[int, int] = (9, 0)) -> Platform:
+    return replace(PLATFORM, device="cuda", device_name="A GPU", capability=capability)
+
+
+def test_defaults_on_a_gpu(mtp_model: ModelConfig) -> None:
+    config = resolved(mtp_model, platform=on_a_gpu())
+    execution = config.execution
+    assert (execution.device, execution.dtype) == ("cuda", mtp_model.dtype)
+    assert execution.attention_backend == execution.ops == "triton"
+    assert execution.kv_budget_bytes is None
+    assert 0 < execution.static_memory_share < 1
+    chunk = config.scheduler.planner.chunked_prefill_size
+    assert chunk + config.execution.max_running_requests <= execution.max_graph_rows
+    assert chunk < resolved(mtp_model).scheduler.planner.chunked_prefill_size
+    assert execution.max_graph_width == config.max_decode_rows == 15
+    assert execution.max_graph_rows > 0
+    assert config.mtp is not None
+    assert config.mtp.measures_costs
+    assert not config.mtp.trims_rows
+    assert not config.mtp.bypasses_graphs
+    fixed = resolved(mtp_model, platform=on_a_gpu(), environ=Environ(mtp_fixed_k=True))
+    assert fixed.mtp is not None
+    assert not fixed.mtp.measures_costs
+    on_a_cpu = resolved(mtp_model)
+    assert on_a_cpu.mtp is not None
+    assert on_a_cpu.mtp.measures_costs
+
+
+@pytest.mark.parametrize(
+    ("flags", "width", "has_prompts", "bypasses"),
+    [
+        ({"disable_cuda_graph": True}, 0, False, False),
+        ({"disable_mtp_cuda_graph": True}, 1, False, True),
+        ({"disable_cuda_graph": True, "disable_mtp_cuda_graph": True}, 0, False, False),
+    ],
+    ids=str,
+)
+def test_switches_of_graphs(
+    mtp_model: ModelConfig, flags: dict[str, bool], width: int, has_prompts: bool, bypasses: bool
+) -> None:
+    config = resolved(mtp_model, platform=on_a_gpu(), **flags)
+    assert config.execution.max_graph_width == width
+    assert (config.execution.max_graph_rows > 0) is has_prompts
+    assert config.mtp is not None
+    assert config.mtp.bypasses_graphs is bypasses
+
+
+def test_without_a_mask_token_the_switch_of_multi_token_graphs_changes_nothing(
+    model: ModelConfig,
+) -> None:
+    config = resolved(model, platform=on_a_gpu(), disable_mtp_cuda_graph=True)
+    assert config.execution == resolved(model, platform=on_a_gpu()).execution
+
+
+def test_an_old_gpu_is_refused_unless_the_cpu_is_asked_for(model: ModelConfig) -> None:
+    with pytest.raises(ConfigError, match=r"A GPU has compute capability 7\.5.*--device cpu"):
+        resolved(model, platform=on_a_gpu((7, 5)))
+    assert resolved(model, platform=on_a_gpu((7, 5)), device="cpu").execution.device == "cpu"
+
+
+def test_memory_that_is_not_there_says_for_what_and_how_to_help(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5 << 20, 80 << 20))
+    text = "weights: 5 of 80 MiB are free. Take less. `nvidia-smi`"
+    with pytest.raises(MemoryError, match=text), memory_for("the weights", "Take less."):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+    with pytest.raises(ValueError, match="as it is"), memory_for("the weights", "Take less."):
+        raise ValueError("as it is")
+
+
+def test_defaults_on_a_cpu(model: ModelConfig) -> None:
+    config = resolved(model)
+    assert config.execution.device == "cpu"
+    assert config.execution.dtype == "float32"
+    assert config.execution.attention_backend == "torch_native"
+    assert config.execution.context_len == model.context_len
+    assert config.scheduler.eos_token_ids == frozenset(model.eos_token_ids) == {1}
+    assert config.scheduler.enable_overlap
+    assert config.use_radix_cache
+    assert config.mtp is None
+
+
+def test_a_row_holds_the_context_and_two_steps_beyond_in_whole_pages(
+    model: ModelConfig, mtp_model: ModelConfig
+) -> None:
+    widths = {
+        (source.path.name, page_size): resolved(
+            source, context_length=200, page_size=page_size
+        ).execution.row_width
+        for source in (model, mtp_model)
+        for page_size in (1, 4, 16, 64)
+    }
+    assert [widths["llama", size] for size in (1, 4, 16, 64)] == [202, 204, 208, 256]
+    assert [widths["tiny-code", size] for size in (1, 4, 16, 64)] == [230, 232, 240, 256]
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (4, 4), (500, MAX_CPU_THREADS)])
+def test_threads_follow_the_cores_up_to_a_limit(
+    model: ModelConfig, cores: int, threads: int
+) -> None:
+    platform = dataclasses.replace(PLATFORM, num_cores=cores)
+    assert resolved(model, platform).execution.num_threads == threads
+
+
+@pytest.mark.parametrize(
+    ("flags", "available", "expected"),
+    [
+        ({}, 4 * GIB, int(4 * GIB * CPU_KV_SHARE)),
+        ({}, 1000 * GIB, CPU_KV_MAX_BYTES),
+        ({"mem_fraction_static": 0.5}, 1000 * GIB, 500 * GIB),
+        ({"max_total_tokens": 9}, 1000 * GIB, 1000 * GIB),
+        ({"mem_fraction_static": 0.5, "max_total_tokens": 9}, 4 * GIB, 2 * GIB),
+    ],
+    ids=str,
+)
+def test_memory_for_kv(
+    model: ModelConfig, flags: dict[str, Any], available: int, expected: int
+) -> None:
+    platform = dataclasses.replace(PLATFORM, available_host_bytes=available)
+    assert resolved(model, platform, **flags).execution.kv_budget_bytes == expected
+
+
+def test_chunks_of_minus_1_split_no_prompt(model: ModelConfig) -> None:
+    planner = resolved(model, chunked_prefill_size=-1, context_length=100).scheduler.planner
+    assert (planner.chunked_prefill_size, planner.splits_prompts) == (100, False)
+    assert resolved(model).scheduler.planner.splits_prompts
+    for value in (0, -2):
+        message = refusal(model, chunked_prefill_size=value)
+        assert "--chunked-prefill-size must be at least 1, or -1" in message
+
+
+@pytest.mark.parametrize("value", [0, -1, -(10**9)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "page_size",
+        "max_running_requests",
+        "max_queued_requests",
+        "num_threads",
+        "context_length",
+        "max_request_bytes",
+        "max_batch_size_per_request",
+        "max_weight_bytes",
+        "max_n",
+    ],
+)
+def test_a_size_below_1_is_refused_with_its_flag(model: ModelConfig, name: str, value: int) -> None:
+    message = refusal(model, **{name: value})
+    assert f"--{name.replace('_', '-')}" in message
+    assert "1" in message
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_conservativeness_must_be_a_positive_number(model: ModelConfig, value: float) -> None:
+    message = refusal(model, schedule_conservativeness=value)
+    assert "--schedule-conservativeness" in message
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -0.5, 2.0, math.nan])
+def test_a_memory_share_outside_0_and_1_is_refused(model: ModelConfig, value: float) -> None:
+    assert "--mem-fraction-static" in refusal(model, mem_fraction_static=value)
+
+
+def test_more_context_than_the_model_has_is_refused_with_its_limit(model: ModelConfig) -> None:
+    assert resolved(model, context_length=512).execution.context_len == 512
+    message = refusal(model, context_length=513)
+    assert "--context-length 513" in message
+    assert "512" in message
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_the_remedy(model: ModelConfig) -> None:
+    message = refusal(model, device="cuda")
+    assert "--device cuda" in message
+    assert "--device cpu" in message
+
+
+def test_a_gpu_is_used_where_there_is_one(model: ModelConfig) -> None:
+    platform = dataclasses.replace(PLATFORM, device="cuda", device_name="a GPU")
+    execution = resolved(model, platform).execution
+    assert (execution.device, execution.dtype) == ("cuda", model.dtype)
+    assert execution.kv_budget_bytes is None
+    assert execution.static_memory_share == GPU_STATIC_SHARE
+    asked = resolved(model, platform, device="cpu", mem_fraction_static=0.5).execution
+    assert (asked.device, asked.dtype) == ("cpu", "float32")
+    assert asked.kv_budget_bytes == 4 * GIB
+
+
+def test_an_unknown_attention_backend_is_refused_with_the_known_ones(model: ModelConfig) -> None:
+    message = refusal(model, attention_backend="nothing")
+    assert "--attention-backend 'nothing'" in message
+    assert "torch_native" in message
+
+
+def with_mask(path: Path, mask: Any) -> ModelConfig:
+    config = json.loads((path / "config.json").read_text())
+    model = load_model_config(str(path))
+    return dataclasses.replace(model, hf={**config, "mtp_mask_token_id": mask})
+
+
+@pytest.mark.parametrize("mask", [0, 7, 319])
+def test_the_mask_token_of_the_model_is_never_emitted(model_path: Path, mask: int) -> None:
+    config = resolved(with_mask(model_path, mask))
+    assert config.mtp is not None
+    assert config.mtp.mask_token_id == mask
+    assert config.max_decode_rows == 15
+
+
+def test_a_mask_token_that_is_the_only_end_of_text_id_is_refused(model_path: Path) -> None:
+    model = with_mask(model_path, 1)
+    message = refusal(model)
+    assert "mtp_mask_token_id" in message
+    assert "end-of-text" in message
+    assert resolved(dataclasses.replace(model, eos_token_ids=(1, 2))).mtp is not None
+    assert resolved(dataclasses.replace(model, eos_token_ids=())).mtp is not None
+
+
+@pytest.mark.parametrize("mask", [-1, 320, "mask", 1.5, [3]], ids=str)
+def test_a_mask_token_outside_the_vocabulary_is_refused(model_path: Path, mask: Any) -> None:
+    message = refusal(with_mask(model_path, mask))
+    assert "mtp_mask_token_id" in message
+    assert "320" in message
+
+
+@pytest.mark.parametrize("flags", [{"max_total_tokens": 0}, {"page_size": 64}], ids=str)
+def test_a_pool_without_a_page_is_refused_with_the_flags(
+    model: ModelConfig, flags: dict[str, Any]
+) -> None:
+    platform = dataclasses.replace(PLATFORM, available_host_bytes=100_000)
+    config = resolved(model, platform, load_format="dummy", **flags)
+    with pytest.raises(ValueError, match="--max-total-tokens"):
+        ModelRunner(config.execution)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 100])
+@pytest.mark.parametrize("num_running", [1, 3])
+def test_with_enough_memory_all_running_requests_fit_at_full_context(
+    model: ModelConfig, page_size: int, num_running: int
+) -> None:
+    """Rows beyond the context and half-used last pages included, and no page more."""
+    config = resolved(
+        model,
+        load_format="dummy",
+        context_length=50,
+        page_size=page_size,
+        max_running_requests=num_running,
+    )
+    runner = ModelRunner(config.execution)
+    assert runner.num_pages * page_size == num_running * config.execution.row_width
+
+
+@pytest.mark.parametrize("registry", [ATTENTION_BACKENDS, MODELS])
+def test_everything_registered_can_be_imported(registry: Registry) -> None:
+    assert all(isinstance(registry.load(name), type) for name in registry.names)
+
+
+def test_an_unknown_name_is_refused_with_kind_and_known_names() -> None:
+    registry = Registry("colour", {"b": "x:y", "a": "x:y"})
+    with pytest.raises(ValueError, match="Unknown colour 'c'; known: a, b"):
+        registry.load("c")
