@@ -11,7 +11,7 @@ from layer_ops_cases import CASES, INTERPRETED_TYPES, TOLERANCE, max_error
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, float | str]:
-    return run_interpreted("layer_ops_cases.py", "triton")
+    return run_interpreted("support/layer_ops_cases.py", "triton")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -24,7 +24,7 @@ from sglang.srt.registry import ATTENTION_BACKENDS
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, float | str]:
-    return run_interpreted("attention_cases.py", "triton")
+    return run_interpreted("support/attention_cases.py", "triton")
 
 
 @pytest.mark.parametrize("name", [*CASES, *TREE_CASES])

@@ -14,7 +14,7 @@ from step_ops_cases import CASES, OUTSIDE_CASES
 
 @pytest.fixture(scope="module")
 def differences() -> dict[str, float | str]:
-    return run_interpreted("step_ops_cases.py", "triton")
+    return run_interpreted("support/step_ops_cases.py", "triton")
 
 
 @pytest.mark.parametrize("name", [*CASES, *OUTSIDE_CASES])
