@@ -9,7 +9,6 @@ from typing import Any
 
 from serving_utils import VOCAB_SIZE
 from sglang.srt.frontend.request_limits import RequestLimits
-from sglang.srt.frontend.return_options import ReturnLimits
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.messages.control import AbortReq
 from sglang.srt.messages.requests import (
@@ -28,13 +27,10 @@ LIMITS = RequestLimits(
     max_n=8,
     max_stop_strings=4,
     max_stop_string_chars=16,
-    returns=ReturnLimits(
-        vocab_size=VOCAB_SIZE,
-        max_top_logprobs=16,
-        max_token_ids_logprob=8,
-        max_key_chars=16,
-        allow_hidden_states=True,
-    ),
+    max_top_logprobs=16,
+    max_token_ids_logprob=8,
+    max_cache_key_chars=16,
+    allow_hidden_states=True,
 )
 LENGTH = FinishReason(type="length", length=2)
 FULL = FinishReason(type="abort", message="The queue is full.", status_code=503)

@@ -21,15 +21,14 @@ from sglang.srt.entrypoints.openai.protocol import (
     to_generate_body,
 )
 from sglang.srt.frontend.body_parsing import RequestError, parse_struct
-from sglang.srt.frontend.request_limits import RequestLimits
-from sglang.srt.frontend.request_validation import (
-    HANDLED_FIELDS,
+from sglang.srt.frontend.generate_body import (
     CheckedRequest,
+    GenerateReqInput,
     check_generate_request,
 )
-from sglang.srt.frontend.return_options import ReturnLimits
+from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.frontend.sampling_validation import SAMPLING_FIELDS
-from sglang.srt.messages.requests import DetokenizeReqInput, TokenizeReqInput
+from sglang.srt.frontend.tokenizer_bodies import DetokenizeReqInput, TokenizeReqInput
 from sglang.srt.model_config import ModelPathError
 from sglang.srt.server_args import MissingFlag, ServerArgs, SuggestingParser, parse_cli
 from sglang.srt.sglang_surface import (
@@ -50,14 +49,12 @@ LIMITS = RequestLimits(
     max_n=4,
     max_stop_strings=2,
     max_stop_string_chars=5,
-    returns=ReturnLimits(
-        vocab_size=100,
-        max_top_logprobs=16,
-        max_token_ids_logprob=8,
-        max_key_chars=16,
-        allow_hidden_states=True,
-    ),
+    max_top_logprobs=16,
+    max_token_ids_logprob=8,
+    max_cache_key_chars=16,
+    allow_hidden_states=True,
 )
+HANDLED_FIELDS = frozenset(GenerateReqInput.__struct_fields__)
 REFUSED_IF_EMPTY = {"rid"}  # by SGLang too
 TEXTS = {"text", "rid", "cache_salt", "extra_key", "stop", "stop_regex"}
 LISTS = {"input_ids", "sampling_params", "token_ids_logprob", "stop", "stop_regex"}

@@ -19,12 +19,13 @@ from serving_utils import make_model_dir
 from sglang.srt import stop_expressions
 from sglang.srt.frontend import (
     body_parsing,
-    detokenize_validation,
+    generate_body,
+    meta_info_lists,
     off_event_loop,
-    return_options,
+    tokenizer_bodies,
 )
 from sglang.srt.frontend.body_parsing import RequestError, parse_json_object
-from sglang.srt.frontend.request_validation import check_generate_request
+from sglang.srt.frontend.generate_body import check_generate_request
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -171,13 +172,13 @@ def test_garbage_is_not_collected_while_a_body_is_parsed(monkeypatch: pytest.Mon
 
 def test_ids_that_all_prompts_share_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lists = []
-    check = return_options._checked_ids
+    check = generate_body.check_id_lists
     monkeypatch.setattr(
-        return_options, "_checked_ids", lambda ids, limits: lists.append(ids) or check(ids, limits)
+        generate_body, "check_id_lists", lambda *args: lists.append(args) or check(*args)
     )
     body = {"text": ["a"] * 3, "return_logprob": True, "token_ids_logprob": [5, 6]}
     prompts = check_generate_request(body, LIMITS).prompts
-    assert [prompt.returns.token_ids for prompt in prompts] == [(5, 6)] * 3
+    assert [prompt.logprobs.token_ids for prompt in prompts if prompt.logprobs] == [[5, 6]] * 3
     assert len(lists) == 1
 
 
@@ -190,7 +191,7 @@ def test_batch_is_counted_before_its_prompts_are_looked_at(field: str, prompt: A
 def test_detokenize_takes_as_many_lists_as_a_batch() -> None:
     def check(num_lists: int) -> Any:
         raw = json.dumps({"tokens": [[5]] * num_lists}).encode()
-        return detokenize_validation.check_detokenize(raw, LIMITS)
+        return tokenizer_bodies.check_detokenize(raw, LIMITS)
 
     assert len(check(64).lists) == 64
     with pytest.raises(RequestError, match="tokens: has 65 lists, more than 64"):
@@ -203,8 +204,8 @@ def test_detokenize_takes_as_many_lists_as_a_batch() -> None:
 def test_log_probabilities_become_an_answer_in_a_thread(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = Held(return_options._Side.take_news)
-    monkeypatch.setattr(return_options._Side, "take_news", lambda side: held(side))
+    held = Held(meta_info_lists.LogprobLists.take_news)
+    monkeypatch.setattr(meta_info_lists.LogprobLists, "take_news", lambda lists: held(lists))
 
     async def scenario(backend: Backend) -> None:
         slow = asyncio.create_task(answer_of(backend, text="a", return_logprob=True))

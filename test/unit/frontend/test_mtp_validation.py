@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.entrypoints.launch import LaunchError
-from sglang.srt.entrypoints.limits import request_limits
+from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
 from sglang.srt.frontend.body_parsing import RequestError
 from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.frontend.sampling_validation import check_sampling_params
@@ -34,7 +34,7 @@ VERIFY = {**ON, "mtp_verify": True}
 
 def limits(preferred: str | None = None, **changes: Any) -> RequestLimits:
     args = ServerArgs(model_path="demo", preferred_sampling_params=preferred)
-    return dataclasses.replace(request_limits(args, INFO), **changes)
+    return dataclasses.replace(limits_from_flags(args, INFO), **changes)
 
 
 def check(params: dict[str, Any], preferred: str | None = None) -> SamplingParams:

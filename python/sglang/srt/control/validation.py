@@ -14,8 +14,7 @@ from collections.abc import Mapping
 
 from sglang.srt.control.bodies import make_body, query_fields
 from sglang.srt.frontend.body_parsing import RequestError, field_error, shorten
-from sglang.srt.frontend.request_limits import check_encodable
-from sglang.srt.frontend.request_validation import check_rid
+from sglang.srt.frontend.request_limits import check_encodable, check_short_text
 from sglang.srt.messages.control import (
     AbortReqInput,
     FromBytes,
@@ -95,7 +94,7 @@ def check_abort(body: AbortBody, max_label_chars: int) -> None:
         return
     if not body.rid:
         raise field_error("rid", "give the beginning of a rid, or abort_all: true")
-    check_rid(body.rid, "rid", max_label_chars)
+    check_short_text("rid", body.rid, max_label_chars)
 
 
 def check_flush_timeout(value: str | float, field: str = "timeout") -> float:

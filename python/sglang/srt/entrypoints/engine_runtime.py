@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from sglang.srt.control.client import ControlClient
 from sglang.srt.entrypoints.launch import FrontendChannels, ProcessTree, open_request_log
-from sglang.srt.entrypoints.limits import request_limits
+from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.observability.request_log import RequestLog
@@ -80,7 +80,7 @@ class EngineRuntime:
         self._thread.start()
         self._channels = self.wait_for(self._open_channels())
         self._info = self._tree.start()
-        limits = request_limits(self._server_args, self._info)
+        limits = limits_from_flags(self._server_args, self._info)
         self._request_log = open_request_log(self._server_args)
         self._manager = self._channels.make_manager(self._tokenizer, limits, self._request_log)
         self.wait_for(self._start_receiving(self._manager))

@@ -33,12 +33,12 @@ from sglang.srt.frontend.body_parsing import (
     parse_json_object,
     parse_struct,
 )
-from sglang.srt.frontend.detokenize_validation import check_detokenize
+from sglang.srt.frontend.generate_body import GenerateReqInput
 from sglang.srt.frontend.off_event_loop import map_texts, off_loop_if_large
-from sglang.srt.messages.requests import (
+from sglang.srt.frontend.tokenizer_bodies import (
     DetokenizeReqInput,
-    GenerateReqInput,
     TokenizeReqInput,
+    check_detokenize,
 )
 from sglang.srt.sglang_surface import neutral_fields
 
@@ -79,7 +79,7 @@ def _add_generate(app: FastAPI, state: ServerState) -> None:
         outputs = manager.generate(checked)
         # The first output decides the HTTP status, of a stream too.
         first = await unless_client_leaves(request.receive, anext(outputs))
-        if checked.stream:
+        if checked.body.stream:
             return EventStream(first, outputs)
         await outputs.aclose()
         return json_response(first)

@@ -10,6 +10,8 @@ from fastapi import FastAPI
 
 from sglang.srt.control.validation import AbortBody
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
+from sglang.srt.frontend.generate_body import GenerateReqInput
+from sglang.srt.frontend.tokenizer_bodies import DetokenizeReqInput, TokenizeReqInput
 from sglang.srt.messages.control import (
     CommitWeightUpdateReqInput,
     ContinueGenerationReqInput,
@@ -22,7 +24,6 @@ from sglang.srt.messages.control import (
     UpdateWeightsFromTensorReqInput,
     UpdateWeightVersionReqInput,
 )
-from sglang.srt.messages.requests import DetokenizeReqInput, GenerateReqInput, TokenizeReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 BODIES = (
@@ -96,13 +97,6 @@ def install_openapi(app: FastAPI) -> None:
 
 def _body_schemas() -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(BODIES, ref_template=REF)
-    one = {"$ref": REF.format(name="SamplingParams")}
-    several = {"type": "array", "items": one}
-    # Checked field by field, hence a plain dict in the struct.
-    schemas["GenerateReqInput"]["properties"]["sampling_params"] = {
-        "anyOf": [one, several, {"type": "null"}],
-        "default": None,
-    }
     return schemas
 
 

@@ -22,7 +22,7 @@ from sglang.srt.entrypoints.launch import (
     check_model,
     open_request_log,
 )
-from sglang.srt.entrypoints.limits import request_limits
+from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
 from sglang.srt.entrypoints.server_info import describe_start
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.frontend.request_state import ServiceError
@@ -163,7 +163,7 @@ class _Server:
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
         try:
             info = await self._start(tree)
-            limits = request_limits(self._args, info)
+            limits = limits_from_flags(self._args, info)
             self._request_log = open_request_log(self._args)
             manager = channels.make_manager(self._tokenizer, limits, self._request_log)
             await self._serve_until_stopped(manager, info)

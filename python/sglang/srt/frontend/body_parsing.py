@@ -81,18 +81,31 @@ def parse_struct(
     body = parse_json_object(raw)
     check_known_fields(body, struct.__struct_fields__, missing or {}, "")
     given = {k: v for k, v in body.items() if v is not None and k in struct.__struct_fields__}
+    return convert_fields(given, struct)
+
+
+def convert_fields(fields: Mapping[str, Any], struct: type[S]) -> S:
+    """The struct of these fields.
+
+    Raises:
+        RequestError: naming the field that is missing, of a wrong type or out of its range.
+    """
     try:
         with paused_collections():
-            return msgspec.convert(given, struct)
+            return msgspec.convert(fields, struct)
     except msgspec.ValidationError as error:
         raise type_error(error) from None
+    except UnicodeEncodeError as error:  # JSON cannot hold such a text, callers in Python can
+        field = next((name for name, value in fields.items() if value == error.object), None)
+        raise field_error(field, "half a surrogate pair is not text") from None
 
 
 def type_error(error: msgspec.ValidationError, prefix: str = "") -> RequestError:
     """A msgspec error such as "Expected `int`, got `str` - at `$.n`" as a `RequestError`."""
     reason, _, path = str(error).partition(" - at ")
-    field = prefix + path.strip("`").removeprefix("$").removeprefix(".")
-    text = reason.replace("`", "")
+    # `[...]` stands for an entry of an object; the object's own name is enough.
+    field = prefix + path.strip("`").removeprefix("$").removeprefix(".").replace("[...]", "")
+    text = reason.replace("`", "").replace(" | ", " or ")
     return field_error(shorten(field) or None, text[:1].lower() + text[1:])
 
 

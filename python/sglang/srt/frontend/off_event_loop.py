@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from sglang.srt.frontend.body_parsing import field_error, shorten
+from sglang.srt.frontend.generate_body import CheckedRequest
 from sglang.srt.frontend.request_limits import RequestLimits, check_length
-from sglang.srt.frontend.request_validation import CheckedRequest
 from sglang.srt.stop_expressions import check_expression_list
 from sglang.srt.tokenizer import Tokenizer
 

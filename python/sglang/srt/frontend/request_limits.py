@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from sglang.srt.frontend.body_parsing import field_error
-from sglang.srt.frontend.return_options import ReturnLimits
+
+TokenId = Annotated[int, Meta(ge=0)]  # `check_id_lists` knows the vocabulary's size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +22,8 @@ class RequestLimits:
         max_req_len_reason: what sets `max_req_len`, and the remedy.
         max_batch_size: prompts times n at most.
         max_stop_strings: entries of `stop`, and of `stop_token_ids`, at most.
+        max_top_logprobs, max_token_ids_logprob: of one prompt.
+        max_cache_key_chars: of `cache_salt`, and of `extra_key`.
         mtp_max_k: tokens predicted per step at most; 0 for a model that cannot.
         preferred_sampling_params: what holds where a request says nothing.
     """
@@ -34,9 +39,13 @@ class RequestLimits:
     max_logit_bias: int = 1024
     max_label_chars: int = 256
     max_custom_labels: int = 32
+    max_top_logprobs: int
+    max_token_ids_logprob: int
+    max_cache_key_chars: int
+    allow_hidden_states: bool
+    allow_priority: bool = True
     mtp_max_k: int = 0
     preferred_sampling_params: dict[str, Any] = field(default_factory=dict)
-    returns: ReturnLimits
 
 
 def check_length(
@@ -57,21 +66,42 @@ def check_length(
         )
 
 
-def check_token_ids(name: str, ids: list[Any], vocab_size: int) -> None:
-    """Checks that all are integers (no booleans) in [0, vocab_size).
+def check_id_lists(name: str, value: list[Any], vocab_size: int) -> tuple[list[list[int]], bool]:
+    """Lists of token ids, from one list of integers or from a list of such lists.
+
+    Returns:
+        The lists, and whether the client sent several (be it one in a list).
+
+    Raises:
+        RequestError: naming the entry that is outside the vocabulary, or no list beside lists.
+    """
+    if list not in map(type, value):
+        check_token_ids(name, value, vocab_size)
+        return [value], False
+    for index, ids in enumerate(value):
+        if not isinstance(ids, list):
+            raise field_error(f"{name}[{index}]", "must be a list of token ids, as the others are")
+        check_token_ids(f"{name}[{index}]", ids, vocab_size)
+    return value, True
+
+
+def check_token_ids(name: str, ids: list[int], vocab_size: int) -> None:
+    """Checks that all are in [0, vocab_size).
 
     Raises:
         RequestError: naming the first entry that is not.
     """
-    if all(type(token_id) is int for token_id in ids) and (
-        not ids or (min(ids) >= 0 and max(ids) < vocab_size)
-    ):
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return
-    for index, token_id in enumerate(ids):
-        if type(token_id) is not int:
-            raise field_error(f"{name}[{index}]", "must be an integer token id")
-        if not 0 <= token_id < vocab_size:
-            raise field_error(f"{name}[{index}]", f"is outside the vocabulary, 0..{vocab_size - 1}")
+    index = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
+    raise field_error(f"{name}[{index}]", f"is outside the vocabulary, 0..{vocab_size - 1}")
+
+
+def check_short_text(name: str, text: str, max_chars: int) -> None:
+    """Checks a text of a client's own that is only compared and shown."""
+    if len(text) > max_chars:
+        raise field_error(name, f"must have at most {max_chars} characters")
+    check_encodable(name, text)
 
 
 def check_encodable(name: str, text: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from sglang.srt.frontend.body_parsing import RequestError
-from sglang.srt.frontend.return_options import Returns
+from sglang.srt.frontend.meta_info_lists import MetaInfoLists
 from sglang.srt.messages.requests import FinishReason, ReqTextOutput
 
 RETRY_STATUS_CODE = 503
@@ -45,7 +45,7 @@ class Sample:
         index: int,
         req_id: int,
         rid: str,
-        returns: Returns,
+        lists: MetaInfoLists,
         reports_steps: bool = False,
     ) -> None:
         self.call = call
@@ -54,7 +54,7 @@ class Sample:
         self.rid = rid
         self.finish_reason: FinishReason | None = None
         self.log_fields: dict[str, Any] | None = None
-        self._returns = returns
+        self._lists = lists
         self._first_output_time: float | None = None
         self._text = ""
         self._output_ids: list[int] = []
@@ -69,7 +69,7 @@ class Sample:
         self._text += output.text
         self._output_ids.extend(output.token_ids)
         self.finish_reason = output.finish_reason
-        self._returns.add(output)
+        self._lists.add(output)
         self._weight_spans = output.weight_spans or self._weight_spans
         self._meta = {
             "prompt_tokens": output.prompt_tokens,
@@ -117,7 +117,7 @@ class Sample:
 
     @property
     def has_logprobs(self) -> bool:
-        return self._returns.has_logprobs
+        return self._lists.has_logprobs
 
     @property
     def has_output(self) -> bool:
@@ -131,7 +131,7 @@ class Sample:
             "finish_reason": None if reason is None else finish_reason_dict(reason),
             **self._weight_meta(),
             **self._meta,
-            **self._returns.meta_info(),
+            **self._lists.meta_info(),
         }
         if self._step_lens is not None:
             meta["mtp_effective_k"] = list(self._step_lens)
@@ -152,10 +152,10 @@ class GenerateCall:
         self._error: Exception | None = None
 
     def add_sample(
-        self, req_id: int, rid: str, returns: Returns, reports_steps: bool = False
+        self, req_id: int, rid: str, lists: MetaInfoLists, reports_steps: bool = False
     ) -> Sample:
         """A new sample of this call, the next in its answer."""
-        sample = Sample(self, len(self.samples), req_id, rid, returns, reports_steps)
+        sample = Sample(self, len(self.samples), req_id, rid, lists, reports_steps)
         self.samples.append(sample)
         self._num_unfinished += 1
         return sample

@@ -1,7 +1,16 @@
-"""SGLang's path of the messages; they are in `srt/messages/`."""
+"""SGLang's path of messages and bodies; they are in `srt/messages/` and `srt/frontend/`."""
 
 from __future__ import annotations
 
+from sglang.srt.frontend.generate_body import (
+    GenerateReqInput as GenerateReqInput,
+)
+from sglang.srt.frontend.tokenizer_bodies import (
+    DetokenizeReqInput as DetokenizeReqInput,
+)
+from sglang.srt.frontend.tokenizer_bodies import (
+    TokenizeReqInput as TokenizeReqInput,
+)
 from sglang.srt.messages.control import (
     AbortReq as AbortReq,
 )
@@ -42,14 +51,5 @@ from sglang.srt.messages.requests import (
     BatchTokenIDOutput as BatchTokenIDOutput,
 )
 from sglang.srt.messages.requests import (
-    DetokenizeReqInput as DetokenizeReqInput,
-)
-from sglang.srt.messages.requests import (
-    GenerateReqInput as GenerateReqInput,
-)
-from sglang.srt.messages.requests import (
     TokenizedGenerateReqInput as TokenizedGenerateReqInput,
-)
-from sglang.srt.messages.requests import (
-    TokenizeReqInput as TokenizeReqInput,
 )

@@ -16,22 +16,23 @@ from typing import Any
 import msgspec
 
 from sglang.srt.control.client import ControlClient
-from sglang.srt.frontend.early_abort import AbortSelector, TokenizingCalls
+from sglang.srt.frontend.generate_body import (
+    HIDDEN_STATES,
+    CheckedPrompt,
+    CheckedRequest,
+    GenerateReqInput,
+    check_generate_request,
+)
+from sglang.srt.frontend.meta_info_lists import MetaInfoLists
 from sglang.srt.frontend.off_event_loop import encode_prompts, map_texts
 from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.frontend.request_state import GenerateCall, Sample, ServiceError
-from sglang.srt.frontend.request_validation import (
-    CheckedPrompt,
-    CheckedRequest,
-    check_generate_request,
-)
-from sglang.srt.frontend.return_options import Returns
 from sglang.srt.frontend.sampling_validation import expand_samples
+from sglang.srt.frontend.tokenizing_calls import AbortSelector, TokenizingCalls
 from sglang.srt.messages.control import AbortReq
 from sglang.srt.messages.requests import (
     BatchStrOutput,
     FinishReason,
-    GenerateReqInput,
     ReqTextOutput,
     ToFrontend,
     TokenizedGenerateReqInput,
@@ -126,7 +127,7 @@ class TokenizerManager:
             ServiceError: if the server cannot take the request, or fails it.
         """
         self._refuse_if_closed()
-        call = GenerateCall(request.is_batch, request.stream)
+        call = GenerateCall(request.is_batch, request.body.stream)
         try:
             await self._start(request, call)
             is_finished = False
@@ -134,11 +135,11 @@ class TokenizerManager:
                 await call.wait_for_news()
                 call.raise_error()
                 # More news may come while a chunk is read, so each is taken only when it is sent.
-                while request.stream and (sample := call.pop_changed()) is not None:
+                while request.body.stream and (sample := call.pop_changed()) is not None:
                     yield call.chunk_of(sample)
                     call.raise_error()
                 is_finished = call.finished
-            if not request.stream:
+            if not request.body.stream:
                 yield await call.answer()
         finally:
             self._leave(call)
@@ -157,11 +158,11 @@ class TokenizerManager:
             for params in expand_samples(prompt.params_for(len(ids), self.limits))
         ]
         for index, params, message in messages:
-            prompt = request.prompts[index]
-            returns = Returns(prompt.returns, message.input_ids, self._text_of_token)
-            sample = call.add_sample(message.req_id, message.rid, returns, params.reports_steps)
+            text_of_token = self._text_of_token if request.body.return_text_in_logprobs else None
+            lists = MetaInfoLists(message, text_of_token)
+            sample = call.add_sample(message.req_id, message.rid, lists, params.reports_steps)
             self._samples[sample.req_id] = sample
-            sample.log_fields = self._log_fields(request, prompt, params)
+            sample.log_fields = self._log_fields(request, request.prompts[index], params)
         self._idle.clear()
         for index, _, message in messages:
             reason = tokenizing.reason_of(index)
@@ -188,8 +189,8 @@ class TokenizerManager:
         input_ids: list[int],
         params: SamplingParams,
     ) -> TokenizedGenerateReqInput:
-        wanted = prompt.returns
-        if not request.stream:
+        body = request.body
+        if not body.stream:
             params = msgspec.structs.replace(params, stream_interval=UNSTREAMED_INTERVAL)
         return TokenizedGenerateReqInput(
             req_id=next(self._req_ids),
@@ -197,10 +198,10 @@ class TokenizerManager:
             input_ids=input_ids,
             sampling_params=params,
             stream=True,
-            logprobs=wanted.logprobs_for(len(input_ids)),
-            hidden_states=wanted.hidden_states,
-            priority=wanted.priority,
-            cache_key=wanted.cache_key,
+            logprobs=prompt.logprobs_for(len(input_ids)),
+            hidden_states=HIDDEN_STATES[body.return_hidden_states],
+            priority=body.priority,
+            cache_key=(body.extra_key, body.cache_salt),
         )
 
     async def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
@@ -212,9 +213,9 @@ class TokenizerManager:
         self, request: CheckedRequest, prompt: CheckedPrompt, params: SamplingParams
     ) -> dict[str, Any] | None:
         """What the request log says of a sample beside its figures; None to leave it out."""
-        if self._request_log is None or request.no_logs:
+        if self._request_log is None or request.body.no_logs:
             return None
-        fields: dict[str, Any] = {"custom_labels": request.labels}
+        fields: dict[str, Any] = {"custom_labels": request.body.custom_labels}
         if self._request_log.level >= 1:
             fields["sampling_params"] = params
         if self._request_log.level >= 2:

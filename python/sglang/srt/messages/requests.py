@@ -1,4 +1,4 @@
-"""The messages of requests and their outputs, and the bodies of their HTTP routes.
+"""The messages of requests and their outputs.
 
 One class per message; `messages/control.py` has those of control calls.
 
@@ -18,52 +18,6 @@ import msgspec
 
 from sglang.srt.messages.control import ControlOutput, ControlRequest, HealthPing, Message
 from sglang.srt.sampling.sampling_params import SamplingParams
-
-# ---------------------------------------------------------------- bodies of HTTP routes
-
-
-class GenerateReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/generate`: exactly one of `text` and `input_ids`, single or a list (a batch).
-
-    Attributes:
-        logprob_start_len: first prompt position whose logprob is returned; -1: outputs only.
-        priority: larger ones go first (with --enable-priority-scheduling).
-        cache_salt, extra_key: KV is shared only between requests that have the same.
-        custom_labels: copied to the request log.
-        no_logs: leave the request out of the request log.
-    """
-
-    text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
-    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
-    rid: str | list[str] | None = None
-    stream: bool = False
-    return_logprob: bool | list[bool] = False
-    logprob_start_len: int | list[int] = -1
-    top_logprobs_num: int | list[int] = 0
-    token_ids_logprob: list[int | list[int]] | None = None
-    return_text_in_logprobs: bool = False
-    return_hidden_states: bool | Literal["last"] = False
-    priority: int | None = None
-    cache_salt: str | None = None
-    extra_key: str | None = None
-    custom_labels: dict[str, str] | None = None
-    no_logs: bool = False
-
-
-class TokenizeReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/tokenize`. `prompt` may be a list; the answer then holds lists."""
-
-    prompt: str | list[str]
-    add_special_tokens: bool = True
-
-
-class DetokenizeReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/detokenize`. `tokens` may be a list of lists; the answer then holds a list."""
-
-    tokens: list[int | list[int]]
-    skip_special_tokens: bool = True
-
 
 # ---------------------------------------------------------------- results
 

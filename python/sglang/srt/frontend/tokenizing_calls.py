@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from sglang.srt.frontend.request_validation import CheckedRequest
+from sglang.srt.frontend.generate_body import CheckedRequest
 from sglang.srt.messages.requests import FinishReason
 
 ABORT_MESSAGE = "The request was aborted."

@@ -1,14 +1,28 @@
-"""From a body of `/detokenize` to checked token ids."""
+"""The bodies of `/tokenize` and `/detokenize`, and their rules."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+
+import msgspec
 
 from sglang.srt.frontend.body_parsing import field_error, parse_struct
-from sglang.srt.frontend.request_limits import RequestLimits, check_token_ids
-from sglang.srt.messages.requests import DetokenizeReqInput
+from sglang.srt.frontend.request_limits import RequestLimits, TokenId, check_id_lists
 from sglang.srt.sglang_surface import neutral_fields
+
+
+class TokenizeReqInput(msgspec.Struct, kw_only=True):
+    """Body of `/tokenize`. `prompt` may be a list; the answer then holds lists."""
+
+    prompt: str | list[str]
+    add_special_tokens: bool = True
+
+
+class DetokenizeReqInput(msgspec.Struct, kw_only=True):
+    """Body of `/detokenize`. `tokens` may be a list of lists; the answer then holds a list."""
+
+    tokens: list[TokenId | list[TokenId]]
+    skip_special_tokens: bool = True
 
 
 @dataclass(frozen=True)
@@ -19,7 +33,7 @@ class CheckedTokens:
         is_list: the client sent a list of lists and gets a list, be it of one.
     """
 
-    lists: list[Any]
+    lists: list[list[int]]
     is_list: bool
     skip_special_tokens: bool
 
@@ -31,17 +45,11 @@ def check_detokenize(raw: bytes, limits: RequestLimits) -> CheckedTokens:
         RequestError: naming the field that breaks a rule.
     """
     body = parse_struct(raw, DetokenizeReqInput, neutral_fields("/detokenize"))
-    is_list = any(isinstance(item, list) for item in body.tokens)
-    lists: list[Any] = body.tokens if is_list else [body.tokens]
+    lists, is_list = check_id_lists("tokens", body.tokens, limits.vocab_size)
     if len(lists) > limits.max_batch_size:
         raise field_error(
             "tokens",
             f"has {len(lists)} lists, more than {limits.max_batch_size}"
             " (--max-batch-size-per-request)",
         )
-    for index, ids in enumerate(lists):
-        name = f"tokens[{index}]" if is_list else "tokens"
-        if not isinstance(ids, list):
-            raise field_error(name, "must be a list of token ids, as the others are")
-        check_token_ids(name, ids, limits.vocab_size)
     return CheckedTokens(lists, is_list, body.skip_special_tokens)

@@ -8,7 +8,6 @@ from typing import Any
 from sglang.srt.entrypoints.launch import LaunchError
 from sglang.srt.frontend.body_parsing import RequestError, field_error, parse_json_object
 from sglang.srt.frontend.request_limits import RequestLimits
-from sglang.srt.frontend.return_options import ReturnLimits
 from sglang.srt.frontend.sampling_validation import check_sampling_params, check_stop_sizes
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.server_args import ServerArgs
@@ -18,7 +17,7 @@ MIN_REQ_LEN = 2  # one token in, one out
 PREFERRED_FLAG = "--preferred-sampling-params"
 
 
-def request_limits(server_args: ServerArgs, info: SchedulerInfo) -> RequestLimits:
+def limits_from_flags(server_args: ServerArgs, info: SchedulerInfo) -> RequestLimits:
     """What one request may ask for, by the flags and by what the scheduler found out.
 
     Raises:
@@ -42,14 +41,11 @@ def request_limits(server_args: ServerArgs, info: SchedulerInfo) -> RequestLimit
         max_label_chars=server_args.max_label_chars,
         max_custom_labels=server_args.max_custom_labels,
         mtp_max_k=info.mtp_max_k,
-        returns=ReturnLimits(
-            vocab_size=info.vocab_size,
-            max_top_logprobs=server_args.max_top_logprobs,
-            max_token_ids_logprob=server_args.max_token_ids_logprob,
-            max_key_chars=server_args.max_cache_key_chars,
-            allow_hidden_states=server_args.enable_return_hidden_states,
-            allow_priority=server_args.enable_priority_scheduling,
-        ),
+        max_top_logprobs=server_args.max_top_logprobs,
+        max_token_ids_logprob=server_args.max_token_ids_logprob,
+        max_cache_key_chars=server_args.max_cache_key_chars,
+        allow_hidden_states=server_args.enable_return_hidden_states,
+        allow_priority=server_args.enable_priority_scheduling,
     )
     try:
         preferred = _preferred_sampling_params(server_args)

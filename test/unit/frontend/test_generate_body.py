@@ -11,12 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.frontend.body_parsing import RequestError, parse_json_object, parse_struct
+from sglang.srt.frontend.generate_body import (
+    CheckedRequest,
+    GenerateReqInput,
+    check_generate_request,
+)
 from sglang.srt.frontend.request_limits import RequestLimits, check_length
-from sglang.srt.frontend.request_validation import CheckedRequest, check_generate_request
-from sglang.srt.frontend.return_options import ReturnLimits
 from sglang.srt.frontend.sampling_validation import expand_samples
+from sglang.srt.frontend.tokenizer_bodies import TokenizeReqInput
 from sglang.srt.messages.control import AbortReqInput
-from sglang.srt.messages.requests import GenerateReqInput, TokenizeReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 LIMITS = RequestLimits(
@@ -27,13 +30,10 @@ LIMITS = RequestLimits(
     max_n=4,
     max_stop_strings=2,
     max_stop_string_chars=5,
-    returns=ReturnLimits(
-        vocab_size=100,
-        max_top_logprobs=16,
-        max_token_ids_logprob=8,
-        max_key_chars=16,
-        allow_hidden_states=True,
-    ),
+    max_top_logprobs=16,
+    max_token_ids_logprob=8,
+    max_cache_key_chars=16,
+    allow_hidden_states=True,
 )
 
 
@@ -140,7 +140,13 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     (sampling(min_new_tokens=200), "sampling_params.min_new_tokens"),
     (sampling(stream_interval=0), "sampling_params.stream_interval"),
     ({"text": "x", "return_logprob": True, "top_logprobs_num": 17}, "top_logprobs_num"),
-    ({"text": "x", "token_ids_logprob": [100]}, "token_ids_logprob"),
+    ({"text": "x", "token_ids_logprob": [100]}, "token_ids_logprob[0]"),
+    ({"text": "x", "token_ids_logprob": [5, True]}, "token_ids_logprob[1]"),
+    ({"text": ["x"], "token_ids_logprob": [[5], 5]}, "token_ids_logprob[1]"),
+    ({"text": ["x"] * 2, "token_ids_logprob": [[5]]}, "token_ids_logprob"),
+    ({"text": ["x"] * 2, "return_logprob": [True, 1]}, "return_logprob[1]"),
+    ({"text": ["x"] * 2, "top_logprobs_num": [17, 0]}, "top_logprobs_num"),
+    ({"text": "x", "custom_labels": {"a": 1}}, "custom_labels"),
     ({"text": "x", "token_ids_logprob": list(range(9))}, "token_ids_logprob"),
     ({"text": "x", "logprob_start_len": -2}, "logprob_start_len"),
     ({"text": "x", "return_hidden_states": "first"}, "return_hidden_states"),
@@ -162,6 +168,16 @@ def test_bad_body_names_the_field(body: dict[str, Any], field: str) -> None:
     assert (error.field, error.status_code) == (field, 400)
     assert len(error.message) < 200
     error.message.encode()
+
+
+@pytest.mark.parametrize("field", GenerateReqInput.__struct_fields__)
+def test_half_a_surrogate_pair_is_refused_in_every_field(field: str) -> None:
+    """JSON cannot hold one, but callers in Python can give it."""
+    prompt = {} if field == "input_ids" else {"text": "x"}
+    with pytest.raises(RequestError) as caught:
+        check_generate_request({**prompt, field: "\ud800"}, LIMITS)
+    assert caught.value.field == field
+    check_error(caught.value)
 
 
 def test_body_that_sglang_clients_send_is_accepted() -> None:
@@ -189,11 +205,13 @@ def test_body_that_sglang_clients_send_is_accepted() -> None:
     (prompt,) = request.prompts
     assert prompt.input_ids == [1, 2]
     assert prompt.sampling_params == SamplingParams(temperature=0, max_new_tokens=4)
-    assert (request.is_batch, request.stream) == (False, False)
+    assert (request.is_batch, request.body.stream) == (False, False)
 
 
 def test_null_sampling_params_are_the_defaults() -> None:
     assert check(text="x", sampling_params=None).prompts[0].sampling_params == SamplingParams()
+    (prompt,) = check(text=["x"], sampling_params=[None]).prompts
+    assert (prompt.sampling_params, prompt.has_default_length) == (SamplingParams(), True)
 
 
 def test_list_of_one_is_a_batch_and_one_rid_names_all() -> None:

@@ -1,0 +1,315 @@
+"""The body of `/generate`: its fields with their types and ranges, and the rules beyond those.
+
+A new field is one line of `GenerateReqInput`, which accepts it, checks it and documents it in
+`/openapi.json`, and a line where it acts: that place reads `CheckedRequest.body`. A field with a
+value for each prompt goes into `CheckedPrompt` too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from sglang.srt.frontend.body_parsing import (
+    RequestError,
+    check_known_fields,
+    convert_fields,
+    field_error,
+    require_object,
+)
+from sglang.srt.frontend.request_limits import (
+    RequestLimits,
+    TokenId,
+    check_encodable,
+    check_id_lists,
+    check_short_text,
+)
+from sglang.srt.frontend.sampling_validation import check_sampling_params, check_stop_sizes
+from sglang.srt.messages.requests import LogprobOptions
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sglang_surface import is_neutral, neutral_fields
+
+MAX_INT32 = 2**31 - 1
+
+NotEmpty = Meta(min_length=1)
+Text = Annotated[str, NotEmpty]
+TokenIds = Annotated[list[TokenId], NotEmpty]
+Position = Annotated[int, Meta(ge=-1, le=MAX_INT32)]
+Count = Annotated[int, Meta(ge=0)]
+Priority = Annotated[int, Meta(ge=-MAX_INT32, le=MAX_INT32)]
+# Checked field by field in `check_sampling_params`.
+Sampling = Annotated[
+    dict[str, Any], Meta(extra_json_schema={"$ref": "#/components/schemas/SamplingParams"})
+]
+HiddenStates = bool | Annotated[str, Meta(extra_json_schema={"enum": ["last"]})]
+HIDDEN_STATES: dict[bool | str, Literal["none", "all", "last"]] = {
+    False: "none",
+    True: "all",
+    "last": "last",
+}
+
+
+class GenerateReqInput(msgspec.Struct, kw_only=True):
+    """Body of `/generate`: exactly one of `text` and `input_ids`, single or a list (a batch).
+
+    A batch may give a list of values, one per prompt, where the type allows that. Null stands for
+    the default of any field.
+
+    Attributes:
+        rid: the client's label; one for a batch names all of it.
+        logprob_start_len: first prompt position whose logprob is returned; -1: outputs only.
+        token_ids_logprob: ids whose logprobs are returned at every position.
+        priority: larger ones go first (with --enable-priority-scheduling).
+        cache_salt, extra_key: KV is shared only between requests that have the same.
+        custom_labels: copied to the request log.
+        no_logs: leave the request out of the request log.
+    """
+
+    text: Text | Annotated[list[Text], NotEmpty] | None = None
+    input_ids: Annotated[list[TokenId | TokenIds], NotEmpty] | None = None
+    sampling_params: Sampling | list[Sampling | None] = {}
+    rid: Text | list[Text] | None = None
+    stream: bool = False
+    return_logprob: bool | list[bool] = False
+    logprob_start_len: Position | list[Position] = -1
+    top_logprobs_num: Count | list[Count] = 0
+    token_ids_logprob: list[TokenId | list[TokenId]] = []
+    return_text_in_logprobs: bool = False
+    return_hidden_states: HiddenStates = False
+    priority: Priority = 0
+    cache_salt: str = ""
+    extra_key: str = ""
+    custom_labels: dict[str, str] = {}
+    no_logs: bool = False
+
+
+# Null stands for the default of any field. In these, so does false, 0 or an empty value,
+FALSE_IS_DEFAULT = frozenset(("priority", "custom_labels", "no_logs"))
+# what `is_neutral` says asks for nothing, such as a list of empty texts,
+NEUTRAL_IS_DEFAULT = frozenset(("return_hidden_states", "cache_salt", "extra_key"))
+# or an empty list.
+EMPTY_LIST_IS_DEFAULT = frozenset(
+    ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
+)
+
+
+@dataclass(frozen=True)
+class CheckedPrompt:
+    """One prompt: `text` or `input_ids` is set, and its sampling parameters hold.
+
+    Attributes:
+        logprobs: None for none; its `start_len` may be -1, for outputs only.
+        has_default_length: nobody set max_new_tokens, so it gives way to a long prompt.
+    """
+
+    text: str | None
+    input_ids: list[int] | None
+    sampling_params: SamplingParams
+    rid: str | None
+    logprobs: LogprobOptions | None
+    has_default_length: bool
+
+    def params_for(self, num_prompt_tokens: int, limits: RequestLimits) -> SamplingParams:
+        """The sampling parameters, once the prompt's length is known."""
+        params, room = self.sampling_params, limits.max_req_len - num_prompt_tokens
+        if not self.has_default_length or params.max_new_tokens <= room:
+            return params
+        return msgspec.structs.replace(params, max_new_tokens=room)
+
+    def logprobs_for(self, num_prompt_tokens: int) -> LogprobOptions | None:
+        """What the scheduler is asked for, once the prompt's length is known.
+
+        Raises:
+            RequestError: if logprob_start_len is outside the prompt.
+        """
+        options = self.logprobs
+        if options is None:
+            return None
+        if options.start_len >= num_prompt_tokens:
+            raise field_error(
+                "logprob_start_len", f"must be less than the prompt's {num_prompt_tokens} tokens"
+            )
+        if options.start_len >= 0:
+            return options
+        return msgspec.structs.replace(options, start_len=num_prompt_tokens - 1)
+
+
+@dataclass(frozen=True)
+class CheckedRequest:
+    """The body of a `/generate` call, checked; only the prompts' lengths are still unknown.
+
+    Attributes:
+        body: what holds for all prompts is read from it; its `sampling_params` are empty, since
+            the checked ones are each prompt's.
+        is_batch: the client sent a list of prompts and gets a list, be it of one.
+    """
+
+    body: GenerateReqInput
+    prompts: list[CheckedPrompt]
+    is_batch: bool
+
+
+def check_generate_request(body: Any, limits: RequestLimits) -> CheckedRequest:
+    """Checks a parsed body of `/generate`.
+
+    Raises:
+        RequestError: naming the first field that breaks a rule; it never repeats the input at
+            length.
+    """
+    fields = require_object(body)
+    known = GenerateReqInput.__struct_fields__
+    check_known_fields(fields, known, neutral_fields("generate"), "")
+    given = {k: v for k, v in fields.items() if k in known and not _is_default(k, v)}
+    _check_one_kind_of_prompts(given, limits)
+    request = convert_fields(given, GenerateReqInput)
+    prompts, is_batch = _prompts_of(request, limits)
+    num_prompts = len(prompts)
+    given_params = _per_prompt("sampling_params", request.sampling_params, num_prompts, is_batch)
+    params = _check_sampling(request, given_params, limits)
+    num_samples = sum(item.n for item in params)
+    if num_samples > limits.max_batch_size:
+        raise _too_many_samples("sampling_params.n", num_samples, limits)
+    rids = _per_prompt("rid", request.rid, num_prompts, is_batch)
+    logprobs = _logprobs_of(request, num_prompts, is_batch, limits)
+    _check_labels(request, limits)
+    _check_permissions(request, limits)
+    has_preferred_length = limits.preferred_sampling_params.get("max_new_tokens") is not None
+    checked = [
+        CheckedPrompt(
+            prompt if isinstance(prompt, str) else None,
+            None if isinstance(prompt, str) else prompt,
+            params[i],
+            rids[i],
+            logprobs[i],
+            not has_preferred_length and (given_params[i] or {}).get("max_new_tokens") is None,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    return CheckedRequest(msgspec.structs.replace(request, sampling_params={}), checked, is_batch)
+
+
+def _is_default(name: str, value: Any) -> bool:
+    if name in FALSE_IS_DEFAULT:
+        return not value
+    if name in NEUTRAL_IS_DEFAULT:
+        return is_neutral(value, ())
+    return value is None or (name in EMPTY_LIST_IS_DEFAULT and value == [])
+
+
+def _check_one_kind_of_prompts(given: dict[str, Any], limits: RequestLimits) -> None:
+    """Leaves one of text and input_ids in `given`, and counts a batch before it is looked at."""
+    if "text" in given and "input_ids" in given:  # an empty one beside the other asks for nothing
+        for name in ("text", "input_ids"):
+            if not given[name]:
+                del given[name]
+    if ("text" in given) == ("input_ids" in given):
+        raise field_error("text", "give exactly one of text and input_ids")
+    name = "text" if "text" in given else "input_ids"
+    items = given[name]
+    is_batch = isinstance(items, list) and (name == "text" or list in map(type, items[:1]))
+    if is_batch and len(items) > limits.max_batch_size:
+        raise _too_many_samples(name, len(items), limits)
+
+
+def _too_many_samples(field: str, num_samples: int, limits: RequestLimits) -> RequestError:
+    return field_error(
+        field,
+        f"prompts x n is {num_samples}, more than {limits.max_batch_size}"
+        " (--max-batch-size-per-request)",
+    )
+
+
+def _prompts_of(
+    request: GenerateReqInput, limits: RequestLimits
+) -> tuple[Sequence[str | list[int]], bool]:
+    """(texts or lists of token ids, is_batch)."""
+    text = request.text
+    if text is None:
+        return check_id_lists("input_ids", request.input_ids or [], limits.vocab_size)
+    if isinstance(text, str):
+        check_encodable("text", text)
+        return [text], False
+    for index, item in enumerate(text):
+        check_encodable(f"text[{index}]", item)
+    return text, True
+
+
+def _per_prompt(name: str, value: Any, num_prompts: int, is_batch: bool) -> list[Any]:
+    """One value per prompt; a value that is no list holds for all of them."""
+    if not isinstance(value, list):
+        return [value] * num_prompts
+    if not is_batch:
+        raise field_error(name, "holds values for a batch, and there is one prompt: give its value")
+    if len(value) != num_prompts:
+        raise field_error(name, f"has {len(value)} entries for {num_prompts} prompts")
+    return value
+
+
+def _check_sampling(
+    request: GenerateReqInput, given: list[dict[str, Any] | None], limits: RequestLimits
+) -> list[SamplingParams]:
+    """The parameters of each prompt; those that all share are checked once."""
+    name = "sampling_params"
+    if isinstance(request.sampling_params, dict):
+        params = check_sampling_params(request.sampling_params, limits, name)
+        check_stop_sizes([params], name)
+        return [params] * len(given)
+    checked = [
+        check_sampling_params(item, limits, f"{name}[{index}]") for index, item in enumerate(given)
+    ]
+    check_stop_sizes(checked, name)
+    return checked
+
+
+def _logprobs_of(
+    request: GenerateReqInput, num_prompts: int, is_batch: bool, limits: RequestLimits
+) -> list[LogprobOptions | None]:
+    """The log-probabilities that each prompt asks for; ids that all share are checked once."""
+    wanted = _per_prompt("return_logprob", request.return_logprob, num_prompts, is_batch)
+    starts = _per_prompt("logprob_start_len", request.logprob_start_len, num_prompts, is_batch)
+    tops = _per_prompt("top_logprobs_num", request.top_logprobs_num, num_prompts, is_batch)
+    if max(tops) > limits.max_top_logprobs:
+        raise field_error(
+            "top_logprobs_num",
+            f"must be at most {limits.max_top_logprobs} (--max-top-logprobs)",
+        )
+    name = "token_ids_logprob"
+    lists, is_nested = check_id_lists(name, request.token_ids_logprob, limits.vocab_size)
+    num_ids, most = max(map(len, lists)), limits.max_token_ids_logprob
+    if num_ids > most:
+        raise field_error(name, f"has {num_ids} ids, more than {most} (--max-token-ids-logprob)")
+    ids = _per_prompt(name, lists, num_prompts, is_batch) if is_nested else lists * num_prompts
+    return [
+        LogprobOptions(starts[i], min(tops[i], limits.vocab_size), ids[i]) if wanted[i] else None
+        for i in range(num_prompts)
+    ]
+
+
+def _check_labels(request: GenerateReqInput, limits: RequestLimits) -> None:
+    """Lengths of the texts that are only labels and keys."""
+    rids = [request.rid] if isinstance(request.rid, str) else request.rid or []
+    for index, rid in enumerate(rids):
+        name = f"rid[{index}]" if isinstance(request.rid, list) else "rid"
+        check_short_text(name, rid, limits.max_label_chars)
+    check_short_text("cache_salt", request.cache_salt, limits.max_cache_key_chars)
+    check_short_text("extra_key", request.extra_key, limits.max_cache_key_chars)
+    labels = request.custom_labels
+    if len(labels) > limits.max_custom_labels:
+        raise field_error("custom_labels", f"must have at most {limits.max_custom_labels} entries")
+    for text in (*labels, *labels.values()):
+        check_short_text("custom_labels", text, limits.max_label_chars)
+
+
+def _check_permissions(request: GenerateReqInput, limits: RequestLimits) -> None:
+    """What a flag of the server must allow."""
+    if request.priority and not limits.allow_priority:
+        raise field_error("priority", "start the server with --enable-priority-scheduling")
+    name, hidden_states = "return_hidden_states", request.return_hidden_states
+    if hidden_states not in HIDDEN_STATES:
+        raise field_error(name, 'must be true, false or "last"')
+    if hidden_states and not limits.allow_hidden_states:
+        raise field_error(name, "start the server with --enable-return-hidden-states")

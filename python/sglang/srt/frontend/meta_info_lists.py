@@ -1,0 +1,97 @@
+"""The lists of a sample's `meta_info`: its log-probabilities and hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.messages.requests import (
+    PositionLogprobs,
+    ReqTextOutput,
+    TokenizedGenerateReqInput,
+)
+
+
+class MetaInfoLists:
+    """Log-probabilities and hidden states of one sample so far, in SGLang's shapes.
+
+    Args:
+        request: which of them are wanted, and the prompt.
+        text_of_token: text of one token id; None to leave texts out.
+    """
+
+    def __init__(
+        self, request: TokenizedGenerateReqInput, text_of_token: Callable[[int], str] | None
+    ) -> None:
+        self._logprobs = request.logprobs
+        self._hidden_states = request.hidden_states
+        self._num_prompt_tokens = len(request.input_ids)
+        token_ids = [] if request.logprobs is None else request.logprobs.token_ids
+        self._input = LogprobLists(text_of_token, token_ids)
+        self._output = LogprobLists(text_of_token, token_ids)
+        self._hidden: list[list[float]] = []
+        if request.logprobs is not None:
+            first_id = request.input_ids[request.logprobs.start_len]
+            self._input.news.append(PositionLogprobs(token_id=first_id, logprob=None))
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self._logprobs is not None
+
+    def add(self, output: ReqTextOutput) -> None:
+        self._input.news += output.input_logprobs
+        self._output.news += output.output_logprobs
+        self._hidden += output.hidden_states
+
+    def meta_info(self) -> dict[str, Any]:
+        """The fields of `meta_info` that were asked for. Many log-probabilities take long."""
+        wanted, fields = self._logprobs, dict[str, Any]()
+        if wanted is not None:
+            for name, lists in (("input", self._input), ("output", self._output)):
+                lists.take_news()
+                fields[f"{name}_token_logprobs"] = list(lists.tokens)
+                if wanted.top_num:
+                    fields[f"{name}_top_logprobs"] = list(lists.top)
+                if wanted.token_ids:
+                    fields[f"{name}_token_ids_logprobs"] = list(lists.chosen)
+        if self._hidden_states == "last":
+            fields["hidden_states"] = list(self._hidden)
+        elif self._hidden_states == "all":
+            # The prompt's rows are one entry, each generated token's row another.
+            split = self._num_prompt_tokens
+            fields["hidden_states"] = [self._hidden[:split], *self._hidden[split:]]
+        return fields
+
+
+class LogprobLists:
+    """Logprobs of the prompt, or of the output: one entry per position in each list.
+
+    Attributes:
+        news: positions that are not in the lists of the answer yet; that is done when it is built.
+    """
+
+    def __init__(self, text_of_token: Callable[[int], str] | None, token_ids: list[int]) -> None:
+        self._text_of_token = text_of_token
+        self._token_ids = token_ids
+        self.news: list[PositionLogprobs] = []
+        self.tokens: list[list[Any]] = []
+        self.top: list[list[list[Any]] | None] = []
+        self.chosen: list[list[list[Any]] | None] = []
+
+    def take_news(self) -> None:
+        news, self.news = self.news, []
+        for position in news:
+            self._add(position)
+
+    def _add(self, position: PositionLogprobs) -> None:
+        text_of_token = self._text_of_token
+
+        def entry(logprob: float | None, token_id: int) -> list[Any]:
+            text = None if text_of_token is None else text_of_token(token_id)
+            return [logprob, token_id, text]
+
+        has_logprob = position.logprob is not None
+        self.tokens.append(entry(position.logprob, position.token_id))
+        self.top.append([entry(*item) for item in position.top] if has_logprob else None)
+        chosen = zip(position.chosen, self._token_ids, strict=True) if has_logprob else ()
+        self.chosen.append([entry(*item) for item in chosen] if has_logprob else None)
