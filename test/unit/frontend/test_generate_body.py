@@ -147,6 +147,7 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"text": ["x"] * 2, "return_logprob": [True, 1]}, "return_logprob[1]"),
     ({"text": ["x"] * 2, "top_logprobs_num": [17, 0]}, "top_logprobs_num"),
     ({"text": "x", "custom_labels": {"a": 1}}, "custom_labels"),
+    ({"text": "x", "custom_labels": {5: "a"}}, "custom_labels"),
     ({"text": "x", "token_ids_logprob": list(range(9))}, "token_ids_logprob"),
     ({"text": "x", "logprob_start_len": -2}, "logprob_start_len"),
     ({"text": "x", "return_hidden_states": "first"}, "return_hidden_states"),

@@ -104,7 +104,8 @@ def type_error(error: msgspec.ValidationError, prefix: str = "") -> RequestError
     """A msgspec error such as "Expected `int`, got `str` - at `$.n`" as a `RequestError`."""
     reason, _, path = str(error).partition(" - at ")
     # `[...]` stands for an entry of an object; the object's own name is enough.
-    field = prefix + path.strip("`").removeprefix("$").removeprefix(".").replace("[...]", "")
+    place = path.strip("`").rpartition("$")[2].removeprefix(".").replace("[...]", "")
+    field = prefix + place
     text = reason.replace("`", "").replace(" | ", " or ")
     return field_error(shorten(field) or None, text[:1].lower() + text[1:])
 
