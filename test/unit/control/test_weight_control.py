@@ -83,7 +83,7 @@ class Harness(SchedulerHarness):
         call_id = next(_call_ids)
         self.inbox.messages.append(kind(call_id=call_id, **fields))
         control = self.scheduler.control
-        while control.may_launch:  # what was read waits for rest
+        while control.may_launch:  # what was read waits for the step
             self.scheduler.receive()
             time.sleep(0.001)
         while not control.may_launch and control.state.admits:

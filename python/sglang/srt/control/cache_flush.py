@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.control.engine_state import EngineState, RestQueue
+from sglang.srt.control.engine_state import BetweenStepsQueue, EngineState
 from sglang.srt.messages.control import FlushCacheReqInput, FlushCacheReqOutput
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 
@@ -31,14 +31,14 @@ class CacheFlusher:
         self,
         state: EngineState,
         lifecycle: RequestLifecycle,
-        rest: RestQueue,
+        between_steps: BetweenStepsQueue,
         reset_counters: Callable[[], None],
         reply: Callable[[Any], None],
         clock: Callable[[], float],
     ) -> None:
         self._state = state
         self._lifecycle = lifecycle
-        self._rest = rest
+        self._between_steps = between_steps
         self._reset_counters = reset_counters
         self._reply = reply
         self._clock = clock
@@ -67,7 +67,7 @@ class CacheFlusher:
             if not self._serve(call.call_id, is_last_try=message.timeout_s <= 0):
                 self._waiting.append(call)
 
-        self._rest.add(try_now)
+        self._between_steps.add(try_now)
 
     def _serve(self, call_id: int, is_last_try: bool) -> bool:
         """Whether the call has been answered."""

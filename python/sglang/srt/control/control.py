@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.control.cache_flush import CacheFlusher
-from sglang.srt.control.engine_state import EngineState, RestQueue
+from sglang.srt.control.engine_state import BetweenStepsQueue, EngineState
 from sglang.srt.control.memory_control import MemoryControl, MemoryPart
 from sglang.srt.control.pause import PauseController
 from sglang.srt.control.weight_control import POLL_S, ModelWeights, WeightControl
@@ -103,8 +103,8 @@ class Control:
         self._reply = reply
         self._clock = clock
         self.state = EngineState(lifecycle, reply)
-        self._rest = RestQueue()
-        shared = (self.state, lifecycle, self._rest)
+        self._between_steps = BetweenStepsQueue()
+        shared = (self.state, lifecycle, self._between_steps)
         self._pause = PauseController(*shared, self._abort_all, reply, clock)
         self._flusher = CacheFlusher(*shared, self._reset_counters, reply, clock)
         self._weights = WeightControl(resources.weights, *shared, self._abort_all, reply)
@@ -121,12 +121,12 @@ class Control:
 
     @property
     def may_launch(self) -> bool:
-        return self.state.may_launch and not self._rest
+        return self.state.may_launch and not self._between_steps
 
     @property
     def has_work(self) -> bool:
         """Whether a turn of the loop would do something without a message or a deadline."""
-        if self._rest:
+        if self._between_steps:
             return True
         lifecycle = self._lifecycle
         can_start = lifecycle.waiting if self.state.admits else lifecycle.awaits_finish
@@ -146,11 +146,11 @@ class Control:
         self._weights.tick()
         self._flusher.tick()
 
-    def at_rest(self) -> None:
-        """Every launched step has been read: does what has waited for that, and what follows."""
+    def between_steps(self) -> None:
+        """No step is in flight: does what has waited for that, and what follows."""
         self.tick()
-        while self._rest:
-            self._rest.run()
+        while self._between_steps:
+            self._between_steps.run()
             self.tick()
         if not self.state.may_launch:
             self._stats.on_idle()

@@ -1,4 +1,4 @@
-"""Whether the engine runs: what stops it, and the work that waits for it to be at rest."""
+"""Whether the engine runs: what stops it, and the work that must not meet a step in flight."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ class EngineState:
             self._send(status)
 
 
-class RestQueue:
-    """Work that needs the engine at rest: every launched step has been read.
+class BetweenStepsQueue:
+    """Work that waits until every launched step has been read, so that none is in flight.
 
-    While some is waiting nothing is launched, so rest comes with the step in flight. It runs in the
+    While some is waiting nothing is launched, so it waits for one step at most. It runs in the
     order of arrival, so calls take effect in the order they were made in.
     """
 
@@ -92,6 +92,6 @@ class RestQueue:
         self._work.append(work)
 
     def run(self) -> None:
-        """Does it all. Only at rest."""
+        """Does it all. Only with no step in flight."""
         while self._work:
             self._work.popleft()()

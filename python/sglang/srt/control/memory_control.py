@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.control.engine_state import EngineState, RestQueue
+from sglang.srt.control.engine_state import BetweenStepsQueue, EngineState
 from sglang.srt.messages.control import ControlReply, MemoryOccupationReq
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 
@@ -40,7 +40,7 @@ class MemoryControl:
         parts: Mapping[str, MemoryPart],
         state: EngineState,
         lifecycle: RequestLifecycle,
-        rest: RestQueue,
+        between_steps: BetweenStepsQueue,
         reply: Callable[[Any], None],
     ) -> None:
         self._parts = parts
@@ -48,7 +48,7 @@ class MemoryControl:
         self._lifecycle = lifecycle
         self._reply = reply
         self.handlers: dict[type, Callable[[Any], None]] = {
-            MemoryOccupationReq: lambda message: rest.add(lambda: self._change(message))
+            MemoryOccupationReq: lambda message: between_steps.add(lambda: self._change(message))
         }
 
     def _change(self, message: MemoryOccupationReq) -> None:

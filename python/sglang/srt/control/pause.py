@@ -1,7 +1,7 @@
 """Pausing and continuing. docs/pause.md has the table of all transitions.
 
-A pause stops launches at once and takes effect at rest, that is when the step in flight has been
-read; then it is answered. `drain` goes on launching, without newcomers, until nothing runs.
+A pause stops launches at once and takes effect when the step in flight has been read; then it is
+answered. `drain` goes on launching, without newcomers, until nothing runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.control.engine_state import EngineState, RestQueue
+from sglang.srt.control.engine_state import BetweenStepsQueue, EngineState
 from sglang.srt.messages.control import (
     ContinueGenerationReq,
     ControlReply,
@@ -74,14 +74,14 @@ class PauseController:
         self,
         state: EngineState,
         lifecycle: RequestLifecycle,
-        rest: RestQueue,
+        between_steps: BetweenStepsQueue,
         abort_all: Callable[[str], None],
         reply: Callable[[Any], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state = state
         self._lifecycle = lifecycle
-        self._rest = rest
+        self._between_steps = between_steps
         self._abort_all = abort_all
         self._reply = reply
         self._clock = clock
@@ -108,7 +108,7 @@ class PauseController:
             not self._lifecycle.awaits_finish or now >= self._drain_deadline
         ):
             self._stop_draining()
-            self._rest.add(self._end_drains)
+            self._between_steps.add(self._end_drains)
         if self._lease is not None and now >= self._lease.deadline:
             self._expire(self._lease)
 
@@ -128,11 +128,11 @@ class PauseController:
             self._stop_draining()
             if message.mode == "abort":
                 self._abort_all(PAUSE_ABORT_MESSAGE)
-            self._rest.add(lambda: self._settle(call))
+            self._between_steps.add(lambda: self._settle(call))
         self._state.publish()
 
     def _settle(self, call: _Call) -> None:
-        """The engine is at rest: what the mode asks for, and the answer."""
+        """Between steps: what the mode asks for, and the answer."""
         is_in_force = self._state.pause_mode is not None and call.epoch == self.epoch
         if is_in_force and call.message.mode == "retract":
             self._lifecycle.retract_all()
@@ -141,7 +141,7 @@ class PauseController:
             self._answer_drains()
 
     def _end_drains(self) -> None:
-        """At rest, after all have finished or time is up; unless another call came between."""
+        """Between steps, after all have finished or time is up; unless another call came first."""
         if self._drains and not self._state.is_draining:
             self._lifecycle.retract_all()
             self._answer_drains()

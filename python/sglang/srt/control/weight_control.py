@@ -1,4 +1,4 @@
-"""Weight updates and memory: read beside the running engine, taken over at rest, all or nothing.
+"""Weight updates: read beside the running engine, taken over between steps, all or nothing.
 
 Reading, checking and receiving happen in a thread, so the engine answers and generates meanwhile.
 The weights that serve change only in `_take_over`, when running requests have finished or are kept
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang.srt.control.engine_state import EngineState, RestQueue
+from sglang.srt.control.engine_state import BetweenStepsQueue, EngineState
 from sglang.srt.control.memory_control import WEIGHTS_TAG
 from sglang.srt.messages.control import (
     ControlReply,
@@ -64,7 +64,7 @@ class ModelWeights(Protocol):
 
 @dataclass(slots=True)
 class _Job:
-    """One call: what is done in the thread, and then at rest when its turn comes.
+    """One call: what is done in the thread, and then between steps when its turn comes.
 
     Attributes:
         finish: gets what the future gives.
@@ -109,14 +109,14 @@ class WeightControl:
         weights: ModelWeights,
         state: EngineState,
         lifecycle: RequestLifecycle,
-        rest: RestQueue,
+        between_steps: BetweenStepsQueue,
         abort_all: Callable[[str], None],
         reply: Callable[[Any], None],
     ) -> None:
         self._weights = weights
         self._state = state
         self._lifecycle = lifecycle
-        self._rest = rest
+        self._between_steps = between_steps
         self._abort_all = abort_all
         self._reply = reply
         self._session: _Update | None = None
@@ -137,12 +137,12 @@ class WeightControl:
         return bool(self._jobs)
 
     def tick(self) -> None:
-        """Has the first call finished at rest, once it has been read and nothing is in its way."""
+        """Has the first call finished between steps, once it is read and nothing is in its way."""
         if not self._jobs or self._first_is_due or not self._jobs[0].future.done():
             return
         if not (self._state.awaits_end and self._has_begun):
             self._first_is_due = True
-            self._rest.add(self._finish_first)
+            self._between_steps.add(self._finish_first)
 
     def _finish_first(self) -> None:
         self._first_is_due = False
@@ -221,7 +221,7 @@ class WeightControl:
         return self._weights.from_tensors(group.receive(specs))
 
     def _take_over(self, message: UpdateWeightsReq | WeightSessionReq, update: _Update) -> bool:
-        """At rest: the staged weights serve from here on. Returns whether they do."""
+        """Between steps: the staged weights serve from here on. Returns whether they do."""
         problem = "" if update.is_complete else self._state.broken
         if WEIGHTS_TAG in self._state.released:
             problem = self._state.unusable

@@ -165,7 +165,7 @@ class Scheduler:
             ongoing = self._launch_next(has_inflight=False)
         if ongoing is None:
             self._slack.rest()
-            self.control.at_rest()
+            self.control.between_steps()
         return ongoing
 
     def event_loop_normal(self, last: LaunchedStep | None = None) -> None:
@@ -174,7 +174,7 @@ class Scheduler:
         step = self._launch_next(has_inflight=False)
         if step is not None:
             self._read(step)
-        self.control.at_rest()
+        self.control.between_steps()
 
     def receive(self) -> None:
         """Handles every message that has arrived."""

@@ -77,13 +77,6 @@ class RequestLifecycle:
             if req.kv is not None:
                 yield req.kv
 
-    def find(self, req_id: int) -> Req | None:
-        """A request that has not finished."""
-        for req in (*self.running, *self.waiting):
-            if req.req_id == req_id:
-                return req
-        return None
-
     def submit(self, req: Req) -> None:
         req.begin_weight_span(self.weight_version)
         self.waiting.append(req)
