@@ -8,21 +8,27 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.control import client as control_client
+from sglang.srt.control.bodies import (
+    CommitWeightUpdateReqInput,
+    InitWeightsUpdateGroupReqInput,
+    PauseGenerationReqInput,
+    UpdateWeightVersionReqInput,
+    WeightUpdateOptions,
+)
 from sglang.srt.control.client import ControlClient
 from sglang.srt.frontend.body_parsing import RequestError
 from sglang.srt.frontend.request_state import ServiceError
+from sglang.srt.messages import control as messages
 from sglang.srt.messages.control import (
     ContinueGenerationReq,
     ControlReply,
     EngineStatus,
     FromDirectory,
-    InitWeightsUpdateGroupReqInput,
+    GroupAddress,
     PauseGenerationReq,
     UpdateWeightsReq,
     UpdateWeightVersionReq,
     WeightSessionReq,
-    WeightUpdateOptions,
 )
 
 OPTIONS = WeightUpdateOptions(weight_version="v2")
@@ -103,11 +109,15 @@ def task_of(work: Awaitable[Any]) -> asyncio.Future[Any]:
 def test_pause_and_continue_answer_with_the_schedulers_message_and_counts() -> None:
     async def scenario(scheduler: Scheduler) -> None:
         scheduler.scripts[PauseGenerationReq] = {"fields": {"retracted": 3, "epoch": 1}}
-        answer = await scheduler.client.pause("retract", lease_s=5.0, lease_end="abort")
+        body = PauseGenerationReqInput(mode="retract", lease_s=5.0, lease_end="abort")
+        answer = await scheduler.client.call(body.message())
         assert answer == {"message": "Done.", "status": "ok", "retracted": 3, "epoch": 1}
         (message,) = scheduler.sent
         assert (message.lease_s, message.lease_end) == (5.0, "abort")
-        assert await scheduler.client.resume() == {"message": "Done.", "status": "ok"}
+        assert await scheduler.client.call(ContinueGenerationReq()) == {
+            "message": "Done.",
+            "status": "ok",
+        }
 
     play(scenario)
 
@@ -122,7 +132,7 @@ def test_refusal_becomes_an_error_with_its_reason_and_status(
         refusal = {**REFUSAL, "status_code": status_code}
         scheduler.scripts[WeightSessionReq] = refusal
         with pytest.raises(kind, match="no such file") as error:
-            await scheduler.client.begin_weight_update()
+            await scheduler.client.call(WeightSessionReq(action="begin"))
         assert error.value.status_code == status_code
 
     play(scenario)
@@ -131,10 +141,10 @@ def test_refusal_becomes_an_error_with_its_reason_and_status(
 def test_death_fails_waiting_calls_and_later_ones() -> None:
     async def scenario(scheduler: Scheduler) -> None:
         scheduler.held = {UpdateWeightsReq}
-        waiting = task_of(scheduler.client.update_weights(SOURCE, OPTIONS))
+        waiting = task_of(scheduler.client.call(OPTIONS.update(SOURCE)))
         await scheduler.wait_for(UpdateWeightsReq)
         scheduler.client.fail_all("The scheduler died.")
-        for work in (waiting, scheduler.client.resume()):
+        for work in (waiting, scheduler.client.call(ContinueGenerationReq())):
             with pytest.raises(ServiceError, match="died"):
                 await work
 
@@ -145,13 +155,15 @@ def test_drain_waits_as_long_as_it_was_told_and_no_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario(scheduler: Scheduler) -> None:
-        monkeypatch.setattr(control_client, "CONTROL_TIMEOUT_S", 0.02)
+        monkeypatch.setattr(messages, "CONTROL_TIMEOUT_S", 0.02)
         scheduler.held = {PauseGenerationReq}
-        endless = task_of(scheduler.client.pause("drain"))
-        limited = task_of(scheduler.client.pause("drain", drain_timeout_s=0.2))
+        endless = task_of(scheduler.client.call(PauseGenerationReq(mode="drain")))
+        limited = task_of(
+            scheduler.client.call(PauseGenerationReq(mode="drain", drain_timeout_s=0.2))
+        )
         await asyncio.sleep(0)
         with pytest.raises(ServiceError, match="No answer"):
-            await scheduler.client.pause("retract")
+            await scheduler.client.call(PauseGenerationReq(mode="retract"))
         assert not limited.done()
         with pytest.raises(ServiceError, match=r"0\.22 s"):
             await limited
@@ -166,14 +178,21 @@ def test_joining_a_group_waits_longer_than_its_own_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario(scheduler: Scheduler) -> None:
-        monkeypatch.setattr(control_client, "CONTROL_TIMEOUT_S", 0.02)
+        monkeypatch.setattr(messages, "CONTROL_TIMEOUT_S", 0.02)
         scheduler.client = ControlClient(scheduler.sent.append)
         body = InitWeightsUpdateGroupReqInput(
             master_address="host", master_port=1, rank_offset=1, world_size=2, timeout_s=0.05
         )
         with pytest.raises(ServiceError, match=r"0\.07 s"):
-            await scheduler.client.init_weight_group(body)
-        assert scheduler.sent[0].join == body
+            await scheduler.client.call(body.message())
+        assert scheduler.sent[0].join == GroupAddress(
+            master_address="host",
+            master_port=1,
+            rank=1,
+            world_size=2,
+            backend="gloo",
+            timeout_s=0.05,
+        )
 
     play(scenario)
 
@@ -184,7 +203,7 @@ def test_joining_a_group_waits_longer_than_its_own_time_limit(
 def test_an_update_is_one_message_with_its_options() -> None:
     async def scenario(scheduler: Scheduler) -> None:
         scheduler.scripts[UpdateWeightsReq] = {"fields": {"num_paused_requests": 2}}
-        answer = await scheduler.client.update_weights(SOURCE, OPTIONS)
+        answer = await scheduler.client.call(OPTIONS.update(SOURCE))
         assert answer == {"success": True, "message": "Done.", "num_paused_requests": 2}
 
     scheduler = play(scenario)
@@ -195,9 +214,10 @@ def test_an_update_is_one_message_with_its_options() -> None:
 
 def test_a_session_is_three_messages() -> None:
     async def scenario(scheduler: Scheduler) -> None:
-        await scheduler.client.begin_weight_update()
-        await scheduler.client.commit_weight_update(OPTIONS)
-        await scheduler.client.rollback_weight_update()
+        await scheduler.client.call(WeightSessionReq(action="begin"))
+        commit = CommitWeightUpdateReqInput(weight_version="v2")
+        await scheduler.client.call(commit.message())
+        await scheduler.client.call(WeightSessionReq(action="rollback"))
 
     scheduler = play(scenario)
     assert scheduler.kinds == ["begin", "commit", "rollback"]
@@ -210,9 +230,11 @@ def test_aborts_travel_with_the_update(aborts: bool) -> None:
 
     async def scenario(scheduler: Scheduler) -> None:
         options = WeightUpdateOptions(abort_all_requests=aborts)
-        await scheduler.client.update_weights(SOURCE, options)
-        await scheduler.client.commit_weight_update(options)
-        await scheduler.client.update_weight_version("v2", aborts)
+        commit = CommitWeightUpdateReqInput(abort_all_requests=aborts)
+        label = UpdateWeightVersionReqInput(new_version="v2", abort_all_requests=aborts)
+        await scheduler.client.call(options.update(SOURCE))
+        await scheduler.client.call(commit.message())
+        await scheduler.client.call(label.message())
 
     scheduler = play(scenario)
     assert scheduler.kinds == ["update", "commit", "label"]
@@ -221,7 +243,7 @@ def test_aborts_travel_with_the_update(aborts: bool) -> None:
 
 def test_a_new_label_aborts_unless_told_not_to() -> None:
     async def scenario(scheduler: Scheduler) -> None:
-        await scheduler.client.update_weight_version("v2")
+        await scheduler.client.call(UpdateWeightVersionReqInput(new_version="v2").message())
 
     assert play(scenario).sent[0].abort_all_requests
 
@@ -231,6 +253,6 @@ def test_first_reason_of_a_failure_stays() -> None:
         scheduler.client.fail_all("The scheduler died.")
         scheduler.client.fail_all("The server is shutting down.")
         with pytest.raises(ServiceError, match="died"):
-            await scheduler.client.resume()
+            await scheduler.client.call(ContinueGenerationReq())
 
     play(scenario)

@@ -22,7 +22,7 @@ from sglang.srt.messages.control import (
     FromDirectory,
     FromFile,
     FromGroup,
-    InitWeightsUpdateGroupReqInput,
+    GroupAddress,
     MemoryOccupationReq,
     PauseGenerationReq,
     UpdateWeightsReq,
@@ -467,8 +467,13 @@ class SilentGroup:
 def test_leaving_a_group_ends_what_is_awaited_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WeightGroup, "join", lambda **_: SilentGroup())
     harness = Harness()
-    join = InitWeightsUpdateGroupReqInput(
-        master_address="localhost", master_port=1, rank_offset=1, world_size=2
+    join = GroupAddress(
+        master_address="localhost",
+        master_port=1,
+        rank=1,
+        world_size=2,
+        backend="gloo",
+        timeout_s=60.0,
     )
     assert harness.send(WeightGroupReq, group_name="g", join=join).success
     source = FromGroup(group_name="g", names=["a"], dtypes=["float32"], shapes=[[1]])
@@ -512,7 +517,8 @@ def test_a_waiting_request_gets_the_label_of_its_first_token() -> None:
     harness.start(2)
     waiting = harness.submit(PROMPT, max_new_tokens=3, temperature=0.0)
     harness.step()
-    harness.send(UpdateWeightVersionReq, new_version="v1")
+    reply = harness.send(UpdateWeightVersionReq, new_version="v1")
+    assert reply.fields["new_version"] == "v1"
     harness.run()
     assert spans(harness, waiting) == [("v1", 0)]
 

@@ -225,7 +225,7 @@ def test_group_is_joined_used_and_left(server: Server) -> None:
     assert server.post("/update_weights_from_distributed", TENSORS).status_code == 200
     assert server.post("/destroy_weights_update_group").status_code == 200
     joined, left = (m for m in server.sent if isinstance(m, WeightGroupReq))
-    assert (joined.join.master_port, joined.join.rank_offset) == (5000, 1)
+    assert (joined.join.master_port, joined.join.rank) == (5000, 1)
     assert (left.group_name, left.join) == ("weight_update_group", None)
     source = server.only(UpdateWeightsReq).source
     assert source == FromGroup("weight_update_group", **TENSORS)
@@ -243,6 +243,7 @@ def test_session_is_begun_and_ended(server: Server, commit: str) -> None:
 
 
 def test_version_is_told_everywhere(server: Server) -> None:
+    server.reply = {"fields": {"new_version": "v9"}}
     answer = server.post("/update_weight_version", {"new_version": "v9"})
     assert answer.json() == {"success": True, "message": "Done.", "new_version": "v9"}
     assert server.only(UpdateWeightVersionReq).new_version == "v9"
@@ -413,15 +414,21 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         ({**TENSORS, "names": ["a", ""]}, "names[1]"),
         ({**TENSORS, "names": ["a", "b" * 513]}, "names[1]"),
         ({**TENSORS, "dtypes": ["float32", ""]}, "dtypes[1]"),
-        ({**TENSORS, "shapes": [[1], [0]]}, "shapes[1]"),
-        ({**TENSORS, "shapes": [[1], [-2]]}, "shapes[1]"),
+        ({**TENSORS, "dtypes": ["int8", "float32"]}, "dtypes[0]"),
+        ({**TENSORS, "dtypes": ["float32", "torch.load"]}, "dtypes[1]"),
+        ({**TENSORS, "dtypes": ["float32", "f32"]}, "dtypes[1]"),
+        ({**TENSORS, "shapes": [[1], [0]]}, "shapes[1][0]"),
+        ({**TENSORS, "shapes": [[1], [2, -1]]}, "shapes[1][1]"),
+        ({**TENSORS, "shapes": [[1], [-2, -1]]}, "shapes[1][0]"),
         ({**TENSORS, "shapes": [[1] * 9, [1]]}, "shapes[0]"),
+        ({**TENSORS, "shapes": [[1], [2**20, 2**18 + 1]]}, "shapes[1]"),
         ({**TENSORS, "shapes": [[2**30, 2**30], [1]]}, "shapes[0]"),
         ({**TENSORS, "shapes": [[1], [True]]}, "shapes[1][0]"),
         ({**TENSORS, "group_name": ""}, "group_name"),
     ],
     "/init_weights_update_group": [
         ({**GROUP, "master_address": ""}, "master_address"),
+        ({**GROUP, "master_address": "x" * 254}, "master_address"),
         ({**GROUP, "master_port": 0}, "master_port"),
         ({**GROUP, "master_port": "0"}, "master_port"),
         ({**GROUP, "master_port": "70000"}, "master_port"),
@@ -437,9 +444,13 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         ({**GROUP, "rank_offset": 0}, "rank_offset"),
         ({**GROUP, "rank_offset": 2}, "rank_offset"),
         ({**GROUP, "backend": "mpi"}, "backend"),
+        ({**GROUP, "backend": "cpu:gloo"}, "backend"),
         ({**GROUP, "timeout_s": 0}, "timeout_s"),
+        ({**GROUP, "timeout_s": float("nan")}, "timeout_s"),
+        ({**GROUP, "timeout_s": float("inf")}, "timeout_s"),
         ({**GROUP, "timeout_s": 3_601}, "timeout_s"),
         ({**GROUP, "timeout_s": True}, "timeout_s"),
+        ({**GROUP, "group_name": ""}, "group_name"),
         ({**GROUP, "group_name": "x" * 129}, "group_name"),
     ],
     "/destroy_weights_update_group": [({"group_name": ""}, "group_name")],
@@ -458,12 +469,12 @@ BAD: dict[str, list[tuple[Any, str]]] = {
     ],
     "/release_memory_occupation": [
         ({"tags": []}, "tags"),
-        ({"tags": ["disk"]}, "tags"),
+        ({"tags": ["disk"]}, "tags[0]"),
         ({"tags": ["weights", "weights"]}, "tags"),
         ({"tags": "weights"}, "tags"),
         ({"tags": ["cuda_graph"], "x": 1}, "x"),
     ],
-    "/resume_memory_occupation": [({"tags": ["kv"]}, "tags")],
+    "/resume_memory_occupation": [({"tags": ["kv"]}, "tags[0]")],
 }
 CASES = [(path, body, field) for path, cases in BAD.items() for body, field in cases]
 WEIGHT_PATHS = [path for path in BAD if "weight" in path or "memory" in path]
@@ -481,6 +492,47 @@ def test_bad_field_is_named_and_nothing_is_sent(
     if path in WEIGHT_PATHS:
         assert answer.json()["success"] is False
         assert answer.json()["message"] == error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text"),
+    [
+        (
+            "/pause_generation",
+            {"mode": "stop"},
+            "mode: must be one of abort, retract, in_place, drain, in-place.",
+        ),
+        (
+            "/pause_generation",
+            {"lease_s": 1, "lease_end": "stop"},
+            "lease_end: must be one of continue, abort.",
+        ),
+        (
+            "/release_memory_occupation",
+            {"tags": ["disk"]},
+            "tags[0]: must be one of kv_cache, weights, cuda_graph.",
+        ),
+        (
+            "/init_weights_update_group",
+            {**GROUP, "master_port": 65_536},
+            "master_port: expected int <= 65535.",
+        ),
+        (
+            "/init_weights_update_group",
+            {**GROUP, "rank_offset": 2},
+            "rank_offset: must be at least 1 (0 is the trainer) and < world_size.",
+        ),
+        (
+            "/update_weights_from_disk",
+            {"model_path": ""},
+            "model_path: expected str of length >= 1.",
+        ),
+    ],
+)
+def test_refusal_says_what_would_be_right(
+    server: Server, path: str, body: dict[str, Any], text: str
+) -> None:
+    assert server.post(path, body).json()["error"]["message"] == text
 
 
 def _json(body: Any) -> bytes:
@@ -541,3 +593,12 @@ def test_every_body_is_documented(server: Server) -> None:
         for entry in content.values():
             assert entry["schema"]["$ref"].rpartition("/")[2] in schemas
     assert msgspec.json.encode(document)
+
+
+def test_ranges_choices_and_defaults_are_documented(server: Server) -> None:
+    schemas = server.request("GET", "/openapi.json").json()["components"]["schemas"]
+    port = schemas["InitWeightsUpdateGroupReqInput"]["properties"]["master_port"]
+    assert (port["minimum"], port["maximum"]) == (1, 65_535)
+    pause = schemas["PauseGenerationReqInput"]["properties"]
+    assert set(pause["mode"]["enum"]) == {"abort", "retract", "in_place", "in-place", "drain"}
+    assert pause["lease_s"]["default"] is None

@@ -167,10 +167,14 @@ def test_a_thread_may_pause_and_abort_while_another_generates(engine: Engine) ->
         (lambda e: e.update_weights_from_tensor([("a", torch.ones(1))] * 2), "named_tensors"),
         (lambda e: e.update_weights_from_distributed(["a"], [], [[1]]), "dtypes"),
         (lambda e: e.init_weights_update_group("host", 0, 1, 2), "master_port"),
+        (
+            lambda e: e.init_weights_update_group("host", 1, 1, 2, timeout_s=float("nan")),
+            "timeout_s",
+        ),
         (lambda e: e.destroy_weights_update_group(""), "group_name"),
         (lambda e: e.commit_weight_update(weight_version=""), "weight_version"),
         (lambda e: e.update_weight_version(""), "new_version"),
-        (lambda e: e.release_memory_occupation(["disk"]), "tags"),
+        (lambda e: e.release_memory_occupation(["disk"]), r"tags\[0\]"),
         (lambda e: e.resume_memory_occupation("weights"), "tags"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang.srt.control.bodies import AbortReqInput
 from sglang.srt.frontend.body_parsing import RequestError, parse_json_object, parse_struct
 from sglang.srt.frontend.generate_body import (
     CheckedRequest,
@@ -19,7 +20,6 @@ from sglang.srt.frontend.generate_body import (
 from sglang.srt.frontend.request_limits import RequestLimits, check_length
 from sglang.srt.frontend.sampling_validation import expand_samples
 from sglang.srt.frontend.tokenizer_bodies import TokenizeReqInput
-from sglang.srt.messages.control import AbortReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 LIMITS = RequestLimits(

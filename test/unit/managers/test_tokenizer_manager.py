@@ -13,10 +13,12 @@ from serving_utils import make_model_dir
 from sglang.srt.frontend.body_parsing import RequestError
 from sglang.srt.frontend.request_state import ServiceError
 from sglang.srt.messages.control import (
+    ContinueGenerationReq,
     EngineStatus,
     FlushCacheReqInput,
     FlushCacheReqOutput,
     HealthPing,
+    PauseGenerationReq,
 )
 from sglang.srt.messages.requests import FinishReason
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
@@ -334,14 +336,14 @@ def test_drain_fails_control_calls_that_still_wait_in_the_end(tokenizer: Tokeniz
     async def scenario(backend: Backend) -> None:
         control = backend.manager.control
         request = asyncio.create_task(answer_of(backend, text="a"))
-        waiting = asyncio.create_task(control.pause("drain"))
+        waiting = asyncio.create_task(control.call(PauseGenerationReq(mode="drain")))
         await backend.wait_sent(2)
         draining = asyncio.create_task(backend.manager.drain(1000, asyncio.Event()))
         await asyncio.sleep(0.01)
         assert not waiting.done()
         backend.put(backend.requests[0].req_id, "x", (1,), LENGTH)
         await asyncio.gather(draining, request)
-        for work in (waiting, control.resume()):
+        for work in (waiting, control.call(ContinueGenerationReq())):
             with pytest.raises(ServiceError, match="shutting down") as error:
                 await work
             assert error.value.status_code == 503

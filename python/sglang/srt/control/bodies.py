@@ -1,118 +1,367 @@
-"""Bodies of control calls, from JSON or keywords: our fields, and what SGLang's clients add.
+"""The bodies of control calls: every field with its type and range, and the rules of each body.
 
-Trainers send whole structs of SGLang. Their fields that this server does without are accepted in
-each of these bodies, and not looked at further, as long as they ask for nothing that it would have
-to do otherwise. `SGLANG_FIELDS` is the only list of them; any other unknown field is an error.
+`body_reading.make_body` makes a body of JSON or keywords, for routes and Engine alike. What a type
+cannot say is in `__post_init__`, which raises `RequestError` with the field's name. `message` is
+what the scheduler gets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import base64
+import binascii
+import math
+import os
+import re
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
-from sglang.srt.frontend.body_parsing import field_error, shorten, type_error
-from sglang.srt.sglang_surface import is_neutral
+from sglang.srt.frontend.body_parsing import RequestError, field_error
+from sglang.srt.frontend.request_limits import check_encodable, check_short_text
+from sglang.srt.messages.control import (
+    ContinueGenerationReq,
+    FromBytes,
+    FromDirectory,
+    FromFile,
+    FromGroup,
+    GroupAddress,
+    LeaseEnd,
+    MemoryOccupationReq,
+    PauseGenerationReq,
+    PauseMode,
+    UpdateWeightsReq,
+    UpdateWeightVersionReq,
+    WeightGroupReq,
+    WeightSessionReq,
+    WeightSource,
+)
 
-S = TypeVar("S", bound=msgspec.Struct)
+MAX_WAIT_S = 3_600.0
+MAX_TENSORS = 65_536
+MAX_TENSOR_BYTES = 1 << 40
+MAX_WEIGHT_BYTES = 2**32 - 1  # what one message can hold
+SHARED_MEMORY = "/dev/shm"
+SHARED_MEMORY_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+PauseSeconds = Annotated[float, Meta(gt=0, le=86_400)]
+Label = Annotated[str, Meta(min_length=1, max_length=128)]
+TensorName = Annotated[str, Meta(min_length=1, max_length=512)]
+Dtype = Literal[
+    "float32", "bfloat16", "float16", "torch.float32", "torch.bfloat16", "torch.float16"
+]
+Shape = Annotated[list[Annotated[int, Meta(ge=1)]], Meta(max_length=8)]
+MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 
 
-@dataclass(frozen=True, slots=True)
-class Ignored:
-    """A field without an effect here.
+def check_printable(**texts: str | None) -> None:
+    """Refuses texts, by their field's name, that have control characters or the like."""
+    for field, text in texts.items():
+        if text is not None:
+            _check_printable(field, text)
+
+
+def _check_printable(field: str, text: str) -> None:
+    check_encodable(field, text)
+    if not text.isprintable():
+        raise field_error(field, "must have printable characters only")
+
+
+# ---------------------------------------------------------------- pause, abort, flush
+
+
+class PauseGenerationReqInput(msgspec.Struct, kw_only=True):
+    """Body of `/pause_generation`.
 
     Attributes:
-        neutral: values that are accepted, beside null, false and empty; None: all are.
-        reason: what to say of any other.
+        mode: `abort` ends all requests with their partial output, `retract` makes running ones
+            wait without KV, `in_place` (or `in-place`) freezes them, `drain` lets running ones
+            finish first.
+        lease_s: the pause ends by itself after so many seconds, unless it is asked for again.
+        lease_end: whether requests go on then, or are aborted.
+        drain_timeout_s: how long `drain` may take before it becomes `retract`; no limit if null.
     """
 
-    neutral: tuple[Any, ...] | None = None
-    reason: str = ""
+    mode: Literal[PauseMode, "in-place"] = "abort"
+    lease_s: PauseSeconds | None = None
+    lease_end: LeaseEnd = "continue"
+    drain_timeout_s: PauseSeconds | None = None
 
-    def accepts(self, value: Any) -> bool:
-        return self.neutral is None or is_neutral(value, self.neutral)
+    def __post_init__(self) -> None:
+        if self.drain_timeout_s is not None and self.mode != "drain":
+            raise field_error("drain_timeout_s", "goes with mode drain only")
+        if self.lease_end != "continue" and self.lease_s is None:
+            raise field_error("lease_end", "goes with lease_s only")
 
-
-# In the order in which they are checked, before all else.
-SGLANG_FIELDS: dict[str, Ignored] = {
-    "serialized_named_tensors": Ignored(
-        (),
-        "pickle is never read here; send the weights as safetensors: base64 in `safetensors`,"
-        " a file of /dev/shm in `shared_memory`, or raw as application/octet-stream",
-    ),
-    "load_format": Ignored(
-        ("auto", "safetensors"),
-        "must be auto or safetensors; nothing else is read, so send tensors one by one",
-    ),
-    "selector": Ignored(
-        ("target", "all"), "must be target or all; there is no draft model with weights of its own"
-    ),
-    "is_async": Ignored((False,), "must be false: an update is answered when it is done"),
-    "disable_draft_model": Ignored(),
-    "torch_empty_cache": Ignored(),
-    "keep_pause": Ignored(),
-    "token_step": Ignored(),
-    "recapture_cuda_graph": Ignored(),
-    "crash_on_error": Ignored(),
-    "post_load_weights": Ignored(),
-    "rid": Ignored((), "names a request to generate; leave it out"),
-    "http_worker_ipc": Ignored((), "belongs to SGLang's own processes; leave it out"),
-    "manifest": Ignored((), "is not read: the checkpoint's own names and shapes are checked"),
-    "abort_all_request": Ignored(
-        (False,), "must be true or false, and true only where abort_all_requests is a field"
-    ),
-}
-MISSPELT_ABORT, ABORT = "abort_all_request", "abort_all_requests"  # the first is some clients'
-DECIMALS = ("master_port",)  # numbers that some trainers send as strings
-MAX_DECIMAL_DIGITS = 9
+    def message(self) -> PauseGenerationReq:
+        return PauseGenerationReq(
+            mode="in_place" if self.mode == "in-place" else self.mode,
+            lease_s=self.lease_s,
+            lease_end=self.lease_end,
+            drain_timeout_s=self.drain_timeout_s,
+        )
 
 
-def make_body(struct: type[S], fields: Mapping[str, Any]) -> S:
-    """A body from parsed JSON, or from keywords; null stands for a field's default.
+class ContinueGenerationReqInput(msgspec.Struct, kw_only=True):
+    """Body of `/continue_generation`."""
 
-    Raises:
-        RequestError: naming the field that is unknown, not supported or of a wrong type.
+    def message(self) -> ContinueGenerationReq:
+        return ContinueGenerationReq()
+
+
+class AbortReqInput(msgspec.Struct, kw_only=True):
+    """Body of `/abort_request`: a client's rid, or all. As in SGLang no rid, or an empty one,
+    names none.
+
+    Attributes:
+        prefix: the rid names every request whose rid begins with it.
+        abort_message: what the finish reason of the ended requests says.
     """
-    known = struct.__struct_fields__
-    given = _with_right_name(fields) if ABORT in known else dict(fields)
-    for name, ignored in SGLANG_FIELDS.items():
-        if name in given and name not in known and not ignored.accepts(given[name]):
-            raise field_error(name, ignored.reason)
-    for name in given:
-        if name not in known and name not in SGLANG_FIELDS:
-            raise field_error(shorten(name), "is not a known field")
-    values = {
-        name: _number(value) if name in DECIMALS else value
-        for name, value in given.items()
-        if name in known and value is not None
-    }
+
+    rid: str | None = None
+    abort_all: bool = False
+    prefix: bool = False
+    abort_message: Annotated[str, Meta(max_length=512)] | None = None
+
+    def check(self, max_label_chars: int) -> None:
+        """The rules of several fields, and the rid's length that the server was started with."""
+        if self.abort_message is not None:
+            check_encodable("abort_message", self.abort_message)
+        if self.abort_all or not (self.rid or self.prefix):
+            return
+        if not self.rid:
+            raise field_error("rid", "give the beginning of a rid, or abort_all: true")
+        check_short_text("rid", self.rid, max_label_chars)
+
+
+def check_flush_timeout(value: str | float, field: str = "timeout") -> float:
+    """Seconds that a flush may wait for requests to end: 0 to `MAX_WAIT_S`."""
     try:
-        return msgspec.convert(values, struct)
-    except msgspec.ValidationError as error:
-        raise type_error(error) from None
+        seconds = math.nan if isinstance(value, bool) else float(value)
+    except (ValueError, TypeError, OverflowError):
+        seconds = math.nan
+    if not 0 <= seconds <= MAX_WAIT_S:
+        raise field_error(field, f"must be a number of seconds from 0 to {MAX_WAIT_S:g}")
+    return seconds
 
 
-def query_fields(query: Mapping[str, str]) -> dict[str, Any]:
-    """The fields that a URL gives: `true`, `false`, 1 and 0 are booleans, except of a label."""
-    words = {"true": True, "1": True, "false": False, "0": False}
-    return {
-        name: value if name == "weight_version" else words.get(value.lower(), value)
-        for name, value in query.items()
-    }
+# ---------------------------------------------------------------- weights
 
 
-def _with_right_name(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields without a client's other spelling of `abort_all_requests`; true wins."""
-    if fields.get(MISSPELT_ABORT) is not True:
-        return dict(fields)
-    given = {name: value for name, value in fields.items() if name != MISSPELT_ABORT}
-    return {**given, ABORT: True}
+class WeightUpdateOptions(msgspec.Struct, kw_only=True):
+    """What all bodies of weight updates share.
+
+    Attributes:
+        weight_version: new label of the weights; null keeps the old one.
+        flush_cache: drop the prefix cache's memory too. Old entries never match, flushed or not.
+        abort_all_requests: when the new weights are taken over, first end all requests with
+            their partial output.
+    """
+
+    weight_version: Label | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+    def __post_init__(self) -> None:
+        check_printable(weight_version=self.weight_version)
+
+    def update(self, source: WeightSource) -> UpdateWeightsReq:
+        """The message of an update from there."""
+        return UpdateWeightsReq(source=source, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "weight_version": self.weight_version,
+            "flush_cache": self.flush_cache,
+            "abort_all_requests": self.abort_all_requests,
+        }
 
 
-def _number(value: Any) -> Any:
-    """A decimal string as a number; any other value as it is."""
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_DECIMAL_DIGITS:
-        return value
-    return int(value) if value.isascii() and value.isdecimal() else value
+class UpdateWeightFromDiskReqInput(WeightUpdateOptions, kw_only=True):
+    """Body of `/update_weights_from_disk`: a complete checkpoint of safetensors."""
+
+    model_path: Annotated[str, Meta(min_length=1, max_length=4_096)]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_printable(model_path=self.model_path)
+
+    def message(self) -> UpdateWeightsReq:
+        return self.update(FromDirectory(self.model_path))
+
+
+class UpdateWeightsFromTensorReqInput(WeightUpdateOptions, kw_only=True):
+    """Body of `/update_weights_from_tensor`: one of the two; any subset of the weights.
+
+    Attributes:
+        safetensors: the bytes of a safetensors file, in base64.
+        shared_memory: name of a file in /dev/shm of this host that holds them.
+    """
+
+    safetensors: str | None = None
+    shared_memory: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.safetensors is None) == (self.shared_memory is None):
+            raise field_error("safetensors", "give it or shared_memory, and not both")
+        name = self.shared_memory
+        if name is None:
+            return
+        if not SHARED_MEMORY_NAME.fullmatch(name) or name in (".", ".."):
+            raise field_error(
+                "shared_memory",
+                f"must be the name of a file in {SHARED_MEMORY}: 1 to 128 of A-Z a-z 0-9 . _ -",
+            )
+
+    def source(self, max_bytes: int) -> WeightSource:
+        """Where the weights are; decoded they may have `max_bytes`."""
+        if self.shared_memory is not None:
+            return FromFile(os.path.join(SHARED_MEMORY, self.shared_memory))
+        try:
+            data = base64.b64decode(self.safetensors or "", validate=True)
+        except (binascii.Error, ValueError):
+            raise field_error("safetensors", "must be base64 of a safetensors file") from None
+        if not data:
+            text = "There are no bytes; send those of a safetensors file."
+            raise RequestError("safetensors", text)
+        most = min(max_bytes, MAX_WEIGHT_BYTES)
+        if len(data) > most:
+            text = f"The weights are larger than {most} bytes (--max-weight-bytes)."
+            raise RequestError("safetensors", text, 413)
+        return FromBytes(data)
+
+
+class UpdateWeightsFromDistributedReqInput(WeightUpdateOptions, kw_only=True):
+    """Body of `/update_weights_from_distributed`: what rank 0 of the group broadcasts, in order.
+
+    Each of the lists has one entry for each tensor; shapes are of sizes from 1 on.
+    """
+
+    names: Annotated[list[TensorName], Meta(min_length=1, max_length=MAX_TENSORS)]
+    dtypes: list[Dtype]
+    shapes: list[Shape]
+    group_name: Label = "weight_update_group"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_printable(group_name=self.group_name)
+        for field, num_entries in (("dtypes", len(self.dtypes)), ("shapes", len(self.shapes))):
+            if num_entries != len(self.names):
+                raise field_error(field, "must have one entry for each of names")
+        if len(set(self.names)) < len(self.names):
+            raise field_error("names", "must not name a tensor twice")
+        for index, name in enumerate(self.names):
+            _check_printable(f"names[{index}]", name)
+            value_bytes = 4 if self.dtypes[index].endswith("float32") else 2
+            if math.prod(self.shapes[index]) * value_bytes > MAX_TENSOR_BYTES:
+                raise field_error(f"shapes[{index}]", f"must be of up to {MAX_TENSOR_BYTES} bytes")
+
+    def message(self) -> UpdateWeightsReq:
+        return self.update(FromGroup(self.group_name, self.names, self.dtypes, self.shapes))
+
+
+class InitWeightsUpdateGroupReqInput(msgspec.Struct, kw_only=True):
+    """Body of `/init_weights_update_group`: joins the group that a trainer has opened.
+
+    Attributes:
+        rank_offset: this server's rank in the group; the trainer has rank 0.
+        timeout_s: for joining, and later for each tensor.
+    """
+
+    master_address: Annotated[str, Meta(min_length=1, max_length=253)]
+    master_port: Annotated[int, Meta(ge=1, le=65_535)]
+    rank_offset: Annotated[int, Meta(ge=1)]
+    world_size: Annotated[int, Meta(ge=2, le=4_096)]
+    group_name: Label = "weight_update_group"
+    backend: Literal["gloo", "nccl"] = "gloo"
+    timeout_s: Annotated[float, Meta(gt=0, le=MAX_WAIT_S)] = 60.0
+
+    def __post_init__(self) -> None:
+        check_printable(group_name=self.group_name, master_address=self.master_address)
+        if self.rank_offset >= self.world_size:
+            raise field_error(
+                "rank_offset", "must be at least 1 (0 is the trainer) and < world_size"
+            )
+
+    def message(self) -> WeightGroupReq:
+        join = GroupAddress(
+            master_address=self.master_address,
+            master_port=self.master_port,
+            rank=self.rank_offset,
+            world_size=self.world_size,
+            backend=self.backend,
+            timeout_s=self.timeout_s,
+        )
+        return WeightGroupReq(group_name=self.group_name, join=join)
+
+
+class DestroyWeightsUpdateGroupReqInput(msgspec.Struct, kw_only=True):
+    """Body of `/destroy_weights_update_group`."""
+
+    group_name: Label = "weight_update_group"
+
+    def __post_init__(self) -> None:
+        check_printable(group_name=self.group_name)
+
+    def message(self) -> WeightGroupReq:
+        return WeightGroupReq(group_name=self.group_name)
+
+
+class BeginWeightUpdateReqInput(msgspec.Struct, kw_only=True):
+    """Body of `/begin_weight_update`."""
+
+    def message(self) -> WeightSessionReq:
+        return WeightSessionReq(action="begin")
+
+
+class CommitWeightUpdateReqInput(WeightUpdateOptions, kw_only=True):
+    """Body of `/commit_weight_update` (and `/end_weight_update`)."""
+
+    def message(self) -> WeightSessionReq:
+        return WeightSessionReq(action="commit", **self._options())
+
+
+class RollbackWeightUpdateReqInput(msgspec.Struct, kw_only=True):
+    """Body of `/rollback_weight_update`."""
+
+    def message(self) -> WeightSessionReq:
+        return WeightSessionReq(action="rollback")
+
+
+class UpdateWeightVersionReqInput(msgspec.Struct, kw_only=True):
+    """Body of `/update_weight_version`: a new label for the weights as they are."""
+
+    new_version: Label
+    abort_all_requests: bool = True
+
+    def __post_init__(self) -> None:
+        check_printable(new_version=self.new_version)
+
+    def message(self) -> UpdateWeightVersionReq:
+        return UpdateWeightVersionReq(
+            new_version=self.new_version, abort_all_requests=self.abort_all_requests
+        )
+
+
+# ---------------------------------------------------------------- memory
+
+
+class MemoryOccupationReqInput(msgspec.Struct, kw_only=True):
+    """Body of `/release_memory_occupation` and `/resume_memory_occupation`.
+
+    Attributes:
+        tags: the kinds of memory, `cuda_graph` where graphs are held; null: all there are.
+    """
+
+    tags: Annotated[list[MemoryTag], Meta(min_length=1)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.tags is not None and len(set(self.tags)) < len(self.tags):
+            raise field_error("tags", "must name each kind of memory once")
+
+    def release(self) -> MemoryOccupationReq:
+        return MemoryOccupationReq(action="release", tags=self.tags)
+
+    def resume(self) -> MemoryOccupationReq:
+        return MemoryOccupationReq(action="resume", tags=self.tags)

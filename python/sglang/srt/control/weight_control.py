@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from sglang.srt.control.engine_state import BetweenStepsQueue, EngineState
@@ -26,7 +27,7 @@ from sglang.srt.messages.control import (
     FromBytes,
     FromDirectory,
     FromGroup,
-    InitWeightsUpdateGroupReqInput,
+    GroupAddress,
     UpdateWeightsReq,
     UpdateWeightVersionReq,
     WeightGroupReq,
@@ -322,7 +323,7 @@ class WeightControl:
         text = "Left the group." if message.join is None else "Joined the group."
         self._start(message, work, lambda _: self._answer(message.call_id, "", text))
 
-    def _swap_group(self, name: str, join: InitWeightsUpdateGroupReqInput | None) -> None:
+    def _swap_group(self, name: str, join: GroupAddress | None) -> None:
         """In the thread: leaves the group of that name, and joins it anew."""
         group = self._groups.pop(name, None)
         if group is not None:
@@ -330,15 +331,8 @@ class WeightControl:
         elif join is None:
             raise WeightUpdateError(f"There is no group {name!r} to leave.")
         if join is not None:
-            self._groups[name] = WeightGroup.join(
-                master_address=join.master_address,
-                master_port=join.master_port,
-                rank=join.rank_offset,
-                world_size=join.world_size,
-                group_name=name,
-                backend=join.backend,
-                timeout_s=join.timeout_s,
-            )
+            address = msgspec.structs.asdict(join)
+            self._groups[name] = WeightGroup.join(group_name=name, **address)
 
     # ---------------------------------------------------------------- replies
 

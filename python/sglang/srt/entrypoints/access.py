@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from sglang.srt.entrypoints.control_calls import CALL_PATHS
 from sglang.srt.entrypoints.launch import LaunchError
 from sglang.srt.server_args import ServerArgs
 
@@ -65,21 +66,9 @@ ROUTE_ACCESS: Mapping[str, Access] = {
     **dict.fromkeys(
         (
             "/abort_request",
-            "/begin_weight_update",
-            "/commit_weight_update",
-            "/continue_generation",
-            "/destroy_weights_update_group",
-            "/end_weight_update",
             "/flush_cache",
-            "/init_weights_update_group",
-            "/pause_generation",
-            "/release_memory_occupation",
-            "/resume_memory_occupation",
-            "/rollback_weight_update",
-            "/update_weight_version",
-            "/update_weights_from_disk",
-            "/update_weights_from_distributed",
             "/update_weights_from_tensor",
+            *CALL_PATHS,
         ),
         Access.ADMIN,
     ),

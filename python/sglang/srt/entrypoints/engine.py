@@ -9,13 +9,29 @@ from typing import Any, Self
 
 import msgspec
 
-from sglang.srt.entrypoints import engine_calls
+from sglang.srt.control.bodies import (
+    AbortReqInput,
+    BeginWeightUpdateReqInput,
+    CommitWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    DestroyWeightsUpdateGroupReqInput,
+    InitWeightsUpdateGroupReqInput,
+    MemoryOccupationReqInput,
+    PauseGenerationReqInput,
+    RollbackWeightUpdateReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightVersionReqInput,
+    WeightUpdateOptions,
+    check_flush_timeout,
+)
+from sglang.srt.control.body_reading import make_body
 from sglang.srt.entrypoints.engine_runtime import EngineRuntime
 from sglang.srt.entrypoints.launch import check_model
 from sglang.srt.entrypoints.server_info import describe_server
 from sglang.srt.entrypoints.tensor_file import NamedTensors, written_tensors
 from sglang.srt.managers.tokenizer_manager import Answer
-from sglang.srt.messages.control import FlushCacheReqOutput
+from sglang.srt.messages.control import ControlCall, FlushCacheReqOutput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
@@ -111,7 +127,7 @@ class Engine:
             ValueError: naming the argument that is wrong. So do all control calls.
             RuntimeError: if the Engine cannot answer. So do all control calls.
         """
-        return self._runtime.wait_for(self._pause(mode, lease_s, lease_end, drain_timeout_s))
+        return self._call(_pause(mode, lease_s, lease_end, drain_timeout_s))
 
     async def async_pause_generation(
         self,
@@ -121,21 +137,15 @@ class Engine:
         drain_timeout_s: float | None = None,
     ) -> dict[str, Any]:
         """`pause_generation` for a running event loop."""
-        work = self._pause(mode, lease_s, lease_end, drain_timeout_s)
-        return await self._runtime.wait_for_async(work)
-
-    def _pause(self, *values: Any) -> Coroutine[Any, Any, dict[str, Any]]:
-        names = ("mode", "lease_s", "lease_end", "drain_timeout_s")
-        fields = dict(zip(names, values, strict=True))
-        return engine_calls.pause(self._runtime.control, fields)
+        return await self._call_async(_pause(mode, lease_s, lease_end, drain_timeout_s))
 
     def continue_generation(self) -> dict[str, Any]:
         """Ends a pause; without one nothing happens."""
-        return self._runtime.wait_for(self._runtime.control.resume())
+        return self._call(ContinueGenerationReqInput().message())
 
     async def async_continue_generation(self) -> dict[str, Any]:
         """`continue_generation` for a running event loop."""
-        return await self._runtime.wait_for_async(self._runtime.control.resume())
+        return await self._call_async(ContinueGenerationReqInput().message())
 
     def abort_request(
         self, rid: str | None = None, abort_all: bool = False, prefix: bool = False
@@ -157,18 +167,26 @@ class Engine:
         return await self._runtime.wait_for_async(self._abort(rid, abort_all, prefix))
 
     def _abort(self, *values: Any) -> Coroutine[Any, Any, int]:
-        fields = dict(zip(("rid", "abort_all", "prefix"), values, strict=True))
-        most = self.server_args.max_label_chars
-        return engine_calls.abort(self._runtime.manager, fields, most)
+        body = make_body(
+            AbortReqInput, dict(zip(("rid", "abort_all", "prefix"), values, strict=True))
+        )
+        body.check(self.server_args.max_label_chars)
+        manager = self._runtime.manager
+
+        async def work() -> int:
+            return manager.abort_request(body.rid, body.abort_all, prefix=body.prefix)
+
+        return work()
 
     def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReqOutput:
         """Empties the prefix cache; `success` is false if requests hold KV after `timeout_s`."""
-        return self._runtime.wait_for(engine_calls.flush(self._runtime.control, timeout_s))
+        checked_s = check_flush_timeout(timeout_s, "timeout_s")
+        return self._runtime.wait_for(self._runtime.control.flush_cache(checked_s))
 
     async def async_flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReqOutput:
         """`flush_cache` for a running event loop."""
-        work = engine_calls.flush(self._runtime.control, timeout_s)
-        return await self._runtime.wait_for_async(work)
+        checked_s = check_flush_timeout(timeout_s, "timeout_s")
+        return await self._runtime.wait_for_async(self._runtime.control.flush_cache(checked_s))
 
     # ---------------------------------------------------------------- weights and memory
 
@@ -181,8 +199,8 @@ class Engine:
         Returns:
             `success`, `message` and what the scheduler counts. A failure raises.
         """
-        fields = {"model_path": model_path, **options}
-        return self._runtime.wait_for(engine_calls.update_from_disk(self._runtime.control, fields))
+        body = make_body(UpdateWeightFromDiskReqInput, {"model_path": model_path, **options})
+        return self._call(body.message())
 
     def update_weights_from_tensor(
         self,
@@ -195,10 +213,9 @@ class Engine:
         Args:
             options: as for `update_weights_from_disk`.
         """
-        checked = engine_calls.update_options(load_format=load_format, **options)
-        control = self._runtime.control
+        body = make_body(WeightUpdateOptions, {"load_format": load_format, **options})
         with written_tensors(named_tensors, self._runtime.private_directory) as source:
-            return self._runtime.wait_for(control.update_weights(source, checked))
+            return self._call(body.update(source))
 
     def update_weights_from_distributed(
         self,
@@ -214,8 +231,8 @@ class Engine:
             options: as for `update_weights_from_disk`.
         """
         fields = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group_name}
-        work = engine_calls.update_from_group(self._runtime.control, {**fields, **options})
-        return self._runtime.wait_for(work)
+        body = make_body(UpdateWeightsFromDistributedReqInput, {**fields, **options})
+        return self._call(body.message())
 
     def init_weights_update_group(
         self, master_address: str, master_port: int, rank_offset: int, world_size: int, **more: Any
@@ -227,34 +244,33 @@ class Engine:
         """
         fields = {"master_address": master_address, "master_port": master_port, **more}
         fields |= {"rank_offset": rank_offset, "world_size": world_size}
-        return self._runtime.wait_for(engine_calls.join_group(self._runtime.control, fields))
+        return self._call(make_body(InitWeightsUpdateGroupReqInput, fields).message())
 
     def destroy_weights_update_group(
         self, group_name: str = "weight_update_group"
     ) -> dict[str, Any]:
         """Leaves a group."""
-        work = engine_calls.leave_group(self._runtime.control, group_name)
-        return self._runtime.wait_for(work)
+        body = make_body(DestroyWeightsUpdateGroupReqInput, {"group_name": group_name})
+        return self._call(body.message())
 
     def begin_weight_update(self) -> dict[str, Any]:
         """Opens a weight session: updates are staged until a commit takes them all over."""
-        return self._runtime.wait_for(self._runtime.control.begin_weight_update())
+        return self._call(BeginWeightUpdateReqInput().message())
 
     def commit_weight_update(self, **options: Any) -> dict[str, Any]:
         """Takes over what was staged, all or nothing; `options` as for an update."""
-        checked = engine_calls.update_options(**options)
-        return self._runtime.wait_for(self._runtime.control.commit_weight_update(checked))
+        return self._call(make_body(CommitWeightUpdateReqInput, options).message())
 
     def rollback_weight_update(self) -> dict[str, Any]:
         """Drops what was staged."""
-        return self._runtime.wait_for(self._runtime.control.rollback_weight_update())
+        return self._call(RollbackWeightUpdateReqInput().message())
 
     def update_weight_version(
         self, new_version: str, abort_all_requests: bool = True
     ) -> dict[str, Any]:
         """Gives the weights a new label; ends all requests first, unless told not to."""
-        work = engine_calls.relabel(self._runtime.control, new_version, abort_all_requests)
-        return self._runtime.wait_for(work)
+        fields = {"new_version": new_version, "abort_all_requests": abort_all_requests}
+        return self._call(make_body(UpdateWeightVersionReqInput, fields).message())
 
     def get_weight_version(self) -> str:
         """The label of the weights."""
@@ -262,13 +278,17 @@ class Engine:
 
     def release_memory_occupation(self, tags: list[str] | None = None) -> dict[str, Any]:
         """Gives memory back: `kv_cache`, `weights`, `cuda_graph`, or None for all there is."""
-        engine_calls.check_tags(tags)
-        return self._runtime.wait_for(self._runtime.control.release_memory(tags))
+        return self._call(make_body(MemoryOccupationReqInput, {"tags": tags}).release())
 
     def resume_memory_occupation(self, tags: list[str] | None = None) -> dict[str, Any]:
         """Takes released memory again."""
-        engine_calls.check_tags(tags)
-        return self._runtime.wait_for(self._runtime.control.resume_memory(tags))
+        return self._call(make_body(MemoryOccupationReqInput, {"tags": tags}).resume())
+
+    def _call(self, call: ControlCall) -> dict[str, Any]:
+        return self._runtime.wait_for(self._runtime.control.call(call))
+
+    async def _call_async(self, call: ControlCall) -> dict[str, Any]:
+        return await self._runtime.wait_for_async(self._runtime.control.call(call))
 
     # ---------------------------------------------------------------- the Engine itself
 
@@ -324,6 +344,13 @@ class Engine:
                 yield chunk
         finally:
             self._runtime.submit(_close(outputs))
+
+
+def _pause(*values: Any) -> ControlCall:
+    """The message of a pause; without a mode it retracts."""
+    names = ("mode", "lease_s", "lease_end", "drain_timeout_s")
+    given = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+    return make_body(PauseGenerationReqInput, {"mode": "retract", **given}).message()
 
 
 def _sampling_fields(params: Any) -> Any:

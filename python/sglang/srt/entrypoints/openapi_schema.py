@@ -7,44 +7,12 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
-from sglang.srt.control.validation import AbortBody
-from sglang.srt.entrypoints.openai.protocol import CompletionRequest
-from sglang.srt.frontend.generate_body import GenerateReqInput
-from sglang.srt.frontend.tokenizer_bodies import DetokenizeReqInput, TokenizeReqInput
-from sglang.srt.messages.control import (
-    CommitWeightUpdateReqInput,
-    ContinueGenerationReqInput,
-    DestroyWeightsUpdateGroupReqInput,
-    InitWeightsUpdateGroupReqInput,
-    MemoryOccupationReqInput,
-    PauseGenerationReqInput,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromTensorReqInput,
-    UpdateWeightVersionReqInput,
-)
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-BODIES = (
-    AbortBody,
-    CommitWeightUpdateReqInput,
-    CompletionRequest,
-    ContinueGenerationReqInput,
-    DestroyWeightsUpdateGroupReqInput,
-    DetokenizeReqInput,
-    GenerateReqInput,
-    InitWeightsUpdateGroupReqInput,
-    MemoryOccupationReqInput,
-    PauseGenerationReqInput,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightVersionReqInput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromTensorReqInput,
-    TokenizeReqInput,
-    SamplingParams,
-)
 REF = "#/components/schemas/{name}"
+SCHEMAS = "x-schemas"  # of a route, until the document is made: the schemas of its body
 ERROR_SCHEMA = {
     "type": "object",
     "required": ["error"],
@@ -71,10 +39,10 @@ ERRORS = {
 
 
 def body_of(struct: type[msgspec.Struct], required: bool = True) -> dict[str, Any]:
-    """What documents a route's JSON body."""
-    schema = {"$ref": REF.format(name=struct.__name__)}
+    """What documents a route's JSON body: FastAPI's `openapi_extra`."""
+    (schema,), schemas = msgspec.json.schema_components([struct], ref_template=REF)
     content = {"application/json": {"schema": schema}}
-    return {"requestBody": {"required": required, "content": content}}
+    return {"requestBody": {"required": required, "content": content}, SCHEMAS: schemas}
 
 
 def install_openapi(app: FastAPI) -> None:
@@ -85,19 +53,20 @@ def install_openapi(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         document = make_base()
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        schemas.update(_body_schemas(), Error=ERROR_SCHEMA)
+        schemas["Error"] = ERROR_SCHEMA
+        for route in app.routes:
+            if isinstance(route, APIRoute) and route.openapi_extra:
+                schemas.update(route.openapi_extra[SCHEMAS])
         for operations in document["paths"].values():
             for operation in operations.values():
+                operation.pop(SCHEMAS, None)  # a copy without the defaults that are null
                 operation["responses"].pop("422", None)
                 operation["responses"].update(_error_responses())
+        # `/generate` refers to it, and checks it by itself.
+        schemas.update(msgspec.json.schema_components([SamplingParams], ref_template=REF)[1])
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _body_schemas() -> dict[str, Any]:
-    _, schemas = msgspec.json.schema_components(BODIES, ref_template=REF)
-    return schemas
 
 
 def _error_responses() -> dict[str, Any]:

@@ -1,7 +1,32 @@
-"""SGLang's path of messages and bodies; they are in `srt/messages/` and `srt/frontend/`."""
+"""SGLang's path of messages and bodies; they are in `srt/messages/`, `srt/frontend/` and
+`srt/control/bodies.py`."""
 
 from __future__ import annotations
 
+from sglang.srt.control.bodies import (
+    ContinueGenerationReqInput as ContinueGenerationReqInput,
+)
+from sglang.srt.control.bodies import (
+    DestroyWeightsUpdateGroupReqInput as DestroyWeightsUpdateGroupReqInput,
+)
+from sglang.srt.control.bodies import (
+    InitWeightsUpdateGroupReqInput as InitWeightsUpdateGroupReqInput,
+)
+from sglang.srt.control.bodies import (
+    PauseGenerationReqInput as PauseGenerationReqInput,
+)
+from sglang.srt.control.bodies import (
+    UpdateWeightFromDiskReqInput as UpdateWeightFromDiskReqInput,
+)
+from sglang.srt.control.bodies import (
+    UpdateWeightsFromDistributedReqInput as UpdateWeightsFromDistributedReqInput,
+)
+from sglang.srt.control.bodies import (
+    UpdateWeightsFromTensorReqInput as UpdateWeightsFromTensorReqInput,
+)
+from sglang.srt.control.bodies import (
+    UpdateWeightVersionReqInput as UpdateWeightVersionReqInput,
+)
 from sglang.srt.frontend.generate_body import (
     GenerateReqInput as GenerateReqInput,
 )
@@ -15,34 +40,10 @@ from sglang.srt.messages.control import (
     AbortReq as AbortReq,
 )
 from sglang.srt.messages.control import (
-    ContinueGenerationReqInput as ContinueGenerationReqInput,
-)
-from sglang.srt.messages.control import (
-    DestroyWeightsUpdateGroupReqInput as DestroyWeightsUpdateGroupReqInput,
-)
-from sglang.srt.messages.control import (
     FlushCacheReqInput as FlushCacheReqInput,
 )
 from sglang.srt.messages.control import (
     FlushCacheReqOutput as FlushCacheReqOutput,
-)
-from sglang.srt.messages.control import (
-    InitWeightsUpdateGroupReqInput as InitWeightsUpdateGroupReqInput,
-)
-from sglang.srt.messages.control import (
-    PauseGenerationReqInput as PauseGenerationReqInput,
-)
-from sglang.srt.messages.control import (
-    UpdateWeightFromDiskReqInput as UpdateWeightFromDiskReqInput,
-)
-from sglang.srt.messages.control import (
-    UpdateWeightsFromDistributedReqInput as UpdateWeightsFromDistributedReqInput,
-)
-from sglang.srt.messages.control import (
-    UpdateWeightsFromTensorReqInput as UpdateWeightsFromTensorReqInput,
-)
-from sglang.srt.messages.control import (
-    UpdateWeightVersionReqInput as UpdateWeightVersionReqInput,
 )
 from sglang.srt.messages.requests import (
     BatchStrOutput as BatchStrOutput,

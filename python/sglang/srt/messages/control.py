@@ -1,12 +1,13 @@
-"""Control messages between front end and scheduler, and the bodies of the control routes.
+"""Control messages between front end and scheduler.
 
-Every call carries a `call_id`; its reply carries the same one. `requests.py` has the other messages
-and the unions that sockets take.
+The bodies of the control routes, with their rules, are in `control/bodies.py`. `requests.py` has
+the other messages and the unions that sockets take.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -14,147 +15,55 @@ PauseMode = Literal["abort", "retract", "in_place", "drain"]
 LeaseEnd = Literal["continue", "abort"]
 SessionAction = Literal["begin", "commit", "rollback"]
 DEFAULT_WEIGHT_VERSION = "default"
+CONTROL_TIMEOUT_S = 60.0
+WEIGHTS_TIMEOUT_S = 600.0  # behind the reading of a checkpoint, or a broadcast
 
 
 class Message(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     """Base of all messages between processes."""
 
 
-# ---------------------------------------------------------------- bodies of HTTP routes
-
-
-class PauseGenerationReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/pause_generation`.
-
-    Attributes:
-        mode: `abort` ends all requests with their partial output, `retract` makes running ones
-            wait without KV, `in_place` freezes them, `drain` lets running ones finish first.
-        lease_s: the pause ends by itself after so many seconds, unless it is asked for again.
-        lease_end: whether requests go on then, or are aborted.
-        drain_timeout_s: how long `drain` may take before it becomes `retract`; no limit if null.
-    """
-
-    mode: str = "abort"
-    lease_s: float | None = None
-    lease_end: LeaseEnd = "continue"
-    drain_timeout_s: float | None = None
-
-
-class ContinueGenerationReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/continue_generation`."""
-
-
-class AbortReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/abort_request`: a client's rid, or all.
-
-    Attributes:
-        prefix: the rid names every request whose rid begins with it.
-    """
-
-    rid: str | None = None
-    abort_all: bool = False
-    prefix: bool = False
-
-
-class WeightUpdateOptions(msgspec.Struct, kw_only=True):
-    """What all bodies of weight updates share.
-
-    Attributes:
-        weight_version: new label of the weights; null keeps the old one.
-        flush_cache: drop the prefix cache's memory too. Old entries never match, flushed or not.
-        abort_all_requests: when the new weights are taken over, first end all requests with
-            their partial output.
-    """
-
-    weight_version: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-
-
-class UpdateWeightFromDiskReqInput(WeightUpdateOptions, kw_only=True):
-    """Body of `/update_weights_from_disk`: a complete checkpoint of safetensors."""
-
-    model_path: str
-
-
-class UpdateWeightsFromTensorReqInput(WeightUpdateOptions, kw_only=True):
-    """Body of `/update_weights_from_tensor`: one of the two; any subset of the weights.
-
-    Attributes:
-        safetensors: the bytes of a safetensors file, in base64.
-        shared_memory: name of a file in /dev/shm of this host that holds them.
-    """
-
-    safetensors: str | None = None
-    shared_memory: str | None = None
-
-
-class UpdateWeightsFromDistributedReqInput(WeightUpdateOptions, kw_only=True):
-    """Body of `/update_weights_from_distributed`: what rank 0 of the group broadcasts, in order."""
-
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    group_name: str = "weight_update_group"
-
-
-class InitWeightsUpdateGroupReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/init_weights_update_group`: joins the group that a trainer has opened."""
-
-    master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
-    group_name: str = "weight_update_group"
-    backend: str = "gloo"
-    timeout_s: float = 60.0
-
-
-class DestroyWeightsUpdateGroupReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/destroy_weights_update_group`."""
-
-    group_name: str = "weight_update_group"
-
-
-class UpdateWeightVersionReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/update_weight_version`: a new label for the weights as they are."""
-
-    new_version: str
-    abort_all_requests: bool = True
-
-
-class CommitWeightUpdateReqInput(WeightUpdateOptions, kw_only=True):
-    """Body of `/commit_weight_update` (and `/end_weight_update`)."""
-
-
-class MemoryOccupationReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/release_memory_occupation` and `/resume_memory_occupation`.
-
-    Attributes:
-        tags: of `kv_cache`, `weights` and, where graphs are held, `cuda_graph`; null: all there
-            are.
-    """
-
-    tags: list[str] | None = None
-
-
 # ---------------------------------------------------------------- front end -> scheduler
 
 
-class PauseGenerationReq(Message):
+class CallMessage(Message, kw_only=True):
+    """Base of the calls that are answered by a `ControlReply` with the same `call_id`.
+
+    Attributes:
+        call_id: given by the `ControlClient` that sends the call.
+        verdict: what a client's answer has beside the reply's message and fields.
+    """
+
+    verdict: ClassVar[dict[str, Any]] = {"success": True}
+    call_id: int = 0
+
+    @property
+    def reply_timeout_s(self) -> float | None:
+        """How long the front end waits for the reply; None for any time."""
+        return CONTROL_TIMEOUT_S
+
+
+class PauseGenerationReq(CallMessage):
     """Stops generation; answered when the engine has stopped. See `PauseGenerationReqInput`."""
 
-    call_id: int
+    verdict = {"status": "ok"}
     mode: PauseMode
     lease_s: float | None = None
     lease_end: LeaseEnd = "continue"
     drain_timeout_s: float | None = None
 
+    @property
+    def reply_timeout_s(self) -> float | None:
+        """A drain without a limit takes as long as the requests do."""
+        if self.mode != "drain":
+            return CONTROL_TIMEOUT_S
+        return None if self.drain_timeout_s is None else self.drain_timeout_s + CONTROL_TIMEOUT_S
 
-class ContinueGenerationReq(Message):
+
+class ContinueGenerationReq(CallMessage):
     """Ends a pause; nothing happens if there is none."""
 
-    call_id: int
+    verdict = {"status": "ok"}
 
 
 class AbortReq(Message):
@@ -214,55 +123,80 @@ class FromGroup(msgspec.Struct, tag=True, frozen=True):
 
     group_name: str
     names: list[str]
-    dtypes: list[str]
+    dtypes: Sequence[str]
     shapes: list[list[int]]
 
 
 WeightSource = FromDirectory | FromFile | FromBytes | FromGroup
 
 
-class UpdateWeightsReq(Message):
+class WeightUpdateCall(CallMessage, kw_only=True):
+    """Base of the calls that take new weights over. See `WeightUpdateOptions`."""
+
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+    @property
+    def reply_timeout_s(self) -> float | None:
+        """Running requests may have to finish first, which takes as long as it takes."""
+        return None
+
+
+class UpdateWeightsReq(WeightUpdateCall):
     """Reads weights and checks them; takes them over at once, or stages them in a session."""
 
-    call_id: int
     source: WeightSource
-    weight_version: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
 
 
-class WeightSessionReq(Message):
+class WeightSessionReq(WeightUpdateCall):
     """Begins, commits or rolls back a weight update of several parts."""
 
-    call_id: int
     action: SessionAction
-    weight_version: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
 
 
-class UpdateWeightVersionReq(Message):
+class UpdateWeightVersionReq(CallMessage):
     """A new label for the weights as they are."""
 
-    call_id: int
     new_version: str
     abort_all_requests: bool = False
 
+    @property
+    def reply_timeout_s(self) -> float | None:
+        return WEIGHTS_TIMEOUT_S
 
-class WeightGroupReq(Message):
+
+class GroupAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a trainer has opened a group. See `InitWeightsUpdateGroupReqInput`."""
+
+    master_address: str
+    master_port: int
+    rank: int
+    world_size: int
+    backend: str
+    timeout_s: float
+
+
+class WeightGroupReq(CallMessage):
     """Joins a group of a trainer (`join`), or leaves it (null)."""
 
-    call_id: int
     group_name: str
-    join: InitWeightsUpdateGroupReqInput | None = None
+    join: GroupAddress | None = None
+
+    @property
+    def reply_timeout_s(self) -> float | None:
+        return CONTROL_TIMEOUT_S + (0.0 if self.join is None else self.join.timeout_s)
 
 
-class MemoryOccupationReq(Message):
+class MemoryOccupationReq(CallMessage):
     """Gives memory back, or takes it again. `tags`: null for all there are."""
 
-    call_id: int
     action: Literal["release", "resume"]
-    tags: list[str] | None = None
+    tags: Sequence[str] | None = None
+
+    @property
+    def reply_timeout_s(self) -> float | None:
+        return WEIGHTS_TIMEOUT_S
 
 
 # ---------------------------------------------------------------- scheduler -> front end
@@ -316,16 +250,14 @@ class EngineStatus(Message):
     in_weight_session: bool = False
 
 
-ControlRequest = (
+ControlCall = (
     PauseGenerationReq
     | ContinueGenerationReq
-    | AbortReq
-    | FlushCacheReqInput
-    | GetInternalStateReq
     | UpdateWeightsReq
     | WeightSessionReq
     | UpdateWeightVersionReq
     | WeightGroupReq
     | MemoryOccupationReq
 )
+ControlRequest = ControlCall | AbortReq | FlushCacheReqInput | GetInternalStateReq
 ControlOutput = ControlReply | FlushCacheReqOutput | GetInternalStateReqOutput | EngineStatus

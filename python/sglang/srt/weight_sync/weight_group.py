@@ -27,12 +27,6 @@ TRAINER_RANK = 0
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}  # to the device that it receives on
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BITS = {2: torch.int16, 4: torch.int32}  # the integer of each size in bytes
-MAX_TIMEOUT_S = 86_400.0
-MAX_HOST_LEN = 253
-MAX_NAME_LEN = 256
-MAX_TENSORS = 1 << 20
-MAX_DIMS = 8
-MAX_TENSOR_BYTES = 1 << 40
 RETRY_INTERVAL_S = 0.1
 # A watchdog of NCCL ends the process when the time-out of the group is over: ours comes first.
 NCCL_MARGIN_S = 600.0
@@ -90,16 +84,16 @@ class WeightGroup:
     ) -> WeightGroup:
         """Waits for the trainer and all other receivers.
 
+        The arguments must be in the ranges of `control/bodies.py`, which checks what clients send.
+
         Args:
             rank: from 1: rank 0 is the trainer.
+            backend: one of BACKENDS.
             timeout_s: for joining, and later for each tensor.
 
         Raises:
-            WeightUpdateError: if an argument is wrong, or if the group does not come about in time.
+            WeightUpdateError: if the group does not come about in time.
         """
-        _check_arguments(master_address, master_port, rank, world_size, group_name, timeout_s)
-        if backend not in BACKENDS:
-            raise WeightUpdateError(f"backend must be {' or '.join(BACKENDS)}, not {backend!r}.")
         if backend == "nccl" and not dist.is_nccl_available():
             raise WeightUpdateError("backend nccl needs a torch with CUDA; use gloo.")
         where = f"{master_address!r}, port {master_port},"
@@ -122,15 +116,16 @@ class WeightGroup:
     def receive(self, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of each spec, in order, as the trainer broadcasts them.
 
-        The specs must say what is sent. More or less of it is an error, except that gloo ends the
-        whole process if a tensor has more than twice its announced bytes plus 1 MiB (with several
-        receivers: more than its announced bytes). Stopping half-way breaks the group.
+        The specs must say what is sent, in types of DTYPES and the shapes of `control/bodies.py`.
+        More or less of it is an error, except that gloo ends the whole process if a tensor has more
+        than twice its announced bytes plus 1 MiB (with several receivers: more than its announced
+        bytes). Stopping half-way breaks the group.
 
         Raises:
-            WeightUpdateError: at once if a spec is wrong or the group is closed or broken; later
-                if a tensor does not come, which breaks the group, or if the group is closed.
+            WeightUpdateError: at once if the group is closed or broken; later if a tensor does not
+                come, which breaks the group, or if the group is closed.
         """
-        dtypes = _check_specs(specs)
+        dtypes = [DTYPES[spec.dtype.removeprefix("torch.")] for spec in specs]
         self._check_usable()
         return self._receive_all(list(specs), dtypes)
 
@@ -285,47 +280,3 @@ def _reason(error: Exception, timeout_s: float) -> str:
     if isinstance(error, TimeoutError):
         return f"nothing came within {timeout_s:g} s"
     return first_line(error)
-
-
-def _check_arguments(
-    address: str, port: int, rank: int, world_size: int, name: str, timeout_s: float
-) -> None:
-    """Raises WeightUpdateError for a value out of range, with its name."""
-    problems = {
-        f"master_address must have 1 to {MAX_HOST_LEN} characters": 0
-        < len(address)
-        <= MAX_HOST_LEN,
-        "master_port must be from 1 to 65535": 0 < port < 1 << 16,
-        "world_size must be at least 2, the trainer and this server": world_size >= 2,
-        "rank must be from 1 to world_size - 1, since rank 0 is the trainer": 0 < rank < world_size,
-        f"group_name must have 1 to {MAX_NAME_LEN} characters": 0 < len(name) <= MAX_NAME_LEN,
-        f"timeout_s must be more than 0, up to {MAX_TIMEOUT_S:g}": 0 < timeout_s <= MAX_TIMEOUT_S,
-    }
-    for problem, is_right in problems.items():
-        if not is_right:
-            raise WeightUpdateError(f"{problem}.")
-
-
-def _check_specs(specs: Sequence[TensorSpec]) -> list[torch.dtype]:
-    """The types of all specs.
-
-    Raises:
-        WeightUpdateError: if there are none or too many, or one cannot be received.
-    """
-    if not 0 < len(specs) <= MAX_TENSORS:
-        raise WeightUpdateError(f"Name 1 to {MAX_TENSORS} weights to receive, not {len(specs)}.")
-    dtypes = []
-    for spec in specs:
-        dtype = DTYPES.get(spec.dtype.removeprefix("torch."))
-        if dtype is None:
-            raise WeightUpdateError(
-                f"Weight {spec.name!r} has dtype {spec.dtype!r}; use {', '.join(DTYPES)}."
-            )
-        is_bounded = len(spec.shape) <= MAX_DIMS and all(size >= 0 for size in spec.shape)
-        if not is_bounded or prod(spec.shape) * dtype.itemsize > MAX_TENSOR_BYTES:
-            raise WeightUpdateError(
-                f"Weight {spec.name!r} cannot have shape {list(spec.shape)}; sizes must not be"
-                f" negative, with up to {MAX_DIMS} dimensions and {MAX_TENSOR_BYTES} bytes."
-            )
-        dtypes.append(dtype)
-    return dtypes

@@ -1,0 +1,140 @@
+"""Bodies of control calls, from JSON or keywords: our fields, and what SGLang's clients add.
+
+Trainers send whole structs of SGLang. Their fields that this server does without are accepted in
+each of these bodies, and not looked at further, as long as they ask for nothing that it would have
+to do otherwise. `SGLANG_FIELDS` is the only list of them; any other unknown field is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from sglang.srt.control.bodies import RollbackWeightUpdateReqInput
+from sglang.srt.frontend.body_parsing import RequestError, field_error, shorten, type_error
+from sglang.srt.sglang_surface import is_neutral
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """A field without an effect here.
+
+    Attributes:
+        neutral: values that are accepted, beside null, false and empty; None: all are.
+        reason: what to say of any other.
+    """
+
+    neutral: tuple[Any, ...] | None = None
+    reason: str = ""
+
+    def accepts(self, value: Any) -> bool:
+        return self.neutral is None or is_neutral(value, self.neutral)
+
+
+# In the order in which they are checked, before all else.
+SGLANG_FIELDS: dict[str, Ignored] = {
+    "serialized_named_tensors": Ignored(
+        (),
+        "pickle is never read here; send the weights as safetensors: base64 in `safetensors`,"
+        " a file of /dev/shm in `shared_memory`, or raw as application/octet-stream",
+    ),
+    "load_format": Ignored(
+        ("auto", "safetensors"),
+        "must be auto or safetensors; nothing else is read, so send tensors one by one",
+    ),
+    "selector": Ignored(
+        ("target", "all"), "must be target or all; there is no draft model with weights of its own"
+    ),
+    "is_async": Ignored((False,), "must be false: an update is answered when it is done"),
+    "disable_draft_model": Ignored(),
+    "torch_empty_cache": Ignored(),
+    "keep_pause": Ignored(),
+    "token_step": Ignored(),
+    "recapture_cuda_graph": Ignored(),
+    "crash_on_error": Ignored(),
+    "post_load_weights": Ignored(),
+    "rid": Ignored((), "names a request to generate; leave it out"),
+    "http_worker_ipc": Ignored((), "belongs to SGLang's own processes; leave it out"),
+    "manifest": Ignored((), "is not read: the checkpoint's own names and shapes are checked"),
+    "abort_all_request": Ignored(
+        (False,), "must be true or false, and true only where abort_all_requests is a field"
+    ),
+}
+MISSPELT_ABORT, ABORT = "abort_all_request", "abort_all_requests"  # the first is some clients'
+OWN_CALLS = (RollbackWeightUpdateReqInput,)  # SGLang has no such call
+DECIMALS = ("master_port",)  # numbers that some trainers send as strings
+MAX_DECIMAL_DIGITS = 9
+
+
+def make_body(struct: type[S], fields: Mapping[str, Any]) -> S:
+    """A body from parsed JSON, or from keywords; null stands for a field's default.
+
+    Raises:
+        RequestError: naming the field that is unknown, not supported, of a wrong type, out of
+            range or at odds with another.
+    """
+    known = struct.__struct_fields__
+    given = _with_right_name(fields) if ABORT in known else dict(fields)
+    ignored_fields = {} if struct in OWN_CALLS else SGLANG_FIELDS
+    for name, ignored in ignored_fields.items():
+        if name in given and name not in known and not ignored.accepts(given[name]):
+            raise field_error(name, ignored.reason)
+    for name in given:
+        if name not in known and name not in ignored_fields:
+            raise field_error(shorten(name), "is not a known field")
+    values = {
+        name: _number(value) if name in DECIMALS else value
+        for name, value in given.items()
+        if name in known and value is not None
+    }
+    try:
+        return msgspec.convert(values, struct)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, RequestError):  # a rule of the body
+            raise error.__cause__ from None
+        raise _name_choices(type_error(error), struct) from None
+
+
+def _name_choices(error: RequestError, struct: type[msgspec.Struct]) -> RequestError:
+    """The error, with the values that there are in place of the wrong one."""
+    field = error.field or ""
+    if "invalid enum value" not in error.message:
+        return error
+    choices = _literals(get_type_hints(struct)[field.partition("[")[0]])
+    return field_error(field, f"must be one of {', '.join(map(str, choices))}")
+
+
+def _literals(hint: Any) -> list[Any]:
+    """The values of every `Literal` in a type."""
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    return [value for part in get_args(hint) for value in _literals(part)]
+
+
+def query_fields(query: Mapping[str, str]) -> dict[str, Any]:
+    """The fields that a URL gives: `true`, `false`, 1 and 0 are booleans, except of a label."""
+    words = {"true": True, "1": True, "false": False, "0": False}
+    return {
+        name: value if name == "weight_version" else words.get(value.lower(), value)
+        for name, value in query.items()
+    }
+
+
+def _with_right_name(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields without a client's other spelling of `abort_all_requests`; true wins."""
+    if fields.get(MISSPELT_ABORT) is not True:
+        return dict(fields)
+    given = {name: value for name, value in fields.items() if name != MISSPELT_ABORT}
+    return {**given, ABORT: True}
+
+
+def _number(value: Any) -> Any:
+    """A decimal string as a number; any other value as it is."""
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_DECIMAL_DIGITS:
+        return value
+    return int(value) if value.isascii() and value.isdecimal() else value
