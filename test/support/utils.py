@@ -33,6 +33,7 @@ from sglang.srt.messages.requests import (
 )
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
+from sglang.srt.mtp.debug_trace import DebugTrace
 from sglang.srt.mtp.length_policy import FullLength, LengthPolicy
 from sglang.srt.mtp.mtp_worker import MTPConfig, MTPWorker
 from sglang.srt.processes.runtime_config import DEFAULT_OPS, MAX_GRAPH_ROWS
@@ -366,11 +367,15 @@ def make_model_worker(path: Path, setup: Setup, context_len: int = CONTEXT_LEN) 
 
 
 def make_mtp_worker(
-    runner: ModelRunner, mask_token_id: int, policy: LengthPolicy | None = None, **config: Any
+    runner: ModelRunner,
+    mask_token_id: int,
+    policy: LengthPolicy | None = None,
+    trace: DebugTrace | None = None,
+    **config: Any,
 ) -> MTPWorker:
     """The worker that predicts up to MTP_MAX_K tokens per step, over a runner with rows for it."""
     num_rows = runner.req_to_token_pool.req_to_token.shape[0]
     device = runner.req_to_token_pool.req_to_token.device
     state = RequestRows(num_rows, MTP_MAX_K, runner.vocab_size, str(device))
     settings = MTPConfig(mask_token_id=mask_token_id, max_k=MTP_MAX_K, **config)
-    return MTPWorker(runner, state, settings, policy or FullLength())
+    return MTPWorker(runner, state, settings, policy or FullLength(), trace)

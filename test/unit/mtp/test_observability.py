@@ -44,8 +44,10 @@ MODES: list[dict[str, Any]] = [
 def traced(small_model: Path, path: Path, overlap: bool) -> tuple[SchedulerHarness, list[Any]]:
     setup = Setup(chunked_prefill_size=4, enable_overlap=overlap)
     runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
-    debug = SchedulerDebug(trace=DebugTrace(str(path)))
-    harness = SchedulerHarness(setup, make_mtp_worker(runner, MASK, traces=True), debug)
+    trace = DebugTrace(str(path))
+    debug = SchedulerDebug(on_step_read=trace.read)
+    worker = make_mtp_worker(runner, MASK, trace=trace)
+    harness = SchedulerHarness(setup, worker, debug)
     for mode in MODES:
         harness.submit(PROMPT, temperature=0.0, max_new_tokens=11, mtp_enabled=True, **mode)
     harness.submit(PROMPT, temperature=0.0, max_new_tokens=11)

@@ -6,7 +6,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.mem_cache.kv_audit import ReleaseReport
 from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.messages.requests import FinishReason, TokenizedGenerateReqInput
+from sglang.srt.observability.request_step import RequestStep
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.batch_planner import BatchPlanner, MustDrain, PlannedStep, PlannerConfig
 from sglang.srt.scheduling.batch_result_processor import BatchResultProcessor
@@ -23,7 +24,7 @@ from sglang.srt.scheduling.launch_slack import LaunchSlack
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 from sglang.srt.scheduling.schedule_batch import LaunchedStep, Req
 from sglang.srt.scheduling.schedule_policy import NewTokenRatio, order_by_priority
-from sglang.srt.step.worker import StepRecord, Worker
+from sglang.srt.step.worker import Worker
 from sglang.srt.tokenizer import StopFinder
 
 logger = logging.getLogger(__name__)
@@ -71,12 +72,13 @@ class SchedulerDebug:
     """Debug switches.
 
     Attributes:
-        trace: is told of every step of every request.
+        on_step_read: is told what became of the requests of each step, in the order of launches;
+            requests that had ended before are left out.
         release_audit: is told what became of a request's KV slots.
         logs_idle_ledger: log the ledger's check whenever the scheduler goes idle.
     """
 
-    trace: Callable[[StepRecord], None] | None = None
+    on_step_read: Callable[[Sequence[RequestStep]], None] | None = None
     release_audit: Callable[[ReleaseReport], None] | None = None
     logs_idle_ledger: bool = False
 
@@ -121,7 +123,7 @@ class Scheduler:
             self.lifecycle, config.strict_invariants, debug.logs_idle_ledger
         )
         self.processor = BatchResultProcessor(
-            self.lifecycle, to_detokenizer, config.stream_interval, debug.trace
+            self.lifecycle, to_detokenizer, config.stream_interval, debug.on_step_read
         )
         self._planner = BatchPlanner(config.planner, self.lifecycle, self.ratio)
         self._slack = LaunchSlack(clock)

@@ -1,17 +1,42 @@
-"""SGLANG_MTP_DEBUG_TRACE: one JSON line per step of each request that looks ahead."""
+"""SGLANG_MTP_DEBUG_TRACE: one JSON line per step of each request with `mtp_enabled`."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.step.worker import StepRecord
+import torch
+
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.observability.request_step import RequestStep
+from sglang.srt.step.request_rows import RequestRows
+
+
+@dataclass(frozen=True, slots=True)
+class _LaunchedStep:
+    """What a step of R requests fed and left.
+
+    Attributes:
+        pending: [R, P] int64; tokens that the step leaves without KV.
+        pending_lens: [R] int64; how many.
+    """
+
+    inputs: ForwardBatch
+    num_predicted: list[int]
+    pending: torch.Tensor
+    pending_lens: torch.Tensor
+    used_graph: bool
 
 
 class DebugTrace:
     """Appends to a file; docs/mtp.md says what the fields mean.
+
+    The worker tells of every step that it launches, the scheduler of every step that it reads. Both
+    do so in the order of launches, so the oldest launched step is the one that is read.
 
     Raises:
         ValueError: if the file cannot be written.
@@ -24,38 +49,55 @@ class DebugTrace:
             raise ValueError(
                 f"SGLANG_MTP_DEBUG_TRACE={path!r} cannot be written: {error.strerror}."
             ) from None
+        self._unread: deque[_LaunchedStep] = deque()
         self._num_steps: Counter[int] = Counter()
 
-    def __call__(self, record: StepRecord) -> None:
-        """Notes a step of one request."""
-        if not record.params.mtp_enabled:
-            return
-        self._file.write(json.dumps(self._fields(record)) + "\n")
-        self._num_steps[record.req_id] += 1
-        if record.finish_reason is not None:
-            del self._num_steps[record.req_id]
+    def launched(
+        self, inputs: ForwardBatch, num_predicted: list[int], state: RequestRows, used_graph: bool
+    ) -> None:
+        """Keeps what a launched step fed until the step is read.
 
-    def _fields(self, record: StepRecord) -> dict[str, Any]:
-        fed, index = record.fed, record.index
-        start = sum(fed.q_lens[:index])
-        rows = slice(start, start + fed.q_lens[index])
-        tokens, positions = fed.input_ids[rows].tolist(), fed.positions[rows].tolist()
-        pending = fed.pending[index, : int(fed.pending_lens[index])].tolist()
-        phase = "seed" if record.ends_prompt else "steady" if record.emits else "prefill"
-        after = "steady" if record.emits else "prefill"
+        Args:
+            num_predicted: R counts of tokens predicted; 0 where the step emits nothing.
+            state: the device rows as the step leaves them.
+            used_graph: whether a captured graph was replayed.
+        """
+        pending, pending_lens = state.pending[inputs.rows], state.pending_lens[inputs.rows]
+        step = _LaunchedStep(inputs, num_predicted, pending, pending_lens, used_graph)
+        self._unread.append(step)
+
+    def read(self, requests: Sequence[RequestStep]) -> None:
+        """Writes the lines of the oldest launched step."""
+        step = self._unread.popleft()
+        for request in requests:
+            if not request.params.mtp_enabled:
+                continue
+            self._file.write(json.dumps(self._fields(step, request)) + "\n")
+            self._num_steps[request.req_id] += 1
+            if request.finish_reason is not None:
+                del self._num_steps[request.req_id]
+
+    def _fields(self, step: _LaunchedStep, request: RequestStep) -> dict[str, Any]:
+        inputs, index = step.inputs, request.index
+        q_len, start = inputs.q_lens[index], sum(inputs.q_lens[:index])
+        rows = slice(start, start + q_len)
+        tokens, positions = inputs.input_ids[rows].tolist(), inputs.positions[rows].tolist()
+        pending = step.pending[index, : int(step.pending_lens[index])].tolist()
+        phase = "seed" if request.ends_prompt else "steady" if request.emits else "prefill"
+        after = "steady" if request.emits else "prefill"
         return {
-            "rid": record.rid,
-            "step": self._num_steps[record.req_id],
+            "rid": request.rid,
+            "step": self._num_steps[request.req_id],
             "phase_before": phase,
-            "phase_after": after if record.finish_reason is None else "finished",
-            "q_len": fed.q_lens[index],
-            "k": fed.num_predicted[index],
-            "effective_k": record.num_emitted,
+            "phase_after": after if request.finish_reason is None else "finished",
+            "q_len": q_len,
+            "k": step.num_predicted[index],
+            "effective_k": request.num_emitted,
             "input": tokens,
-            "pending": pending if record.emits else [],
-            "committed": tokens[: record.num_kept],
+            "pending": pending if request.emits else [],
+            "committed": tokens[: request.num_kept],
             "positions": positions,
             "seq_len_base": positions[0],
-            "can_run_cuda_graph": fed.used_graph,
-            "finish_reason": record.finish_reason,
+            "can_run_cuda_graph": step.used_graph,
+            "finish_reason": request.finish_reason,
         }

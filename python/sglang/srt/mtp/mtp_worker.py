@@ -8,7 +8,6 @@ Nothing here waits for the device: what depends on the step before is gathered f
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 from collections import deque
@@ -24,6 +23,7 @@ from sglang.srt.layers.logprobs import LogprobQueries
 from sglang.srt.layers.sampler import SamplingRows, ScoredTokens
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.mtp.acceptance import AcceptanceOps, Outcome, Predictions
+from sglang.srt.mtp.debug_trace import DebugTrace
 from sglang.srt.mtp.length_policy import LengthPolicy
 from sglang.srt.mtp.lookahead_rows import LookaheadRows, StepLengths
 from sglang.srt.registry import ACCEPTANCE
@@ -33,7 +33,6 @@ from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import IS_VERIFIED, RowLayout
 from sglang.srt.step.step_outputs import hidden_of_reads, hidden_states, prompt_logprobs
 from sglang.srt.step.worker import (
-    FedRows,
     GenerationBatchResult,
     HostResult,
     LogprobPlan,
@@ -58,7 +57,6 @@ class MTPConfig:
             to the longest possible one: for devices where looking costs nothing.
         measures_costs: the length policy's prices are measured at start-up; otherwise every request
             predicts as many tokens as it wishes.
-        traces: results say what was fed.
         bypasses_graphs: steps of several rows per request replay no captured graph, though steps of
             one row do; said once.
     """
@@ -68,7 +66,6 @@ class MTPConfig:
     limits_unverified: bool = False
     trims_rows: bool = False
     measures_costs: bool = False
-    traces: bool = False
     bypasses_graphs: bool = False
 
 
@@ -87,16 +84,23 @@ class MTPWorker:
     Args:
         state: device rows with room for `max_k` pending tokens.
         policy: how many tokens may be predicted under the load at hand.
+        trace: is told of every launched step; None without one.
     """
 
     def __init__(
-        self, runner: ModelRunner, state: RequestRows, config: MTPConfig, policy: LengthPolicy
+        self,
+        runner: ModelRunner,
+        state: RequestRows,
+        config: MTPConfig,
+        policy: LengthPolicy,
+        trace: DebugTrace | None = None,
     ) -> None:
         self._runner = runner
         self._table = runner.req_to_token_pool
         self._state = state
         self._config = config
         self._policy = policy
+        self._trace = trace
         self._plain = TpModelWorker(runner, state, (config.mask_token_id,))
         self._sampler = self._plain.sampler
         num_rows = state.committed.shape[0]
@@ -144,9 +148,9 @@ class MTPWorker:
         result, used_graph = run(batch, inputs, layout)
         if not used_graph and self._config.bypasses_graphs:
             self._warn_of_bypass(batch, lengths)
-        if not self._config.traces:
-            return result
-        return dataclasses.replace(result, fed=self._fed(lengths, inputs, used_graph))
+        if self._trace is not None:
+            self._trace.launched(inputs, lengths.counts.num_predicted, state, used_graph)
+        return result
 
     def _run(
         self, lengths: StepLengths, batch: ScheduleBatch, inputs: ForwardBatch, layout: RowLayout
@@ -193,17 +197,6 @@ class MTPWorker:
             lengths.counts.q_lens[index],
             "seed" if batch.num_host_tokens[index] else "steady",
             "conf_adapt" if has_threshold else "static",
-        )
-
-    def _fed(self, lengths: StepLengths, inputs: ForwardBatch, used_graph: bool) -> FedRows:
-        return FedRows(
-            input_ids=inputs.input_ids,
-            positions=inputs.positions,
-            q_lens=lengths.counts.q_lens,
-            num_predicted=lengths.counts.num_predicted,
-            pending=self._state.pending[inputs.rows],
-            pending_lens=self._state.pending_lens[inputs.rows],
-            used_graph=used_graph,
         )
 
     def _limit(self, batch: ScheduleBatch, longest_pending: int | None) -> int | None:

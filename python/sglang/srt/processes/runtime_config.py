@@ -229,7 +229,6 @@ def _mtp(args: ServerArgs, model: ModelConfig, environ: Environ, device: str) ->
         limits_unverified=args.mtp_load_aware_k,
         trims_rows=device == "cpu",
         measures_costs=not environ.mtp_fixed_k,
-        traces=environ.mtp_debug_trace is not None,
         bypasses_graphs=_captures_graphs(args, device) and args.disable_mtp_cuda_graph,
     )
 

@@ -66,7 +66,9 @@ def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, Schedul
         logger.warning("%s", warning)
     config = resolve(args, Platform.probe(), model, environ)
     runner = ModelRunner(config.execution)
-    worker = make_worker(runner, config.mtp)
+    path = environ.mtp_debug_trace
+    trace = None if path is None else DebugTrace(path)
+    worker = make_worker(runner, config.mtp, trace)
     inbox: Receiver[Any] = Receiver(addresses.scheduler, ToScheduler)
     scheduler = Scheduler(
         config.scheduler,
@@ -77,15 +79,15 @@ def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, Schedul
         Sender[Any](addresses.detokenizer).send,
         Sender[Any](addresses.frontend).send,
         _stop_finders(args),
-        _debug(environ),
+        _debug(environ, None if config.mtp is None else trace),
     )
     return scheduler, _info(config, runner)
 
 
-def _debug(environ: Environ) -> SchedulerDebug:
-    path, kv = environ.mtp_debug_trace, environ.kv_leak_debug
+def _debug(environ: Environ, trace: DebugTrace | None) -> SchedulerDebug:
+    kv = environ.kv_leak_debug
     return SchedulerDebug(
-        trace=None if path is None else DebugTrace(path),
+        on_step_read=None if trace is None else trace.read,
         release_audit=(lambda report: logger.info("KV released: %s", report)) if kv else None,
         logs_idle_ledger=kv,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.mtp.debug_trace import DebugTrace
 from sglang.srt.mtp.length_policy import FullLength, LengthPolicy, LoadAwareLength
 from sglang.srt.mtp.mtp_worker import MTPConfig, MTPWorker
 from sglang.srt.mtp.price_measurement import PriceMeter
@@ -11,8 +12,14 @@ from sglang.srt.step.worker import Worker
 from sglang.srt.workers.tp_worker import TpModelWorker
 
 
-def make_worker(runner: ModelRunner, mtp: MTPConfig | None) -> Worker:
-    """The worker for what a model can do: several tokens per step with a mask token, else one."""
+def make_worker(
+    runner: ModelRunner, mtp: MTPConfig | None, trace: DebugTrace | None = None
+) -> Worker:
+    """The worker for what a model can do: several tokens per step with a mask token, else one.
+
+    Args:
+        trace: is told of every step that an `MTPWorker` launches.
+    """
     table = runner.req_to_token_pool.req_to_token
     num_rows, device = table.shape[0], str(table.device)
     max_pending = 1 if mtp is None else mtp.max_k
@@ -23,4 +30,4 @@ def make_worker(runner: ModelRunner, mtp: MTPConfig | None) -> Worker:
     if mtp.measures_costs:
         prices = PriceMeter(runner, num_rows, 2 * mtp.max_k - 1).measure()
         policy = LoadAwareLength(prices, mtp.max_k)
-    return MTPWorker(runner, state, mtp, policy)
+    return MTPWorker(runner, state, mtp, policy, trace)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sglang.srt.messages.requests import (
     DECODE_FAILED,
@@ -14,10 +14,11 @@ from sglang.srt.messages.requests import (
     PositionLogprobs,
     ReqOutput,
 )
+from sglang.srt.observability.request_step import RequestStep
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 from sglang.srt.scheduling.schedule_batch import LaunchedRow, LaunchedStep, Req
 from sglang.srt.scheduling.step_returns import ReturnReader
-from sglang.srt.step.worker import FedRows, HostResult, StepRecord
+from sglang.srt.step.worker import HostResult
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,8 @@ class BatchResultProcessor:
     Args:
         send: takes the news of a step, to the detokenizer.
         stream_interval: tokens per chunk of a stream, for requests that say nothing else.
-        trace: is told of every step of every request, if the worker says what was fed.
+        on_step_read: is told, before the news are sent, what the step did to each of its requests
+            that had not ended before.
     """
 
     def __init__(
@@ -36,12 +38,12 @@ class BatchResultProcessor:
         lifecycle: RequestLifecycle,
         send: Callable[[BatchTokenIDOutput], None],
         stream_interval: int,
-        trace: Callable[[StepRecord], None] | None = None,
+        on_step_read: Callable[[Sequence[RequestStep]], None] | None = None,
     ) -> None:
         self._lifecycle = lifecycle
         self._send = send
         self._stream_interval = stream_interval
-        self._trace = trace
+        self._on_step_read = on_step_read
         self._outputs: list[ReqOutput] = []
 
     def process(self, step: LaunchedStep) -> HostResult:
@@ -53,6 +55,7 @@ class BatchResultProcessor:
             result.hidden_states,
             width=len(result.next_token_ids[0]),
         )
+        request_steps: list[RequestStep] = []
         for index, row in enumerate(step.rows):
             row.req.num_inflight -= 1
             row.req.num_inflight_emits -= row.emits
@@ -65,10 +68,13 @@ class BatchResultProcessor:
                 row.req.add_hidden(hidden)
                 num_before = len(row.req.output_ids)
                 self._apply(row, accepted, result.kept_lens[index], logprobs)
-                if self._trace is not None and result.fed is not None:
+                if self._on_step_read is not None:
                     num_new = len(row.req.output_ids) - num_before
-                    self._trace(_step_record(index, row, result.fed, num_new, result.kept_lens))
+                    num_kept = result.kept_lens[index]
+                    request_steps.append(_request_step(index, row, num_new, num_kept))
             self._lifecycle.release_if_ended(row.req)
+        if self._on_step_read is not None:
+            self._on_step_read(request_steps)
         self.flush()
         return result
 
@@ -154,20 +160,17 @@ class BatchResultProcessor:
         req.was_reported = req.spans_were_sent = True
 
 
-def _step_record(
-    index: int, row: LaunchedRow, fed: FedRows, num_emitted: int, kept_lens: list[int]
-) -> StepRecord:
+def _request_step(index: int, row: LaunchedRow, num_emitted: int, num_kept: int) -> RequestStep:
     reason = row.req.finish_reason
-    return StepRecord(
+    return RequestStep(
+        index=index,
         req_id=row.req.req_id,
         rid=row.req.rid,
         params=row.req.params,
-        index=index,
-        fed=fed,
         emits=row.emits,
         ends_prompt=row.ends_prompt,
         num_emitted=num_emitted,
-        num_kept=kept_lens[index],
+        num_kept=num_kept,
         finish_reason=None if reason is None else reason.type,
     )
 

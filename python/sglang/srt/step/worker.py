@@ -120,51 +120,6 @@ class ScheduleBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class FedRows:
-    """What a step fed, for traces.
-
-    Attributes:
-        input_ids, positions: [T] int64.
-        q_lens: R counts of rows fed.
-        num_predicted: R counts of tokens predicted; 0 where the step emits nothing.
-        pending: [R, P] int64; tokens that the step leaves without KV.
-        pending_lens: [R] int64; how many.
-        used_graph: whether a captured graph was replayed.
-    """
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    q_lens: list[int]
-    num_predicted: list[int]
-    pending: torch.Tensor
-    pending_lens: torch.Tensor
-    used_graph: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """What a step did to one request, for traces.
-
-    Attributes:
-        index: of the request in the step that `fed` describes.
-        ends_prompt: the step fed the last prompt token.
-        num_emitted: tokens that went to the client, after clipping at stops.
-        finish_reason: how the step ended the request, if it did.
-    """
-
-    req_id: int
-    rid: str
-    params: SamplingParams
-    index: int
-    fed: FedRows
-    emits: bool
-    ends_prompt: bool
-    num_emitted: int
-    num_kept: int
-    finish_reason: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class HostResult:
     """`GenerationBatchResult`, read."""
 
@@ -174,7 +129,6 @@ class HostResult:
     emitted_logprobs: HostLogprobs | None = None
     prompt_logprobs: HostLogprobs | None = None
     hidden_states: list[list[float]] = field(default_factory=list)
-    fed: FedRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +143,6 @@ class GenerationBatchResult:
             of which the first accept_lens[i] mean something.
         prompt_logprobs: answers to `LogprobPlan.prompts`.
         hidden_states: [len(ScheduleBatch.hidden_rows), hidden_size] float32.
-        fed: what was fed, where the worker was asked to say so.
 
     The copy to the host begins when this is made.
     """
@@ -200,7 +153,6 @@ class GenerationBatchResult:
     emitted_logprobs: LogprobTensors | None = None
     prompt_logprobs: LogprobTensors | None = None
     hidden_states: torch.Tensor | None = None
-    fed: FedRows | None = None
 
     _copy: HostCopy = field(init=False)
 
@@ -241,7 +193,6 @@ class GenerationBatchResult:
             HostLogprobs.of(emitted),
             HostLogprobs.of(prompts),
             hidden[0].tolist() if hidden else [],
-            self.fed,
         )
 
 
