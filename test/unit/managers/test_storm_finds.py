@@ -17,9 +17,9 @@ from sglang.srt.messages.requests import FinishReason
 from sglang.srt.mtp.lookahead_rows import LookaheadRows
 from sglang.srt.scheduling import batch_planner, batch_result_processor
 from sglang.srt.scheduling.batch_result_processor import BatchResultProcessor
+from sglang.srt.scheduling.logprobs_and_hidden import LogprobsAndHiddenReader
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 from sglang.srt.scheduling.schedule_batch import Req
-from sglang.srt.scheduling.step_returns import ReturnReader
 from sglang.srt.step.step_ops import Reads
 from sglang.srt.step.worker import NewRow
 from sglang.srt.workers import tp_worker
@@ -142,16 +142,16 @@ def draws_another_seed_after_a_retraction(patch: Patch) -> None:
 
 
 def hands_logprobs_to_the_next_request(patch: Patch) -> None:
-    take = ReturnReader.take_emitted
+    take = LogprobsAndHiddenReader.take_output_logprobs
 
-    def take_emitted(self: ReturnReader, req: Req, tokens: list[int]) -> Any:
+    def take_output_logprobs(self: LogprobsAndHiddenReader, req: Req, tokens: list[int]) -> Any:
         before = self._next_emitted
         taken = take(self, req, tokens)
         if req.finish_reason is not None:
             self._next_emitted = before
         return taken
 
-    patch.setattr(ReturnReader, "take_emitted", take_emitted)
+    patch.setattr(LogprobsAndHiddenReader, "take_output_logprobs", take_output_logprobs)
 
 
 def answers_no_abort_of_a_waiting_request(patch: Patch) -> None:

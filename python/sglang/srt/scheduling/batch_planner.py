@@ -6,6 +6,8 @@ import logging
 from dataclasses import dataclass, field
 
 from sglang.srt.layers.logit_adjustments import RowAdjustments
+from sglang.srt.mem_cache.kv_ledger import PageTableWrites
+from sglang.srt.scheduling.logprobs_and_hidden import LogprobsAndHiddenPlan
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 from sglang.srt.scheduling.schedule_batch import LaunchedRow, Req
 from sglang.srt.scheduling.schedule_policy import (
@@ -16,7 +18,6 @@ from sglang.srt.scheduling.schedule_policy import (
     order_waiting,
     preemptible,
 )
-from sglang.srt.scheduling.step_returns import StepReturns
 from sglang.srt.step.worker import NewRow, ScheduleBatch
 
 logger = logging.getLogger(__name__)
@@ -54,17 +55,57 @@ class MustDrain(Exception):
 
 
 @dataclass(slots=True)
-class _Draft:
-    """A step while it is put together."""
+class _StepBuilder:
+    """A step while requests are added to it."""
 
     rows: list[LaunchedRow] = field(default_factory=list)
-    row_indices: list[int] = field(default_factory=list)
-    q_lens: list[int] = field(default_factory=list)
-    host_tokens: list[int] = field(default_factory=list)
-    num_host_tokens: list[int] = field(default_factory=list)
-    kv_bounds: list[int] = field(default_factory=list)
-    new_rows: list[NewRow] = field(default_factory=list)
-    returns: StepReturns = field(default_factory=StepReturns)
+    _row_indices: list[int] = field(default_factory=list)
+    _q_lens: list[int] = field(default_factory=list)
+    _host_tokens: list[int] = field(default_factory=list)
+    _num_host_tokens: list[int] = field(default_factory=list)
+    _kv_bounds: list[int] = field(default_factory=list)
+    _new_rows: list[NewRow] = field(default_factory=list)
+    _wanted: LogprobsAndHiddenPlan = field(default_factory=LogprobsAndHiddenPlan)
+
+    def add(self, req: Req, tokens: list[int], q_len: int, max_kept: int, emits: bool) -> None:
+        """Adds a request, whose slots are reserved.
+
+        Args:
+            tokens: the next tokens of its prompt; none for a decode row.
+            q_len: rows that have slots, look-ahead included.
+            max_kept: tokens by which the step may move the watermark, at most.
+        """
+        assert req.kv is not None
+        if req.row_is_new:
+            self._new_rows.append(_new_row(req, req.kv.row))
+            req.row_is_new = False
+        num_scored, num_hidden = self._wanted.add(req, len(tokens), max_kept, emits)
+        self._row_indices.append(req.kv.row)
+        self._q_lens.append(q_len)
+        self._host_tokens.extend(tokens)
+        self._num_host_tokens.append(len(tokens))
+        self._kv_bounds.append(req.committed_bound + q_len)
+        self.rows.append(
+            LaunchedRow(req, max_kept, emits, emits and bool(tokens), num_scored, num_hidden)
+        )
+
+    def build(self, table_writes: PageTableWrites) -> PlannedStep:
+        """The step of all requests added."""
+        batch = ScheduleBatch(
+            rows=self._row_indices,
+            max_q_lens=self._q_lens,
+            host_tokens=self._host_tokens,
+            num_host_tokens=self._num_host_tokens,
+            emits=[row.emits for row in self.rows],
+            kv_len_upper_bounds=self._kv_bounds,
+            new_rows=self._new_rows,
+            table_writes=table_writes,
+            all_greedy=all(row.req.params.is_greedy for row in self.rows if row.emits),
+            adjusts_logits=any(row.req.params.adjusts_logits for row in self.rows if row.emits),
+            logprobs=self._wanted.logprob_plan(),
+            hidden_rows=self._wanted.hidden_rows,
+        )
+        return PlannedStep(batch, self.rows)
 
 
 class BatchPlanner:
@@ -95,27 +136,27 @@ class BatchPlanner:
         if admits:
             self._preempt(has_inflight)
         self._reserve_decodes(has_inflight)
-        draft = self._draft(admits)
-        while not draft.rows and not has_inflight and self._lifecycle.running:
+        step = self._collect(admits)
+        while not step.rows and not has_inflight and self._lifecycle.running:
             # Half-read prompts have filled the pool: one of them has to make room.
             self._retract_for_room()
-            draft = self._draft(admits)
-        if not draft.rows:
+            step = self._collect(admits)
+        if not step.rows:
             return None
         self._ratio.on_step()
-        return self._build(draft)
+        return step.build(self._ledger.take_table_writes())
 
-    def _draft(self, admits: bool) -> _Draft:
-        draft = _Draft()
+    def _collect(self, admits: bool) -> _StepBuilder:
+        step = _StepBuilder()
         for req in self._lifecycle.running:
             if not req.is_prefilling and not req.surely_ends:
-                self._add_decode(draft, req)
+                step.add(req, [], req.width.decode_rows, req.width.max_kept, emits=True)
         budget = self._config.chunked_prefill_size
         for req in self._lifecycle.running:
             if req.is_prefilling and budget > 0:
-                budget -= self._add_chunk(draft, req, budget)
-        self._admit_newcomers(draft, budget, admits)
-        return draft
+                budget -= self._add_chunk(step, req, budget)
+        self._admit_newcomers(step, budget, admits)
+        return step
 
     def _reserve_decodes(self, has_inflight: bool) -> None:
         """Slots for every decode row; retracts requests while the pool cannot give them."""
@@ -175,7 +216,7 @@ class BatchPlanner:
         logger.debug("Retracting request %s after %d tokens.", req.rid, len(req.output_ids))
         self._lifecycle.retract(req)
 
-    def _admit_newcomers(self, draft: _Draft, budget: int, admits: bool) -> None:
+    def _admit_newcomers(self, step: _StepBuilder, budget: int, admits: bool) -> None:
         waiting, running = self._lifecycle.waiting, self._lifecycle.running
         if not waiting or not self.has_room(budget):
             return
@@ -185,17 +226,14 @@ class BatchPlanner:
             if not self.has_room(budget) or not self._admission.fits(req, running):
                 return
             self._lifecycle.admit(req)
-            budget -= self._add_chunk(draft, req, budget)
+            budget -= self._add_chunk(step, req, budget)
 
     def has_room(self, budget: int = 1) -> bool:
         """Whether one more request could run, as far as rows go, given `budget` prompt tokens."""
         is_full = len(self._lifecycle.running) >= self._config.max_running_requests
         return budget > 0 and not is_full and self._ledger.has_free_row
 
-    def _add_decode(self, draft: _Draft, req: Req) -> None:
-        self._add(draft, req, [], req.width.decode_rows, req.width.max_kept, emits=True)
-
-    def _add_chunk(self, draft: _Draft, req: Req, budget: int) -> int:
+    def _add_chunk(self, step: _StepBuilder, req: Req, budget: int) -> int:
         """Adds the next prompt tokens of a request, as many as budget and pool allow; returns how
         many."""
         start = req.committed_bound
@@ -208,45 +246,11 @@ class BatchPlanner:
         if not self._ledger.reserve(req.kv, end + lookahead):
             return 0
         tokens = req.fill_ids[start:end]
-        self._add(draft, req, tokens, len(tokens) + lookahead, len(tokens), emits=is_last)
+        step.add(req, tokens, len(tokens) + lookahead, len(tokens), emits=is_last)
         return len(tokens)
-
-    def _add(
-        self, draft: _Draft, req: Req, tokens: list[int], q_len: int, max_kept: int, emits: bool
-    ) -> None:
-        assert req.kv is not None
-        if req.row_is_new:
-            draft.new_rows.append(_new_row(req, req.kv.row))
-            req.row_is_new = False
-        num_scored, num_hidden = draft.returns.add(req, len(tokens), max_kept, emits)
-        draft.row_indices.append(req.kv.row)
-        draft.q_lens.append(q_len)
-        draft.host_tokens.extend(tokens)
-        draft.num_host_tokens.append(len(tokens))
-        draft.kv_bounds.append(req.committed_bound + q_len)
-        draft.rows.append(
-            LaunchedRow(req, max_kept, emits, emits and bool(tokens), num_scored, num_hidden)
-        )
 
     def _decode_end(self, req: Req) -> int:
         return req.committed_bound + req.width.decode_rows
-
-    def _build(self, draft: _Draft) -> PlannedStep:
-        batch = ScheduleBatch(
-            rows=draft.row_indices,
-            max_q_lens=draft.q_lens,
-            host_tokens=draft.host_tokens,
-            num_host_tokens=draft.num_host_tokens,
-            emits=[row.emits for row in draft.rows],
-            kv_len_upper_bounds=draft.kv_bounds,
-            new_rows=draft.new_rows,
-            table_writes=self._ledger.take_table_writes(),
-            all_greedy=all(row.req.params.is_greedy for row in draft.rows if row.emits),
-            adjusts_logits=any(row.req.params.adjusts_logits for row in draft.rows if row.emits),
-            logprobs=draft.returns.logprob_plan(),
-            hidden_rows=draft.returns.hidden_rows,
-        )
-        return PlannedStep(batch, draft.rows)
 
 
 def _new_row(req: Req, row: int) -> NewRow:

@@ -15,9 +15,9 @@ from sglang.srt.messages.requests import (
     ReqOutput,
 )
 from sglang.srt.observability.request_step import RequestStep
+from sglang.srt.scheduling.logprobs_and_hidden import LogprobsAndHiddenReader
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 from sglang.srt.scheduling.schedule_batch import LaunchedRow, LaunchedStep, Req
-from sglang.srt.scheduling.step_returns import ReturnReader
 from sglang.srt.step.worker import HostResult
 
 logger = logging.getLogger(__name__)
@@ -49,20 +49,15 @@ class BatchResultProcessor:
     def process(self, step: LaunchedStep) -> HostResult:
         """Waits for a step's result, applies it and sends the news."""
         result = step.result.read()
-        returns = ReturnReader(
-            result.emitted_logprobs,
-            result.prompt_logprobs,
-            result.hidden_states,
-            width=len(result.next_token_ids[0]),
-        )
+        reader = LogprobsAndHiddenReader(result)
         request_steps: list[RequestStep] = []
         for index, row in enumerate(step.rows):
             row.req.num_inflight -= 1
             row.req.num_inflight_emits -= row.emits
             accepted = result.next_token_ids[index][: result.accept_lens[index]]
-            scores = returns.take_scores(row.req, row.num_scored)
-            hidden = returns.take_hidden(row, result.kept_lens[index])
-            logprobs = returns.take_emitted(row.req, accepted) if row.emits else []
+            scores = reader.take_prompt_logprobs(row.req, row.num_scored)
+            hidden = reader.take_hidden_states(row, result.kept_lens[index])
+            logprobs = reader.take_output_logprobs(row.req, accepted) if row.emits else []
             if row.req.finish_reason is None:
                 row.req.input_logprob_news += scores
                 row.req.add_hidden(hidden)

@@ -1,4 +1,4 @@
-"""What a step returns beside tokens: log-probabilities and hidden states, asked for and read."""
+"""Log-probabilities and hidden states: which a step is asked for, and which request gets which."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from sglang.srt.layers.logprobs import HostLogprobs, LogprobQueries
 from sglang.srt.messages.requests import LogprobOptions, PositionLogprobs
 from sglang.srt.scheduling.schedule_batch import LaunchedRow, Req
-from sglang.srt.step.worker import LogprobPlan, RowRef
+from sglang.srt.step.worker import HostResult, LogprobPlan, RowRef
 
 
 @dataclass(slots=True)
-class StepReturns:
-    """Collects, request by request in the order of the batch, which rows are to be returned."""
+class LogprobsAndHiddenPlan:
+    """Collects, request by request in the order of the batch, of which rows the step returns
+    log-probabilities and hidden states."""
 
     hidden_rows: list[RowRef] = field(default_factory=list)
     _num_requests: int = 0
@@ -63,7 +64,7 @@ class StepReturns:
         return count
 
     def _add_hidden(self, req: Req, num_prompt_rows: int, max_kept: int, emits: bool) -> int:
-        """Rows whose hidden states are wanted: each position once, or the one behind a step.
+        """Rows whose hidden states are wanted: each position once, or the last one of the step.
 
         Of a decode step all rows that may be kept are asked for; how many are is not known yet.
         """
@@ -78,25 +79,17 @@ class StepReturns:
         return max_kept - first
 
 
-class ReturnReader:
-    """Hands the returns of a read step to its requests, in the same order.
+class LogprobsAndHiddenReader:
+    """Hands the log-probabilities and hidden states of a read step to its requests, which must ask
+    in the order of the batch."""
 
-    Args:
-        width: positions of `emitted` per request.
-    """
-
-    def __init__(
-        self,
-        emitted: HostLogprobs | None,
-        prompts: HostLogprobs | None,
-        hidden_states: list[list[float]],
-        width: int,
-    ) -> None:
-        self._emitted, self._prompts, self._hidden = emitted, prompts, hidden_states
-        self._width = width
+    def __init__(self, result: HostResult) -> None:
+        self._emitted, self._prompts = result.emitted_logprobs, result.prompt_logprobs
+        self._hidden = result.hidden_states
+        self._width = len(result.next_token_ids[0])  # positions of `_emitted` per request
         self._next_emitted = self._next_prompt = self._next_hidden = 0
 
-    def take_scores(self, req: Req, num_scored: int) -> list[PositionLogprobs]:
+    def take_prompt_logprobs(self, req: Req, num_scored: int) -> list[PositionLogprobs]:
         """Logprobs of the request's next `num_scored` prompt positions."""
         if not num_scored or self._prompts is None or req.logprobs is None:
             return []
@@ -110,7 +103,7 @@ class ReturnReader:
             for i, target in enumerate(targets)
         ]
 
-    def take_emitted(self, req: Req, tokens: list[int]) -> list[PositionLogprobs]:
+    def take_output_logprobs(self, req: Req, tokens: list[int]) -> list[PositionLogprobs]:
         """Logprobs of the tokens that an emitting request accepted."""
         if self._emitted is None or req.logprobs is None:
             return []
@@ -121,8 +114,8 @@ class ReturnReader:
             for i, token in enumerate(tokens)
         ]
 
-    def take_hidden(self, row: LaunchedRow, num_kept: int) -> list[list[float]]:
-        """Hidden states of what the step kept of a request, or of the last row of it."""
+    def take_hidden_states(self, row: LaunchedRow, num_kept: int) -> list[list[float]]:
+        """Hidden states of the rows that the step kept of a request, or of the last one of them."""
         start = self._next_hidden
         self._next_hidden += row.num_hidden
         if row.ends_prompt or not row.emits:
