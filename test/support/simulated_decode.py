@@ -16,8 +16,9 @@ from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import DECODE, MIXED
 from sglang.srt.model_executor.cuda_graph_runner import GraphKeys
 from sglang.srt.mtp.acceptance_estimate import Kind
-from sglang.srt.mtp.length_policy import Accepted, Ask, LengthPolicy, Outlook
+from sglang.srt.mtp.length_policy import LengthPolicy
 from sglang.srt.mtp.price_table import Curve, PriceTable
+from sglang.srt.mtp.step_outlook import Accepted, Ask, Outlook
 
 MAX_K = 8
 UNVERIFIED, VERIFIED = Kind(False, 9), Kind(True, 0)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from sglang.srt.mtp.length_policy import Accepted, Outlook
+from sglang.srt.mtp.step_outlook import Accepted, Outlook
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.step.worker import (
     GenerationBatchResult,

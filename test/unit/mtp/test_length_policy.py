@@ -15,15 +15,13 @@ import pytest
 from sglang.srt.mtp.acceptance_estimate import WINDOW, Kind, Survival, verified
 from sglang.srt.mtp.length_policy import (
     TRIAL_SHARE,
-    Accepted,
-    Ask,
     FullLength,
     LengthPolicy,
     LoadAwareLength,
-    Outlook,
 )
 from sglang.srt.mtp.mtp_worker import MTPConfig
 from sglang.srt.mtp.price_table import Curve, PriceTable, no_graphs
+from sglang.srt.mtp.step_outlook import Accepted, Ask, Outlook
 from sglang.srt.processes.worker_factory import make_worker
 from simulated_decode import gpu_prices
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner
@@ -140,7 +138,7 @@ def test_a_busy_server_gives_a_lone_request_no_more_than_it_is_worth() -> None:
 
 def test_what_cannot_be_shortened_is_not_what_is_decided() -> None:
     """Requests of fixed length pay their rows at any limit."""
-    others = Outlook(Counter({Ask(None, 1): 1, Ask(UNVERIFIED, 6, is_bound=False): 3}))
+    others = Outlook(Counter({Ask(None, 1): 1, Ask(UNVERIFIED, 6, is_adjustable=False): 3}))
     assert others.longest == 1
     assert others.actual(1) == others.actual(MAX_K)
     assert others.plain() == others.actual(1)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from sglang.srt.mtp.acceptance_estimate import Kind
-from sglang.srt.mtp.length_policy import LoadAwareLength, Outlook
+from sglang.srt.mtp.length_policy import LoadAwareLength
+from sglang.srt.mtp.step_outlook import Outlook
 from simulated_decode import (
     MAX_K,
     UNVERIFIED,

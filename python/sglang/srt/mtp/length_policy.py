@@ -10,127 +10,18 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from sglang.srt.mtp.acceptance_estimate import FORGETTING_STEPS, Estimate, Kind, Survival, verified
 from sglang.srt.mtp.price_table import PriceTable, StepShape
+from sglang.srt.mtp.step_outlook import Accepted, Ask, Outlook
 
 OPTIONS_STEPS, OPTIONS_TRIALS = 16, 32  # for which what was computed holds, at most
 LUCK_STEPS = 16.0  # of a lone request's decode steps, by which luck may move the account
 TRIAL_SHARE = 0.003  # of the time that plain steps would take, for trying what may not pay
 PRIOR_ENDS, PRIOR_TOKENS = 1.0, 64.0  # how long outputs are taken to be before any has ended
 REMEMBERED_ENDS = 256.0
-
-
-class Ask(NamedTuple):
-    """What a request that emits in a step would like.
-
-    Attributes:
-        kind: None if it accepts as many tokens as it predicts, as one that looks not ahead does.
-        k: tokens to predict.
-        is_bound: the policy may shorten it.
-        pending: tokens to feed before any mask, at most; 0 if they are the end of its prompt.
-    """
-
-    kind: Kind | None
-    k: int
-    is_bound: bool = True
-    pending: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """A step before its lengths are chosen.
-
-    Attributes:
-        asks: how many requests ask for the same.
-        kv_tokens: tokens with KV of all of them.
-        prompt_rows, longest_prompt: prompt tokens fed, in all and by one request.
-        prompt_reqs: requests that feed some and emit nothing yet.
-        prompt_row_kv: sum over these rows of the tokens that each sees.
-        num_ended: requests that have ended since the step before.
-    """
-
-    asks: Counter[Ask] = field(default_factory=Counter)
-    kv_tokens: int = 0
-    prompt_rows: int = 0
-    longest_prompt: int = 0
-    prompt_reqs: int = 0
-    prompt_row_kv: int = 0
-    num_ended: int = 0
-
-    @property
-    def likeness(self) -> Hashable:
-        """Equal for steps whose limits have the same prices, but for KV."""
-        asks = Counter[tuple[Kind | None, int, bool, bool]]()
-        for ask, count in self.asks.items():
-            asks[ask.kind, ask.k, ask.is_bound, ask.pending > 0] += count
-        return frozenset(asks.items()), self.prompt_rows, self.longest_prompt, self.prompt_reqs
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether no request has more to feed than its one pending token or its prompt."""
-        return all(ask.pending <= 1 and (ask.is_bound or ask.k == 1) for ask in self.asks)
-
-    @property
-    def longest(self) -> int:
-        """Most tokens that a request wishes which the policy may shorten."""
-        return max((ask.k for ask in self.asks if ask.is_bound), default=1)
-
-    def lasting(self, limit: int, with_prompts: bool) -> StepShape:
-        """Where the step before had this limit too: what is predicted is pending next."""
-        return self._shape(limit, with_prompts, lasting=True)
-
-    def actual(self, limit: int) -> StepShape:
-        """With what is pending now."""
-        return self._shape(limit, with_prompts=True, lasting=False)
-
-    def plain(self) -> StepShape:
-        """Had no request been allowed to look ahead that the policy may shorten."""
-        asks = Counter[Ask]()
-        for ask, count in self.asks.items():
-            asks[ask._replace(k=1, pending=min(ask.pending, 1)) if ask.is_bound else ask] += count
-        return Outlook(asks, self.kv_tokens, *self._prompts())._shape(1, True, lasting=False)
-
-    def _prompts(self) -> tuple[int, int, int, int]:
-        return self.prompt_rows, self.longest_prompt, self.prompt_reqs, self.prompt_row_kv
-
-    def _shape(self, limit: int, with_prompts: bool, lasting: bool) -> StepShape:
-        reqs = rows = read = widest = 0
-        for ask, count in self.asks.items():
-            length = min(ask.k, limit) if ask.is_bound else ask.k
-            pending = ask.pending
-            if not with_prompts:
-                pending = max(pending, 1)
-            reads_all = ask.kind is not None and ask.kind.is_verified and pending > 0
-            if lasting:
-                pending = min(pending, 1) + length - 1
-            fed = pending + length - 1
-            reqs += count
-            rows += count * fed
-            read += count * (fed if reads_all else length)
-            widest = max(widest, fed)
-        row_kv = rows * self.kv_tokens / reqs if reqs else 0.0
-        if not with_prompts:
-            return StepShape(reqs, widest, rows, read, self.kv_tokens, row_kv)
-        return StepShape(
-            reqs + self.prompt_reqs,
-            max(widest, self.longest_prompt),
-            rows + self.prompt_rows,
-            read,
-            self.kv_tokens,
-            row_kv + self.prompt_row_kv,
-        )
-
-
-class Accepted(NamedTuple):
-    """What a request accepted of a step; `num_tried` tokens at most."""
-
-    kind: Kind | None
-    is_bound: bool
-    num_tried: int
-    num_accepted: int
 
 
 class LengthPolicy(Protocol):
@@ -249,10 +140,10 @@ class LoadAwareLength:
 
     def observe(self, accepted: Sequence[Accepted]) -> None:
         step = self._steps.popleft()
-        num_bound = num_tokens = 0
-        for (kind, is_bound, tried, taken), count in Counter(accepted).items():
-            if is_bound:
-                num_bound += count
+        num_adjustable = num_tokens = 0
+        for (kind, is_adjustable, tried, taken), count in Counter(accepted).items():
+            if is_adjustable:
+                num_adjustable += count
                 num_tokens += count * taken
             if kind is not None:
                 self._of(kind).record(tried, taken, count)
@@ -260,8 +151,8 @@ class LoadAwareLength:
             self._num_tokens += count * taken
         assert self._balance_ms is not None, "A step that was not chosen for."
         gained_ms = 0.0
-        if num_tokens > num_bound:
-            gained = num_bound * (self._delivered(num_tokens / num_bound) - 1.0)
+        if num_tokens > num_adjustable:
+            gained = num_adjustable * (self._delivered(num_tokens / num_adjustable) - 1.0)
             gained_ms = gained * step.token_ms
         if step.counts:
             self._balance_ms += gained_ms - step.extra_ms
@@ -324,14 +215,14 @@ class LoadAwareLength:
             ]
 
         worths = [cost / given.mean for cost, given in zip(free, tokens, strict=True)]
-        num_bound = sum(count for ask, count in outlook.asks.items() if ask.is_bound)
+        num_adjustable = sum(count for ask, count in outlook.asks.items() if ask.is_adjustable)
         return _Options(
             gains_ms=beside_plain(worths[0]),
             values_ms=beside_plain(min(worths)),
             plain_token_ms=worths[0],
             plain_ms=costs[0],
             decode_ms=free[0],
-            luck_ms=LUCK_STEPS / num_bound * free[0],
+            luck_ms=LUCK_STEPS / num_adjustable * free[0],
         )
 
     def _tokens(self, outlook: Outlook) -> list[Estimate]:
@@ -344,11 +235,11 @@ class LoadAwareLength:
         for limit in range(1, outlook.longest + 1):
             low = mean = high = 0.0
             for ask, count in outlook.asks.items():
-                length = min(ask.k, limit) if ask.is_bound else ask.k
+                length = min(ask.k, limit) if ask.is_adjustable else ask.k
                 each: Sequence[float] = (length, length, length)
                 if ask.kind is not None:
                     each = runs[ask.kind][length - 1]
-                if ask.is_bound and length > 1:
+                if ask.is_adjustable and length > 1:
                     each = [self._delivered(value) for value in each]
                 low += count * each[0]
                 mean += count * each[1]
@@ -394,7 +285,7 @@ class LoadAwareLength:
         now = self._price(outlook.actual(limit)) - self._price(outlook.actual(1))
         asks = Counter[Ask]()
         for ask, count in outlook.asks.items():
-            pending = min(ask.k, limit) if ask.is_bound else ask.pending
+            pending = min(ask.k, limit) if ask.is_adjustable else ask.pending
             asks[ask._replace(pending=pending)] += count
         after = Outlook(asks, outlook.kv_tokens)
         return now + self._price(after.actual(1)) - self._price(after.plain())

@@ -9,7 +9,7 @@ import torch
 
 from sglang.srt.device_copies import to_device
 from sglang.srt.mtp.acceptance_estimate import Kind
-from sglang.srt.mtp.length_policy import Accepted, Ask, Outlook
+from sglang.srt.mtp.step_outlook import Accepted, Ask, Outlook
 from sglang.srt.step.step_ops import StepCounts
 from sglang.srt.step.worker import NewRow, ScheduleBatch
 
@@ -87,7 +87,7 @@ class LookaheadRows:
             return None
         return Kind(self.is_lossless[row], round(10 * self.host_thresholds[row]))
 
-    def is_bound(self, row: int) -> bool:
+    def is_adjustable(self, row: int) -> bool:
         """Whether the length policy may shorten its request."""
         return self._limits_all or self.is_lossless[row]
 
@@ -103,8 +103,8 @@ class LookaheadRows:
                 prompt_reqs += 1
                 continue
             kv_tokens += kv_len
-            pending = self._bound(row, num_host, longest_pending) if num_host == 0 else 0
-            asks[self._kinds[row], self.max_predicted[row], self.is_bound(row), pending] += 1
+            pending = self._max_pending(row, num_host, longest_pending) if num_host == 0 else 0
+            asks[self._kinds[row], self.max_predicted[row], self.is_adjustable(row), pending] += 1
         num_ended, self._num_ended = self._num_ended, 0
         return Outlook(
             asks=Counter({Ask(*ask): count for ask, count in asks.items()}),
@@ -116,7 +116,7 @@ class LookaheadRows:
             num_ended=num_ended,
         )
 
-    def _bound(self, row: int, num_host: int, longest_pending: int | None) -> int:
+    def _max_pending(self, row: int, num_host: int, longest_pending: int | None) -> int:
         """Tokens that can be pending."""
         bound = 1 if num_host else self._pending_bounds[row]
         return bound if longest_pending is None else min(bound, longest_pending)
@@ -136,7 +136,7 @@ class LookaheadRows:
             if self.is_lossless[row]:
                 tried = max(self._pending_read[row], taken)
                 self._pending_read[row] = predicted if taken == tried else 1
-            found.append(Accepted(self._kinds[row], self.is_bound(row), tried, taken))
+            found.append(Accepted(self._kinds[row], self.is_adjustable(row), tried, taken))
         return found
 
     def plan(self, batch: ScheduleBatch, limit: int, longest_pending: int | None) -> StepLengths:
@@ -151,10 +151,10 @@ class LookaheadRows:
         for i, row in enumerate(batch.rows):
             num_host = batch.num_host_tokens[i]
             k = self.max_predicted[row]
-            if self.is_bound(row):
+            if self.is_adjustable(row):
                 k = min(k, limit)
             k = k if batch.emits[i] else 0
-            bound = self._bound(row, num_host, longest_pending)
+            bound = self._max_pending(row, num_host, longest_pending)
             q_len = (num_host or bound) + max(k - 1, 0)
             reads_pending = self.is_lossless[row] and not num_host
             counts.q_lens.append(q_len)

@@ -204,7 +204,7 @@ class MTPWorker:
         none of them looks ahead."""
         rows = self._lookahead
         if not any(
-            emits and rows.max_predicted[row] > 1 and rows.is_bound(row)
+            emits and rows.max_predicted[row] > 1 and rows.is_adjustable(row)
             for row, emits in zip(batch.rows, batch.emits, strict=True)
         ):
             return None

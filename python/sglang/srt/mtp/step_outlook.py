@@ -1,0 +1,121 @@
+"""What the length policy hears of a step: who asks for what before its lengths are chosen, and what
+was accepted when its result is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from sglang.srt.mtp.acceptance_estimate import Kind
+from sglang.srt.mtp.price_table import StepShape
+
+
+class Ask(NamedTuple):
+    """What a request that emits in a step would like.
+
+    Attributes:
+        kind: None if it accepts as many tokens as it predicts, as one that looks not ahead does.
+        k: tokens to predict.
+        is_adjustable: the policy may shorten it.
+        pending: tokens to feed before any mask, at most; 0 if they are the end of its prompt.
+    """
+
+    kind: Kind | None
+    k: int
+    is_adjustable: bool = True
+    pending: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """A step before its lengths are chosen.
+
+    Attributes:
+        asks: how many requests ask for the same.
+        kv_tokens: tokens with KV of all of them.
+        prompt_rows, longest_prompt: prompt tokens fed, in all and by one request.
+        prompt_reqs: requests that feed some and emit nothing yet.
+        prompt_row_kv: sum over these rows of the tokens that each sees.
+        num_ended: requests that have ended since the step before.
+    """
+
+    asks: Counter[Ask] = field(default_factory=Counter)
+    kv_tokens: int = 0
+    prompt_rows: int = 0
+    longest_prompt: int = 0
+    prompt_reqs: int = 0
+    prompt_row_kv: int = 0
+    num_ended: int = 0
+
+    @property
+    def likeness(self) -> Hashable:
+        """Equal for steps whose limits have the same prices, but for KV."""
+        asks = Counter[tuple[Kind | None, int, bool, bool]]()
+        for ask, count in self.asks.items():
+            asks[ask.kind, ask.k, ask.is_adjustable, ask.pending > 0] += count
+        return frozenset(asks.items()), self.prompt_rows, self.longest_prompt, self.prompt_reqs
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no request has more to feed than its one pending token or its prompt."""
+        return all(ask.pending <= 1 and (ask.is_adjustable or ask.k == 1) for ask in self.asks)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that a request wishes which the policy may shorten."""
+        return max((ask.k for ask in self.asks if ask.is_adjustable), default=1)
+
+    def lasting(self, limit: int, with_prompts: bool) -> StepShape:
+        """Where the step before had this limit too: what is predicted is pending next."""
+        return self._shape(limit, with_prompts, lasting=True)
+
+    def actual(self, limit: int) -> StepShape:
+        """With what is pending now."""
+        return self._shape(limit, with_prompts=True, lasting=False)
+
+    def plain(self) -> StepShape:
+        """Had no request been allowed to look ahead that the policy may shorten."""
+        asks = Counter[Ask]()
+        for ask, count in self.asks.items():
+            if ask.is_adjustable:
+                ask = ask._replace(k=1, pending=min(ask.pending, 1))
+            asks[ask] += count
+        return replace(self, asks=asks).actual(1)
+
+    def _shape(self, limit: int, with_prompts: bool, lasting: bool) -> StepShape:
+        reqs = rows = read = widest = 0
+        for ask, count in self.asks.items():
+            length = min(ask.k, limit) if ask.is_adjustable else ask.k
+            pending = ask.pending
+            if not with_prompts:
+                pending = max(pending, 1)
+            reads_all = ask.kind is not None and ask.kind.is_verified and pending > 0
+            if lasting:
+                pending = min(pending, 1) + length - 1
+            fed = pending + length - 1
+            reqs += count
+            rows += count * fed
+            read += count * (fed if reads_all else length)
+            widest = max(widest, fed)
+        row_kv = rows * self.kv_tokens / reqs if reqs else 0.0
+        if not with_prompts:
+            return StepShape(reqs, widest, rows, read, self.kv_tokens, row_kv)
+        return StepShape(
+            reqs + self.prompt_reqs,
+            max(widest, self.longest_prompt),
+            rows + self.prompt_rows,
+            read,
+            self.kv_tokens,
+            row_kv + self.prompt_row_kv,
+        )
+
+
+class Accepted(NamedTuple):
+    """What a request accepted of a step; `num_tried` tokens at most."""
+
+    kind: Kind | None
+    is_adjustable: bool
+    num_tried: int
+    num_accepted: int
