@@ -19,14 +19,14 @@ def to_device(
 
 
 def overwrite(target: torch.Tensor, values: Sequence[Any]) -> None:
-    """Fills a tensor, in order, with as many host values; as `to_device`, to its own address."""
+    """Writes one host value per element into an existing tensor; the host goes on at once."""
     host = torch.tensor(values, dtype=target.dtype, pin_memory=target.is_cuda)
     target.copy_(host.view_as(target), non_blocking=True)
 
 
 class HostCopy:
-    """Tensors on their way to the host since this was made; some may be there already. Parts of one
-    tensor travel together, as all of it."""
+    """Copies of tensors to the host, which begin when this is made; those on the host already are
+    not copied. Of several views of one storage the whole storage is copied, once."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._event: torch.cuda.Event | None = None

@@ -1,4 +1,4 @@
-"""The debug switches that are environment variables: typed, few, all in this file."""
+"""All debug switches that are environment variables."""
 
 from __future__ import annotations
 

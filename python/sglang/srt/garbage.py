@@ -8,16 +8,16 @@ from contextlib import contextmanager
 
 
 def keep_out_of_collections() -> None:
-    """Whatever there is stays: collections need not go over it, which holds up steps once torch is
-    loaded. For whoever owns the process, once, after start-up: what is part of a cycle now is never
-    freed."""
+    """Exempts all objects that exist now from collections: those of torch are so many that looking
+    at them holds up steps. A process calls it once, after start-up; cycles among these objects are
+    never freed."""
     gc.collect()
     gc.freeze()
 
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """One before the block, none in it."""
+    """Collects once before the block and never in it."""
     gc.collect()
     with paused_collections():
         yield
@@ -25,8 +25,8 @@ def no_collections() -> Iterator[None]:
 
 @contextmanager
 def paused_collections() -> Iterator[None]:
-    """None in the block, which makes very many objects that all live on: collections would go over
-    them again and again. Threads may be in it at the same time."""
+    """Collects nothing in the block: for code that makes very many objects that all live on, which
+    collections would look at again and again. Several threads may be in such a block at a time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

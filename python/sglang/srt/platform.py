@@ -57,7 +57,7 @@ LEAST_SHARED_KIB = 99  # of all others from Ampere on
 
 @cache
 def shared_memory_bytes(device: torch.device) -> int:
-    """What a block may take of a CUDA GPU; the least there is for a CPU, which has none."""
+    """What a block may take on a CUDA GPU; for a CPU, the least of all supported GPUs."""
     if device.type != "cuda":
         return LEAST_SHARED_KIB << 10
     capability = torch.cuda.get_device_capability(device)
@@ -88,7 +88,7 @@ def memory_for(what: str, remedy: str) -> Iterator[None]:
 
 
 def static_bytes_left(device: str, share: float) -> int:
-    """What is left of `share` of an accelerator's memory, after all that is in use now."""
+    """Bytes: `share` of an accelerator's memory less all that is in use now."""
     free, total = torch.cuda.mem_get_info(device)
     return int(total * share) - (total - free)
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import msgspec
 
-ANYTHING = object()  # among neutral values: each value is one
+ANYTHING = object()  # as a neutral value: every value is neutral
 MAX_DEPTH = 4  # of empty lists and objects
 
-# Neutral beside the defaults: ranks of the only one there is, and what is done anyway.
+# Neutral beside the defaults: rank 0, as there is no other, and what is done anyway.
 _MORE_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     "generate": {
         "routed_dp_rank": (0,),
@@ -50,7 +50,7 @@ _MORE_OF_FLAGS: dict[str, tuple[Any, ...]] = {
     "--enable-memory-saver": (True,),  # memory can always be released,
     "--enable-weights-cpu-backup": (True,),  # and weights come back with their values
     "--grammar-backend": ("none",),
-    "--disable-custom-all-reduce": (True,),  # of ranks, which are one
+    "--disable-custom-all-reduce": (True,),  # there is one rank
     "--dist-init-addr": (ANYTHING,),
     "--dist-timeout": (ANYTHING,),
     "--nccl-port": (ANYTHING,),

@@ -43,8 +43,8 @@ _compiled: WeakValueDictionary[str, regex.Pattern[str]] = WeakValueDictionary()
 
 
 def compiled(text: str) -> regex.Pattern[str]:
-    """The compiled expression: one for all requests of the process that use it at a time, none
-    once nobody does."""
+    """The compiled expression, shared by all requests of the process that use it at a time, and
+    freed when none does."""
     pattern = _compiled.get(text)
     if pattern is None:
         pattern = _compiled[text] = regex.compile(text, cache_pattern=False)

@@ -1,8 +1,9 @@
 """Stop strings and stop expressions in a growing text: what ends it, and what may not be shown yet.
 
-Expressions run over the last `WINDOW_CHARS` characters on a time budget of the request, and what is
-above the usual comes out of one that the requests of a process share, so neither one expression nor
-many can hold a process up. Which are refused: `stop_expressions`.
+Expressions run over the last `WINDOW_CHARS` characters. Each request has a budget of CPU time for
+them, and what a search takes beyond `REFILL_S` also comes out of a budget that all requests of the
+process share, so neither one expression nor many can hold a process up. `stop_expressions` says
+which expressions are refused.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import regex
 from sglang.srt.stop_expressions import compiled
 
 WINDOW_CHARS = 1024
-# CPU time of a request's searches: at first, at most, and what every search of new text adds again.
+# CPU time for a request's searches: the budget at first and at most, and what each search adds.
 BUDGET_S = 0.05
 REFILL_S = 0.001
-# What all requests share for what they use beyond `REFILL_S`: at most, and part of each second
-# that adds again.
+# CPU time that all requests share for what a search takes beyond `REFILL_S`: the budget at most,
+# and how much of each second that passes is added to it.
 SHARED_S = 0.25
 SHARED_REFILL_SHARE = 0.1
 
@@ -71,7 +72,7 @@ class StopSet:
         self._expressions = tuple(expressions)
         self._longest = max(map(len, strings), default=0)
         self._left_s = BUDGET_S
-        self._own_s = 0.0  # of that, what is not taken from the other requests
+        self._own_s = 0.0  # part of `_left_s` that does not come out of the shared budget
 
     def __bool__(self) -> bool:
         return bool(self._strings or self._expressions)

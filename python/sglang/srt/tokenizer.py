@@ -19,7 +19,7 @@ OTHER_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "token
 # An unfinished UTF-8 character is at most 3 bytes, so at most 3 replacement characters can change.
 REPLACEMENT, MAX_PENDING_CHARS = "\ufffd", 3
 
-DECODE_ALONE_IDS = 10_000  # below it decoding takes a few milliseconds at most
+DECODE_ALONE_IDS = 10_000  # fewer take a few milliseconds, for which other threads can wait
 
 
 class TokenizerError(ValueError):

@@ -7,9 +7,9 @@ import math
 from typing import NamedTuple
 
 PRIOR_SURVIVAL = 0.7  # of a prediction, given that the one before it was accepted
-PRIOR_TRIALS = 2.0  # what that counts for
-WINDOW = 512.0  # trials that are remembered: text changes
-FORGETTING_STEPS = 300.0  # in which most of what is not tried is forgotten
+PRIOR_TRIALS = 2.0  # trials that the prior counts as
+WINDOW = 512.0  # trials of a position that are remembered, since text changes
+FORGETTING_STEPS = 300.0  # a step forgets 1/300 of the trials of positions that it does not try
 
 
 class Kind(NamedTuple):
@@ -25,7 +25,7 @@ class Kind(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Tokens per step of a request that predicts so many: at least, probably, at most."""
+    """Tokens per step, or length of a run: lower end, mean and upper end of what is likely."""
 
     low: float
     mean: float
@@ -44,7 +44,7 @@ class Survival:
         self._kept = [0.0] * (max_k - 1)
 
     def record(self, num_tried: int, num_accepted: int, num_runs: int = 1) -> None:
-        """So many runs could have had `num_tried` tokens and had `num_accepted`."""
+        """Counts runs that could have had `num_tried` tokens each and had `num_accepted`."""
         for j in range(min(num_tried - 1, num_accepted)):
             self._tried[j] += num_runs
             self._kept[j] += num_runs * (num_accepted >= j + 2)
@@ -52,8 +52,9 @@ class Survival:
                 self._scale(j, WINDOW / self._tried[j])
 
     def forget(self, limit: int) -> None:
-        """A step predicts no more than `limit` tokens. By steps, not by requests, or many requests
-        would forget within a few steps what they have learnt."""
+        """Forgets a little of the positions that a step of at most `limit` tokens does not try.
+        Called once per step: once per request would make many requests forget within a few steps
+        what they have learnt."""
         for j in range(limit - 1, len(self._tried)):
             self._scale(j, 1.0 - 1.0 / FORGETTING_STEPS)
 
@@ -62,8 +63,8 @@ class Survival:
         self._kept[j] *= share
 
     def runs(self, longest: int) -> list[Estimate]:
-        """Length of a run of at most 1, 2, ... `longest` tokens; variance as of products of
-        independent shares (Greenwood)."""
+        """Lengths of runs of at most 1, 2, ... `longest` tokens; their variance is that of products
+        of independent shares (Greenwood)."""
         survival, chance, mean = PRIOR_SURVIVAL, 1.0, 1.0
         chances: list[float] = []
         variances: list[float] = []  # of each survival, relative to its square
@@ -92,13 +93,13 @@ def verified(runs: list[Estimate]) -> list[Estimate]:
     """
     found = [runs[0]]
     for before, run in itertools.pairwise(runs):
-        kept = (run.mean - before.mean) / (run.mean - 1.0)  # of the drafts accepted, the last ones
-        found.append(Estimate(*(_with_gaps(length - 1.0, kept) for length in run)))
+        last_share = (run.mean - before.mean) / (run.mean - 1.0)
+        found.append(Estimate(*(_with_gaps(length - 1.0, last_share) for length in run)))
     return found
 
 
-def _with_gaps(num_drafts: float, kept: float) -> float:
-    """Tokens per step where a step with drafts has so many accepted on average, and the last of
-    them in a share of the cases."""
-    share = 1.0 / (2.0 - min(1.0, kept * num_drafts))  # of steps that have drafts
+def _with_gaps(num_drafts: float, last_share: float) -> float:
+    """Tokens per step, where a step with drafts has `num_drafts` of them accepted on average and
+    a share `last_share` of these complete their run: only then the next step has drafts."""
+    share = 1.0 / (2.0 - min(1.0, last_share * num_drafts))  # of steps that have drafts
     return 1.0 + share * num_drafts

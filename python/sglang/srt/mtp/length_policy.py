@@ -17,19 +17,19 @@ from sglang.srt.mtp.acceptance_estimate import FORGETTING_STEPS, Estimate, Kind,
 from sglang.srt.mtp.price_table import PriceTable, StepShape
 from sglang.srt.mtp.step_outlook import Accepted, Ask, Outlook
 
-OPTIONS_STEPS, OPTIONS_TRIALS = 16, 32  # for which what was computed holds, at most
-LUCK_STEPS = 16.0  # of a lone request's decode steps, by which luck may move the account
-TRIAL_SHARE = 0.003  # of the time that plain steps would take, for trying what may not pay
-PRIOR_ENDS, PRIOR_TOKENS = 1.0, 64.0  # how long outputs are taken to be before any has ended
-REMEMBERED_ENDS = 256.0
+OPTIONS_STEPS, OPTIONS_TRIALS = 16, 32  # computed options hold for so many steps and trials at most
+LUCK_STEPS = 16.0  # decode steps of a lone request by whose time luck may move the account
+TRIAL_SHARE = 0.003  # share of the time of plain steps that trials may cost
+PRIOR_ENDS, PRIOR_TOKENS = 1.0, 64.0  # until outputs end, one is taken to have had so many tokens
+REMEMBERED_ENDS = 256.0  # outputs whose length is remembered
 
 
 class LengthPolicy(Protocol):
-    """Decides lengths on the host, before the step before is read. Reads no clock."""
+    """Decides lengths on the host, before the previous step is read. Reads no clock."""
 
     def choose(self, outlook: Outlook) -> int:
-        """Most tokens that any request may predict in the next step which the policy may shorten.
-        Called where some such request looks ahead."""
+        """The most tokens that an adjustable request may predict in the next step. Called where one
+        of them looks ahead."""
 
     def observe(self, accepted: Sequence[Accepted]) -> None:
         """The outcome of the oldest step that was chosen for and has not been observed."""
@@ -52,7 +52,7 @@ class _Step:
     Attributes:
         extra_ms: its price beyond the plain one.
         token_ms: what a token is worth.
-        counts: whether it goes into the account: a trial is paid in advance.
+        counts: whether its gain or loss is charged to the account; a trial is paid for in advance.
     """
 
     extra_ms: float
@@ -62,7 +62,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """Each limit from 1 on, beside limit 1.
+    """What each limit from 1 on gains over limit 1.
 
     A token is worth the time that the same requests need for one when no prompt is there: a step
     with prompts is long whatever is predicted in it.
@@ -70,10 +70,10 @@ class _Options:
     Attributes:
         gains_ms: with tokens worth what they cost in plain steps: does it beat plain decoding?
         values_ms: with tokens worth what they cost at the best limit: which limit is best now?
-        plain_token_ms: the former worth.
+        plain_token_ms: what a token costs in plain steps.
         plain_ms: price of the step at limit 1.
-        decode_ms: likewise, without its prompts.
-        luck_ms: by which the account may swing where a limit gains on average.
+        decode_ms: the same without its prompts.
+        luck_ms: by how much luck may move the account while a limit gains on average.
     """
 
     gains_ms: list[Estimate]
@@ -161,8 +161,8 @@ class LoadAwareLength:
             self._refund()
 
     def _refund(self) -> None:
-        """Trials that gained twice what they could lose cost nothing: the next ones may follow at
-        once. Those that gain little more than they cost are too close to say, if prices are off."""
+        """Gives back what trials were charged once they have gained twice as much, so that the next
+        ones may follow at once. A smaller gain may be none, since prices are not exact."""
         assert self._balance_ms is not None
         if self._trial_gain_ms >= 2 * self._trial_loss_ms:
             self._balance_ms += self._trial_loss_ms
@@ -190,7 +190,7 @@ class LoadAwareLength:
         return tokens / (1.0 + self._num_ended / self._num_tokens * lost)
 
     def _current_options(self, outlook: Outlook) -> _Options:
-        """Those of the steps before, while they are alike and little has been learnt."""
+        """Those computed before, while steps are alike and little has been learnt since."""
         likeness = outlook.likeness
         self._options_age += 1
         is_old = self._options_age > OPTIONS_STEPS or self._num_trials >= OPTIONS_TRIALS
@@ -226,7 +226,7 @@ class LoadAwareLength:
         )
 
     def _tokens(self, outlook: Outlook) -> list[Estimate]:
-        """Of all requests, by limit."""
+        """Estimated tokens of all requests together, for each limit from 1 on."""
         runs: dict[Kind, list[Estimate]] = {}
         for kind in {ask.kind for ask in outlook.asks if ask.kind is not None}:
             found = self._of(kind).runs(self._max_k)
@@ -265,7 +265,7 @@ class LoadAwareLength:
         return [place + 1 for place, gain in enumerate(options.gains_ms) if gain.low > least]
 
     def _trial(self, options: _Options, outlook: Outlook, longest: int) -> int:
-        """The most promising limit that may gain and that the account can pay for; it does."""
+        """The most promising limit that the account can pay for, which it does; 1 for none."""
         assert self._balance_ms is not None
         if self._balance_ms < self._least_loss_ms:
             return 1
@@ -281,7 +281,8 @@ class LoadAwareLength:
         return 1
 
     def _loss(self, outlook: Outlook, limit: int) -> float:
-        """If nothing is accepted: the masks of this step, and in the next one what is pending."""
+        """Milliseconds lost if nothing is accepted: by masks in this step, and by what they leave
+        pending in the next one."""
         now = self._price(outlook.actual(limit)) - self._price(outlook.actual(1))
         asks = Counter[Ask]()
         for ask, count in outlook.asks.items():

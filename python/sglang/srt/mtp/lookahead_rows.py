@@ -46,7 +46,7 @@ class LookaheadRows:
         is_lossless: N host flags; verified, or without look-ahead.
 
     Args:
-        limits_all: the length policy may shorten unverified requests, too.
+        limits_all: the length policy may choose a smaller k for unverified requests, too.
     """
 
     def __init__(self, num_rows: int, device: str, limits_all: bool = False) -> None:
@@ -57,8 +57,8 @@ class LookaheadRows:
         self.host_thresholds = [0.0] * num_rows
         self.is_lossless = [True] * num_rows
         self._kinds: list[Kind | None] = [None] * num_rows
-        self._pending_bounds = [1] * num_rows
-        self._pending_read = [1] * num_rows  # after the last result that was read
+        self._pending_bounds = [1] * num_rows  # most that can be pending after all launched steps
+        self._pending_read = [1] * num_rows  # pending after the last step that was read
         self._was_used = [False] * num_rows
         self._num_ended = 0
 
@@ -88,7 +88,7 @@ class LookaheadRows:
         return Kind(self.is_lossless[row], round(10 * self.host_thresholds[row]))
 
     def is_adjustable(self, row: int) -> bool:
-        """Whether the length policy may shorten its request."""
+        """Whether the length policy may choose a smaller k for the row's request."""
         return self._limits_all or self.is_lossless[row]
 
     def outlook(self, batch: ScheduleBatch, longest_pending: int | None) -> Outlook:
@@ -117,7 +117,7 @@ class LookaheadRows:
         )
 
     def _max_pending(self, row: int, num_host: int, longest_pending: int | None) -> int:
-        """Tokens that can be pending."""
+        """Tokens that can be pending at most."""
         bound = 1 if num_host else self._pending_bounds[row]
         return bound if longest_pending is None else min(bound, longest_pending)
 
@@ -143,8 +143,8 @@ class LookaheadRows:
         """Lengths of the next step.
 
         Args:
-            limit: most tokens that a request may predict which the length policy may shorten.
-            longest_pending: most pending tokens that a request has, where that is known.
+            limit: the most tokens that an adjustable request may predict.
+            longest_pending: the most pending tokens that a request has; None if that is not known.
         """
         counts = StepCounts([], [], [], [])
         lengths = StepLengths(counts, [], [], [])

@@ -58,7 +58,7 @@ class MTPConfig:
         measures_costs: the length policy's prices are measured at start-up; otherwise every request
             predicts as many tokens as it wishes.
         bypasses_graphs: steps of several rows per request replay no captured graph, though steps of
-            one row do; said once.
+            one row do; the first such step logs a warning.
     """
 
     mask_token_id: int
@@ -185,7 +185,7 @@ class MTPWorker:
         return result, forward.used_graph
 
     def _warn_of_bypass(self, batch: ScheduleBatch, lengths: StepLengths) -> None:
-        """Once: the first request whose look-ahead ran without a graph."""
+        """Warns once, of the first request whose look-ahead ran without a graph."""
         if self._has_warned or not any(lengths.looks_ahead):
             return
         self._has_warned = True
@@ -200,8 +200,8 @@ class MTPWorker:
         )
 
     def _limit(self, batch: ScheduleBatch, longest_pending: int | None) -> int | None:
-        """How many tokens the requests may predict that the length policy may shorten; None where
-        none of them looks ahead."""
+        """The most tokens that a request may predict whose length the policy may choose; None where
+        no such request looks ahead."""
         rows = self._lookahead
         if not any(
             emits and rows.max_predicted[row] > 1 and rows.is_adjustable(row)
@@ -260,8 +260,8 @@ def _logprob_queries(
     plan: LogprobPlan, num_read: list[int], width: int
 ) -> tuple[LogprobQueries, list[int]]:
     """What emitting requests want to know of `width` rows read of each, and which rows those are:
-    an accepted token's logprob is that of the row that emitted it. Past a request's rows stands
-    something of another's.
+    an accepted token's logprob is that of the row that emitted it. Where a request has fewer rows,
+    the rest are rows of other requests, and nobody reads what is returned for them.
 
     Args:
         num_read: R counts.

@@ -46,7 +46,7 @@ class PriceMeter:
     """Times the steps of a runner.
 
     Args:
-        max_requests: of a step.
+        max_requests: requests in a step, at most.
         max_width: rows that a request feeds, at most.
         clock: seconds.
     """
@@ -69,7 +69,7 @@ class PriceMeter:
 
     @torch.inference_mode()
     def measure(self) -> PriceTable:
-        """All prices; says how long it took."""
+        """Measures all prices and logs how long that took."""
         start = self._clock()
         keys = self._runner.graph_keys
         graphs_ms = {} if keys is None else self._graphs(keys.all)
@@ -96,8 +96,8 @@ class PriceMeter:
     # ------------------------------------------------------------ time
 
     def _times_ms(self, launch: Launch, repeats: int) -> list[float]:
-        """Of runs after a first one. Where launches return at once they queue up, so that no time
-        of the host is in it."""
+        """Milliseconds of each run after a first one. On a GPU all runs are launched before any is
+        waited for, so that no time of the host is in them."""
         if self._is_cpu:
             launch()
             return [self._once_ms(launch) for _ in range(repeats)]
@@ -114,8 +114,8 @@ class PriceMeter:
         return (self._clock() - start) * 1e3
 
     def _spread(self) -> float:
-        """Typical deviation of a plain step's time from the median, as a share; 0 where one takes
-        too long to say."""
+        """Typical deviation of a plain step's time from the median, as a share; 0 where a step
+        takes too long to be repeated."""
         launch = self._launch([1])
         if self._is_cpu and self._once_ms(launch) * PLAIN_REPEATS > CPU_PLAIN_S * 1e3:
             return 0.0
@@ -126,8 +126,8 @@ class PriceMeter:
     # ------------------------------------------------------------ what is timed
 
     def _graphs(self, keys: Iterable[GraphKey]) -> dict[GraphKey, float]:
-        """Of each graph. Where more rows seem to cost less than fewer, the dearer graph is timed
-        again: it may have met a slow moment."""
+        """Milliseconds of each graph. Where more rows seem to cost less than fewer, the dearer one
+        is timed again: it may have met a slow moment."""
         found = {}
         for key in keys:
             repeats = DECODE_REPEATS if key.tag == DECODE else 1
@@ -141,15 +141,15 @@ class PriceMeter:
     def _times_of(
         self, sizes: Sequence[int], launch_of: Callable[[int], Launch], budget_s: float
     ) -> dict[int, list[float]]:
-        """By size; `budget_s` holds on a CPU."""
+        """Milliseconds of each run, by size; `budget_s` limits them on a CPU."""
         if not self._is_cpu:
             return {size: self._times_ms(launch_of(size), REPEATS) for size in sizes}
         launches = {size: launch_of(size) for size in sizes}
         return timed_passes(launches, budget_s, self._once_ms, self._clock)
 
     def _attention(self) -> tuple[float, float]:
-        """Of a token of KV that is read, and of a row that sees one: from steps of one row per
-        request and of the widest, each over little and over much KV."""
+        """`kv_ms` and `row_kv_ms` of a `PriceTable`, from steps of one row per request and of the
+        most rows, each with no KV and with much."""
         count, length = KV_REQUESTS, KV_TOKENS
         if self._is_cpu:
             count, length = CPU_KV_REQUESTS, CPU_KV_TOKENS
@@ -186,7 +186,7 @@ class PriceMeter:
         return self._launch(rows_of(key))
 
     def _step(self, num_rows: int) -> Launch:
-        """As few requests as the rows allow."""
+        """A step of `num_rows` rows in as few requests as it can have."""
         width = self._max_width
         if num_rows > self._max_requests * width or num_rows in MANY_ROWS:
             width = min(PROMPT_ROWS, self._table.shape[1])
@@ -212,7 +212,7 @@ class PriceMeter:
             return self._runner.forward(dummy_step(q_lens, self._device)).hidden.clone()
 
     def _eager_rows(self) -> list[int]:
-        """Those that no graph covers: with graphs of steps with prompts, the larger ones."""
+        """Sizes that no graph covers: only the largest, where graphs serve steps with prompts."""
         keys, many = self._runner.graph_keys, () if self._is_cpu else MANY_ROWS
         if keys is not None and any(key.tag == MIXED for key in keys.all):
             return [*many]
@@ -224,7 +224,7 @@ class PriceMeter:
 
 
 def _shortest(times: Mapping[int, Sequence[float]]) -> Curve:
-    """What disturbs a measurement makes it longer."""
+    """The shortest time of each size: what disturbs a measurement makes it longer."""
     return Curve(tuple(times), tuple(min(values) for values in times.values()))
 
 
@@ -235,8 +235,8 @@ def timed_passes(
     clock: Callable[[], float],
 ) -> dict[int, list[float]]:
     """Milliseconds of each size, ascending, from passes over all of them, so that a slow moment
-    meets one run of many. The first warms up and counts only if the budget is spent by then; the
-    larger sizes that would take more than half of it are left out."""
+    meets one run of many. The first pass warms up, and counts only if no other fits the budget;
+    once it has spent half of that, larger sizes are left out."""
     start, first = clock(), dict[int, list[float]]()
     spent_s, last_size, last_ms = 0.0, 0, 0.0
     for size, launch in launches.items():
@@ -284,7 +284,7 @@ def split(num_rows: int, num_reqs: int) -> list[int]:
 
 
 def _over_kv(batch: ForwardBatch, kv_len: int) -> ForwardBatch:
-    """The step after so many tokens, of requests in the first rows of the table."""
+    """The step with `kv_len` tokens before each request, in the first rows of the table."""
     device = batch.positions.device
     lens = [q_len + kv_len for q_len in batch.q_lens]
     return replace(

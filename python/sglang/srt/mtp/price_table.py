@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sglang.srt.layers.forward_batch import GraphKey
 
-# The graph that a step of so many requests, rows of its widest request and rows in all replays.
+# Finds the graph that a step replays from its requests, rows of the widest one, and rows in all.
 FindGraph = Callable[[int, int, int], GraphKey | None]
 
 
@@ -35,8 +35,8 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Milliseconds by size of what is not padded: linear between measured sizes, and never less
-    for being larger than the largest one.
+    """Milliseconds by size of what is not padded: linear between measured sizes; beyond the largest
+    they do not fall.
 
     Attributes:
         sizes: ascending, at least one.
@@ -70,16 +70,16 @@ def no_graphs(num_reqs: int, widest: int, num_rows: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PriceTable:
-    """Prices of steps. A step that replays a graph costs what that graph took, however few of its
-    rows are the step's own; no other graph says anything of it.
+    """Prices of steps in milliseconds. A step that replays a graph costs what that graph took,
+    however few of its rows are the step's own; other graphs' times are not looked at.
 
     Attributes:
         find: which graph a step replays, if any.
-        graphs_ms: of each graph over no KV to speak of.
-        eager: steps that replay none, by rows, likewise.
+        graphs_ms: each graph, with next to no KV.
+        eager: steps that replay no graph, by rows, with next to no KV.
         head: logits and what is drawn from them, by rows read.
-        kv_ms: of a token of KV that is read.
-        row_kv_ms: of a row that sees a token of KV.
+        kv_ms: each token of KV that is read.
+        row_kv_ms: each pair of a row and a token of KV that it sees.
         spread: typical deviation of one measurement from another, as a share.
     """
 
@@ -96,6 +96,7 @@ class PriceTable:
         return self.find(step.num_reqs, step.widest, step.num_rows) is not None
 
     def price_ms(self, step: StepShape) -> float:
+        """What a step takes."""
         key = self.find(step.num_reqs, step.widest, step.num_rows)
         measured = None if key is None else self.graphs_ms.get(key)
         base = self.eager.at(step.num_rows) if measured is None else measured

@@ -13,12 +13,12 @@ from sglang.srt.mtp.price_table import StepShape
 
 
 class Ask(NamedTuple):
-    """What a request that emits in a step would like.
+    """What a request that emits in a step asks for.
 
     Attributes:
-        kind: None if it accepts as many tokens as it predicts, as one that looks not ahead does.
+        kind: None if it accepts all tokens that it predicts (static k, or no look-ahead).
         k: tokens to predict.
-        is_adjustable: the policy may shorten it.
+        is_adjustable: the policy may choose a smaller k.
         pending: tokens to feed before any mask, at most; 0 if they are the end of its prompt.
     """
 
@@ -34,10 +34,10 @@ class Outlook:
 
     Attributes:
         asks: how many requests ask for the same.
-        kv_tokens: tokens with KV of all of them.
+        kv_tokens: tokens with KV of all requests in `asks`.
         prompt_rows, longest_prompt: prompt tokens fed, in all and by one request.
-        prompt_reqs: requests that feed some and emit nothing yet.
-        prompt_row_kv: sum over these rows of the tokens that each sees.
+        prompt_reqs: requests that feed prompt tokens and emit nothing yet.
+        prompt_row_kv: sum over the prompt rows of the tokens that each sees.
         num_ended: requests that have ended since the step before.
     """
 
@@ -51,7 +51,7 @@ class Outlook:
 
     @property
     def likeness(self) -> Hashable:
-        """Equal for steps whose limits have the same prices, but for KV."""
+        """Equal for steps in which each limit has the same price, KV aside."""
         asks = Counter[tuple[Kind | None, int, bool, bool]]()
         for ask, count in self.asks.items():
             asks[ask.kind, ask.k, ask.is_adjustable, ask.pending > 0] += count
@@ -64,19 +64,19 @@ class Outlook:
 
     @property
     def longest(self) -> int:
-        """Most tokens that a request wishes which the policy may shorten."""
+        """The most tokens that an adjustable request wants to predict."""
         return max((ask.k for ask in self.asks if ask.is_adjustable), default=1)
 
     def lasting(self, limit: int, with_prompts: bool) -> StepShape:
-        """Where the step before had this limit too: what is predicted is pending next."""
+        """The shape if the step before had this limit too and all that it predicted is pending."""
         return self._shape(limit, with_prompts, lasting=True)
 
     def actual(self, limit: int) -> StepShape:
-        """With what is pending now."""
+        """The shape with what is pending now."""
         return self._shape(limit, with_prompts=True, lasting=False)
 
     def plain(self) -> StepShape:
-        """Had no request been allowed to look ahead that the policy may shorten."""
+        """The shape if no adjustable request looked ahead."""
         asks = Counter[Ask]()
         for ask, count in self.asks.items():
             if ask.is_adjustable:

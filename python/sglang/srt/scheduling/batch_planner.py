@@ -1,4 +1,4 @@
-"""Builds the next step: decode rows, then prompt chunks, then newcomers (DESIGN section 2)."""
+"""Builds the next step: decode rows, then prompt chunks, then newcomers."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class PlannerConfig:
             one whose priority is lower by more than this; None looks at no priorities.
         retract_interval: retract each request when it has emitted in this many steps since its
             admission (a test switch); 0 is never.
+        splits_prompts: whether a prompt may be fed in several steps.
     """
 
     chunked_prefill_size: int
@@ -197,8 +198,8 @@ class BatchPlanner:
             self._retract(victims.pop(0))
 
     def _would_fit_without(self, victims: list[Req], first: Req) -> bool:
-        """Whether pushing all of them aside would make room, at the best: prefixes that they share
-        with others stay."""
+        """Whether retracting all victims can make room. Prefixes that they share with others stay,
+        so it may turn out to be too little."""
         others = [req for req in self._lifecycle.running if req not in victims]
         num_pages = sum(len(req.kv.pages) for req in victims if req.kv is not None)
         return self._admission.fits(first, others, num_pages * self._ledger.page_size)

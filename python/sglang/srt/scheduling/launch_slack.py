@@ -1,7 +1,7 @@
 """How long the next launch may wait for messages while the device computes.
 
-Of a closed loop of clients (agents, reinforcement learning) the next request comes within a few
-milliseconds of the last answer. A step launched at once would leave its place empty for one step.
+Clients in a closed loop (agents, reinforcement learning) send their next request within a few
+milliseconds of an answer. A step launched at once would run without it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from sglang.srt.step.worker import GenerationBatchResult
 
 WINDOW = 8  # steps that are remembered
 SHARE = 0.75  # of the host's spare time; the rest is for steps and launches that vary
-MAX_WAIT_S = 0.005  # who has not answered by then is not waited for
+MAX_WAIT_S = 0.005  # a client that sends nothing by then is not waited for
 
 
 class LaunchSlack:
     """Watches a loop that launches each step before it reads the one before.
 
-    What the host waits in a turn of that loop, for the device or for messages, is its spare time:
-    whatever planning, launching and reading take is not in it. A part of the least that it had
-    lately can be waited before a launch. Where a step is ready before the host asks for it, the
-    host sets the pace and has none.
+    The time that the host waits in a turn of that loop, for the device or for messages, is its
+    spare time; planning, launching and reading are not part of it. A launch may wait for a share of
+    the least spare time of the last turns. Where a step is ready before the host asks for it, the
+    host sets the pace and has no spare time.
 
     Args:
         clock: seconds.
@@ -44,19 +44,19 @@ class LaunchSlack:
         self._waited_s = 0.0
 
     def rest(self) -> None:
-        """Nothing is in flight: what comes next may be of another kind."""
+        """Forgets the last turns: nothing is in flight, and what comes may be of another kind."""
         self._spare.clear()
         self._waited_s = 0.0
 
     @property
     def wait_s(self) -> float:
-        """Seconds from now, a whole number of milliseconds, right after a read."""
+        """Seconds that a launch may wait after `read`, a whole number of milliseconds."""
         if len(self._spare) < WINDOW:
             return 0.0
         return math.floor(min(SHARE * min(self._spare), MAX_WAIT_S) * 1000) / 1000
 
     def wait(self, for_message: Callable[[float], None]) -> None:
-        """Calls it with `wait_s`, if that is any time at all."""
+        """Calls `for_message` with `wait_s`, unless that is 0."""
         wait_s = self.wait_s
         if wait_s > 0:
             start = self._clock()

@@ -128,8 +128,7 @@ class Req:
         self.num_hidden += len(states)
 
     def drop_hidden_past_output(self) -> None:
-        """A step may keep rows past the stop; each state returned belongs to a token before the
-        last one."""
+        """Drops states of rows that a step kept past the stop: each token but the last has one."""
         excess = self.num_hidden - (len(self.input_ids) + len(self.output_ids) - 1)
         if self.hidden_states == "all" and excess > 0:
             del self.hidden_news[-excess:]
@@ -137,6 +136,7 @@ class Req:
 
     @property
     def known_ids(self) -> list[int]:
+        """Tokens of prompt and output, by the last result read."""
         return self.input_ids + self.output_ids
 
 

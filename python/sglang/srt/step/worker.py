@@ -1,6 +1,6 @@
 """The contract between the scheduler and a worker: plain data down, plain data up.
 
-The one rule (DESIGN section 2): every step, every request of the batch feeds its pending tokens
+The one rule (docs/architecture.md): every step, every request of the batch feeds its pending tokens
 (those without KV), then look-ahead tokens; a prefix of the fed rows is kept (the watermark moves),
 and a run of tokens is accepted. Workers differ in what they feed and accept, and in nothing else.
 """

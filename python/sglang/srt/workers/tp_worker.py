@@ -61,8 +61,11 @@ class TpModelWorker:
     def run(
         self, batch: ScheduleBatch, inputs: ForwardBatch, layout: RowLayout
     ) -> tuple[GenerationBatchResult, bool]:
-        """A step that is laid out and reads the last row of each request that emits; and whether it
-        replayed a captured graph."""
+        """Runs a step that is laid out and reads the last row of each request that emits.
+
+        Returns:
+            The result, and whether a captured graph was replayed.
+        """
         state, q_lens, reads = self._state, inputs.q_lens, layout.reads
         forward = self._runner.forward(inputs)
         hidden = forward.hidden
@@ -96,8 +99,8 @@ class TpModelWorker:
         """Learns nothing from results."""
 
     def _wanted(self, batch: ScheduleBatch, plan: LogprobPlan) -> torch.Tensor | None:
-        """[Q] int64; places of the requests that want log-probabilities among the rows read; None
-        for all."""
+        """[Q] int64; which of the rows read belong to requests that want log-probabilities; None
+        where all do."""
         if len(plan.emitting) == sum(batch.emits):
             return None
         places = list(itertools.accumulate(batch.emits, initial=0))
