@@ -63,7 +63,7 @@ class _Row:
 
 
 class FakeWorker:
-    """One of three ways to decode (DESIGN section 2's table).
+    """One of three ways to decode.
 
     Args:
         kind: `plain` feeds one row; `verify` feeds the pending token and k drafts and accepts a

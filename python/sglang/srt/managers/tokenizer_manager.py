@@ -95,7 +95,7 @@ class TokenizerManager:
         self._idle = asyncio.Event()
         self._idle.set()
         self._progress = asyncio.Event()  # some request has got output; see health_generate
-        # A text per token id, so as many as the vocabulary has at most.
+        # Cached texts of token ids: at most one for each id of the vocabulary.
         self._text_of_token = functools.cache(lambda i: tokenizer.decode([i], False))
 
     # ---------------------------------------------------------------- generate

@@ -1,4 +1,4 @@
-"""What whoever watches the scheduler hears of each step that it reads."""
+"""What an observer of the scheduler is told of each step whose result was read."""
 
 from __future__ import annotations
 
