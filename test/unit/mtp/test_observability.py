@@ -6,13 +6,16 @@ import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from sglang.srt.device_copies import HostCopy
 from sglang.srt.managers.scheduler import SchedulerDebug
 from sglang.srt.mem_cache.kv_audit import ReleaseReport
 from sglang.srt.messages.control import AbortReq
 from sglang.srt.mtp.debug_trace import DebugTrace
+from sglang.srt.step import worker as step_contract
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner
 
 MASK = 5
@@ -97,6 +100,17 @@ def test_tracing_changes_no_token(small_model: Path, tmp_path: Path) -> None:
         other = SchedulerHarness(setup, make_mtp_worker(runner, MASK))
         params = {"temperature": 0.0, "max_new_tokens": 11, "mtp_enabled": True, **mode}
         assert other.generate([PROMPT], **params) == [harness.outputs[i + 1].token_ids]
+
+
+def test_a_traced_step_is_copied_to_the_host_once(small_model: Path, tmp_path: Path) -> None:
+    with (
+        mock.patch.object(step_contract, "HostCopy", wraps=HostCopy) as copies,
+        mock.patch.object(
+            DebugTrace, "launched", autospec=True, side_effect=DebugTrace.launched
+        ) as steps,
+    ):
+        traced(small_model, tmp_path / "trace.jsonl", overlap=True)
+    assert copies.call_count == steps.call_count > 0
 
 
 def test_a_trace_that_cannot_be_written_fails_the_start(tmp_path: Path) -> None:

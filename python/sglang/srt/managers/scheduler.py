@@ -52,7 +52,7 @@ class SchedulerConfig:
         strict_invariants: check the ledger after every step and raise on a violation.
         low_priority_first: smaller priorities go first.
         refuses_while_stopped: requests that arrive during a pause get 503 instead of waiting.
-        random_seed: seed of the seeds of requests that bring none; None draws one.
+        random_seed: begins the sequence of seeds for requests that bring none; None draws one.
     """
 
     planner: PlannerConfig

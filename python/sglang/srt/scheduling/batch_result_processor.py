@@ -61,12 +61,10 @@ class BatchResultProcessor:
             if row.req.finish_reason is None:
                 row.req.input_logprob_news += scores
                 row.req.add_hidden(hidden)
-                num_before = len(row.req.output_ids)
-                self._apply(row, accepted, result.kept_lens[index], logprobs)
+                num_kept = result.kept_lens[index]
+                num_emitted = self._apply(row, accepted, num_kept, logprobs)
                 if self._on_step_read is not None:
-                    num_new = len(row.req.output_ids) - num_before
-                    num_kept = result.kept_lens[index]
-                    request_steps.append(_request_step(index, row, num_new, num_kept))
+                    request_steps.append(_request_step(index, row, num_emitted, num_kept))
             self._lifecycle.release_if_ended(row.req)
         if self._on_step_read is not None:
             self._on_step_read(request_steps)
@@ -97,14 +95,15 @@ class BatchResultProcessor:
         accepted: list[int],
         num_kept: int,
         logprobs: list[PositionLogprobs],
-    ) -> None:
+    ) -> int:
+        """Moves the watermark and takes tokens in; returns how many, after clipping at stops."""
         req = row.req
         req.committed += num_kept
         req.committed_bound -= row.max_kept - num_kept
         if row.ends_prompt and req.kv is not None:
             self._lifecycle.ledger.publish(req.kv, req.fill_ids[: req.committed])
         if not row.emits:
-            return
+            return 0
         req.num_emitted_since_admission += 1
         num_before = len(req.output_ids)
         reason = accept_tokens(req, accepted)
@@ -117,6 +116,7 @@ class BatchResultProcessor:
             self.end(req, reason)
         elif req.stream and self._is_chunk_due(req):
             self._queue_output(req)
+        return num_new
 
     def _is_chunk_due(self, req: Req) -> bool:
         """The first token goes out at once, the others in chunks of the stream interval."""
