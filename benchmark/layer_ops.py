@@ -30,15 +30,16 @@ from inflate import Geometry
 from tqdm import tqdm
 
 from sglang.srt.layers.forward_batch import DECODE, ForwardBatch, GraphKey
+from sglang.srt.layers.layer_runtime import LayerOps
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.platform import shared_memory_bytes
-from sglang.srt.registry import ATTENTION_BACKENDS, LAYER_OPS
+from sglang.srt.registry import ATTENTION_BACKENDS, OPERATIONS, load
 from sglang.srt.rope_config import parse_rope
 
 RESULT = Path(__file__).parent / "results" / "layer_ops.json"
 GEOMETRY = "llama-3.1-8b"
-BACKENDS = {"triton": "triton", "torch": "torch_native"}  # of attention, for each LAYER_OPS
+BACKENDS = {"triton": "triton", "torch": "torch_native"}  # of attention, for each of OPERATIONS
 KV_LENS, MAX_POSITIONS = (170, 1024), 8192
 EPS, ROPE = 1e-5, {"rope_theta": 500_000.0}
 MAX_ERROR = 2e-2  # of the norm of a result; what bfloat16 rounds is less than 1e-2
@@ -85,12 +86,17 @@ class Setting:
         """Normal values."""
         return [torch.empty(s, dtype=self.dtype, device=self.device).normal_() for s in shapes]
 
+    def layer_ops(self, name: str) -> LayerOps:
+        """Those of the set `name`."""
+        ops: LayerOps = load(OPERATIONS[name].layers)(self.device)
+        return ops
+
 
 def norm_case(setting: Setting, rows: int) -> Case:
     size = setting.geometry.hidden_size
 
     def make(name: str) -> Call:
-        ops = LAYER_OPS.load(name)(setting.device)
+        ops = setting.layer_ops(name)
         x, residual, weight = setting.draw((rows, size), (rows, size), (size,))
         return lambda: ops.add_rms_norm(x, residual, weight, EPS)
 
@@ -102,7 +108,7 @@ def activation_case(setting: Setting, rows: int) -> Case:
     size = setting.geometry.intermediate_size
 
     def make(name: str) -> Call:
-        ops, (gate_up,) = LAYER_OPS.load(name)(setting.device), setting.draw((rows, 2 * size))
+        ops, (gate_up,) = setting.layer_ops(name), setting.draw((rows, 2 * size))
         return lambda: (ops.silu_and_mul(gate_up),)
 
     num_bytes = 3 * rows * size * setting.dtype.itemsize
@@ -115,7 +121,7 @@ def rotation_case(setting: Setting, rows: int) -> Case:
     rotary = RotaryEmbedding(head_dim, MAX_POSITIONS, parse_rope(ROPE)).to(setting.device)
 
     def make(name: str) -> Call:
-        ops = LAYER_OPS.load(name)(setting.device)
+        ops = setting.layer_ops(name)
         (heads,) = setting.draw((rows, num_heads, head_dim))
         positions = torch.randint(0, MAX_POSITIONS, (rows,), device=setting.device)
         rotation = ops.rotation(rotary.table, positions)  # once per step, not per layer
@@ -148,7 +154,7 @@ def product_cases(
 
     def case_of(rows: int) -> Case:
         def make(name: str) -> Call:
-            ops, (x, weight) = LAYER_OPS.load(name)(setting.device), setting.draw((rows, k), (n, k))
+            ops, (x, weight) = setting.layer_ops(name), setting.draw((rows, k), (n, k))
             product = ops.gated_linear if is_gated else ops.linear
             return lambda: (product(x, weight, None),)
 

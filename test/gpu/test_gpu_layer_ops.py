@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from layer_ops_cases import CASES, TOLERANCE, max_error
-from sglang.srt.registry import LAYER_OPS
+from sglang.srt.registry import OPERATIONS
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -14,6 +14,6 @@ if not torch.cuda.is_available():
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", LAYER_OPS.names)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_the_table(name: str, case: str, dtype: torch.dtype) -> None:
     assert max_error(name, CASES[case], "cuda", dtype) <= TOLERANCE[dtype]

@@ -7,7 +7,7 @@ import torch
 
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.mtp.triton_acceptance import _accept_kernel
-from sglang.srt.registry import STEP_OPS
+from sglang.srt.registry import OPERATIONS
 from sglang.srt.step.triton_step_ops import _lay_out_kernel
 from step_ops_cases import ALL, CASES, OUTSIDE_CASES, step_case
 
@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", STEP_OPS.names)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_the_table(name: str, case: str) -> None:
     assert CASES[case](name, "cuda") == []
 

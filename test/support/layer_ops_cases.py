@@ -18,7 +18,7 @@ import torch
 from sglang.srt.layers.layer_runtime import LayerOps
 from sglang.srt.layers.ops.torch_ops import TorchOps
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
-from sglang.srt.registry import LAYER_OPS
+from sglang.srt.registry import OPERATIONS, load
 from sglang.srt.rope_config import parse_rope
 
 # Of outputs of size about 1: rounding of the result, and of one operand before it.
@@ -156,7 +156,7 @@ CASES: dict[str, Case] = {
 
 def max_error(name: str, case: Case, device: str, dtype: torch.dtype, seed: int = 0) -> float:
     """The largest difference of set `name` from the oracle, relative where values exceed 1."""
-    ops: LayerOps = LAYER_OPS.load(name)(torch.device(device))
+    ops: LayerOps = load(OPERATIONS[name].layers)(torch.device(device))
     return case(ops, torch.Generator().manual_seed(seed), device, dtype)
 
 

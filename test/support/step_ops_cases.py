@@ -31,7 +31,7 @@ from sglang.srt.layers.forward_batch import (
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mtp.acceptance import AcceptanceOps, Outcome, Predictions
-from sglang.srt.registry import ACCEPTANCE, STEP_OPS
+from sglang.srt.registry import OPERATIONS, load
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import RowLayout, StaticInputs, StepCounts, StepOps
 from sglang.srt.step.worker import ScheduleBatch
@@ -57,9 +57,10 @@ class Side:
         self.state = RequestRows(num_rows, max_pending, VOCAB_SIZE, device)
         self.pool = ReqToTokenPool(num_rows, WIDTH, device)
         thresholds = (numbers(0, 3, num_rows) / 2).to(device)
-        self.ops: StepOps = STEP_OPS.load(name)(self.device)
+        self.ops: StepOps = load(OPERATIONS[name].step)(self.device)
         self.ops.warm_up(self.state, self.pool)
-        self.acceptance: AcceptanceOps = ACCEPTANCE.load(name)(self.state, thresholds)
+        accept = load(OPERATIONS[name].acceptance)
+        self.acceptance: AcceptanceOps = accept(self.state, thresholds)
         self.state.committed.copy_(numbers(0, WIDTH - 400, num_rows))
         self.state.pending.copy_(numbers(0, VOCAB_SIZE, num_rows, max_pending))
         self.state.pending_lens.copy_(numbers(1, max_pending + 1, num_rows))
@@ -217,7 +218,7 @@ def fill_case(key: GraphKey, q_lens: list[int], num_reads: int | None = None) ->
         values = torch.arange(3 * count + 2 * len(q_lens)) + 100
         results = []
         for side, place in ((name, device), ("torch", "cpu")):
-            ops: StepOps = STEP_OPS.load(side)(torch.device(place))
+            ops: StepOps = load(OPERATIONS[side].step)(torch.device(place))
             ids, positions, slots, rows, kv_lens = (
                 part.clone().to(place) for part in values.split([count] * 3 + [len(q_lens)] * 2)
             )

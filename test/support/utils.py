@@ -36,7 +36,8 @@ from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
 from sglang.srt.mtp.debug_trace import DebugTrace
 from sglang.srt.mtp.length_policy import FullLength, LengthPolicy
 from sglang.srt.mtp.mtp_worker import MTPConfig, MTPWorker
-from sglang.srt.processes.runtime_config import DEFAULT_OPS, MAX_GRAPH_ROWS
+from sglang.srt.processes.runtime_config import MAX_GRAPH_ROWS
+from sglang.srt.registry import DEFAULT_OPERATIONS
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.batch_planner import PlannerConfig
 from sglang.srt.scheduling.schedule_batch import HiddenStates, LaunchedStep
@@ -347,7 +348,7 @@ def make_runner(
             max_running_requests=setup.max_running_requests,
             context_len=context_len,
             row_width=row_width(context_len, max_decode_rows, setup.page_size),
-            ops=DEFAULT_OPS[device],
+            ops=DEFAULT_OPERATIONS[device],
             max_graph_width=max_graph_width,
             max_graph_rows=MAX_GRAPH_ROWS if max_graph_width == max_decode_rows else 0,
             poisons_graphs=poisons_graphs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 from dataclasses import MISSING, Field, FrozenInstanceError, fields
 from typing import Any, get_type_hints
@@ -116,6 +117,11 @@ def test_a_value_outside_the_choices_is_refused_with_all_of_them(
 def test_a_default_is_one_of_the_choices(name: str) -> None:
     default = FIELDS[name].default
     assert default is None or default in FIELDS[name].metadata["choices"]
+
+
+def test_every_log_level_is_one_of_logging() -> None:
+    choices = FIELDS["log_level"].metadata["choices"]
+    assert {choice.upper() for choice in choices} <= logging.getLevelNamesMapping().keys()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ DEMO_MODELS_DIR = Path(__file__).resolve().parent.parent / "demo_models"
 SILU_NAMES = ("silu", "swish")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 DEMO_MODELS = {"demo": "tiny-code"}
+DTYPES = ("float32", "bfloat16", "float16")  # names in torch of what weights and KV may be
 
 
 class ModelPathError(ValueError):

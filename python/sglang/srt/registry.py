@@ -1,9 +1,16 @@
-"""Names to factories that are imported only when asked for."""
+"""Names of classes that are imported only when asked for. Importing this module loads no other."""
 
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from typing import Any
+
+
+def load(place: str) -> Any:
+    """Imports what `module:attribute` names."""
+    module, attribute = place.split(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 class Registry:
@@ -29,17 +36,25 @@ class Registry:
         """
         if name not in self._entries:
             raise ValueError(f"Unknown {self._kind} {name!r}; known: {', '.join(self.names)}.")
-        module, attribute = self._entries[name].split(":")
-        return getattr(importlib.import_module(module), attribute)
+        return load(self._entries[name])
 
 
-ACCEPTANCE = Registry(
-    "acceptance of predictions",
-    {
-        "torch": "sglang.srt.mtp.acceptance:TorchAcceptance",
-        "triton": "sglang.srt.mtp.triton_acceptance:TritonAcceptance",
-    },
-)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operations:
+    """One implementation of all that a step computes beside attention: `module:attribute` of a
+    class for each contract, for `load`.
+
+    Attributes:
+        layers: of `LayerOps` (layers/layer_runtime.py).
+        step: of `StepOps` (step/step_ops.py).
+        acceptance: of `AcceptanceOps` (mtp/acceptance.py).
+    """
+
+    layers: str
+    step: str
+    acceptance: str
+
+
 ATTENTION_BACKENDS = Registry(
     "attention backend",
     {
@@ -48,13 +63,20 @@ ATTENTION_BACKENDS = Registry(
         "triton": "sglang.srt.layers.attention.triton_backend:TritonBackend",
     },
 )
-LAYER_OPS = Registry(
-    "set of layer operations",
-    {
-        "torch": "sglang.srt.layers.ops.torch_ops:TorchOps",
-        "triton": "sglang.srt.layers.ops.triton_ops:TritonOps",
-    },
-)
+DEFAULT_ATTENTION_BACKENDS = {"cpu": "torch_native", "cuda": "triton"}  # by device
+OPERATIONS = {
+    "torch": Operations(
+        layers="sglang.srt.layers.ops.torch_ops:TorchOps",
+        step="sglang.srt.step.torch_step_ops:TorchStepOps",
+        acceptance="sglang.srt.mtp.acceptance:TorchAcceptance",
+    ),
+    "triton": Operations(
+        layers="sglang.srt.layers.ops.triton_ops:TritonOps",
+        step="sglang.srt.step.triton_step_ops:TritonStepOps",
+        acceptance="sglang.srt.mtp.triton_acceptance:TritonAcceptance",
+    ),
+}
+DEFAULT_OPERATIONS = {"cpu": "torch", "cuda": "triton"}  # by device
 MODELS = Registry(
     "model architecture",
     {
@@ -62,12 +84,5 @@ MODELS = Registry(
         "MistralForCausalLM": "sglang.srt.models.mistral:MistralForCausalLM",
         "Qwen2ForCausalLM": "sglang.srt.models.qwen2:Qwen2ForCausalLM",
         "Qwen3ForCausalLM": "sglang.srt.models.qwen3:Qwen3ForCausalLM",
-    },
-)
-STEP_OPS = Registry(
-    "set of step operations",
-    {
-        "torch": "sglang.srt.step.torch_step_ops:TorchStepOps",
-        "triton": "sglang.srt.step.triton_step_ops:TritonStepOps",
     },
 )

@@ -12,6 +12,8 @@ import sys
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, NoReturn, get_args, get_type_hints
 
+from sglang.srt.model_config import DTYPES
+from sglang.srt.registry import ATTENTION_BACKENDS
 from sglang.srt.sglang_surface import SGLangArgument, missing_arguments, own_arguments
 
 
@@ -59,7 +61,7 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     dtype: str = flag(
         "auto",
         "`auto` is the checkpoint's type on a GPU and float32 on a CPU.",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=("auto", *DTYPES),
     )
     context_length: int | None = flag(None, "Tokens per request; default: config.json's.")
 
@@ -126,7 +128,7 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     attention_backend: str | None = flag(
         None,
         "Attention implementation; default: the best one for the device.",
-        choices=("torch_native", "triton", "flashinfer"),
+        choices=tuple(ATTENTION_BACKENDS.names),
     )
     disable_cuda_graph: bool = flag(False, "Run every step on a GPU without CUDA graphs.")
     num_threads: int | None = flag(None, "Torch threads of the scheduler on a CPU.")

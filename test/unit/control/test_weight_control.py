@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from fake_weights import FakeWeights
 from fake_worker import VOCAB_SIZE, FakeWorker, oracle
+from sglang.srt.control import bodies
 from sglang.srt.control.control import ModelResources
-from sglang.srt.control.memory_control import MemoryPart
+from sglang.srt.control.memory_control import GRAPH_TAG, KV_TAG, WEIGHTS_TAG, MemoryPart
 from sglang.srt.messages.control import (
     AbortReq,
     ContinueGenerationReq,
@@ -550,6 +551,10 @@ def test_partial_outputs_have_labels_too() -> None:
 
 def memory(harness: Harness, action: str, *tags: str) -> ControlReply:
     return harness.send(MemoryOccupationReq, action=action, tags=list(tags) or None)
+
+
+def test_the_bodies_of_calls_have_the_same_tags() -> None:
+    assert get_args(bodies.MemoryTag) == (KV_TAG, WEIGHTS_TAG, GRAPH_TAG)
 
 
 def test_released_memory_stops_the_engine_until_it_is_back() -> None:

@@ -19,13 +19,23 @@ from sglang.srt.platform import Platform, memory_for
 from sglang.srt.processes.runtime_config import (
     CPU_KV_MAX_BYTES,
     CPU_KV_SHARE,
+    DEFAULT_CHUNKS,
     GPU_STATIC_SHARE,
     MAX_CPU_THREADS,
     ConfigError,
     RuntimeConfig,
     resolve,
 )
-from sglang.srt.registry import ATTENTION_BACKENDS, MODELS, Registry
+from sglang.srt.registry import (
+    ATTENTION_BACKENDS,
+    DEFAULT_ATTENTION_BACKENDS,
+    DEFAULT_OPERATIONS,
+    MODELS,
+    OPERATIONS,
+    Operations,
+    Registry,
+    load,
+)
 from sglang.srt.server_args import ServerArgs
 from utils import make_random_llama
 
@@ -289,6 +299,14 @@ def test_a_gpu_is_used_where_there_is_one(model: ModelConfig) -> None:
     assert asked.kv_budget_bytes == 4 * GIB
 
 
+def test_every_device_of_the_flag_has_its_defaults() -> None:
+    device = next(flag for flag in dataclasses.fields(ServerArgs) if flag.name == "device")
+    for defaults in (DEFAULT_ATTENTION_BACKENDS, DEFAULT_OPERATIONS, DEFAULT_CHUNKS):
+        assert {"auto", *defaults} == set(device.metadata["choices"])
+    assert set(DEFAULT_ATTENTION_BACKENDS.values()) <= set(ATTENTION_BACKENDS.names)
+    assert set(DEFAULT_OPERATIONS.values()) <= set(OPERATIONS)
+
+
 def test_an_unknown_attention_backend_is_refused_with_the_known_ones(model: ModelConfig) -> None:
     message = refusal(model, attention_backend="nothing")
     assert "--attention-backend 'nothing'" in message
@@ -355,6 +373,11 @@ def test_with_enough_memory_all_running_requests_fit_at_full_context(
 @pytest.mark.parametrize("registry", [ATTENTION_BACKENDS, MODELS])
 def test_everything_registered_can_be_imported(registry: Registry) -> None:
     assert all(isinstance(registry.load(name), type) for name in registry.names)
+
+
+@pytest.mark.parametrize("operations", OPERATIONS.values(), ids=OPERATIONS)
+def test_every_operation_of_a_set_can_be_imported(operations: Operations) -> None:
+    assert all(isinstance(load(place), type) for place in dataclasses.astuple(operations))
 
 
 def test_an_unknown_name_is_refused_with_kind_and_known_names() -> None:

@@ -14,13 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from sglang.srt.weight_sync.weight_group import TensorSpec, WeightGroup
+from sglang.srt.control import bodies
+from sglang.srt.model_config import DTYPES
+from sglang.srt.weight_sync.weight_group import BACKENDS, TensorSpec, WeightGroup
 from sglang.srt.weight_sync.weight_store import WeightUpdateError
 from utils import Setup, make_random_llama, make_runner
 
@@ -260,6 +262,11 @@ def test_the_default_group_is_left_alone(start: Start, tmp_path: Path) -> None:
 def test_an_address_that_is_none_is_refused(address: str, part: str) -> None:
     trainer = Trainer(free_port())
     assert part in refusal(lambda: trainer.join(master_address=address, timeout_s=0.3))
+
+
+def test_the_bodies_of_calls_have_the_same_backends_and_types() -> None:
+    assert get_args(bodies.GroupBackend) == tuple(BACKENDS)
+    assert get_args(bodies.Dtype) == (*DTYPES, *(f"torch.{name}" for name in DTYPES))
 
 
 @pytest.mark.skipif(dist.is_nccl_available(), reason="needs a torch without NCCL")

@@ -51,6 +51,7 @@ Dtype = Literal[
     "float32", "bfloat16", "float16", "torch.float32", "torch.bfloat16", "torch.float16"
 ]
 Shape = Annotated[list[Annotated[int, Meta(ge=1)]], Meta(max_length=8)]
+GroupBackend = Literal["gloo", "nccl"]
 MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 
 
@@ -274,7 +275,7 @@ class InitWeightsUpdateGroupReqInput(msgspec.Struct, kw_only=True):
     rank_offset: Annotated[int, Meta(ge=1)]
     world_size: Annotated[int, Meta(ge=2, le=4_096)]
     group_name: Label = "weight_update_group"
-    backend: Literal["gloo", "nccl"] = "gloo"
+    backend: GroupBackend = "gloo"
     timeout_s: Annotated[float, Meta(gt=0, le=MAX_WAIT_S)] = 60.0
 
     def __post_init__(self) -> None:

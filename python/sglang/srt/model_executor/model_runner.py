@@ -15,7 +15,7 @@ from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphKeys
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.platform import memory_for, static_bytes_left
-from sglang.srt.registry import ATTENTION_BACKENDS, LAYER_OPS, STEP_OPS
+from sglang.srt.registry import ATTENTION_BACKENDS, OPERATIONS, load
 from sglang.srt.step.step_ops import StepOps
 from sglang.srt.weight_sync.weight_store import WeightStore
 
@@ -28,11 +28,11 @@ class ExecutionConfig:
     """What the model runner needs to know.
 
     Attributes:
-        dtype: name of the torch type of weights and KV.
+        dtype: one of `DTYPES`, the type of weights and KV.
         row_width: tokens that a row of the request-to-token table holds, in whole pages.
         kv_budget_bytes: memory for the KV pool; None for what the weights leave of
             `static_memory_share` of the device's memory.
-        ops: name of the operations of layers, around a forward pass and of acceptance.
+        ops: name of the set in `OPERATIONS` (registry.py).
         max_graph_width: rows of a request in steps without prompts that replay a captured graph,
             where the attention backend can; 0 for no graphs, 1 for plain decoding alone.
         max_graph_rows: rows in all of steps with prompts that do; 0 for none.
@@ -82,7 +82,7 @@ class ModelRunner:
     """
 
     def __init__(self, config: ExecutionConfig) -> None:
-        model, dtype = config.model, torch_dtype(config.dtype)
+        model, dtype = config.model, getattr(torch, config.dtype)
         backend = ATTENTION_BACKENDS.load(config.attention_backend)
         problems = backend.capabilities().problems(config.device, dtype, config.page_size)
         if problems:
@@ -125,9 +125,9 @@ class ModelRunner:
             self.req_to_token_pool, self.kv_pool, model.num_heads, self.model.windows
         )
         place = self.kv_pool.kv[0].device
-        self._layers = LayerRuntime(LAYER_OPS.load(config.ops)(place), attention, self.kv_pool)
-        self.ops = config.ops
-        self.step_ops: StepOps = STEP_OPS.load(config.ops)(place)
+        self.operations = OPERATIONS[config.ops]
+        self._layers = LayerRuntime(load(self.operations.layers)(place), attention, self.kv_pool)
+        self.step_ops: StepOps = load(self.operations.step)(place)
         self._threads = HostThreads(config.num_threads) if config.device == "cpu" else None
         self._graph_support: GraphSupport = backend.capabilities().graph
         self._config = config
@@ -234,12 +234,3 @@ class HostThreads:
         if wanted != self._current:
             torch.set_num_threads(wanted)
             self._current = wanted
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """`float32` and so on to torch's object."""
-    return {
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-    }[name]

@@ -26,7 +26,7 @@ from sglang.srt.mtp.acceptance import AcceptanceOps, Outcome, Predictions
 from sglang.srt.mtp.debug_trace import DebugTrace
 from sglang.srt.mtp.length_policy import LengthPolicy
 from sglang.srt.mtp.lookahead_rows import LookaheadRows, StepLengths
-from sglang.srt.registry import ACCEPTANCE
+from sglang.srt.registry import load
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.step.forward_inputs import build_forward_batch
 from sglang.srt.step.request_rows import RequestRows
@@ -107,7 +107,7 @@ class MTPWorker:
         self._lookahead = LookaheadRows(
             num_rows, str(state.committed.device), config.limits_unverified
         )
-        accept = ACCEPTANCE.load(runner.ops)
+        accept = load(runner.operations.acceptance)
         self._acceptance: AcceptanceOps = accept(state, self._lookahead.thresholds)
         self._unread: deque[_Unread] = deque()
         self._has_warned = False

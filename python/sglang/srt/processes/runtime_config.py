@@ -15,7 +15,11 @@ from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.model_runner import ExecutionConfig
 from sglang.srt.mtp.mtp_worker import MTPConfig
 from sglang.srt.platform import Platform
-from sglang.srt.registry import ATTENTION_BACKENDS
+from sglang.srt.registry import (
+    ATTENTION_BACKENDS,
+    DEFAULT_ATTENTION_BACKENDS,
+    DEFAULT_OPERATIONS,
+)
 from sglang.srt.scheduling.batch_planner import PlannerConfig
 from sglang.srt.server_args import ServerArgs
 
@@ -26,8 +30,6 @@ MAX_CPU_THREADS = 16
 MIN_CAPABILITY = (8, 0)  # of a CUDA GPU
 MAX_GRAPH_ROWS = 1024  # beyond, a GPU is busy for longer than the launches take
 UNSPLIT = -1  # a --chunked-prefill-size: no prompt is split, as in SGLang
-DEFAULT_BACKENDS = {"cpu": "torch_native", "cuda": "triton"}
-DEFAULT_OPS = {"cpu": "torch", "cuda": "triton"}
 # On a GPU a step with that many prompt tokens is bound by arithmetic already, replays a graph where
 # there are graphs of prompts, and is soon over for those who decode in it.
 DEFAULT_CHUNKS = {"cpu": 2048, "cuda": 512}
@@ -80,7 +82,7 @@ def resolve(
         context_len=context_len,
         row_width=row_width(context_len, max_decode_rows, args.page_size),
         kv_budget_bytes=_host_kv_budget(args, platform) if device == "cpu" else None,
-        ops=DEFAULT_OPS[device],
+        ops=DEFAULT_OPERATIONS[device],
         max_graph_width=_max_graph_width(args, max_decode_rows) if captures else 0,
         max_graph_rows=_max_graph_rows(args, mtp) if captures else 0,
         poisons_graphs=environ.graph_poison,
@@ -171,7 +173,7 @@ def _dtype(args: ServerArgs, model: ModelConfig, device: str) -> str:
 
 
 def _attention_backend(args: ServerArgs, device: str) -> str:
-    name = args.attention_backend or DEFAULT_BACKENDS[device]
+    name = args.attention_backend or DEFAULT_ATTENTION_BACKENDS[device]
     if name not in ATTENTION_BACKENDS.names:
         known = ", ".join(ATTENTION_BACKENDS.names)
         raise ConfigError(f"--attention-backend {name!r} is unknown; known: {known}.")

@@ -25,7 +25,6 @@ T = TypeVar("T")
 
 TRAINER_RANK = 0
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}  # to the device that it receives on
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BITS = {2: torch.int16, 4: torch.int32}  # the integer of each size in bytes
 RETRY_INTERVAL_S = 0.1
 # A watchdog of NCCL ends the process when the time-out of the group is over: ours comes first.
@@ -44,7 +43,7 @@ class TensorSpec:
 
     Attributes:
         name: the weight's name in a checkpoint.
-        dtype: float32, bfloat16 or float16, with or without `torch.` in front.
+        dtype: one of `DTYPES`, with or without `torch.` in front.
     """
 
     name: str
@@ -125,7 +124,7 @@ class WeightGroup:
             WeightUpdateError: at once if the group is closed or broken; later if a tensor does not
                 come, which breaks the group, or if the group is closed.
         """
-        dtypes = [DTYPES[spec.dtype.removeprefix("torch.")] for spec in specs]
+        dtypes = [getattr(torch, spec.dtype.removeprefix("torch.")) for spec in specs]
         self._check_usable()
         return self._receive_all(list(specs), dtypes)
 
