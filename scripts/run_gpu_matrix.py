@@ -36,6 +36,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmark"))
 from environment import describe_environment  # noqa: E402
 
+from sglang.srt.registry import ATTENTION_BACKENDS  # noqa: E402
+
 DEMO_SUITES = (
     "test/e2e/test_greedy_equality.py",
     "test/e2e/test_mtp.py",
@@ -58,7 +60,8 @@ NO_OVERLAP = {"disable_overlap_schedule": True}
 NO_GRAPHS = {"disable_cuda_graph": True}
 TRITON = {"attention_backend": "triton"}
 FLASHINFER = {"attention_backend": "flashinfer", "dtype": "float16"}
-WAYS: dict[str, dict[str, Any]] = {
+EACH_BACKEND = {name: {"attention_backend": name} for name in ATTENTION_BACKENDS.names}
+WAYS: dict[str, dict[str, Any]] = EACH_BACKEND | {
     f"{backend}{more}": {**flags, **changes}
     for backend, flags in (("triton", TRITON), ("flashinfer", FLASHINFER))
     for more, changes in (
@@ -67,7 +70,8 @@ WAYS: dict[str, dict[str, Any]] = {
         (", no graphs", NO_GRAPHS),
         (", no graphs, no overlap", {**NO_GRAPHS, **NO_OVERLAP}),
     )
-} | {"torch_native": {"attention_backend": "torch_native"}, KERNELS: {}}
+}
+WAYS[KERNELS] = {}
 
 
 def suites_of(way: str) -> tuple[str, ...]:
