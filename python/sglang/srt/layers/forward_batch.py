@@ -1,5 +1,5 @@
-"""The one shape of a forward pass: a ragged batch. Prefill, decode and look-ahead rows differ only
-in numbers (DESIGN section 2)."""
+"""The one shape of a forward pass: a ragged batch. Prompts, decodes and look-ahead differ only in
+how many rows each request feeds."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MAX_TREE_ROWS = 64  # that a request may feed as a tree: one bit each
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """What a captured graph is good for. Never partial: two graphs that differ in any number differ
-    in what was planned for them.
+    """Which steps a captured graph can replay. Graphs that differ in any number are planned
+    differently, so plans are kept by the whole key.
 
     Attributes:
         tag: DECODE and UNIFORM where every request feeds `width` rows, RAGGED where up to so many,
             MIXED where some may feed any number, as prompts do.
         num_reqs: requests, padding included.
-        width: rows of a request (of one that is not a prompt), at most.
+        width: the most rows of a request; in MIXED, of one that does not feed a prompt.
         num_tokens: rows in all, padding included.
     """
 
@@ -32,9 +32,10 @@ class GraphKey:
     num_tokens: int
 
     @property
-    def leaves_rows(self) -> bool:
-        """Whether it gives hidden states of `ForwardBatch.read_index` alone, and those must be one
-        row of each request at most: steps with prompts, of requests that do not look ahead."""
+    def skips_unread_rows(self) -> bool:
+        """Whether the graph's last layer computes only the rows of `ForwardBatch.read_index`, which
+        may be up to `num_reqs`: so in steps with prompts of requests that do not look ahead, where
+        one row of each request is read at most."""
         return self.tag == MIXED and self.width == 1
 
     @property
@@ -55,17 +56,18 @@ class ForwardBatch:
         q_lens: host list of R; tokens fed by each request.
         kv_lens: [R] int64; tokens with KV after this step's are written.
         kv_len_upper_bounds: host list of R; at least `kv_lens`, without reading the device.
-        bounds_are_exact: the bounds are `kv_lens`.
+        bounds_are_exact: whether the bounds equal `kv_lens`.
         graph_key: the graph that captures this batch's kernels or replays them; None for neither.
             With one, what a plan hands to kernels must stay at the addresses and within the grids
             of that graph, and R and T may be less than the key's numbers: what lacks is padding.
         read_index: [S] int64; places among the T rows of those whose hidden states are wanted;
             None: all are.
-        ancestors: [T] int64, for trees of draft tokens; None: all rows are causal. Bit j of a row:
-            it sees the j-th row that its request feeds in this step, unless that comes after it;
-            its own bit is set. All KV from before the step is seen. -1, all bits, is plain causal,
-            and the one value in requests that feed more than MAX_TREE_ROWS. Attention goes by the
-            order of a request's rows, whatever their positions. Such a batch replays no graph yet.
+        ancestors: [T] int64, for trees of draft tokens; None: all rows are causal. If bit j of a
+            row is set, the row sees the j-th row that its request feeds in this step, unless that
+            comes after it; its own bit is set. Every row sees all KV from before the step. -1 (all
+            bits) is plain causal, and the only value allowed in requests that feed more than
+            MAX_TREE_ROWS. "After" is by the order of the request's rows, not by `positions`. A
+            batch with ancestors replays no graph yet.
     """
 
     input_ids: torch.Tensor
@@ -82,8 +84,8 @@ class ForwardBatch:
 
 
 def dummy_step(q_lens: list[int], device: torch.device) -> ForwardBatch:
-    """Prompts of these lengths over row 0 and the dummy slot, before there is a request: what they
-    compute means nothing, and they leave a trace in the dummy page alone."""
+    """Prompts of these lengths over row 0 and the dummy slot, to be run before there is a request.
+    The results mean nothing, and only the dummy page is written."""
     zeros = torch.zeros(sum(q_lens), dtype=torch.int64, device=device)
     positions = [position for q_len in q_lens for position in range(q_len)]
     return ForwardBatch(

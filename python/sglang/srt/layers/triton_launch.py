@@ -17,10 +17,19 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 @triton.jit
 def begin(PDL: tl.constexpr, early, beside=0):
-    """Waits for the kernel before (CUDA's programmatic dependent launch); `early` lets the one
-    after start, which waits likewise. Not so one that runs `beside` the kernel before: that has
-    waited for all that this one reads before it let it start. Then `finish` stands at each end.
-    Both are numbers, 0 or 1: as constants they would make two kernels of one to compile."""
+    """The first line of every kernel: waits until the kernel before it has ended, so that all that
+    it wrote can be read.
+
+    Args:
+        PDL: whether the kernel was launched by CUDA's programmatic dependent launch, that is while
+            the one before it may still run; without, there is nothing to wait for.
+        early: 1 lets the next kernel start now, which waits in its own `begin`; else 0.
+        beside: 1 waits for nothing, so that this kernel runs beside the one before it; else 0. For
+            a kernel that reads nothing that the one before it writes, where that one was `early`:
+            it had then waited itself for all older kernels. `finish` must stand at each end.
+
+    `early` and `beside` are plain numbers: as constants, each value would compile a kernel anew.
+    """
     if PDL:
         if beside == 0:
             gdc_wait()
@@ -30,7 +39,8 @@ def begin(PDL: tl.constexpr, early, beside=0):
 
 @triton.jit
 def finish(PDL: tl.constexpr, beside):
-    """The grid ends after the kernel that it runs beside: who waits for one has waited for both."""
+    """The last line of a kernel that may run `beside` the one before it, at each of its ends: the
+    last program waits for that kernel. So whoever waits for this one has waited for both."""
     if PDL:
         is_last = tl.program_id(0) == tl.num_programs(0) - 1
         is_last = is_last & (tl.program_id(1) == tl.num_programs(1) - 1)
@@ -40,15 +50,15 @@ def finish(PDL: tl.constexpr, beside):
 
 @triton.jit
 def report_outside(outside_ptr, column, is_outside):
-    """Leaves a column outside of its row of the page table to `ReqToTokenPool.raise_if_outside`,
-    if there is a place for it."""
+    """Stores a column that is outside of its row of the page table, for
+    `ReqToTokenPool.raise_if_outside`; without `outside_ptr` it does nothing."""
     if outside_ptr is not None:
         tl.store(outside_ptr + column * 0, column.to(tl.int64), mask=is_outside)
 
 
 def dependent_launch(device: torch.device, num_programs: int) -> dict[str, int]:
-    """Options of a launch with a kernel that calls `begin`: where all its programs run at once, the
-    next kernel may come beside them."""
+    """Launch options of a kernel that calls `begin`. If all its programs run at once, the next
+    kernel may start early."""
     if INTERPRETED or not supports_dependent_launch(device):
         return {"PDL": False, "early": 0}
     early = int(num_programs <= num_multiprocessors(device))
@@ -57,18 +67,18 @@ def dependent_launch(device: torch.device, num_programs: int) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Neighbours:
-    """The other attention kernel of a step, which goes over other items.
+    """Where a step's other attention kernel stands, which goes over other items.
 
     Attributes:
-        before: it is launched before this one, and this one runs beside it.
-        after: it is launched after this one, and runs beside it.
+        before: it is launched just before this one, which runs beside it.
+        after: it is launched just after this one, and runs beside it.
     """
 
     before: bool = False
     after: bool = False
 
     def options(self, device: torch.device, num_programs: int) -> dict[str, int]:
-        """Of a launch."""
+        """Launch options of this kernel."""
         options = dependent_launch(device, num_programs)
         early = int(self.after or options["early"])
         return {**options, "early": early, "beside": int(self.before)}

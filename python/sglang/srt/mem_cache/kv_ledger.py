@@ -1,4 +1,4 @@
-"""The KV ledger: which request, or the prefix cache, owns each page. DESIGN section 3.
+"""The KV ledger: which request, or the prefix cache, owns each page.
 
 Page regions of one request (`RequestKV.pages`, in token order):
 
@@ -61,7 +61,7 @@ class PageTableWrites:
 
 @dataclass(frozen=True, slots=True)
 class LedgerReport:
-    """Outcome of a check, in tokens, under the names of the project's founding notes.
+    """Outcome of a check, in tokens; all are 0 if the ledger is right.
 
     Attributes:
         legacy_missing_tokens: pool - free - tree - private.
@@ -96,8 +96,8 @@ class KVLedger:
         self._num_rows = num_rows
         self._allocator = allocator
         self._tree = tree
-        # By row, so that a row that changes hands between two steps is not written twice: the
-        # order of writes to one entry is undefined on a GPU.
+        # By row: `release` drops a row's entries, so that its next owner does not write the same
+        # entries again in one step. The order of two writes to one entry is undefined on a GPU.
         self._writes: dict[int, PageTableWrites] = {}
         self.page_size = allocator.page_size
         self.epoch = 0
@@ -270,7 +270,7 @@ class KVLedger:
         return ["cached" if p in cached else "free" if p in free else "missing" for p in pages]
 
     def repair(self, owners: Iterable[RequestKV]) -> None:
-        """Makes the free list what nobody claims. Only when idle, after a failed `check`."""
+        """Makes every page free that nobody claims. Only when idle, after a failed `check`."""
         used = set(self._tree.pages())
         for kv in owners:
             used.update(kv.private_pages)

@@ -20,8 +20,8 @@ class ReqToTokenPool:
     Attributes:
         req_to_token: [num_rows, width] int32; entry [r, i] is the slot of token i of row r. Rows
             are `row_width` wide. Entries that were never written point to the dummy slot 0.
-        outside: [1] int64; a column outside of its row that a kernel was to read or write, 0 if
-            none was. No kernel does so; where it is None, none tells.
+        outside: [1] int64; a column outside of its row that a kernel was told to read or write, 0
+            if there was none. Kernels never do it; None if they are not to report it either.
     """
 
     def __init__(self, num_rows: int, width: int, device: str, is_guarded: bool = False) -> None:

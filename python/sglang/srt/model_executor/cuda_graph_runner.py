@@ -1,11 +1,16 @@
 """CUDA graphs of the model's forward pass, captured by shape and replayed by steps that fit.
 
-A step of one row per request replays the graph of the next larger number of requests. A step whose
-requests feed a few rows each (look-ahead, drafts to verify) replays one with room for its requests
-and for its rows: ragged as they are, or laid out at the same distance for attention that can plan
-nothing else. So does a step with prompts, up to a number of rows from which the device is busy for
-longer than a launch takes the host. What pads a graph writes its K and V to the dummy slot and is
-read by nobody.
+There are four kinds of graphs (tags of `GraphKey`). A step replays the smallest one that has room
+for its requests and its rows:
+
+- DECODE, if each request feeds one row.
+- RAGGED, if requests feed a few rows each (look-ahead, drafts to verify), in any mix.
+- UNIFORM instead, if the attention backend can only plan the same number of rows for each request:
+  each gets the graph's width, and padding fills the rows that it does not feed.
+- MIXED, if some feed prompts. There are none for so many rows that the device is busy for longer
+  than a launch takes the host.
+
+Rows and requests of padding write K and V to the dummy slot, and nobody reads their results.
 """
 
 from __future__ import annotations
@@ -95,7 +100,7 @@ class GraphKeys:
         return self.find_shape(len(q_lens), max(q_lens), sum(q_lens))
 
     def find_shape(self, num_reqs: int, widest: int, num_tokens: int) -> GraphKey | None:
-        """That of a step of so many requests, rows of its widest request and rows in all."""
+        """As `find`, by the number of requests, the rows of the widest one and the rows in all."""
         shape = num_reqs, widest, num_tokens
         if shape not in self._found:
             self._found[shape] = self._smallest(*shape)
@@ -181,7 +186,7 @@ class CudaGraphRunner:
         if key is None or batch.ancestors is not None:
             return None
         wanted = batch.read_index
-        if key.leaves_rows and (wanted is None or len(wanted) > key.num_reqs):
+        if key.skips_unread_rows and (wanted is None or len(wanted) > key.num_reqs):
             return None
         return key
 
@@ -200,7 +205,7 @@ class CudaGraphRunner:
         hidden, wanted = captured.hidden, batch.read_index
         if wanted is None:
             return hidden[: batch.input_ids.shape[0]] if places is None else hidden[places]
-        if key.leaves_rows:
+        if key.skips_unread_rows:
             return hidden[: len(wanted)]
         return hidden[wanted if places is None else places[wanted]]
 
@@ -221,7 +226,7 @@ class CudaGraphRunner:
             kv_len_upper_bounds=bounds,
             bounds_are_exact=batch.bounds_are_exact,
             graph_key=key,
-            read_index=self._requests[2, : key.num_reqs] if key.leaves_rows else None,
+            read_index=self._requests[2, : key.num_reqs] if key.skips_unread_rows else None,
         )
 
     def _capture(self, key: GraphKey, side: torch.cuda.Stream) -> _Captured:

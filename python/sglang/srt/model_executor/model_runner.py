@@ -65,7 +65,8 @@ class ForwardResult:
     """What a forward pass gives.
 
     Attributes:
-        hidden: [T, hidden_size]; hidden states after the last norm.
+        hidden: hidden states after the last norm: of the rows `ForwardBatch.read_index`
+            [S, hidden_size], or of all [T, hidden_size].
         used_graph: whether a captured graph was replayed.
     """
 
@@ -170,8 +171,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Runs a step as those beyond all graphs are, over the dummy slot: a long prompt, a short
-        one and a decode. What is compiled for it is compiled before a request waits for it."""
+        """Runs a step that replays no graph, over the dummy slot: a long prompt, a short one and a
+        decode. So what such steps need is compiled before a request waits for it."""
         q_lens = [min(size, self._config.row_width) for size in WARM_UP_Q_LENS]
         batch = dummy_step(q_lens, self.req_to_token_pool.req_to_token.device)
         with memory_for("a step", f"{LESS_STATIC_MEMORY}."):

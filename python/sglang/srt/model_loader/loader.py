@@ -33,7 +33,7 @@ def load_model(
         max_positions: length of the RoPE table.
 
     Raises:
-        ModelPathError: if the architecture is unknown, config.json asks of it what it has not, or
+        ModelPathError: if the architecture is unknown or lacks what config.json asks for, or if
             weights are missing, broken or misshapen.
     """
     if config.architecture not in MODELS.names:

@@ -9,7 +9,7 @@ DEFAULT_WINDOW = 4096  # of checkpoints that do not say; null means none
 
 
 class MistralForCausalLM(CausalLM):
-    """Llama's form with one sliding window in all layers, in the first releases."""
+    """Llama's form; the first releases have one sliding window in all layers."""
 
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
         if config.hf.get("layer_types") is not None:

@@ -78,7 +78,8 @@ class Attention(nn.Module):
         runtime: LayerRuntime,
         wanted: torch.Tensor | None,
     ) -> torch.Tensor:
-        """x [T, hidden_size]; the result of the rows `wanted` [S] int64, or of all."""
+        """x [T, hidden_size] gives [T, hidden_size], or [S, hidden_size] of the rows `wanted` [S]
+        int64 alone."""
         heads = self.qkv_proj(x, runtime).view(x.shape[0], -1, self.head_dim)
         if self.has_qk_norm:
             q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
@@ -124,8 +125,9 @@ class DecoderLayer(nn.Module):
         runtime: LayerRuntime,
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and residual [T, hidden_size], whose sum is the layer's input: likewise its output, of
-        the rows `wanted` [S] int64 or of all. K and V of all rows are stored."""
+        """The layer's input is x + residual, both [T, hidden_size] (no residual: x). Returns two
+        tensors whose sum is its output: [T, hidden_size], or [S, hidden_size] of the rows `wanted`
+        [S] int64 alone. K and V of all rows are stored."""
         x, residual = self.input_layernorm(x, residual, runtime)
         x = self.self_attn(x, rotation, runtime, wanted)
         residual = residual if wanted is None else residual[wanted]
@@ -158,8 +160,8 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A decoder and its output head. Parameters bear the checkpoint's names; see `model_loader` for
-    the fused ones.
+    """A decoder and its output head. Parameters bear the checkpoint's names; for the fused ones see
+    `FusedLinear`.
 
     Attributes:
         windows: sliding window of each layer, for the attention backend.

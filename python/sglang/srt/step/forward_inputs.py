@@ -25,7 +25,7 @@ def build_forward_batch(
     lookahead_token: int = NO_TOKEN,
     bounds_are_exact: bool = False,
 ) -> tuple[ForwardBatch, RowLayout]:
-    """Lays out the T rows of a step; its new rows have been initialized.
+    """Lays out the T rows of a step, after `state.initialize(batch.new_rows)`.
 
     A request feeds its `host_tokens`, or else its pending tokens; the rest of its q_lens[i] rows
     feed `lookahead_token`. `bounds_are_exact`: no length depends on a result that the host has not
@@ -43,13 +43,14 @@ def build_forward_batch(
         kv_lens=layout.kv_lens,
         kv_len_upper_bounds=[bound - reserved + fed for bound, reserved, fed in trimmed],
         bounds_are_exact=bounds_are_exact,
-        read_index=layout.reads.index if _leaves_rows(batch, counts) else None,
+        read_index=layout.reads.index if _may_skip_rows(batch, counts) else None,
     )
     return inputs, layout
 
 
-def _leaves_rows(batch: ScheduleBatch, counts: StepCounts) -> bool:
-    """Whether rows are not read, and nobody wants them for hidden states or prompts' logprobs."""
+def _may_skip_rows(batch: ScheduleBatch, counts: StepCounts) -> bool:
+    """Whether the last layer may skip rows: some are not read, and nobody asks for hidden states or
+    for log-probabilities of a prompt, which need all."""
     if batch.hidden_rows or (batch.logprobs is not None and batch.logprobs.prompt_rows):
         return False
     return sum(counts.num_read) < sum(counts.q_lens)

@@ -16,9 +16,17 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import ScheduleBatch
 
-# Rows of `RowLayout.numbers`.
-ROW, Q_LEN, Q_START, NUM_HOST, HOST_START = range(5)
-EMITS, NUM_PREDICTED, NUM_READ, READ_START, IS_VERIFIED = range(5, 10)
+# The rows of `RowLayout.numbers`: what the host tells the device of each request.
+ROW = 0  # row of the request-to-token table
+Q_LEN = 1  # rows fed
+Q_START = 2  # place of its first row among the T of the step
+NUM_HOST = 3  # tokens that come from the host: those of a prompt, else 0
+HOST_START = 4  # place of its first one among the step's host tokens
+EMITS = 5  # 1 if the step emits tokens of it, else 0
+NUM_PREDICTED = 6  # this and the next: see `StepCounts`
+NUM_READ = 7
+READ_START = 8  # place of its first row among the S that are read
+IS_VERIFIED = 9  # 1 or 0: see `StepCounts`
 NUM_COUNTS = 10
 
 
@@ -70,7 +78,7 @@ class RowLayout:
     """A step's rows.
 
     Attributes:
-        numbers: [NUM_COUNTS, R] int64; what the host knows of each request.
+        numbers: [NUM_COUNTS, R] int64; row Q_LEN has the rows that each request feeds, and so on.
         input_ids, positions, slots: [T] int64.
         kv_lens: [R] int64.
     """
@@ -127,27 +135,34 @@ class StepOps(Protocol):
         """Copies a step and the padding of a graph into the graph's inputs.
 
         Returns:
-            [T] int64, where the step's rows are among those of the graph; None for in front.
+            [T] int64, the place of each row of the step in the graph; None: they are its first.
         """
 
 
 def pack(batch: ScheduleBatch, counts: StepCounts) -> list[int]:
-    """`RowLayout.numbers`, then the step's host tokens."""
-    numbers = [*batch.rows, *counts.q_lens, *_starts(counts.q_lens)]
-    numbers += batch.num_host_tokens
-    numbers += _starts(batch.num_host_tokens)
-    numbers += batch.emits
-    numbers += counts.num_predicted
-    numbers += counts.num_read
-    numbers += _starts(counts.num_read)
-    numbers += counts.is_verified
-    numbers += batch.host_tokens
-    return numbers
+    """`RowLayout.numbers` row by row, then the step's host tokens."""
+    numbers: dict[int, Sequence[int]] = {
+        ROW: batch.rows,
+        Q_LEN: counts.q_lens,
+        Q_START: _starts(counts.q_lens),
+        NUM_HOST: batch.num_host_tokens,
+        HOST_START: _starts(batch.num_host_tokens),
+        EMITS: batch.emits,
+        NUM_PREDICTED: counts.num_predicted,
+        NUM_READ: counts.num_read,
+        READ_START: _starts(counts.num_read),
+        IS_VERIFIED: counts.is_verified,
+    }
+    packed: list[int] = []
+    for row in range(NUM_COUNTS):
+        packed += numbers[row]
+    packed += batch.host_tokens
+    return packed
 
 
 def spread(batch: ForwardBatch, key: GraphKey) -> list[int] | None:
-    """Place of each row in a graph in which every request has `key.width` rows; None for in front,
-    as in all other graphs."""
+    """Place of each row of the step in a graph of which every request has `key.width` rows; None
+    where they are the graph's first rows, as in all other graphs."""
     if key.tag != UNIFORM or all(q_len == key.width for q_len in batch.q_lens):
         return None
     starts = range(0, len(batch.q_lens) * key.width, key.width)

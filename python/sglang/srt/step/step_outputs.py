@@ -13,7 +13,7 @@ from sglang.srt.step.worker import LogprobPlan, ScheduleBatch
 
 
 def hidden_of_reads(hidden: torch.Tensor, reads: Reads) -> torch.Tensor:
-    """[S, D] of the rows read, out of what a forward pass gave: those, or all of the step."""
+    """[S, D]: hidden states of the rows read. `hidden` has those alone, or all T rows of a step."""
     return hidden if len(hidden) == len(reads.index) else hidden[reads.index]
 
 

@@ -1,7 +1,8 @@
 """What a step computes beside the forward pass, each in one Triton kernel.
 
-What the host knows of a step travels in one copy. Numbers of requests and of rows are no constants
-of a kernel, and what kernels get begins at multiples of 16 bytes: either would compile them anew.
+What the host knows of a step travels in one copy. Triton compiles a kernel anew for each value of a
+constant, and for tensors that do not begin at a multiple of 16 bytes. So numbers of requests and of
+rows are no constants, and all tensors begin at such a multiple.
 """
 
 from __future__ import annotations
@@ -260,8 +261,8 @@ class TritonStepOps:
 
 
 def step_launch(device: torch.device) -> dict[str, int]:
-    """Options of a kernel that calls `begin` and is so small that the next one may come beside it,
-    whatever its grid."""
+    """Launch options of a kernel that calls `begin` and is so small that the next one may always
+    start early."""
     return dependent_launch(device, 0)
 
 

@@ -63,11 +63,12 @@ class WeightGroup:
         """Takes over `group`; use `join`."""
         self._group: dist.ProcessGroup | None = group
         self._name, self._device, self._timeout_s = name, BACKENDS[backend], timeout_s
-        # gloo ends the process if more comes than fits. Who hands nothing on may have spare room.
+        # gloo ends the process if more comes than fits, so there is spare room. Not with several
+        # receivers, which hand on what they receive.
         self._has_spare = backend == "gloo" and group.size() == 2
         self._problem: str | None = None  # why what comes next may not be what is expected
         self._awaited: Future[torch.Tensor] | None = None
-        self._lock = Lock()  # of both, so that `close` misses no tensor that is awaited
+        self._lock = Lock()  # of group and awaited, so that `close` misses no tensor
 
     @classmethod
     def join(
@@ -130,7 +131,7 @@ class WeightGroup:
 
     def close(self) -> None:
         """Leaves the group; the trainer's later broadcasts fail, and so does a `receive` that
-        waits. Again is no error."""
+        waits. A second call does nothing."""
         with self._lock:
             group, self._group = self._group, None
             awaited = self._awaited

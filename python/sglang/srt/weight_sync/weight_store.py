@@ -131,8 +131,8 @@ class WeightStore:
 
     def release(self) -> None:
         """Gives the memory of the weights back. The values are kept: those of an accelerator in
-        host memory, those of a CPU in a file without a name (in TMPDIR), which ends with this
-        process however that ends."""
+        host memory, those of a CPU in a file without a name (in TMPDIR), which is gone when this
+        process ends, however it ends."""
         if self.is_released:
             raise WeightUpdateError("The memory of the weights is released already.")
         if not all(storage.resizable() for storage in self._storages):

@@ -18,13 +18,18 @@ class GraphSupport(Enum):
 
     NEVER = "never"
     UNIFORM_Q = "uniform_q"  # every request feeds the same number of rows
-    RAGGED_Q = "ragged_q"  # any mix, within a bucket of tokens
+    RAGGED_Q = "ragged_q"  # requests may feed different numbers of rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCapabilities:
-    """What a backend can do, as data. `page_sizes` None means any; `tree_masks`: it heeds
-    `ForwardBatch.ancestors`."""
+    """What a backend can do, as data.
+
+    Attributes:
+        page_sizes: None for any.
+        needs_host_lens: a plan may wait for the device to know the lengths.
+        tree_masks: it heeds `ForwardBatch.ancestors`.
+    """
 
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
@@ -47,7 +52,7 @@ class AttentionCapabilities:
 
 
 def refuse_ancestors(batch: ForwardBatch, name: str) -> None:
-    """Called by the plan of backend `name`, which has no `tree_masks`.
+    """For the plan of a backend without `tree_masks`, called `name`.
 
     Raises:
         ValueError: if the batch has such masks.

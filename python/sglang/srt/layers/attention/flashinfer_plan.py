@@ -63,7 +63,7 @@ def uses_tensor_cores(group: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heads:
-    """The model's heads, of which all its layers have as many.
+    """The heads of each layer of the model.
 
     Attributes:
         num_heads, num_kv_heads: of queries, and of K and V.
@@ -91,14 +91,14 @@ class Heads:
         return self.num_heads // self.num_kv_heads
 
     def eager_workspace_bytes(self, num_multiprocessors: int) -> int:
-        """Float workspace that any step without a graph is content with."""
+        """Bytes of float workspace that are enough for any step without a graph."""
         return self._workspace_bytes(num_multiprocessors, self._tile(1 << 30), 0)
 
     def graph_workspace_bytes(
         self, num_multiprocessors: int, num_reqs: int, num_tokens: int
     ) -> int:
-        """Float workspace that the graphs of a key take: there FlashInfer reserves room for the
-        largest tile that any split of the rows could need, one at least per request."""
+        """Bytes of float workspace for the graphs of a key. There FlashInfer reserves room for the
+        largest tiles that any split of the rows could need, one at least per request."""
         tile = self._tile((num_tokens - num_reqs + 1) * self.group)
         num_tiles = -(-num_tokens * self.group // tile) + num_reqs - 1
         return self._workspace_bytes(num_multiprocessors, tile, num_tiles)

@@ -31,18 +31,21 @@ DTYPES = (torch.float32, torch.float16, *(() if INTERPRETED else (torch.bfloat16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """What depends on the GPU, the dtype and the heads.
+    """Tiles (see `Tiles`) and limits, by GPU, dtype and heads.
+
+    Packed rows are a request's rows times the query heads that share a KV head. A request feeds few
+    rows if its packed rows fit into one tile of `few`, else many.
 
     Attributes:
-        extend: tiles for requests that feed many rows.
-        few: tiles for those that feed few, and for all in a graph: that has so few rows that larger
-            tiles would leave the GPU idle.
-        split: tiles for as many packed rows as they have or less, whose KV is split.
-        whole: likewise, whose KV is not, while the GPU has room for all programs at once.
-        crowded: likewise, beyond.
+        extend: for requests that feed many rows, without a graph.
+        few: for the same in a graph, whose rows are so few that larger tiles would leave the GPU
+            idle; and for requests that feed few rows, but too many for the next three.
+        split: for requests whose packed rows fit into one tile of it, and whose KV is split.
+        whole: for the same without a split, while the GPU has room for all programs at once.
+        crowded: for the same when it has not.
         num_programs: programs that fill the GPU; the KV of few requests is split until there are
             so many.
-        max_splits: of one request's KV.
+        max_splits: the most parts of one request's KV.
     """
 
     extend: Tiles
@@ -99,7 +102,7 @@ class LaunchShape:
     rows come first in the buffer.
 
     Attributes:
-        num_split_items, num_extend_items: work items of each kernel.
+        num_split_items, num_extend_items: work items of few rows, and of many.
         tiles: of items of few rows.
         num_splits: of the KV of each item of few rows; 1: a single program writes the result.
         extend_programs: of each KV head, for items of many rows in a graph; None: one per item.
@@ -133,7 +136,7 @@ class TritonBackend:
         self._group = num_heads // self._num_kv_heads
         head_dim, dtype = kv_pool.kv[0].shape[2], kv_pool.kv[0].dtype
         self._tuning = tuning = Tuning.choose(self._device, dtype, head_dim, self._group)
-        # What no split has written must not be read: it would show.
+        # Filled with NaN, so that reading what no split has written shows.
         size = workspace_size(tuning.num_programs, tuning.few.block_m, head_dim)
         self._workspace = torch.full((size,), float("nan"), device=self._device)
         self._uniform: dict[int, torch.Tensor] = {}
@@ -251,8 +254,8 @@ class TritonBackend:
         )
 
     def _uniform_items(self, q_len: int, count: int) -> torch.Tensor:
-        """[count, 4]: those of any step in which each request feeds q_len rows; at an address of
-        their own for good."""
+        """[count, 4]: the items of any step in which each request feeds q_len rows. They stay where
+        they are, since graphs know their address."""
         if q_len not in self._uniform:
             requests = range(self._table.shape[0])
             values = [number for i in requests for number in (i, i * q_len, q_len, q_len)]
@@ -261,7 +264,7 @@ class TritonBackend:
         return self._uniform[q_len][:count]
 
     def _split_shape(self, num_items: int, block_q: int, longest: int) -> LaunchShape:
-        """Of items of up to block_q rows, whose KV has up to `longest` positions."""
+        """For items of up to block_q rows, whose KV has up to `longest` positions."""
         tuning = self._tuning
         is_narrow = block_q * self._group <= tuning.split.block_m
         # Each size is compiled anew, so there is none between.
@@ -280,7 +283,8 @@ class TritonBackend:
 
 @dataclass(slots=True)
 class _GraphItems:
-    """Those that a graph reads, and of which lengths they are: a step of the same plans nothing."""
+    """The items that a graph reads, and the q_lens that they are for: a step of the same lengths
+    copies nothing."""
 
     items: torch.Tensor
     q_lens: list[int]

@@ -29,9 +29,9 @@ def pack_rows(num_rows: int, index: int) -> int:
 
 @triton.jit
 def load_item(items_ptr, rows_ptr, kv_lens_ptr, index, HAS_TREE: tl.constexpr):
-    """Row of the table, first token, number of query rows, position of the first, and the end of
-    the KV that all of them see (but for a window), where bit 0 of their ancestors is (all scalars).
-    """
+    """Row of the table, first token, number of query rows, position of the first one, and
+    `common_end` (all scalars): every row sees the KV before it (but for a window), and bit 0 of
+    `ancestors` stands for the position `common_end`."""
     item = items_ptr + index * 4
     request = tl.load(item)
     first_token = tl.load(item + 1).to(tl.int64)
@@ -40,7 +40,7 @@ def load_item(items_ptr, rows_ptr, kv_lens_ptr, index, HAS_TREE: tl.constexpr):
     table_row = tl.load(rows_ptr + request)
     position = tl.load(kv_lens_ptr + request).to(tl.int32) - rows_to_end
     common_end = position + 1
-    if HAS_TREE:  # a request of more rows is none: all bits are set, wherever they are
+    if HAS_TREE:  # with more rows all bits are set, so it does not matter where they begin
         is_tree = (packed >> 8) + rows_to_end <= _MAX_TREE_ROWS
         common_end = tl.where(is_tree, position - (packed >> 8), common_end)
     return table_row, first_token, packed & 255, position, common_end
@@ -50,8 +50,8 @@ def load_item(items_ptr, rows_ptr, kv_lens_ptr, index, HAS_TREE: tl.constexpr):
 def seen_range(
     position, num_rows, common_end, window, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """KV positions that an item's rows see: the first (down to a tile), the end, and the end of
-    those tiles that every row sees whole (none with a window)."""
+    """KV positions that an item's rows see: the first (rounded down to a tile), the end, and the
+    end of the tiles that every row sees whole (with a window there are none)."""
     end = position + num_rows
     if HAS_WINDOW:
         start = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N

@@ -92,7 +92,8 @@ def _extend_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     LOOPS: tl.constexpr, PDL: tl.constexpr, early, beside,
 ):  # fmt: skip
-    """Grid (items, KV heads), or if it `LOOPS`, fewer programs, each for every so many items."""
+    """Grid (items, KV heads). If it `LOOPS`, the grid has fewer programs than there are items, and
+    each takes several."""
     begin(PDL, early, beside)
     if LOOPS:
         for index in range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -217,7 +218,7 @@ def attend_items(
         q: [T, num_heads, head_dim], any strides but the last.
         kv: [num_slots, 2 * num_kv_heads, head_dim].
         out: [T, num_heads * head_dim] contiguous; the items' rows are written.
-        num_programs: for each KV head, at most, which take turns; by default one for each item.
+        num_programs: the most programs of each KV head, which share the items; None: one per item.
     """
     constants = _constants(q, kv, window, tiles)
     programs = min(num_programs or len(items), len(items))
