@@ -110,7 +110,7 @@ class Predictions:
     most_accepted: int
 
     def dense(self, values: torch.Tensor, width: int) -> torch.Tensor:
-        """[S] -> [R, width]; past a request's rows stands something of another's."""
+        """[S] -> [R, width]; columns past a request's rows hold values of other requests."""
         columns = torch.arange(width, device=values.device)
         places = self.numbers[READ_START][:, None] + columns
         return values[places.clamp(max=len(values) - 1)]
