@@ -75,23 +75,22 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def sampling_arguments(rows: int, size: int, top_p: float, top_k: int) -> tuple[torch.Tensor, ...]:
-    """temperature, top_k, top_p, min_p, seeds, positions, each [rows]."""
-    return (
-        torch.ones(rows, device="cuda"),
-        torch.full((rows,), min(top_k, size), device="cuda"),
-        torch.full((rows,), top_p, device="cuda"),
-        torch.zeros(rows, device="cuda"),
-        torch.arange(rows, device="cuda"),
-        torch.full((rows,), 1000, device="cuda"),
+def sampling_rows(rows: int, size: int, top_p: float, top_k: int) -> sgl_kernel.SamplingRows:
+    return sgl_kernel.SamplingRows(
+        temperature=torch.ones(rows, device="cuda"),
+        top_k=torch.full((rows,), min(top_k, size), device="cuda"),
+        top_p=torch.full((rows,), top_p, device="cuda"),
+        min_p=torch.zeros(rows, device="cuda"),
+        seeds=torch.arange(rows, device="cuda"),
+        positions=torch.full((rows,), 1000, device="cuda"),
     )
 
 
 def _sampler(top_p: float, top_k: int, by_sorting: bool = False) -> Callable[[int, int], Call]:
     def make(rows: int, size: int) -> Call:
-        arguments = sampling_arguments(rows, size, top_p, top_k)
+        parameters = sampling_rows(rows, size, top_p, top_k)
         op = reference.sample_tokens if by_sorting else sgl_kernel.sample_tokens
-        return lambda logits: op(logits, *arguments)
+        return lambda logits: op(logits, parameters)
 
     return make
 

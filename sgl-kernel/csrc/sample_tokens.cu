@@ -22,31 +22,30 @@ cudaError_t launch(const LogitsView& view, const SamplingView& sampling, int64_t
 }  // namespace
 }  // namespace sgl_kernel
 
+// sampling: a struct in host memory of addresses on the device.
 // workspace: rows * sgl_num_chunks(size) * 32 bytes, aligned to 16.
 extern "C" int sgl_sample_tokens(int device, int dtype, const void* logits, int64_t row_stride,
                                  int64_t rows, int64_t size, const int64_t* banned,
-                                 int64_t num_banned, const float* temperature,
-                                 const int64_t* top_k, const float* top_p, const float* min_p,
-                                 const int64_t* seeds, const int64_t* positions, void* workspace,
-                                 int64_t* token_ids, float* logprobs, void* stream_handle) {
+                                 int64_t num_banned, const sgl_kernel::SamplingView* sampling,
+                                 void* workspace, int64_t* token_ids,
+                                 float* logprobs, void* stream_handle) {
   using namespace sgl_kernel;
   if (!is_supported_shape(rows, size)) return cudaErrorInvalidValue;
   const DeviceScope scope(device);
   if (scope.status() != cudaSuccess) return scope.status();
   const LogitsView view{logits, row_stride, static_cast<int>(size), banned,
                         static_cast<int>(num_banned)};
-  const SamplingView sampling{temperature, top_k, top_p, min_p, seeds, positions};
   cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
   RacePartial* partials = static_cast<RacePartial*>(workspace);
   switch (dtype) {
     case kFloat32:
-      return launch<Float32>(view, sampling, rows, device, stream, partials, token_ids,
+      return launch<Float32>(view, *sampling, rows, device, stream, partials, token_ids,
                              logprobs);
     case kBfloat16:
-      return launch<Bfloat16>(view, sampling, rows, device, stream, partials, token_ids,
+      return launch<Bfloat16>(view, *sampling, rows, device, stream, partials, token_ids,
                              logprobs);
     case kFloat16:
-      return launch<Float16>(view, sampling, rows, device, stream, partials, token_ids,
+      return launch<Float16>(view, *sampling, rows, device, stream, partials, token_ids,
                              logprobs);
     default:
       return cudaErrorInvalidValue;

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from sampling_oracle import PenaltyCase, SamplingCase
 
-from sgl_kernel._library import DTYPE_CODES, PARTIAL_BYTES, KernelLibrary
+from sgl_kernel._library import DTYPE_CODES, PARTIAL_BYTES, KernelLibrary, address_array
 
 _TESTS = Path(__file__).parent
 _GUARD = 64  # bytes of poison around the logits' storage and the workspace
@@ -48,13 +48,10 @@ def sample_tokens(library: KernelLibrary, case: SamplingCase) -> tuple[torch.Ten
     token_ids = torch.full((rows,), -7)
     logprobs = torch.full((rows,), torch.nan)
     workspace = _workspace(library, rows, size)
-    parameters = (
-        case.temperature, case.top_k, case.top_p, case.min_p, case.seeds, case.positions
-    )  # fmt: skip
     status = library.sample_tokens(
         0,
         *_logits_arguments(case.logits, case.banned_ids),
-        *(parameter.data_ptr() for parameter in parameters),
+        address_array(case.rows),
         workspace.data_ptr(),
         token_ids.data_ptr(),
         logprobs.data_ptr(),

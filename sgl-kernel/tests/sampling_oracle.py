@@ -6,19 +6,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from sgl_kernel import SamplingRows
+
 _EDGE = 3e-5  # relative distance from a filter's edge where float32 may fall on either side
 _NEAR_TIE = 3e-5  # relative distance of two racers that float32 may swap
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingCase:
-    """Arguments of one sample_tokens call.
-
-    Attributes:
-        logits: [S, V]; temperature, top_p, min_p: [S] float32.
-        top_k, seeds, positions: [S] int64.
-        banned_ids: [B] int64 or None.
-    """
+    """Arguments of one sample_tokens call: `logits` [S, V], `banned_ids` [B] int64 or None, and
+    the parameters of `SamplingRows`, each [S]."""
 
     logits: torch.Tensor
     temperature: torch.Tensor
@@ -29,15 +26,25 @@ class SamplingCase:
     positions: torch.Tensor
     banned_ids: torch.Tensor | None = None
 
-    def arguments(self) -> tuple[torch.Tensor | None, ...]:
+    @property
+    def rows(self) -> SamplingRows:
+        return SamplingRows(*(getattr(self, name) for name in SamplingRows._fields))
+
+    def arguments(self) -> tuple[torch.Tensor, SamplingRows, torch.Tensor | None]:
         """In the order of sample_tokens."""
-        rows = (self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.positions)
-        return (self.logits, *rows, self.banned_ids)
+        return self.logits, self.rows, self.banned_ids
+
+    def row(self, index: int) -> SamplingCase:
+        """The case of one row alone."""
+        one = slice(index, index + 1)
+        rows = (part[one] for part in self.rows)
+        return SamplingCase(self.logits[one], *rows, banned_ids=self.banned_ids)
 
     def to(self, device: str) -> SamplingCase:
         """A copy on a device; the strides of the logits become the usual ones."""
-        moved = [None if value is None else value.to(device) for value in self.arguments()]
-        return SamplingCase(*moved)
+        rows = (part.to(device) for part in self.rows)
+        banned_ids = None if self.banned_ids is None else self.banned_ids.to(device)
+        return SamplingCase(self.logits.to(device), *rows, banned_ids=banned_ids)
 
 
 def random_case(

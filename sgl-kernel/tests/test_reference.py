@@ -18,7 +18,7 @@ from sampling_oracle import (
 )
 
 import sgl_kernel
-from sgl_kernel import KernelUnavailableError, reference
+from sgl_kernel import KernelUnavailableError, SamplingRows, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -73,12 +73,12 @@ def test_noise_is_splitmix64_bit_for_bit() -> None:
 
 def test_each_filter_keeps_its_tokens() -> None:
     probs = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).repeat(5, 1)
-    kept = reference.kept_tokens(
-        probs,
+    rows = random_case(5, 4, seed=0).rows._replace(
         top_k=torch.tensor([2, 4, 4, 4, 0]),
         top_p=torch.tensor([1.0, 0.75, 1.0, 0.0, 1.0]),
         min_p=torch.tensor([0.0, 0.0, 0.25, 0.0, 0.0]),
     )
+    kept = reference.kept_tokens(probs, rows)
     assert kept.sum(dim=-1).tolist() == [2, 2, 4, 1, 1]
     assert kept[:, 0].all()
 
@@ -143,20 +143,17 @@ def test_banned_ids_are_refused_with_a_remedy(banned_ids: torch.Tensor, remedy: 
         sgl_kernel.argmax_logprob(torch.zeros(2, 4), banned_ids)
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "seeds", "positions"])
+@pytest.mark.parametrize("name", SamplingRows._fields)
 def test_row_parameters_are_refused_by_name(name: str) -> None:
     case = random_case(4, 20, seed=5)
-    parameters = {
-        field: getattr(case, field)
-        for field in ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
-    }
+    vector = getattr(case, name)
     for broken, remedy in [
-        (parameters[name][:3], r"\[4\]"),
-        (parameters[name].to(torch.int8), "convert"),
-        (parameters[name].repeat(2)[::2], "contiguous"),
+        (vector[:3], r"\[4\]"),
+        (vector.to(torch.int8), "convert"),
+        (vector.repeat(2)[::2], "contiguous"),
     ]:
         with pytest.raises(ValueError, match=f"{name} .*{remedy}"):
-            sgl_kernel.sample_tokens(case.logits, **{**parameters, name: broken})
+            sgl_kernel.sample_tokens(*replace(case, **{name: broken}).arguments())
 
 
 @pytest.mark.parametrize("num_extra", [0, 4])

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import sgl_kernel.reference as sampling_reference
+from sgl_kernel import SamplingRows
 from sglang.srt.messages.requests import FinishReason, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -295,15 +296,15 @@ class Expectation:
             return logits.argmax(-1).tolist()
         assert params.sampling_seed is not None
         first = self._num_prompt
-        tokens, _ = sampling_reference.sample_tokens(
-            logits,
-            torch.full((size,), params.temperature),
-            torch.full((size,), VOCAB_SIZE if params.top_k == -1 else params.top_k),
-            torch.full((size,), params.top_p),
-            torch.full((size,), params.min_p),
-            torch.full((size,), params.sampling_seed),
-            torch.arange(first, first + size),
+        rows = SamplingRows(
+            temperature=torch.full((size,), params.temperature),
+            top_k=torch.full((size,), VOCAB_SIZE if params.top_k == -1 else params.top_k),
+            top_p=torch.full((size,), params.top_p),
+            min_p=torch.full((size,), params.min_p),
+            seeds=torch.full((size,), params.sampling_seed),
+            positions=torch.arange(first, first + size),
         )
+        tokens, _ = sampling_reference.sample_tokens(logits, rows)
         return tokens.tolist()
 
     def is_near_tie(self, logits: torch.Tensor, token: int, other: int) -> bool:

@@ -1,25 +1,17 @@
-// Draws one token per row with top-k, top-p and min-p, without sorting, and says how probable it was
-// among all tokens.
+// Draws one token per row among those that the filters keep, without sorting, and says how probable
+// it was among all tokens.
 //
-// Each filter keeps a prefix of the order (logit descending, token ascending). So: let all tokens
-// race, count the rank and the mass of what comes before the winner, and where the winner is
-// outside the filters, race again among the tokens strictly before it. The last winner is the
-// winner of a race among the kept tokens alone, because all of those took part in every race.
+// Each filter keeps a prefix of one order (sampling_filters.cuh). So: let all tokens race, count
+// the rank and the mass of what comes before the winner, and where the winner is outside the
+// filters, race again among the tokens strictly before it. The last winner is the winner of a race
+// among the kept tokens alone, because all of those took part in every race.
 #pragma once
 
 #include "sgl_kernel/chunk.cuh"
 #include "sgl_kernel/noise.cuh"
+#include "sgl_kernel/sampling_filters.cuh"
 
 namespace sgl_kernel {
-
-struct SamplingView {
-  const float* temperature;  // [rows] float32
-  const int64_t* top_k;      // [rows] int64
-  const float* top_p;        // [rows] float32
-  const float* min_p;        // [rows] float32
-  const int64_t* seeds;      // [rows] int64
-  const int64_t* positions;  // [rows] int64
-};
 
 struct alignas(16) RacePartial {
   float best;

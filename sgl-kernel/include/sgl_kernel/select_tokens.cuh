@@ -10,22 +10,6 @@ constexpr int kSelectThreads = 1024;
 constexpr int kSelectWarps = kSelectThreads / kWarpSize;
 constexpr int kSelectVectors = 2;  // loads in flight per thread
 
-// What is known of a row before the first pass.
-struct RowParameters {
-  Candidate best;  // the greatest logit and its lowest token
-  float scale;
-  int64_t top_k;
-  float top_p;
-  float min_p;
-
-  SGL_INLINE bool keeps_best_only() const {
-    return scale == 0.0f || !is_finite(best.key) || top_k <= 1 || !(top_p > 0.0f);
-  }
-  SGL_INLINE bool keeps_all(int size) const {
-    return top_k >= size && top_p >= 1.0f && !(min_p > 0.0f);
-  }
-};
-
 // Sums over the tokens strictly before the pivot, and the next race's winner among them.
 struct Pass {
   int rank;
@@ -83,7 +67,7 @@ __device__ __forceinline__ Pass read_row(const RowReader<Format>& reader, const 
         if (!is_before) continue;
         pass.rank += 1;
         pass.mass += weight;
-        if (!(weight < row.min_p) && race.may_win(weight, token)) contenders |= 1u << i;
+        if (row.may_keep(weight) && race.may_win(weight, token)) contenders |= 1u << i;
       }
       race.offer_all(reader, contenders, first_token);
     }
@@ -123,14 +107,12 @@ __device__ __forceinline__ int filtered_winner(const RowReader<Format>& reader,
   while (winner != row.best.token) {
     const Candidate pivot{reader.logit(winner), winner};
     Race race(stream, row.scale, row.best.key);
-    const Pass part = read_row(reader, row, pivot, is_first && row.top_p < 1.0f, race);
+    const Pass part = read_row(reader, row, pivot, is_first && row.needs_total(), race);
     const Pass pass = block_combine(part, by_warp);
     if (is_first) total = pass.total;
     is_first = false;
     const float weight = fast_exp2((pivot.key - row.best.key) * row.scale);
-    const bool is_kept = pass.rank < row.top_k && !(weight < row.min_p) &&
-                         (row.top_p >= 1.0f || pass.mass < row.top_p * total);
-    if (is_kept) return winner;
+    if (row.keeps(weight, pass.rank, pass.mass, total)) return winner;
     winner = pass.leader.token;
   }
   return winner;
@@ -147,9 +129,7 @@ __global__ void __launch_bounds__(kSelectThreads)
   const float scale = race_scale(sampling.temperature[row_index]);
   const RacePartial start =
       combine_partials(partials + row_index * chunks, chunks, weight_scale(scale));
-  const RowParameters row{Candidate{start.best, start.best_token}, scale,
-                          sampling.top_k[row_index], sampling.top_p[row_index],
-                          sampling.min_p[row_index]};
+  const RowParameters row(Candidate{start.best, start.best_token}, scale, sampling, row_index);
   const RowReader<Format> reader(view, row_index);
   int token = start.best_token;
   if (!row.keeps_best_only() && start.token < view.size) {

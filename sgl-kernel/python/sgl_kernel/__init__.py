@@ -7,10 +7,12 @@ from sgl_kernel._library import warm_up
 from sgl_kernel.argmax_logprob import argmax, argmax_logprob
 from sgl_kernel.penalize_logits import penalize_logits
 from sgl_kernel.sample_tokens import sample_tokens
+from sgl_kernel.sampling_rows import SamplingRows
 from sgl_kernel.uniform_noise import uniform_noise
 
 __all__ = [
     "KernelUnavailableError",
+    "SamplingRows",
     "argmax",
     "argmax_logprob",
     "penalize_logits",

@@ -24,7 +24,7 @@ _POINTER = ctypes.c_void_p
 _LOGITS: list[_ArgumentType] = [_INT, _INT, _POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG]
 _SIGNATURES: dict[str, Sequence[_ArgumentType]] = {
     "sgl_argmax_logprob": [*_LOGITS, *(_POINTER,) * 5],
-    "sgl_sample_tokens": [*_LOGITS, *(_POINTER,) * 10],
+    "sgl_sample_tokens": [*_LOGITS, *(_POINTER,) * 5],
     "sgl_penalize_logits": [
         *(_INT, _INT, _POINTER, _LONG, _LONG, _LONG),
         *(_POINTER,) * 5,
@@ -97,7 +97,8 @@ class KernelLibrary:
 
         Args:
             banned_ids: [B] int64.
-            tensors: its other arguments; then comes the workspace, then `results`.
+            tensors: its other arguments, if any: it gets one array of their addresses, which C
+                reads as a struct of pointers. Then come the workspace and `results`.
         """
         rows, size = logits.shape
         index = logits.get_device()
@@ -112,10 +113,16 @@ class KernelLibrary:
             size,
             None if banned_ids is None else banned_ids.data_ptr(),
             0 if banned_ids is None else banned_ids.shape[0],
-            *(tensor.data_ptr() for tensor in (*tensors, workspace, *results)),
+            *((address_array(tensors),) if tensors else ()),
+            *(tensor.data_ptr() for tensor in (workspace, *results)),
             torch.cuda.current_stream(index).cuda_stream,
         )
         self.check(status)
+
+
+def address_array(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    """The tensors' addresses, in host memory."""
+    return (_POINTER * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
 @functools.cache

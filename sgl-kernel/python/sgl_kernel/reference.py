@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from sgl_kernel.sampling_rows import SamplingRows
+
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_FIRST = 0xBF58476D1CE4E5B9
 _MIX_SECOND = 0x94D049BB133111EB
@@ -25,23 +27,16 @@ def argmax_logprob(
 
 
 def sample_tokens(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    banned_ids: torch.Tensor | None = None,
+    logits: torch.Tensor, rows: SamplingRows, banned_ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Arguments and results as `sgl_kernel.sample_tokens`."""
     allowed = _allowed(logits, banned_ids)
-    is_drawn = temperature > 0
-    divisor = torch.where(is_drawn, temperature, 1.0)
+    is_drawn = rows.temperature > 0
+    divisor = torch.where(is_drawn, rows.temperature, 1.0)
     ordered, order = allowed.sort(dim=-1, descending=True, stable=True)
     probs = torch.softmax(ordered / divisor[:, None], dim=-1)
-    keep = kept_tokens(probs, top_k, top_p, min_p)
-    clocks = -torch.log(uniform_noise(seeds, positions, logits.shape[-1]))
+    keep = kept_tokens(probs, rows)
+    clocks = -torch.log(uniform_noise(rows.seeds, rows.positions, logits.shape[-1]))
     # argmax(p / E) with E ~ Exp(1) follows p.
     race = torch.where(keep, probs, 0.0) / clocks.gather(-1, order)
     winner = race.argmax(dim=-1)
@@ -70,23 +65,19 @@ def penalize_logits(
     return torch.where(count > 0, scaled - (count * frequency + presence), values)
 
 
-def kept_tokens(
-    probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
-) -> torch.Tensor:
-    """Which tokens pass top-k, top-p and min-p.
-
-    Args:
-        probs: [S, V] in descending order.
-        top_k: [S] int64; top_p, min_p: [S] float32.
+def kept_tokens(probs: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Which tokens pass all filters; probs [S, V] are in descending order.
 
     Returns:
         [S, V] bool; column 0 is always True.
     """
+    top_p, min_p = rows.top_p[:, None], rows.min_p[:, None]
     rank = torch.arange(probs.shape[-1], device=probs.device)
     mass_before = probs.cumsum(dim=-1) - probs
     # Rounding can bring the mass up to 1, and top_p = 1 keeps even what comes then.
-    in_top_p = (mass_before < top_p[:, None]) | (top_p >= 1)[:, None]
-    keep = (rank < top_k[:, None]) & in_top_p & (probs >= probs[:, :1] * min_p[:, None])
+    keep = (mass_before < top_p) | (top_p >= 1)
+    keep &= rank < rows.top_k[:, None]
+    keep &= probs >= probs[:, :1] * min_p
     keep[:, 0] = True
     return keep
 

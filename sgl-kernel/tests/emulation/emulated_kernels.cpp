@@ -53,18 +53,15 @@ extern "C" int sgl_argmax_logprob(int, int dtype, const void* logits, int64_t ro
 
 extern "C" int sgl_sample_tokens(int, int dtype, const void* logits, int64_t row_stride,
                                  int64_t rows, int64_t size, const int64_t* banned,
-                                 int64_t num_banned, const float* temperature,
-                                 const int64_t* top_k, const float* top_p, const float* min_p,
-                                 const int64_t* seeds, const int64_t* positions, void* workspace,
-                                 int64_t* token_ids, float* logprobs, void*) {
+                                 int64_t num_banned, const SamplingView* sampling,
+                                 void* workspace, int64_t* token_ids, float* logprobs, void*) {
   if (!is_supported_shape(rows, size)) return 1;
   const LogitsView view{logits, row_stride, static_cast<int>(size), banned,
                         static_cast<int>(num_banned)};
-  const SamplingView sampling{temperature, top_k, top_p, min_p, seeds, positions};
   RacePartial* partials = static_cast<RacePartial*>(workspace);
-  if (dtype == 0) sample<Float32>(view, sampling, rows, partials, token_ids, logprobs);
-  if (dtype == 1) sample<Bfloat16>(view, sampling, rows, partials, token_ids, logprobs);
-  if (dtype == 2) sample<Float16>(view, sampling, rows, partials, token_ids, logprobs);
+  if (dtype == 0) sample<Float32>(view, *sampling, rows, partials, token_ids, logprobs);
+  if (dtype == 1) sample<Bfloat16>(view, *sampling, rows, partials, token_ids, logprobs);
+  if (dtype == 2) sample<Float16>(view, *sampling, rows, partials, token_ids, logprobs);
   return 0;
 }
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from sgl_kernel import SamplingRows
 from sgl_kernel.reference import kept_tokens, uniform_noise
 from sglang.srt.layers.logprobs import LogprobQueries, LogprobTensors
-from sglang.srt.layers.sampler import Sampler, SamplingRows
+from sglang.srt.layers.sampler import Sampler
 
 torch.set_num_threads(1)
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -27,7 +27,8 @@ def filter_probs(
 ) -> torch.Tensor:
     """Zeroes the tokens that are not kept."""
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    keep = kept_tokens(ordered, top_k, top_p, min_p)
+    parameters = rows(len(probs))._replace(top_k=top_k, top_p=top_p, min_p=min_p)
+    keep = kept_tokens(ordered, parameters)
     return torch.zeros_like(probs).scatter_(-1, order, ordered * keep)
 
 
@@ -290,7 +291,7 @@ def test_draws_over_seeds_at_one_position_follow_the_distribution() -> None:
     seeds = torch.arange(NUM_DRAWS) - NUM_DRAWS // 2
     counts = draws(
         LOGITS,
-        replace(rows(NUM_DRAWS), seeds=seeds, positions=torch.full((NUM_DRAWS,), 12)),
+        rows(NUM_DRAWS)._replace(seeds=seeds, positions=torch.full((NUM_DRAWS,), 12)),
     )
     assert chi_square(counts, torch.softmax(LOGITS, -1).double().numpy()) < chi_square_bound(9)
 
@@ -414,14 +415,7 @@ def test_a_token_does_not_depend_on_the_rest_of_the_batch() -> None:
     together = sample(logits, parameters)
     for order in ([8, 3, 1], [4], [7, 6, 5, 4, 3, 2, 1, 0], [2, 2]):
         index = torch.tensor(order)
-        part = SamplingRows(
-            temperature=parameters.temperature[index],
-            top_p=parameters.top_p[index],
-            top_k=parameters.top_k[index],
-            min_p=parameters.min_p[index],
-            seeds=parameters.seeds[index],
-            positions=parameters.positions[index],
-        )
+        part = SamplingRows(*(parameter[index] for parameter in parameters))
         assert torch.equal(sample(logits[index], part), together[index])
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sgl_kernel import SamplingRows
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.logprobs import (
     KnownTokens,
@@ -18,33 +19,13 @@ from sglang.srt.layers.sampling_ops import sampling_ops
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """Parameters of the S rows to sample, on the device.
-
-    Attributes:
-        temperature: [S] float32; greedy rows hold 0.
-        top_p, min_p: [S] float32.
-        top_k: [S] int64; the vocabulary size where all tokens are kept.
-        seeds: [S] int64.
-        positions: [S] int64; index in the sequence of the token that is drawn.
-    """
-
-    temperature: torch.Tensor
-    top_p: torch.Tensor
-    top_k: torch.Tensor
-    min_p: torch.Tensor
-    seeds: torch.Tensor
-    positions: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class ScoredTokens:
     """Tokens drawn from S rows of logits.
 
     Attributes:
         tokens: [S] int64.
         logprobs: [S] float32; in the distribution of all tokens that may be emitted, at the row's
-            temperature (1 for greedy rows), before top-k, top-p and min-p.
+            temperature (1 for greedy rows), before the filters.
     """
 
     tokens: torch.Tensor
@@ -81,16 +62,7 @@ class Sampler:
         if rows is None:
             tokens, _, logprobs = self._ops.argmax_logprob(logits, self._banned)
             return ScoredTokens(tokens, logprobs)
-        tokens, logprobs = self._ops.sample_tokens(
-            logits,
-            rows.temperature,
-            rows.top_k,
-            rows.top_p,
-            rows.min_p,
-            rows.seeds,
-            rows.positions,
-            self._banned,
-        )
+        tokens, logprobs = self._ops.sample_tokens(logits, rows, self._banned)
         return ScoredTokens(tokens, logprobs)
 
     def query(

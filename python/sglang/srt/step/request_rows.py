@@ -1,13 +1,14 @@
 """What the device knows of each running request, so that a step can start before the host has read
-the one before it (DESIGN section 4)."""
+the one before it."""
 
 from __future__ import annotations
 
+import msgspec
 import torch
 
+from sgl_kernel.sampling_rows import FLOATS, SamplingRows
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.logit_adjustments import LogitAdjustments
-from sglang.srt.layers.sampler import SamplingRows
 from sglang.srt.step.worker import NewRow
 
 
@@ -28,8 +29,8 @@ class RequestRows:
         shape = (4, num_rows + num_rows % 2)
         self._integers = torch.ones(shape, dtype=torch.int64, device=device)
         self.committed, self.pending_lens, self._seeds, self._top_k = self._integers[:, :num_rows]
-        # temperature, top_p, min_p
-        self._floats = torch.zeros((3, num_rows), dtype=torch.float32, device=device)
+        # The fields of SamplingParams that are floats of SamplingRows.
+        self._floats = torch.zeros((len(FLOATS), num_rows), dtype=torch.float32, device=device)
         self.adjustments = LogitAdjustments(num_rows, vocab_size, device)
 
     def initialize(self, new_rows: list[NewRow]) -> None:
@@ -40,11 +41,11 @@ class RequestRows:
         for new in new_rows:
             self.adjustments.initialize(new.row, new.adjustments)
             params = new.params
+            if params.is_greedy:
+                params = msgspec.structs.replace(params, temperature=0.0)
             top_k = self._vocab_size if params.top_k == -1 else params.top_k
             integers.append((new.row, new.num_committed, 1, new.seed, top_k))
-            floats.append(
-                (0.0 if params.is_greedy else params.temperature, params.top_p, params.min_p)
-            )
+            floats.append([getattr(params, name) for name in FLOATS])
         values = to_device(integers, self._device, torch.int64)
         rows = values[:, 0]
         self._integers[:, rows] = values[:, 1:].T
@@ -52,12 +53,6 @@ class RequestRows:
 
     def sampling(self, rows: torch.Tensor, positions: torch.Tensor) -> SamplingRows:
         """Parameters of `rows` [S], which draw the tokens at `positions` [S]."""
-        floats = self._floats[:, rows]
-        return SamplingRows(
-            temperature=floats[0],
-            top_p=floats[1],
-            min_p=floats[2],
-            top_k=self._top_k[rows],
-            seeds=self._seeds[rows],
-            positions=positions,
-        )
+        floats = dict(zip(FLOATS, self._floats[:, rows], strict=True))
+        top_k, seeds = self._top_k[rows], self._seeds[rows]
+        return SamplingRows(top_k=top_k, seeds=seeds, positions=positions, **floats)
