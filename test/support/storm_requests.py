@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
+
 from sglang.srt.messages.requests import LogprobOptions, TokenizedGenerateReqInput
-from sglang.srt.sampling.sampling_params import SEED_MAX, SEED_MIN, SamplingParams
+from sglang.srt.sampling.sampling_params import INT64_MAX, INT64_MIN, SamplingParams
 from storm_oracle import MASK, VOCAB_SIZE
 
 STOPS = ("ab", "aa", "f f", "é", "\n", "abcdef", "e")
@@ -50,7 +52,8 @@ class RequestMaker:
             prompt = (known + self._tokens(choose([1, 1, 2, 9])))[: self._limit]
             num_prompt = len(prompt)
             max_new = min(max_new, self._limit - num_prompt)
-        params = SamplingParams(max_new_tokens=max_new, **self._params(max_new))
+        given = {"max_new_tokens": max_new, **self._params(max_new)}
+        params = msgspec.convert(given, SamplingParams)
         problem = params.problem()
         assert problem is None, f"{problem}: {params}"
         logprobs = None
@@ -105,7 +108,9 @@ class RequestMaker:
         params: dict[str, Any] = {"temperature": 0.0, "ignore_eos": chance() < 0.5}
         if "sampled" in kind:
             params["temperature"] = choose([0.5, 1.0, 1.7])
-            params["sampling_seed"] = choose([0, 1, SEED_MIN, SEED_MAX, self._random.randrange(99)])
+            params["sampling_seed"] = choose(
+                [0, 1, INT64_MIN, INT64_MAX, self._random.randrange(99)]
+            )
             params["top_p"] = choose([1.0, 1.0, 0.9, 0.4])
             params["top_k"] = choose([-1, -1, 3, 1])
             params["min_p"] = choose([0.0, 0.0, 0.1])

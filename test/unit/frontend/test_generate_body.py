@@ -320,8 +320,9 @@ def test_any_body_is_checked_or_refused(
         check_error(error)
         return
     for prompt in request.prompts:
-        msgspec.msgpack.encode(prompt.sampling_params)
-        assert prompt.sampling_params.problem() is None
+        params = prompt.sampling_params
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+        assert params.problem() is None
 
 
 @settings(max_examples=300, deadline=None)

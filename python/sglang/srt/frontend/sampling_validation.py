@@ -13,11 +13,15 @@ from sglang.srt.frontend.body_parsing import (
     type_error,
 )
 from sglang.srt.frontend.request_limits import RequestLimits, check_encodable, check_token_ids
-from sglang.srt.sampling.sampling_params import MTP_STRATEGY_RULE, SamplingParams
+from sglang.srt.sampling.sampling_params import (
+    INT64_MAX,
+    INT64_MIN,
+    MTP_STRATEGY_RULE,
+    SamplingParams,
+)
 from sglang.srt.sglang_surface import neutral_fields
 from sglang.srt.stop_expressions import check_size
 
-INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_ID_DIGITS = 9
 MTP_PREFIX = "mtp_"
 STRATEGY_FIELDS = ("mtp_strategy", "mtp_conf_threshold")

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 GREEDY_TEMPERATURE = 1e-6  # below it the most probable token is taken, as SGLang does
 STATIC, CONF_ADAPT = "static", "conf_adapt"
 DEFAULT_TAU = 0.9  # in messages only: there is no default threshold
 MTP_STRATEGY_RULE = f'must be ["{STATIC}"] or ["{CONF_ADAPT}", threshold]'
 MAX_MAGNITUDE = 1e6  # of temperatures and biases: logits of float32 stay finite
-SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The `sampling_params` object of `/generate`, with SGLang's names and defaults.
+
+    msgspec checks types and ranges when it converts or decodes; `problem` has the other rules.
 
     Attributes:
         max_new_tokens: tokens to generate at most.
@@ -43,31 +48,31 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         n: samples per prompt; the front end makes one request of each.
     """
 
-    max_new_tokens: int = 128
-    temperature: float = 1.0
-    top_p: float = 1.0
+    max_new_tokens: Annotated[int, Meta(ge=0)] = 128
+    temperature: Annotated[float, Meta(ge=0, le=MAX_MAGNITUDE)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: int = -1
-    min_p: float = 0.0
-    sampling_seed: int | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    sampling_seed: Annotated[int, Meta(ge=INT64_MIN, le=INT64_MAX)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     stop_regex: str | list[str] | None = None
-    min_new_tokens: int = 0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    min_new_tokens: Annotated[int, Meta(ge=0)] = 0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] = 1.0
     logit_bias: dict[str, float] | None = None
     spaces_between_special_tokens: bool = True
-    stream_interval: int | None = None
+    stream_interval: Annotated[int, Meta(ge=1)] | None = None
     mtp_enabled: bool = False
-    mtp_k: int = 3
+    mtp_k: Annotated[int, Meta(ge=1)] = 3
     mtp_strategy: list[str | float] | None = None
     mtp_conf_threshold: float | None = None
     mtp_verify: bool = False
-    n: int = 1
+    n: Annotated[int, Meta(ge=1)] = 1
 
     @property
     def is_greedy(self) -> bool:
@@ -121,45 +126,23 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         return float(in_list[0]) if in_list else self.mtp_conf_threshold or 0.0
 
     def problem(self) -> str | None:
-        """The first rule that a field breaks, as `field: reason`; None when all hold.
+        """The first rule beyond types and ranges that is broken, as `field: reason`, or None.
 
         Rules that depend on the model or on the server's limits are the front end's.
         """
         checks = (
-            ("max_new_tokens", self.max_new_tokens >= 0, "must be at least 0"),
-            (
-                "temperature",
-                0.0 <= self.temperature <= MAX_MAGNITUDE,
-                f"must be a number in [0, {MAX_MAGNITUDE:g}]",
-            ),
-            ("top_p", 0.0 < self.top_p <= 1.0, "must be in (0, 1]"),
             ("top_k", self.top_k == -1 or self.top_k >= 1, "must be -1 (all) or at least 1"),
-            ("min_p", 0.0 <= self.min_p <= 1.0, "must be in [0, 1]"),
-            ("n", self.n >= 1, "must be at least 1"),
-            (
-                "sampling_seed",
-                self.sampling_seed is None or SEED_MIN <= self.sampling_seed <= SEED_MAX,
-                "must fit in 64 bits",
-            ),
             ("stop", all(self.stop_strings), "must not hold an empty text"),
             ("stop_regex", all(self.stop_regexes), "must not hold an empty expression"),
             (
                 "min_new_tokens",
-                0 <= self.min_new_tokens <= self.max_new_tokens,
+                self.min_new_tokens <= self.max_new_tokens,
                 "must be between 0 and max_new_tokens",
             ),
-            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "must be in [-2, 2]"),
-            ("presence_penalty", -2 <= self.presence_penalty <= 2, "must be in [-2, 2]"),
-            ("repetition_penalty", 0 < self.repetition_penalty <= 2, "must be in (0, 2]"),
             (
                 "logit_bias",
                 all(abs(value) <= MAX_MAGNITUDE for value in (self.logit_bias or {}).values()),
                 f"must hold numbers in [-{MAX_MAGNITUDE:g}, {MAX_MAGNITUDE:g}]",
-            ),
-            (
-                "stream_interval",
-                self.stream_interval is None or self.stream_interval >= 1,
-                "must be at least 1",
             ),
         )
         first = next((f"{name}: {rule}" for name, holds, rule in checks if not holds), None)
@@ -169,8 +152,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         """The first rule of multi-token prediction that is broken."""
         strategy, threshold = self.mtp_strategy or [STATIC], self.mtp_conf_threshold
         in_list = strategy[1:]
-        if self.mtp_k < 1:
-            return "mtp_k: must be at least 1"
         if strategy[0] not in (STATIC, CONF_ADAPT) or len(strategy) > 2:
             return f"mtp_strategy: {MTP_STRATEGY_RULE}"
         for name, value in (("mtp_strategy", in_list[:1]), ("mtp_conf_threshold", [threshold])):

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
 from sglang.srt.frontend.body_parsing import RequestError, field_error
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sglang_surface import ANYTHING, neutral_fields
 
-# Our names of sampling parameters that OpenAI's body calls otherwise.
-RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
-SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "n",
-    "stop",
-    "stop_token_ids",
-    "stop_regex",
-    "no_stop_trim",
-    "ignore_eos",
-    "skip_special_tokens",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-)
+# OpenAI's names of sampling parameters that we call otherwise.
+RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+NOT_IN_COMPLETIONS = frozenset(("spaces_between_special_tokens", "stream_interval"))
+# Sampling parameters of a completion: our names to those in its body.
+SAMPLING = {
+    name: RENAMED.get(name, name)
+    for name in SamplingParams.__struct_fields__
+    if name not in NOT_IN_COMPLETIONS and not name.startswith("mtp_")
+}
 # Fields that are accepted at neutral values only; the last two are OpenAI's, for its own records.
 MISSING = neutral_fields("/v1/completions") | {"metadata": (ANYTHING,), "store": (ANYTHING,)}
 
@@ -45,8 +36,17 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = False
 
 
-class CompletionRequest(msgspec.Struct, kw_only=True):
-    """Body of `/v1/completions`.
+_TYPES = get_type_hints(SamplingParams, include_extras=True)
+# All of SAMPLING with the types and ranges of `SamplingParams`; null is the default.
+SamplingFields: Any = msgspec.defstruct(
+    "SamplingFields",
+    [(theirs, _TYPES[ours] | None, None) for ours, theirs in SAMPLING.items()],
+    kw_only=True,
+)
+
+
+class CompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
+    """Body of `/v1/completions`, in addition to the sampling parameters.
 
     Attributes:
         prompt: a text, token ids, or a list of either.
@@ -57,27 +57,10 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
     prompt: str | list[str | int | list[int]]
     model: str | None = None
     max_tokens: int = 16
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     logprobs: int | None = None
     echo: bool = False
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
-    stop_regex: str | list[str] | None = None
-    no_stop_trim: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     rid: str | list[str] | None = None
     cache_salt: str | list[str] | None = None
     extra_key: str | list[str] | None = None
@@ -116,16 +99,9 @@ def prompts_of(request: CompletionRequest) -> Prompts:
 
 def to_generate_body(request: CompletionRequest, prompts: Prompts) -> dict[str, Any]:
     """The body of `/generate` that a completion is; always a batch."""
-    sampling: dict[str, Any] = {
-        name: getattr(request, name) for name in SAMPLING if getattr(request, name) is not None
-    }
-    sampling["max_new_tokens"] = request.max_tokens
-    if request.min_tokens is not None:
-        sampling["min_new_tokens"] = request.min_tokens
-    if request.seed is not None:
-        sampling["sampling_seed"] = request.seed
+    sampling = {ours: getattr(request, theirs) for ours, theirs in SAMPLING.items()}
     body: dict[str, Any] = {
-        "sampling_params": sampling,
+        "sampling_params": {name: value for name, value in sampling.items() if value is not None},
         "stream": request.stream,
         "rid": request.rid,
         "cache_salt": request.cache_salt,
@@ -150,8 +126,7 @@ def in_openai_terms(error: RequestError) -> RequestError:
     if field is None:
         return error
     ours = field.removeprefix("sampling_params.")
-    names = {ours_name: theirs for theirs, ours_name in RENAMED.items()}
-    names |= {"top_logprobs_num": "logprobs", "text": "prompt", "input_ids": "prompt"}
+    names = RENAMED | {"top_logprobs_num": "logprobs", "text": "prompt", "input_ids": "prompt"}
     head, bracket, rest = ours.partition("[")
     theirs = names.get(head, head) + bracket + rest
     return RequestError(theirs, error.message.replace(field, theirs, 1), error.status_code)
