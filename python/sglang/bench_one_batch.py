@@ -131,7 +131,6 @@ class OneBatch:
                     rid=str(self._next_id),
                     input_ids=prompt,
                     sampling_params=params,
-                    stream=True,
                 )
             )
             self._next_id += 1

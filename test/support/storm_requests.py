@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from sglang.srt.managers.tokenizer_manager import UNSTREAMED_INTERVAL
 from sglang.srt.messages.requests import LogprobOptions, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import INT64_MAX, INT64_MIN, SamplingParams
 from storm_oracle import MASK, VOCAB_SIZE
@@ -15,6 +16,11 @@ STOPS = ("ab", "aa", "f f", "é", "\n", "abcdef", "e")
 EXPRESSIONS = ("a+b", "[b-d]{3}", "(ab|ba)c", "é", "e.?f", "\\n\\s*a")
 MAX_K = 8
 NUM_FAMILIES = 2
+
+
+def unstreamed(params: SamplingParams) -> SamplingParams:
+    """What the front end sends for a request that does not stream."""
+    return msgspec.structs.replace(params, stream_interval=UNSTREAMED_INTERVAL)
 
 
 class RequestMaker:
@@ -67,8 +73,7 @@ class RequestMaker:
             req_id=req_id,
             rid=f"{choose('abc')}-{req_id if chance() < 0.8 else 'shared'}",
             input_ids=prompt,
-            sampling_params=params,
-            stream=chance() < 0.6,
+            sampling_params=params if chance() < 0.6 else unstreamed(params),
             logprobs=logprobs,
             hidden_states=choose(["none"] * 6 + ["all", "last"]),
             priority=choose([0, 0, 0, 0, 1, 5, -3]),

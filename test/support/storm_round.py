@@ -230,7 +230,10 @@ class Round(SchedulerHarness):
         for output in message.outputs:
             request = self.jobs[output.req_id].request
             reason = output.finish_reason
-            require(request.stream or reason is not None, "news of a request that is no stream")
+            interval = request.sampling_params.stream_interval or self.setup.stream_interval
+            num_new, num_sent = len(output.token_ids), len(self.outputs[output.req_id].token_ids)
+            is_due = num_new == num_sent or num_new >= interval
+            require(is_due or reason is not None, "news of a request before they are due")
             if reason is not None and reason.type != "abort":
                 self._requests.remember(request, self.outputs[output.req_id].token_ids)
 

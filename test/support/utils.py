@@ -181,7 +181,6 @@ class SchedulerHarness:
     def submit(
         self,
         input_ids: list[int],
-        stream: bool = True,
         rid: str = "",
         logprobs: LogprobOptions | None = None,
         hidden_states: HiddenStates = "none",
@@ -197,7 +196,6 @@ class SchedulerHarness:
                 rid=rid or f"request-{self._next_id}",
                 input_ids=list(input_ids),
                 sampling_params=SamplingParams(**params),
-                stream=stream,
                 logprobs=logprobs,
                 hidden_states=hidden_states,
                 priority=priority,

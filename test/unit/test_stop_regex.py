@@ -41,9 +41,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def make_req(finder: StopFinder) -> Req:
     params = SamplingParams(max_new_tokens=1000)
-    return Req(
-        1, "a", [5], params, StepWidth(1, 0, 1), False, 0, 0, (), frozenset(), stop_finder=finder
-    )
+    width = StepWidth(1, 0, 1)
+    return Req(1, "a", [5], params, width, 0, 0, (), frozenset(), stop_finder=finder)
 
 
 # Each of these crashed the process that compiled it, took gigabytes, or blocked it for seconds.

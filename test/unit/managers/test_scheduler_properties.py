@@ -87,7 +87,7 @@ class Storm:
             prompt += self._tokens(max(0, end - max_new_tokens - len(prompt)))
         req_id = self.harness.submit(
             prompt,
-            stream=self.random.random() < 0.7,
+            stream_interval=None if self.random.random() < 0.7 else 1000,
             priority=self.random.choice([0, 0, 0, 2, 9]),
             max_new_tokens=max_new_tokens,
             temperature=0.0,
@@ -264,7 +264,7 @@ def test_retracted_requests_go_ahead_of_never_admitted_ones() -> None:
 
 def test_aborting_a_running_request_answers_in_the_same_turn_with_its_partial_output() -> None:
     harness = SchedulerHarness(Setup(), FakeWorker("plain", K, 8, seed=0))
-    req_id = harness.submit([5, 6, 7], stream=False, max_new_tokens=100, temperature=0.0)
+    req_id = harness.submit([5, 6, 7], stream_interval=50, max_new_tokens=100, temperature=0.0)
     for _ in range(10):
         harness.step()
     harness.inbox.messages.append(AbortReq(req_ids=[req_id]))

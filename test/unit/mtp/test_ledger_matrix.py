@@ -103,7 +103,7 @@ class MatrixRun:
         strategy: list[Any] = ["static"] if self.tau == STATIC else ["conf_adapt", self.tau]
         req_id = self.harness.submit(
             prompt(index),
-            stream=self.random.random() < 0.5,
+            stream_interval=None if self.random.random() < 0.5 else 1000,
             max_new_tokens=num_tokens,
             temperature=0.0,
             mtp_enabled=True,

@@ -233,7 +233,6 @@ class Scheduler:
             input_ids=message.input_ids,
             params=params,
             width=self._worker.step_width(params),
-            stream=message.stream,
             seed=self._seeds.next() if params.sampling_seed is None else params.sampling_seed,
             arrival=next(self._arrivals),
             namespace=message.cache_key,

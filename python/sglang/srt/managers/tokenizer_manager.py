@@ -197,7 +197,6 @@ class TokenizerManager:
             rid=rid,
             input_ids=input_ids,
             sampling_params=params,
-            stream=True,
             logprobs=prompt.logprobs_for(len(input_ids)),
             hidden_states=HIDDEN_STATES[body.return_hidden_states],
             priority=body.priority,

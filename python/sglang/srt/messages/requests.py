@@ -153,7 +153,6 @@ class TokenizedGenerateReqInput(Message):
     Attributes:
         req_id: the server's own number of the request, unique for the life of the server.
         rid: the client's name for it, or one made by the front end; only a label.
-        stream: whether outputs are wanted before the last one.
         logprobs: None for none.
         hidden_states: `none`, `all` rows fed, or the `last` row of each step.
         cache_key: KV is shared only between requests with the same.
@@ -163,7 +162,6 @@ class TokenizedGenerateReqInput(Message):
     rid: str
     input_ids: list[int]
     sampling_params: SamplingParams
-    stream: bool = False
     logprobs: LogprobOptions | None = None
     hidden_states: Literal["none", "all", "last"] = "none"
     priority: int = 0

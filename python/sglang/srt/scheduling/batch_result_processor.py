@@ -114,7 +114,7 @@ class BatchResultProcessor:
         req.drop_hidden_past_output()
         if reason is not None:
             self.end(req, reason)
-        elif req.stream and self._is_chunk_due(req):
+        elif self._is_chunk_due(req):
             self._queue_output(req)
         return num_new
 

@@ -46,7 +46,6 @@ class Req:
     input_ids: list[int]
     params: SamplingParams
     width: StepWidth
-    stream: bool
     seed: int
     arrival: int
     namespace: Namespace
