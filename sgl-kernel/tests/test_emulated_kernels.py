@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import emulated_library
 import pytest
@@ -22,6 +24,7 @@ from sampling_oracle import (
 
 from sgl_kernel import reference
 from sgl_kernel._library import KernelLibrary
+from sgl_kernel.sampling_rows import FLOATS, SamplingRows
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -115,6 +118,14 @@ def test_logprobs_of_chunks_with_very_different_logits(library: KernelLibrary) -
     logits[0, 8500] = 100.0
     logits[1, 5] = -1000.0
     check_argmax(library, logits)
+
+
+def test_the_kernels_struct_of_pointers_has_the_fields_of_sampling_rows() -> None:
+    header = Path(__file__).parents[1] / "include" / "sgl_kernel" / "sampling_filters.cuh"
+    _, _, rest = header.read_text().partition("struct SamplingView {")
+    struct, _, _ = rest.partition("};")
+    expected = [("float" if name in FLOATS else "int64_t", name) for name in SamplingRows._fields]
+    assert re.findall(r"const (\w+)\* (\w+);", struct) == expected
 
 
 def test_noise_bits(library: KernelLibrary) -> None:
