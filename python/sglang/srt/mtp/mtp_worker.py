@@ -16,11 +16,12 @@ from functools import partial
 
 import torch
 
+from sgl_kernel import SamplingRows
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.logit_adjustments import ExtraTokens
 from sglang.srt.layers.logprobs import LogprobQueries
-from sglang.srt.layers.sampler import SamplingRows, ScoredTokens
+from sglang.srt.layers.sampler import ScoredTokens
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.mtp.acceptance import AcceptanceOps, Outcome, Predictions
 from sglang.srt.mtp.debug_trace import DebugTrace
