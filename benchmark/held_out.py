@@ -1,36 +1,26 @@
 """Prompts of code that the demo models never saw: windows of packages held out by their name.
 
-The rule is that of training (`scripts/demo_models/data.py`). Which packages there are depends on
-the machine, so a result names them, with a digest of the prompts.
+The rule is that of training (`training/corpus.py`). Which packages there are depends on the
+machine, so a result names them, with a digest of the prompts.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
-import platform
 import random
-import re
 import sys
-import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "demo_models"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data import (
-    BOS_ID,
-    HELD_OUT_MAX_BYTES,
-    MAX_FILE_BYTES,
-    VENDOR_DIRS,
-    is_held_out,
-    permissive_licence,
-)
+from training.corpus import HELD_OUT_MAX_BYTES, is_held_out, read_source, source_paths
+from training.tokens import BOS_ID
 
 
 @dataclass(frozen=True)
@@ -73,16 +63,22 @@ class PromptSource:
 
 def find_held_out() -> PromptSource:
     """The held-out packages of this machine: of the standard library and installed."""
-    found = [
-        source
-        for source in (*_standard_library(is_held_out), *_installed(is_held_out))
-        if source.texts and source.num_bytes <= HELD_OUT_MAX_BYTES
-    ]
+    sources = _sources(is_held_out)
+    found = [source for source in sources if source.num_bytes <= HELD_OUT_MAX_BYTES]
     if found:
-        return PromptSource(sorted(found, key=lambda source: source.name), "")
-    everything = [source for source in _standard_library(lambda name: True) if source.texts]
+        return PromptSource(found, "")
     note = "no held-out package here: prompts are of the whole standard library, trained on"
-    return PromptSource(everything, note)
+    return PromptSource(_sources(lambda name: name.startswith("stdlib/")), note)
+
+
+def _sources(is_wanted: Callable[[str], bool]) -> list[Source]:
+    """Packages by name, without files that training leaves out for what they are."""
+    sources: dict[str, Source] = {}
+    for package, path in source_paths(is_wanted):
+        if (text := read_source(path)[0]) is not None:
+            source = sources.setdefault(package.name, Source(package.name, package.version, []))
+            source.texts.append(text)
+    return sorted(sources.values(), key=lambda source: source.name)
 
 
 def draw_windows(
@@ -118,47 +114,3 @@ def held_out_prompts(
     encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
     prompts = draw_windows([item.ids for item in encoded], num_prompts, num_tokens, seed)
     return prompts, source.describe(prompts)
-
-
-def _standard_library(is_wanted: Callable[[str], bool]) -> Iterator[Source]:
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.iterdir()):
-        name = "stdlib/" + path.name.removesuffix(".py")
-        is_source = path.suffix == ".py" or (path.is_dir() and "-packages" not in path.name)
-        if is_source and path.name not in ("lib-dynload", "__pycache__") and is_wanted(name):
-            files = [path] if path.suffix == ".py" else sorted(path.rglob("*.py"))
-            yield Source(name, platform.python_version(), _texts(files))
-
-
-def _installed(is_wanted: Callable[[str], bool]) -> Iterator[Source]:
-    seen: set[str] = set()
-    for distribution in importlib.metadata.distributions():
-        name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()  # PEP 503
-        files = distribution.files
-        if not name or name in seen or files is None or not is_wanted(name):
-            continue
-        if permissive_licence(distribution.metadata) is None:
-            continue
-        seen.add(name)
-        paths = [
-            Path(str(distribution.locate_file(file)))
-            for file in sorted(files)
-            if file.suffix == ".py" and ".." not in file.parts
-        ]
-        yield Source(name, distribution.version, _texts(paths))
-
-
-def _texts(paths: list[Path]) -> list[str]:
-    """Of the files that are no copies from elsewhere, not huge and in UTF-8."""
-    texts = []
-    for path in paths:
-        if not VENDOR_DIRS.isdisjoint(path.parts) or not path.is_file():
-            continue
-        raw = path.read_bytes()
-        if len(raw) > MAX_FILE_BYTES:
-            continue
-        try:
-            texts.append(raw.decode("utf-8").replace("\r\n", "\n"))
-        except UnicodeDecodeError:
-            continue
-    return texts

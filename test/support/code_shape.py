@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "python/sglang"
-EVERYWHERE = (PACKAGE, "sgl-kernel", "scripts", "benchmark")
+EVERYWHERE = (PACKAGE, "sgl-kernel", "scripts", "benchmark", "training")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 

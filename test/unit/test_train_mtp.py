@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts" / "demo_models"))
-
-from export_mtp import extend_card, read_base_card  # noqa: E402
-from model import Llama, LlamaShape  # noqa: E402
-from mtp_layout import (  # noqa: E402
+from training.export_mtp import extend_card, read_base_card
+from training.model import Llama, LlamaShape
+from training.mtp_layout import (
     LATE_WEIGHT,
     holding_loss,
     make_layout,
@@ -24,8 +20,9 @@ from mtp_layout import (  # noqa: E402
     slot_tokens,
     with_slots,
 )
-from optim import MuonAdamW  # noqa: E402
+from training.optim import MuonAdamW
 
+ROOT = Path(__file__).resolve().parents[2]
 MASK = 2
 NUM_REAL, NUM_MASKS = 12, 10
 SHAPE = LlamaShape(
@@ -143,3 +140,22 @@ def test_training_teaches_masks_to_predict() -> None:
         hits.append(float((guesses == labels).float().mean()))
     assert losses[-1] < 0.3 * losses[0]
     assert hits[-1] > 0.95
+
+
+def test_torchs_muon_moves_the_weights_as_our_own_does() -> None:
+    """It rounds to bfloat16, so the directions agree to some digits."""
+    moved = {}
+    for muon in ("own", "torch"):
+        torch.manual_seed(0)
+        model = Llama(SHAPE)
+        optimizer = MuonAdamW(model, weight_decay=0.1, muon=muon)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for _ in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape)
+            optimizer.step(0.5)
+        moved[muon] = [
+            (new - old).detach() for new, old in zip(model.parameters(), before, strict=True)
+        ]
+    for own, theirs in zip(moved["own"], moved["torch"], strict=True):
+        assert float((own - theirs).norm()) < 0.05 * float(own.norm())

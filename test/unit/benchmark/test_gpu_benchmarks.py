@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmark"))
 
 import goals
 import gpu_load
-import held_out  # also puts scripts/demo_models on the path
+import held_out
 import make_gpu_tables
 import mtp_gpu
 import mtp_paired
@@ -25,7 +25,6 @@ import plot_mtp_gpu
 import plot_step_profile
 import startup
 import throughput
-from data import BOS_ID, is_held_out
 from decode_steps import GEOMETRIES
 from engine_load import Budget, LoadResult, closed_loop, random_prompts
 from mtp_checks import FIXED, K_1, KINDS, LOAD_AWARE, PLAIN, Samples, checks_of
@@ -33,6 +32,8 @@ from plotting import MISSING, load_pyplot, read_result
 
 from sglang.bench_one_batch import OneBatch
 from sglang.srt.server_args import ServerArgs
+from training.corpus import is_held_out
+from training.tokens import BOS_ID
 
 MACHINE = {"machine": {"cpu": "c", "cores": 2}, "versions": {"torch": "2"}, "commit": "a" * 40}
 PROVENANCE = {**MACHINE, "dirty": True, "command": "python x"}

@@ -1,8 +1,8 @@
-"""Teach the demo model `tiny-code` to predict several tokens per step.
+"""Teaches the demo model `tiny-code` to predict several tokens per step.
 
-    python scripts/demo_models/train_mtp.py --base build/tiny-code --out build/tiny-code-mtp
+    python -m training.train_mtp --base build/tiny-code --out build/tiny-code-mtp
 
-Starts from a base model of train_base.py, trains on the same corpus, evaluates on the same held-out
+Starts from a base model of train_base, trains on the same corpus, evaluates on the same held-out
 packages, exports in the Hugging Face layout, and writes model card and results. One GPU, or a CPU
 with small settings. `mtp_layout.py` says what is trained, `evaluate_mtp.py` what is measured.
 """
@@ -11,27 +11,25 @@ from __future__ import annotations
 
 import argparse
 import copy
-import platform
-import shlex
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
-import tokenizers
 import torch
-import transformers
-from data import MASK_ID, collect_corpus, pack
-from evaluate import draw_samples, score_packages
-from evaluate_mtp import evaluate_prediction, teacher_forced
-from export import sample_texts, write_json, write_model_folder
-from export_mtp import extend_card, read_base_card
-from model import Llama
-from mtp_layout import (
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional
+
+from training.command import describe_run, is_compiled, make_optimizer, make_parser, pick_device
+from training.corpus import collect_corpus
+from training.evaluate import draw_samples, score_packages
+from training.evaluate_mtp import evaluate_prediction, teacher_forced
+from training.export import sample_texts, write_json, write_model_folder
+from training.export_mtp import extend_card, read_base_card
+from training.model import Llama
+from training.mtp_layout import (
     holding_loss,
     make_layout,
     mask_loss,
@@ -40,56 +38,28 @@ from mtp_layout import (
     slot_tokens,
     with_slots,
 )
-from optim import MuonAdamW, warm_constant_linear
-from torch import Tensor
-from torch.nn import functional
-from tqdm import tqdm
-from train_base import held_out_streams, pick_device, training_windows
+from training.optim import warm_constant_linear
+from training.timed_loop import TimedLoop
+from training.tokens import MASK_ID, held_out_streams, pack, training_windows
 
 CURRICULUM = ((0.10, 1), (0.25, 3), (1.0, 7))  # (share of the time, masks per region)
 WARM_UP_STEPS = 50
 HOLD_SHARE = 0.4
-LOG_EVERY_STEPS = 20
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--minutes", type=float, default=5.2, help="training time, compilation not counted")
-    add("--base", type=Path, required=True, help="folder that train_base.py wrote")
-    add("--out", type=Path, required=True, help="folder for the exported model")
-    add("--results", type=Path, help="results JSON (default: results.json beside --out)")
-    add("--commit", default="uncommitted", help="commit hash to store with the results")
-    add("--seed", type=int, default=1)
-    add("--device", default="auto", help="auto, cuda or cpu")
-    add("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU only")
-    add("--batch-size", type=int, default=64, help="sequences per step")
-    add("--context", type=int, default=512, help="real tokens per sequence")
+    add("--base", type=Path, required=True, help="folder that train_base wrote")
     add("--masks", type=int, default=256, help="mask rows per sequence")
-    add("--long-context", type=int, default=4096, help="window of steps without masks")
-    add("--long-rows", type=int, default=12, help="windows per such step")
+    add("--long-rows", type=int, default=12, help="long windows per step of them, without masks")
     add("--long-every", type=int, default=4, help="one such step after so many others")
     add("--mask-weight", type=float, default=0.45, help="of the mask rows' loss")
-    add("--muon-lr", type=float, default=0.006)
-    add("--adam-lr", type=float, default=9e-4)
-    add("--weight-decay", type=float, default=0.02, help="of the matrices, per unit of lr")
-    add("--max-corpus-bytes", type=int, help="use about this much of the corpus (quick runs)")
-    add("--max-eval-tokens", type=int, help="per held-out package (quick runs)")
     add("--prompts", type=int, default=512, help="held-out prompts that are continued")
+    parser.set_defaults(minutes=5.2, seed=1, batch_size=64, context=512)
+    parser.set_defaults(muon_lr=0.006, adam_lr=9e-4, weight_decay=0.02)
     return parser.parse_args()
-
-
-@dataclass
-class TrainingLog:
-    """What happened: counts, and curves of (seconds, step, value)."""
-
-    steps: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    compile_seconds: float = 0.0
-    loss_curve: list[tuple[float, int, float, float]] = field(default_factory=list)
-    acceptance_curve: list[tuple[float, int, list[float]]] = field(default_factory=list)
 
 
 class MTPTrainer:
@@ -101,14 +71,8 @@ class MTPTrainer:
         self.arguments, self.model, self.probe = arguments, model, probe
         self.device = model.embed_tokens.weight.device
         self.on_gpu = self.device.type == "cuda"
-        compiled = arguments.compile if arguments.compile is not None else self.on_gpu
-        self.optimizer = MuonAdamW(
-            model,
-            muon_lr=arguments.muon_lr,
-            adam_lr=arguments.adam_lr,
-            weight_decay=arguments.weight_decay,
-            compiled=compiled,
-        )
+        compiled = is_compiled(arguments, self.device)
+        self.optimizer = make_optimizer(arguments, model, compiled)
 
         def maybe_compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return torch.compile(function, dynamic=False) if compiled else function
@@ -187,94 +151,56 @@ class MTPTrainer:
         self.optimizer.zero_grad()
 
     def warm_up(self) -> float:
-        """Compile without changing a weight; returns seconds."""
+        """Compiles without changing a weight; seconds."""
         start = time.perf_counter()
         for _ in range(2):
             for _, width in CURRICULUM:
                 self._backward(width)
             self._plain_backward()
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.zero_()
-            self._step(0.0)
+            self.optimizer.warm_up()
         if self.on_gpu:
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    def run(self) -> TrainingLog:
-        """Train until the budget is used."""
-        arguments, log = self.arguments, TrainingLog()
-        log.compile_seconds = self.warm_up()
-        budget = arguments.minutes * 60.0
-        bar = tqdm(total=int(budget), unit="s", desc="training", mininterval=2.0)
-        start = time.perf_counter()
-        while log.seconds < budget:
-            progress = log.seconds / budget
+    def run(self) -> TimedLoop:
+        """Trains until the time is used."""
+        arguments = self.arguments
+        loop = TimedLoop(arguments.minutes, "accepted by offset", self.warm_up())
+        for progress in loop.progress():
             width = next(width for share, width in CURRICULUM if progress < share)
-            factor = warm_constant_linear(log.steps, progress, WARM_UP_STEPS, HOLD_SHARE)
+            factor = warm_constant_linear(loop.steps, progress, WARM_UP_STEPS, HOLD_SHARE)
             loss, hits = self._backward(width)
             self._step(factor)
-            log.tokens += arguments.batch_size * arguments.context
-            if log.steps % arguments.long_every == 0:
+            loop.tokens += arguments.batch_size * arguments.context
+            if loop.steps % arguments.long_every == 0:
                 self._plain_backward()
                 self._step(factor)
-                log.tokens += arguments.long_rows * arguments.long_context
-            log.steps += 1
-            if log.steps % LOG_EVERY_STEPS == 0:
-                self._note(log, float(loss), float(hits), budget, bar)
-            log.seconds = time.perf_counter() - start
-            bar.update(int(min(log.seconds, budget)) - bar.n)
-        if self.on_gpu:
-            torch.cuda.synchronize()
-        log.seconds = time.perf_counter() - start
-        bar.close()
-        return log
+                loop.tokens += arguments.long_rows * arguments.long_context
+            loop.steps += 1
+            loop.note({"loss": loss, "first_right": hits}, self._accepted)
+        return loop
 
-    def _note(self, log: TrainingLog, loss: float, hits: float, budget: float, bar: tqdm) -> None:
-        """Show the loss and store it about sixty times, with acceptance on held-out text ten
-        times."""
-        bar.set_postfix(loss=f"{loss:.3f}", first_right=f"{hits:.3f}", refresh=False)
-        if not np.isfinite(loss):
-            raise RuntimeError(f"Loss {loss} at step {log.steps}: lower --muon-lr or --adam-lr.")
-        if log.seconds >= budget * len(log.loss_curve) / 60:
-            log.loss_curve.append(
-                (round(log.seconds, 1), log.steps, round(loss, 4), round(hits, 4))
-            )
-        if log.seconds >= budget * (len(log.acceptance_curve) + 1) / 10:
-            accepted = teacher_forced(self.model, self.probe, self.device)["accepted"]
-            log.acceptance_curve.append((round(log.seconds, 1), log.steps, accepted))
-            tqdm.write(f"{log.seconds:.0f} s, step {log.steps}: accepted by offset {accepted}")
+    def _accepted(self) -> list[float]:
+        return list(teacher_forced(self.model, self.probe, self.device)["accepted"])
 
 
 def describe(
-    arguments: argparse.Namespace, device: torch.device, log: TrainingLog
+    arguments: argparse.Namespace, device: torch.device, loop: TimedLoop
 ) -> dict[str, Any]:
     """Everything about the run except what was measured after it."""
-    on_gpu = device.type == "cuda"
     return {
-        "script": "scripts/demo_models/train_mtp.py",
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": arguments.commit,
-        "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or "CPU",
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda if on_gpu else None,
-            "transformers": transformers.__version__,
-            "tokenizers": tokenizers.__version__,
-            "safetensors": safetensors.__version__,
-        },
+        **describe_run("train_mtp", arguments.commit, device),
         "training": {
             "settings": {
                 key: value for key, value in vars(arguments).items() if not isinstance(value, Path)
             },
             "curriculum": CURRICULUM,
-            "steps": log.steps,
-            "real_tokens": log.tokens,
-            "seconds": round(log.seconds, 2),
-            "compile_seconds": round(log.compile_seconds, 2),
-            "loss_curve": log.loss_curve,
-            "acceptance_curve": log.acceptance_curve,
+            "steps": loop.steps,
+            "real_tokens": loop.tokens,
+            "seconds": round(loop.seconds, 2),
+            "compile_seconds": round(loop.compile_seconds, 2),
+            "loss_curve": loop.loss_curve,
+            "acceptance_curve": loop.probe_curve,
         },
     }
 
@@ -298,7 +224,7 @@ def main() -> None:
     card = read_base_card(arguments.base)
     torch.manual_seed(arguments.seed)
     corpus = collect_corpus(0, arguments.max_corpus_bytes)
-    tokenizer = tokenizers.Tokenizer.from_file(str(arguments.base / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(arguments.base / "tokenizer.json"))
     stream = pack(tokenizer, corpus.train, label="training files")
     streams, num_bytes = held_out_streams(corpus, tokenizer, arguments.max_eval_tokens)
     print(f"{len(stream):,} training tokens; held out: {', '.join(streams)}")
@@ -306,9 +232,9 @@ def main() -> None:
     model = Llama.from_hf_folder(arguments.base).to(device)
     before = plain_losses(model, streams, num_bytes, device)
     probe = np.concatenate([part[:1024] for part in streams.values()])
-    log = MTPTrainer(arguments, model, stream, probe).run()
+    loop = MTPTrainer(arguments, model, stream, probe).run()
 
-    results = describe(arguments, device, log)
+    results = describe(arguments, device, loop)
     write_model_folder(arguments.out, model, tokenizer)
     exported = Llama.from_hf_folder(arguments.out).to(device)  # what is shipped, rounded to bf16
     after = plain_losses(exported, streams, num_bytes, device)

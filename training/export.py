@@ -6,10 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data import BOS_ID, BOS_TOKEN, EOS_ID, EOS_TOKEN, MASK_ID, MASK_TOKEN, SPECIAL_TOKENS
-from model import Llama
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
+
+from training.model import Llama
+from training.tokens import (
+    BOS_ID,
+    BOS_TOKEN,
+    EOS_ID,
+    EOS_TOKEN,
+    MASK_ID,
+    MASK_TOKEN,
+    SPECIAL_TOKENS,
+)
 
 
 def model_config(model: Llama) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """How well a model predicts ahead: acceptance on real text, and text that it writes itself.
 
-    python scripts/demo_models/evaluate_mtp.py python/sglang/demo_models/tiny-code --prompts 16
+    python -m training.evaluate_mtp python/sglang/demo_models/tiny-code --prompts 16
 
 Every decode feeds the whole text again each step, in float32: slow, short, and independent of the
 runtime that is to decode the same.
@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers
 import torch
-from data import BOS_ID, MASK_ID, collect_corpus
-from evaluate import windows
-from model import Llama
-from mtp_layout import make_layout, region_rows, slot_tokens, with_slots
+from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
+
+from training.command import pick_device
+from training.corpus import collect_corpus
+from training.evaluate import windows
+from training.model import Llama
+from training.mtp_layout import make_layout, region_rows, slot_tokens, with_slots
+from training.tokens import BOS_ID, MASK_ID, held_out_streams
 
 MAX_OFFSET = 7  # masks behind the last real token
 WINDOW = 256
@@ -265,11 +268,9 @@ def main() -> None:
     parser.add_argument("--max-corpus-bytes", type=int, help="read about this much source")
     parser.add_argument("--device", default="auto", help="auto, cuda or cpu")
     arguments = parser.parse_args()
-    from train_base import held_out_streams, pick_device
-
     device = pick_device(arguments.device)
     corpus = collect_corpus(0, arguments.max_corpus_bytes)
-    tokenizer = tokenizers.Tokenizer.from_file(str(arguments.folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(arguments.folder / "tokenizer.json"))
     streams, _ = held_out_streams(corpus, tokenizer, arguments.max_eval_tokens)
     model = Llama.from_hf_folder(arguments.folder).to(device)
     results = evaluate_prediction(model, streams, arguments.prompts, device)

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from data import BOS_ID, EOS_ID
-from model import Llama
 from torch import Tensor
+
+from training.model import Llama
+from training.tokens import BOS_ID, EOS_ID
 
 IGNORED = -100
 TOKENS_PER_BATCH = 16_384
