@@ -58,7 +58,7 @@ class _Span:
 
     @property
     def num_steps(self) -> int:
-        """Those that gave its tokens; one for each token of a plain request."""
+        """How many gave the tokens; one for each token of a plain request."""
         steps = self.answer["meta_info"].get("mtp_effective_k")
         return self.num_tokens if steps is None else len(steps)
 
@@ -68,7 +68,7 @@ class _Span:
         return (self.answer["meta_info"]["finish_reason"] or {}).get("type") != "abort"
 
     def tokens_within(self, start: float, end: float) -> float:
-        """As if they had come one by one, evenly."""
+        """How many came between two times, if they came evenly."""
         shared = min(end, self.end) - max(start, self.start)
         return self.num_tokens * max(0.0, shared) / max(self.end - self.start, 1e-9)
 
@@ -81,13 +81,15 @@ async def closed_loop(
     num_laps: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LoadResult:
-    """As many clients as there shall be requests at once; each takes the next prompt when its
-    answer is there, in laps through the same prompts.
+    """Keeps `num_clients` requests running: each client sends the next prompt when its answer is
+    there. A lap is one pass through the prompts.
 
-    A lap lasts from when its first prompt is taken to when the next lap's is; what an answer gave
-    within it counts. So neither the start counts, when all prompts are read at once, nor a slow
-    last request: the load builds up in a lap before those that count, but for a single client,
-    which needs none.
+    A lap ends when the first prompt of the next one is sent. Several clients first run a lap that
+    does not count, in which the load builds up. An answer that lies only partly in the laps that
+    count gives as many tokens as its share of the time, so a slow last request distorts nothing.
+
+    Args:
+        num_laps: that count.
 
     Raises:
         ValueError: if there are fewer prompts than clients.
@@ -138,8 +140,8 @@ class Budget:
     """How many rounds fit into a time.
 
     Attributes:
-        total_s: for everything since `start_s`.
-        start_s: of `time.perf_counter`.
+        total_s: in all.
+        start_s: `time.perf_counter` when it began.
     """
 
     total_s: float

@@ -84,8 +84,12 @@ def _cpu_model() -> str:
 
 def _command() -> str:
     script = Path(sys.argv[0]).resolve()
-    shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
-    return shlex.join(["python", str(shown), *sys.argv[1:]])
+    if not script.is_relative_to(ROOT):
+        return shlex.join(["python", script.name, *sys.argv[1:]])
+    shown = script.relative_to(ROOT)
+    is_module = (ROOT / shown.parts[0] / "__init__.py").exists()
+    words = ["-m", ".".join(shown.with_suffix("").parts)] if is_module else [str(shown)]
+    return shlex.join(["python", *words, *sys.argv[1:]])
 
 
 def _git(*arguments: str) -> str:

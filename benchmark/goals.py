@@ -1,4 +1,4 @@
-"""What the project wants to reach on one H100, and what the peer reaches there (DESIGN section 9).
+"""What this project wants to reach on one H100, and what its peer, SGLang 0.5.16, reaches there.
 
 Llama-3.1-8B geometry, random bfloat16 weights, greedy, no radix cache.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Goal(NamedTuple):
-    """A figure that is asked for, and the peer's in the same setting."""
+    """A figure that is asked for, and what the peer reached in the same setting."""
 
     asked: float
     peer: float

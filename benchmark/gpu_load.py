@@ -1,4 +1,5 @@
-"""What the GPU's clock and power were during a measurement: under full load power limits clocks."""
+"""The GPU's clock and power during a measurement: under full load the power limit lowers the
+clock."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ INTERVAL_MS = 250
 
 @contextmanager
 def sample_gpu() -> Iterator[dict[str, float]]:
-    """Gives a dictionary that has medians of `FIELDS` after the block; none without a GPU."""
+    """Yields a dictionary that gets the medians of `FIELDS` when the block ends; without a GPU,
+    nothing."""
     found: dict[str, float] = {}
     if shutil.which("nvidia-smi") is None:
         yield found
@@ -41,8 +43,8 @@ def sample_gpu() -> Iterator[dict[str, float]]:
 
 
 def medians(text: str) -> dict[str, float]:
-    """Of the lines that nvidia-smi printed; what it does not know, and a last half line, are left
-    out."""
+    """Medians of the lines that nvidia-smi printed, without the values that it does not know and a
+    last line that was cut."""
     values: dict[str, list[float]] = {name: [] for name in FIELDS}
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]

@@ -1,7 +1,7 @@
-"""Prompts of code that the demo models never saw: windows of packages held out by their name.
+"""Prompts of code that the demo models never saw: windows of packages that training holds out.
 
-The rule is that of training (`training/corpus.py`). Which packages there are depends on the
-machine, so a result names them, with a digest of the prompts.
+A package's name decides that (`training/corpus.py`). Which packages are installed depends on the
+machine, so a result names those used, with a digest of the prompts.
 """
 
 from __future__ import annotations
@@ -9,15 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from training.corpus import HELD_OUT_MAX_BYTES, is_held_out, read_source, source_paths
 from training.tokens import BOS_ID

@@ -15,9 +15,9 @@ Llama-3.1-8B, among filler that is never heard (d and D are the hidden sizes):
 Zeros can be faster than numbers. `--silent-std 1e-12` puts normal values of that size in their
 place, so that no matrix and no activation has any; logits then change by less than rounding.
 
-    python benchmark/inflate.py --out DIR                 16 GB in bfloat16
-    python benchmark/inflate.py --out DIR --config-only   for dummy weights and `inflated_tensors`
-    python benchmark/inflate.py --check                   proves it on a small target, on any CPU
+    python -m benchmark.inflate --out DIR                 16 GB in bfloat16
+    python -m benchmark.inflate --out DIR --config-only   for dummy weights and `inflated_tensors`
+    python -m benchmark.inflate --check                   proves it on a small target, on any CPU
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from benchmark.random_model import LLAMA_8B, Geometry
 from sglang.srt.model_config import ModelConfig, ModelPathError, load_model_config
 from sglang.srt.model_loader.loader import read_directory
 
@@ -54,8 +55,6 @@ BLOCKS = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
 )
-HF_NAMES = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
-HF_NAMES["num_kv_heads"] = "num_key_value_heads"
 NUM_TOKENS, NUM_MASKS, NUM_GREEDY = 400, 16, 64  # of a comparison
 NOISE_FACTOR, LIMITS = 4.0, {"probabilities": 1e-6, "padding": -50.0, "greedy": 0.0}
 
@@ -64,27 +63,14 @@ class InflationError(ValueError):
     """A target that the small model does not fit into, or a model of another kind."""
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Sizes of a Llama, named as in `ModelConfig`."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-
-    def weight_names(self) -> list[str]:
-        """In the order in which they are made."""
-        layers = [f"model.layers.{layer}" for layer in range(self.num_layers)]
-        inner = [f"{layer}.{block}.weight" for layer in layers for block in BLOCKS]
-        return [EMBEDDING, *inner, LAST_NORM, HEAD]
-
-
-LLAMA_8B = Geometry(4096, 14336, 32, 32, 8, 128, 128256)
 CHECKED = Geometry(1024, 1024, 6, 8, 4, 128, 5000)
+
+
+def weight_names(geometry: Geometry) -> list[str]:
+    """Of a Llama with a head of its own, in the order in which they are made."""
+    layers = [f"model.layers.{layer}" for layer in range(geometry.num_layers)]
+    inner = [f"{layer}.{block}.weight" for layer in layers for block in BLOCKS]
+    return [EMBEDDING, *inner, LAST_NORM, HEAD]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,10 +233,10 @@ def inflated_tensors(
     Raises:
         InflationError: if `small` has other weights than a Llama of these sizes.
     """
-    if odd := (small.keys() | {HEAD}) ^ set(inflation.small.weight_names()):
+    if odd := (small.keys() | {HEAD}) ^ set(weight_names(inflation.small)):
         raise InflationError(f"The small model lacks or has beyond a Llama: {min(odd)!r}.")
     builder = _Builder(small, inflation, filling)
-    for name in inflation.target.weight_names():
+    for name in weight_names(inflation.target):
         yield name, builder.tensor(name)
 
 
@@ -258,7 +244,7 @@ def inflated_config(config: ModelConfig, plan: Inflation, dtype: torch.dtype) ->
     """The target's config.json: token ids, context and RoPE stay."""
     return {
         **{key: value for key, value in config.hf.items() if key != "dtype"},
-        **{HF_NAMES.get(name, name): size for name, size in asdict(plan.target).items()},
+        **plan.target.hf_config(),
         "rms_norm_eps": plan.eps,
         "tie_word_embeddings": False,
         "torch_dtype": str(dtype).removeprefix("torch."),

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_load import LoadResult
-from goals import (
+from benchmark.command import median_ratio
+from benchmark.engine_load import LoadResult
+from benchmark.goals import (
     BUSY_LOAD,
     MIN_RATIO_K_1,
     MIN_RATIO_LOAD_AWARE,
@@ -80,8 +81,8 @@ class Samples:
 
     def ratio(self, kind: str, other: str) -> float:
         """Tokens per second beside another kind's."""
-        pairs = zip(self.by_kind[kind], self.by_kind[other], strict=True)
-        return statistics.median(mine.tok_s / theirs.tok_s for mine, theirs in pairs)
+        mine, theirs = ([result.tok_s for result in self.by_kind[name]] for name in (kind, other))
+        return median_ratio(mine, theirs)
 
 
 def checks_of(samples: Sequence[Samples]) -> list[dict[str, Any]]:

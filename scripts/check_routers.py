@@ -16,7 +16,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,12 +28,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmark"))
+sys.path.insert(0, str(ROOT))
 
-from environment import describe_environment  # noqa: E402  (benchmark/ is no package)
+from benchmark.command import RESULTS, store  # noqa: E402
+from benchmark.environment import describe_environment  # noqa: E402
+from benchmark.server_process import free_port  # noqa: E402
 
 VERSIONS = ("0.3.2", "0.2.2")
-RESULT = ROOT / "benchmark/results/routers.json"
+RESULT = RESULTS / "routers.json"
 WORK = ROOT / "build" / "routers"
 # Beside the address: how soon a dead worker is left alone, and how soon one that is back is used.
 ROUTER_FLAGS = [
@@ -73,7 +74,7 @@ def main() -> int:
                 run = check_router(version, policy, workers, expected, arguments.requests)
                 runs.append(run)
     result |= {"router_flags": " ".join(ROUTER_FLAGS), "worker_paths": paths, "runs": runs}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    store(RESULT, result)
     show(runs)
     failures = [phase for run in runs for phase in run["phases"] if not phase["ok"]]
     bad_paths = [path for path, status in paths.items() if status != 200]
@@ -326,13 +327,6 @@ def router_python(version: str) -> Path:
     package = f"sglang-router=={version}"
     subprocess.run([str(python), "-m", "pip", "install", "-q", package], check=True)
     return python
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def show(runs: list[dict[str, Any]]) -> None:

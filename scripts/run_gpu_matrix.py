@@ -33,8 +33,9 @@ import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmark"))
-from environment import describe_environment  # noqa: E402
+sys.path.insert(0, str(ROOT))
+from benchmark.command import store  # noqa: E402
+from benchmark.environment import describe_environment  # noqa: E402
 
 from sglang.srt.registry import ATTENTION_BACKENDS  # noqa: E402
 
@@ -182,8 +183,7 @@ def main() -> int:
             results[name] = {"target": WAYS[name], **found}
             print(f"{name:36} {'ok' if is_good(found) else 'FAILED':7} {found}", flush=True)
             if arguments.out is not None:
-                result = {**describe_environment(), "ways": results}
-                arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+                store(arguments.out, {**describe_environment(), "ways": results})
     return int(not results or not all(map(is_good, results.values())))
 
 

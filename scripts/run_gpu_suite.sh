@@ -12,7 +12,7 @@ Usage: bash scripts/run_gpu_suite.sh [options]
   --site DIR            where they are installed, kept for the next run (default: a temporary folder)
   --gpu-tests PATH      tests that always run (default test/gpu, left out if it does not exist)
   --tests "PATHS"       more tests, each path a run of its own, for example "test/e2e/test_mtp.py"
-  --benchmarks "NAMES"  scripts of benchmark/, separated by ';', each with its own arguments:
+  --benchmarks "NAMES"  modules of benchmark/measure/, separated by ';', each with its own arguments:
                         "decode_steps --batch-sizes 1 8; mtp_cpu"; results go to DIR/NAME.json
   --test-limit S        seconds for one run of tests (default 900)
   --benchmark-limit S   seconds for one benchmark (default 900)
@@ -73,8 +73,8 @@ for path in ${TEST_PATHS[@]+"${TEST_PATHS[@]}"}; do
 done
 for run in ${BENCHMARK_RUNS[@]+"${BENCHMARK_RUNS[@]}"}; do
     read -r name _ <<<"$run" || true
-    [ -z "$name" ] || [ -f "benchmark/${name%.py}.py" ] ||
-        fail "--benchmarks: there is no benchmark/${name%.py}.py."
+    [ -z "$name" ] || [ -f "benchmark/measure/${name%.py}.py" ] ||
+        fail "--benchmarks: there is no benchmark/measure/${name%.py}.py."
 done
 
 check_gpu() {
@@ -219,8 +219,8 @@ run_tests() { # <path>
 run_benchmark() { # <name> <arguments...>
     local name="${1%.py}" result=()
     shift
-    case " $* " in *" --out "* | *" --out="* | *" --output"*) ;; *) result=(--out "$RESULTS/$name.json") ;; esac
-    run_step "$name" "$BENCHMARK_LIMIT_S" "$PYTHON" "benchmark/$name.py" "$@" ${result[@]+"${result[@]}"}
+    case " $* " in *" --out "* | *" --out="*) ;; *) result=(--out "$RESULTS/$name.json") ;; esac
+    run_step "$name" "$BENCHMARK_LIMIT_S" "$PYTHON" -m "benchmark.measure.$name" "$@" ${result[@]+"${result[@]}"}
 }
 
 printf '[1/3] Host\n'

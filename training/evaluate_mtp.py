@@ -2,8 +2,8 @@
 
     python -m training.evaluate_mtp python/sglang/demo_models/tiny-code --prompts 16
 
-Every decode feeds the whole text again each step, in float32: slow, short, and independent of the
-runtime that is to decode the same.
+Each decoding step feeds the whole text again, in float32. That is slow, but short and independent
+of the runtime, which must decode the same.
 """
 
 from __future__ import annotations

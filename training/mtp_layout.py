@@ -1,8 +1,8 @@
 """Layout, labels and loss of multi-token prediction training by self-distillation.
 
 After "Multi-Token Prediction via Self-Distillation" (arXiv 2602.06019): mask tokens behind a prefix
-learn to say what the model itself would write there. Here the teacher is the student of the same
-moment, and a mask row counts most while the rows before it are right, since only then its
+learn to say what the model itself would write there. Here the model at the same training step is
+its own teacher, and a mask row counts most while the rows before it are right, since only then its
 prediction can be used.
 
 A sequence is R real tokens, then M mask rows in regions of K. The region with anchor a holds the

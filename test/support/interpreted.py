@@ -14,7 +14,7 @@ from code_shape import ROOT
 def run_interpreted(program: str, name: str) -> dict[str, float | str]:
     """The lines that `test/<program> <name>` prints: the largest error of each case, or what was
     wrong with it."""
-    paths = (ROOT / "python", ROOT / "sgl-kernel/python", ROOT / "test/support")
+    paths = (ROOT, ROOT / "python", ROOT / "sgl-kernel/python", ROOT / "test/support")
     process = subprocess.run(
         [sys.executable, ROOT / "test" / program, name],
         env={

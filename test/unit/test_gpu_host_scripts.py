@@ -62,7 +62,7 @@ def test_wrong_arguments_show_the_usage(script: str, arguments: list[str], reaso
     ("arguments", "reason"),
     [
         (["--tests", "test/nowhere.py"], "there is no test/nowhere.py"),
-        (["--benchmarks", "decode_steps --repeats 1; nothing"], "no benchmark/nothing.py"),
+        (["--benchmarks", "decode_steps --repeats 1; nothing"], "no benchmark/measure/nothing.py"),
         (["--wheelhouse", "/nowhere"], "make_wheelhouse.sh"),
     ],
 )

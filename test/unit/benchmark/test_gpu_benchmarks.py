@@ -1,10 +1,9 @@
-"""The pure parts of the GPU benchmarks: loads, prompts, checks, phases of a log, tables, plots."""
+"""The pure parts of the benchmarks: loads, prompts, checks, phases of a log."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import json
 import random
 import sys
 import sysconfig
@@ -13,31 +12,16 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmark"))
-
-import goals
-import gpu_load
-import held_out
-import make_gpu_tables
-import mtp_gpu
-import mtp_paired
-import plot_mtp_gpu
-import plot_step_profile
-import startup
-import throughput
-from decode_steps import GEOMETRIES
-from engine_load import Budget, LoadResult, closed_loop, random_prompts
-from mtp_checks import FIXED, K_1, KINDS, LOAD_AWARE, PLAIN, Samples, checks_of
-from plotting import MISSING, load_pyplot, read_result
-
+from benchmark import goals, gpu_load, held_out
+from benchmark.command import in_turn
+from benchmark.engine_load import Budget, LoadResult, closed_loop, random_prompts
+from benchmark.measure import mtp_gpu, mtp_paired, startup, throughput
+from benchmark.mtp_checks import FIXED, K_1, KINDS, LOAD_AWARE, PLAIN, Samples, checks_of
+from benchmark.random_model import GEOMETRIES
 from sglang.bench_one_batch import OneBatch
 from sglang.srt.server_args import ServerArgs
 from training.corpus import is_held_out
 from training.tokens import BOS_ID
-
-MACHINE = {"machine": {"cpu": "c", "cores": 2}, "versions": {"torch": "2"}, "commit": "a" * 40}
-PROVENANCE = {**MACHINE, "dirty": True, "command": "python x"}
-
 
 NEW_TOKENS = 48
 
@@ -142,6 +126,14 @@ def test_a_load_needs_a_prompt_per_client() -> None:
 def test_steps_are_those_that_the_answers_name_and_else_one_per_token() -> None:
     assert load_of([[8, 2]], num_clients=1)[0].tokens_per_step == 1.0
     assert load_of([[8, 2]], num_clients=1, mtp_enabled=True)[0].tokens_per_step == 2.0
+
+
+def test_who_begins_takes_turns_round_by_round() -> None:
+    assert [in_turn("abc", number) for number in range(3)] == [
+        list("abc"),
+        list("cba"),
+        list("abc"),
+    ]
 
 
 def test_random_prompts_repeat_with_the_seed_and_hold_no_special_token() -> None:
@@ -330,140 +322,6 @@ def test_a_server_that_cannot_start_is_reported_with_its_last_lines() -> None:
     command = [sys.executable, "-c", "import sys; print('no such flag'); sys.exit(2)"]
     with pytest.raises(startup.StartError, match=r"ended with 2(.|\n)*no such flag"):
         startup.time_start(command, {}, limit_s=30)
-
-
-def mtp_result() -> dict[str, Any]:
-    samples = [samples_of(load, {PLAIN: [10.0 * load]}) for load in (4, 1)]
-    return {
-        **PROVENANCE,
-        "model": "demo",
-        "prompt_tokens": 8,
-        "new_tokens": 9,
-        "rounds": 1,
-        "prompts": {"packages": {"a": "1"}, "note": ""},
-        "rows": [sample.row() for sample in samples],
-        "checks": checks_of(samples),
-    }
-
-
-PROFILE: dict[str, Any] = {
-    **PROVENANCE,
-    "geometry": "tiny",
-    "rows": [
-        {
-            "batch": batch,
-            "load": f"batch {batch}",
-            "kinds_us": {"norm": 1.0 * batch, "matrix products": 500.0},
-            "idle_us": 7.0,
-            "profiled_us": 600.0,
-            "wall_us": 590.0,
-            "host_us": 2100.0,
-            "kernels_per_step": 40.0,
-        }
-        for batch in (1, 64)
-    ],
-}
-DECODE = {**PROVENANCE, "attention_backend": "triton", "cuda_graphs": True}
-
-
-def write_results(folder: Path) -> None:
-    results: dict[str, Any] = {
-        "decode_steps": {**DECODE, "rows": [{"batch": 1, "ms": 6.0}, {"batch": 8, "ms": 6.3}]},
-        "decode_steps_eager": {**DECODE, "cuda_graphs": False, "rows": [{"batch": 1, "ms": 30.0}]},
-        "step_profile": PROFILE,
-        "startup": {
-            **PROVENANCE,
-            "summary": [
-                {"attention_backend": "triton", "cold_s": 41, "warm_s": 20, "compile_s": 21},
-                {
-                    "attention_backend": "flashinfer",
-                    "cold_s": 90,
-                    "warm_s": None,
-                    "compile_s": None,
-                },
-            ],
-        },
-        "mtp_gpu": mtp_result(),
-    }
-    for name, result in results.items():
-        (folder / f"{name}.json").write_text(json.dumps(result))
-
-
-def page_of(*names: str) -> str:
-    return "".join(f"# {n}\n<!-- {n}:begin -->\nold\n<!-- {n}:end -->\n" for n in names)
-
-
-def test_a_page_is_filled_between_its_marks_and_then_passes_the_check(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_results(tmp_path)
-    page = tmp_path / "page.md"
-    page.write_text("before\n" + page_of(*make_gpu_tables.PARTS) + "after\n")
-    flags = ["--page", str(page), "--results", str(tmp_path)]
-    assert make_gpu_tables.main([*flags, "--check"]) == 1
-    assert make_gpu_tables.main(flags) == 0
-    assert make_gpu_tables.main([*flags, "--check"]) == 0
-    text = page.read_text()
-    assert text.startswith("before\n# decode_steps\n")
-    assert text.endswith("after\n")
-    for line in (
-        "| 1 | 6.00 | 30.00 | 6.05 | 6.30 | yes |",
-        "| 8 | 6.30 | - | 6.25 | 6.53 | **no** |",
-        "Host time at batch 64, asked: 2 ms or less; reached: **no**.",
-        "| triton | 41.0 | **no** | 20.0 | yes | 21.0 |",
-        "| flashinfer | 90.0 | - | failed | - | - |",
-        "| plain | 10 (1.00x) | 40 (1.00x) | 1.00 |",
-        "Not measured yet: there is no `benchmark/results/throughput*.json`.",
-    ):
-        assert f"{line}\n" in text, line
-    assert "throughput: there is no throughput*.json" in capsys.readouterr().out
-    page.write_text(text.replace("6.00", "5.00"))
-    assert make_gpu_tables.main([*flags, "--check"]) == 1
-
-
-def test_without_a_page_there_is_nothing_to_check(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert make_gpu_tables.main(["--check", "--page", str(tmp_path / "none.md")]) == 0
-    assert "none.md" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("page", ["<!-- startup:begin -->", "<!-- startup:end -->"])
-def test_half_a_mark_is_refused(page: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="startup:begin"):
-        make_gpu_tables.fill(page, tmp_path)
-
-
-def test_a_throughput_of_the_asked_shape_is_judged() -> None:
-    settings = throughput.settings(throughput.parse(["--in-process"]))
-    result = {**PROVENANCE, **settings, "output_tok_s": 6299.0, "prefill_share": 0.5}
-    text = make_gpu_tables.throughput([result])
-    assert "| default, in-process | 512 x (512 in, 128 out) | 128 | 512 | 6,299 | 50% |" in text
-    assert text.endswith("| 6,300 | 5,616 | **no** |\n")
-
-
-def test_a_curve_has_a_point_per_load_in_ascending_order() -> None:
-    curves = plot_mtp_gpu.series(mtp_result(), "tok_s")
-    assert curves[PLAIN] == ([1, 4], [10.0, 40.0])
-    assert curves.keys() == KINDS.keys() == plot_mtp_gpu.STYLES.keys()
-
-
-def test_layers_are_stacked_from_the_largest_and_gaps_last() -> None:
-    assert list(plot_step_profile.layers(PROFILE["rows"]).items()) == [
-        ("matrix products", [0.5, 0.5]),
-        ("norm", [0.001, 0.064]),
-        ("gaps", [0.007, 0.007]),
-    ]
-
-
-def test_a_missing_matplotlib_or_result_is_one_clear_message(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit, match=MISSING):
-        load_pyplot()
-    with pytest.raises(SystemExit, match=r"python benchmark/mtp_gpu\.py"):
-        read_result(tmp_path / "mtp_gpu.json", "mtp_gpu.py")
 
 
 def test_paired_rounds_are_judged_by_their_median_and_their_lowest() -> None:

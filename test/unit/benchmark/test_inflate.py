@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sglang.srt.model_config import load_model_config
-from sglang.srt.model_loader.loader import WeightPlaces, load_model, read_directory
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmark"))
-
-from inflate import (
+from benchmark.inflate import (
     CHECKED,
-    LLAMA_8B,
     NOISE_FACTOR,
     Filling,
     InflationError,
@@ -31,6 +24,9 @@ from inflate import (
     problems_of,
     write_model,
 )
+from benchmark.random_model import LLAMA_8B
+from sglang.srt.model_config import load_model_config
+from sglang.srt.model_loader.loader import WeightPlaces, load_model, read_directory
 
 DEMO = load_model_config("demo")
 PLAN = plan_inflation(DEMO, CHECKED)

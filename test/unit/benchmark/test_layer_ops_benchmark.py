@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmark"))
-
-import layer_ops
-from inflate import LLAMA_8B, Geometry
-from layer_ops import BACKENDS, Call, Case, Setting, check, copies_to_exceed, make_cases, table
-
+from benchmark.measure import layer_ops
+from benchmark.measure.layer_ops import (
+    BACKENDS,
+    Call,
+    Case,
+    Setting,
+    check,
+    copies_to_exceed,
+    make_cases,
+    table,
+)
+from benchmark.random_model import LLAMA_8B, Geometry
 from interpreted import run_interpreted
 
 # The interpreter's tl.dot takes the bits of bfloat16 for integers.

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Proof of the surface: SGLang's own benchmark client, in an environment of its own, completes 200
-# requests against our server by each route. Writes benchmark/results/sglang_bench_client.json.
+# Does SGLang's own benchmark client work with our server? In an environment of its own it sends 200
+# requests by each of two routes, and all must complete. Writes benchmark/results/sglang_bench_client.json.
 set -euo pipefail
-ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VERSION=0.5.23
 PORT="${PORT:-30123}"
 WORK="$(mktemp -d)"
@@ -46,11 +46,11 @@ runs = []
 for name in ("sglang", "sglang-oai"):
     run = json.loads((work / f"{name}.jsonl").read_text().splitlines()[-1])
     runs.append({key: run.get(key) for key in keys})
-sys.path.insert(0, str(root / "benchmark"))
-from environment import describe_environment
+sys.path.insert(0, str(root))
+from benchmark.environment import describe_environment
 
 result = {**describe_environment(), "client": f"sglang {version}, sglang.bench_serving",
-          "command": "bash scripts/playground/run_sglang_bench_client.sh", "runs": runs}
+          "command": "bash scripts/check_sglang_bench_client.sh", "runs": runs}
 path = root / "benchmark/results/sglang_bench_client.json"
 path.write_text(json.dumps(result, indent=1) + "\n")
 print(json.dumps(runs, indent=1))

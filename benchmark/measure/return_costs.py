@@ -8,27 +8,25 @@ alternate; medians of the rounds' ratios. Random weights, default geometry Llama
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from decode_steps import GEOMETRIES, INPUT_LEN, write_config
-from engine_load import random_prompts
-from environment import describe_environment
 from tqdm import tqdm
 
 import sglang
+from benchmark.command import in_turn, make_parser, median_ratio, store
+from benchmark.engine_load import random_prompts
+from benchmark.environment import describe_environment
+from benchmark.measure.decode_steps import INPUT_LEN
+from benchmark.random_model import GEOMETRIES, random_model
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.server_args import ServerArgs
 
-RESULT = Path(__file__).parent / "results" / "return_costs.json"
 GREEDY = {"temperature": 0}
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.3, "presence_penalty": 0.2}
@@ -110,8 +108,7 @@ def measure(
     """Rounds of all kinds with `size` requests."""
     found: dict[str, list[float]] = {name: [] for name in KINDS}
     for number in tqdm(range(arguments.rounds + 1), desc=f"batch {size}", unit="round"):
-        names = list(KINDS) if number % 2 else list(reversed(KINDS))
-        for place, name in enumerate(names):
+        for place, name in enumerate(in_turn(KINDS, number)):
             seed = (size * 1000 + number) * len(KINDS) + place
             prompts = random_prompts(size, INPUT_LEN, vocab_size, seed)
             num_new = arguments.new_tokens if number else 8  # the first round warms up
@@ -124,8 +121,8 @@ def measure(
         row["ms"] = round(statistics.median(found[name]), 3)
         row["all_ms"] = [round(ms, 3) for ms in found[name]]
         if kind.beside is not None:
-            ratios = [a / b for a, b in zip(found[name], found[kind.beside], strict=True)]
-            row |= {"beside": kind.beside, "ratio": round(statistics.median(ratios), 4)}
+            ratio = median_ratio(found[name], found[kind.beside])
+            row |= {"beside": kind.beside, "ratio": round(ratio, 4)}
             row["asked"] = kind.most
         rows.append(row)
     return rows
@@ -133,20 +130,18 @@ def measure(
 
 def main() -> None:
     """Measures, prints a table, writes the result."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = make_parser(__doc__, "return_costs")
     add = parser.add_argument
     add("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
     add("--batch-sizes", type=int, nargs="+", default=[64, 128])
     add("--rounds", type=int, default=5)
     add("--new-tokens", type=int, default=128)
     add("--device", default="auto")
-    add("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     geometry = GEOMETRIES[arguments.geometry]
-    with tempfile.TemporaryDirectory() as directory:
-        write_config(Path(directory), geometry)
+    with random_model(arguments.geometry) as folder:
         args = ServerArgs(
-            model_path=directory,
+            model_path=folder,
             tokenizer_path=str(resolve_model_path("demo")),
             load_format="dummy",
             device=arguments.device,
@@ -174,7 +169,7 @@ def main() -> None:
         "idle_scrape_ms": round(statistics.median(seconds) * 1e3, 3),
         "rows": rows,
     }
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    store(arguments.out, result)
 
 
 if __name__ == "__main__":

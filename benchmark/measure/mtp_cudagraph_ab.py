@@ -1,7 +1,7 @@
 """Does multi-token prediction give the same tokens, step by step, however the server runs it?
 
-    python scripts/playground/mtp_cudagraph_ab.py
-    python scripts/playground/mtp_cudagraph_ab.py --model-path DIR --dtype bfloat16 --out ab.json
+    python -m benchmark.measure.mtp_cudagraph_ab
+    python -m benchmark.measure.mtp_cudagraph_ab --model-path DIR --dtype bfloat16 --out ab.json
 
 Fixed prompts at k = 2 and k = 3 (static, conf_adapt and verified) through arms: overlap on and off,
 radix cache on and off, one request and eight at once; on a GPU also graphs of multi-token steps on
@@ -30,11 +30,10 @@ from typing import Any
 from tqdm import tqdm
 
 import sglang
+from benchmark.command import store
+from benchmark.environment import describe_environment
 from sglang.srt.model_config import load_model_config
 from sglang.srt.platform import Platform
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmark"))
-from environment import describe_environment
 
 PROMPTS = (
     "def read_config(path):\n    ",
@@ -327,7 +326,7 @@ def main() -> int:
             "attention_backend": arguments.attention_backend or "default",
             "arms": [asdict(item) for item in findings],
         }
-        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+        store(arguments.out, report)
     return 0 if all(item.is_clean for item in findings) else 1
 
 

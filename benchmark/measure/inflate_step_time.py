@@ -8,8 +8,6 @@ server has them, in alternating rounds. Asked: within 1 %.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -18,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import describe_environment
-from inflate import CHECKED, LLAMA_8B, Filling, inflated_tensors, plan_inflation, write_model
 from tqdm import tqdm
 
+from benchmark.command import in_turn, make_parser, median_ratio, store
+from benchmark.environment import describe_environment
+from benchmark.inflate import CHECKED, Filling, inflated_tensors, plan_inflation, write_model
+from benchmark.random_model import LLAMA_8B
 from sglang.srt.environ import Environ
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.model_config import load_model_config, resolve_model_path
@@ -31,7 +31,6 @@ from sglang.srt.platform import Platform
 from sglang.srt.processes.runtime_config import resolve
 from sglang.srt.server_args import ServerArgs
 
-RESULT = Path(__file__).parent / "results" / "inflate_step_time.json"
 SHAPES = {1: [1], 128: [1] * 128, 512: [512]}  # rows of a step: rows of each request
 ASKED = 0.01  # relative difference from dummy weights
 PASSES = 10  # of a measurement
@@ -102,14 +101,11 @@ def measure(runners: dict[str, ModelRunner], rounds: int, vocab_size: int) -> li
         batches = {kind: step_of(runner, q_lens, vocab_size) for kind, runner in runners.items()}
         times: dict[str, list[float]] = {kind: [] for kind in runners}
         for number in tqdm(range(rounds + 2), desc=f"{num_rows} rows", unit="round"):
-            for kind in list(runners)[:: 1 if number % 2 else -1]:
+            for kind in in_turn(runners, number):
                 found = milliseconds(runners[kind], batches[kind])
                 if number > 1:
                     times[kind].append(found)
-        ratios = {
-            kind: statistics.median(a / b for a, b in zip(found, times["dummy"], strict=True))
-            for kind, found in times.items()
-        }
+        ratios = {kind: median_ratio(found, times["dummy"]) for kind, found in times.items()}
         medians = {kind: round(statistics.median(found), 4) for kind, found in times.items()}
         rows.append({"rows": num_rows, "ms": medians, "ratio_to_dummy": ratios})
     return rows
@@ -117,10 +113,9 @@ def measure(runners: dict[str, ModelRunner], rounds: int, vocab_size: int) -> li
 
 def main() -> None:
     """Measures, prints a table, writes the result."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = make_parser(__doc__, "inflate_step_time")
     parser.add_argument("--tiny", action="store_true", help="a small target, for a trial on a CPU")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     kinds: dict[str, float | None] = {"dummy": None, **SILENT}
     with tempfile.TemporaryDirectory() as directory:
@@ -140,7 +135,7 @@ def main() -> None:
     }
     print(f"within {ASKED:.0%} of dummy weights: {within}")
     result = {**describe_environment(), "asked": ASKED, "within": within, "rows": rows}
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    store(arguments.out, result)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,16 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from decode_steps import GEOMETRIES, write_config
-from environment import describe_environment
-from goals import STARTUP_S
 from tqdm import tqdm
 
+from benchmark.command import make_parser, store
+from benchmark.environment import describe_environment
+from benchmark.goals import STARTUP_S
+from benchmark.random_model import GEOMETRIES, random_model
+from benchmark.server_process import StartError, free_port, wait_until_healthy
 from sglang.srt.model_config import resolve_model_path
 
-RESULT = Path(__file__).parent / "results" / "startup.json"
 NUM_TOKENS = 16
-POLL_S = 0.02
 STOP_LIMIT_S = 60.0
 MAX_LOG_LINES = 200
 CACHES = {  # environment variable: folder
@@ -53,10 +52,6 @@ PHASES = {  # what a line of the log says of a phase's duration
     "scheduler_ready_s": r"The scheduler is ready after ([\d.]+) s",
     "server_ready_s": r"\bReady after ([\d.]+) s",
 }
-
-
-class StartError(RuntimeError):
-    """The server did not start, answer or end as it should."""
 
 
 class ServerLog:
@@ -100,9 +95,7 @@ def time_start(command: list[str], environ: dict[str, str], limit_s: float) -> d
     Raises:
         StartError: with the end of the server's log.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     start = time.perf_counter()
     process = subprocess.Popen(
         [*command, "--port", str(port)],
@@ -115,7 +108,7 @@ def time_start(command: list[str], environ: dict[str, str], limit_s: float) -> d
     )
     log = ServerLog(process, start)
     try:
-        _wait_until_healthy(process, port, start + limit_s)
+        wait_until_healthy(process, port, start + limit_s)
         healthy_s = time.perf_counter() - start
         _generate(port, limit_s)
         answered_s = time.perf_counter() - start
@@ -131,23 +124,6 @@ def time_start(command: list[str], environ: dict[str, str], limit_s: float) -> d
         "phases": phases_of(line for _, line in log.lines),
         "log": [f"{at:.3f} s: {without_paths(line)}" for at, line in log.lines[:MAX_LOG_LINES]],
     }
-
-
-def _wait_until_healthy(process: subprocess.Popen[str], port: int, deadline: float) -> None:
-    while not _is_healthy(port):
-        if process.poll() is not None:
-            raise StartError(f"The server ended with {process.returncode} while starting.")
-        if time.perf_counter() > deadline:
-            raise StartError("The server was not ready in time.")
-        time.sleep(POLL_S)
-
-
-def _is_healthy(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def _generate(port: int, limit_s: float) -> None:
@@ -196,11 +172,11 @@ def _kill_tree(process: subprocess.Popen[str]) -> None:
 
 
 def measure_backend(
-    arguments: argparse.Namespace, model: Path, backend: str | None, bar: tqdm[Any]
+    arguments: argparse.Namespace, model: str, backend: str | None, bar: tqdm[Any]
 ) -> list[dict[str, Any]]:
     """A cold start and warm ones, --cold-runs times."""
     command = [
-        *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)),
+        *(sys.executable, "-m", "sglang.launch_server", "--model-path", model),
         *("--tokenizer-path", str(resolve_model_path("demo")), "--load-format", "dummy"),
         *("--max-running-requests", str(arguments.max_running_requests)),
         *("--context-length", str(arguments.context_length), "--device", arguments.device),
@@ -244,7 +220,7 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = make_parser(__doc__, "startup")
     add = parser.add_argument
     add("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
     add("--attention-backends", nargs="*", default=[], help="default: the server's own choice")
@@ -255,7 +231,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--limit-s", type=float, default=240.0, help="of one start")
     add("--server-flags", default="", help='more flags, such as "--disable-cuda-graph"')
     add("--device", default="auto")
-    add("--out", type=Path, default=RESULT)
     return parser.parse_args(argv)
 
 
@@ -265,10 +240,9 @@ def main() -> int:
     backends = arguments.attention_backends or [None]
     rows: list[dict[str, Any]] = []
     total = len(backends) * arguments.cold_runs * (1 + arguments.warm_runs)
-    with tempfile.TemporaryDirectory() as directory, tqdm(total=total, unit="start") as bar:
-        write_config(Path(directory), GEOMETRIES[arguments.geometry])
+    with random_model(arguments.geometry) as folder, tqdm(total=total, unit="start") as bar:
         for backend in backends:
-            rows += measure_backend(arguments, Path(directory), backend, bar)
+            rows += measure_backend(arguments, folder, backend, bar)
     result = {
         **describe_environment(),
         "geometry": arguments.geometry,
@@ -278,7 +252,6 @@ def main() -> int:
         "summary": summarize(rows),
         "rows": rows,
     }
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     for row in (row for row in rows if "error" not in row):
         phases = ", ".join(f"{name} {value:.1f}" for name, value in row["phases"].items())
         label = f"{row['attention_backend']:12} {row['run']:4}"
@@ -286,7 +259,8 @@ def main() -> int:
     errors = [row for row in rows if "error" in row]
     for row in errors:
         print(f"{row['attention_backend']:12} {row['run']:4} FAILED: {row['error']}")
-    print(f"asked: {STARTUP_S}; written: {arguments.out}")
+    print(f"asked: {STARTUP_S}")
+    store(arguments.out, result)
     return int(bool(errors))
 
 

@@ -14,21 +14,18 @@ what mostly reads can be faster.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from decode_steps import GEOMETRIES
-from environment import describe_environment
-from inflate import Geometry
 from tqdm import tqdm
 
+from benchmark.command import make_parser, store
+from benchmark.environment import describe_environment
+from benchmark.random_model import GEOMETRIES, Geometry
 from sglang.srt.layers.forward_batch import DECODE, ForwardBatch, GraphKey
 from sglang.srt.layers.layer_runtime import LayerOps
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
@@ -37,7 +34,6 @@ from sglang.srt.platform import shared_memory_bytes
 from sglang.srt.registry import ATTENTION_BACKENDS, OPERATIONS, load
 from sglang.srt.rope_config import parse_rope
 
-RESULT = Path(__file__).parent / "results" / "layer_ops.json"
 GEOMETRY = "llama-3.1-8b"
 BACKENDS = {"triton": "triton", "torch": "torch_native"}  # of attention, for each of OPERATIONS
 KV_LENS, MAX_POSITIONS = (170, 1024), 8192
@@ -289,10 +285,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints a table, writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = make_parser(__doc__, "layer_ops")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128, 512])
     parser.add_argument("--calls", type=int, default=40, help="calls per CUDA graph")
-    parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args(argv)
     if min(arguments.calls, *arguments.rows) < 1:
         parser.error("--rows and --calls must be 1 or more.")
@@ -308,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = [measure(case, arguments.calls, cache_bytes, gb_s) for case in tqdm(cases)]
     print(table(rows))
     result = {"geometry": GEOMETRY, "copy_gb_s": round(gb_s, 1), "rows": rows}
-    arguments.out.write_text(json.dumps({**describe_environment(), **result}, indent=2) + "\n")
+    store(arguments.out, {**describe_environment(), **result})
 
 
 if __name__ == "__main__":

@@ -1,37 +1,34 @@
 """Where does each millisecond of a decode step go? Kernels by kind, and the gaps between them.
 
-Steps of one static batch, overlapping as in the server, under torch's profiler (CUPTI): random
-weights in a large geometry (as `decode_steps.py`), 128 tokens in. Also the time that the host takes
-to launch a step. --mixed adds steps of a full load: 128 requests at once, prompts of 512 tokens and
-128 new ones each, so that prompts and decodes share every step. --mtp adds steps in which requests
-feed what they predicted and masks (k=8: fifteen rows each), for few requests at once; all steps
-then run as those of a model with a mask token. `plot_step_profile.py` draws the result.
+Steps of one static batch under torch's profiler (CUPTI), each launched while the one before it
+runs, as in the server: random weights in a large geometry, 128 tokens in. Also the time that the
+host takes to launch a step. --mixed adds steps of a full load: 128 requests at once, prompts of 512
+tokens and 128 new ones each, so that prompts and decodes share every step. --mtp adds steps in
+which requests feed what they predicted and masks (k=8: fifteen rows each), for few requests at
+once; all steps then run as those of a model with a mask token.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from decode_steps import GEOMETRIES, INPUT_LEN, write_config
-from engine_load import random_prompts
-from environment import describe_environment
 from tqdm import tqdm
 
+from benchmark.command import make_parser, store
+from benchmark.engine_load import random_prompts
+from benchmark.environment import describe_environment
+from benchmark.measure.decode_steps import INPUT_LEN
+from benchmark.random_model import GEOMETRIES, random_model
 from sglang.bench_one_batch import OneBatch
 from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
-RESULT = Path(__file__).parent / "results" / "step_profile.json"
 NUM_STEPS, WARM_STEPS = 20, 12
 CHUNK = 512  # prompt tokens of a step
 MASK_TOKEN, MTP_K = 2, 8
@@ -170,20 +167,18 @@ def _sums(profiler: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Profiles, prints a table, writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = make_parser(__doc__, "step_profile")
     parser.add_argument("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--attention-backend")
     parser.add_argument("--mixed", action="store_true", help="also steps of prompts and decodes")
     parser.add_argument("--mtp", action="store_true", help="also steps of several rows per request")
-    parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     geometry = GEOMETRIES[arguments.geometry]
-    with tempfile.TemporaryDirectory() as directory:
-        write_config(Path(directory), geometry)
+    with random_model(arguments.geometry) as folder:
         batch = OneBatch(
             ServerArgs(
-                model_path=directory,
+                model_path=folder,
                 load_format="dummy",
                 attention_backend=arguments.attention_backend,
                 disable_radix_cache=True,
@@ -212,7 +207,7 @@ def main() -> None:
                 f" {kernel['median_us']:7.2f}  {kernel['name']}"
             )
     result = {**describe_environment(), "geometry": arguments.geometry, "rows": rows}
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    store(arguments.out, result)
 
 
 if __name__ == "__main__":

@@ -6,42 +6,36 @@ round runs every kind right beside plain decoding of the same prompts, before or
 and a ratio is that of such a pair: what slows the machine for longer meets both. Run it with
 nothing else running.
 
-    python benchmark/mtp_cpu.py
-    python benchmark/mtp_cpu.py --kinds "k=8 verified" --rounds 5 --out FILE
+    python -m benchmark.measure.mtp_cpu
+    python -m benchmark.measure.mtp_cpu --kinds "k=8 verified" --rounds 5 --out FILE
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from engine_vs_transformers import draw_prompts
-from environment import describe_environment
 from tqdm import tqdm
 
 import sglang
+from benchmark.command import in_turn, make_parser, ratios, store
+from benchmark.environment import describe_environment
+from benchmark.measure.engine_vs_transformers import draw_prompts
 from sglang.srt.model_config import resolve_model_path
 
-RESULT = Path(__file__).parent / "results" / "mtp_cpu.json"
+PLAIN, VERIFIED = "plain", "k=8 verified"
 MAX_PRICE = 0.05  # that k = 1 may cost
 MIN_RATIO_VERIFIED = 0.97  # of k = 8 verified, at any number of requests
 KINDS: dict[str, dict[str, Any]] = {
-    "plain": {"temperature": 0},
+    PLAIN: {"temperature": 0},
     "k=1": {"mtp_enabled": True, "mtp_k": 1},
     "k=1 verified": {"mtp_enabled": True, "mtp_k": 1, "mtp_verify": True, "temperature": 0},
     "k=3 static": {"mtp_enabled": True, "mtp_k": 3},
     "k=8 tau 0.9": {"mtp_enabled": True, "mtp_k": 8, "mtp_strategy": ["conf_adapt", 0.9]},
-    "k=8 verified": {"mtp_enabled": True, "mtp_k": 8, "mtp_verify": True, "temperature": 0},
+    VERIFIED: {"mtp_enabled": True, "mtp_k": 8, "mtp_verify": True, "temperature": 0},
 }
-
-
-PLAIN = "plain"
-VERIFIED = "k=8 verified"
 
 
 @dataclass
@@ -54,13 +48,13 @@ class Pairs:
     num_steps: int = 0
 
     def row(self) -> dict[str, Any]:
-        ratios = [mine / plain for mine, plain in zip(self.speeds, self.plain, strict=True)]
+        by_round = ratios(self.speeds, self.plain)
         return {
             "tok_s": round(statistics.median(self.speeds), 1),
-            "ratio_to_plain": round(statistics.median(ratios), 3),
-            "lowest_ratio": round(min(ratios), 3),
+            "ratio_to_plain": round(statistics.median(by_round), 3),
+            "lowest_ratio": round(min(by_round), 3),
             "tokens_per_step": round(self.num_tokens / self.num_steps, 3),
-            "ratios_by_round": [round(ratio, 3) for ratio in ratios],
+            "ratios_by_round": [round(ratio, 3) for ratio in by_round],
             "tok_s_by_round": [round(speed, 1) for speed in self.speeds],
         }
 
@@ -95,10 +89,10 @@ def measure(
     with tqdm(total=(rounds + 1) * len(kinds), desc=f"{num_requests} at once", unit="pair") as bar:
         for number in range(rounds + 1):
             prompts = [next(drawn) for _ in range(num_requests)]
-            for kind in kinds if number % 2 else reversed(kinds):
-                order = (PLAIN, kind) if number % 2 else (kind, PLAIN)
+            for kind in in_turn(kinds, number):
+                order = in_turn((PLAIN, kind), number)
                 found = [generate(engine, prompts, name, new_tokens) for name in order]
-                plain, mine = found if number % 2 else reversed(found)
+                plain, mine = in_turn(found, number)
                 if number:  # the first round warms up
                     pair = pairs[kind]
                     pair.speeds.append(mine[0])
@@ -111,12 +105,11 @@ def measure(
 
 def main() -> None:
     """Measures, prints a table, writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = make_parser(__doc__, "mtp_cpu")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32], help="at once")
-    parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     rounds, new_tokens = arguments.rounds, arguments.new_tokens
     with sglang.Engine(model_path="demo") as engine:
@@ -136,8 +129,7 @@ def main() -> None:
         "asked": {"price_of_k_1": MAX_PRICE, VERIFIED: MIN_RATIO_VERIFIED},
         "rows": results,
     }
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written: {arguments.out}")
+    store(arguments.out, result)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 The same prompts go to both in alternating rounds: the Engine takes 1, 8 and 32 requests at once,
 transformers takes them one by one at its best thread count, in a process of its own. While one
 is timed the other waits. Greedy, float32, the bundled demo model. Run it with nothing else
-running; the result goes to benchmark/results/ and make_readme_table.py puts it into the README.
+running.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ import argparse
 import json
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import sysconfig
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,14 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from environment import describe_environment
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
 import sglang
+from benchmark.command import in_turn, make_parser, median_ratio, store
+from benchmark.environment import describe_environment
+from benchmark.server_process import free_port, wait_until_healthy
 from sglang.srt.model_config import resolve_model_path
 
-RESULT = Path(__file__).parent / "results" / "engine_vs_transformers.json"
 PROMPT_TOKENS = 128
 ASKED = {1: 0.6, 8: 3.0, 32: 6.0}  # requests at once: ratio that the project wants at least
 SAMPLING = {"temperature": 0, "ignore_eos": True}
@@ -86,12 +84,11 @@ class Samples:
     compared: int = 0
 
     def row(self, num_requests: int) -> dict[str, Any]:
-        ratios = [a / b for a, b in zip(self.engine, self.transformers, strict=True)]
         return {
             "requests": num_requests,
             "engine_tok_s": round(statistics.median(self.engine), 1),
             "transformers_tok_s": round(statistics.median(self.transformers), 1),
-            "ratio": round(statistics.median(ratios), 2),
+            "ratio": round(median_ratio(self.engine, self.transformers), 2),
             "asked": ASKED[num_requests],
             "engine_tok_s_by_round": [round(speed, 1) for speed in self.engine],
             "transformers_tok_s_by_round": [round(speed, 1) for speed in self.transformers],
@@ -154,7 +151,7 @@ def compare(
     for number, num_requests in tqdm(jobs, desc="Engine and transformers"):
         batch = [next(prompts) for _ in range(num_requests)]
         results = {}
-        for name in ("engine", "transformers") if number % 2 == 0 else ("transformers", "engine"):
+        for name in in_turn(("engine", "transformers"), number):
             if name == "engine":
                 results[name] = time_engine(engine, batch, args.new_tokens)
             else:
@@ -172,33 +169,21 @@ def compare(
 @contextmanager
 def running_server() -> Iterator[tuple[psutil.Process, float]]:
     """A server of the demo model; yields its process and the seconds until /health was 200."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", "demo"]
     start = time.perf_counter()
     process = subprocess.Popen(
-        [*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*command, "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     try:
-        while not _is_healthy(port):
-            if process.poll() is not None:
-                raise RuntimeError(f"The server ended with {process.returncode}: {command}")
-            if time.perf_counter() - start > READY_LIMIT_S:
-                raise RuntimeError(f"The server was not ready within {READY_LIMIT_S:.0f} s.")
-            time.sleep(0.02)
+        wait_until_healthy(process, port, start + READY_LIMIT_S)
         yield psutil.Process(process.pid), time.perf_counter() - start
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=60)
-
-
-def _is_healthy(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as response:
-            return response.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def measure_server(num_starts: int, idle_s: float) -> tuple[list[float], float]:
@@ -267,19 +252,17 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__, "engine_vs_transformers")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--idle-s", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=RESULT)
     args = parser.parse_args()
     result = measure(args)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print_table(result)
+    store(args.out, result)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,18 @@ without: on a CPU a launch computes, so with overlap a token is read one step af
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import statistics
 import time
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
-from environment import describe_environment
 from tqdm import tqdm
 
 import sglang
+from benchmark.command import make_parser, store
+from benchmark.environment import describe_environment
 
-RESULT = Path(__file__).parent / "results" / "pause_latency_cpu.json"
 NUM_REQUESTS = 64
 CHUNK = 512
 KINDS: dict[str, dict[str, Any]] = {
@@ -202,9 +199,8 @@ def row_of(case: Case, samples: dict[Case, list[dict[str, float]]]) -> dict[str,
 
 def main() -> None:
     """Measures, prints a table, writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = make_parser(__doc__, "pause_latency_cpu")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     rows = []
     with tqdm(total=2 * (arguments.rounds + 1) * len(CASES), unit="pause") as bar:
@@ -229,8 +225,7 @@ def main() -> None:
             f" {row['pause_in_steps']:4.2f} steps (max {row['pause_in_steps_max']:4.2f}); {token}"
         )
     result = {**describe_environment(), "requests": NUM_REQUESTS, "chunk": CHUNK, "rows": rows}
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written: {arguments.out}")
+    store(arguments.out, result)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ is whole laps through the same texts at a constant load (`engine_load.closed_loo
 live side by side, one of them with --mtp-load-aware-k; only one works at a time. Greedy, no radix
 cache. Rounds end before --budget-s does, and each writes the result.
 
-    python benchmark/mtp_gpu.py                              on a GPU
-    python benchmark/mtp_gpu.py --model-path demo --concurrency 1 4 --new-tokens 16
-    python benchmark/mtp_gpu.py --concurrency --static-graph-check --out FILE    the check alone
+    python -m benchmark.measure.mtp_gpu                                      on a GPU
+    python -m benchmark.measure.mtp_gpu --model-path demo --concurrency 1 4 --new-tokens 16
+    python -m benchmark.measure.mtp_gpu --concurrency --static-graph-check   the check alone
 """
 
 from __future__ import annotations
@@ -16,39 +16,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
-import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-from engine_load import Budget, LoadResult, closed_loop
-from environment import describe_environment
-from held_out import held_out_prompts
-from mtp_checks import KINDS, PLAIN, STATIC_3, Samples, checks_of, static_graph_check
 from tqdm import tqdm
 
 import sglang
+from benchmark.command import in_turn, median_ratio, store
+from benchmark.engine_load import Budget, LoadResult, closed_loop
+from benchmark.environment import describe_environment
+from benchmark.held_out import held_out_prompts
+from benchmark.mtp_checks import KINDS, PLAIN, STATIC_3, Samples, checks_of, static_graph_check
+from benchmark.mtp_model import engine_flags, make_mtp_parser, model_path_of, settings
 from sglang.srt.model_config import resolve_model_path
 
-BENCHMARK = Path(__file__).parent
-RESULT = BENCHMARK / "results" / "mtp_gpu.json"
 MIN_PROMPTS = 12  # of a lap: texts differ in how many tokens a step gives
 MANY_PROMPTS = 48
 STATIC_CHECK_PROMPTS = 4
-LONG_CHUNK = 8192  # prompt tokens of a step
-SILENT_STD = "1e-12"  # no zeros in matrices, which could be multiplied faster than numbers
-INFLATED = "inflated"
 STATIC_CHECK_S = 90.0  # for one more Engine and its rounds, kept free of the budget
 PROGRESS_S = 2.0  # between two updates of a bar: logs keep them all
-SMALL_TARGET = ("1024", "1024", "6", "8", "4", "5000")  # for trials on a CPU
-SIZES = ("hidden-size", "intermediate-size", "num-layers", "num-heads", "num-kv-heads")
 
 
 def num_prompts(num_requests: int) -> int:
@@ -59,32 +48,6 @@ def num_prompts(num_requests: int) -> int:
 def num_laps(num_requests: int) -> int:
     """That count; few requests over few prompts begin and end a lap unevenly."""
     return 2 if 1 < num_requests < MIN_PROMPTS else 1
-
-
-def inflate(folder: Path, device: str, geometry: str) -> None:
-    """Writes the inflated model, unless a whole one is there already."""
-    if (folder / "model.safetensors.index.json").exists():
-        return
-    command = [sys.executable, str(BENCHMARK / "inflate.py"), "--out", str(folder)]
-    filler_device = "cpu" if device == "cpu" else "cuda"
-    command += ["--device", filler_device, "--silent-std", SILENT_STD]
-    if geometry == "tiny":
-        for name, size in zip((*SIZES, "vocab-size"), SMALL_TARGET, strict=True):
-            command += [f"--{name}", size]
-    subprocess.run(command, check=True)
-
-
-def engine_flags(arguments: argparse.Namespace, model_path: str) -> dict[str, Any]:
-    """Of all Engines; the KV pool is as large as the running requests can use."""
-    return {
-        "model_path": model_path,
-        "device": arguments.device,
-        "attention_backend": arguments.attention_backend,
-        "chunked_prefill_size": arguments.chunked_prefill_size,
-        "max_running_requests": max(arguments.concurrency, default=8),
-        "context_length": arguments.prompt_tokens + arguments.new_tokens + 16,
-        "disable_radix_cache": True,
-    }
 
 
 class Sweep:
@@ -116,7 +79,7 @@ class Sweep:
     def round(self, number: int) -> float:
         """One run of every kind at every load, in turn forwards and backwards; seconds."""
         start = time.perf_counter()
-        kinds = self._kinds if number % 2 == 0 else self._kinds[::-1]
+        kinds = in_turn(self._kinds, number)
         for kind, sample, result in self._runs(kinds, self._new_tokens, f"round {number}"):
             sample.add(kind, result)
         return time.perf_counter() - start
@@ -150,12 +113,11 @@ def compare_static_graphs(
     with sglang.Engine(**flags, disable_mtp_cuda_graph=True) as bypass:
         engines = {"graphs": graphs, "bypass": bypass}
         for number in tqdm(range(rounds + 1), desc="static k=3", unit="round"):
-            for name in engines if number % 2 else reversed(engines):
+            for name in in_turn(engines, number):
                 result = asyncio.run(closed_loop(engines[name], prompts, params, 1))
                 if number:  # the first round warms up
                     speeds[name].append(result.tok_s)
-    pairs = zip(speeds["graphs"], speeds["bypass"], strict=True)
-    ratio = statistics.median(graph / eager for graph, eager in pairs)
+    ratio = median_ratio(speeds["graphs"], speeds["bypass"])
     by_round = {name: [round(speed, 1) for speed in values] for name, values in speeds.items()}
     return {"ratio": round(ratio, 4), "tok_s_by_round": by_round}
 
@@ -199,22 +161,6 @@ def measure(arguments: argparse.Namespace, model_path: str, budget: Budget) -> d
     return result
 
 
-def settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What of the command line belongs to the result."""
-    is_inflated = arguments.model_path == INFLATED
-    return {
-        "model": f"{INFLATED}, {arguments.geometry}" if is_inflated else arguments.model_path,
-        "prompt_tokens": arguments.prompt_tokens,
-        "new_tokens": arguments.new_tokens,
-        "chunked_prefill_size": arguments.chunked_prefill_size,
-        "seed": arguments.seed,
-    }
-
-
-def store(path: Path, result: dict[str, Any]) -> None:
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
 def print_result(result: dict[str, Any]) -> None:
     """Tokens per second (and beside plain) by requests at once, then what was asked."""
     rows = result.get("rows", [])
@@ -234,23 +180,12 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = make_mtp_parser(__doc__, "mtp_gpu")
     add = parser.add_argument
-    add("--model-path", default=INFLATED, help="inflated (default), demo, or a folder")
-    add("--model-dir", type=Path, help="where the inflated model is kept for the next run")
-    add("--geometry", choices=("llama-3.1-8b", "tiny"), default="llama-3.1-8b")
     add("--concurrency", type=int, nargs="*", default=[1, 4, 16, 64, 128])
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of requests")
-    add("--prompt-tokens", type=int, default=128)
-    add("--new-tokens", type=int, default=128)
-    add("--rounds", type=int, default=5, help="at most")
-    add("--budget-s", type=float, default=420.0, help="all in all, model and Engines included")
-    add("--device", default="auto")
-    add("--attention-backend")
-    add("--chunked-prefill-size", type=int, default=LONG_CHUNK, help="large: soon all decode")
     add("--static-graph-check", action="store_true", help="static k=3 beside its eager bypass")
-    add("--seed", type=int, default=0)
-    add("--out", type=Path, default=RESULT)
+    parser.set_defaults(budget_s=420.0)
     arguments = parser.parse_args(argv)
     arguments.kinds = [PLAIN, *(kind for kind in arguments.kinds if kind != PLAIN)]
     return arguments
@@ -262,15 +197,9 @@ def main() -> None:
     arguments = parse()
     reserved_s = STATIC_CHECK_S if arguments.static_graph_check else 0.0
     budget = Budget(arguments.budget_s - reserved_s, start)
-    with tempfile.TemporaryDirectory() as temporary:
-        model_path = arguments.model_path
-        if model_path == INFLATED:
-            folder = arguments.model_dir or Path(temporary)
-            inflate(folder, arguments.device, arguments.geometry)
-            model_path = str(folder)
+    with model_path_of(arguments) as model_path:
         result = measure(arguments, model_path, budget)
     print_result(result)
-    print(f"written: {arguments.out}")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ once, plain first and last in turn, so that each ratio is of runs side by side. 
 median of the rounds' ratios, and the lowest (`goals.py`). Stored after each round; rounds end
 before --budget-s does.
 
-    python benchmark/mtp_paired.py --model-dir FOLDER        on a GPU
-    python benchmark/mtp_paired.py --model-path demo --concurrency 1 4 --new-tokens 16
+    python -m benchmark.measure.mtp_paired --model-dir FOLDER        on a GPU
+    python -m benchmark.measure.mtp_paired --model-path demo --concurrency 1 4 --new-tokens 16
 """
 
 from __future__ import annotations
@@ -16,23 +16,21 @@ import argparse
 import asyncio
 import itertools
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-from engine_load import Budget, closed_loop
-from environment import describe_environment
-from goals import MIN_PAIRED_MEDIAN, MIN_PAIRED_ROUND
-from held_out import held_out_prompts
-from mtp_checks import KINDS, LOAD_AWARE, PLAIN, VERIFIED
-from mtp_gpu import BENCHMARK, INFLATED, LONG_CHUNK, engine_flags, inflate, settings, store
 from tqdm import tqdm
 
 import sglang
+from benchmark.command import in_turn, ratios, store
+from benchmark.engine_load import Budget, closed_loop
+from benchmark.environment import describe_environment
+from benchmark.goals import MIN_PAIRED_MEDIAN, MIN_PAIRED_ROUND
+from benchmark.held_out import held_out_prompts
+from benchmark.mtp_checks import KINDS, LOAD_AWARE, PLAIN, VERIFIED
+from benchmark.mtp_model import engine_flags, make_mtp_parser, model_path_of, settings
 from sglang.srt.model_config import resolve_model_path
 
-RESULT = BENCHMARK / "results" / "mtp_paired.json"
 COMPARED = (LOAD_AWARE, VERIFIED)
 MIN_PROMPTS = 4  # of a lap
 BUSY, BUSY_LAPS = 64, 2  # so many requests at once are soon done with a lap
@@ -63,8 +61,7 @@ class Rounds:
     def run(self, number: int) -> float:
         """One round; round 0 warms up and is not counted. Seconds."""
         start = time.perf_counter()
-        order = (PLAIN, *COMPARED)
-        runs = [*itertools.product(self.tok_s, order if number % 2 else order[::-1])]
+        runs = [*itertools.product(self.tok_s, in_turn((PLAIN, *COMPARED), number))]
         for load, kind in tqdm(runs, desc=f"round {number}", unit="run", mininterval=2.0):
             new_tokens = self._new_tokens if number else max(8, self._new_tokens // 4)
             params = {**KINDS[kind].params, "max_new_tokens": new_tokens, "ignore_eos": True}
@@ -95,10 +92,10 @@ def summary(
     speeds: list[float], plain: list[float], tokens_per_step: list[float]
 ) -> dict[str, Any]:
     """The ratios of paired runs, and whether they are what is asked."""
-    ratios = [mine / theirs for mine, theirs in zip(speeds, plain, strict=True)]
-    median, lowest = statistics.median(ratios), min(ratios)
+    by_round = ratios(speeds, plain)
+    median, lowest = statistics.median(by_round), min(by_round)
     return {
-        "ratios": [round(ratio, 4) for ratio in ratios],
+        "ratios": [round(ratio, 4) for ratio in by_round],
         "median": round(median, 4),
         "lowest": round(lowest, 4),
         "passed": median >= MIN_PAIRED_MEDIAN and lowest >= MIN_PAIRED_ROUND,
@@ -139,29 +136,17 @@ def print_result(result: dict[str, Any]) -> None:
     for row, kind in itertools.product(result["rows"], COMPARED):
         found = row["kinds"][kind]
         verdict = "ok  " if found["passed"] else "MISS"
-        ratios = " ".join(f"{ratio:.3f}" for ratio in found["ratios"])
+        rounds = " ".join(f"{ratio:.3f}" for ratio in found["ratios"])
         print(
             f"{verdict} {row['requests']:3d} at once, {kind:24} median {found['median']:.3f}"
-            f" lowest {found['lowest']:.3f}  ({ratios})  {found['tokens_per_step']:.2f} tokens/step"
+            f" lowest {found['lowest']:.3f}  ({rounds})  {found['tokens_per_step']:.2f} tokens/step"
         )
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    add = parser.add_argument
-    add("--model-path", default=INFLATED, help="inflated (default), demo, or a folder")
-    add("--model-dir", type=Path, help="where the inflated model is kept for the next run")
-    add("--geometry", choices=("llama-3.1-8b", "tiny"), default="llama-3.1-8b")
-    add("--concurrency", type=int, nargs="+", default=[1, 16, 64, 128])
-    add("--prompt-tokens", type=int, default=128)
-    add("--new-tokens", type=int, default=128)
-    add("--rounds", type=int, default=5, help="at most")
-    add("--budget-s", type=float, default=230.0, help="all in all, model and Engine included")
-    add("--device", default="auto")
-    add("--attention-backend")
-    add("--chunked-prefill-size", type=int, default=LONG_CHUNK)
-    add("--seed", type=int, default=0)
-    add("--out", type=Path, default=RESULT)
+    parser = make_mtp_parser(__doc__, "mtp_paired")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64, 128])
+    parser.set_defaults(budget_s=230.0)
     return parser.parse_args(argv)
 
 
@@ -169,15 +154,9 @@ def main() -> None:
     """Measures, prints the ratios, writes the result."""
     arguments = parse()
     budget = Budget(arguments.budget_s, time.perf_counter())
-    with tempfile.TemporaryDirectory() as temporary:
-        model_path = arguments.model_path
-        if model_path == INFLATED:
-            folder = arguments.model_dir or Path(temporary)
-            inflate(folder, arguments.device, arguments.geometry)
-            model_path = str(folder)
+    with model_path_of(arguments) as model_path:
         result = measure(arguments, model_path, budget)
     print_result(result)
-    print(f"written: {arguments.out}")
 
 
 if __name__ == "__main__":

@@ -10,30 +10,27 @@ Llama-3.1-8B.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from decode_steps import GEOMETRIES, write_config
-from engine_load import random_prompts
-from environment import describe_environment
-from goals import THROUGHPUT_SHAPE, THROUGHPUT_TOK_S
-from gpu_load import sample_gpu
 from tqdm import tqdm
 
 import sglang
+from benchmark.command import make_parser, store
+from benchmark.engine_load import random_prompts
+from benchmark.environment import describe_environment
+from benchmark.goals import THROUGHPUT_SHAPE, THROUGHPUT_TOK_S
+from benchmark.gpu_load import sample_gpu
+from benchmark.random_model import GEOMETRIES, random_model
 from sglang.bench_one_batch import OneBatch
 from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.processes.runtime_config import DEFAULT_CHUNKS
 from sglang.srt.server_args import ServerArgs
 
-RESULT = Path(__file__).parent / "results" / "throughput.json"
 SPARE_TOKENS = 16  # of the context, beyond input and output
 
 WallTime = Callable[[list[list[int]], int], float]  # seconds for prompts with so many new tokens
@@ -99,10 +96,10 @@ def summarize(runs: list[dict[str, Any]], num_prompts: int, output_len: int) -> 
     }
 
 
-def server_args(arguments: argparse.Namespace, directory: str) -> ServerArgs:
+def server_args(arguments: argparse.Namespace, folder: str) -> ServerArgs:
     """Of both ways to measure."""
     return ServerArgs(
-        model_path=directory,
+        model_path=folder,
         tokenizer_path=str(resolve_model_path("demo")),
         load_format="dummy",
         device=arguments.device,
@@ -131,7 +128,7 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = make_parser(__doc__, "throughput")
     add = parser.add_argument
     add("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
     add("--num-prompts", type=int, default=512)
@@ -144,7 +141,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", default="auto")
     add("--attention-backend")
     add("--disable-cuda-graph", action="store_true")
-    add("--out", type=Path, default=RESULT)
     return parser.parse_args(argv)
 
 
@@ -158,18 +154,19 @@ def main() -> None:
         return random_prompts(*sizes, geometry.vocab_size, seed)
 
     open_runner = in_process_wall_s if arguments.in_process else engine_wall_s
-    with tempfile.TemporaryDirectory() as directory:
-        write_config(Path(directory), geometry)
-        with open_runner(server_args(arguments, directory)) as wall_s:
-            runs = measure(wall_s, arguments.repeats, draw, arguments.output_len)
+    with (
+        random_model(arguments.geometry) as folder,
+        open_runner(server_args(arguments, folder)) as wall_s,
+    ):
+        runs = measure(wall_s, arguments.repeats, draw, arguments.output_len)
     found = summarize(runs, arguments.num_prompts, arguments.output_len)
     result = {**describe_environment(), **settings(arguments), **found}
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     goal = (
         f" (asked {result['asked']:,.0f}, peer {result['peer']:,.0f})" if "asked" in result else ""
     )
     print(f"{found['output_tok_s']:,.0f} output tokens/s{goal}, {result['how']};", end=" ")
-    print(f"prefill alone is {found['prefill_share']:.0%} of the time; written: {arguments.out}")
+    print(f"prefill alone is {found['prefill_share']:.0%} of the time")
+    store(arguments.out, result)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,47 @@
+"""What the measuring commands share: their options, the stored result, turns and ratios."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+RESULTS = Path(__file__).parent / "results"
+Item = TypeVar("Item")
+
+
+def make_parser(doc: str | None, result_name: str) -> argparse.ArgumentParser:
+    """A parser described by the first line of a module's docstring, with --out.
+
+    Args:
+        result_name: of the file in benchmark/results/, without its suffix.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    out = RESULTS / f"{result_name}.json"
+    parser.add_argument("--out", type=Path, default=out, help="where the result is stored")
+    return parser
+
+
+def store(path: Path, result: dict[str, Any]) -> None:
+    """Writes a result, which begins with `describe_environment()`, and says where."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(f"written: {path}", flush=True)
+
+
+def in_turn(items: Iterable[Item], number: int) -> list[Item]:
+    """What takes turns within round `number`: forwards if it is even, else backwards."""
+    return list(items)[:: -1 if number % 2 else 1]
+
+
+def ratios(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Round by round."""
+    return [a / b for a, b in zip(mine, theirs, strict=True)]
+
+
+def median_ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median of the rounds' ratios."""
+    return statistics.median(ratios(mine, theirs))

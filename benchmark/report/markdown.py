@@ -1,0 +1,27 @@
+"""What the tables share: their form, and where a figure is from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Result = dict[str, Any]  # a stored result
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def commit_of(result: Result) -> str:
+    """The commit that was measured."""
+    return result["commit"][:12] + (" with local changes" if result.get("dirty") else "")
+
+
+def provenance(result: Result) -> str:
+    """Where a figure is from: one line below a table."""
+    machine, versions = result["machine"], result["versions"]
+    where: str = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
+    what = f"torch {versions['torch']}"
+    what += f", CUDA {versions['cuda']}" if "cuda" in versions else ""
+    return f"{where}, {what}; commit {commit_of(result)}; `{result['command']}`.\n"

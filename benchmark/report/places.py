@@ -1,0 +1,96 @@
+"""Every table and plot: the document it stands in and the results it is made of."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmark.report import document_tables, performance_tables, plots
+from benchmark.report.markdown import Result, provenance
+
+RESULTS = "benchmark/results"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A part NAME of a page, between `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
+
+    Attributes:
+        page: from the root of the repository.
+        results: pattern of the files in benchmark/results/; each becomes a column or a row.
+        make: the Markdown, from the contents of those files in order.
+        has_provenance: below the table stands where each result was measured.
+    """
+
+    page: str
+    results: str
+    make: Callable[[list[Result]], str]
+    has_provenance: bool = False
+
+    def text(self, root: Path) -> str:
+        """The part, from the results under `root`."""
+        files = sorted((root / RESULTS).glob(self.results))
+        if not files:
+            return f"Not measured yet: there is no `{RESULTS}/{self.results}`.\n"
+        found: list[Result] = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        text = self.make(found)
+        if self.has_provenance:
+            text += "\n" + "\n".join(provenance(result) for result in found)
+        return text
+
+
+@dataclass(frozen=True)
+class Plot:
+    """An SVG file in docs/.
+
+    Attributes:
+        measure: module of benchmark/measure/ whose result it is made of.
+        draw: takes the result and the path to write.
+    """
+
+    measure: str
+    draw: Callable[[Result, Path], None]
+
+    def write(self, root: Path, path: Path) -> None:
+        """Draws the result under `root`.
+
+        Raises:
+            SystemExit: without the result or matplotlib; the message names the remedy.
+        """
+        file = root / RESULTS / f"{self.measure}.json"
+        if not file.is_file():
+            sys.exit(f"There is no {RESULTS}/{file.name}: python -m benchmark.measure.{file.stem}")
+        self.draw(json.loads(file.read_text(encoding="utf-8")), path)
+
+
+README, MTP, PAUSE = "README.md", "docs/mtp.md", "docs/pause.md"
+TABLES = {
+    "engine_vs_transformers": Table(
+        README, "engine_vs_transformers.json", document_tables.engine_vs_transformers
+    ),
+    "train_mtp": Table(MTP, "train_mtp_tiny_code.json", document_tables.train_mtp),
+    "mtp_cpu": Table(MTP, "mtp_cpu.json", document_tables.mtp_cpu),
+    "pause_latency": Table(PAUSE, "pause_latency_cpu.json", document_tables.pause_latency),
+    **{
+        name: Table("docs/performance.md", results, make, has_provenance=True)
+        for name, results, make in (
+            ("decode_steps", "decode_steps*.json", performance_tables.decode_steps),
+            ("step_profile", "step_profile.json", performance_tables.step_profile),
+            ("layer_ops", "layer_ops.json", performance_tables.layer_ops),
+            ("return_costs", "return_costs.json", performance_tables.return_costs),
+            ("before_after", "before_after.json", performance_tables.before_after),
+            ("throughput", "throughput*.json", performance_tables.throughput),
+            ("startup", "startup*.json", performance_tables.startup),
+            ("mtp_gpu", "mtp_gpu.json", performance_tables.mtp_gpu),
+            ("mtp_checks", "mtp_gpu*.json", performance_tables.mtp_checks),
+            ("mtp_paired", "mtp_paired*.json", performance_tables.mtp_paired),
+        )
+    },
+}
+PLOTS = {
+    "mtp_throughput.svg": Plot("mtp_gpu", plots.draw_mtp_throughput),
+    "step_profile.svg": Plot("step_profile", plots.draw_step_profile),
+}

@@ -1,0 +1,118 @@
+"""The plots of docs/. Matplotlib, which only they need, is asked for when one is drawn, and set up
+to write the same file for the same figures."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmark.mtp_checks import FIXED, K_1, KINDS, LOAD_AWARE, PLAIN, STATIC_3, VERIFIED
+
+MISSING = "Plots need matplotlib, which is not installed here: pip install matplotlib"
+GAPS = "gaps"
+STYLES: dict[str, dict[str, Any]] = {
+    PLAIN: {"color": "black", "linewidth": 2, "marker": "o"},
+    K_1: {"color": "gray", "linestyle": ":"},
+    STATIC_3: {"color": "tab:brown", "linestyle": "-."},
+    **{
+        name: {"color": f"C{index}", "alpha": 0.6, "linestyle": "--"}
+        for index, name in enumerate(FIXED.values())
+    },
+    LOAD_AWARE: {"color": "tab:red", "linewidth": 2.5, "marker": "s"},
+    VERIFIED: {"color": "tab:blue", "linewidth": 2, "marker": "^"},
+}
+
+
+def load_pyplot() -> Any:
+    """matplotlib.pyplot, without a display.
+
+    Raises:
+        SystemExit: if there is none; the message names the remedy.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit(MISSING)
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "sglang"  # names of elements, random otherwise
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save_svg(figure: Any, path: Path) -> None:
+    """Without the date."""
+    figure.tight_layout()
+    figure.savefig(path, format="svg", metadata={"Date": None})
+    # Matplotlib ends lines of path data with blanks.
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join(line.rstrip() for line in lines) + "\n", encoding="utf-8")
+
+
+def gpu_of(result: dict[str, Any]) -> str:
+    """Where a result was measured."""
+    machine: dict[str, str] = result["machine"]
+    return machine.get("gpu", machine["cpu"])
+
+
+def series(result: dict[str, Any], figure: str) -> dict[str, tuple[list[int], list[float]]]:
+    """By kind: requests at once, ascending, and `tok_s` or `ratio_to_plain` there."""
+    rows = sorted(result["rows"], key=lambda row: row["requests"])
+    loads = [int(row["requests"]) for row in rows]
+    return {
+        kind: (loads, [float(row["kinds"][kind][figure]) for row in rows])
+        for kind in KINDS
+        if all(kind in row["kinds"] for row in rows)
+    }
+
+
+def draw_mtp_throughput(result: dict[str, Any], path: Path) -> None:
+    """Two panels over the same axis of requests."""
+    pyplot = load_pyplot()
+    figure, (speed, ratio) = pyplot.subplots(1, 2, figsize=(12, 4.8))
+    panels = (
+        (speed, "tok_s", "output tokens per second"),
+        (ratio, "ratio_to_plain", "beside plain decoding"),
+    )
+    for axis, name, label in panels:
+        for kind, (loads, values) in series(result, name).items():
+            axis.plot(loads, values, label=kind, **STYLES[kind])
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(loads, [str(load) for load in loads])
+        axis.set_xlabel("requests at once")
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+    speed.set_yscale("log")
+    ratio.set_ylim(bottom=0.0)
+    ratio.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.suptitle(f"{result['model']}, held-out code, {gpu_of(result)}", fontsize=10)
+    save_svg(figure, path)
+
+
+def layers(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Milliseconds by kind, one value per batch; the largest kind of all first, gaps last."""
+    kinds = {kind for row in rows for kind in row["kinds_us"]}
+    found = {kind: [row["kinds_us"].get(kind, 0.0) / 1e3 for row in rows] for kind in kinds}
+    ordered = dict(sorted(found.items(), key=lambda item: (-sum(item[1]), item[0])))
+    return {**ordered, GAPS: [row["idle_us"] / 1e3 for row in rows]}
+
+
+def draw_step_profile(result: dict[str, Any], path: Path) -> None:
+    """Stacked bars."""
+    pyplot = load_pyplot()
+    rows = result["rows"]
+    figure, axis = pyplot.subplots(figsize=(8, 4.8))
+    names = [row["load"].replace(", ", ",\n") for row in rows]
+    bottom = [0.0] * len(rows)
+    for kind, values in layers(rows).items():
+        color = {"color": "lightgray"} if kind == GAPS else {}
+        axis.bar(names, values, bottom=bottom, label=kind, **color)
+        bottom = [low + value for low, value in zip(bottom, values, strict=True)]
+    walls = [row["wall_us"] / 1e3 for row in rows]
+    axis.plot(names, walls, "k_", markersize=24, label="wall time, not profiled")
+    axis.set_xlabel("what a step feeds")
+    axis.set_ylabel("milliseconds per step")
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axis.set_title(f"{result['geometry']}, random weights, {gpu_of(result)}", fontsize=10)
+    save_svg(figure, path)
