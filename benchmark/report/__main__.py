@@ -35,7 +35,8 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
     Args:
         root: of README.md, docs/ and benchmark/results/.
     """
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    description = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser("python -m benchmark.report", description=description)
     names = (*TABLES, *PLOTS)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(names)}; default: all")
     parser.add_argument("--check", action="store_true", help="of tables; changes nothing")
