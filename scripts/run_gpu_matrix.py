@@ -36,7 +36,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmark.command import store  # noqa: E402
 from benchmark.environment import describe_environment  # noqa: E402
-
 from sglang.srt.registry import ATTENTION_BACKENDS  # noqa: E402
 
 DEMO_SUITES = (

@@ -227,7 +227,7 @@ def wrong_case() -> Case:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, float | str]:
-    return run_interpreted("../unit/benchmark/test_layer_ops_benchmark.py", "triton")
+    return run_interpreted("unit/benchmark/test_layer_ops_benchmark.py", "triton")
 
 
 @pytest.mark.parametrize("label", labels_of(tiny_cases()))
