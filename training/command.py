@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from training.model import Llama
-from training.optim import MUONS, MuonAdamW
+from training.optim import MuonAdamW
 
 
 def make_parser(doc: str) -> argparse.ArgumentParser:
@@ -32,7 +32,6 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
     add("--batch-size", type=int, help="windows of --context tokens per step")
     add("--context", type=int, help="tokens of a window")
     add("--long-context", type=int, default=4096, help="tokens of a long window")
-    add("--optimizer", choices=MUONS, default="own", help="whose Muon")
     add("--muon-lr", type=float)
     add("--adam-lr", type=float)
     add("--weight-decay", type=float, help="of the matrices, per unit of lr")
@@ -55,15 +54,13 @@ def is_compiled(arguments: argparse.Namespace, device: torch.device) -> bool:
     return device.type == "cuda" if arguments.compile is None else bool(arguments.compile)
 
 
-def make_optimizer(arguments: argparse.Namespace, model: Llama, compiled: bool) -> MuonAdamW:
+def make_optimizer(arguments: argparse.Namespace, model: Llama) -> MuonAdamW:
     """As the options say."""
     return MuonAdamW(
         model,
         muon_lr=arguments.muon_lr,
         adam_lr=arguments.adam_lr,
         weight_decay=arguments.weight_decay,
-        compiled=compiled,
-        muon=arguments.optimizer,
     )
 
 

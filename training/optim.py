@@ -10,37 +10,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from training.own_muon import OwnMuon
-
-
-class TorchMuon:
-    """torch.optim.Muon of some matrices. It updates one matrix after the other, not compiled."""
-
-    def __init__(
-        self, matrices: list[nn.Parameter], momentum: float, weight_decay: float, compiled: bool
-    ) -> None:
-        self._muon = torch.optim.Muon(
-            matrices, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="original"
-        )
-
-    def step(self, lr: float) -> None:
-        """Updates all matrices from their gradients."""
-        for group in self._muon.param_groups:
-            group["lr"] = lr
-        self._muon.step()
-
-
-MUONS: dict[str, type[OwnMuon] | type[TorchMuon]] = {"own": OwnMuon, "torch": TorchMuon}
-
 
 class MuonAdamW:
     """Both optimisers of a model; `step(factor)` scales both base learning rates by `factor`.
 
     A matrix of `out` x `in` moves by muon_lr * sqrt(max(1, out / in)) times a matrix of unit
     singular values. Weight decay is decoupled: weight *= 1 - lr * decay, per step.
-
-    Args:
-        muon: whose Muon, a name in MUONS.
     """
 
     def __init__(
@@ -50,8 +25,6 @@ class MuonAdamW:
         adam_lr: float = 3e-3,
         momentum: float = 0.95,
         weight_decay: float = 0.01,
-        compiled: bool = False,
-        muon: str = "own",
     ) -> None:
         matrices: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
@@ -59,18 +32,24 @@ class MuonAdamW:
             is_matrix = parameter.dim() == 2 and "embed" not in name
             (matrices if is_matrix else others).append(parameter)
         self._parameters = [*matrices, *others]
-        self._muon_lr, self._adam_lr = muon_lr, adam_lr
-        self._muon = MUONS[muon](matrices, momentum, weight_decay, compiled)
-        self._adam = torch.optim.AdamW(
+        muon = torch.optim.Muon(
+            matrices,
+            lr=muon_lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            adjust_lr_fn="original",
+        )
+        adam = torch.optim.AdamW(
             others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=others[0].is_cuda
         )
+        self._base_lrs: dict[torch.optim.Optimizer, float] = {muon: muon_lr, adam: adam_lr}
 
     def step(self, factor: float) -> None:
         """One update from the gradients at hand; factor 0 leaves the weights as they are."""
-        self._muon.step(self._muon_lr * factor)
-        for group in self._adam.param_groups:
-            group["lr"] = self._adam_lr * factor
-        self._adam.step()
+        for optimizer, lr in self._base_lrs.items():
+            for group in optimizer.param_groups:
+                group["lr"] = lr * factor
+            optimizer.step()
 
     def zero_grad(self) -> None:
         """Forgets the gradients of every parameter."""
@@ -78,7 +57,7 @@ class MuonAdamW:
             parameter.grad = None
 
     def warm_up(self) -> None:
-        """Compiles and allocates what a step needs, and changes neither weight nor momentum."""
+        """Allocates what a step needs, and changes neither weight nor momentum."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.zero_()

@@ -59,10 +59,9 @@ class Trainer:
     ) -> None:
         self.arguments, self.model, self.probe = arguments, model, probe
         self.device = model.embed_tokens.weight.device
-        compiled = is_compiled(arguments, self.device)
-        self.optimizer = make_optimizer(arguments, model, compiled)
+        self.optimizer = make_optimizer(arguments, model)
         self.loss_of = model.next_token_loss
-        if compiled:
+        if is_compiled(arguments, self.device):
             self.loss_of = torch.compile(model.next_token_loss, dynamic=False)
         tokens = torch.from_numpy(stream.astype(np.int32)).to(self.device)
         generator = torch.Generator(self.device).manual_seed(arguments.seed)
@@ -141,7 +140,6 @@ def describe(
             "compile_seconds": round(loop.compile_seconds, 2),
             "tokens_per_s": round(loop.tokens / loop.seconds),
             "how": how.strip(),
-            "optimizer": arguments.optimizer,
             "muon_lr": arguments.muon_lr,
             "adam_lr": arguments.adam_lr,
             "weight_decay": arguments.weight_decay,

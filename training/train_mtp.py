@@ -72,7 +72,7 @@ class MTPTrainer:
         self.device = model.embed_tokens.weight.device
         self.on_gpu = self.device.type == "cuda"
         compiled = is_compiled(arguments, self.device)
-        self.optimizer = make_optimizer(arguments, model, compiled)
+        self.optimizer = make_optimizer(arguments, model)
 
         def maybe_compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return torch.compile(function, dynamic=False) if compiled else function
