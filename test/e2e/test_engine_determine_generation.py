@@ -1,5 +1,4 @@
-"""Interrupted generation gives the tokens of uninterrupted generation: the four cases of the
-founding document, and the same for a pause in place."""
+"""Interrupted generation gives the tokens of uninterrupted generation, for every way to pause."""
 
 from __future__ import annotations
 

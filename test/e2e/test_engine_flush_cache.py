@@ -1,5 +1,5 @@
-"""Flushing the cache over the Engine and HTTP: the four cases of the founding document, with
-plain requests and both kinds of multi-token prediction in one batch."""
+"""Flushing the cache over the Engine and HTTP, with plain requests and both kinds of multi-token
+prediction in one batch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Pause and continue over the Engine and HTTP: the four cases of the founding document, with
-plain requests and both kinds of multi-token prediction in one batch."""
+"""Pause and continue over the Engine and HTTP, with plain requests and both kinds of multi-token
+prediction in one batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""transformers as the oracle for greedy tokens, and the near-tie rule (DESIGN section 6)."""
+"""transformers as the oracle for greedy tokens, and the near-tie rule: where the two best
+logits are closer than `MAX_GAP`, rounding may choose either."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import Any
 from sglang.srt.server_args import ServerArgs
 
 VARIABLE = "SGLANG_TEST_TARGET"
-# Top-2 gaps of logits that rounding may close (DESIGN section 6).
+# Differences of the two best logits within which rounding may choose either.
 MAX_GAPS = {"float32": 1e-3, "float16": 0.0625, "bfloat16": 0.125}
 
 

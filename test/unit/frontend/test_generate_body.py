@@ -181,6 +181,13 @@ def test_half_a_surrogate_pair_is_refused_in_every_field(field: str) -> None:
     check_error(caught.value)
 
 
+@pytest.mark.parametrize("field", sorted(SamplingParams.__struct_fields__))
+def test_half_a_surrogate_pair_is_refused_in_every_sampling_parameter(field: str) -> None:
+    with pytest.raises(RequestError) as error:
+        check_generate_request(sampling(**{field: "\ud800"}), LIMITS)
+    assert error.value.field == f"sampling_params.{field}"
+
+
 def test_body_that_sglang_clients_send_is_accepted() -> None:
     request = check(
         input_ids=[1, 2],

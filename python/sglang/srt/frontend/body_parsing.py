@@ -84,8 +84,11 @@ def parse_struct(
     return convert_fields(given, struct)
 
 
-def convert_fields(fields: Mapping[str, Any], struct: type[S]) -> S:
+def convert_fields(fields: Mapping[str, Any], struct: type[S], prefix: str = "") -> S:
     """The struct of these fields.
+
+    Args:
+        prefix: what the client's names of the fields begin with, such as `sampling_params.`.
 
     Raises:
         RequestError: naming the field that is missing, of a wrong type or out of its range.
@@ -94,10 +97,12 @@ def convert_fields(fields: Mapping[str, Any], struct: type[S]) -> S:
         with paused_collections():
             return msgspec.convert(fields, struct)
     except msgspec.ValidationError as error:
-        raise type_error(error) from None
+        raise type_error(error, prefix) from None
     except UnicodeEncodeError as error:  # JSON cannot hold such a text, callers in Python can
-        field = next((name for name, value in fields.items() if value == error.object), None)
-        raise field_error(field, "half a surrogate pair is not text") from None
+        field = next((name for name, value in fields.items() if value == error.object), "")
+        raise field_error(
+            f"{prefix}{field}".rstrip(".") or None, "half a surrogate pair is not text"
+        ) from None
 
 
 def type_error(error: msgspec.ValidationError, prefix: str = "") -> RequestError:

@@ -9,8 +9,8 @@ import msgspec
 
 from sglang.srt.frontend.body_parsing import (
     check_known_fields,
+    convert_fields,
     field_error,
-    type_error,
 )
 from sglang.srt.frontend.request_limits import RequestLimits, check_encodable, check_token_ids
 from sglang.srt.sampling.sampling_params import (
@@ -51,10 +51,7 @@ def check_sampling_params(value: Any, limits: RequestLimits, name: str) -> Sampl
         if isinstance(number, int) and not INT64_MIN <= number <= INT64_MAX:
             raise field_error(f"{name}.{key}", "must fit in 64 bits")
     _complete_mtp(given, limits, name)
-    try:
-        params = msgspec.convert(given, SamplingParams)
-    except msgspec.ValidationError as error:
-        raise type_error(error, f"{name}.") from None
+    params = convert_fields(given, SamplingParams, f"{name}.")
     problem = params.problem()
     if problem is not None:
         field, _, reason = problem.partition(": ")

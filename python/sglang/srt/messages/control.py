@@ -228,7 +228,7 @@ class FlushCacheReqOutput(Message):
 
 
 class GetInternalStateReqOutput(Message):
-    """Fields of DESIGN's `internal_states[0]`."""
+    """`internal_state` is `internal_states[0]` of `/server_info`."""
 
     call_id: int
     internal_state: dict[str, Any]
