@@ -24,7 +24,12 @@ class cuda:
 
 def run_script(name: str, *arguments: object, path: Path | None = None) -> tuple[int, str]:
     """Exit status and all output; `path` goes first on the script's Python path."""
-    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(path or "")}
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(path or ""),
+        "PYTEST_ADDOPTS": "-p no:schemathesis -p no:hypothesispytest",  # slow to load, and unused
+    }
     command = ["bash", str(SCRIPTS / name), *map(str, arguments)]
     result = subprocess.run(
         command, capture_output=True, text=True, env=environment, timeout=120, check=False

@@ -37,6 +37,12 @@ def test_skipped():
 """
 
 
+@pytest.fixture(autouse=True)
+def quick_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs under test load no plugins that take seconds."""
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:schemathesis -p no:hypothesispytest")
+
+
 @pytest.fixture(scope="module")
 def matrix() -> ModuleType:
     spec = importlib.util.spec_from_file_location("matrix", ROOT / "scripts/run_gpu_matrix.py")
