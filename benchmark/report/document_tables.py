@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmark.report.markdown import Result, commit_of
+from benchmark.report.markdown import Result, measured_by
 
 
 def engine_vs_transformers(results: list[Result]) -> str:
@@ -23,7 +23,8 @@ Server ready in {result["startup_s"]:.1f} s; an idle server uses {result["idle_c
 of a core.
 
 {machine["cpu"]}, {machine["cores"]} cores; Python {versions["python"]}, torch {versions["torch"]},
-transformers {versions["transformers"]}; commit {commit_of(result)}; `{result["command"]}`.
+transformers {versions["transformers"]};
+{measured_by(result)}.
 """
 
 
@@ -77,8 +78,8 @@ tokens per step of one:
 |---|{"---|" * (len(columns) + 1)}
 {rows}
 
-{machine["cpu"]}, {machine["cores"]} cores, torch {versions["torch"]}; commit {commit_of(result)};
-`{result["command"]}`.
+{machine["cpu"]}, {machine["cores"]} cores, torch {versions["torch"]};
+{measured_by(result)}.
 """
 
 
@@ -103,7 +104,7 @@ or in first chunks of {result["chunk"]} prompt tokens where prompts are computed
 |---|---|---|---|---|
 {newline.join(lines)}
 
-{machine["cpu"]}, {machine["cores"]} cores; commit {commit_of(result)}; `{result["command"]}`.
+{machine["cpu"]}, {machine["cores"]} cores; {measured_by(result)}.
 """
 
 

@@ -13,9 +13,10 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def commit_of(result: Result) -> str:
-    """The commit that was measured."""
-    return result["commit"][:12] + (" with local changes" if result.get("dirty") else "")
+def measured_by(result: Result) -> str:
+    """The commit that was measured and its command, which may have another path today."""
+    commit = result["commit"][:12] + (" with local changes" if result.get("dirty") else "")
+    return f"commit {commit} (at that commit: `{result['command']}`)"
 
 
 def provenance(result: Result) -> str:
@@ -24,4 +25,4 @@ def provenance(result: Result) -> str:
     where: str = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
     what = f"torch {versions['torch']}"
     what += f", CUDA {versions['cuda']}" if "cuda" in versions else ""
-    return f"{where}, {what}; commit {commit_of(result)}; `{result['command']}`.\n"
+    return f"{where}, {what}; {measured_by(result)}.\n"

@@ -120,6 +120,7 @@ def test_a_page_is_filled_between_its_marks_and_then_passes_the_check(
         "| flashinfer | 90.0 | - | failed | - | - |",
         "| plain | 10 (1.00x) | 40 (1.00x) | 1.00 |",
         "Not measured yet: there is no `benchmark/results/throughput*.json`.",
+        f"c, 2 cores, torch 2; commit {'a' * 12} with local changes (at that commit: `python x`).",
     ):
         assert f"{line}\n" in text, line
     (tmp_path / PAGE).write_text(text.replace("6.00", "5.00"))
