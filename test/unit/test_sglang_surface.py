@@ -15,12 +15,13 @@ from fake_server import BYTES, GROUP, TENSORS, Server
 from serving_utils import make_model_dir
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.entrypoints.openai.protocol import (
-    MISSING,
+    UNSUPPORTED,
     CompletionRequest,
     prompts_of,
     to_generate_body,
 )
-from sglang.srt.frontend.body_parsing import RequestError, parse_struct
+from sglang.srt.frontend.body_parsing import parse_struct
+from sglang.srt.frontend.errors import RequestError
 from sglang.srt.frontend.generate_body import (
     CheckedRequest,
     GenerateReqInput,
@@ -131,14 +132,14 @@ OWN_COMPLETION = frozenset(CompletionRequest.__struct_fields__)
 
 def completion(**fields: Any) -> CheckedRequest:
     request = parse_struct(
-        msgspec.json.encode({"prompt": "x", **fields}), CompletionRequest, MISSING
+        msgspec.json.encode({"prompt": "x", **fields}), CompletionRequest, UNSUPPORTED
     )
     return check_generate_request(to_generate_body(request, prompts_of(request)), LIMITS)
 
 
 def test_neutral_fields_of_a_completion_change_nothing() -> None:
     plain = completion()
-    for name, values in MISSING.items():
+    for name, values in UNSUPPORTED.items():
         listed = [None, *(value for value in values if value is not ANYTHING)]
         listed += [False, "", [], {}, {"a": None}] if name not in OWN_COMPLETION else []
         listed += [""] * (name in TEXTS) + [[]] * (name in LISTS) + [{}] * (name in OBJECTS)
@@ -152,16 +153,16 @@ def test_options_of_a_stream_may_be_null() -> None:
     assert completion(stream_options=options) == completion(stream_options={}) == completion()
 
 
-@pytest.mark.parametrize("name", sorted(MISSING.keys() - OWN_COMPLETION))
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED.keys() - OWN_COMPLETION))
 def test_a_wish_that_a_completion_cannot_meet_is_refused_by_name(name: str) -> None:
     for value in WISHES:
         raw = msgspec.json.encode({"prompt": "x", name: value})
-        if is_neutral(value, MISSING[name]):
+        if is_neutral(value, UNSUPPORTED[name]):
             assert name in ("user", "metadata", "store")
-            parse_struct(raw, CompletionRequest, MISSING)
+            parse_struct(raw, CompletionRequest, UNSUPPORTED)
             continue
         with pytest.raises(RequestError, match="leave it out") as caught:
-            parse_struct(raw, CompletionRequest, MISSING)
+            parse_struct(raw, CompletionRequest, UNSUPPORTED)
         assert caught.value.field == name
 
 
@@ -175,15 +176,15 @@ def test_a_wish_that_a_completion_cannot_meet_is_refused_by_name(name: str) -> N
 def test_neutral_fields_of_the_tokenizer_routes_change_nothing(
     route: str, struct: type[msgspec.Struct], body: dict[str, Any]
 ) -> None:
-    missing = neutral_fields(route)
-    plain = parse_struct(msgspec.json.encode(body), struct, missing)
-    for name, values in missing.items():
+    unsupported = neutral_fields(route)
+    plain = parse_struct(msgspec.json.encode(body), struct, unsupported)
+    for name, values in unsupported.items():
         for value in (None, *(value for value in values if value is not ANYTHING)):
             raw = msgspec.json.encode({name: value, **body})
-            assert parse_struct(raw, struct, missing) == plain
+            assert parse_struct(raw, struct, unsupported) == plain
         if name not in struct.__struct_fields__ and name != "model":
             with pytest.raises(RequestError, match=f"{name}: is not supported"):
-                parse_struct(msgspec.json.encode({name: "wish", **body}), struct, missing)
+                parse_struct(msgspec.json.encode({name: "wish", **body}), struct, unsupported)
 
 
 CONTROL_BODIES: dict[str, dict[str, Any]] = {

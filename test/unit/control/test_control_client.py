@@ -16,8 +16,7 @@ from sglang.srt.control.bodies import (
     WeightUpdateOptions,
 )
 from sglang.srt.control.client import ControlClient
-from sglang.srt.frontend.body_parsing import RequestError
-from sglang.srt.frontend.request_state import ServiceError
+from sglang.srt.frontend.errors import RequestError, ServiceError
 from sglang.srt.messages import control as messages
 from sglang.srt.messages.control import (
     ContinueGenerationReq,

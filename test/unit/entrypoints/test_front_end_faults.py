@@ -12,8 +12,8 @@ import pytest
 
 from fake_backend import FULL, LENGTH, LIMITS, Backend, answer_of, run
 from serving_utils import make_model_dir
-from sglang.srt.frontend.body_parsing import RequestError
-from sglang.srt.frontend.request_state import Sample, ServiceError
+from sglang.srt.frontend.errors import RequestError, ServiceError
+from sglang.srt.frontend.generate_call import Sample
 from sglang.srt.messages.control import EngineStatus, HealthPing
 from sglang.srt.messages.requests import (
     BatchStrOutput,

@@ -20,12 +20,13 @@ from sglang.srt import stop_expressions
 from sglang.srt.frontend import (
     body_parsing,
     generate_body,
-    meta_info_lists,
-    off_event_loop,
     tokenizer_bodies,
+    work_in_threads,
 )
-from sglang.srt.frontend.body_parsing import RequestError, parse_json_object
+from sglang.srt.frontend.body_parsing import parse_json_object
+from sglang.srt.frontend.errors import RequestError
 from sglang.srt.frontend.generate_body import check_generate_request
+from sglang.srt.frontend.logprobs_and_hidden_lists import LogprobLists
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -146,7 +147,7 @@ def test_health_answers_while_a_large_body_is_read(
 ) -> None:
     held = Held(body_parsing.require_object)
     monkeypatch.setattr(body_parsing, "require_object", held)
-    monkeypatch.setattr(off_event_loop, "CHECK_IN_THREAD_BYTES", 500)
+    monkeypatch.setattr(work_in_threads, "CHECK_IN_THREAD_BYTES", 500)
     body = {**body, "unknown": 1}
     response = asyncio.run(health_while_held(server, held, path, body))
     assert (response.status_code, response.json()["error"]["param"]) == (400, "unknown")
@@ -204,8 +205,8 @@ def test_detokenize_takes_as_many_lists_as_a_batch() -> None:
 def test_log_probabilities_become_an_answer_in_a_thread(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = Held(meta_info_lists.LogprobLists.take_news)
-    monkeypatch.setattr(meta_info_lists.LogprobLists, "take_news", lambda lists: held(lists))
+    held = Held(LogprobLists.take_news)
+    monkeypatch.setattr(LogprobLists, "take_news", lambda lists: held(lists))
 
     async def scenario(backend: Backend) -> None:
         slow = asyncio.create_task(answer_of(backend, text="a", return_logprob=True))

@@ -9,7 +9,7 @@ import pytest
 
 from sglang.srt.entrypoints.launch import LaunchError
 from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
-from sglang.srt.frontend.body_parsing import RequestError
+from sglang.srt.frontend.errors import RequestError
 from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.frontend.sampling_validation import check_sampling_params
 from sglang.srt.messages.requests import SchedulerInfo

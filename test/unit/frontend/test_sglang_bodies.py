@@ -11,7 +11,7 @@ import pytest
 from fake_server import BYTES, GROUP, RAW, TENSORS, Server
 from serving_utils import make_model_dir
 from sglang.srt.entrypoints.openai.protocol import (
-    MISSING,
+    UNSUPPORTED,
     CompletionRequest,
     prompts_of,
     to_generate_body,
@@ -270,7 +270,7 @@ def test_bodies_of_generate_that_clients_send_are_taken(server: Server, client: 
 @pytest.mark.parametrize("client", COMPLETION_BODIES)
 def test_bodies_of_completions_that_clients_send_are_taken(server: Server, client: str) -> None:
     raw = msgspec.json.encode(COMPLETION_BODIES[client])
-    request = parse_struct(raw, CompletionRequest, MISSING)
+    request = parse_struct(raw, CompletionRequest, UNSUPPORTED)
     checked = server.manager.check(to_generate_body(request, prompts_of(request)))
     most = COMPLETION_BODIES[client].get("max_tokens", 16)
     assert checked.prompts[0].sampling_params.max_new_tokens == most

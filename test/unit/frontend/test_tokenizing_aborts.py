@@ -13,7 +13,7 @@ import pytest
 
 from fake_backend import LENGTH, Backend, answer_of, run
 from serving_utils import make_model_dir
-from sglang.srt.frontend.request_state import ServiceError
+from sglang.srt.frontend.errors import ServiceError
 from sglang.srt.messages.control import EngineStatus
 from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer

@@ -10,8 +10,7 @@ import pytest
 
 from fake_backend import FULL, LENGTH, Backend, answer_of, run
 from serving_utils import make_model_dir
-from sglang.srt.frontend.body_parsing import RequestError
-from sglang.srt.frontend.request_state import ServiceError
+from sglang.srt.frontend.errors import RequestError, ServiceError
 from sglang.srt.messages.control import (
     ContinueGenerationReq,
     EngineStatus,

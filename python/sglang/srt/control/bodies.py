@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from sglang.srt.frontend.body_parsing import RequestError, field_error
+from sglang.srt.frontend.errors import RequestError, field_error
 from sglang.srt.frontend.request_limits import check_encodable, check_short_text
 from sglang.srt.messages.control import (
     ContinueGenerationReq,

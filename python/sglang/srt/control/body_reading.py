@@ -14,7 +14,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from sglang.srt.control.bodies import RollbackWeightUpdateReqInput
-from sglang.srt.frontend.body_parsing import RequestError, field_error, shorten, type_error
+from sglang.srt.frontend.body_parsing import type_error
+from sglang.srt.frontend.errors import RequestError, field_error, shorten
 from sglang.srt.sglang_surface import is_neutral
 
 S = TypeVar("S", bound=msgspec.Struct)

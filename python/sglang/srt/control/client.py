@@ -10,8 +10,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.frontend.body_parsing import RequestError
-from sglang.srt.frontend.request_state import ServiceError
+from sglang.srt.frontend.errors import RequestError, ServiceError
 from sglang.srt.messages.control import (
     CONTROL_TIMEOUT_S,
     ControlCall,

@@ -29,8 +29,8 @@ from sglang.srt.entrypoints.http_io import (
 from sglang.srt.entrypoints.openapi_schema import body_of
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.entrypoints.tensor_file import received_weights
-from sglang.srt.frontend.body_parsing import RequestError, parse_json_object, parse_struct
-from sglang.srt.frontend.request_state import ServiceError
+from sglang.srt.frontend.body_parsing import parse_json_object, parse_struct
+from sglang.srt.frontend.errors import RequestError, ServiceError
 from sglang.srt.observability.load import describe_load, describe_loads
 from sglang.srt.observability.metrics import CONTENT_TYPE, metrics_text
 from sglang.srt.sglang_surface import neutral_fields

@@ -14,8 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sglang.srt.frontend.body_parsing import RequestError
-from sglang.srt.frontend.request_state import ServiceError
+from sglang.srt.frontend.errors import RequestError, ServiceError
 
 logger = logging.getLogger(__name__)
 

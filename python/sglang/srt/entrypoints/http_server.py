@@ -17,7 +17,7 @@ from sglang.srt.entrypoints.http_io import (
     read_body,
     unless_client_leaves,
 )
-from sglang.srt.entrypoints.openai.protocol import MISSING, CompletionRequest
+from sglang.srt.entrypoints.openai.protocol import UNSUPPORTED, CompletionRequest
 from sglang.srt.entrypoints.openai.serving_completions import (
     Completion,
     describe_models,
@@ -28,18 +28,15 @@ from sglang.srt.entrypoints.openai.serving_completions import (
 from sglang.srt.entrypoints.openapi_schema import body_of, install_openapi
 from sglang.srt.entrypoints.server_info import describe_model, describe_server
 from sglang.srt.entrypoints.server_state import ServerState
-from sglang.srt.frontend.body_parsing import (
-    field_error,
-    parse_json_object,
-    parse_struct,
-)
+from sglang.srt.frontend.body_parsing import parse_json_object, parse_struct
+from sglang.srt.frontend.errors import field_error
 from sglang.srt.frontend.generate_body import GenerateReqInput
-from sglang.srt.frontend.off_event_loop import map_texts, off_loop_if_large
 from sglang.srt.frontend.tokenizer_bodies import (
     DetokenizeReqInput,
     TokenizeReqInput,
     check_detokenize,
 )
+from sglang.srt.frontend.work_in_threads import in_thread_if_large, map_texts
 from sglang.srt.sglang_surface import neutral_fields
 
 
@@ -75,7 +72,7 @@ def _add_generate(app: FastAPI, state: ServerState) -> None:
         """Generates text for a prompt or a batch of prompts, as one answer or as a stream."""
         manager = state.ready_manager
         raw = await read_body(request, state.server_args.max_request_bytes)
-        checked = await off_loop_if_large(lambda: manager.check(parse_json_object(raw)), len(raw))
+        checked = await in_thread_if_large(lambda: manager.check(parse_json_object(raw)), len(raw))
         outputs = manager.generate(checked)
         # The first output decides the HTTP status, of a stream too.
         first = await unless_client_leaves(request.receive, anext(outputs))
@@ -134,7 +131,7 @@ def _add_tokenizer(app: FastAPI, state: ServerState) -> None:
         """Token ids of a text, or of each text of a list."""
         manager = state.ready_manager
         raw = await read_body(request, state.server_args.max_request_bytes)
-        body = await off_loop_if_large(
+        body = await in_thread_if_large(
             lambda: parse_struct(raw, TokenizeReqInput, neutral_fields("/tokenize")), len(raw)
         )
         prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
@@ -156,7 +153,7 @@ def _add_tokenizer(app: FastAPI, state: ServerState) -> None:
         """Text of token ids, or of each list of a list."""
         manager = state.ready_manager
         raw = await read_body(request, state.server_args.max_request_bytes)
-        tokens = await off_loop_if_large(lambda: check_detokenize(raw, manager.limits), len(raw))
+        tokens = await in_thread_if_large(lambda: check_detokenize(raw, manager.limits), len(raw))
 
         def decode(ids: list[int]) -> str:
             return manager.tokenizer.decode(ids, tokens.skip_special_tokens)
@@ -189,8 +186,8 @@ def _add_openai(app: FastAPI, state: ServerState) -> None:
         if kind.lower() != "application/json":
             raise field_error("content-type", "must be application/json")
         raw = await read_body(request, args.max_request_bytes)
-        completion = await off_loop_if_large(
-            lambda: Completion(manager, parse_struct(raw, CompletionRequest, MISSING), name),
+        completion = await in_thread_if_large(
+            lambda: Completion(manager, parse_struct(raw, CompletionRequest, UNSUPPORTED), name),
             len(raw),
         )
         outputs = completion.chunks() if completion.streams else completion.answer()

@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from sglang.srt.entrypoints.launch import LaunchError
-from sglang.srt.frontend.body_parsing import RequestError, field_error, parse_json_object
+from sglang.srt.frontend.body_parsing import parse_json_object
+from sglang.srt.frontend.errors import RequestError, field_error
 from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.frontend.sampling_validation import check_sampling_params, check_stop_sizes
 from sglang.srt.messages.requests import SchedulerInfo

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang import __version__
-from sglang.srt.frontend.request_state import ServiceError
+from sglang.srt.frontend.errors import ServiceError
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs, public_fields

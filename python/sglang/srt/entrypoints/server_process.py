@@ -25,7 +25,7 @@ from sglang.srt.entrypoints.launch import (
 from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
 from sglang.srt.entrypoints.server_info import describe_start
 from sglang.srt.entrypoints.server_state import ServerState
-from sglang.srt.frontend.request_state import ServiceError
+from sglang.srt.frontend.errors import ServiceError
 from sglang.srt.managers.tokenizer_manager import PROBE, PROBE_PARAMS, TokenizerManager
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelPathError, load_model_config

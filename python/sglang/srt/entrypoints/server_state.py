@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang.srt.control.client import ControlClient
-from sglang.srt.frontend.request_state import ServiceError
+from sglang.srt.frontend.errors import ServiceError
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.messages.control import EngineStatus
 from sglang.srt.messages.requests import SchedulerInfo

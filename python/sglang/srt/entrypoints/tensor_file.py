@@ -11,8 +11,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from sglang.srt.frontend.body_parsing import RequestError, field_error
-from sglang.srt.frontend.request_state import ServiceError
+from sglang.srt.frontend.errors import RequestError, ServiceError, field_error
 from sglang.srt.messages.control import FromFile
 
 if TYPE_CHECKING:

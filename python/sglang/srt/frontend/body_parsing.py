@@ -1,4 +1,4 @@
-"""Raw bytes of a request's body to Python values, and the error that user mistakes become."""
+"""Raw bytes of a request's body to Python values."""
 
 from __future__ import annotations
 
@@ -9,38 +9,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from sglang.srt.frontend.errors import RequestError, field_error, shorten
 from sglang.srt.garbage import paused_collections
 from sglang.srt.sglang_surface import is_neutral
 
 S = TypeVar("S", bound=msgspec.Struct)
-MAX_NAME_CHARS = 64
 MAX_EXPLAINED_BYTES = 262_144
-
-
-class RequestError(ValueError):
-    """A client's mistake.
-
-    Attributes:
-        field: what is wrong, as the client wrote it; None for the body as a whole.
-        message: one sentence, safe to show: it never holds more than a name of the input.
-    """
-
-    def __init__(self, field: str | None, message: str, status_code: int = 400) -> None:
-        super().__init__(message)
-        self.field = field
-        self.message = message
-        self.status_code = status_code
-
-
-def field_error(field: str | None, reason: str) -> RequestError:
-    """The error "field: reason."."""
-    return RequestError(field, f"{field}: {reason}." if field else f"{reason}.")
-
-
-def shorten(name: str) -> str:
-    """A client's own name for something, printable and cut to a length fit for a message."""
-    printable = "".join(char if char.isprintable() else "?" for char in name[:MAX_NAME_CHARS])
-    return printable + ("..." if len(name) > MAX_NAME_CHARS else "")
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
@@ -68,18 +42,19 @@ def require_object(body: Any) -> dict[str, Any]:
 
 
 def parse_struct(
-    raw: bytes, struct: type[S], missing: Mapping[str, tuple[Any, ...]] | None = None
+    raw: bytes, struct: type[S], unsupported: Mapping[str, tuple[Any, ...]] | None = None
 ) -> S:
     """Parses a body into a struct; null stands for a field's default.
 
     Args:
-        missing: fields that are accepted at neutral values only, and these.
+        unsupported: fields that the client may send but that do nothing here, each with the values
+            that are accepted, since they ask for nothing.
 
     Raises:
         RequestError: naming the field that is unknown, not supported or of a wrong type.
     """
     body = parse_json_object(raw)
-    check_known_fields(body, struct.__struct_fields__, missing or {}, "")
+    check_known_fields(body, struct.__struct_fields__, unsupported or {}, "")
     given = {k: v for k, v in body.items() if v is not None and k in struct.__struct_fields__}
     return convert_fields(given, struct)
 
@@ -118,16 +93,17 @@ def type_error(error: msgspec.ValidationError, prefix: str = "") -> RequestError
 def check_known_fields(
     fields: Mapping[str, Any],
     handled: Collection[str],
-    missing: Mapping[str, tuple[Any, ...]],
+    unsupported: Mapping[str, tuple[Any, ...]],
     prefix: str,
 ) -> None:
-    """Refuses unknown fields, and `missing` ones (with their neutral values) that ask for more."""
+    """Refuses unknown fields, and `unsupported` ones whose value asks for something; see
+    `parse_struct`."""
     for name, value in fields.items():
         if name in handled:
             continue
-        if name not in missing:
+        if name not in unsupported:
             raise field_error(prefix + shorten(name), "is not a known field")
-        if not is_neutral(value, missing[name]):
+        if not is_neutral(value, unsupported[name]):
             raise field_error(prefix + name, "is not supported here; leave it out")
 
 

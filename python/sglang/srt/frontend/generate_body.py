@@ -14,13 +14,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from sglang.srt.frontend.body_parsing import (
-    RequestError,
-    check_known_fields,
-    convert_fields,
-    field_error,
-    require_object,
-)
+from sglang.srt.frontend.body_parsing import check_known_fields, convert_fields, require_object
+from sglang.srt.frontend.errors import RequestError, field_error
 from sglang.srt.frontend.request_limits import (
     RequestLimits,
     TokenId,
@@ -87,11 +82,11 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     no_logs: bool = False
 
 
-# Null stands for the default of any field. In these, so does false, 0 or an empty value,
+# Null means the default in every field. In these fields so do false, 0 and an empty value.
 FALSE_IS_DEFAULT = frozenset(("priority", "custom_labels", "no_logs"))
-# what `is_neutral` says asks for nothing, such as a list of empty texts,
+# In these fields so does every value that `is_neutral` accepts, such as a list of empty texts.
 NEUTRAL_IS_DEFAULT = frozenset(("return_hidden_states", "cache_salt", "extra_key"))
-# or an empty list.
+# In these fields so does an empty list.
 EMPTY_LIST_IS_DEFAULT = frozenset(
     ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
 )

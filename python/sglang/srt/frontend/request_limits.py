@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from sglang.srt.frontend.body_parsing import field_error
+from sglang.srt.frontend.errors import field_error
 
 TokenId = Annotated[int, Meta(ge=0)]  # `check_id_lists` knows the vocabulary's size
 

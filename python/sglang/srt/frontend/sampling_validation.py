@@ -7,11 +7,8 @@ from typing import Any
 
 import msgspec
 
-from sglang.srt.frontend.body_parsing import (
-    check_known_fields,
-    convert_fields,
-    field_error,
-)
+from sglang.srt.frontend.body_parsing import check_known_fields, convert_fields
+from sglang.srt.frontend.errors import field_error
 from sglang.srt.frontend.request_limits import RequestLimits, check_encodable, check_token_ids
 from sglang.srt.sampling.sampling_params import (
     INT64_MAX,

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sglang.srt.frontend.body_parsing import field_error, parse_struct
+from sglang.srt.frontend.body_parsing import parse_struct
+from sglang.srt.frontend.errors import field_error
 from sglang.srt.frontend.request_limits import RequestLimits, TokenId, check_id_lists
 from sglang.srt.sglang_surface import neutral_fields
 

@@ -8,20 +8,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from sglang.srt.frontend.generate_body import CheckedRequest
+from sglang.srt.messages.control import ABORT_MESSAGE
 from sglang.srt.messages.requests import FinishReason
-
-ABORT_MESSAGE = "The request was aborted."
 
 
 @dataclass(frozen=True, slots=True)
 class AbortSelector:
-    """Which requests an abort means: all, those of exactly this rid, or of this prefix."""
+    """Which requests an abort ends: all, those of exactly this rid, or of this prefix."""
 
     rid: str | None = None
     abort_all: bool = False
     prefix: bool = False
 
-    def means(self, rid: str) -> bool:
+    def selects(self, rid: str) -> bool:
         if self.abort_all or not self.rid:
             return self.abort_all
         return rid.startswith(self.rid) if self.prefix else rid == self.rid
@@ -40,12 +39,12 @@ class TokenizingCall:
         self._reasons: dict[int, FinishReason] = {}
 
     def abort(self, selector: AbortSelector, message: str | None) -> int:
-        """Marks the prompts that are meant; returns how many samples those will have."""
-        meant = [index for index, rid in enumerate(self.rids) if selector.means(rid)]
+        """Marks the selected prompts; returns how many samples they will have."""
+        selected = [index for index, rid in enumerate(self.rids) if selector.selects(rid)]
         reason = FinishReason(type="abort", message=message or ABORT_MESSAGE)
-        for index in meant:
+        for index in selected:
             self._reasons.setdefault(index, reason)
-        return sum(self._num_samples[index] for index in meant)
+        return sum(self._num_samples[index] for index in selected)
 
     def reason_of(self, index: int) -> FinishReason | None:
         """Why a prompt's samples end at once; None if they are to run."""
@@ -69,5 +68,5 @@ class TokenizingCalls:
             del self._calls[id(call)]
 
     def abort(self, selector: AbortSelector, message: str | None) -> int:
-        """Marks the prompts that are meant; returns how many samples those will have."""
+        """Marks the selected prompts; returns how many samples they will have."""
         return sum(call.abort(selector, message) for call in self._calls.values())

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from sglang.srt.control.client import ControlClient
+from sglang.srt.frontend.errors import ServiceError
 from sglang.srt.frontend.generate_body import (
     HIDDEN_STATES,
     CheckedPrompt,
@@ -23,12 +24,12 @@ from sglang.srt.frontend.generate_body import (
     GenerateReqInput,
     check_generate_request,
 )
-from sglang.srt.frontend.meta_info_lists import MetaInfoLists
-from sglang.srt.frontend.off_event_loop import encode_prompts, map_texts
+from sglang.srt.frontend.generate_call import GenerateCall, Sample
+from sglang.srt.frontend.logprobs_and_hidden_lists import LogprobsAndHiddenLists
 from sglang.srt.frontend.request_limits import RequestLimits
-from sglang.srt.frontend.request_state import GenerateCall, Sample, ServiceError
 from sglang.srt.frontend.sampling_validation import expand_samples
 from sglang.srt.frontend.tokenizing_calls import AbortSelector, TokenizingCalls
+from sglang.srt.frontend.work_in_threads import encode_prompts, map_texts
 from sglang.srt.messages.control import AbortReq
 from sglang.srt.messages.requests import (
     BatchStrOutput,
@@ -159,7 +160,7 @@ class TokenizerManager:
         ]
         for index, params, message in messages:
             text_of_token = self._text_of_token if request.body.return_text_in_logprobs else None
-            lists = MetaInfoLists(message, text_of_token)
+            lists = LogprobsAndHiddenLists(message, text_of_token)
             sample = call.add_sample(message.req_id, message.rid, lists, params.reports_steps)
             self._samples[sample.req_id] = sample
             sample.log_fields = self._log_fields(request, request.prompts[index], params)
@@ -260,7 +261,7 @@ class TokenizerManager:
             How many samples that concerns: running, waiting, or still being tokenized.
         """
         selector = AbortSelector(rid, abort_all, prefix)
-        matching = [s.req_id for s in self._samples.values() if selector.means(s.rid)]
+        matching = [s.req_id for s in self._samples.values() if selector.selects(s.rid)]
         if matching:
             self._send(AbortReq(req_ids=matching, aborted_message=message))
         return len(matching) + self._tokenizing.abort(selector, message)

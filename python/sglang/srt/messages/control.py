@@ -16,6 +16,7 @@ LeaseEnd = Literal["continue", "abort"]
 SessionAction = Literal["begin", "commit", "rollback"]
 DEFAULT_WEIGHT_VERSION = "default"
 CONTROL_TIMEOUT_S = 60.0
+ABORT_MESSAGE = "The request was aborted."  # where the client gave no reason
 WEIGHTS_TIMEOUT_S = 600.0  # behind the reading of a checkpoint, or a broadcast
 
 
@@ -67,7 +68,11 @@ class ContinueGenerationReq(CallMessage):
 
 
 class AbortReq(Message):
-    """Ends requests, partial output included. One of req_ids, rid (exact) or abort_all."""
+    """Ends requests, partial output included. One of req_ids, rid (exact) or abort_all.
+
+    Attributes:
+        aborted_message: why, for the clients; null for `ABORT_MESSAGE`.
+    """
 
     req_ids: list[int] = []
     rid: str | None = None
@@ -77,7 +82,10 @@ class AbortReq(Message):
 
 
 class FlushCacheReqInput(Message):
-    """Empties the prefix cache; refused, after `timeout_s`, while requests hold KV or run."""
+    """Empties the prefix cache; refused, after `timeout_s`, while requests hold KV or run.
+
+    The name is SGLang's. Other names in `ReqInput` are bodies; this is a message.
+    """
 
     call_id: int
     timeout_s: float = 0.0

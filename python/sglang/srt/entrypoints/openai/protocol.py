@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from sglang.srt.frontend.body_parsing import RequestError, field_error
+from sglang.srt.frontend.errors import RequestError, field_error
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sglang_surface import ANYTHING, neutral_fields
 
@@ -21,7 +21,7 @@ SAMPLING = {
     if name not in NOT_IN_COMPLETIONS and not name.startswith("mtp_")
 }
 # Fields that are accepted at neutral values only; the last two are OpenAI's, for its own records.
-MISSING = neutral_fields("/v1/completions") | {"metadata": (ANYTHING,), "store": (ANYTHING,)}
+UNSUPPORTED = neutral_fields("/v1/completions") | {"metadata": (ANYTHING,), "store": (ANYTHING,)}
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -17,7 +17,7 @@ from sglang.srt.entrypoints.openai.protocol import (
     prompts_of,
     to_generate_body,
 )
-from sglang.srt.frontend.body_parsing import RequestError
+from sglang.srt.frontend.errors import RequestError
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.tokenizer import Tokenizer
 

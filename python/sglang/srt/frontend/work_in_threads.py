@@ -1,5 +1,5 @@
-"""What takes long of a request, without keeping the event loop from others: reading and checking
-large bodies, compiling stop expressions, texts to token ids and back."""
+"""Work on a request that takes long. It runs in threads, so that the event loop is free for others:
+reading and checking large bodies, compiling stop expressions, texts to token ids and back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from sglang.srt.frontend.body_parsing import field_error, shorten
+from sglang.srt.frontend.errors import field_error, shorten
 from sglang.srt.frontend.generate_body import CheckedRequest
 from sglang.srt.frontend.request_limits import RequestLimits, check_length
 from sglang.srt.stop_expressions import check_expression_list
@@ -20,7 +20,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-async def off_loop_if_large(work: Callable[[], T], num_bytes: int) -> T:
+async def in_thread_if_large(work: Callable[[], T], num_bytes: int) -> T:
     """The result of `work` on that many bytes of a body; on many of them in a thread."""
     return work() if num_bytes < CHECK_IN_THREAD_BYTES else await asyncio.to_thread(work)
 

@@ -12,24 +12,12 @@ from typing import Any
 
 import msgspec
 
-from sglang.srt.frontend.body_parsing import RequestError
-from sglang.srt.frontend.meta_info_lists import MetaInfoLists
+from sglang.srt.frontend.errors import RequestError, ServiceError
+from sglang.srt.frontend.logprobs_and_hidden_lists import LogprobsAndHiddenLists
+from sglang.srt.messages.control import ABORT_MESSAGE
 from sglang.srt.messages.requests import FinishReason, ReqTextOutput
 
 RETRY_STATUS_CODE = 503
-
-
-class ServiceError(RuntimeError):
-    """The server cannot answer, through no fault of the request.
-
-    Attributes:
-        status_code: 503 if trying again, here or elsewhere, can help; 500 otherwise.
-    """
-
-    def __init__(self, message: str, status_code: int) -> None:
-        super().__init__(message)
-        self.message = message
-        self.status_code = status_code
 
 
 class Sample:
@@ -45,7 +33,7 @@ class Sample:
         index: int,
         req_id: int,
         rid: str,
-        lists: MetaInfoLists,
+        lists: LogprobsAndHiddenLists,
         reports_steps: bool = False,
     ) -> None:
         self.call = call
@@ -152,7 +140,7 @@ class GenerateCall:
         self._error: Exception | None = None
 
     def add_sample(
-        self, req_id: int, rid: str, lists: MetaInfoLists, reports_steps: bool = False
+        self, req_id: int, rid: str, lists: LogprobsAndHiddenLists, reports_steps: bool = False
     ) -> Sample:
         """A new sample of this call, the next in its answer."""
         sample = Sample(self, len(self.samples), req_id, rid, lists, reports_steps)
@@ -227,7 +215,7 @@ class GenerateCall:
         refused = reason.status_code == RETRY_STATUS_CODE and not sample.has_output
         if not refused and len(self.samples) > 1:
             return None
-        message = reason.message or "The request was aborted."
+        message = reason.message or ABORT_MESSAGE
         if reason.status_code < 500:
             return RequestError(None, message, reason.status_code)
         return ServiceError(message, reason.status_code)

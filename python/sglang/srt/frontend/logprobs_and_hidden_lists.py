@@ -12,7 +12,7 @@ from sglang.srt.messages.requests import (
 )
 
 
-class MetaInfoLists:
+class LogprobsAndHiddenLists:
     """Log-probabilities and hidden states of one sample so far, in SGLang's shapes.
 
     Args:
