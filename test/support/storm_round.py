@@ -15,7 +15,7 @@ from sglang.srt.messages.control import EngineStatus
 from sglang.srt.messages.requests import BatchTokenIDOutput
 from sglang.srt.processes.scheduler_process import make_resources
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.scheduling.schedule_batch import Req
+from sglang.srt.scheduling.request import Req
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import (
     Worker,

@@ -40,7 +40,7 @@ from sglang.srt.processes.runtime_config import MAX_GRAPH_ROWS
 from sglang.srt.registry import DEFAULT_OPERATIONS
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.batch_planner import PlannerConfig
-from sglang.srt.scheduling.schedule_batch import HiddenStates, LaunchedStep
+from sglang.srt.scheduling.request import HiddenStates, LaunchedStep
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import Worker
 from sglang.srt.tokenizer import StopFinder

@@ -21,7 +21,7 @@ from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 from sglang.srt.messages.requests import BatchTokenIDOutput, DecodeOptions, ReqOutput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.batch_result_processor import accept_tokens
-from sglang.srt.scheduling.schedule_batch import Req
+from sglang.srt.scheduling.request import Req
 from sglang.srt.step.worker import StepWidth
 from sglang.srt.stop_expressions import (
     MAX_PROGRAM_SIZE,

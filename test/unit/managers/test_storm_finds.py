@@ -18,8 +18,8 @@ from sglang.srt.mtp.lookahead_rows import LookaheadRows
 from sglang.srt.scheduling import batch_planner, batch_result_processor
 from sglang.srt.scheduling.batch_result_processor import BatchResultProcessor
 from sglang.srt.scheduling.logprobs_and_hidden import LogprobsAndHiddenReader
+from sglang.srt.scheduling.request import Req
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
-from sglang.srt.scheduling.schedule_batch import Req
 from sglang.srt.step.step_ops import Reads
 from sglang.srt.step.worker import NewRow
 from sglang.srt.workers import tp_worker

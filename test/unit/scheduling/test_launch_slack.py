@@ -51,7 +51,7 @@ class SlackBench:
     def read(self, *blocked_s: float) -> float:
         """Reads steps; what may then be waited."""
         for seconds in blocked_s:
-            self.slack.read(FakeStep(self.advance, seconds))
+            self.slack.wait_for_step(FakeStep(self.advance, seconds))
             self.now += 0.001  # reading and launching: no spare time
         return self.slack.wait_s
 
@@ -74,7 +74,7 @@ def test_the_least_of_the_last_steps_counts() -> None:
     assert bench.read(0.0041) == 0.003
     assert bench.read(0.0) == 0  # the device ran dry
     assert bench.read(*[0.0041] * WINDOW) == 0.003
-    bench.slack.rest()
+    bench.slack.forget()
     bench.advance(1000.0)
     assert bench.read(*[0.0041] * (WINDOW - 1)) == 0
     assert bench.read(0.0041) == 0.003

@@ -19,7 +19,7 @@ class _Waiting:
 
 
 class CacheFlusher:
-    """Handles flush_cache. Requests that only wait are in the way as long as they may start.
+    """Handles flush_cache. Running requests block a flush, and so do waiting ones that may start.
 
     Args:
         reset_counters: starts the scheduler's counters anew.

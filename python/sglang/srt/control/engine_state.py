@@ -42,7 +42,8 @@ class EngineState:
 
     @property
     def admits(self) -> bool:
-        """Whether any waiting request may start; otherwise only those that must finish may."""
+        """Whether every waiting request may start; if not, only those that a drain or a weight
+        update waits for (`Req.must_finish`)."""
         return not self.stopped
 
     @property

@@ -48,12 +48,12 @@ class _Call:
     """A pause that has not been answered.
 
     Attributes:
-        epoch: number of the pause that it belongs to.
+        pause_number: of the pause that it belongs to.
         before: the requests' counters when it was made.
     """
 
     message: PauseGenerationReq
-    epoch: int
+    pause_number: int
     before: LifecycleCounts
 
 
@@ -66,7 +66,7 @@ class PauseController:
         clock: seconds, for leases and drains.
 
     Attributes:
-        epoch: number of the present pause, or of the last one; 0 before the first.
+        pause_number: of the present pause, or of the last one; 0 before the first.
         num_lease_expiries: pauses that their lease has ended.
     """
 
@@ -88,7 +88,7 @@ class PauseController:
         self._lease: _Lease | None = None
         self._drains: list[_Call] = []
         self._drain_deadline = math.inf
-        self.epoch = 0
+        self.pause_number = 0
         self.num_lease_expiries = 0
         self.handlers: dict[type, Callable[[Any], None]] = {
             PauseGenerationReq: self._pause,
@@ -114,10 +114,10 @@ class PauseController:
 
     def _pause(self, message: PauseGenerationReq) -> None:
         if self._state.pause_mode is None:
-            self.epoch += 1
+            self.pause_number += 1
         self._state.pause_mode = message.mode
         self._lease = None
-        call = _Call(message, self.epoch, self._lifecycle.counts)
+        call = _Call(message, self.pause_number, self._lifecycle.counts)
         if message.mode == "drain":
             timeout_s = message.drain_timeout_s
             self._drain_deadline = math.inf if timeout_s is None else self._clock() + timeout_s
@@ -133,7 +133,7 @@ class PauseController:
 
     def _settle(self, call: _Call) -> None:
         """Between steps: what the mode asks for, and the answer."""
-        is_in_force = self._state.pause_mode is not None and call.epoch == self.epoch
+        is_in_force = self._state.pause_mode is not None and call.pause_number == self.pause_number
         if is_in_force and call.message.mode == "retract":
             self._lifecycle.retract_all()
         self._answer(call, "" if is_in_force else "Generation was continued before it had stopped.")
@@ -165,7 +165,7 @@ class PauseController:
         num_aborted = counts.num_aborted - before.num_aborted
         fields: dict[str, Any] = {
             "mode": call.message.mode,
-            "epoch": call.epoch,
+            "epoch": call.pause_number,
             "running": len(lifecycle.running),
             "retracted": counts.num_retracted - before.num_retracted,
             "aborted": num_aborted,
@@ -174,7 +174,9 @@ class PauseController:
         }
         if not refusal:
             shown = ", ".join(f"{fields[name]} {name}" for name in COUNTS)
-            logger.info("Generation paused (%s, pause %d): %s.", fields["mode"], call.epoch, shown)
+            logger.info(
+                "Generation paused (%s, pause %d): %s.", fields["mode"], call.pause_number, shown
+            )
         self._reply(
             ControlReply(
                 call_id=call.message.call_id,
@@ -191,7 +193,7 @@ class PauseController:
         if not problem:
             self._resume()
         fields = {
-            "epoch": self.epoch,
+            "epoch": self.pause_number,
             "was_paused": was_paused,
             "running": len(self._lifecycle.running),
             "queued": len(self._lifecycle.waiting),
@@ -207,7 +209,7 @@ class PauseController:
 
     def _resume(self) -> None:
         if self._state.pause_mode is not None:
-            logger.info("Generation continues after pause %d.", self.epoch)
+            logger.info("Generation continues after pause %d.", self.pause_number)
         self._state.pause_mode = None
         self._lease = None
         self._stop_draining()
@@ -225,7 +227,7 @@ class PauseController:
     def _expire(self, lease: _Lease) -> None:
         logger.warning(
             "The lease of pause %d (%s, %g s) has run out: %s.",
-            self.epoch,
+            self.pause_number,
             self._state.pause_mode,
             lease.duration_s,
             "requests go on" if lease.end == "continue" else "all requests are aborted",

@@ -41,7 +41,7 @@ from sglang.srt.weight_sync.weight_store import StagedWeights, WeightUpdateError
 logger = logging.getLogger(__name__)
 
 WeightMessage = UpdateWeightsReq | WeightSessionReq | UpdateWeightVersionReq | WeightGroupReq
-ABORT_MESSAGE = "The request was aborted for a weight update."
+WEIGHT_UPDATE_ABORT_MESSAGE = "The request was aborted for a weight update."
 NO_SESSION = "No weight update has begun; call begin_weight_update."
 POLL_S = 0.02  # how often a waiting scheduler looks whether reading is done
 BROKEN = (
@@ -141,7 +141,7 @@ class WeightControl:
         """Has the first call finished between steps, once it is read and nothing is in its way."""
         if not self._jobs or self._first_is_due or not self._jobs[0].future.done():
             return
-        if not (self._state.awaits_end and self._has_begun):
+        if not (self._state.awaits_end and self._started_requests_run):
             self._first_is_due = True
             self._between_steps.add(self._finish_first)
 
@@ -170,7 +170,7 @@ class WeightControl:
     def _must_wait(self, message: WeightMessage) -> bool:
         """Whether running requests have to finish first, so that no output mixes weights without
         a pause."""
-        if not self._has_begun:
+        if not self._started_requests_run:
             return False
         if isinstance(message, UpdateWeightsReq):
             return self._session is None and not message.abort_all_requests
@@ -180,8 +180,8 @@ class WeightControl:
         return False
 
     @property
-    def _has_begun(self) -> bool:
-        return self._state.may_launch and self._lifecycle.has_begun
+    def _started_requests_run(self) -> bool:
+        return self._state.may_launch and self._lifecycle.has_started_requests
 
     # ---------------------------------------------------------------- updates
 
@@ -230,7 +230,7 @@ class WeightControl:
             self._answer(message.call_id, problem)
             return False
         if update.aborts or message.abort_all_requests:
-            self._abort_all(ABORT_MESSAGE)
+            self._abort_all(WEIGHT_UPDATE_ABORT_MESSAGE)
         try:
             self._weights.apply(update.staged)
         except WeightUpdateError as error:
@@ -306,7 +306,7 @@ class WeightControl:
     def _relabel(self, message: UpdateWeightVersionReq) -> None:
         def finish(_: None) -> None:
             if message.abort_all_requests:
-                self._abort_all(ABORT_MESSAGE)
+                self._abort_all(WEIGHT_UPDATE_ABORT_MESSAGE)
             version = message.new_version
             self._lifecycle.set_weight_version(version)
             self._answer(message.call_id, "", "Weight version updated.", new_version=version)

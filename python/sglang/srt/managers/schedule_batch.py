@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from sglang.srt.scheduling.schedule_batch import (
+from sglang.srt.scheduling.request import (
     Req as Req,
 )

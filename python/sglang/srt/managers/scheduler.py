@@ -1,4 +1,7 @@
-"""The scheduler: builds its collaborators and runs one of two loops. It decides nothing itself."""
+"""The scheduler: takes messages in and runs one of two event loops.
+
+What a step feeds is decided in `scheduling/`, and whether steps may be launched in `control/`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sglang.srt.control.control import Control, ModelResources, SchedulerStats
+from sglang.srt.control.control import Control, ModelResources
+from sglang.srt.control.internal_state import SchedulerStats
 from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.mem_cache.kv_audit import ReleaseReport
 from sglang.srt.mem_cache.kv_ledger import KVLedger
@@ -21,8 +25,8 @@ from sglang.srt.scheduling.batch_planner import BatchPlanner, MustDrain, Planned
 from sglang.srt.scheduling.batch_result_processor import BatchResultProcessor
 from sglang.srt.scheduling.invariants import InvariantChecker
 from sglang.srt.scheduling.launch_slack import LaunchSlack
+from sglang.srt.scheduling.request import LaunchedStep, Req
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
-from sglang.srt.scheduling.schedule_batch import LaunchedStep, Req
 from sglang.srt.scheduling.schedule_policy import NewTokenRatio, order_by_priority
 from sglang.srt.step.worker import Worker
 from sglang.srt.tokenizer import StopFinder
@@ -156,7 +160,7 @@ class Scheduler:
         self.receive()
         ongoing = self._launch_next(has_inflight=last is not None)
         if last is not None:
-            self._slack.read(last.result)
+            self._slack.wait_for_step(last.result)
             num_ended = self.lifecycle.counts.num_ended
             self._read(last)
             if ongoing is not None and self.lifecycle.counts.num_ended > num_ended:
@@ -166,7 +170,7 @@ class Scheduler:
             self._read(ongoing)
             ongoing = self._launch_next(has_inflight=False)
         if ongoing is None:
-            self._slack.rest()
+            self._slack.forget()
             self.control.between_steps()
         return ongoing
 

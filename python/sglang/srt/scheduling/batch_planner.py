@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from sglang.srt.layers.logit_adjustments import RowAdjustments
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.scheduling.logprobs_and_hidden import LogprobsAndHiddenPlan
+from sglang.srt.scheduling.request import LaunchedRow, Req
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
-from sglang.srt.scheduling.schedule_batch import LaunchedRow, Req
 from sglang.srt.scheduling.schedule_policy import (
     AdmissionPolicy,
     NewTokenRatio,
@@ -66,7 +66,7 @@ class _StepBuilder:
     _num_host_tokens: list[int] = field(default_factory=list)
     _kv_bounds: list[int] = field(default_factory=list)
     _new_rows: list[NewRow] = field(default_factory=list)
-    _wanted: LogprobsAndHiddenPlan = field(default_factory=LogprobsAndHiddenPlan)
+    _logprobs_and_hidden: LogprobsAndHiddenPlan = field(default_factory=LogprobsAndHiddenPlan)
 
     def add(self, req: Req, tokens: list[int], q_len: int, max_kept: int, emits: bool) -> None:
         """Adds a request, whose slots are reserved.
@@ -80,7 +80,7 @@ class _StepBuilder:
         if req.row_is_new:
             self._new_rows.append(_new_row(req, req.kv.row))
             req.row_is_new = False
-        num_scored, num_hidden = self._wanted.add(req, len(tokens), max_kept, emits)
+        num_scored, num_hidden = self._logprobs_and_hidden.add(req, len(tokens), max_kept, emits)
         self._row_indices.append(req.kv.row)
         self._q_lens.append(q_len)
         self._host_tokens.extend(tokens)
@@ -103,8 +103,8 @@ class _StepBuilder:
             table_writes=table_writes,
             all_greedy=all(row.req.params.is_greedy for row in self.rows if row.emits),
             adjusts_logits=any(row.req.params.adjusts_logits for row in self.rows if row.emits),
-            logprobs=self._wanted.logprob_plan(),
-            hidden_rows=self._wanted.hidden_rows,
+            logprobs=self._logprobs_and_hidden.logprob_plan(),
+            hidden_rows=self._logprobs_and_hidden.hidden_rows,
         )
         return PlannedStep(batch, self.rows)
 
@@ -128,7 +128,7 @@ class BatchPlanner:
         """The next step, or None when there is nothing to launch.
 
         Args:
-            admits: whether any waiting request may start; otherwise only those that must finish.
+            admits: whether every waiting request may start; if not, only those that must finish.
 
         Raises:
             MustDrain: when the step in flight has to be read before anything can be planned.
@@ -150,7 +150,7 @@ class BatchPlanner:
     def _collect(self, admits: bool) -> _StepBuilder:
         step = _StepBuilder()
         for req in self._lifecycle.running:
-            if not req.is_prefilling and not req.surely_ends:
+            if not req.is_prefilling and not req.ends_in_flight:
                 step.add(req, [], req.width.decode_rows, req.width.max_kept, emits=True)
         budget = self._config.chunked_prefill_size
         for req in self._lifecycle.running:
@@ -162,7 +162,7 @@ class BatchPlanner:
     def _reserve_decodes(self, has_inflight: bool) -> None:
         """Slots for every decode row; retracts requests while the pool cannot give them."""
         for req in list(self._lifecycle.running):
-            if req.is_prefilling or req.surely_ends:
+            if req.is_prefilling or req.ends_in_flight:
                 continue
             while req.kv is not None and not self._ledger.reserve(req.kv, self._decode_end(req)):
                 if has_inflight:

@@ -16,8 +16,8 @@ from sglang.srt.messages.requests import (
 )
 from sglang.srt.observability.request_step import RequestStep
 from sglang.srt.scheduling.logprobs_and_hidden import LogprobsAndHiddenReader
+from sglang.srt.scheduling.request import LaunchedRow, LaunchedStep, Req
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
-from sglang.srt.scheduling.schedule_batch import LaunchedRow, LaunchedStep, Req
 from sglang.srt.step.worker import HostResult
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ class LaunchSlack:
         self._spare: deque[float] = deque(maxlen=WINDOW)
         self._waited_s = 0.0
 
-    def read(self, step: GenerationBatchResult) -> None:
+    def wait_for_step(self, step: GenerationBatchResult) -> None:
         """Waits for a step, with the next one in flight."""
         was_ready = step.is_ready
         start = self._clock()
@@ -43,14 +43,14 @@ class LaunchSlack:
         self._spare.append(0.0 if was_ready else self._waited_s + blocked_s)
         self._waited_s = 0.0
 
-    def rest(self) -> None:
+    def forget(self) -> None:
         """Forgets the last turns: nothing is in flight, and what comes may be of another kind."""
         self._spare.clear()
         self._waited_s = 0.0
 
     @property
     def wait_s(self) -> float:
-        """Seconds that a launch may wait after `read`, a whole number of milliseconds."""
+        """Seconds that a launch may wait after `wait_for_step`, a whole number of milliseconds."""
         if len(self._spare) < WINDOW:
             return 0.0
         return math.floor(min(SHARE * min(self._spare), MAX_WAIT_S) * 1000) / 1000

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from sglang.srt.layers.logprobs import HostLogprobs, LogprobQueries
 from sglang.srt.messages.requests import LogprobOptions, PositionLogprobs
-from sglang.srt.scheduling.schedule_batch import LaunchedRow, Req
+from sglang.srt.scheduling.request import LaunchedRow, Req
 from sglang.srt.step.worker import HostResult, LogprobPlan, RowRef
 
 

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.kv_audit import ReleaseAudit, ReleaseReport
 from sglang.srt.mem_cache.kv_ledger import KVLedger, RequestKV
 from sglang.srt.messages.control import DEFAULT_WEIGHT_VERSION
 from sglang.srt.messages.requests import FinishReason
-from sglang.srt.scheduling.schedule_batch import Req
+from sglang.srt.scheduling.request import Req
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class RequestLifecycle:
         return bool(self.running or self._ending)
 
     @property
-    def has_begun(self) -> bool:
-        """Whether any request has run, and so may have output, and has not ended."""
+    def has_started_requests(self) -> bool:
+        """Whether a request that has not ended has run, and so may have output."""
         return bool(self.running) or any(req.was_admitted for req in self.waiting)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang.srt.mem_cache.kv_ledger import KVLedger
-from sglang.srt.scheduling.schedule_batch import Req
+from sglang.srt.scheduling.request import Req
 
 MAX_ESTIMATED_NEW_TOKENS = 4096  # one long request must not reserve the whole pool
 RATIO_AT_START = 0.7  # share of max_new_tokens that a request is expected to use
@@ -55,10 +55,11 @@ class AdmissionPolicy:
             return True
         set_aside = sum(self._still_needed(other) for other in running)
         tokens = req.known_ids
-        # A cached prefix that nobody locks counts as available now, and no longer once locked.
+        # What others have locked of a cached prefix costs nothing. The rest counts as available
+        # until it is locked, so it costs as much as new slots.
         cacheable = tokens[: req.max_cached_tokens + 1]
-        _, num_free_of_charge = self.ledger.cached_prefix(req.namespace, cacheable)
-        needed = len(tokens) - num_free_of_charge + self._growth(req)
+        _, num_already_locked = self.ledger.cached_prefix(req.namespace, cacheable)
+        needed = len(tokens) - num_already_locked + self._growth(req)
         return set_aside + needed <= self.ledger.num_available_tokens + num_freed
 
     def _still_needed(self, req: Req) -> int:

@@ -29,6 +29,8 @@ PLAIN_WIDTH = StepWidth(decode_rows=1, lookahead_rows=0, max_kept=1)
 class TpModelWorker:
     """Feeds the pending token (or a prompt chunk), samples the next one from its last row.
 
+    The name is SGLang's ("Tp" is tensor parallelism there); here one process has the whole model.
+
     Args:
         suppressed_token_ids: ids that are never emitted (a model's mask token).
 

@@ -1,4 +1,4 @@
-"""One request, as the scheduler sees it, and one launched step."""
+"""A request as the scheduler sees it (`Req`), and a step that is launched and not read yet."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ HiddenStates = Literal["none", "all", "last"]
 class Req:
     """A request from its arrival to its last output.
 
-    Host facts only; what depends on a step in flight is bounded, not known:
-
-        committed          tokens with KV, by the last result read
-        committed_bound    the same after all launched steps, at most (exact while prefilling)
+    Holds what the host knows. For a value that steps in flight change there is an upper bound.
 
     Attributes:
+        committed: tokens with KV, by the last result read.
+        committed_bound: the most that `committed` can be once all launched steps are read; exact
+            while the request is prefilling.
         stop_finder: looks for stop strings in the output; None without any.
         fill_ids: prompt and output at the last admission: what prefill has to feed.
         num_inflight, num_inflight_emits: launched, unread steps with this request, and how many
@@ -91,8 +91,8 @@ class Req:
         return self.params.max_new_tokens - len(self.output_ids)
 
     @property
-    def surely_ends(self) -> bool:
-        """Whether the launched steps reach max_new_tokens even at one token each."""
+    def ends_in_flight(self) -> bool:
+        """Whether the steps in flight end it: they reach max_new_tokens even at one token each."""
         return self.num_inflight_emits >= max(self.num_remaining, 1)
 
     @property
@@ -103,8 +103,8 @@ class Req:
 
     @property
     def max_cached_tokens(self) -> int:
-        """How much of a cached prefix may be used: rows that are still to be read must be fed,
-        and so must the last one."""
+        """The longest cached prefix that may be used, in tokens. The last token must be fed, and so
+        must a position whose logits or hidden state are still wanted: the cache holds only KV."""
         limit = len(self.input_ids) + len(self.output_ids) - 1
         if self.logprobs is not None and self.num_scored < self.num_prompt_scores:
             limit = min(limit, self.logprobs.start_len + self.num_scored)
