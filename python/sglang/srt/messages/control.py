@@ -84,7 +84,7 @@ class AbortReq(Message):
 class FlushCacheReqInput(Message):
     """Empties the prefix cache; refused, after `timeout_s`, while requests hold KV or run.
 
-    The name is SGLang's. Other names in `ReqInput` are bodies; this is a message.
+    The name is SGLang's. In `control/bodies.py` such names are bodies; this is a message.
     """
 
     call_id: int
