@@ -34,14 +34,21 @@ def load_reference(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-@torch.inference_mode()
 def predict(
     model: Any, certain: list[int], drafts: list[int], k: int, mask: int
 ) -> tuple[list[int], list[float], list[float]]:
     """Best token, its probability and the top-2 logit gap at the last certain token, at each draft
     and at the k - 1 masks behind them."""
-    ids = torch.tensor([certain + drafts + [mask] * (k - 1)])
-    logits = model(ids).logits[0, len(certain) - 1 :].float()
+    fed = (*certain, *drafts, *[mask] * (k - 1))
+    return _predict_from(model, fed, len(certain) - 1, mask)
+
+
+@functools.cache  # decodes of different thresholds begin alike
+@torch.inference_mode()
+def _predict_from(
+    model: Any, fed: tuple[int, ...], first: int, mask: int
+) -> tuple[list[int], list[float], list[float]]:
+    logits = model(torch.tensor([fed])).logits[0, first:].float()
     logits[:, mask] = float("-inf")
     top = logits.topk(2).values
     best = logits.softmax(-1).max(-1)
