@@ -90,7 +90,7 @@ def caches_tokens_without_kv(patch: Patch) -> None:
 
 
 def keeps_kv_of_old_weights(patch: Patch) -> None:
-    patch.setattr(KVLedger, "begin_epoch", lambda self: None)
+    patch.setattr(KVLedger, "begin_weight_epoch", lambda self: None)
 
 
 def loses_entries_of_the_page_table(patch: Patch) -> None:

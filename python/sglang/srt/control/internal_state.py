@@ -85,7 +85,7 @@ def read_internal_state(
         "stopped": state.stopped,
         "released_memory": sorted(state.released),
         "weight_version": lifecycle.weight_version,
-        "weight_epoch": ledger.epoch,
+        "weight_epoch": ledger.weight_epoch,
         "in_weight_session": state.in_weight_session,
     }
 

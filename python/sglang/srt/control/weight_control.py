@@ -239,18 +239,18 @@ class WeightControl:
         except Exception:
             logger.exception("Weights could not be taken over; generation stops.")
             self._state.broken = BROKEN
-            self._lifecycle.ledger.begin_epoch()
+            self._lifecycle.ledger.begin_weight_epoch()
             self._answer(message.call_id, BROKEN, status_code=500)
             return False
         self._state.broken = ""
-        self._lifecycle.ledger.begin_epoch()
+        self._lifecycle.ledger.begin_weight_epoch()
         if update.weight_version is not None:
             self._lifecycle.set_weight_version(update.weight_version)
         logger.info(
             "Weights updated: %d tensors, version %r, epoch %d.",
             len(update.staged),
             self._lifecycle.weight_version,
-            self._lifecycle.ledger.epoch,
+            self._lifecycle.ledger.weight_epoch,
         )
         fields = {"num_tensors": len(update.staged), **self._flush(message.flush_cache)}
         self._answer(message.call_id, "", "Weights updated.", staged=False, **fields)
@@ -274,7 +274,7 @@ class WeightControl:
             self._answer(message.call_id, problem)
             return
         self._set_session(_Update())
-        self._lifecycle.ledger.begin_epoch()
+        self._lifecycle.ledger.begin_weight_epoch()
         self._answer(message.call_id, "", "Weight update begun; the old weights serve on.")
 
     def _commit(self, message: WeightSessionReq) -> None:
@@ -296,7 +296,7 @@ class WeightControl:
             self._answer(message.call_id, NO_SESSION)
             return
         self._set_session(None)
-        self._lifecycle.ledger.begin_epoch()
+        self._lifecycle.ledger.begin_weight_epoch()
         self._answer(message.call_id, "", "Weight update rolled back; the old weights serve.")
 
     def _set_session(self, session: _Update | None) -> None:
@@ -348,7 +348,7 @@ class WeightControl:
         lifecycle = self._lifecycle
         fields = {
             "weight_version": lifecycle.weight_version,
-            "weight_epoch": lifecycle.ledger.epoch,
+            "weight_epoch": lifecycle.ledger.weight_epoch,
             "num_paused_requests": len(lifecycle.running) + len(lifecycle.waiting),
             **fields,
         }

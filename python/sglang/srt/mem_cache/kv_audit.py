@@ -9,7 +9,8 @@ from sglang.srt.mem_cache.kv_ledger import KVLedger, RequestKV, SlotState
 
 @dataclass(frozen=True, slots=True)
 class ReleaseReport:
-    """One request's slots right after their release, in tokens.
+    """One request's slots right after their release, in tokens. The names are fields of a log line,
+    which clients' checks read.
 
     Attributes:
         curr_step_token_count: slots behind the watermark that the widest step may have written.

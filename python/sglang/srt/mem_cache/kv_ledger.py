@@ -9,8 +9,9 @@ Page regions of one request (`RequestKV.pages`, in token order):
 A step writes KV into private pages in place; nothing is freed per step. Identity, at any time:
 free + tree + sum(private) == pool, every page with exactly one owner.
 
-Weights change in epochs. The epoch is part of every key of the tree, so KV of old weights is never
-matched, flushed or not; and a request whose KV spans two epochs gives the tree nothing.
+`weight_epoch` counts the changes of the weights. It is part of every key of the tree, so KV of old
+weights is never matched, flushed or not; and a request whose KV spans two epochs gives the tree
+nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class RequestKV:
 
     row: int
     namespace: Namespace
-    epoch: int
+    weight_epoch: int
     pages: list[int]
     node: CacheNode
     shared_end: int
@@ -61,7 +62,8 @@ class PageTableWrites:
 
 @dataclass(frozen=True, slots=True)
 class LedgerReport:
-    """Outcome of a check, in tokens; all are 0 if the ledger is right.
+    """Outcome of a check, in tokens; all are 0 if the ledger is right. The names are fields of
+    `/server_info`, which clients' checks read.
 
     Attributes:
         legacy_missing_tokens: pool - free - tree - private.
@@ -100,11 +102,11 @@ class KVLedger:
         # entries again in one step. The order of two writes to one entry is undefined on a GPU.
         self._writes: dict[int, PageTableWrites] = {}
         self.page_size = allocator.page_size
-        self.epoch = 0
+        self.weight_epoch = 0
 
-    def begin_epoch(self) -> None:
+    def begin_weight_epoch(self) -> None:
         """From here on KV is of other weights. Only with no step in flight."""
-        self.epoch += 1
+        self.weight_epoch += 1
 
     @property
     def num_pool_tokens(self) -> int:
@@ -135,21 +137,21 @@ class KVLedger:
     def cached_prefix(self, namespace: Namespace, tokens: Sequence[int]) -> tuple[int, int]:
         """Tokens of the cached prefix that `admit` would re-use, and how many of them are locked
         by other requests already, so that re-using them takes nothing from the pool."""
-        found = self._tree.match((self.epoch, *namespace), tokens[: len(tokens) - 1])
+        found = self._tree.match((self.weight_epoch, *namespace), tokens[: len(tokens) - 1])
         num_pages = len(found.pages)
         return num_pages * self.page_size, (num_pages - found.num_unlocked_pages) * self.page_size
 
     def admit(self, namespace: Namespace, tokens: Sequence[int]) -> RequestKV:
         """Gives a request a row and its cached prefix, locked. At least one token is left over,
         since a step needs something to feed. Needs `has_free_row`."""
-        namespace = (self.epoch, *namespace)
+        namespace = (self.weight_epoch, *namespace)
         found = self._tree.match(namespace, tokens[: len(tokens) - 1])
         self._tree.lock(found.node)
         num_shared = len(found.pages)
         kv = RequestKV(
             row=self._free_rows.pop(),
             namespace=namespace,
-            epoch=self.epoch,
+            weight_epoch=self.weight_epoch,
             pages=list(found.pages),
             node=found.node,
             shared_end=num_shared,
@@ -185,7 +187,7 @@ class KVLedger:
         Pages that the tree has meanwhile from elsewhere stay the request's own, and so do all if
         the weights have changed since its admission.
         """
-        if kv.epoch != self.epoch:
+        if kv.weight_epoch != self.weight_epoch:
             return
         num_pages = len(tokens) // self.page_size
         result = self._tree.insert(kv.namespace, tokens, kv.pages[:num_pages])
@@ -206,7 +208,7 @@ class KVLedger:
             raise RuntimeError(f"KV of row {kv.row} was released twice.")
         kv.is_released = True
         leftover = kv.private_pages
-        if kv.epoch != self.epoch:
+        if kv.weight_epoch != self.weight_epoch:
             tokens = None
         num_pages = 0 if tokens is None else len(tokens) // self.page_size
         if tokens is not None and num_pages > kv.inserted_end:
