@@ -1,4 +1,4 @@
-"""Copies between host and device that nobody waits for."""
+"""Asynchronous copies between host and device: the host goes on while they run."""
 
 from __future__ import annotations
 

@@ -11,11 +11,12 @@ from sglang.srt.layers import triton_launch
 from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.triton_backend import TritonBackend
 from sglang.srt.layers.forward_batch import RAGGED, ForwardBatch, GraphKey
-from sglang.srt.layers.triton_launch import Neighbours
+from sglang.srt.layers.triton_launch import ParallelLaunch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
 CPU = torch.device("cpu")
-ALONE, BEFORE, AFTER = Neighbours(), Neighbours(before=True), Neighbours(after=True)
+ALONE = ParallelLaunch()
+WITH_PREVIOUS, WITH_NEXT = ParallelLaunch(with_previous=True), ParallelLaunch(with_next=True)
 
 
 @pytest.fixture
@@ -31,14 +32,14 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         ([1], [("split", ALONE)]),
         ([1] * 40, [("items", ALONE)]),
         ([100], [("items", ALONE)]),
-        ([100, 1], [("items", AFTER), ("split", BEFORE)]),
-        ([*[1] * 40, 100], [("items", AFTER), ("items", BEFORE)]),
+        ([100, 1], [("items", WITH_NEXT), ("split", WITH_PREVIOUS)]),
+        ([*[1] * 40, 100], [("items", WITH_NEXT), ("items", WITH_PREVIOUS)]),
     ],
     ids=str,
 )
 @pytest.mark.usefixtures("hopper")
 def test_only_kernels_of_one_step_run_beside_each_other(
-    q_lens: list[int], launches: list[tuple[str, Neighbours]]
+    q_lens: list[int], launches: list[tuple[str, ParallelLaunch]]
 ) -> None:
     kv_pool = MHATokenToKVPool(8, 1, 1, 8, 128, torch.bfloat16, "cpu")
     backend = TritonBackend(ReqToTokenPool(64, 256, "cpu"), kv_pool, 32, [None])
@@ -49,7 +50,7 @@ def test_only_kernels_of_one_step_run_beside_each_other(
 
     def record(kind: str) -> mock.Mock:
         def launch(*arguments: object) -> None:
-            found.append((kind, *(each for each in arguments if isinstance(each, Neighbours))))
+            found.append((kind, *(each for each in arguments if isinstance(each, ParallelLaunch))))
 
         return mock.Mock(side_effect=launch)
 
@@ -65,13 +66,13 @@ def test_only_kernels_of_one_step_run_beside_each_other(
 def test_the_first_of_two_lets_the_second_start() -> None:
     assert ALONE.options(CPU, 1000) == {"PDL": True, "early": 0, "beside": 0, "launch_pdl": True}
     assert ALONE.options(CPU, 100)["early"] == 1
-    assert AFTER.options(CPU, 1000)["early"] == 1
-    assert AFTER.options(CPU, 1000)["beside"] == 0
-    assert BEFORE.options(CPU, 1000)["beside"] == 1
+    assert WITH_NEXT.options(CPU, 1000)["early"] == 1
+    assert WITH_NEXT.options(CPU, 1000)["beside"] == 0
+    assert WITH_PREVIOUS.options(CPU, 1000)["beside"] == 1
 
 
 def test_gpus_that_cannot_run_them_one_after_the_other() -> None:
-    assert BEFORE.options(CPU, 1)["PDL"] is False
+    assert WITH_PREVIOUS.options(CPU, 1)["PDL"] is False
 
 
 @pytest.mark.usefixtures("hopper")

@@ -1,5 +1,5 @@
 """What the layers of a model call that depends on the device: attention, matrix products and the
-operations between them. A model declares mathematics; this says how they are computed."""
+operations between them. Models are written in these calls; implementations differ by device."""
 
 from __future__ import annotations
 

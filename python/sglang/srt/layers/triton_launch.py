@@ -18,15 +18,19 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 @triton.jit
 def begin(PDL: tl.constexpr, early, beside=0):
     """The first line of every kernel: waits until the kernel before it has ended, so that all that
-    it wrote can be read.
+    it wrote can be read. Kernels A, B and C, launched in this order, over time (a dot: it waits):
+
+        A is early     A |--------|          A is early,     A |--------|
+                       B |........|----|     B is beside     B |----....|
+                       C               |--|                  C          |--|
 
     Args:
         PDL: whether the kernel was launched by CUDA's programmatic dependent launch, that is while
             the one before it may still run; without, there is nothing to wait for.
-        early: 1 lets the next kernel start now, which waits in its own `begin`; else 0.
-        beside: 1 waits for nothing, so that this kernel runs beside the one before it; else 0. For
-            a kernel that reads nothing that the one before it writes, where that one was `early`:
-            it had then waited itself for all older kernels. `finish` must stand at each end.
+        early: 1 lets the next kernel start now, before this one has ended; else 0.
+        beside: 1 waits for nothing here, else 0. Only for a kernel B that reads nothing that A
+            writes, and only if A is `early`: then A has waited for all older kernels itself. B must
+            call `finish` at each end: that waits for A, and so C, which waits for B, has both.
 
     `early` and `beside` are plain numbers: as constants, each value would compile a kernel anew.
     """
@@ -66,19 +70,20 @@ def dependent_launch(device: torch.device, num_programs: int) -> dict[str, int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Neighbours:
-    """Where a step's other attention kernel stands, which goes over other items.
+class ParallelLaunch:
+    """Whether an attention kernel runs at the same time as the step's other one, which goes over
+    other items.
 
     Attributes:
-        before: it is launched just before this one, which runs beside it.
-        after: it is launched just after this one, and runs beside it.
+        with_previous: the other one is launched just before it.
+        with_next: the other one is launched just after it.
     """
 
-    before: bool = False
-    after: bool = False
+    with_previous: bool = False
+    with_next: bool = False
 
     def options(self, device: torch.device, num_programs: int) -> dict[str, int]:
         """Launch options of this kernel."""
         options = dependent_launch(device, num_programs)
-        early = int(self.after or options["early"])
-        return {**options, "early": early, "beside": int(self.before)}
+        early = int(self.with_next or options["early"])
+        return {**options, "early": early, "beside": int(self.with_previous)}

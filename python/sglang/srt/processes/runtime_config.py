@@ -1,4 +1,4 @@
-"""From what the user asked for to frozen sub-configs, in pure named steps.
+"""Turns `ServerArgs` into the frozen configs of the rooms below, by functions without side effects.
 
 Every refusal names the flag and the remedy. `ServerArgs` stops here.
 """

@@ -15,7 +15,7 @@ from sglang.srt.workers.tp_worker import TpModelWorker
 def make_worker(
     runner: ModelRunner, mtp: MTPConfig | None, trace: DebugTrace | None = None
 ) -> Worker:
-    """The worker for what a model can do: several tokens per step with a mask token, else one.
+    """An `MTPWorker` for a model with a mask token (`mtp` is not None), else a `TpModelWorker`.
 
     Args:
         trace: is told of every step that an `MTPWorker` launches.

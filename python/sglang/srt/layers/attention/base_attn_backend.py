@@ -65,8 +65,8 @@ def refuse_ancestors(batch: ForwardBatch, name: str) -> None:
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of a ragged batch over the paged KV pool, which has the batch's own K and V
-    by then.
+    """Causal attention of a ragged batch over the paged KV pool. The step's own K and V of a layer
+    are in the pool when `forward` is called for it.
 
     A query row at position p sees the keys of positions 0..p of its own request; in a layer with a
     sliding window w (arXiv 2310.06825, section 2) those of p-w+1..p alone. Positions count the

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities, GraphSupport
-from sglang.srt.layers.attention.kv_window import KVWindow
+from sglang.srt.layers.attention.gathered_kv import GatheredKV
 from sglang.srt.layers.forward_batch import MAX_TREE_ROWS, ForwardBatch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
@@ -55,7 +55,7 @@ class TorchNativeBackend:
         self._kv_pool = kv_pool
         self._groups: list[_Group] = []
         self._scratch = kv_pool.kv[0][:0]
-        self._kept = KVWindow(kv_pool.kv)
+        self._gathered = GatheredKV(kv_pool.kv)
 
     @classmethod
     def capabilities(cls) -> AttentionCapabilities:
@@ -76,17 +76,17 @@ class TorchNativeBackend:
         if is_uniform and self._fits(batch, *next(iter(members.items()))):
             group = self._make_group(batch, batch.q_lens[0], None)
             self._groups = [group]
-            self._kept.plan(group.slots, group.positions, group.kv_lens)
+            self._gathered.plan(group.slots, group.positions, group.kv_lens)
             return
         self._groups = []
-        self._kept.forget()
+        self._gathered.forget()
         for q_len, indices in members.items():
             for part in self._split(batch, q_len, indices):
                 self._groups.append(self._make_group(batch, q_len, part))
 
     def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         if len(self._groups) == 1 and self._groups[0].tokens is None:
-            return self._attend(layer, self._groups[0], q, self._kept.gather(layer)).view(
+            return self._attend(layer, self._groups[0], q, self._gathered.gather(layer)).view(
                 len(q), -1
             )
         kv = self._kv_pool.kv[layer]

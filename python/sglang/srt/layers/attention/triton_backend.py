@@ -20,7 +20,7 @@ from sglang.srt.layers.attention.triton_ops.kernels import (
     workspace_size,
 )
 from sglang.srt.layers.forward_batch import MIXED, ForwardBatch, GraphKey
-from sglang.srt.layers.triton_launch import INTERPRETED, Neighbours
+from sglang.srt.layers.triton_launch import INTERPRETED, ParallelLaunch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.platform import num_multiprocessors
 
@@ -182,17 +182,17 @@ class TritonBackend:
         few = self._items[: shape.num_split_items]
         many = self._items[shape.num_split_items :][: shape.num_extend_items]
         if len(many):
-            after = Neighbours(after=len(few) > 0)
+            launch = ParallelLaunch(with_next=len(few) > 0)
             num_programs = shape.extend_programs
             tiles = tuning.extend if num_programs is None else tuning.few
-            attend_items(q, kv, out, many, paged, window, tiles, after, num_programs)
+            attend_items(q, kv, out, many, paged, window, tiles, launch, num_programs)
         if len(few):
-            before = Neighbours(before=len(many) > 0)
+            launch = ParallelLaunch(with_previous=len(many) > 0)
             if shape.num_splits == 1:
-                attend_items(q, kv, out, few, paged, window, shape.tiles, before)
+                attend_items(q, kv, out, few, paged, window, shape.tiles, launch)
             else:
                 attend_items_split(
-                    q, kv, out, few, paged, window, shape.tiles, before,
+                    q, kv, out, few, paged, window, shape.tiles, launch,
                     shape.num_splits, self._workspace,
                 )  # fmt: skip
         return out

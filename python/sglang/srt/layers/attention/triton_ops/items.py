@@ -30,8 +30,8 @@ def pack_rows(num_rows: int, index: int) -> int:
 @triton.jit
 def load_item(items_ptr, rows_ptr, kv_lens_ptr, index, HAS_TREE: tl.constexpr):
     """Row of the table, first token, number of query rows, position of the first one, and
-    `common_end` (all scalars): every row sees the KV before it (but for a window), and bit 0 of
-    `ancestors` stands for the position `common_end`."""
+    `common_end`: the first KV position that not every row of the item sees, windows aside; bit 0
+    of `ancestors` stands for it. All are scalars."""
     item = items_ptr + index * 4
     request = tl.load(item)
     first_token = tl.load(item + 1).to(tl.int64)

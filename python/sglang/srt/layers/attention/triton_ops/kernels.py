@@ -16,7 +16,7 @@ from sglang.srt.layers.attention.triton_ops.items import (
     seen_range,
     split_len,
 )
-from sglang.srt.layers.triton_launch import Neighbours, begin, dependent_launch, finish
+from sglang.srt.layers.triton_launch import ParallelLaunch, begin, dependent_launch, finish
 
 LOG2_E = 1.4426950408889634
 
@@ -209,7 +209,7 @@ def _constants(
 
 def attend_items(
     q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor,
-    items: torch.Tensor, paged: Paged, window: int | None, tiles: Tiles, launch: Neighbours,
+    items: torch.Tensor, paged: Paged, window: int | None, tiles: Tiles, launch: ParallelLaunch,
     num_programs: int | None = None,
 ) -> None:  # fmt: skip
     """Attention of `items` [I, 4] int32.
@@ -235,7 +235,7 @@ def attend_items(
 
 def attend_items_split(
     q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, items: torch.Tensor, paged: Paged,
-    window: int | None, tiles: Tiles, launch: Neighbours,
+    window: int | None, tiles: Tiles, launch: ParallelLaunch,
     num_splits: int, workspace: torch.Tensor,
 ) -> None:  # fmt: skip
     """As `attend_items`, with the KV of each item shared out among up to `num_splits` programs,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 SPARE_COLUMNS = 64  # tokens that may be added before everything is gathered again
-MAX_WINDOW_BYTES = 256 << 20  # of all layers together; above it nothing is kept
+MAX_KEPT_BYTES = 256 << 20  # of all layers together; above it nothing is kept
 
 
-class KVWindow:
+class GatheredKV:
     """Gathers the paged KV of a batch; while the batch stays the same, only its new tokens.
 
-    A step may add to the window of the step before it if both have the same requests, told by
+    A step may add to what the step before it gathered if both have the same requests, told by
     their slots: no slot that either step names can have been written by another in between, since
-    every step that does not go through the window clears it (`forget`).
+    every step that is attended without this class calls `forget`.
 
     Args:
         pool: per layer [num_slots, 2 * num_kv_heads, head_dim].
@@ -80,7 +80,7 @@ class KVWindow:
         num_requests, length = slots.shape
         num_layers = len(self._pool)
         size = num_requests * (length + SPARE_COLUMNS) * self._pool[0][0].nbytes * num_layers
-        is_kept = size <= MAX_WINDOW_BYTES
+        is_kept = size <= MAX_KEPT_BYTES
         self._capacity = length + SPARE_COLUMNS if is_kept else length
         self._num_entries = num_requests * self._capacity
         if is_kept == self._is_kept and self._buffers[0].shape[0] >= self._num_entries:

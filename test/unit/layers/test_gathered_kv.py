@@ -1,4 +1,4 @@
-"""The window holds what a fresh gather would, whatever happens to the batch between steps."""
+"""`GatheredKV` holds what a fresh gather would, whatever happens to the batch between steps."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from sglang.srt.layers.attention import kv_window
-from sglang.srt.layers.attention.kv_window import KVWindow
+from sglang.srt.layers.attention import gathered_kv
+from sglang.srt.layers.attention.gathered_kv import GatheredKV
 
 NUM_SLOTS, NUM_LAYERS = 200, 2
 
@@ -25,7 +25,7 @@ class Requests:
         self.committed: dict[int, int] = {}
 
     def start(self, row: int, length: int) -> None:
-        """A request with `length` tokens in the pool; their KV is written past the window."""
+        """A request with `length` tokens in the pool; their KV is written behind its back."""
         self.slots[row] = [self.free.pop() for _ in range(length + 8)]
         self.committed[row] = length
         self._write(self.slots[row][:length])
@@ -34,7 +34,7 @@ class Requests:
         self.free += self.slots.pop(row)
         self.random.shuffle(self.free)
 
-    def step(self, window: KVWindow, rows: list[int], q_len: int, num_kept: int) -> None:
+    def step(self, gathered: GatheredKV, rows: list[int], q_len: int, num_kept: int) -> None:
         """Stores q_len tokens of each row, plans, and compares every layer with a fresh gather."""
         starts = torch.tensor([self.committed[row] for row in rows])
         kv_lens = starts + q_len
@@ -46,12 +46,12 @@ class Requests:
             self._write(used[-q_len:])
             self.committed[row] += num_kept
         positions = starts[:, None] + torch.arange(q_len)
-        window.plan(table, positions, kv_lens)
+        gathered.plan(table, positions, kv_lens)
         for layer in range(NUM_LAYERS):
-            gathered = window.gather(layer)
+            found = gathered.gather(layer)
             for index, end in enumerate(kv_lens.tolist()):
                 expected = self.pool[layer][table[index, :end]]
-                assert torch.equal(gathered[index, :end], expected)
+                assert torch.equal(found[index, :end], expected)
 
     def _write(self, slots: list[int]) -> None:
         for kv in self.pool:
@@ -59,11 +59,11 @@ class Requests:
 
 
 @pytest.mark.parametrize("max_bytes", [1 << 30, 2000, 0])
-def test_window_equals_a_fresh_gather(max_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_window, "MAX_WINDOW_BYTES", max_bytes)
+def test_it_equals_a_fresh_gather(max_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathered_kv, "MAX_KEPT_BYTES", max_bytes)
     for seed in range(60):
         requests = Requests(seed)
-        window = KVWindow(requests.pool)
+        gathered = GatheredKV(requests.pool)
         choose = requests.random
         rows: list[int] = []
         for _ in range(40):
@@ -71,32 +71,32 @@ def test_window_equals_a_fresh_gather(max_bytes: int, monkeypatch: pytest.Monkey
                 row = min(set(range(8)) - set(rows))
                 requests.start(row, choose.randint(0, 6))
                 rows.append(row)
-                window.forget()  # its prompt went through a step without the window
+                gathered.forget()  # its prompt went through a step without it
             if rows and choose.random() < 0.2:
                 requests.end(rows.pop(choose.randrange(len(rows))))
             q_len = choose.choice([1, 1, 1, 3])
             rows = [row for row in rows if requests.committed[row] + 3 < len(requests.slots[row])]
             if rows:
-                requests.step(window, rows, q_len, choose.randint(1, q_len))
+                requests.step(gathered, rows, q_len, choose.randint(1, q_len))
 
 
 def test_a_row_that_skipped_a_step_is_gathered_again() -> None:
     requests = Requests(seed=0)
-    window = KVWindow(requests.pool)
+    gathered = GatheredKV(requests.pool)
     for row in (0, 1):
         requests.start(row, 5)
-    requests.step(window, [0, 1], 1, 1)
-    requests.step(window, [0], 1, 1)
-    requests.step(window, [0, 1], 1, 1)
+    requests.step(gathered, [0, 1], 1, 1)
+    requests.step(gathered, [0], 1, 1)
+    requests.step(gathered, [0, 1], 1, 1)
 
 
 def test_an_unchanged_batch_gathers_only_its_new_tokens() -> None:
     requests = Requests(seed=0)
-    window = KVWindow(requests.pool)
+    gathered = GatheredKV(requests.pool)
     requests.start(0, 5)
-    requests.step(window, [0], 1, 1)
+    requests.step(gathered, [0], 1, 1)
     secret = requests.slots[0][2]
     for kv in requests.pool:
         kv[secret] = -1.0  # no longer read by the next step
     with pytest.raises(AssertionError):
-        requests.step(window, [0], 1, 1)
+        requests.step(gathered, [0], 1, 1)
