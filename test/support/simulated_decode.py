@@ -18,7 +18,7 @@ from sglang.srt.model_executor.cuda_graph_runner import GraphKeys
 from sglang.srt.mtp.acceptance_estimate import Kind
 from sglang.srt.mtp.length_policy import LengthPolicy
 from sglang.srt.mtp.price_table import Curve, PriceTable
-from sglang.srt.mtp.step_outlook import Accepted, Ask, Outlook
+from sglang.srt.mtp.upcoming_step import Accepted, EmittingRequest, UpcomingStep
 
 MAX_K = 8
 UNVERIFIED, VERIFIED = Kind(False, 9), Kind(True, 0)
@@ -84,7 +84,7 @@ class Fixed:
 
     limit: int
 
-    def choose(self, outlook: Outlook) -> int:
+    def choose(self, upcoming: UpcomingStep) -> int:
         return self.limit
 
     def observe(self, accepted: list[Accepted]) -> None: ...
@@ -163,8 +163,10 @@ class Simulation:
     def _step(
         self, emitting: list[tuple[_Request, int]], chunks: list[int], num_reading: int
     ) -> list[tuple[_Request, int, int]]:
-        outlook = Outlook(
-            asks=Counter(Ask(self._kind, MAX_K, True, pending) for _, pending in emitting),
+        upcoming = UpcomingStep(
+            emitting=Counter(
+                EmittingRequest(self._kind, MAX_K, True, pending) for _, pending in emitting
+            ),
             kv_tokens=sum(request.num_kv for request, _ in emitting),
             prompt_rows=sum(chunks),
             longest_prompt=max(chunks, default=0),
@@ -173,9 +175,9 @@ class Simulation:
         )
         limit, self._num_ended = 1, 0
         if emitting:
-            limit = self._policy.choose(outlook)
+            limit = self._policy.choose(upcoming)
             self.limits[limit] += 1
-        cost_ms = self._prices.price_ms(outlook.actual(limit))
+        cost_ms = self._prices.price_ms(upcoming.current_shape(limit))
         looks_ahead = limit > 1 or any(pending > 1 for _, pending in emitting)
         self.now_ms += cost_ms * (1 + self._surcharge * looks_ahead)
         return [(request, *self._accept(request, limit)) for request, _ in emitting]
@@ -185,7 +187,7 @@ class Simulation:
         request.pending_bound = limit
         request.num_inflight += 1
         chance = self._chance(self.now_ms)
-        tried = request.num_drafts + 1 if self._kind.is_verified else limit
+        tried = request.num_drafts + 1 if self._kind.emits_only_confirmed else limit
         taken = 1
         while taken < tried and self._luck.random() < chance:
             taken += 1

@@ -30,7 +30,7 @@ from sglang.srt.layers.forward_batch import (
 )
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.mtp.acceptance import AcceptanceOps, Outcome, Predictions
+from sglang.srt.mtp.acceptance import AcceptanceOps, AcceptedTokens, DrawnTokens
 from sglang.srt.registry import OPERATIONS, load
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import RowLayout, StaticInputs, StepCounts, StepOps
@@ -83,11 +83,11 @@ class Step:
     num_predicted: list[int] = field(default_factory=list)
     num_read: list[int] = field(default_factory=list)
     max_accepted: list[int] = field(default_factory=list)
-    is_verified: list[bool] = field(default_factory=list)
+    emits_only_confirmed: list[bool] = field(default_factory=list)
 
     def add(self, kind: str, pending_len: int, max_pending: int, chooser: random.Random) -> None:
         num_host = chooser.choice([1, 2, 130, 300]) if kind in ("chunk", "prompt") else 0
-        verified = kind == "plain" or (kind != "static" and chooser.random() < 0.5)
+        only_confirmed = kind == "plain" or (kind != "static" and chooser.random() < 0.5)
         emits = kind != "chunk"
         looks_ahead = kind not in ("plain", "chunk") and max_pending > 1
         k = chooser.randint(1, max_pending) if looks_ahead else int(emits)
@@ -97,9 +97,9 @@ class Step:
         self.num_host.append(num_host)
         self.emits.append(emits)
         self.num_predicted.append(k)
-        self.num_read.append(q_len if verified and not num_host else k)
-        self.max_accepted.append(bound if verified else k)
-        self.is_verified.append(verified)
+        self.num_read.append(q_len if only_confirmed and not num_host else k)
+        self.max_accepted.append(bound if only_confirmed else k)
+        self.emits_only_confirmed.append(only_confirmed)
 
     def batch(self, chooser: random.Random) -> ScheduleBatch:
         num_writes = chooser.choice([0, 1, 200])
@@ -122,7 +122,7 @@ class Step:
 
     @property
     def counts(self) -> StepCounts:
-        return StepCounts(self.q_lens, self.num_read, self.num_predicted, self.is_verified)
+        return StepCounts(self.q_lens, self.num_read, self.num_predicted, self.emits_only_confirmed)
 
 
 def differing(ours: object, right: object) -> list[str]:
@@ -196,16 +196,16 @@ def commit(side: Side, layout: RowLayout) -> torch.Tensor:
     return side.ops.commit(layout, drawn(layout)[0], side.state)
 
 
-def accept(side: Side, layout: RowLayout, step: Step, has_probs: bool) -> Outcome:
+def accept(side: Side, layout: RowLayout, step: Step, has_probs: bool) -> AcceptedTokens:
     tokens, probs = drawn(layout)
-    most_accepted = max(1, *step.max_accepted)
+    max_accepted = max(1, *step.max_accepted)
     return side.acceptance.accept(
-        Predictions(
-            numbers=layout.numbers,
+        DrawnTokens(
+            per_request=layout.per_request,
             tokens=tokens,
             probs=probs if has_probs else None,
-            most_read=max(step.num_read),
-            most_accepted=most_accepted,
+            max_rows_read=max(step.num_read),
+            max_accepted=max_accepted,
         )
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from sglang.srt.mtp.step_outlook import Accepted, Outlook
+from sglang.srt.mtp.upcoming_step import Accepted, UpcomingStep
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.step.worker import (
     GenerationBatchResult,
@@ -111,8 +111,8 @@ class RandomLengths:
     def __init__(self, chooser: random.Random) -> None:
         self._random = chooser
 
-    def choose(self, outlook: Outlook) -> int:
-        return self._random.randint(1, outlook.longest)
+    def choose(self, upcoming: UpcomingStep) -> int:
+        return self._random.randint(1, upcoming.longest)
 
     def observe(self, accepted: Sequence[Accepted]) -> None: ...
 

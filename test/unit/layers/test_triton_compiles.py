@@ -35,8 +35,8 @@ FLOATS = ("sums_ptr", "stats_ptr", "rope_table_ptr")
 STEP_INTEGERS = {
     f"{name}_ptr": "*i64"
     for name in (
-        *("numbers", "committed", "pending", "pending_lens", "tokens", "reads", "out", "spread"),
-        *("input_ids", "requests", "outside"),
+        *("packed", "per_request", "committed", "pending", "pending_lens", "tokens", "reads"),
+        *("out", "spread", "input_ids", "requests", "outside"),
     )
 }
 HEADS = {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128}

@@ -20,7 +20,7 @@ from sglang.srt.scheduling.batch_result_processor import BatchResultProcessor
 from sglang.srt.scheduling.logprobs_and_hidden import LogprobsAndHiddenReader
 from sglang.srt.scheduling.request import Req
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
-from sglang.srt.step.step_ops import Reads
+from sglang.srt.step.step_ops import ReadRows
 from sglang.srt.step.worker import NewRow
 from sglang.srt.workers import tp_worker
 from storm import run_rounds
@@ -70,7 +70,7 @@ def looks_for_stops_at_the_end_of_a_run_only(patch: Patch) -> None:
 def reads_a_wrong_row(patch: Patch) -> None:
     right = tp_worker.hidden_of_reads
 
-    def hidden_of_reads(hidden: torch.Tensor, reads: Reads) -> torch.Tensor:
+    def hidden_of_reads(hidden: torch.Tensor, reads: ReadRows) -> torch.Tensor:
         rows = right(hidden, reads)
         return rows.roll(1, 0)
 

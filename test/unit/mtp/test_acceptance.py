@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang.srt.mtp.acceptance import Readings, accept
+from sglang.srt.mtp.acceptance import AcceptanceInputs, decide_acceptance
 
 VOCAB_SIZE = 3  # small, so that drafts are often right
 MAX_PENDING = 4
@@ -19,7 +19,7 @@ class Case:
 
     pending: list[int]
     num_predicted: int
-    is_verified: bool
+    emits_only_confirmed: bool
     targets: list[int]
     confident: list[bool]
 
@@ -33,7 +33,7 @@ class Expected:
 
 def expected(case: Case) -> Expected:
     """The rule, spelled out."""
-    if not case.is_verified:
+    if not case.emits_only_confirmed:
         count = 0
         while count < case.num_predicted and case.confident[count]:
             count += 1
@@ -54,14 +54,14 @@ def expected(case: Case) -> Expected:
 
 
 def random_case(chooser: random.Random) -> Case:
-    is_verified = chooser.random() < 0.6
+    emits_only_confirmed = chooser.random() < 0.6
     num_pending = chooser.randint(1, MAX_PENDING)
     num_predicted = chooser.randint(1, MAX_PENDING)
-    num_read = (num_pending if is_verified else 1) + num_predicted - 1
+    num_read = (num_pending if emits_only_confirmed else 1) + num_predicted - 1
     return Case(
         pending=[chooser.randrange(VOCAB_SIZE) for _ in range(num_pending)],
         num_predicted=num_predicted,
-        is_verified=is_verified,
+        emits_only_confirmed=emits_only_confirmed,
         targets=[chooser.randrange(VOCAB_SIZE) for _ in range(num_read)],
         confident=[chooser.random() < 0.7 for _ in range(num_read)],
     )
@@ -79,13 +79,13 @@ def test_acceptance_follows_the_rule_request_by_request() -> None:
         cases = [random_case(chooser) for _ in range(chooser.randint(1, 6))]
         width = max(len(case.targets) for case in cases) + chooser.randint(0, 2)
         filler = chooser.randrange(VOCAB_SIZE)
-        outcome = accept(
-            Readings(
+        outcome = decide_acceptance(
+            AcceptanceInputs(
                 targets=torch.tensor([padded(c.targets, width, filler) for c in cases]),
                 confident=torch.tensor([padded(c.confident, width, True) for c in cases]).bool(),
                 pending=torch.tensor([padded(c.pending, MAX_PENDING, filler) for c in cases]),
                 pending_lens=torch.tensor([len(c.pending) for c in cases]),
-                is_verified=torch.tensor([c.is_verified for c in cases]),
+                emits_only_confirmed=torch.tensor([c.emits_only_confirmed for c in cases]),
                 num_predicted=torch.tensor([c.num_predicted for c in cases]),
             )
         )
@@ -101,13 +101,13 @@ def test_acceptance_follows_the_rule_request_by_request() -> None:
 
 
 def test_without_look_ahead_a_step_is_plain_decode() -> None:
-    outcome = accept(
-        Readings(
+    outcome = decide_acceptance(
+        AcceptanceInputs(
             targets=torch.tensor([[7]]),
             confident=torch.tensor([[False]]),
             pending=torch.tensor([[3]]),
             pending_lens=torch.tensor([1]),
-            is_verified=torch.tensor([True]),
+            emits_only_confirmed=torch.tensor([True]),
             num_predicted=torch.tensor([1]),
         )
     )

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from sglang.srt.mtp.acceptance_estimate import WINDOW, Kind, Survival, verified
+from sglang.srt.mtp.acceptance_estimate import WINDOW, Kind, Survival, with_draftless_steps
 from sglang.srt.mtp.length_policy import (
     TRIAL_SHARE,
     FullLength,
@@ -21,7 +21,7 @@ from sglang.srt.mtp.length_policy import (
 )
 from sglang.srt.mtp.mtp_worker import MTPConfig
 from sglang.srt.mtp.price_table import Curve, PriceTable, no_graphs
-from sglang.srt.mtp.step_outlook import Accepted, Ask, Outlook
+from sglang.srt.mtp.upcoming_step import Accepted, EmittingRequest, UpcomingStep
 from sglang.srt.processes.worker_factory import make_worker
 from simulated_decode import gpu_prices
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner
@@ -40,23 +40,27 @@ FLAT = prices_of((1, 2), (1.0, 1.0))
 KNEE = prices_of((1, 64, 128, 256), (5.0, 5.0, 10.0, 20.0))
 
 
-def outlook_of(
+def upcoming_step(
     num_requests: int,
     kind: Kind | None = UNVERIFIED,
     k: int = MAX_K,
     pending: int = 1,
     prompts: int = 0,
     kv_tokens: int = 0,
-) -> Outlook:
-    asks = Counter({Ask(kind, k, True, pending): num_requests})
-    return Outlook(
-        asks, kv_tokens, prompt_rows=prompts, longest_prompt=prompts, prompt_reqs=int(prompts > 0)
+) -> UpcomingStep:
+    emitting = Counter({EmittingRequest(kind, k, True, pending): num_requests})
+    return UpcomingStep(
+        emitting,
+        kv_tokens,
+        prompt_rows=prompts,
+        longest_prompt=prompts,
+        prompt_reqs=int(prompts > 0),
     )
 
 
 def settle(
     policy: LengthPolicy,
-    outlook: Outlook,
+    upcoming: UpcomingStep,
     num_accepted: int,
     num_steps: int = 300,
     kind: Kind | None = UNVERIFIED,
@@ -64,38 +68,42 @@ def settle(
     """Has every request accept so many tokens of those predicted, or all; the last limit."""
     limit = 1
     for _ in range(num_steps):
-        limit = policy.choose(after(outlook, limit))
+        limit = policy.choose(after(upcoming, limit))
         taken = min(num_accepted, limit)
-        policy.observe([Accepted(kind, True, limit, taken)] * outlook.asks.total())
+        policy.observe([Accepted(kind, True, limit, taken)] * upcoming.emitting.total())
     return limit
 
 
-def after(outlook: Outlook, limit: int) -> Outlook:
+def after(upcoming: UpcomingStep, limit: int) -> UpcomingStep:
     """The same step where the one before had this limit."""
-    asks = Counter[Ask]()
-    for ask, count in outlook.asks.items():
-        asks[ask._replace(pending=min(ask.k, limit))] += count
-    return replace(outlook, asks=asks)
+    emitting = Counter[EmittingRequest]()
+    for request, count in upcoming.emitting.items():
+        emitting[request._replace(pending=min(request.k, limit))] += count
+    return replace(upcoming, emitting=emitting)
 
 
 def test_where_rows_cost_nothing_and_some_are_accepted_every_request_gets_its_wish() -> None:
-    assert settle(LoadAwareLength(FLAT, MAX_K), outlook_of(50), MAX_K) == MAX_K
-    wishes = Outlook(Counter({Ask(UNVERIFIED, 2): 1, Ask(UNVERIFIED, 5): 1}))
+    assert settle(LoadAwareLength(FLAT, MAX_K), upcoming_step(50), MAX_K) == MAX_K
+    wishes = UpcomingStep(
+        Counter({EmittingRequest(UNVERIFIED, 2): 1, EmittingRequest(UNVERIFIED, 5): 1})
+    )
     assert settle(LoadAwareLength(FLAT, MAX_K), wishes, 5) == 5
     assert FullLength().choose(wishes) == 5
 
 
 def test_beyond_all_measured_rows_none_is_free() -> None:
     prices = prices_of((1, 64, 512, 896, 1024), (6.0, 6.0, 16.0, 23.0, 23.0))
-    assert settle(LoadAwareLength(prices, MAX_K), outlook_of(64, prompts=8192), 1) == 1
+    assert settle(LoadAwareLength(prices, MAX_K), upcoming_step(64, prompts=8192), 1) == 1
 
 
 def test_lengths_fall_with_load_and_with_failure() -> None:
-    limits = [settle(LoadAwareLength(KNEE, MAX_K), outlook_of(n), 3) for n in (1, 4, 16, 64, 256)]
+    limits = [
+        settle(LoadAwareLength(KNEE, MAX_K), upcoming_step(n), 3) for n in (1, 4, 16, 64, 256)
+    ]
     assert limits[0] >= 3
     assert limits[-1] == 1
     assert all(a >= b for a, b in pairwise(limits))
-    lucky, unlucky = (settle(LoadAwareLength(KNEE, MAX_K), outlook_of(10), n) for n in (8, 2))
+    lucky, unlucky = (settle(LoadAwareLength(KNEE, MAX_K), upcoming_step(10), n) for n in (8, 2))
     assert lucky == 4, "70 rows for 40 tokens; 150 for 80 cost twice as much"
     assert lucky > unlucky
 
@@ -105,10 +113,10 @@ def test_a_prompt_makes_no_prediction_cheaper() -> None:
     cost: more time than the tokens take that they may bring."""
     policy = LoadAwareLength(KNEE, MAX_K)
     for _ in range(100):
-        policy.choose(outlook_of(10))
+        policy.choose(upcoming_step(10))
         policy.observe([Accepted(UNVERIFIED, True, 2, 1 + (n % 5 == 0)) for n in range(10)])
-    assert policy.choose(outlook_of(10)) > 1
-    assert policy.choose(outlook_of(10, prompts=512)) == 1
+    assert policy.choose(upcoming_step(10)) > 1
+    assert policy.choose(upcoming_step(10, prompts=512)) == 1
 
 
 @pytest.mark.parametrize("num_accepted", [1, MAX_K])
@@ -118,30 +126,34 @@ def test_looking_ahead_never_takes_a_step_out_of_its_graph(num_accepted: int) ->
     policy, limits = LoadAwareLength(prices, MAX_K), set[int]()
     for prompts in (0, 512, 900) * 100:
         for pending in (1, MAX_K):
-            outlook = outlook_of(128, VERIFIED, pending=pending, prompts=prompts)
-            limit = policy.choose(outlook)
+            upcoming = upcoming_step(128, VERIFIED, pending=pending, prompts=prompts)
+            limit = policy.choose(upcoming)
             limits.add(limit)
-            stays = prices.replays(outlook.actual(limit))
-            assert stays or not prices.replays(outlook.actual(1))
+            stays = prices.replays(upcoming.current_shape(limit))
+            assert stays or not prices.replays(upcoming.current_shape(1))
             policy.observe([Accepted(VERIFIED, True, limit, min(limit, num_accepted))] * 128)
     assert num_accepted == 1 or max(limits) > 1
 
 
 def test_a_busy_server_gives_a_lone_request_no_more_than_it_is_worth() -> None:
     """Rows that are free alone delay those who decode beside it."""
-    lone = Ask(VERIFIED, MAX_K)
-    beside = Outlook(Counter({lone: 1, Ask(None, 1): 120}))
+    lone = EmittingRequest(VERIFIED, MAX_K)
+    beside = UpcomingStep(Counter({lone: 1, EmittingRequest(None, 1): 120}))
     policy = LoadAwareLength(KNEE, MAX_K)
-    assert settle(policy, Outlook(Counter({lone: 1})), 4, kind=VERIFIED) >= 4
+    assert settle(policy, UpcomingStep(Counter({lone: 1})), 4, kind=VERIFIED) >= 4
     assert policy.choose(beside) == 1
 
 
 def test_what_cannot_be_shortened_is_not_what_is_decided() -> None:
     """Requests of fixed length pay their rows at any limit."""
-    others = Outlook(Counter({Ask(None, 1): 1, Ask(UNVERIFIED, 6, is_adjustable=False): 3}))
+    others = UpcomingStep(
+        Counter(
+            {EmittingRequest(None, 1): 1, EmittingRequest(UNVERIFIED, 6, is_adjustable=False): 3}
+        )
+    )
     assert others.longest == 1
-    assert others.actual(1) == others.actual(MAX_K)
-    assert others.plain() == others.actual(1)
+    assert others.current_shape(1) == others.current_shape(MAX_K)
+    assert others.plain_shape() == others.current_shape(1)
 
 
 def test_a_fresh_policy_is_sure_of_nothing_that_costs() -> None:
@@ -149,19 +161,19 @@ def test_a_fresh_policy_is_sure_of_nothing_that_costs() -> None:
     policy = LoadAwareLength(KNEE, MAX_K)
     limits = [1]
     for _ in range(10):
-        limits.append(policy.choose(after(outlook_of(40), limits[-1])))
+        limits.append(policy.choose(after(upcoming_step(40), limits[-1])))
     assert limits[1:3] == [2, 1]
     assert limits.count(2) <= 2
 
 
 def test_what_fails_is_tried_again_later_within_its_budget() -> None:
-    policy, outlook = LoadAwareLength(KNEE, MAX_K), outlook_of(40)
+    policy, upcoming = LoadAwareLength(KNEE, MAX_K), upcoming_step(40)
     limits, extra_ms = [1], 0.0
-    plain_ms = KNEE.price_ms(outlook.plain())
+    plain_ms = KNEE.price_ms(upcoming.plain_shape())
     for _ in range(3000):
-        step = after(outlook, limits[-1])
+        step = after(upcoming, limits[-1])
         limits.append(policy.choose(step))
-        extra_ms += KNEE.price_ms(step.actual(limits[-1])) - plain_ms
+        extra_ms += KNEE.price_ms(step.current_shape(limits[-1])) - plain_ms
         policy.observe([Accepted(UNVERIFIED, True, limits[-1], 1)] * 40)
     tries = [place for place, limit in enumerate(limits) if limit > 1]
     assert len(tries) >= 3
@@ -170,40 +182,40 @@ def test_what_fails_is_tried_again_later_within_its_budget() -> None:
 
 
 def test_gains_of_one_phase_are_no_credit_for_the_next() -> None:
-    policy, outlook = LoadAwareLength(KNEE, MAX_K), outlook_of(30)
-    limit, num_bad = settle(policy, outlook, MAX_K), 0
+    policy, upcoming = LoadAwareLength(KNEE, MAX_K), upcoming_step(30)
+    limit, num_bad = settle(policy, upcoming, MAX_K), 0
     assert limit > 1
     while limit > 1:
         num_bad += 1
-        limit = policy.choose(after(outlook, limit))
+        limit = policy.choose(after(upcoming, limit))
         policy.observe([Accepted(UNVERIFIED, True, limit, 1)] * 30)
     assert num_bad < 8
 
 
 def test_of_the_step_after_a_long_one_only_masks_are_saved() -> None:
     """What is pending must be fed whatever the limit."""
-    outlook = outlook_of(10, pending=4)
-    assert [outlook.actual(limit).num_rows for limit in (1, 4)] == [40, 70]
-    assert outlook.plain().num_rows == 10
-    assert outlook.lasting(4, with_prompts=True).num_rows == 70
-    assert [outlook.actual(limit).num_read for limit in (1, 4)] == [10, 40]
-    drafts = outlook_of(10, VERIFIED, pending=4)
-    assert [drafts.actual(limit).num_read for limit in (1, 4)] == [40, 70]
+    upcoming = upcoming_step(10, pending=4)
+    assert [upcoming.current_shape(limit).num_rows for limit in (1, 4)] == [40, 70]
+    assert upcoming.plain_shape().num_rows == 10
+    assert upcoming.steady_shape(4, with_prompts=True).num_rows == 70
+    assert [upcoming.current_shape(limit).num_read for limit in (1, 4)] == [10, 40]
+    drafts = upcoming_step(10, VERIFIED, pending=4)
+    assert [drafts.current_shape(limit).num_read for limit in (1, 4)] == [40, 70]
 
 
 def test_a_request_whose_prompt_ends_feeds_masks_behind_it() -> None:
-    outlook = outlook_of(1, pending=0, prompts=30)
-    assert outlook.actual(4).num_rows == 33
-    assert outlook.plain().num_rows == 30
-    assert outlook.lasting(4, with_prompts=True).num_rows == 36
-    assert outlook.lasting(4, with_prompts=False).num_rows == 7
+    upcoming = upcoming_step(1, pending=0, prompts=30)
+    assert upcoming.current_shape(4).num_rows == 33
+    assert upcoming.plain_shape().num_rows == 30
+    assert upcoming.steady_shape(4, with_prompts=True).num_rows == 36
+    assert upcoming.steady_shape(4, with_prompts=False).num_rows == 7
 
 
 def test_kv_that_is_read_makes_tokens_dearer_and_rows_no_dearer() -> None:
     prices = prices_of((1, 64, 128, 256), (5.0, 5.0, 10.0, 20.0), kv_ms=1e-4)
     policies = [LoadAwareLength(prices, MAX_K) for _ in range(2)]
     empty, full = (
-        settle(policy, outlook_of(60, kv_tokens=kv_tokens), 3)
+        settle(policy, upcoming_step(60, kv_tokens=kv_tokens), 3)
         for policy, kv_tokens in zip(policies, (0, 200_000), strict=True)
     )
     assert empty == 1 < full
@@ -216,8 +228,8 @@ def test_short_outputs_waste_what_was_predicted_past_their_end() -> None:
         found = 1
         for step in range(400):
             num_ended = int(step / steps_per_end) - int((step - 1) / steps_per_end)
-            asks = outlook_of(20).asks
-            found = policy.choose(Outlook(asks, num_ended=20 * num_ended))
+            emitting = upcoming_step(20).emitting
+            found = policy.choose(UpcomingStep(emitting, num_ended=20 * num_ended))
             policy.observe([Accepted(UNVERIFIED, True, found, min(found, 3))] * 20)
         return found
 
@@ -267,7 +279,7 @@ def test_a_verified_request_has_no_drafts_after_a_wrong_one() -> None:
         survival.record(3, taken, count)
     with_drafts = 1 / (2 - 0.25)
     expected = with_drafts * 1.75 + (1 - with_drafts)
-    assert verified(survival.runs(3))[2].mean == pytest.approx(expected, abs=0.02)
+    assert with_draftless_steps(survival.runs(3))[2].mean == pytest.approx(expected, abs=0.02)
 
 
 def test_nothing_certain_is_no_certain_gain() -> None:
@@ -316,12 +328,12 @@ def test_of_verified_drafts_those_are_counted_that_were_there(
 
 
 def test_the_policy_hears_who_is_in_a_step(small_model: Path) -> None:
-    heard: list[Outlook] = []
+    heard: list[UpcomingStep] = []
 
     class Recording(FullLength):
-        def choose(self, outlook: Outlook) -> int:
-            heard.append(outlook)
-            return super().choose(outlook)
+        def choose(self, upcoming: UpcomingStep) -> int:
+            heard.append(upcoming)
+            return super().choose(upcoming)
 
     setup = Setup(max_running_requests=8, chunked_prefill_size=20, use_radix_cache=False)
     runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
@@ -336,24 +348,27 @@ def test_the_policy_hears_who_is_in_a_step(small_model: Path) -> None:
     harness.submit([2] * 40, mtp_k=5, **ahead)  # read in chunks
     while len(heard) < 5:
         harness.step()
-    outlook = heard[0]
-    plain, static = Ask(None, 1), Ask(None, 3, False, 3)
-    adaptive, newcomer = Ask(Kind(False, 9), 8, False, 8), Ask(VERIFIED, 4, True, 0)
-    assert outlook.asks == Counter([plain, static, adaptive, newcomer])
-    assert (outlook.prompt_rows, outlook.longest_prompt, outlook.prompt_reqs) == (20, 19, 1)
-    assert outlook.kv_tokens >= 2 + 1 + 1 + 1
+    upcoming = heard[0]
+    plain, static = EmittingRequest(None, 1), EmittingRequest(None, 3, False, 3)
+    adaptive, newcomer = (
+        EmittingRequest(Kind(False, 9), 8, False, 8),
+        EmittingRequest(VERIFIED, 4, True, 0),
+    )
+    assert upcoming.emitting == Counter([plain, static, adaptive, newcomer])
+    assert (upcoming.prompt_rows, upcoming.longest_prompt, upcoming.prompt_reqs) == (20, 19, 1)
+    assert upcoming.kv_tokens >= 2 + 1 + 1 + 1
     assert heard[-1].prompt_rows == 0
-    assert heard[-1].asks[Ask(None, 5, False, 5)] == 1
-    assert all(outlook.num_ended == 0 for outlook in heard)
+    assert heard[-1].emitting[EmittingRequest(None, 5, False, 5)] == 1
+    assert all(upcoming.num_ended == 0 for upcoming in heard)
 
 
 def test_ends_are_counted_when_their_rows_are_given_away(small_model: Path) -> None:
     heard: list[int] = []
 
     class Recording(FullLength):
-        def choose(self, outlook: Outlook) -> int:
-            heard.append(outlook.num_ended)
-            return super().choose(outlook)
+        def choose(self, upcoming: UpcomingStep) -> int:
+            heard.append(upcoming.num_ended)
+            return super().choose(upcoming)
 
     setup = Setup(max_running_requests=2)
     runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)

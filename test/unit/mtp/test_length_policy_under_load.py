@@ -10,7 +10,7 @@ import pytest
 
 from sglang.srt.mtp.acceptance_estimate import Kind
 from sglang.srt.mtp.length_policy import LoadAwareLength
-from sglang.srt.mtp.step_outlook import Outlook
+from sglang.srt.mtp.upcoming_step import UpcomingStep
 from simulated_decode import (
     MAX_K,
     UNVERIFIED,
@@ -79,8 +79,8 @@ def test_good_text_that_turns_bad_costs_little(kind: Kind) -> None:
     turn_ms = plain_ms(gpu_prices, LOADS[128]) / 2
 
     class Knowing(LoadAwareLength):
-        def choose(self, outlook: Outlook) -> int:
-            limit = super().choose(outlook)
+        def choose(self, upcoming: UpcomingStep) -> int:
+            limit = super().choose(upcoming)
             return limit if run.now_ms < turn_ms else 1
 
     times = []

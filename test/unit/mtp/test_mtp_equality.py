@@ -21,7 +21,7 @@ from mtp_oracle import (
 from oracle import MAX_GAP, MAX_SHARE, code_snippets, first_divergence
 from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.model_config import resolve_model_path
-from sglang.srt.mtp.lookahead_rows import LookaheadRows, StepLengths
+from sglang.srt.mtp.lookahead_rows import LookaheadPlan, LookaheadRows
 from sglang.srt.tokenizer import load_tokenizer
 from target import TARGET
 from utils import MTP_MAX_ROWS, Collected, SchedulerHarness, Setup, make_mtp_worker, make_runner
@@ -191,14 +191,14 @@ def test_masks_to_the_right_change_nothing(
     def reserve_more(self: KVLedger, kv: Any, num_tokens: int) -> bool:
         return reserve(self, kv, num_tokens + 3)
 
-    def plan_more(self: LookaheadRows, *arguments: Any) -> StepLengths:
-        lengths = plan(self, *arguments)
-        counts = lengths.counts
+    def plan_more(self: LookaheadRows, *arguments: Any) -> LookaheadPlan:
+        planned = plan(self, *arguments)
+        counts = planned.counts
         padded = [
             q_len + 1 + i % 3 if k > 1 else q_len
             for i, (q_len, k) in enumerate(zip(counts.q_lens, counts.num_predicted, strict=True))
         ]
-        return replace(lengths, counts=replace(counts, q_lens=padded))
+        return replace(planned, counts=replace(counts, q_lens=padded))
 
     monkeypatch.setattr(KVLedger, "reserve", reserve_more)
     monkeypatch.setattr(LookaheadRows, "plan", plan_more)

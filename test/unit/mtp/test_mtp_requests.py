@@ -20,7 +20,7 @@ from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.mtp.length_policy import FullLength
 from sglang.srt.mtp.mtp_worker import MTPWorker
-from sglang.srt.mtp.step_outlook import Accepted, Outlook
+from sglang.srt.mtp.upcoming_step import Accepted, UpcomingStep
 from sglang.srt.step.worker import GenerationBatchResult, ScheduleBatch
 from utils import (
     MTP_MAX_ROWS,
@@ -356,8 +356,8 @@ def test_the_last_hidden_state_comes_once_per_step(runner: ModelRunner) -> None:
 class Expensive(FullLength):
     """Beyond 16 rows of requests that look ahead as far as they wish, nobody does."""
 
-    def choose(self, outlook: Outlook) -> int:
-        return outlook.longest if outlook.actual(outlook.longest).num_rows <= 16 else 1
+    def choose(self, upcoming: UpcomingStep) -> int:
+        return upcoming.longest if upcoming.current_shape(upcoming.longest).num_rows <= 16 else 1
 
 
 def test_under_load_verified_requests_predict_less_and_keep_their_tokens(
@@ -396,7 +396,7 @@ class Cycling:
     def __init__(self) -> None:
         self._limits = itertools.cycle(self.LIMITS)
 
-    def choose(self, outlook: Outlook) -> int:
+    def choose(self, upcoming: UpcomingStep) -> int:
         return next(self._limits)
 
     def observe(self, accepted: Sequence[Accepted]) -> None: ...

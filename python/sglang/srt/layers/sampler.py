@@ -35,8 +35,8 @@ class ScoredTokens:
 class Sampler:
     """Draws tokens, never a banned one.
 
-            The noise of a token depends on (seed, position, token) alone, so what is drawn does not depend
-            on the batch, on overlap or on an earlier retraction.
+    The noise of a token depends on (seed, position, token) alone, so what is drawn does not depend
+    on the batch, on overlap or on an earlier retraction.
     """
 
     def __init__(self, device: torch.device, banned_ids: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ import torch
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import (
     EMITS,
-    IS_VERIFIED,
+    EMITS_ONLY_CONFIRMED,
     NUM_HOST,
     NUM_PREDICTED,
     READ_START,
@@ -23,33 +23,33 @@ from sglang.srt.step.step_ops import (
 
 
 @dataclass(frozen=True, slots=True)
-class Readings:
+class AcceptanceInputs:
     """What the logits of a step say. R requests, up to N rows read of each, up to P pending tokens.
 
-    A verified request's rows begin at its first pending token, all others' at their last certain
-    token. A request without look-ahead is a verified one with k = 1.
+    The rows of a request that emits only what is confirmed begin at its first pending token, those
+    of all others at their last one.
 
     Attributes:
         targets: [R, N] int64; the model's own token after each row.
         confident: [R, N] bool; whether that row's best probability reaches the threshold.
         pending: [R, P] int64; tokens that the step fed, the first of them certain.
         pending_lens: [R] int64; how many, 1 after a prompt.
-        is_verified: [R] bool.
-        num_predicted: [R] int64; k of this step, 0 before the end of a prompt: then one token stays
-            pending, which means nothing.
+        emits_only_confirmed: [R] bool; see `StepCounts`.
+        num_predicted: [R] int64; k of this step; 0 before the end of a prompt, where the pending
+            token is a placeholder.
     """
 
     targets: torch.Tensor
     confident: torch.Tensor
     pending: torch.Tensor
     pending_lens: torch.Tensor
-    is_verified: torch.Tensor
+    emits_only_confirmed: torch.Tensor
     num_predicted: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
-    """Outcome of a step.
+class AcceptanceResult:
+    """What follows from `AcceptanceInputs`.
 
     Attributes:
         accept_lens: [R] int64; the first so many targets go to the client.
@@ -64,66 +64,67 @@ class Acceptance:
     pending_lens: torch.Tensor
 
 
-def accept(readings: Readings) -> Acceptance:
+def decide_acceptance(inputs: AcceptanceInputs) -> AcceptanceResult:
     """Static k and conf_adapt emit the longest confident prefix of the k predictions, at least one
-    token; it becomes pending. A verified request emits the drafts that the row before each
-    confirms and the token after them; if all are confirmed, the confident predictions behind that
-    token are the next drafts."""
-    targets, pending, verified = readings.targets, readings.pending, readings.is_verified
+    token; it becomes pending. A request that emits only what is confirmed gets the drafts that the
+    row before each confirms, and the token after them; if all are confirmed, the confident
+    predictions behind that token are the next drafts."""
+    targets, pending = inputs.targets, inputs.pending
+    only_confirmed = inputs.emits_only_confirmed
     num_read, num_pending = targets.shape[1], pending.shape[1]
     num_drafts = min(num_pending - 1, num_read)
     offsets = torch.arange(num_pending, device=targets.device)
-    is_draft = offsets[:num_drafts] < (readings.pending_lens - 1)[:, None]
+    is_draft = offsets[:num_drafts] < (inputs.pending_lens - 1)[:, None]
     matches = (pending[:, 1 : 1 + num_drafts] == targets[:, :num_drafts]) & is_draft
-    num_confirmed = matches.long().cumprod(1).sum(1) * verified
-    is_mismatch = verified & (num_confirmed < readings.pending_lens - 1)
+    num_confirmed = matches.long().cumprod(1).sum(1) * only_confirmed
+    is_mismatch = only_confirmed & (num_confirmed < inputs.pending_lens - 1)
 
     window = (num_confirmed[:, None] + offsets).clamp(max=num_read - 1)
-    num_usable = torch.where(is_mismatch, 1, readings.num_predicted)
-    confident = readings.confident.gather(1, window) & (offsets < num_usable[:, None])
-    confident[:, 0] |= verified
+    num_usable = torch.where(is_mismatch, 1, inputs.num_predicted)
+    confident = inputs.confident.gather(1, window) & (offsets < num_usable[:, None])
+    confident[:, 0] |= only_confirmed
     next_lens = confident.long().cumprod(1).sum(1).clamp(min=1)
-    return Acceptance(
-        accept_lens=torch.where(verified, num_confirmed + 1, next_lens),
-        kept_lens=torch.where(verified, num_confirmed + 1, readings.pending_lens),
+    return AcceptanceResult(
+        accept_lens=torch.where(only_confirmed, num_confirmed + 1, next_lens),
+        kept_lens=torch.where(only_confirmed, num_confirmed + 1, inputs.pending_lens),
         pending=targets.gather(1, window),
         pending_lens=next_lens,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Predictions:
+class DrawnTokens:
     """What was drawn from the S rows read of a step of R requests.
 
     Attributes:
-        numbers: [NUM_COUNTS, R] int64; see `RowLayout.numbers`.
+        per_request: [NUM_COUNTS, R] int64; see `RowLayout.per_request`.
         tokens: [S] int64.
         probs: [S] float32; the best probability of each row; None where nobody has a threshold.
-        most_read: rows read of a request, at most.
-        most_accepted: tokens that can be accepted of a request, at most.
+        max_rows_read: rows read of a request, at most.
+        max_accepted: tokens that can be accepted of a request, at most.
     """
 
-    numbers: torch.Tensor
+    per_request: torch.Tensor
     tokens: torch.Tensor
     probs: torch.Tensor | None
-    most_read: int
-    most_accepted: int
+    max_rows_read: int
+    max_accepted: int
 
-    def dense(self, values: torch.Tensor, width: int) -> torch.Tensor:
+    def by_request(self, values: torch.Tensor, width: int) -> torch.Tensor:
         """[S] -> [R, width]; columns past a request's rows hold values of other requests."""
         columns = torch.arange(width, device=values.device)
-        places = self.numbers[READ_START][:, None] + columns
+        places = self.per_request[READ_START][:, None] + columns
         return values[places.clamp(max=len(values) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AcceptedTokens:
     """What a step gives its R requests.
 
     Attributes:
         accept_lens: [R] int64; 0 where the step emits nothing.
         kept_lens: [R] int64.
-        next_token_ids: [R, most_accepted] int64; the first accept_lens[i] of row i are accepted.
+        next_token_ids: [R, max_accepted] int64; the first accept_lens[i] of row i are accepted.
     """
 
     accept_lens: torch.Tensor
@@ -142,40 +143,40 @@ class AcceptanceOps(Protocol):
             thresholds: [N] float32; tau of each row, 0 for static k.
         """
 
-    def accept(self, predictions: Predictions) -> Outcome: ...
+    def accept(self, drawn: DrawnTokens) -> AcceptedTokens: ...
 
 
 class TorchAcceptance:
-    """`accept`, for a CPU; the oracle of all others."""
+    """`decide_acceptance`, for a CPU; the oracle of all others."""
 
     def __init__(self, state: RequestRows, thresholds: torch.Tensor) -> None:
         self._state = state
         self._thresholds = thresholds
 
-    def accept(self, predictions: Predictions) -> Outcome:
-        state, numbers = self._state, predictions.numbers
-        rows, num_host = numbers[ROW], numbers[NUM_HOST]
-        targets = predictions.dense(predictions.tokens, predictions.most_read)
+    def accept(self, drawn: DrawnTokens) -> AcceptedTokens:
+        state, per_request = self._state, drawn.per_request
+        rows, num_host = per_request[ROW], per_request[NUM_HOST]
+        targets = drawn.by_request(drawn.tokens, drawn.max_rows_read)
         confident = torch.ones_like(targets, dtype=torch.bool)
-        if predictions.probs is not None:
-            probs = predictions.dense(predictions.probs, predictions.most_read)
+        if drawn.probs is not None:
+            probs = drawn.by_request(drawn.probs, drawn.max_rows_read)
             confident = probs >= self._thresholds[rows][:, None]
-        outcome = accept(
-            Readings(
+        result = decide_acceptance(
+            AcceptanceInputs(
                 targets=targets,
                 confident=confident,
                 pending=state.pending[rows],
                 pending_lens=state.pending_lens[rows],
-                is_verified=numbers[IS_VERIFIED].bool(),
-                num_predicted=numbers[NUM_PREDICTED],
+                emits_only_confirmed=per_request[EMITS_ONLY_CONFIRMED].bool(),
+                num_predicted=per_request[NUM_PREDICTED],
             )
         )
-        kept_lens = torch.where(num_host > 0, num_host, outcome.kept_lens)
+        kept_lens = torch.where(num_host > 0, num_host, result.kept_lens)
         state.committed[rows] += kept_lens
-        state.pending[rows] = outcome.pending
-        state.pending_lens[rows] = outcome.pending_lens
-        return Outcome(
-            accept_lens=outcome.accept_lens * numbers[EMITS],
+        state.pending[rows] = result.pending
+        state.pending_lens[rows] = result.pending_lens
+        return AcceptedTokens(
+            accept_lens=result.accept_lens * per_request[EMITS],
             kept_lens=kept_lens,
-            next_token_ids=predictions.dense(predictions.tokens, predictions.most_accepted),
+            next_token_ids=drawn.by_request(drawn.tokens, drawn.max_accepted),
         )

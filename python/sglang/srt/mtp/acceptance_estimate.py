@@ -16,11 +16,11 @@ class Kind(NamedTuple):
     """Requests that are expected to accept alike.
 
     Attributes:
-        is_verified: accepts what is confirmed; else what is probable enough.
+        emits_only_confirmed: see `StepCounts`.
         tau: threshold, in tenths.
     """
 
-    is_verified: bool
+    emits_only_confirmed: bool
     tau: int
 
 
@@ -36,8 +36,9 @@ CERTAINTY = 1.64  # standard deviations: 19 of 20 times the truth is above `low`
 
 
 class Survival:
-    """Chances that the (j+2)-th token of a run is accepted, given that the (j+1)-th is, as counts
-    of trials. What was never tried is taken to survive like the position before it."""
+    """Chances that a token of a run is accepted, given that the one before it is, as counts of
+    trials; entry 0 is the second token of a run, entry j the one after j + 1 others. What was never
+    tried is taken to survive like the entry before it."""
 
     def __init__(self, max_k: int) -> None:
         self._tried = [0.0] * (max_k - 1)
@@ -86,8 +87,9 @@ class Survival:
         return found
 
 
-def verified(runs: list[Estimate]) -> list[Estimate]:
-    """Tokens per step of a verified request, from the lengths of the runs of steps with drafts.
+def with_draftless_steps(runs: list[Estimate]) -> list[Estimate]:
+    """Tokens per step of a request that emits only what is confirmed, its steps without drafts
+    counted too, from the lengths of the runs of its steps with drafts.
 
     A step whose drafts are not all confirmed leaves none for the next one, which gives one token.
     """

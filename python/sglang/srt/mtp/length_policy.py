@@ -13,12 +13,18 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sglang.srt.mtp.acceptance_estimate import FORGETTING_STEPS, Estimate, Kind, Survival, verified
+from sglang.srt.mtp.acceptance_estimate import (
+    FORGETTING_STEPS,
+    Estimate,
+    Kind,
+    Survival,
+    with_draftless_steps,
+)
 from sglang.srt.mtp.price_table import PriceTable, StepShape
-from sglang.srt.mtp.step_outlook import Accepted, Ask, Outlook
+from sglang.srt.mtp.upcoming_step import Accepted, EmittingRequest, UpcomingStep
 
 OPTIONS_STEPS, OPTIONS_TRIALS = 16, 32  # computed options hold for so many steps and trials at most
-LUCK_STEPS = 16.0  # decode steps of a lone request by whose time luck may move the account
+LUCK_STEPS = 16.0  # decode steps of a lone request: see `_Options.luck_ms`
 TRIAL_SHARE = 0.003  # share of the time of plain steps that trials may cost
 PRIOR_ENDS, PRIOR_TOKENS = 1.0, 64.0  # until outputs end, one is taken to have had so many tokens
 REMEMBERED_ENDS = 256.0  # outputs whose length is remembered
@@ -27,7 +33,7 @@ REMEMBERED_ENDS = 256.0  # outputs whose length is remembered
 class LengthPolicy(Protocol):
     """Decides lengths on the host, before the previous step is read. Reads no clock."""
 
-    def choose(self, outlook: Outlook) -> int:
+    def choose(self, upcoming: UpcomingStep) -> int:
         """The most tokens that an adjustable request may predict in the next step. Called where one
         of them looks ahead."""
 
@@ -38,8 +44,8 @@ class LengthPolicy(Protocol):
 class FullLength:
     """Every request predicts as many tokens as it wishes."""
 
-    def choose(self, outlook: Outlook) -> int:
-        return outlook.longest
+    def choose(self, upcoming: UpcomingStep) -> int:
+        return upcoming.longest
 
     def observe(self, accepted: Sequence[Accepted]) -> None:
         """Learns nothing."""
@@ -52,7 +58,7 @@ class _Step:
     Attributes:
         extra_ms: its price beyond the plain one.
         token_ms: what a token is worth.
-        counts: whether its gain or loss is charged to the account; a trial is paid for in advance.
+        counts: whether its gain or loss goes to the trial budget; a trial is paid for in advance.
     """
 
     extra_ms: float
@@ -73,7 +79,8 @@ class _Options:
         plain_token_ms: what a token costs in plain steps.
         plain_ms: price of the step at limit 1.
         decode_ms: the same without its prompts.
-        luck_ms: by how much luck may move the account while a limit gains on average.
+        luck_ms: LUCK_STEPS * decode_ms / adjustable requests; luck may move the trial budget by so
+            much while a limit gains on average.
     """
 
     gains_ms: list[Estimate]
@@ -89,13 +96,18 @@ class LoadAwareLength:
 
     A limit pays if the tokens that it brings at least, by what was accepted lately, are worth more
     than its price beside plain decoding. Of those that do, the one that probably gains most is
-    taken. Where none does but one might, it is tried for a step when the account can bear that no
-    token of it is accepted. The account grows by a small share of the plain price of each step, is
-    charged with what trials could lose (and refunded if they gain much) and with what lengths that
-    were sure to pay gained or lost, and holds little more than one decode step. Far below zero
-    nothing looks ahead. So whatever is accepted, and whenever that changes, the time lost to plain
-    decoding stays within that share and a step or, with few requests at once, a few, as far as
-    prices are right.
+    taken. Where none does but one might, it is tried for a step if the trial budget can bear that
+    no token of it is accepted. The trial budget is in milliseconds, at first `decode_ms` (see
+    `_Options`):
+
+        each step:           budget = min(budget + TRIAL_SHARE * plain_ms, decode_ms + luck_ms)
+        a trial:             budget -= what it loses if nothing is accepted; that comes back once
+                             trials have gained twice as much
+        no trial:            budget += what the step gained beside plain decoding, or lost
+        budget < -luck_ms:   nothing looks ahead
+
+    So whatever is accepted, and whenever that changes, the time lost to plain decoding stays within
+    TRIAL_SHARE and a step or, with few requests at once, a few, as far as prices are right.
 
     Args:
         prices: of steps.
@@ -107,7 +119,7 @@ class LoadAwareLength:
         self._max_k = max_k
         self._survival: dict[Kind, Survival] = {}
         self._steps: deque[_Step] = deque()
-        self._balance_ms: float | None = None
+        self._budget_ms: float | None = None
         self._options_of: tuple[Hashable, _Options] | None = None
         self._options_age = self._num_trials = 0
         self._least_loss_ms = 0.0  # of trials, while those options hold
@@ -115,24 +127,25 @@ class LoadAwareLength:
         self._trial_loss_ms = self._trial_gain_ms = 0.0  # what trials could lose, and did gain
         self._num_ended, self._num_tokens = PRIOR_ENDS, PRIOR_TOKENS
 
-    def choose(self, outlook: Outlook) -> int:
-        options = self._current_options(outlook)
-        if self._balance_ms is None:
-            self._balance_ms = options.decode_ms
-        self._balance_ms += TRIAL_SHARE * options.plain_ms
-        self._balance_ms = min(self._balance_ms, options.decode_ms + options.luck_ms)
-        self._count_ends(outlook.num_ended)
-        limit, longest = 1, self._longest(outlook)
+    def choose(self, upcoming: UpcomingStep) -> int:
+        options = self._current_options(upcoming)
+        if self._budget_ms is None:
+            self._budget_ms = options.decode_ms
+        self._budget_ms += TRIAL_SHARE * options.plain_ms
+        self._budget_ms = min(self._budget_ms, options.decode_ms + options.luck_ms)
+        self._count_ends(upcoming.num_ended)
+        limit, longest = 1, self._longest(upcoming)
         if sure := [limit for limit in self._sure(options) if limit <= longest]:
             limit = max(1, *sure, key=lambda limit: options.values_ms[limit - 1].high)
             self._is_trial = False
-        elif (trial := self._trial(options, outlook, longest)) > 1:
+        elif (trial := self._trial(options, upcoming, longest)) > 1:
             limit, self._is_trial = trial, True
         extra_ms = 0.0
-        if limit > 1 or not outlook.is_plain:
-            extra_ms = self._price(outlook.actual(limit)) - self._price(outlook.plain())
+        if limit > 1 or not upcoming.is_plain:
+            chosen, plain = upcoming.current_shape(limit), upcoming.plain_shape()
+            extra_ms = self._price(chosen) - self._price(plain)
         self._steps.append(_Step(extra_ms, options.plain_token_ms, not self._is_trial))
-        for kind in {ask.kind for ask in outlook.asks if ask.kind is not None}:
+        for kind in {request.kind for request in upcoming.emitting if request.kind is not None}:
             self._of(kind).forget(limit)
         self._trial_loss_ms *= 1.0 - 1.0 / FORGETTING_STEPS
         self._trial_gain_ms *= 1.0 - 1.0 / FORGETTING_STEPS
@@ -149,13 +162,13 @@ class LoadAwareLength:
                 self._of(kind).record(tried, taken, count)
                 self._num_trials += count * (tried > 1)
             self._num_tokens += count * taken
-        assert self._balance_ms is not None, "A step that was not chosen for."
+        assert self._budget_ms is not None, "A step that was not chosen for."
         gained_ms = 0.0
         if num_tokens > num_adjustable:
             gained = num_adjustable * (self._delivered(num_tokens / num_adjustable) - 1.0)
             gained_ms = gained * step.token_ms
         if step.counts:
-            self._balance_ms += gained_ms - step.extra_ms
+            self._budget_ms += gained_ms - step.extra_ms
         elif self._trial_loss_ms:
             self._trial_gain_ms += gained_ms
             self._refund()
@@ -163,9 +176,9 @@ class LoadAwareLength:
     def _refund(self) -> None:
         """Gives back what trials were charged once they have gained twice as much, so that the next
         ones may follow at once. A smaller gain may be none, since prices are not exact."""
-        assert self._balance_ms is not None
+        assert self._budget_ms is not None
         if self._trial_gain_ms >= 2 * self._trial_loss_ms:
-            self._balance_ms += self._trial_loss_ms
+            self._budget_ms += self._trial_loss_ms
             self._trial_loss_ms = self._trial_gain_ms = 0.0
 
     def _of(self, kind: Kind) -> Survival:
@@ -189,24 +202,26 @@ class LoadAwareLength:
         lost = tokens + (tokens - 1.0) / 2.0
         return tokens / (1.0 + self._num_ended / self._num_tokens * lost)
 
-    def _current_options(self, outlook: Outlook) -> _Options:
+    def _current_options(self, upcoming: UpcomingStep) -> _Options:
         """Those computed before, while steps are alike and little has been learnt since."""
-        likeness = outlook.likeness
+        cache_key = upcoming.cache_key
         self._options_age += 1
         is_old = self._options_age > OPTIONS_STEPS or self._num_trials >= OPTIONS_TRIALS
-        if self._options_of is None or is_old or self._options_of[0] != likeness:
-            self._options_of = likeness, self._options(outlook)
+        if self._options_of is None or is_old or self._options_of[0] != cache_key:
+            self._options_of = cache_key, self._options(upcoming)
             self._options_age = self._num_trials = 0
             self._least_loss_ms = 0.0
         return self._options_of[1]
 
-    def _options(self, outlook: Outlook) -> _Options:
-        limits = range(1, outlook.longest + 1)
-        tokens = self._tokens(outlook)
-        free = [self._price(outlook.lasting(limit, with_prompts=False)) for limit in limits]
+    def _options(self, upcoming: UpcomingStep) -> _Options:
+        limits = range(1, upcoming.longest + 1)
+        tokens = self._tokens(upcoming)
+        free = [self._price(upcoming.steady_shape(limit, with_prompts=False)) for limit in limits]
         costs = free
-        if outlook.prompt_rows:
-            costs = [self._price(outlook.lasting(limit, with_prompts=True)) for limit in limits]
+        if upcoming.prompt_rows:
+            costs = [
+                self._price(upcoming.steady_shape(limit, with_prompts=True)) for limit in limits
+            ]
 
         def beside_plain(token_ms: float) -> list[Estimate]:
             return [
@@ -215,7 +230,9 @@ class LoadAwareLength:
             ]
 
         worths = [cost / given.mean for cost, given in zip(free, tokens, strict=True)]
-        num_adjustable = sum(count for ask, count in outlook.asks.items() if ask.is_adjustable)
+        num_adjustable = sum(
+            count for request, count in upcoming.emitting.items() if request.is_adjustable
+        )
         return _Options(
             gains_ms=beside_plain(worths[0]),
             values_ms=beside_plain(min(worths)),
@@ -225,21 +242,21 @@ class LoadAwareLength:
             luck_ms=LUCK_STEPS / num_adjustable * free[0],
         )
 
-    def _tokens(self, outlook: Outlook) -> list[Estimate]:
+    def _tokens(self, upcoming: UpcomingStep) -> list[Estimate]:
         """Estimated tokens of all requests together, for each limit from 1 on."""
         runs: dict[Kind, list[Estimate]] = {}
-        for kind in {ask.kind for ask in outlook.asks if ask.kind is not None}:
+        for kind in {request.kind for request in upcoming.emitting if request.kind is not None}:
             found = self._of(kind).runs(self._max_k)
-            runs[kind] = verified(found) if kind.is_verified else found
+            runs[kind] = with_draftless_steps(found) if kind.emits_only_confirmed else found
         totals = []
-        for limit in range(1, outlook.longest + 1):
+        for limit in range(1, upcoming.longest + 1):
             low = mean = high = 0.0
-            for ask, count in outlook.asks.items():
-                length = min(ask.k, limit) if ask.is_adjustable else ask.k
+            for request, count in upcoming.emitting.items():
+                length = min(request.k, limit) if request.is_adjustable else request.k
                 each: Sequence[float] = (length, length, length)
-                if ask.kind is not None:
-                    each = runs[ask.kind][length - 1]
-                if ask.is_adjustable and length > 1:
+                if request.kind is not None:
+                    each = runs[request.kind][length - 1]
+                if request.is_adjustable and length > 1:
                     each = [self._delivered(value) for value in each]
                 low += count * each[0]
                 mean += count * each[1]
@@ -247,46 +264,46 @@ class LoadAwareLength:
             totals.append(Estimate(low, mean, high))
         return totals
 
-    def _longest(self, outlook: Outlook) -> int:
+    def _longest(self, upcoming: UpcomingStep) -> int:
         """The longest limit whose step replays a graph, if the step at limit 1 does: kernels
         launched one by one keep the host busy for longer than the device."""
-        limit = outlook.longest
-        if self._prices.replays(outlook.actual(1)):
-            while not self._prices.replays(outlook.actual(limit)):
+        limit = upcoming.longest
+        if self._prices.replays(upcoming.current_shape(1)):
+            while not self._prices.replays(upcoming.current_shape(limit)):
                 limit -= 1
         return limit
 
     def _sure(self, options: _Options) -> list[int]:
         """Limits that surely gain, by more than prices are off."""
-        assert self._balance_ms is not None
-        if self._balance_ms < -options.luck_ms:
+        assert self._budget_ms is not None
+        if self._budget_ms < -options.luck_ms:
             return []
         least = self._prices.spread * options.plain_ms
         return [place + 1 for place, gain in enumerate(options.gains_ms) if gain.low > least]
 
-    def _trial(self, options: _Options, outlook: Outlook, longest: int) -> int:
-        """The most promising limit that the account can pay for, which it does; 1 for none."""
-        assert self._balance_ms is not None
-        if self._balance_ms < self._least_loss_ms:
+    def _trial(self, options: _Options, upcoming: UpcomingStep, longest: int) -> int:
+        """The most promising limit that the trial budget can pay for, which it does; 1 for none."""
+        assert self._budget_ms is not None
+        if self._budget_ms < self._least_loss_ms:
             return 1
         values, losses = options.values_ms[:longest], list[float]()
         promising = [place + 1 for place, value in enumerate(values) if value.high > 0]
         for limit in sorted(promising, key=lambda limit: -values[limit - 1].high):
-            losses.append(self._loss(outlook, limit))
-            if losses[-1] <= self._balance_ms:
-                self._balance_ms -= losses[-1]
+            losses.append(self._loss(upcoming, limit))
+            if losses[-1] <= self._budget_ms:
+                self._budget_ms -= losses[-1]
                 self._trial_loss_ms += losses[-1]
                 return limit
         self._least_loss_ms = min(losses, default=math.inf)
         return 1
 
-    def _loss(self, outlook: Outlook, limit: int) -> float:
+    def _loss(self, upcoming: UpcomingStep, limit: int) -> float:
         """Milliseconds lost if nothing is accepted: by masks in this step, and by what they leave
         pending in the next one."""
-        now = self._price(outlook.actual(limit)) - self._price(outlook.actual(1))
-        asks = Counter[Ask]()
-        for ask, count in outlook.asks.items():
-            pending = min(ask.k, limit) if ask.is_adjustable else ask.pending
-            asks[ask._replace(pending=pending)] += count
-        after = Outlook(asks, outlook.kv_tokens)
-        return now + self._price(after.actual(1)) - self._price(after.plain())
+        now = self._price(upcoming.current_shape(limit)) - self._price(upcoming.current_shape(1))
+        emitting = Counter[EmittingRequest]()
+        for request, count in upcoming.emitting.items():
+            pending = min(request.k, limit) if request.is_adjustable else request.pending
+            emitting[request._replace(pending=pending)] += count
+        after = UpcomingStep(emitting, upcoming.kv_tokens)
+        return now + self._price(after.current_shape(1)) - self._price(after.plain_shape())

@@ -9,17 +9,17 @@ import torch
 
 from sglang.srt.device_copies import to_device
 from sglang.srt.mtp.acceptance_estimate import Kind
-from sglang.srt.mtp.step_outlook import Accepted, Ask, Outlook
+from sglang.srt.mtp.upcoming_step import Accepted, EmittingRequest, UpcomingStep
 from sglang.srt.step.step_ops import StepCounts
 from sglang.srt.step.worker import NewRow, ScheduleBatch
 
 
 @dataclass(frozen=True, slots=True)
-class StepLengths:
+class LookaheadPlan:
     """What a step feeds and reads, request by request; known before the step before it is read.
 
     Attributes:
-        counts: what of it the device must know. A request without look-ahead is verified, too.
+        counts: what of it the device must know.
         max_accepted: tokens that can be accepted.
         looks_ahead: whether the request wants to predict more than one token.
         max_pending: tokens that can be pending, 1 where a prompt is fed.
@@ -43,7 +43,7 @@ class LookaheadRows:
         thresholds: [N] float32; tau, 0 for static k.
         max_predicted: N host integers; the request's k.
         host_thresholds: `thresholds` on the host.
-        is_lossless: N host flags; verified, or without look-ahead.
+        emits_only_confirmed: N host flags; see `StepCounts`.
 
     Args:
         limits_all: the length policy may choose a smaller k for unverified requests, too.
@@ -55,7 +55,7 @@ class LookaheadRows:
         self.thresholds = torch.zeros(num_rows, device=device)
         self.max_predicted = [1] * num_rows
         self.host_thresholds = [0.0] * num_rows
-        self.is_lossless = [True] * num_rows
+        self.emits_only_confirmed = [True] * num_rows
         self._kinds: list[Kind | None] = [None] * num_rows
         self._pending_bounds = [1] * num_rows  # most that can be pending after all launched steps
         self._pending_read = [1] * num_rows  # pending after the last step that was read
@@ -70,7 +70,7 @@ class LookaheadRows:
             params = new.params
             self.max_predicted[new.row] = params.num_predicted
             self.host_thresholds[new.row] = params.mtp_threshold
-            self.is_lossless[new.row] = params.mtp_verify or not params.mtp_enabled
+            self.emits_only_confirmed[new.row] = params.mtp_verify or not params.mtp_enabled
             self._kinds[new.row] = self._kind(new.row)
             self._pending_read[new.row] = 1
             self._num_ended += self._was_used[new.row]
@@ -82,18 +82,18 @@ class LookaheadRows:
 
     def _kind(self, row: int) -> Kind | None:
         """None where each step accepts as many tokens as it predicts."""
-        is_taken = not self.is_lossless[row] and self.host_thresholds[row] == 0
+        is_taken = not self.emits_only_confirmed[row] and self.host_thresholds[row] == 0
         if is_taken or self.max_predicted[row] == 1:
             return None
-        return Kind(self.is_lossless[row], round(10 * self.host_thresholds[row]))
+        return Kind(self.emits_only_confirmed[row], round(10 * self.host_thresholds[row]))
 
     def is_adjustable(self, row: int) -> bool:
         """Whether the length policy may choose a smaller k for the row's request."""
-        return self._limits_all or self.is_lossless[row]
+        return self._limits_all or self.emits_only_confirmed[row]
 
-    def outlook(self, batch: ScheduleBatch, longest_pending: int | None) -> Outlook:
+    def upcoming_step(self, batch: ScheduleBatch, longest_pending: int | None) -> UpcomingStep:
         """What the length policy gets to see of a step; `longest_pending` as for `plan`."""
-        asks: Counter[tuple[Kind | None, int, bool, int]] = Counter()
+        emitting: Counter[tuple[Kind | None, int, bool, int]] = Counter()
         kv_tokens = prompt_row_kv = prompt_reqs = 0
         for i, row in enumerate(batch.rows):
             num_host = batch.num_host_tokens[i]
@@ -104,10 +104,11 @@ class LookaheadRows:
                 continue
             kv_tokens += kv_len
             pending = self._max_pending(row, num_host, longest_pending) if num_host == 0 else 0
-            asks[self._kinds[row], self.max_predicted[row], self.is_adjustable(row), pending] += 1
+            key = self._kinds[row], self.max_predicted[row], self.is_adjustable(row), pending
+            emitting[key] += 1
         num_ended, self._num_ended = self._num_ended, 0
-        return Outlook(
-            asks=Counter({Ask(*ask): count for ask, count in asks.items()}),
+        return UpcomingStep(
+            emitting=Counter({EmittingRequest(*key): count for key, count in emitting.items()}),
             kv_tokens=kv_tokens,
             prompt_rows=sum(batch.num_host_tokens),
             longest_prompt=max(batch.num_host_tokens),
@@ -122,32 +123,30 @@ class LookaheadRows:
         return bound if longest_pending is None else min(bound, longest_pending)
 
     def accepted(
-        self, rows: list[int], lengths: StepLengths, accept_lens: list[int]
+        self, rows: list[int], plan: LookaheadPlan, accept_lens: list[int]
     ) -> list[Accepted]:
-        """What a step's requests accepted, of those that emit. Called for every step, in order: of
-        a verified request it depends on the step before how many drafts there were."""
+        """What a step's requests accepted, of those that emit. Called for every step, in order:
+        a request that emits only what is confirmed has the drafts that the step before left it."""
         found = []
-        for row, predicted, taken in zip(
-            rows, lengths.counts.num_predicted, accept_lens, strict=True
-        ):
+        for row, predicted, taken in zip(rows, plan.counts.num_predicted, accept_lens, strict=True):
             if predicted == 0:
                 continue
             tried = predicted
-            if self.is_lossless[row]:
+            if self.emits_only_confirmed[row]:
                 tried = max(self._pending_read[row], taken)
                 self._pending_read[row] = predicted if taken == tried else 1
             found.append(Accepted(self._kinds[row], self.is_adjustable(row), tried, taken))
         return found
 
-    def plan(self, batch: ScheduleBatch, limit: int, longest_pending: int | None) -> StepLengths:
-        """Lengths of the next step.
+    def plan(self, batch: ScheduleBatch, limit: int, longest_pending: int | None) -> LookaheadPlan:
+        """What the next step feeds and reads.
 
         Args:
             limit: the most tokens that an adjustable request may predict.
             longest_pending: the most pending tokens that a request has; None if that is not known.
         """
         counts = StepCounts([], [], [], [])
-        lengths = StepLengths(counts, [], [], [])
+        plan = LookaheadPlan(counts, [], [], [])
         for i, row in enumerate(batch.rows):
             num_host = batch.num_host_tokens[i]
             k = self.max_predicted[row]
@@ -156,14 +155,14 @@ class LookaheadRows:
             k = k if batch.emits[i] else 0
             bound = self._max_pending(row, num_host, longest_pending)
             q_len = (num_host or bound) + max(k - 1, 0)
-            reads_pending = self.is_lossless[row] and not num_host
+            reads_pending = self.emits_only_confirmed[row] and not num_host
             counts.q_lens.append(q_len)
-            lengths.max_pending.append(bound)
+            plan.max_pending.append(bound)
             counts.num_predicted.append(k)
             counts.num_read.append(q_len if reads_pending else k)
-            lengths.max_accepted.append(bound if self.is_lossless[row] else k)
-            counts.is_verified.append(self.is_lossless[row])
-            lengths.looks_ahead.append(batch.emits[i] and self.max_predicted[row] > 1)
+            plan.max_accepted.append(bound if self.emits_only_confirmed[row] else k)
+            counts.emits_only_confirmed.append(self.emits_only_confirmed[row])
+            plan.looks_ahead.append(batch.emits[i] and self.max_predicted[row] > 1)
             if k:
                 self._pending_bounds[row] = k
-        return lengths
+        return plan

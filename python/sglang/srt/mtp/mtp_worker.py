@@ -23,15 +23,15 @@ from sglang.srt.layers.logit_adjustments import ExtraTokens
 from sglang.srt.layers.logprobs import LogprobQueries
 from sglang.srt.layers.sampler import ScoredTokens
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.mtp.acceptance import AcceptanceOps, Outcome, Predictions
+from sglang.srt.mtp.acceptance import AcceptanceOps, AcceptedTokens, DrawnTokens
 from sglang.srt.mtp.debug_trace import DebugTrace
 from sglang.srt.mtp.length_policy import LengthPolicy
-from sglang.srt.mtp.lookahead_rows import LookaheadRows, StepLengths
+from sglang.srt.mtp.lookahead_rows import LookaheadPlan, LookaheadRows
 from sglang.srt.registry import load
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.step.forward_inputs import build_forward_batch
 from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.step_ops import IS_VERIFIED, RowLayout
+from sglang.srt.step.step_ops import EMITS_ONLY_CONFIRMED, RowLayout
 from sglang.srt.step.step_outputs import hidden_of_reads, hidden_states, prompt_logprobs
 from sglang.srt.step.worker import (
     GenerationBatchResult,
@@ -75,7 +75,7 @@ class _Unread:
     """A step that was launched and not read; `was_chosen`: the length policy chose its lengths."""
 
     rows: list[int]
-    lengths: StepLengths
+    plan: LookaheadPlan
     was_chosen: bool
 
 
@@ -120,7 +120,7 @@ class MTPWorker:
     def observe(self, result: HostResult) -> None:
         """Tells the length policy how many tokens of the oldest unread step were accepted."""
         step = self._unread.popleft()
-        accepted = self._lookahead.accepted(step.rows, step.lengths, result.accept_lens)
+        accepted = self._lookahead.accepted(step.rows, step.plan, result.accept_lens)
         if step.was_chosen:
             self._policy.observe(accepted)
 
@@ -133,46 +133,46 @@ class MTPWorker:
         if self._config.trims_rows:
             longest = int(state.pending_lens[batch.rows].max())
         limit = self._limit(batch, longest)
-        lengths = self._lookahead.plan(batch, limit or self._config.max_k, longest)
-        self._unread.append(_Unread(batch.rows, lengths, limit is not None))
+        plan = self._lookahead.plan(batch, limit or self._config.max_k, longest)
+        self._unread.append(_Unread(batch.rows, plan, limit is not None))
         mask = self._config.mask_token_id
         inputs, layout = build_forward_batch(
             self._runner.step_ops,
             batch,
-            lengths.counts,
+            plan.counts,
             state,
             self._table,
             mask,
-            not any(lengths.looks_ahead),
+            not any(plan.looks_ahead),
         )
-        run = self._plain.run if lengths.is_plain else partial(self._run, lengths)
+        run = self._plain.run if plan.is_plain else partial(self._run, plan)
         result, used_graph = run(batch, inputs, layout)
         if not used_graph and self._config.bypasses_graphs:
-            self._warn_of_bypass(batch, lengths)
+            self._warn_of_bypass(batch, plan)
         if self._trace is not None:
-            self._trace.launched(inputs, lengths.counts.num_predicted, state, used_graph)
+            self._trace.launched(inputs, plan.counts.num_predicted, state, used_graph)
         return result
 
     def _run(
-        self, lengths: StepLengths, batch: ScheduleBatch, inputs: ForwardBatch, layout: RowLayout
+        self, plan: LookaheadPlan, batch: ScheduleBatch, inputs: ForwardBatch, layout: RowLayout
     ) -> tuple[GenerationBatchResult, bool]:
         forward = self._runner.forward(inputs)
         hidden, reads = forward.hidden, layout.reads
         sampling = None if batch.all_greedy else self._state.sampling(reads.rows, reads.positions)
         logits = self._logits(batch, layout, hidden)
         tokens, drawn, probs = self._choose(batch, logits, sampling)
-        width = max(1, *lengths.max_accepted)
+        width = max(1, *plan.max_accepted)
         outcome = self._acceptance.accept(
-            Predictions(layout.numbers, tokens, probs, max(lengths.counts.num_read), width)
+            DrawnTokens(layout.per_request, tokens, probs, max(plan.counts.num_read), width)
         )
         if batch.adjusts_logits:
             self._record(inputs.rows, outcome)
         emitted = prompts = None
         if batch.logprobs is not None:
-            plan, compute = batch.logprobs, self._runner.compute_logits
-            prompts = prompt_logprobs(plan, hidden, lengths.counts.q_lens, compute)
+            logprobs, compute = batch.logprobs, self._runner.compute_logits
+            prompts = prompt_logprobs(logprobs, hidden, plan.counts.q_lens, compute)
             if drawn is not None and batch.scores_emitted:
-                queries, wanted = _logprob_queries(plan, lengths.counts.num_read, width)
+                queries, wanted = _logprob_queries(logprobs, plan.counts.num_read, width)
                 rows = to_device(wanted, logits.device)
                 emitted = self._sampler.query(logits, sampling, drawn, queries, rows)
         result = GenerationBatchResult(
@@ -181,21 +181,21 @@ class MTPWorker:
             kept_lens=outcome.kept_lens,
             emitted_logprobs=emitted,
             prompt_logprobs=prompts,
-            hidden_states=hidden_states(batch, hidden, lengths.counts.q_lens),
+            hidden_states=hidden_states(batch, hidden, plan.counts.q_lens),
         )
         return result, forward.used_graph
 
-    def _warn_of_bypass(self, batch: ScheduleBatch, lengths: StepLengths) -> None:
+    def _warn_of_bypass(self, batch: ScheduleBatch, plan: LookaheadPlan) -> None:
         """Warns once, of the first request whose look-ahead ran without a graph."""
-        if self._has_warned or not any(lengths.looks_ahead):
+        if self._has_warned or not any(plan.looks_ahead):
             return
         self._has_warned = True
-        index = lengths.looks_ahead.index(True)
+        index = plan.looks_ahead.index(True)
         has_threshold = self._lookahead.host_thresholds[batch.rows[index]] > 0
         logger.warning(
             "--disable-mtp-cuda-graph: steps of several rows run without CUDA graphs"
             " (decode_q_len_per_req=%d, mtp_phase=%s, mtp_strategy_kind=%s).",
-            lengths.counts.q_lens[index],
+            plan.counts.q_lens[index],
             "seed" if batch.num_host_tokens[index] else "steady",
             "conf_adapt" if has_threshold else "static",
         )
@@ -209,7 +209,7 @@ class MTPWorker:
             for row, emits in zip(batch.rows, batch.emits, strict=True)
         ):
             return None
-        return self._policy.choose(rows.outlook(batch, longest_pending))
+        return self._policy.choose(rows.upcoming_step(batch, longest_pending))
 
     def _logits(
         self, batch: ScheduleBatch, layout: RowLayout, hidden: torch.Tensor
@@ -244,11 +244,11 @@ class MTPWorker:
         reads = layout.reads
         drafts = self._state.pending[reads.rows, 1:]
         num_before = torch.minimum(reads.offset, self._state.pending_lens[reads.rows] - 1)
-        num_before *= layout.numbers[IS_VERIFIED][reads.request]
+        num_before *= layout.per_request[EMITS_ONLY_CONFIRMED][reads.request]
         columns = torch.arange(drafts.shape[1], device=drafts.device)
         return ExtraTokens(drafts, (columns < num_before[:, None]).int())
 
-    def _record(self, rows: torch.Tensor, outcome: Outcome) -> None:
+    def _record(self, rows: torch.Tensor, outcome: AcceptedTokens) -> None:
         """Accepted tokens count for penalties; rows [R] int64."""
         tokens = outcome.next_token_ids
         columns = torch.arange(tokens.shape[1], device=rows.device)

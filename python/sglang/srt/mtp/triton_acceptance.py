@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.triton_launch import begin
-from sglang.srt.mtp.acceptance import Outcome, Predictions
+from sglang.srt.mtp.acceptance import AcceptedTokens, DrawnTokens
 from sglang.srt.step import step_ops
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import NUM_COUNTS
@@ -17,30 +17,30 @@ _NUM_HOST = tl.constexpr(step_ops.NUM_HOST)
 _EMITS = tl.constexpr(step_ops.EMITS)
 _NUM_PREDICTED = tl.constexpr(step_ops.NUM_PREDICTED)
 _READ_START = tl.constexpr(step_ops.READ_START)
-_IS_VERIFIED = tl.constexpr(step_ops.IS_VERIFIED)
+_EMITS_ONLY_CONFIRMED = tl.constexpr(step_ops.EMITS_ONLY_CONFIRMED)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_read", "most_read", "most_accepted", "early"])
+@triton.jit(do_not_specialize=["num_reqs", "num_read", "max_rows_read", "max_accepted", "early"])
 def _accept_kernel(
-    numbers_ptr, tokens_ptr, probs_ptr, thresholds_ptr,
+    per_request_ptr, tokens_ptr, probs_ptr, thresholds_ptr,
     committed_ptr, pending_ptr, pending_lens_ptr, out_ptr,
-    num_reqs, num_read, most_read, most_accepted, max_pending,
+    num_reqs, num_read, max_rows_read, max_accepted, max_pending,
     HAS_PROBS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
-    """Grid (requests). See `acceptance.accept`.
+    """Grid (requests). See `acceptance.decide_acceptance`.
 
     Args:
-        out_ptr: [R, 2 + most_accepted]; accepted, kept, tokens.
+        out_ptr: [R, 2 + max_accepted]; accepted, kept, tokens.
         BLOCK: max_pending at least.
     """
     begin(PDL, early)
     request = tl.program_id(0)
-    own = numbers_ptr + request
+    own = per_request_ptr + request
     row = tl.load(own)
     start = tl.load(own + _READ_START * num_reqs)
     num_host = tl.load(own + _NUM_HOST * num_reqs)
     num_predicted = tl.load(own + _NUM_PREDICTED * num_reqs)
-    is_verified = tl.load(own + _IS_VERIFIED * num_reqs) != 0
+    emits_only_confirmed = tl.load(own + _EMITS_ONLY_CONFIRMED * num_reqs) != 0
     committed = tl.load(committed_ptr + row)
     pending_len = tl.load(pending_lens_ptr + row)
 
@@ -48,31 +48,31 @@ def _accept_kernel(
     is_pending = offset < max_pending
     pending = pending_ptr + row * max_pending + offset
     target = tl.load(tokens_ptr + tl.minimum(start + offset, num_read - 1))
-    is_draft = (offset < tl.minimum(max_pending - 1, most_read)) & (offset < pending_len - 1)
+    is_draft = (offset < tl.minimum(max_pending - 1, max_rows_read)) & (offset < pending_len - 1)
     draft = tl.load(pending + 1, mask=is_draft, other=0)
-    is_right = is_draft & (draft == target) & is_verified
+    is_right = is_draft & (draft == target) & emits_only_confirmed
     num_confirmed = tl.min(tl.where(is_right, BLOCK, offset), 0)
-    is_mismatch = is_verified & (num_confirmed < pending_len - 1)
+    is_mismatch = emits_only_confirmed & (num_confirmed < pending_len - 1)
 
-    window = tl.minimum(num_confirmed + offset, most_read - 1)
+    window = tl.minimum(num_confirmed + offset, max_rows_read - 1)
     place = tl.minimum(start + window, num_read - 1)
     is_confident = offset < tl.where(is_mismatch, 1, num_predicted)
     if HAS_PROBS:
         threshold = tl.load(thresholds_ptr + row)
         is_confident = is_confident & (tl.load(probs_ptr + place) >= threshold)
-    is_confident = (is_confident | ((offset == 0) & is_verified)) & is_pending
+    is_confident = (is_confident | ((offset == 0) & emits_only_confirmed)) & is_pending
     next_len = tl.maximum(tl.min(tl.where(is_confident, BLOCK, offset), 0), 1)
 
-    emitted = tl.where(is_verified, num_confirmed + 1, next_len)
-    kept = tl.where(is_verified, num_confirmed + 1, pending_len)
+    emitted = tl.where(emits_only_confirmed, num_confirmed + 1, next_len)
+    kept = tl.where(emits_only_confirmed, num_confirmed + 1, pending_len)
     kept = tl.where(num_host > 0, num_host, kept)
     tl.store(pending, tl.load(tokens_ptr + place), mask=is_pending)
     tl.store(pending_lens_ptr + row, next_len)
     tl.store(committed_ptr + row, committed + kept)
-    out = out_ptr + request * (2 + most_accepted)
+    out = out_ptr + request * (2 + max_accepted)
     tl.store(out, emitted * tl.load(own + _EMITS * num_reqs))
     tl.store(out + 1, kept)
-    tl.store(out + 2 + offset, target, mask=offset < most_accepted)
+    tl.store(out + 2 + offset, target, mask=offset < max_accepted)
 
 
 class TritonAcceptance:
@@ -83,19 +83,19 @@ class TritonAcceptance:
         self._thresholds = thresholds
         self._block = max(2, triton.next_power_of_2(state.pending.shape[1]))
         self._launch = step_launch(thresholds.device)
-        numbers = torch.zeros((NUM_COUNTS, 1), dtype=torch.int64, device=thresholds.device)
+        per_request = torch.zeros((NUM_COUNTS, 1), dtype=torch.int64, device=thresholds.device)
         for probs in (None, torch.zeros(1, device=thresholds.device)):  # both are compiled
-            self.accept(Predictions(numbers, numbers[0], probs, 1, 1))
+            self.accept(DrawnTokens(per_request, per_request[0], probs, 1, 1))
 
-    def accept(self, predictions: Predictions) -> Outcome:
-        state, tokens, probs = self._state, predictions.tokens, predictions.probs
-        num_reqs, width = predictions.numbers.shape[1], predictions.most_accepted
+    def accept(self, drawn: DrawnTokens) -> AcceptedTokens:
+        state, tokens, probs = self._state, drawn.tokens, drawn.probs
+        num_reqs, width = drawn.per_request.shape[1], drawn.max_accepted
         assert width <= state.pending.shape[1], "More tokens than can be pending."
         out = torch.empty((num_reqs, 2 + width), dtype=torch.int64, device=tokens.device)
         _accept_kernel[(num_reqs,)](
-            predictions.numbers, tokens, probs, self._thresholds,
+            drawn.per_request, tokens, probs, self._thresholds,
             state.committed, state.pending, state.pending_lens, out,
-            num_reqs, len(tokens), predictions.most_read, width, state.pending.shape[1],
+            num_reqs, len(tokens), drawn.max_rows_read, width, state.pending.shape[1],
             HAS_PROBS=probs is not None, BLOCK=self._block, num_warps=1, **self._launch,
         )  # fmt: skip
-        return Outcome(out[:, 0], out[:, 1], out[:, 2:])
+        return AcceptedTokens(out[:, 0], out[:, 1], out[:, 2:])

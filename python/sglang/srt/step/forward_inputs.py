@@ -38,7 +38,7 @@ def build_forward_batch(
         input_ids=layout.input_ids,
         positions=layout.positions,
         slots=layout.slots,
-        rows=layout.numbers[ROW],
+        rows=layout.per_request[ROW],
         q_lens=q_lens,
         kv_lens=layout.kv_lens,
         kv_len_upper_bounds=[bound - reserved + fed for bound, reserved, fed in trimmed],
@@ -56,7 +56,7 @@ def _may_skip_rows(batch: ScheduleBatch, counts: StepCounts) -> bool:
     return sum(counts.num_read) < sum(counts.q_lens)
 
 
-def flat_rows(refs: list[RowRef], q_lens: list[int], device: torch.device) -> torch.Tensor:
+def row_indices(refs: list[RowRef], q_lens: list[int], device: torch.device) -> torch.Tensor:
     """Indices among the T rows of a step; an offset past a request's last row gives the last.
 
     Returns:

@@ -16,17 +16,17 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import ScheduleBatch
 
-# The rows of `RowLayout.numbers`: what the host tells the device of each request.
+# The rows of `RowLayout.per_request`: what the host tells the device of each request.
 ROW = 0  # row of the request-to-token table
 Q_LEN = 1  # rows fed
 Q_START = 2  # place of its first row among the T of the step
 NUM_HOST = 3  # tokens that come from the host: those of a prompt, else 0
 HOST_START = 4  # place of its first one among the step's host tokens
 EMITS = 5  # 1 if the step emits tokens of it, else 0
-NUM_PREDICTED = 6  # this and the next: see `StepCounts`
-NUM_READ = 7
+NUM_PREDICTED = 6  # tokens predicted, 0 where it emits nothing
+NUM_READ = 7  # rows whose logits are read
 READ_START = 8  # place of its first row among the S that are read
-IS_VERIFIED = 9  # 1 or 0: see `StepCounts`
+EMITS_ONLY_CONFIRMED = 9  # 1 or 0: see `StepCounts`
 NUM_COUNTS = 10
 
 
@@ -36,16 +36,19 @@ class StepCounts:
 
     Attributes:
         q_lens: rows fed.
-        num_read: rows whose logits are read: of a prompt from its last token on, of a verified
-            request from its first pending token on, of all others from their last certain one on.
+        num_read: rows whose logits are read: of a prompt from its last token on; else from the
+            first pending token on if the request emits only what is confirmed, and from the last
+            pending one on if not.
         num_predicted: tokens predicted; 0 where the step emits nothing.
-        is_verified: whether drafts are shown only if the row before them confirms them.
+        emits_only_confirmed: whether a draft is emitted only if the model, reading the row before
+            it, predicts the same token. True of requests with `mtp_verify`, and of those without
+            look-ahead, which have no drafts. The others emit predictions that no row has confirmed.
     """
 
     q_lens: list[int]
     num_read: list[int]
     num_predicted: list[int]
-    is_verified: list[bool]
+    emits_only_confirmed: list[bool]
 
     @classmethod
     def plain(cls, batch: ScheduleBatch) -> StepCounts:
@@ -55,7 +58,7 @@ class StepCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Reads:
+class ReadRows:
     """The S rows whose logits are read, request by request.
 
     Attributes:
@@ -78,17 +81,17 @@ class RowLayout:
     """A step's rows.
 
     Attributes:
-        numbers: [NUM_COUNTS, R] int64; row Q_LEN has the rows that each request feeds, and so on.
+        per_request: [NUM_COUNTS, R] int64; row Q_LEN has the rows that each feeds, and so on.
         input_ids, positions, slots: [T] int64.
         kv_lens: [R] int64.
     """
 
-    numbers: torch.Tensor
+    per_request: torch.Tensor
     input_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     kv_lens: torch.Tensor
-    reads: Reads
+    reads: ReadRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +142,8 @@ class StepOps(Protocol):
         """
 
 
-def pack(batch: ScheduleBatch, counts: StepCounts) -> list[int]:
-    """`RowLayout.numbers` row by row, then the step's host tokens."""
+def pack_for_device(batch: ScheduleBatch, counts: StepCounts) -> list[int]:
+    """`RowLayout.per_request` row by row, then the step's host tokens."""
     numbers: dict[int, Sequence[int]] = {
         ROW: batch.rows,
         Q_LEN: counts.q_lens,
@@ -151,7 +154,7 @@ def pack(batch: ScheduleBatch, counts: StepCounts) -> list[int]:
         NUM_PREDICTED: counts.num_predicted,
         NUM_READ: counts.num_read,
         READ_START: _starts(counts.num_read),
-        IS_VERIFIED: counts.is_verified,
+        EMITS_ONLY_CONFIRMED: counts.emits_only_confirmed,
     }
     packed: list[int] = []
     for row in range(NUM_COUNTS):
@@ -160,7 +163,7 @@ def pack(batch: ScheduleBatch, counts: StepCounts) -> list[int]:
     return packed
 
 
-def spread(batch: ForwardBatch, key: GraphKey) -> list[int] | None:
+def places_in_uniform_graph(batch: ForwardBatch, key: GraphKey) -> list[int] | None:
     """Place of each row of the step in a graph of which every request has `key.width` rows; None
     where they are the graph's first rows, as in all other graphs."""
     if key.tag != UNIFORM or all(q_len == key.width for q_len in batch.q_lens):

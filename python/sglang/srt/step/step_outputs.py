@@ -1,4 +1,4 @@
-"""What every worker returns alike beside tokens: hidden states and logprobs of prompt rows."""
+"""Hidden states and log-probabilities of prompt tokens, which all workers return in one way."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 
 from sglang.srt.layers.logprobs import LogprobTensors, query_prompt_logprobs
-from sglang.srt.step.forward_inputs import flat_rows
-from sglang.srt.step.step_ops import Reads
+from sglang.srt.step.forward_inputs import row_indices
+from sglang.srt.step.step_ops import ReadRows
 from sglang.srt.step.worker import LogprobPlan, ScheduleBatch
 
 
-def hidden_of_reads(hidden: torch.Tensor, reads: Reads) -> torch.Tensor:
+def hidden_of_reads(hidden: torch.Tensor, reads: ReadRows) -> torch.Tensor:
     """[S, D]: hidden states of the rows read. `hidden` has those alone, or all T rows of a step."""
     return hidden if len(hidden) == len(reads.index) else hidden[reads.index]
 
@@ -23,7 +23,7 @@ def hidden_states(
     """Those of `batch.hidden_rows` out of hidden [T, D]: [H, D] float32; None for none."""
     if not batch.hidden_rows:
         return None
-    return hidden[flat_rows(batch.hidden_rows, q_lens, hidden.device)].float()
+    return hidden[row_indices(batch.hidden_rows, q_lens, hidden.device)].float()
 
 
 def prompt_logprobs(
@@ -35,5 +35,5 @@ def prompt_logprobs(
     """Of prompt tokens, in the model's own distribution; hidden [T, D]."""
     if not plan.prompt_rows:
         return None
-    rows = flat_rows(plan.prompt_rows, q_lens, hidden.device)
+    rows = row_indices(plan.prompt_rows, q_lens, hidden.device)
     return query_prompt_logprobs(hidden[rows], compute_logits, plan.prompt_targets, plan.prompts)

@@ -20,12 +20,12 @@ from sglang.srt.step import step_ops
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import (
     NUM_COUNTS,
-    Reads,
+    ReadRows,
     RowLayout,
     StaticInputs,
     StepCounts,
-    pack,
-    spread,
+    pack_for_device,
+    places_in_uniform_graph,
 )
 from sglang.srt.step.worker import ScheduleBatch
 
@@ -36,21 +36,21 @@ _NUM_HOST = tl.constexpr(step_ops.NUM_HOST)
 _HOST_START = tl.constexpr(step_ops.HOST_START)
 _NUM_READ = tl.constexpr(step_ops.NUM_READ)
 _READ_START = tl.constexpr(step_ops.READ_START)
-_IS_VERIFIED = tl.constexpr(step_ops.IS_VERIFIED)
+_EMITS_ONLY_CONFIRMED = tl.constexpr(step_ops.EMITS_ONLY_CONFIRMED)
 _NUM_COUNTS = tl.constexpr(step_ops.NUM_COUNTS)
 
 
 @triton.jit(do_not_specialize=["start", "count", "early"])
 def _write_table_kernel(
-    numbers_ptr, table_ptr, outside_ptr, start, count, table_width,
+    packed_ptr, table_ptr, outside_ptr, start, count, table_width,
     BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
     """table[rows, columns] = slots, but for columns outside of a row; rows, columns and slots stand
-    behind `start` numbers."""
+    behind the first `start` integers of `packed_ptr`."""
     begin(PDL, early)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < count
-    source = numbers_ptr + start + place
+    source = packed_ptr + start + place
     row = tl.load(source, mask=mask, other=0)
     column = tl.load(source + count, mask=mask, other=0)
     slot = tl.load(source + 2 * count, mask=mask, other=0)
@@ -63,21 +63,22 @@ def _write_table_kernel(
     do_not_specialize=["num_reqs", "token_stride", "read_stride", "lookahead_token", "early"]
 )
 def _lay_out_kernel(
-    numbers_ptr, committed_ptr, pending_ptr, pending_lens_ptr, table_ptr, outside_ptr,
+    packed_ptr, committed_ptr, pending_ptr, pending_lens_ptr, table_ptr, outside_ptr,
     tokens_ptr, kv_lens_ptr, reads_ptr,
     num_reqs, token_stride, read_stride, table_width, max_pending, lookahead_token,
     BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
-    """Grid (requests, blocks of rows): see `RowLayout` and `Reads`. What would be outside of its
+    """Grid (requests, blocks of rows): see `RowLayout` and `ReadRows`. What would be outside of its
     row of the table gets the dummy slot.
 
     Args:
+        packed_ptr: what `pack_for_device` gives.
         tokens_ptr: [3, token_stride]; input ids, positions, slots.
         reads_ptr: [5, read_stride]; request, offset, index, positions, rows.
     """
     begin(PDL, early)
     request = tl.program_id(0)
-    own = numbers_ptr + request
+    own = packed_ptr + request
     q_len = tl.load(own + _Q_LEN * num_reqs)
     if tl.program_id(1) * BLOCK >= q_len:
         return
@@ -91,7 +92,7 @@ def _lay_out_kernel(
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     fed = offset < q_len
     is_host = offset < num_host
-    host = numbers_ptr + _NUM_COUNTS * num_reqs + tl.load(own + _HOST_START * num_reqs) + offset
+    host = packed_ptr + _NUM_COUNTS * num_reqs + tl.load(own + _HOST_START * num_reqs) + offset
     is_pending = (offset < pending_len) & fed
     pending = pending_ptr + row * max_pending + tl.minimum(offset, max_pending - 1)
     token = tl.load(pending, mask=is_pending, other=0)
@@ -106,7 +107,7 @@ def _lay_out_kernel(
     tl.store(out + token_stride, position, mask=fed)
     tl.store(out + 2 * token_stride, slot.to(tl.int64), mask=fed)
 
-    first = tl.where(tl.load(own + _IS_VERIFIED * num_reqs) != 0, 0, pending_len - 1)
+    first = tl.where(tl.load(own + _EMITS_ONLY_CONFIRMED * num_reqs) != 0, 0, pending_len - 1)
     first = tl.where(num_host > 0, num_host - 1, first)
     is_read = offset < tl.load(own + _NUM_READ * num_reqs)
     read = reads_ptr + tl.load(own + _READ_START * num_reqs) + offset
@@ -120,7 +121,7 @@ def _lay_out_kernel(
 
 @triton.jit(do_not_specialize=["num_reqs", "early"])
 def _commit_kernel(
-    numbers_ptr, kv_lens_ptr, tokens_ptr, committed_ptr, pending_ptr, out_ptr,
+    per_request_ptr, kv_lens_ptr, tokens_ptr, committed_ptr, pending_ptr, out_ptr,
     num_reqs, max_pending,
     BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
@@ -128,7 +129,7 @@ def _commit_kernel(
     begin(PDL, early)
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = request < num_reqs
-    own = numbers_ptr + request
+    own = per_request_ptr + request
     row = tl.load(own, mask=exists, other=0)
     kv_len = tl.load(kv_lens_ptr + request, mask=exists, other=0)
     tl.store(committed_ptr + row, kv_len, mask=exists)
@@ -201,40 +202,40 @@ class TritonStepOps:
         lookahead_token: int,
     ) -> RowLayout:
         num_reqs, writes, table = len(batch.rows), batch.table_writes, pool.req_to_token
-        packed = pack(batch, counts)
+        packed = pack_for_device(batch, counts)
         start, count = len(packed), len(writes.rows)
         packed += [*writes.rows, *writes.columns, *writes.slots]
-        numbers = to_device(packed, self._device, torch.int64)
+        on_device = to_device(packed, self._device, torch.int64)
         if count:
             _write_table_kernel[(triton.cdiv(count, BLOCK),)](
-                numbers, table, pool.outside, start, count, table.shape[1], **self._launch
+                on_device, table, pool.outside, start, count, table.shape[1], **self._launch
             )
         num_tokens, num_read = sum(counts.q_lens), sum(counts.num_read)
         tokens, reads = self._aligned(3, num_tokens), self._aligned(5, num_read)
         kv_lens = torch.empty(num_reqs, dtype=torch.int64, device=self._device)
         _lay_out_kernel[(num_reqs, triton.cdiv(max(counts.q_lens), BLOCK))](
-            numbers, state.committed, state.pending, state.pending_lens, table, pool.outside,
+            on_device, state.committed, state.pending, state.pending_lens, table, pool.outside,
             tokens, kv_lens, reads,
             num_reqs, tokens.stride(0), reads.stride(0),
             table.shape[1], state.pending.shape[1], lookahead_token, **self._launch,
         )  # fmt: skip
-        counted = numbers[: NUM_COUNTS * num_reqs].view(NUM_COUNTS, num_reqs)
+        per_request = on_device[: NUM_COUNTS * num_reqs].view(NUM_COUNTS, num_reqs)
         input_ids, positions, slots = tokens.unbind()
-        read = Reads(*reads.unbind())
-        return RowLayout(counted, input_ids, positions, slots, kv_lens, read)
+        read = ReadRows(*reads.unbind())
+        return RowLayout(per_request, input_ids, positions, slots, kv_lens, read)
 
     def commit(self, layout: RowLayout, tokens: torch.Tensor, state: RequestRows) -> torch.Tensor:
         num_reqs = layout.kv_lens.shape[0]
         out = torch.empty((num_reqs, 1), dtype=torch.int64, device=self._device)
         _commit_kernel[(triton.cdiv(num_reqs, BLOCK),)](
-            layout.numbers, layout.kv_lens, tokens, state.committed, state.pending, out,
+            layout.per_request, layout.kv_lens, tokens, state.committed, state.pending, out,
             num_reqs, state.pending.shape[1], **self._launch,
         )  # fmt: skip
         return out
 
     def fill(self, static: StaticInputs, key: GraphKey, batch: ForwardBatch) -> torch.Tensor | None:
         num_tokens, num_reqs = batch.input_ids.shape[0], len(batch.q_lens)
-        places = spread(batch, key)
+        places = places_in_uniform_graph(batch, key)
         sources, index = batch.rows, None
         if places is not None:
             packed = [-1] * key.num_tokens

@@ -12,7 +12,7 @@ from sglang.srt.mtp.acceptance_estimate import Kind
 from sglang.srt.mtp.price_table import StepShape
 
 
-class Ask(NamedTuple):
+class EmittingRequest(NamedTuple):
     """What a request that emits in a step asks for.
 
     Attributes:
@@ -29,19 +29,19 @@ class Ask(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class UpcomingStep:
     """A step before its lengths are chosen.
 
     Attributes:
-        asks: how many requests ask for the same.
-        kv_tokens: tokens with KV of all requests in `asks`.
+        emitting: how many requests ask for the same.
+        kv_tokens: tokens with KV of all requests in `emitting`.
         prompt_rows, longest_prompt: prompt tokens fed, in all and by one request.
         prompt_reqs: requests that feed prompt tokens and emit nothing yet.
         prompt_row_kv: sum over the prompt rows of the tokens that each sees.
         num_ended: requests that have ended since the step before.
     """
 
-    asks: Counter[Ask] = field(default_factory=Counter)
+    emitting: Counter[EmittingRequest] = field(default_factory=Counter)
     kv_tokens: int = 0
     prompt_rows: int = 0
     longest_prompt: int = 0
@@ -50,49 +50,53 @@ class Outlook:
     num_ended: int = 0
 
     @property
-    def likeness(self) -> Hashable:
+    def cache_key(self) -> Hashable:
         """Equal for steps in which each limit has the same price, KV aside."""
-        asks = Counter[tuple[Kind | None, int, bool, bool]]()
-        for ask, count in self.asks.items():
-            asks[ask.kind, ask.k, ask.is_adjustable, ask.pending > 0] += count
-        return frozenset(asks.items()), self.prompt_rows, self.longest_prompt, self.prompt_reqs
+        emitting = Counter[tuple[Kind | None, int, bool, bool]]()
+        for request, count in self.emitting.items():
+            emitting[request.kind, request.k, request.is_adjustable, request.pending > 0] += count
+        return frozenset(emitting.items()), self.prompt_rows, self.longest_prompt, self.prompt_reqs
 
     @property
     def is_plain(self) -> bool:
         """Whether no request has more to feed than its one pending token or its prompt."""
-        return all(ask.pending <= 1 and (ask.is_adjustable or ask.k == 1) for ask in self.asks)
+        return all(
+            request.pending <= 1 and (request.is_adjustable or request.k == 1)
+            for request in self.emitting
+        )
 
     @property
     def longest(self) -> int:
         """The most tokens that an adjustable request wants to predict."""
-        return max((ask.k for ask in self.asks if ask.is_adjustable), default=1)
+        return max((request.k for request in self.emitting if request.is_adjustable), default=1)
 
-    def lasting(self, limit: int, with_prompts: bool) -> StepShape:
+    def steady_shape(self, limit: int, with_prompts: bool) -> StepShape:
         """The shape if the step before had this limit too and all that it predicted is pending."""
-        return self._shape(limit, with_prompts, lasting=True)
+        return self._shape(limit, with_prompts, is_steady=True)
 
-    def actual(self, limit: int) -> StepShape:
+    def current_shape(self, limit: int) -> StepShape:
         """The shape with what is pending now."""
-        return self._shape(limit, with_prompts=True, lasting=False)
+        return self._shape(limit, with_prompts=True, is_steady=False)
 
-    def plain(self) -> StepShape:
+    def plain_shape(self) -> StepShape:
         """The shape if no adjustable request looked ahead."""
-        asks = Counter[Ask]()
-        for ask, count in self.asks.items():
-            if ask.is_adjustable:
-                ask = ask._replace(k=1, pending=min(ask.pending, 1))
-            asks[ask] += count
-        return replace(self, asks=asks).actual(1)
+        emitting = Counter[EmittingRequest]()
+        for request, count in self.emitting.items():
+            if request.is_adjustable:
+                request = request._replace(k=1, pending=min(request.pending, 1))
+            emitting[request] += count
+        return replace(self, emitting=emitting).current_shape(1)
 
-    def _shape(self, limit: int, with_prompts: bool, lasting: bool) -> StepShape:
+    def _shape(self, limit: int, with_prompts: bool, is_steady: bool) -> StepShape:
         reqs = rows = read = widest = 0
-        for ask, count in self.asks.items():
-            length = min(ask.k, limit) if ask.is_adjustable else ask.k
-            pending = ask.pending
+        for request, count in self.emitting.items():
+            length = min(request.k, limit) if request.is_adjustable else request.k
+            pending = request.pending
             if not with_prompts:
                 pending = max(pending, 1)
-            reads_all = ask.kind is not None and ask.kind.is_verified and pending > 0
-            if lasting:
+            kind = request.kind
+            reads_all = kind is not None and kind.emits_only_confirmed and pending > 0
+            if is_steady:
                 pending = min(pending, 1) + length - 1
             fed = pending + length - 1
             reqs += count
