@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -62,6 +63,12 @@ def assert_same_tokens(found: list[dict[str, Any]], right: list[dict[str, Any]],
     assert num_near_ties <= MAX_NEAR_TIES
 
 
+@functools.cache
+def undisturbed(target: Target, kind: str, num_requests: int) -> list[dict[str, Any]]:
+    """What the requests give when nothing comes between."""
+    return baseline(target, kind, num_requests, NUM_NEW, **TOP_TWO)
+
+
 def interrupted(target: Target, kind: str, num_requests: int, mode: str) -> list[dict[str, Any]]:
     requests = Requests(target, kind, num_requests, NUM_NEW, **TOP_TWO)
     requests.wait_until_running()
@@ -71,14 +78,14 @@ def interrupted(target: Target, kind: str, num_requests: int, mode: str) -> list
 
 
 def check_same(target: Target, kind: str, num_requests: int, mode: str) -> None:
-    right = baseline(target, kind, num_requests, NUM_NEW, **TOP_TWO)
+    right = undisturbed(target, kind, num_requests)
     found = interrupted(target, kind, num_requests, mode)
     assert_same_tokens(found, right, kind)
     assert all(len(result["output_ids"]) == NUM_NEW for result in found)
 
 
 def check_abort(target: Target, kind: str, num_requests: int) -> None:
-    right = baseline(target, kind, num_requests, NUM_NEW, **TOP_TWO)
+    right = undisturbed(target, kind, num_requests)
     partial = interrupted(target, kind, num_requests, "abort")
     assert_same_tokens(partial, right, kind)
     again = baseline(target, kind, num_requests, NUM_NEW, **TOP_TWO)

@@ -160,7 +160,7 @@ def test_openapi_fuzz_finds_no_server_error(server: RunningServer) -> None:
                 if isinstance(case.body, dict):
                     wait_s = case.body.get("timeout_s", 60.0)
                     if "group" in case.operation.path and isinstance(wait_s, float):
-                        case.body["timeout_s"] = min(wait_s, 0.1)  # no trainer will come
+                        case.body["timeout_s"] = min(wait_s, 0.01)  # no trainer will come
                     # Cases differ with the sources that lie around: none may run for long.
                     sampling = case.body.get("sampling_params")
                     for fields in (case.body, sampling if isinstance(sampling, dict) else {}):
