@@ -12,9 +12,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from tqdm import tqdm
 
 from sglang.srt.layers.linear import FusedLinear
 from sglang.srt.model_config import ModelConfig, ModelPathError
+from sglang.srt.model_loader.weight_copies import WeightCopies
 from sglang.srt.models.transformer import CausalLM
 from sglang.srt.registry import MODELS
 
@@ -44,16 +46,15 @@ def load_model(
     architecture = MODELS.load(config.architecture)
     with torch.device("meta"):
         model: CausalLM = architecture(config, max_positions)
-    model.to_empty(device="cpu" if load_format != "dummy" else device)
+    # Each weight gets memory once, in its own type: torch keeps what it ever took from a device.
+    model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     model.tie_head()
-    model = model.to(dtype)
-    # After the conversion, so that the table stays float32.
-    model.model.rotary.recompute()
+    model.model.rotary.recompute()  # in float32, whatever the type of the weights
     if load_format == "dummy":
         _fill_dummy(model)
     else:
         _fill(model, config)
-    return model.to(device).eval().requires_grad_(False)
+    return model.to(device)
 
 
 def _fill_dummy(model: nn.Module) -> None:
@@ -69,16 +70,21 @@ def _fill_dummy(model: nn.Module) -> None:
 def _fill(model: nn.Module, config: ModelConfig) -> None:
     """Copies every tensor of the checkpoint to its place."""
     places = WeightPlaces(model, config)
+    copies = WeightCopies(next(model.parameters()).device)
     seen = set()
     try:
-        for name, tensor in read_directory(config.path):
-            place = places.place_of(name, tensor.shape)
-            if place is not None:
-                place.copy_(tensor)
-                seen.add(name)
+        with tqdm(total=places.num_weights, desc="Weights", unit="tensor", disable=None) as bar:
+            for name, tensor in read_directory(config.path):
+                place = places.place_of(name, tensor.shape)
+                if place is not None:
+                    copies.copy(place, tensor)
+                    seen.add(name)
+                    bar.update()
         places.check_complete(seen)
     except WeightMismatch as error:
         raise ModelPathError(f"{config.path} {error.problem}; {error.question}") from None
+    finally:
+        copies.finish()
 
 
 class WeightMismatch(ValueError):
@@ -110,6 +116,11 @@ class WeightPlaces:
     def __getitem__(self, name: str) -> torch.Tensor:
         """The place of a weight that is known to have one; no autograd."""
         return self._by_name[name]
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of a complete checkpoint."""
+        return len(self._by_name)
 
     def place_of(self, name: str, shape: Sequence[int]) -> torch.Tensor | None:
         """What a weight of this shape fills; None for one that is computed here.
