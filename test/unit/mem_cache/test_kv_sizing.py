@@ -40,6 +40,18 @@ def test_a_wish_decides_even_beyond_what_is_useful() -> None:
     assert num_pages(wished_tokens=480, max_useful_tokens=320) == 30
 
 
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"wished_tokens": 95}, "--max-total-tokens"),
+        ({"max_useful_tokens": 320}, "--max-running-requests"),
+        ({"available_bytes": 5 << 20}, "the 5 MiB left (--mem-fraction-static)"),
+    ],
+)
+def test_the_reason_names_what_decided(changes: dict[str, Any], part: str) -> None:
+    assert part in dataclasses.replace(SIZING, **changes).reason
+
+
 def test_a_wish_is_cut_to_whole_pages() -> None:
     assert num_pages(wished_tokens=95) == 5
 

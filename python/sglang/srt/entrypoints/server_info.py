@@ -69,7 +69,7 @@ def describe_start(server_args: ServerArgs, scheduler: SchedulerInfo) -> str:
         (
             "KV pool",
             f"{found['max_total_num_tokens']} tokens, {pool_mib} MiB,"
-            f" pages of {found['page_size']}",
+            f" pages of {found['page_size']}: {found['kv_size_reason']}",
         ),
         ("context", f"{found['context_len']} tokens; a request up to {scheduler.max_req_len}"),
         (

@@ -22,14 +22,27 @@ class KVSizing:
     wished_tokens: int | None
     max_useful_tokens: int
 
+    @property
+    def affordable_tokens(self) -> int:
+        """Tokens that the memory holds."""
+        return self.available_bytes // self.bytes_per_token
+
+    @property
+    def reason(self) -> str:
+        """What the size of the pool comes from, for a reader of the start-up summary."""
+        if self.wished_tokens is not None:
+            return "as --max-total-tokens says"
+        if self.affordable_tokens > self.max_useful_tokens:
+            return "all that --max-running-requests can use"
+        return f"what fits into the {self.available_bytes >> 20} MiB left (--mem-fraction-static)"
+
     def num_pages(self) -> int:
         """Pages of the pool.
 
         Raises:
             ValueError: if not even one page fits, or the wish is larger than the memory.
         """
-        affordable = self.available_bytes // self.bytes_per_token
-        wished = self.wished_tokens
+        affordable, wished = self.affordable_tokens, self.wished_tokens
         if wished is not None and wished > affordable:
             raise ValueError(
                 f"--max-total-tokens {wished} needs {wished * self.bytes_per_token >> 20} MiB for"

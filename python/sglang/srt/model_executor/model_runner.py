@@ -102,13 +102,14 @@ class ModelRunner:
         budget = config.kv_budget_bytes
         if budget is None:
             budget = static_bytes_left(config.device, config.static_memory_share)
-        self.num_pages = KVSizing(
+        sizing = KVSizing(
             available_bytes=budget,
             bytes_per_token=self.kv_bytes_per_token,
             page_size=config.page_size,
             wished_tokens=config.max_total_tokens,
             max_useful_tokens=config.max_running_requests * config.row_width,
-        ).num_pages()
+        )
+        self.num_pages, self.kv_size_reason = sizing.num_pages(), sizing.reason
         self.req_to_token_pool = ReqToTokenPool(
             config.max_running_requests, config.row_width, config.device, config.poisons_graphs
         )

@@ -152,6 +152,7 @@ def _info(config: RuntimeConfig, runner: ModelRunner) -> SchedulerInfo:
             "max_total_num_tokens": pool,
             "architecture": config.model.architecture,
             "kv_bytes_per_token": runner.kv_bytes_per_token,
+            "kv_size_reason": runner.kv_size_reason,
             "num_parameters": sum(p.numel() for p in runner.model.parameters()),
             "context_len": execution.context_len,
             "max_queued_requests": config.scheduler.max_queued_requests,
