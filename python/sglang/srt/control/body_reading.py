@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from sglang.srt.control.bodies import RollbackWeightUpdateReqInput
-from sglang.srt.frontend.body_parsing import type_error
+from sglang.srt.frontend.body_parsing import convert_fields
 from sglang.srt.frontend.errors import RequestError, field_error, shorten
 from sglang.srt.sglang_surface import is_neutral
 
@@ -94,11 +94,9 @@ def make_body(struct: type[S], fields: Mapping[str, Any]) -> S:
         if name in known and value is not None
     }
     try:
-        return msgspec.convert(values, struct)
-    except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, RequestError):  # a rule of the body
-            raise error.__cause__ from None
-        raise _name_choices(type_error(error), struct) from None
+        return convert_fields(values, struct)
+    except RequestError as error:
+        raise _name_choices(error, struct) from None
 
 
 def _name_choices(error: RequestError, struct: type[msgspec.Struct]) -> RequestError:

@@ -66,21 +66,29 @@ def convert_fields(fields: Mapping[str, Any], struct: type[S], prefix: str = "")
         prefix: what the client's names of the fields begin with, such as `sampling_params.`.
 
     Raises:
-        RequestError: naming the field that is missing, of a wrong type or out of its range.
+        RequestError: naming the field that is missing, of a wrong type, out of its range or at
+            odds with another.
     """
     try:
         with paused_collections():
             return msgspec.convert(fields, struct)
     except msgspec.ValidationError as error:
-        raise type_error(error, prefix) from None
+        if isinstance(error.__cause__, RequestError):  # a rule of the struct's __post_init__
+            raise error.__cause__ from None
+        raise _type_error(error, prefix) from None
     except UnicodeEncodeError as error:  # JSON cannot hold such a text, callers in Python can
-        field = next((name for name, value in fields.items() if value == error.object), "")
+        holders = (
+            name
+            for name, value in fields.items()
+            if error.object in (value if isinstance(value, list) else [value])
+        )
+        field = next(holders, "")
         raise field_error(
             f"{prefix}{field}".rstrip(".") or None, "half a surrogate pair is not text"
         ) from None
 
 
-def type_error(error: msgspec.ValidationError, prefix: str = "") -> RequestError:
+def _type_error(error: msgspec.ValidationError, prefix: str = "") -> RequestError:
     """A msgspec error such as "Expected `int`, got `str` - at `$.n`" as a `RequestError`."""
     reason, _, path = str(error).partition(" - at ")
     # `[...]` stands for an entry of an object; the object's own name is enough.
