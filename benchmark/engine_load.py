@@ -135,6 +135,28 @@ def random_prompts(
     ]
 
 
+class BlockingEngine(Protocol):
+    """What a timed batch needs of `sglang.Engine`."""
+
+    def generate(self, *, input_ids: list[list[int]], sampling_params: dict[str, Any]) -> Any: ...
+
+
+def batch_wall_s(engine: BlockingEngine, prompts: list[list[int]], num_new: int) -> float:
+    """Seconds until all prompts of a batch have so many new tokens, greedy.
+
+    Raises:
+        RuntimeError: if an answer has another number of tokens.
+    """
+    params = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True}
+    start = time.perf_counter()
+    answers = engine.generate(input_ids=prompts, sampling_params=params)
+    seconds = time.perf_counter() - start
+    found = {len(answer["output_ids"]) for answer in answers}
+    if found != {num_new}:
+        raise RuntimeError(f"Asked for {num_new} tokens each, got {sorted(found)}.")
+    return seconds
+
+
 @dataclass(frozen=True)
 class Budget:
     """How many rounds fit into a time.

@@ -34,6 +34,51 @@ STARTUP_S = {"cold": 40.0, "warm": 25.0}  # process start to the first answer, w
 STARTUP_BACKENDS = ("default", "triton")  # that are judged by it
 HOST_MS = {64: 2.0}  # by requests in the batch: host time of the scheduler per step, at most
 
+GPU_OF_GOALS = "one H100 80GB"
+
+
+class LoadGoal(NamedTuple):
+    """A figure that is asked for, and what the peer reached, where it was measured."""
+
+    asked: float
+    peer: float | None
+
+
+LONG_PROMPTS_GEOMETRY = "llama-3.1-8b"
+LONG_PROMPTS = {  # by the name of a case of benchmark.measure.long_prompts, radix cache on
+    "1 x 4,096": LoadGoal(0.095, 0.103),
+    "1 x 16,384": LoadGoal(0.465, 0.492),
+    "1 x 30,000": LoadGoal(1.01, 1.071),
+    "16 x 8,192": LoadGoal(4.70, 4.98),
+    "64 x 2,048": LoadGoal(4.50, 4.72),
+    "128 x 1,024": LoadGoal(4.55, 4.79),
+    "128 x 4,096": LoadGoal(36500.0, 35171.0),
+    "512 x 512": LoadGoal(6300.0, 5251.0),
+    "256 sharing 4,096": LoadGoal(2.4, 2.95),
+    "192 x 3,000": LoadGoal(28.0, None),
+    "decode, 1": LoadGoal(5.76, 6.34),
+    "decode, 8": LoadGoal(5.89, 6.58),
+    "decode, 32": LoadGoal(6.31, 7.05),
+    "decode, 64": LoadGoal(6.86, 7.73),
+    "decode, 128": LoadGoal(8.2, 9.20),
+    "decode, 1 at 30,000": LoadGoal(7.4, 7.74),
+}
+MAX_GAP_RATIO = 1.2  # of the longest gap beside a long prompt to --max-step-ms
+HTTP_STREAMS_SHAPE = {
+    "geometry": "llama-3.1-8b",
+    "clients": 128,
+    "input_len": 512,
+    "output_len": 128,
+}
+HTTP_STREAMS = {  # 128 at once, 512 in, 128 out; the peer with Triton
+    "tok_s": LoadGoal(6218.0, 5152.0),
+    "first_token_p50_ms": LoadGoal(95.0, 936.0),
+    "gap_p99_ms": LoadGoal(44.0, 66.0),
+}
+HTTP_ALONE_FIRST_TOKEN_MS = LoadGoal(15.0, 34.0)  # p50, one request at a time
+LOAD_WEIGHTS_S = 15.0  # process start to ready, warm, 16 GB in the page cache, at most
+MIN_KV_SHARE = 0.97  # KV tokens of those that fit beside the weights
+
 SMALL_LOADS, MIN_SHARE_OF_TOKENS_PER_STEP = (1, 4), 0.9
 BUSY_LOAD, MIN_SHARE_OF_BEST_FIXED_K = 16, 0.95
 MIN_RATIO_LOAD_AWARE = 0.97

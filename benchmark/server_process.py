@@ -1,14 +1,23 @@
-"""A server started by a measurement: a port for it, and whether it is up."""
+"""A server started by a measurement: its port, its log, whether it is up, and its end."""
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psutil
 
 POLL_S = 0.02
+STOP_LIMIT_S = 60.0
 
 
 class StartError(RuntimeError):
@@ -46,3 +55,103 @@ def _is_healthy(port: int) -> bool:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
+
+
+class ServerLog:
+    """The lines that a server writes, each with the time of its arrival, read by a thread."""
+
+    def __init__(self, process: subprocess.Popen[str], start_s: float) -> None:
+        self.lines: list[tuple[float, str]] = []
+        self._process = process
+        self._start_s = start_s
+        self._thread = threading.Thread(target=self._read, name="server-log", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.lines.append((round(time.perf_counter() - self._start_s, 3), line.rstrip()))
+
+    def tail(self) -> str:
+        """For a message."""
+        return "\n".join(line for _, line in self.lines[-15:])
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server that answers.
+
+    Attributes:
+        start_s: `time.perf_counter` when its process was started.
+        healthy_s: from then until /health answered.
+    """
+
+    process: subprocess.Popen[str]
+    port: int
+    log: ServerLog
+    start_s: float
+    healthy_s: float
+
+    def stop(self) -> float:
+        """Ends the server; seconds until it and all of its processes were gone.
+
+        Raises:
+            StartError: if they do not end, or not well.
+        """
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        start = time.perf_counter()
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            code = self.process.wait(timeout=STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise StartError(f"The server did not end within {STOP_LIMIT_S:g} s.") from None
+        _, left = psutil.wait_procs(children, timeout=5)
+        seconds = time.perf_counter() - start
+        for child in left:
+            child.kill()
+        if code != 0 or left:
+            raise StartError(f"The server ended with {code}; {len(left)} of its processes did not.")
+        return seconds
+
+
+@contextmanager
+def running_server(
+    command: list[str], environ: dict[str, str], limit_s: float
+) -> Iterator[RunningServer]:
+    """A server at a free port once it is healthy; whatever is left of it after the block is killed.
+
+    Args:
+        command: without --port.
+        environ: added to this process's own.
+
+    Raises:
+        StartError: with the end of the server's log, also if the block raises one.
+    """
+    port = free_port()
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        [*command, "--port", str(port)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, **environ},
+    )
+    log = ServerLog(process, start)
+    try:
+        wait_until_healthy(process, port, start + limit_s)
+        yield RunningServer(process, port, log, start, time.perf_counter() - start)
+    except StartError as error:
+        raise StartError(f"{error}\n{log.tail()}") from None
+    finally:
+        _kill_tree(process)
+
+
+def _kill_tree(process: subprocess.Popen[str]) -> None:
+    """Whatever is left of a server after a failure."""
+    if process.poll() is None:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
+        process.wait()

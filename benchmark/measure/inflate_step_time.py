@@ -26,6 +26,7 @@ from sglang.srt.environ import Environ
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.model_config import load_model_config, resolve_model_path
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.model_loader.loader import WeightPlaces, read_directory
 from sglang.srt.platform import Platform
 from sglang.srt.processes.runtime_config import resolve
@@ -55,7 +56,8 @@ def make_runner(folder: Path, silent_std: float | None, tiny: bool) -> ModelRunn
         context_length=1024,
     )
     execution = resolve(args, Platform.probe(), model, Environ()).execution
-    runner = ModelRunner(replace(execution, max_graph_width=min(1, execution.max_graph_width)))
+    execution = replace(execution, max_graph_width=min(1, execution.max_graph_width))
+    runner = make_runners(execution).target
     if silent_std is not None:
         places = WeightPlaces(runner.model, model)
         for name, tensor in inflated_tensors(dict(read_directory(small.path)), plan, filling):

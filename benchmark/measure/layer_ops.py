@@ -14,7 +14,6 @@ what mostly reads can be faster.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch
 from tqdm import tqdm
 
 from benchmark.command import make_parser, store
+from benchmark.device_times import cache_bytes, copies_to_exceed, copy_gb_s, device_us
 from benchmark.environment import describe_environment
 from benchmark.random_model import GEOMETRIES, Geometry
 from sglang.srt.layers.forward_batch import DECODE, ForwardBatch, GraphKey
@@ -39,7 +39,6 @@ BACKENDS = {"triton": "triton", "torch": "torch_native"}  # of attention, for ea
 KV_LENS, MAX_POSITIONS = (170, 1024), 8192
 EPS, ROPE = 1e-5, {"rope_theta": 500_000.0}
 MAX_ERROR = 2e-2  # of the norm of a result; what bfloat16 rounds is less than 1e-2
-COPY_BYTES, REPEATS, WARM_UPS = 1 << 30, 11, 2
 LINE = "{op:17}{detail:21}{rows!s:>4}  {kernel:8}{cold!s:7}{method:13}"
 LINE += "{ours_us!s:>8}{torch_us!s:>10}{ratio!s:>7}{at_copy_bandwidth_us!s:>22}"
 
@@ -221,57 +220,19 @@ def check(case: Case, ours: Sequence[Call], reference: Sequence[Call]) -> None:
                 )
 
 
-def copies_to_exceed(cache_bytes: int, num_bytes: int, num_calls: int) -> int:
-    """Copies of `num_bytes` that the calls rotate through: when one is read again, `cache_bytes` of
-    others have moved since; but no more than there are calls."""
-    return min(num_calls, 1 + -(-cache_bytes // num_bytes))
+def measure(case: Case, num_calls: int, cold_bytes: int, gb_s: float) -> dict[str, Any]:
+    """A row of the result; `method` graph/events: torch's way could not be captured.
 
-
-def median_us(replay: Callable[[], None], num_calls: int) -> float:
-    """Device time of one of the calls that `replay` makes."""
-    times_us = []
-    for _ in range(WARM_UPS + REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        replay()  # keeps the GPU busy while the host launches what is timed
-        start.record()
-        replay()
-        end.record()
-        end.synchronize()
-        times_us.append(start.elapsed_time(end) * 1e3 / num_calls)
-    return statistics.median(times_us[WARM_UPS:])
-
-
-def device_us(calls: Sequence[Call], num_calls: int) -> tuple[float, str]:
-    """Device time of a call, in a `graph` or, if none can capture it, by `events` around many."""
-
-    def run() -> None:
-        for index in range(num_calls):
-            calls[index % len(calls)]()
-
-    main_stream = torch.cuda.current_stream()
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    side.wait_stream(main_stream)
-    with torch.cuda.stream(side):
-        run()  # libraries set themselves up for each stream
-    main_stream.wait_stream(side)
-    try:
-        with torch.cuda.graph(graph, stream=side):
-            run()
-    except RuntimeError:
-        torch.cuda.set_stream(main_stream)
-        return median_us(run, num_calls), "events"
-    return median_us(graph.replay, num_calls), "graph"
-
-
-def measure(case: Case, num_calls: int, cache_bytes: int, gb_s: float) -> dict[str, Any]:
-    """A row of the result; `method` graph/events: torch's way could not be captured."""
-    num_copies = copies_to_exceed(cache_bytes, case.num_bytes, num_calls)
+    Args:
+        cold_bytes: that must move between two readings of the same input, for it to be cold.
+    """
+    num_copies = copies_to_exceed(cold_bytes, case.num_bytes, num_calls)
     ours, reference = (case.calls(name, num_copies) for name in BACKENDS)
     check(case, ours, reference)
     ours_us, ours_method = device_us(ours, num_calls)
     torch_us, torch_method = device_us(reference, num_calls)
     row = {"op": case.op, "rows": case.rows, "detail": case.detail, "kernel": case.kernel}
-    row["cold"] = num_copies * case.num_bytes > cache_bytes
+    row["cold"] = num_copies * case.num_bytes > cold_bytes
     row["method"] = "/".join(dict.fromkeys((ours_method, torch_method)))
     times = {"ours_us": ours_us, "torch_us": torch_us, "ratio": torch_us / ours_us}
     times["at_copy_bandwidth_us"] = case.num_bytes / gb_s / 1e3
@@ -295,12 +256,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit("There is no GPU to time: run this where torch.cuda.is_available() is True.")
     device = torch.device("cuda", torch.cuda.current_device())
     setting = Setting(GEOMETRIES[GEOMETRY], device, torch.bfloat16)
-    cache_bytes = 2 * torch.cuda.get_device_properties(device).L2_cache_size  # inputs: half or more
-    source, target = torch.empty((2, COPY_BYTES), dtype=torch.uint8, device=device).random_()
-    gb_s = 2 * COPY_BYTES / device_us([lambda: (target.copy_(source),)], 4)[0] / 1e3
+    cold_bytes = cache_bytes(device)  # inputs are half of them or more
+    gb_s = copy_gb_s(device)
     with torch.inference_mode():
         cases = make_cases(setting, arguments.rows)
-        rows = [measure(case, arguments.calls, cache_bytes, gb_s) for case in tqdm(cases)]
+        rows = [measure(case, arguments.calls, cold_bytes, gb_s) for case in tqdm(cases)]
     print(table(rows))
     result = {"geometry": GEOMETRY, "copy_gb_s": round(gb_s, 1), "rows": rows}
     store(arguments.out, {**describe_environment(), **result})

@@ -11,14 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -26,18 +22,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import psutil
 from tqdm import tqdm
 
 from benchmark.command import make_parser, store
 from benchmark.environment import describe_environment
 from benchmark.goals import STARTUP_S
 from benchmark.random_model import GEOMETRIES, random_model
-from benchmark.server_process import StartError, free_port, wait_until_healthy
+from benchmark.server_process import ServerLog, StartError, running_server
 from sglang.srt.model_config import resolve_model_path
 
 NUM_TOKENS = 16
-STOP_LIMIT_S = 60.0
 MAX_LOG_LINES = 200
 CACHES = {  # environment variable: folder
     "TRITON_CACHE_DIR": "triton",
@@ -52,26 +46,6 @@ PHASES = {  # what a line of the log says of a phase's duration
     "scheduler_ready_s": r"The scheduler is ready after ([\d.]+) s",
     "server_ready_s": r"\bReady after ([\d.]+) s",
 }
-
-
-class ServerLog:
-    """The lines that a server writes, each with the time of its arrival, read by a thread."""
-
-    def __init__(self, process: subprocess.Popen[str], start_s: float) -> None:
-        self.lines: list[tuple[float, str]] = []
-        self._process = process
-        self._start_s = start_s
-        self._thread = threading.Thread(target=self._read, name="server-log", daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self.lines.append((round(time.perf_counter() - self._start_s, 3), line.rstrip()))
-
-    def tail(self) -> str:
-        """For a message."""
-        return "\n".join(line for _, line in self.lines[-15:])
 
 
 def phases_of(lines: Iterable[str]) -> dict[str, float]:
@@ -89,40 +63,27 @@ def without_paths(line: str) -> str:
     return re.sub(r"(?<![\w.:/])/(?:[^\s/'\":,)]+/)+", ".../", line)
 
 
+def stored_log(log: ServerLog) -> list[str]:
+    """The first lines of a log, for a stored result."""
+    return [f"{at:.3f} s: {without_paths(line)}" for at, line in log.lines[:MAX_LOG_LINES]]
+
+
 def time_start(command: list[str], environ: dict[str, str], limit_s: float) -> dict[str, Any]:
     """One start, one answer, one end; seconds since the process was started.
 
     Raises:
         StartError: with the end of the server's log.
     """
-    port = free_port()
-    start = time.perf_counter()
-    process = subprocess.Popen(
-        [*command, "--port", str(port)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env={**os.environ, **environ},
-    )
-    log = ServerLog(process, start)
-    try:
-        wait_until_healthy(process, port, start + limit_s)
-        healthy_s = time.perf_counter() - start
-        _generate(port, limit_s)
-        answered_s = time.perf_counter() - start
-        stopped_s = _stop(process)
-    except StartError as error:
-        raise StartError(f"{error}\n{log.tail()}") from None
-    finally:
-        _kill_tree(process)
+    with running_server(command, environ, limit_s) as server:
+        _generate(server.port, limit_s)
+        answered_s = time.perf_counter() - server.start_s
+        stopped_s = server.stop()
     return {
         "first_answer_s": round(answered_s, 3),
-        "healthy_s": round(healthy_s, 3),
+        "healthy_s": round(server.healthy_s, 3),
         "stop_s": round(stopped_s, 3),
-        "phases": phases_of(line for _, line in log.lines),
-        "log": [f"{at:.3f} s: {without_paths(line)}" for at, line in log.lines[:MAX_LOG_LINES]],
+        "phases": phases_of(line for _, line in server.log.lines),
+        "log": stored_log(server.log),
     }
 
 
@@ -142,33 +103,6 @@ def _generate(port: int, limit_s: float) -> None:
         raise StartError(f"/generate failed: {error}") from None
     if len(answer["output_ids"]) != NUM_TOKENS:
         raise StartError(f"/generate gave {len(answer['output_ids'])} tokens, not {NUM_TOKENS}.")
-
-
-def _stop(process: subprocess.Popen[str]) -> float:
-    """Ends the server; seconds until it and all of its processes were gone."""
-    children = psutil.Process(process.pid).children(recursive=True)
-    start = time.perf_counter()
-    process.send_signal(signal.SIGTERM)
-    try:
-        code = process.wait(timeout=STOP_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        raise StartError(f"The server did not end within {STOP_LIMIT_S:g} s.") from None
-    _, left = psutil.wait_procs(children, timeout=5)
-    seconds = time.perf_counter() - start
-    for child in left:
-        child.kill()
-    if code != 0 or left:
-        raise StartError(f"The server ended with {code}; {len(left)} of its processes did not.")
-    return seconds
-
-
-def _kill_tree(process: subprocess.Popen[str]) -> None:
-    """Whatever is left of a server after a failure."""
-    if process.poll() is None:
-        for child in psutil.Process(process.pid).children(recursive=True):
-            child.kill()
-        process.kill()
-        process.wait()
 
 
 def measure_backend(

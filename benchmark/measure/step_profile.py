@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from tqdm import tqdm
 from benchmark.command import make_parser, store
 from benchmark.engine_load import random_prompts
 from benchmark.environment import describe_environment
+from benchmark.kernel_times import events_of, print_times, sums
 from benchmark.measure.decode_steps import INPUT_LEN
 from benchmark.random_model import GEOMETRIES, random_model
 from sglang.bench_one_batch import OneBatch
@@ -33,23 +33,6 @@ NUM_STEPS, WARM_STEPS = 20, 12
 CHUNK = 512  # prompt tokens of a step
 MASK_TOKEN, MTP_K = 2, 8
 MTP_BATCH_SIZES = (1, 4)
-KINDS = (  # the first whose words appear in a kernel's name
-    ("attention", ("_split_kernel", "_combine_kernel", "_extend_kernel", "Decode", "Prefill")),
-    ("norm", ("rms_norm",)),
-    ("rope and KV write", ("_rotate_and_store",)),
-    ("activation", ("_silu_and_mul",)),
-    ("sampling", ("argmax", "sgl_kernel", "logsumexp")),
-    ("matrix products", ("_few_rows", "gemm", "nvjet", "cutlass", "gemv", "splitK", "matmul")),
-    ("copies", ("Memcpy", "Memset")),
-)
-
-
-def kind_of(name: str) -> str:
-    """What a kernel is for."""
-    for kind, words in KINDS:
-        if any(word.lower() in name.lower() for word in words):
-            return kind
-    return "other"
 
 
 @dataclass(frozen=True)
@@ -113,55 +96,7 @@ def profile(batch: OneBatch, load: Load, vocab_size: int) -> dict[str, Any]:
         "load": load.name,
         "wall_us": wall_us,
         "host_us": statistics.median(host_us),
-        **_sums(profiler),
-    }
-
-
-def _sums(profiler: Any) -> dict[str, Any]:
-    """Microseconds per step by kind, by kernel, and idle between kernels."""
-    events = sorted(
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    )
-    kinds: dict[str, float] = defaultdict(float)
-    kernels: dict[str, list[float]] = defaultdict(list)
-    gaps: dict[str, list[float]] = defaultdict(list)
-    idle, busy_until, last_name = 0.0, events[0][0], events[0][2]
-    for start, end, name in events:
-        # A kernel launched early waits beside the one before it: its time begins when that ends.
-        alone = max(0.0, end - max(start, busy_until))
-        kinds[kind_of(name)] += alone
-        kernels[name].append(alone)
-        if start > busy_until:
-            idle += start - busy_until
-            gaps[f"{last_name[:50]} > {name[:50]}"].append(start - busy_until)
-        busy_until, last_name = max(busy_until, end), name
-    whole = busy_until - events[0][0]
-    largest = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:24]
-    widest = sorted(gaps.items(), key=lambda item: -sum(item[1]))[:8]
-    return {
-        "profiled_us": whole / NUM_STEPS,
-        "idle_us": idle / NUM_STEPS,
-        "kernels_per_step": len(events) / NUM_STEPS,
-        "kinds_us": {kind: total / NUM_STEPS for kind, total in sorted(kinds.items())},
-        "gaps": [
-            {
-                "between": pair,
-                "per_step": len(all_us) / NUM_STEPS,
-                "us_per_step": sum(all_us) / NUM_STEPS,
-            }
-            for pair, all_us in widest
-        ],
-        "kernels": [
-            {
-                "name": name[:90],
-                "per_step": len(times) / NUM_STEPS,
-                "median_us": statistics.median(times),
-                "us_per_step": sum(times) / NUM_STEPS,
-            }
-            for name, times in largest
-        ],
+        **sums(events_of(profiler), NUM_STEPS),
     }
 
 
@@ -197,15 +132,7 @@ def main() -> None:
         rows = [profile(batch, load, geometry.vocab_size) for load in bar]
     for row in rows:
         print(f"{row['load']}: wall {row['wall_us']:.0f} us, host {row['host_us']:.0f} us,")
-        print(f"  idle {row['idle_us']:.0f} us, {row['kernels_per_step']:.0f} kernels, by kind:")
-        print("  " + ", ".join(f"{k} {v:.0f}" for k, v in row["kinds_us"].items()))
-        for gap in row["gaps"]:
-            print(f"  gaps {gap['us_per_step']:6.1f} us {gap['per_step']:6.1f} x  {gap['between']}")
-        for kernel in row["kernels"]:
-            print(
-                f"  {kernel['us_per_step']:8.1f} us {kernel['per_step']:6.1f} x"
-                f" {kernel['median_us']:7.2f}  {kernel['name']}"
-            )
+        print_times(row)
     result = {**describe_environment(), "geometry": arguments.geometry, "rows": rows}
     store(arguments.out, result)
 

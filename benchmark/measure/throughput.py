@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
 
 import sglang
 from benchmark.command import make_parser, store
-from benchmark.engine_load import random_prompts
+from benchmark.engine_load import batch_wall_s, random_prompts
 from benchmark.environment import describe_environment
 from benchmark.goals import THROUGHPUT_SHAPE, THROUGHPUT_TOK_S
 from benchmark.gpu_load import sample_gpu
@@ -28,8 +28,8 @@ from benchmark.random_model import GEOMETRIES, random_model
 from sglang.bench_one_batch import OneBatch
 from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.model_config import resolve_model_path
-from sglang.srt.processes.runtime_config import DEFAULT_CHUNKS
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.processes.runtime_config import AUTO
+from sglang.srt.server_args import ServerArgs, number_or_word
 
 SPARE_TOKENS = 16  # of the context, beyond input and output
 
@@ -40,18 +40,7 @@ WallTime = Callable[[list[list[int]], int], float]  # seconds for prompts with s
 def engine_wall_s(args: ServerArgs) -> Iterator[WallTime]:
     """Of `Engine.generate`."""
     with sglang.Engine(args) as engine:
-
-        def wall_s(prompts: list[list[int]], num_new: int) -> float:
-            params = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True}
-            start = time.perf_counter()
-            answers = engine.generate(input_ids=prompts, sampling_params=params)
-            seconds = time.perf_counter() - start
-            found = {len(answer["output_ids"]) for answer in answers}
-            if found != {num_new}:
-                raise RuntimeError(f"Asked for {num_new} tokens each, got {sorted(found)}.")
-            return seconds
-
-        yield wall_s
+        yield partial(batch_wall_s, engine)
 
 
 @contextmanager
@@ -135,7 +124,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--input-len", type=int, default=512)
     add("--output-len", type=int, default=128)
     add("--max-running-requests", type=int, default=128)
-    add("--chunked-prefill-size", type=int, default=DEFAULT_CHUNKS["cuda"])
+    add("--chunked-prefill-size", type=number_or_word, default=AUTO)
     add("--repeats", type=int, default=3)
     add("--in-process", action="store_true", help="scheduler and worker alone, no Engine")
     add("--device", default="auto")

@@ -26,3 +26,13 @@ def provenance(result: Result) -> str:
     what = f"torch {versions['torch']}"
     what += f", CUDA {versions['cuda']}" if "cuda" in versions else ""
     return f"{where}, {what}; {measured_by(result)}.\n"
+
+
+def verdict(reached: float, asked: float, is_least: bool) -> str:
+    """Whether a figure is as it was asked to be.
+
+    Args:
+        is_least: it must be `asked` or more, else at most that.
+    """
+    good = reached >= asked if is_least else reached <= asked
+    return "yes" if good else "**no**"

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from benchmark.goals import DECODE_MS, HOST_MS, STARTUP_BACKENDS, STARTUP_S, THROUGHPUT_TOK_S
-from benchmark.report.markdown import Result, table
-
-
-def _verdict(reached: float, asked: float, is_least: bool) -> str:
-    good = reached >= asked if is_least else reached <= asked
-    return "yes" if good else "**no**"
+from benchmark.report.markdown import Result, table, verdict
 
 
 def decode_steps(results: list[Result]) -> str:
@@ -23,8 +18,8 @@ def decode_steps(results: list[Result]) -> str:
         best = min(value for value in found if value is not None)
         asked = ["-", "-", "-"]
         if goal:
-            verdict = _verdict(best, goal.asked, is_least=False)
-            asked = [f"{goal.asked:.2f}", f"{goal.peer:.2f}", verdict]
+            reached = verdict(best, goal.asked, is_least=False)
+            asked = [f"{goal.asked:.2f}", f"{goal.peer:.2f}", reached]
         rows.append([str(batch), *cells, *asked])
     heads = [f"{label}, ms/step" for label in labels]
     return table(["batch", *heads, "asked", "peer", "reached"], rows)
@@ -34,14 +29,22 @@ def _label(result: Result) -> str:
     return f"{result['attention_backend']}{'' if result['cuda_graphs'] else ', no graphs'}"
 
 
+def rows_by_kind(columns: list[Result], unit_us: float, form: str) -> list[list[str]]:
+    """Kinds of kernels down, profiles across; the kind that takes most comes first."""
+    kinds = sorted(
+        {kind for column in columns for kind in column["kinds_us"]},
+        key=lambda kind: (-sum(column["kinds_us"].get(kind, 0.0) for column in columns), kind),
+    )
+    return [
+        [kind, *(format(column["kinds_us"].get(kind, 0) / unit_us, form) for column in columns)]
+        for kind in kinds
+    ]
+
+
 def step_profile(results: list[Result]) -> str:
     """Kinds of kernels down, batch sizes across, in microseconds."""
     batches = results[0]["rows"]
-    kinds = sorted(
-        {kind for row in batches for kind in row["kinds_us"]},
-        key=lambda kind: (-sum(row["kinds_us"].get(kind, 0.0) for row in batches), kind),
-    )
-    rows = [[kind, *(f"{row['kinds_us'].get(kind, 0):,.0f}" for row in batches)] for kind in kinds]
+    rows = rows_by_kind(batches, 1.0, ",.0f")
     totals = {
         "gaps between kernels": "idle_us",
         "**profiled step**": "profiled_us",
@@ -53,9 +56,9 @@ def step_profile(results: list[Result]) -> str:
     text = table(["µs per step", *(row["load"] for row in batches)], rows)
     for row in batches:
         if asked_ms := HOST_MS.get(row["batch"]):
-            verdict = _verdict(row["host_us"] / 1e3, asked_ms, is_least=False)
+            reached = verdict(row["host_us"] / 1e3, asked_ms, is_least=False)
             text += f"\nHost time at batch {row['batch']}, asked: {asked_ms:g} ms or less; reached:"
-            text += f" {verdict}.\n"
+            text += f" {reached}.\n"
     return text
 
 
@@ -84,8 +87,8 @@ def throughput(results: list[Result]) -> str:
         judged = ["-", "-", "-"]
         if "asked" in result:
             asked, peer = THROUGHPUT_TOK_S
-            verdict = _verdict(result["output_tok_s"], asked, is_least=True)
-            judged = [f"{asked:,.0f}", f"{peer:,.0f}", verdict]
+            reached = verdict(result["output_tok_s"], asked, is_least=True)
+            judged = [f"{asked:,.0f}", f"{peer:,.0f}", reached]
         running, speed = str(result["max_running_requests"]), f"{result['output_tok_s']:,.0f}"
         chunk = str(result["chunked_prefill_size"])
         name, share = f"{_label(result)}, {result['how']}", f"{result['prefill_share']:.0%}"
@@ -117,8 +120,8 @@ def startup(results: list[Result]) -> str:
                 cells += ["failed", "-"]
             else:
                 is_judged = backend in STARTUP_BACKENDS
-                verdict = _verdict(value, asked, is_least=False) if is_judged else "-"
-                cells += [f"{value:.1f}", verdict]
+                reached = verdict(value, asked, is_least=False) if is_judged else "-"
+                cells += [f"{value:.1f}", reached]
         compile_s = line["compile_s"]
         rows.append([*cells, "-" if compile_s is None else f"{compile_s:.1f}"])
     head = ["s to the first answer"]
@@ -192,8 +195,8 @@ def return_costs(results: list[Result]) -> str:
     for row in results[0]["rows"]:
         asked, ratio = row.get("asked"), row.get("ratio")
         compared = "" if ratio is None else f"{ratio:.3f} of {row['beside']}"
-        verdict = "" if asked is None else f"{asked:.2f}: {_verdict(ratio, asked, is_least=False)}"
-        rows.append([str(row["batch"]), row["kind"], f"{row['ms']:.2f}", compared, verdict])
+        judged = "" if asked is None else f"{asked:.2f}: {verdict(ratio, asked, is_least=False)}"
+        rows.append([str(row["batch"]), row["kind"], f"{row['ms']:.2f}", compared, judged])
     text = table(["batch", "every request", "ms/step", "median ratio", "asked, at most"], rows)
     slots, idle_ms = results[0]["kv_slots"], results[0]["idle_scrape_ms"]
     return f"{text}\n{slots:,} KV slots; one scrape of an idle server takes {idle_ms:.1f} ms.\n"

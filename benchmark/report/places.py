@@ -8,7 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmark.report import document_tables, performance_tables, plots
+from benchmark.report import (
+    attention_tables,
+    document_tables,
+    performance_tables,
+    plots,
+    prompt_tables,
+)
 from benchmark.report.markdown import Result, provenance
 
 RESULTS = "benchmark/results"
@@ -84,6 +90,13 @@ TABLES = {
             ("before_after", "before_after.json", performance_tables.before_after),
             ("throughput", "throughput*.json", performance_tables.throughput),
             ("startup", "startup*.json", performance_tables.startup),
+            ("long_prompts", "long_prompts*.json", prompt_tables.long_prompts),
+            ("prefill_profile", "prefill_profile.json", prompt_tables.prefill_profile),
+            ("attention_prompts", "attention.json", attention_tables.attention_prompts),
+            ("attention_decodes", "attention.json", attention_tables.attention_decodes),
+            ("step_gaps", "step_gaps*.json", prompt_tables.step_gaps),
+            ("http_streams", "http_streams*.json", prompt_tables.http_streams),
+            ("load_weights", "load_weights*.json", prompt_tables.load_weights),
             ("mtp_gpu", "mtp_gpu.json", performance_tables.mtp_gpu),
             ("mtp_checks", "mtp_gpu*.json", performance_tables.mtp_checks),
             ("mtp_paired", "mtp_paired*.json", performance_tables.mtp_paired),

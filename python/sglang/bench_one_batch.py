@@ -21,11 +21,15 @@ from sglang.srt.environ import Environ
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.messages.requests import BatchTokenIDOutput, TokenizedGenerateReqInput
 from sglang.srt.model_config import load_model_config
-from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.platform import Platform
-from sglang.srt.processes.runtime_config import resolve
+from sglang.srt.processes.runtime_config import resolve, with_chunks_that_fit
 from sglang.srt.processes.scheduler_process import make_ledger, make_resources
-from sglang.srt.processes.worker_factory import make_worker
+from sglang.srt.processes.worker_factory import (
+    make_prompt_budget,
+    make_worker,
+    measure_prices,
+)
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, add_cli_args
 
@@ -40,9 +44,10 @@ class LocalInbox:
         while self.messages:
             yield self.messages.popleft()
 
-    def wait(self, timeout_s: float | None) -> None:
+    def wait(self, timeout_s: float | None) -> bool:
         """Nothing comes while the scheduler waits."""
         assert timeout_s is not None, "The benchmark steps the scheduler itself."
+        return False
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,11 @@ class OneBatch:
 
     def __init__(self, args: ServerArgs) -> None:
         config = resolve(args, Platform.probe(), load_model_config(args.model_path), Environ.read())
-        runner = ModelRunner(config.execution)
-        worker = make_worker(runner, config.mtp)
+        runners = make_runners(config.execution)
+        runner = runners.target
+        config = with_chunks_that_fit(config, runners.max_prompt_rows)
+        prices = measure_prices(config, runner)
+        worker = make_worker(runner, config.mtp, prices)
         self.vocab_size = runner.vocab_size
         self._inbox = LocalInbox()
         self.outputs: dict[int, list[int]] = {}
@@ -77,12 +85,13 @@ class OneBatch:
         self._scheduler = Scheduler(
             replace(config.scheduler, enable_overlap=False),
             worker,
-            make_ledger(config, runner.num_pages),
-            make_resources(runner),
+            make_ledger(config, runners.memory.num_pages),
+            make_resources(runners),
             self._inbox,
             self._collect,
             lambda message: None,
             _no_stop_finder,
+            budget=make_prompt_budget(config, prices),
         )
 
     def run(self, prompts: list[list[int]], output_len: int) -> BatchTimes:
@@ -121,8 +130,8 @@ class OneBatch:
         while ongoing is not None or not self._scheduler.lifecycle.is_idle:
             step()
 
-    def _submit(self, prompts: list[list[int]], params: SamplingParams) -> None:
-        self.outputs = {}
+    def add(self, prompts: list[list[int]], params: SamplingParams) -> None:
+        """Puts requests beside those of the batch; `outputs` holds them after all others."""
         for prompt in prompts:
             self.outputs[self._next_id] = []
             self._inbox.messages.append(
@@ -134,6 +143,10 @@ class OneBatch:
                 )
             )
             self._next_id += 1
+
+    def _submit(self, prompts: list[list[int]], params: SamplingParams) -> None:
+        self.outputs = {}
+        self.add(prompts, params)
 
     def _collect(self, message: Any) -> None:
         if isinstance(message, BatchTokenIDOutput):

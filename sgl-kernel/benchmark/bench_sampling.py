@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from timing import CALLS_PER_GRAPH, device_time_us, environment, host_time_us
 from tqdm import tqdm
 
 import sgl_kernel
 from sgl_kernel import reference
 
-_CALLS_PER_GRAPH = 20
 _CACHE_BYTES = 128 * 2**20
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
@@ -59,7 +56,12 @@ def main() -> None:
         timings.append(measure(name, rows, size, options))
     print_table(timings)
     if options.out is not None:
-        record = {**environment(options), "timings": [asdict(timing) for timing in timings]}
+        record = {
+            **environment("bench_sampling.py"),
+            "warm_cache": options.warm_cache,
+            "spread": options.spread,
+            "timings": [asdict(timing) for timing in timings],
+        }
         options.out.write_text(json.dumps(record, indent=2) + "\n")
 
 
@@ -129,7 +131,7 @@ def measure(name: str, rows: int, size: int, options: argparse.Namespace) -> Tim
     num_bytes = rows * size * dtype.itemsize
     num_copies = 1
     if not options.warm_cache:
-        num_copies = min(_CALLS_PER_GRAPH, 1 + _CACHE_BYTES // num_bytes)
+        num_copies = min(CALLS_PER_GRAPH, 1 + _CACHE_BYTES // num_bytes)
     generator = torch.Generator("cuda").manual_seed(rows + size)
     copies = [
         (torch.randn(rows, size, generator=generator, device="cuda") * options.spread).to(dtype)
@@ -148,37 +150,6 @@ def measure(name: str, rows: int, size: int, options: argparse.Namespace) -> Tim
     )
 
 
-def device_time_us(call: Call, copies: list[torch.Tensor], repeats: int) -> float:
-    """Median time of one call inside a graph."""
-    call(copies[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(_CALLS_PER_GRAPH):
-            call(copies[i % len(copies)])
-    times_us = []
-    for _ in range(repeats + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times_us.append(start.elapsed_time(end) * 1e3 / _CALLS_PER_GRAPH)
-    return statistics.median(times_us[3:])
-
-
-def host_time_us(call: Call, logits: torch.Tensor, repeats: int) -> float:
-    """Median time until the call returns, with an idle GPU."""
-    times_us = []
-    for _ in range(repeats + 3):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call(logits)
-        times_us.append((time.perf_counter() - start) * 1e6)
-    torch.cuda.synchronize()
-    return statistics.median(times_us[3:])
-
-
 def print_table(timings: list[Timing]) -> None:
     print(f"{'op':<28}{'rows':>6}{'size':>8}{'device us':>11}{'host us':>9}{'GB/s':>8}")
     for timing in timings:
@@ -186,27 +157,6 @@ def print_table(timings: list[Timing]) -> None:
             f"{timing.op:<28}{timing.rows:>6}{timing.size:>8}{timing.device_us:>11.2f}"
             f"{timing.host_us:>9.2f}{timing.gigabytes_per_s:>8.0f}"
         )
-
-
-def environment(options: argparse.Namespace) -> dict[str, object]:
-    """What the figures depend on."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": sys.version.split()[0],
-        "commit": commit.stdout.strip(),
-        "command": ["python", "sgl-kernel/benchmark/bench_sampling.py", *sys.argv[1:]],
-        "warm_cache": options.warm_cache,
-        "spread": options.spread,
-    }
 
 
 if __name__ == "__main__":

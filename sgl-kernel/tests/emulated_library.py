@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 from sampling_oracle import PenaltyCase, SamplingCase
+from speculation_oracle import DraftCase, MoveCase
 
+from sgl_kernel import ConfirmedDrafts
 from sgl_kernel._library import DTYPE_CODES, PARTIAL_BYTES, KernelLibrary, address_array
 
 _TESTS = Path(__file__).parent
@@ -19,6 +21,8 @@ def compile_emulation(out: Path) -> KernelLibrary:
     library = out / "libemulated.so"
     include = _TESTS.parent / "include"
     command = ["g++", "-std=c++17", "-O1", "-fno-stack-protector", "-shared", "-fPIC"]
+    # A GPU faults at a misaligned address, so this stops there too.
+    command += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
     command += [f"-I{include}", "-Wno-unknown-pragmas"]
     command += [str(_TESTS / "emulation" / "emulated_kernels.cpp"), "-o", str(library)]
     subprocess.run(command, check=True)
@@ -91,6 +95,42 @@ def uniform_noise(
         )
     )
     return noise
+
+
+def confirm_drafts(library: KernelLibrary, case: DraftCase) -> ConfirmedDrafts:
+    """As sgl_kernel.confirm_drafts; the results hold poison before, and after them."""
+    rows, width = len(case.num_rows), case.max_rows
+    sizes, dtypes = (rows, rows * width, rows), (torch.int64, torch.int32, torch.int64)
+    storages = [
+        torch.full((size + _GUARD,), -7, dtype=dtype)
+        for size, dtype in zip(sizes, dtypes, strict=True)
+    ]
+    arguments = (case.tokens, case.targets, case.parents, case.starts, case.target_starts)
+    status = library.confirm_drafts(
+        0,
+        *(None if tensor is None else tensor.data_ptr() for tensor in (*arguments, case.num_rows)),
+        *(len(case.tokens), len(case.targets), rows, width),
+        *(storage.data_ptr() for storage in storages),
+        None,
+    )
+    library.check(status)
+    for storage, size in zip(storages, sizes, strict=True):
+        assert (storage[size:] == -7).all(), "a result reaches over its end"
+    num_confirmed, path, next_token = (storage[:-_GUARD] for storage in storages)
+    return ConfirmedDrafts(num_confirmed, path.view(rows, width), next_token)
+
+
+def move_kept_kv(library: KernelLibrary, case: MoveCase) -> None:
+    """As sgl_kernel.move_kept_kv."""
+    kv = case.kv
+    vectors = (case.table_rows, case.committed, case.path, case.num_confirmed)
+    status = library.move_kept_kv(
+        *(0, kv.table.data_ptr(), len(kv.tensors)),
+        *(case.page_table.data_ptr(), *case.page_table.shape),
+        *(vector.data_ptr() for vector in vectors),
+        *(*case.path.shape, None),
+    )
+    library.check(status)
 
 
 def surrounded(logits: torch.Tensor, offset: int = 0, gap: int = 0) -> torch.Tensor:

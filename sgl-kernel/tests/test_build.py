@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def test_the_second_request_finds_the_library_in_the_cache(
     toolkit: FakeToolkit, plan: _build.BuildPlan
 ) -> None:
     library = _build.cached_library(plan)
-    num_sources = len(list((plan.source_root / "csrc").glob("*.cu")))
+    num_sources = len(_build.cuda_sources(plan.source_root))
     assert library.read_text() == "compiled"
     assert len(toolkit.compiles()) == num_sources + 1
     assert _build.cached_library(plan) == library
@@ -110,6 +111,26 @@ def test_the_key_depends_on_all_that_the_library_depends_on(
     header.write_text(header.read_text() + "\n")
     keys.add(copied.key())
     assert len(keys) == 4
+
+
+def test_sources_of_one_name_in_two_folders_are_both_compiled_and_linked(
+    toolkit: FakeToolkit, plan: _build.BuildPlan, tmp_path: Path
+) -> None:
+    sources = tmp_path / "sources"
+    for place in ("csrc/one.cu", "csrc/inner/one.cu", "include/one.cuh"):
+        (sources / place).parent.mkdir(parents=True, exist_ok=True)
+        (sources / place).write_text(place)
+    copied = replace(plan, source_root=sources)
+    _build.cached_library(copied)
+    *compiles, link = toolkit.compiles()
+    assert {call.split(" -c ")[1].split()[0] for call in compiles} == {
+        str(sources / "csrc" / "one.cu"),
+        str(sources / "csrc" / "inner" / "one.cu"),
+    }
+    assert len({word for word in link.split() if word.endswith(".o")}) == 2
+    before = copied.key()
+    (sources / "csrc" / "inner" / "one.cu").write_text("changed")
+    assert copied.key() != before
 
 
 def test_hopper_is_compiled_with_its_own_features(
@@ -200,6 +221,17 @@ def test_a_file_that_is_no_library_is_reported(tmp_path: Path) -> None:
         KernelLibrary(path)
 
 
+def test_an_install_carries_every_folder_of_sources() -> None:
+    root = _build.PACKAGE_DIR.parent.parent
+    setuptools = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {path.parent for path in [*root.glob("csrc/**/*.cu"), *root.glob("include/**/*.cuh")]}
+    packages = {f"sgl_kernel.{'.'.join(folder.relative_to(root).parts)}" for folder in folders}
+    assert packages == set(setuptools["packages"]) - {"sgl_kernel"}
+    assert packages <= set(setuptools["package-data"])
+    places = {name: Path(place) for name, place in setuptools["package-dir"].items()}
+    assert {root / places[name] for name in packages} == folders
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_the_real_compiler_makes_a_library_with_all_functions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -217,7 +249,7 @@ def test_the_real_compiler_makes_a_library_with_all_functions(
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_the_compiler_has_no_warnings_and_no_spills(tmp_path: Path) -> None:
     root = _build.find_source_root()
-    for source in sorted((root / "csrc").glob("*.cu")):
+    for source in _build.cuda_sources(root):
         command = ["nvcc", "-std=c++17", "-O3", f"-I{root / 'include'}", "-arch=sm_90a", "-cubin"]
         command += ["-Xptxas", "-v", "-o", str(tmp_path / "out.cubin"), str(source)]
         result = subprocess.run(command, capture_output=True, text=True, check=True)

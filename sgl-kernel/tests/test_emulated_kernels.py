@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -27,15 +26,8 @@ from sgl_kernel import reference
 from sgl_kernel._library import KernelLibrary
 from sgl_kernel.sampling_rows import FLOATS, SamplingRows
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, 2, 7, 8, 9, 33, 1000, 4095, 4096, 4097, 9001]
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
-    return emulated_library.compile_emulation(tmp_path_factory.mktemp("emulated"))
 
 
 def check_argmax(

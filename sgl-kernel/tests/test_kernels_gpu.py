@@ -17,6 +17,13 @@ from sampling_oracle import (
     random_penalties,
     unfiltered,
 )
+from speculation_oracle import (
+    MoveCase,
+    assert_confirmed,
+    expected_kv,
+    random_drafts,
+    random_moves,
+)
 
 import sgl_kernel
 from sgl_kernel import reference
@@ -275,3 +282,53 @@ def test_parameters_on_the_cpu_are_refused() -> None:
     case = gpu_case(2, 4096, 13, torch.float32, 1.0)
     with pytest.raises(ValueError, match="top_k is on cpu; move it"):
         sgl_kernel.sample_tokens(*replace(case, top_k=case.top_k.cpu()).arguments())
+
+
+def assert_moved(case: MoveCase, on_gpu: MoveCase) -> None:
+    """The pools on the GPU hold what the moves make of those of `case`, still as they were."""
+    for tensor, expected in zip(on_gpu.kv.tensors, expected_kv(case), strict=True):
+        assert torch.equal(tensor.cpu(), expected)
+
+
+@pytest.mark.parametrize("reads_all", [True, False])
+@pytest.mark.parametrize("has_tree", [True, False])
+@pytest.mark.parametrize("max_rows", [1, 8, 33, 64, 1024])
+def test_confirmed_drafts(max_rows: int, has_tree: bool, reads_all: bool) -> None:
+    for requests in (1, 37, 1024 if max_rows <= 33 else 5):
+        case = random_drafts(requests, max_rows, BASE_SEED + max_rows, has_tree, reads_all)
+        poison_the_allocator()
+        assert_confirmed(case, sgl_kernel.confirm_drafts(*case.to("cuda").arguments()))
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("max_rows", [2, 16, 64, 700])
+def test_moved_kv(max_rows: int, page_size: int) -> None:
+    case = random_moves(3 if max_rows > 64 else 40, max_rows, page_size, BASE_SEED + max_rows)
+    on_gpu = case.to("cuda")
+    sgl_kernel.move_kept_kv(*on_gpu.arguments())
+    assert_moved(case, on_gpu)
+
+
+def test_a_graph_of_verification_and_moves_sees_changed_inputs() -> None:
+    drafts = random_drafts(30, 16, BASE_SEED).to("cuda")
+    case = random_moves(30, 16, 4, BASE_SEED)
+    on_gpu = case.to("cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = sgl_kernel.confirm_drafts(*drafts.arguments())
+        moves = replace(on_gpu, path=result.path, num_confirmed=result.num_confirmed)
+        sgl_kernel.move_kept_kv(*moves.arguments())
+    fresh = replace(
+        random_drafts(30, 16, BASE_SEED),
+        targets=torch.randint(5, 7, drafts.targets.shape),
+        tokens=torch.randint(5, 7, drafts.tokens.shape),
+    )
+    drafts.targets.copy_(fresh.targets)
+    drafts.tokens.copy_(fresh.tokens)
+    for tensor in on_gpu.kv.tensors:  # as a pool that was given back and taken again
+        tensor.data = tensor.clone()
+    on_gpu.kv.refresh()
+    graph.replay()
+    assert_confirmed(fresh, result)
+    kept = replace(case, path=result.path.cpu(), num_confirmed=result.num_confirmed.cpu())
+    assert_moved(kept, on_gpu)

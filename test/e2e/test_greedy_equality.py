@@ -7,6 +7,7 @@ import dataclasses
 import heapq
 import json.decoder
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from oracle import (
 )
 from sglang.srt.model_config import load_model_config, resolve_model_path
 from sglang.srt.tokenizer import load_tokenizer
-from utils import SchedulerHarness, Setup, make_model_worker
+from utils import RandomBudget, SchedulerHarness, Setup, make_model_worker
 
 NUM_PROMPTS, NUM_TOKENS = 50, 32
 CONTEXT_LEN = 512
@@ -32,6 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "normal": {"enable_overlap": False},
     "without radix cache": {"use_radix_cache": False},
     "chunks of 4": {"chunked_prefill_size": 4},
+    "other chunks in every step": {"make_budget": partial(RandomBudget, 50)},
     "page size 16": {"page_size": 16, "num_pages": 1024},
     "retraction every 3 steps": {"retract_interval": 3},
     "small pool": {"num_pages": 600},
@@ -88,7 +90,9 @@ def test_eight_at_once(model_path: Path, references: list[Reference], variant: s
         assert any(output.num_retractions for output in harness.outputs.values())
 
 
-@pytest.mark.parametrize("variant", ["overlap", "normal", "everything at once"])
+@pytest.mark.parametrize(
+    "variant", ["overlap", "normal", "other chunks in every step", "everything at once"]
+)
 def test_mixed_arrival(model_path: Path, references: list[Reference], variant: str) -> None:
     """A request every other step, so prompts and decodes share batches all the time."""
     harness = make_harness(model_path, **VARIANTS[variant])

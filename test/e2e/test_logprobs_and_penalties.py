@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from double_step_worker import DoubleStepWorker
 from sglang.srt.layers.logprobs import LogprobQueries, query_prompt_logprobs
 from sglang.srt.messages.requests import LogprobOptions, PositionLogprobs
 from sglang.srt.model_config import resolve_model_path
-from utils import Collected, SchedulerHarness, Setup, make_model_worker
+from utils import Collected, RandomBudget, SchedulerHarness, Setup, make_model_worker
 
 TOLERANCE = 1e-4
 CHOSEN = [5, 300, 4000]
@@ -24,6 +25,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "overlap": {},
     "normal": {"enable_overlap": False},
     "chunks of 4": {"chunked_prefill_size": 4},
+    "other chunks in every step": {"make_budget": partial(RandomBudget, 20)},
     "page size 16": {"page_size": 16, "num_pages": 256},
     "retraction every 3 steps": {"retract_interval": 3},
     "small pool": {"num_pages": 260},
@@ -66,9 +68,8 @@ def compare(position: PositionLogprobs, expected: torch.Tensor, token: int) -> N
     assert position.token_id == token
     assert position.logprob == pytest.approx(float(expected[token]), abs=TOLERANCE)
     best = expected.topk(3)
-    assert [value for value, _ in position.top] == pytest.approx(
-        best.values.tolist(), abs=TOLERANCE
-    )
+    assert position.top_logprobs == pytest.approx(best.values.tolist(), abs=TOLERANCE)
+    assert expected[position.top_ids].tolist() == pytest.approx(best.values.tolist(), abs=TOLERANCE)
     chosen = expected[CHOSEN].tolist()
     assert position.chosen == pytest.approx(chosen, abs=TOLERANCE)
 
@@ -239,10 +240,25 @@ def test_a_long_prompts_logits_are_computed_a_few_rows_at_a_time() -> None:
     hidden = torch.randn(1000, 11)
     targets = [i % 11 for i in range(1000)]
     queries = LogprobQueries(2, [[1]] * 1000)
-    result = query_prompt_logprobs(hidden, compute_logits, targets, queries)
+    rows = torch.arange(1000)
+    result = query_prompt_logprobs(hidden, rows, compute_logits, targets, queries)
     assert sum(widths) == 1000
     assert max(widths) <= 256
     expected = torch.log_softmax(hidden, -1)
     torch.testing.assert_close(result.target, expected[range(1000), targets])
     torch.testing.assert_close(result.top_values, expected.topk(2).values)
     torch.testing.assert_close(result.chosen[:, 0], expected[:, 1])
+
+
+def test_each_position_has_the_ids_of_its_request_alone() -> None:
+    """Positions of a request share a list; others have none, longer ones or an equal one."""
+    of_requests = [[3, 1], [], [7], [3, 1], [10, 2, 5]]
+    token_ids = [ids for ids in of_requests for _ in range(120)]
+    hidden = torch.randn(600, 11)
+    queries = LogprobQueries(0, token_ids)
+    rows, targets = torch.arange(600), [0] * 600
+    result = query_prompt_logprobs(hidden, rows, lambda part: part, targets, queries)
+    expected = torch.log_softmax(hidden, -1)
+    assert result.chosen.shape == (600, 3)
+    for found, right, ids in zip(result.chosen, expected, token_ids, strict=True):
+        torch.testing.assert_close(found[: len(ids)], right[ids])

@@ -9,6 +9,7 @@ import torch
 
 from attention_cases import (
     CASES,
+    GATHER_CASES,
     IDLE_MASKS,
     MIXED,
     OUTSIDE_CASES,
@@ -18,6 +19,7 @@ from attention_cases import (
     AttentionCase,
     PlacedCase,
     change_by_idle_masks,
+    gather_case,
     max_error,
     outside_case,
     with_requests,
@@ -42,6 +44,12 @@ LONG = AttentionCase(
 )
 
 
+EDGES = (  # of whole tiles of KV, for prompts of many rows
+    *((0, 256), (1, 257), (127, 300), (128, 384), (1000, 1), (129, 511), (2000, 260)),
+    *((70, 15), (3, 1000), (0, 130), (640, 128)),
+)
+
+
 def check(name: str, case: AttentionCase, dtype: torch.dtype) -> None:
     capabilities = ATTENTION_BACKENDS.load(name).capabilities()
     if problems := capabilities.problems("cuda", dtype, case.page_size):
@@ -63,6 +71,55 @@ def test_the_table(name: str, case_name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", OUTSIDE_CASES)
 def test_a_length_past_its_row_reads_nothing_there_and_is_told(name: str) -> None:
     assert outside_case("triton", *OUTSIDE_CASES[name], "cuda") == ""
+
+
+@pytest.mark.parametrize("name", GATHER_CASES)
+def test_kv_is_gathered_side_by_side(name: str) -> None:
+    assert gather_case(GATHER_CASES[name], "cuda") == ""
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(128, torch.bfloat16), (64, torch.float16)], ids=str
+)
+@pytest.mark.parametrize("heads", [(8, 2), (3, 1), (14, 2)], ids=str)
+@pytest.mark.parametrize("windows", [(None,), (100,), (700, None)], ids=str)
+def test_prompts_of_many_rows(
+    windows: tuple[int | None, ...], heads: tuple[int, int], head_dim: int, dtype: torch.dtype
+) -> None:
+    """Of all lengths around whole tiles, beside short ones, decodes and a tree's worth of rows;
+    what the gathered KV held before is NaN."""
+    case = AttentionCase(
+        shape=[
+            (0, 256),
+            (1, 257),
+            (127, 300),
+            (128, 384),
+            (1000, 1),
+            (129, 511),
+            (2000, 260),
+            (70, 15),
+            (3, 1000),
+            (0, 130),
+            (640, 128),
+        ],
+        windows=windows,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+        page_size=1 if head_dim == 64 else 16,
+        bound_slack=200 if dtype == torch.float16 else 0,
+    )
+    placed = PlacedCase(case, "cuda", dtype, seed=0)
+    backend = placed.backend("triton")
+    if (prompts := backend._prompts) is not None:
+        prompts._gathered.fill_(float("nan"))
+    backend.plan(placed.batch)
+    assert prompts is None or prompts._step is not None
+    for layer, right in enumerate(placed.expected()):
+        out = backend.forward(layer, placed.q[layer])
+        difference = (out.float() - right).abs()
+        assert difference.isfinite().all()
+        assert difference.max().item() <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF_TYPES], ids=str)
@@ -157,6 +214,38 @@ def test_a_graph_of_the_triton_backend_replays_other_lengths(
     out.fill_(float("nan"))
     graph.replay()
     assert (out.float() - expected).abs().max().item() <= TOLERANCE[torch.bfloat16]
+
+
+# Of each group of items: decodes, look-ahead of few and of more rows, prompts, of which the longest
+# one is gathered on Hopper.
+GROUPS = (
+    *((900, 1), (300, 15), (1000, 300), (77, 4), (1500, 1), (410, 5), (20, 40), (640, 9)),
+    (0, 130),
+)
+
+
+@pytest.mark.parametrize("count", [3, 8, 40])
+@pytest.mark.parametrize("width", [1, 15])
+def test_a_graph_of_mixed_steps_replays_every_group_of_items(width: int, count: int) -> None:
+    """Captured without a request, so whatever a replay leaves out stays NaN."""
+    case = with_requests(AttentionCase(shape=GROUPS, graph_width=width), count)
+    case = replace(case, num_heads=32, num_kv_heads=8, head_dim=128)
+    placed = PlacedCase(case, "cuda", torch.bfloat16, seed=0)
+    expected = placed.expected()[0]
+    backend, q = placed.backend("triton"), placed.q[0]
+    empty = replace(placed.batch, q_lens=[], kv_len_upper_bounds=[])
+    for _ in range(2):  # all kernels are compiled
+        backend.plan(empty)
+        backend.forward(0, q)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.forward(0, q)
+    for _ in range(2):
+        backend.plan(placed.batch)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert (out.float() - expected).abs().max().item() <= TOLERANCE[torch.bfloat16]
 
 
 def test_a_step_of_the_triton_backend_never_waits_for_the_device() -> None:

@@ -6,12 +6,13 @@ import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
-from sglang.srt.layers.forward_batch import MIXED, ForwardBatch, GraphKey
+from sglang.srt.layers.forward_batch import MIXED, ForwardBatch, GraphKey, HiddenCapture
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.model_executor.cuda_graph_runner import GraphKeys
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -34,7 +35,9 @@ BACKENDS = [
 ]
 
 
-def make(backend: str, width: int, max_decode_rows: int = MTP_MAX_ROWS) -> ModelRunner:
+def make(
+    backend: str, width: int, max_decode_rows: int = MTP_MAX_ROWS, **changes: Any
+) -> ModelRunner:
     runner = make_runner(
         DEMO,
         SETUP,
@@ -44,7 +47,7 @@ def make(backend: str, width: int, max_decode_rows: int = MTP_MAX_ROWS) -> Model
         attention_backend=backend,
         dtype="float16",
         max_graph_width=width,
-        poisons_graphs=True,
+        **changes,
     )
     table = runner.req_to_token_pool.req_to_token
     slots = 1 + torch.arange(table.numel(), device="cuda", dtype=torch.int32)
@@ -121,6 +124,25 @@ def test_graph_equals_eager_for_every_key(backend: str, width: int) -> None:
     assert num_padded > 4
 
 
+@pytest.mark.parametrize("num_decodes", [3, 30])
+def test_every_row_of_decodes_and_lookahead_beside_prompts_equals_eager(num_decodes: int) -> None:
+    """Each row for itself: a norm over all would hide the few rows of a group of work items."""
+    graphs, eager = make("triton", MTP_MAX_ROWS), make("triton", 0)
+    q_lens = [*[1] * num_decodes, MTP_MAX_ROWS, 60, 2, 9, MTP_MAX_ROWS + 1]
+    assert graphs.graph_keys is not None
+    key = graphs.graph_keys.find(q_lens)
+    assert key is not None
+    assert key.tag == MIXED
+    for seed in range(3):
+        random.Random(seed).shuffle(q_lens)
+        batch = step(graphs, q_lens, seed)
+        replayed = graphs.forward(batch)
+        assert replayed.used_graph
+        right = eager.forward(batch).hidden.float()
+        errors = (replayed.hidden.float() - right).norm(dim=1) / right.norm(dim=1)
+        assert errors.max().item() <= 0.1, (seed, errors)  # left out, a row would be off by 1
+
+
 def test_a_step_whose_rows_are_all_wanted_replays_no_graph_that_leaves_some() -> None:
     runner = make("triton", 1, 1)
     batch = step(runner, [1, 30, 2], 0)
@@ -151,3 +173,41 @@ def test_a_step_with_masks_for_trees_replays_no_graph(q_lens: list[int]) -> None
     masked = runner.forward(replace(batch, ancestors=torch.full_like(batch.positions, -1)))
     assert not masked.used_graph
     assert (masked.hidden.float() - right).norm() <= MAX_ERROR * right.norm()
+
+
+@pytest.mark.parametrize("width", [1, MTP_MAX_ROWS])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_taps_and_all_rows_of_the_last_layer_come_out_of_graphs(backend: str, width: int) -> None:
+    capture = HiddenCapture((0, 1), all_rows=True)
+    graphs, eager = (make(backend, most, width, capture=capture) for most in (width, 0))
+    assert graphs.graph_keys is not None
+    for seed, q_lens in enumerate(([1] * 5, [min(2, width), 1, width], [30, 1, 60])):
+        batch = step(graphs, q_lens, seed)
+        batch = replace(batch, read_index=last_rows(q_lens, random.Random(seed)))
+        replayed, right = graphs.forward(batch), eager.forward(batch)
+        assert replayed.used_graph == (graphs.graph_keys.find(q_lens) is not None)
+        assert replayed.taps is not None
+        assert right.taps is not None
+        for found, expected in ((replayed.hidden, right.hidden), (replayed.taps, right.taps)):
+            assert found.shape == expected.shape
+            assert len(found) == sum(q_lens)
+            error = (found.float() - expected.float()).norm()
+            assert error <= MAX_ERROR * expected.float().norm(), (q_lens, error)
+
+
+def test_trees_replay_the_graphs_that_were_captured_for_them() -> None:
+    graphs, eager = make("triton", MTP_MAX_ROWS, captures_trees=True), make("triton", 0)
+    for seed, q_lens in enumerate(([7, 1, MTP_MAX_ROWS], [5] * 12, [3, 100, 1])):
+        batch = step(graphs, q_lens, seed)
+        chooser = random.Random(seed)
+        ancestors: list[int] = []
+        for q_len in q_lens:
+            masks = [1]
+            for row in range(1, q_len):
+                masks.append(chooser.choice(masks) | 1 << row)
+            ancestors += masks if q_len <= MTP_MAX_ROWS else [-1] * q_len
+        batch = replace(batch, ancestors=torch.tensor(ancestors, device="cuda"))
+        replayed, right = graphs.forward(batch), eager.forward(batch)
+        assert replayed.used_graph
+        error = (replayed.hidden.float() - right.hidden.float()).norm()
+        assert error <= MAX_ERROR * right.hidden.float().norm(), (q_lens, error)

@@ -41,6 +41,7 @@ class AttentionCase:
         trees: requests whose rows are a tree, or several, with parents drawn at random.
         graph_width: the step is planned as a graph's that has room for prompts beside requests of
             up to so many rows.
+        graph_spare: requests and rows of padding in such a graph.
     """
 
     shape: Sequence[tuple[int, int]]
@@ -53,9 +54,26 @@ class AttentionCase:
     is_sliced: bool = False
     trees: tuple[int, ...] = ()
     graph_width: int | None = None
+    graph_spare: tuple[int, int] = (2, 9)
 
 
 MIXED = ((5, 7), (30, 1), (0, 3), (9, 23), (0, 1), (61, 2))
+
+# In the interpreter requests of up to 8 rows are narrow and others of up to 16 wide, with two query
+# heads per KV head; with four they are of up to 4 and 8.
+GROUPS = (
+    (40, 1),
+    (9, 12),
+    (0, 30),
+    (61, 2),
+    (120, 15),
+    (3, 1),
+    (17, 8),
+    (5, 9),
+    (33, 16),
+    (70, 17),
+)
+THREE_GROUPS = AttentionCase(shape=GROUPS[:5], head_dim=16)
 
 CASES = {
     "one token in all": AttentionCase(shape=[(0, 1)]),
@@ -85,6 +103,36 @@ CASES = {
     "a window per layer": AttentionCase(shape=MIXED, windows=(None, 20, 5), head_dim=16),
     "a window and a long decode": AttentionCase(shape=[(150, 1), (120, 2)], windows=(70,)),
     "a prompt of many rows": AttentionCase(shape=[(19, 75), (30, 1)], head_dim=16),
+    "narrow, wide and many": THREE_GROUPS,
+    "narrow and wide, both in splits": AttentionCase(shape=[(120, 15), (150, 1)]),
+    "narrow and wide, one in splits": AttentionCase(
+        shape=[(120, 15), *[(9, 1)] * 6, (99, 1), (0, 20)], head_dim=16
+    ),
+    "groups and their edges, a window per layer": AttentionCase(
+        shape=GROUPS, windows=(None, 20), head_dim=16, bound_slack=70
+    ),
+    "groups, four query heads per KV head": AttentionCase(
+        shape=GROUPS, num_kv_heads=1, head_dim=16
+    ),
+    "a graph of rows of 1 and prompts": AttentionCase(
+        shape=[(40, 1), (0, 30), (150, 1), (3, 2)], head_dim=16, graph_width=1
+    ),
+    "a graph of narrow, wide and many": replace(THREE_GROUPS, graph_width=15),
+    "a graph of wide and many alone": AttentionCase(
+        shape=[(150, 15), (0, 30), (9, 9)], head_dim=16, graph_width=15
+    ),
+    "a graph of narrow and many alone": AttentionCase(
+        shape=[(150, 1), (0, 30), (9, 8)], head_dim=16, graph_width=15
+    ),
+    "a graph as full as can be of wide items": AttentionCase(
+        shape=[(i * 31 % 90, 9) for i in range(6)],
+        head_dim=16,
+        graph_width=15,
+        graph_spare=(0, 0),
+    ),
+    "a graph that cuts wide requests": AttentionCase(
+        shape=GROUPS[:7], num_kv_heads=1, head_dim=16, graph_width=15, windows=(None, 20)
+    ),
 } | {
     f"GQA {num_heads}:{num_kv_heads}, head_dim {head_dim}, pages of {page_size}": AttentionCase(
         shape=MIXED,
@@ -165,7 +213,8 @@ class PlacedCase:
         if case.trees:
             self._plant()
         if (width := case.graph_width) is not None:
-            key = GraphKey("mixed", len(lens) + 2, width, num_tokens + 9)
+            more_requests, more_tokens = case.graph_spare
+            key = GraphKey("mixed", len(lens) + more_requests, width, num_tokens + more_tokens)
             self.batch = replace(self.batch, graph_key=key)
 
     def _make_pool(self, num_pages: int, dtype: torch.dtype) -> MHATokenToKVPool:
@@ -196,7 +245,7 @@ class PlacedCase:
         for row, length, (before, _) in zip(self.rows, lens, self.case.shape, strict=True):
             own = [pages.pop() for _ in range(-(-length // size))]
             slots = [page * size + offset for page in own for offset in range(size)][:length]
-            self.table.write([row] * length, list(range(length)), slots)
+            self.table.write([[row] * length, list(range(length)), slots])
             for kv in self.pool.kv:
                 kv[slots] = self._values(length, kv.shape[1]).to(kv)
             fed_slots += slots[before:]
@@ -347,6 +396,50 @@ def outside_case(name: str, shape: tuple[int, int], is_guarded: bool, device: st
     return "" if is_right else f"the table told {told!r}"
 
 
+def gather_case(shape: Sequence[tuple[int, int]], device: str) -> str:
+    """What is wrong when the KV of requests is gathered: each one's must lie side by side, zeros
+    after it up to a whole tile, and everything else must be left alone."""
+    from sglang.srt.layers.attention.triton_ops.gather_kernel import gather_kv
+    from sglang.srt.layers.attention.triton_ops.kernels import Paged
+
+    placed = PlacedCase(AttentionCase(shape=shape, head_dim=16), device, torch.float32, seed=0)
+    kv, table, alignment = placed.pool.kv[0], placed.table.req_to_token, 64
+    lens = placed.batch.kv_lens.tolist()
+    order = list(reversed(range(len(shape))))
+    starts, end = [], alignment  # the first rows belong to nobody
+    for request in order:
+        starts.append(end)
+        end += -(-lens[request] // alignment) * alignment
+    out = torch.full((end + 5, *kv.shape[1:]), -1.0, device=device)
+    expected = out.clone()
+    for request, start in zip(order, starts, strict=True):
+        length = lens[request]
+        expected[start : start + -(-length // alignment) * alignment] = 0.0
+        expected[start : start + length] = kv[table[placed.rows[request], :length].long()]
+    places = [
+        (request, start, -(-lens[request] // alignment) * alignment)
+        for request, start in zip(order, starts, strict=True)
+    ]
+    numbers = torch.tensor([*places, (-1, 0, 0)], dtype=torch.int32, device=device)
+    paged = Paged(table=table, rows=placed.batch.rows, kv_lens=placed.batch.kv_lens)
+    gather_kv(kv, out, numbers, paged, max(lens), alignment)
+    if not torch.equal(out, expected):
+        return "other values lie there"
+    wrong = replace(paged, kv_lens=paged.kv_lens + 1000)
+    gather_kv(kv, out, numbers, wrong, max(lens), alignment)
+    is_own = torch.zeros(len(out), dtype=torch.bool, device=device)
+    for _, start, room in places:
+        is_own[start : start + room] = True
+    is_kept = torch.equal(out[~is_own], expected[~is_own])
+    return "" if is_kept else "a length that says too much wrote to rows of others"
+
+
+GATHER_CASES = {
+    "gathering one request": ((0, 70),),
+    "gathering requests": ((5, 60), (63, 1), (0, 64), (100, 29), (0, 1)),
+}
+
+
 def outside_met(table: ReqToTokenPool) -> str:
     """What the table says of columns outside of their row; nothing if no kernel met one."""
     try:
@@ -385,6 +478,8 @@ def main(name: str) -> None:
     if name == "triton":
         for case_name, (shape, is_guarded) in OUTSIDE_CASES.items():
             print(json.dumps([case_name, outside_case(name, shape, is_guarded, "cpu")]), flush=True)
+        for case_name, requests in GATHER_CASES.items():
+            print(json.dumps([case_name, gather_case(requests, "cpu")]), flush=True)
     for case_name in WITH_IDLE_MASKS:
         for masks in IDLE_MASKS:
             error = change_by_idle_masks(name, CASES[case_name], masks, "cpu", torch.float32)

@@ -26,7 +26,7 @@ class DoubleStepWorker:
         pass
 
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        decodes = [i for i, count in enumerate(batch.num_host_tokens) if count == 0]
+        decodes = [i for i, count in enumerate(batch.num_prompt_tokens) if count == 0]
         plain = [1 if i in set(decodes) else q for i, q in enumerate(batch.max_q_lens)]
         first = self._worker.forward_batch_generation(dataclasses.replace(batch, max_q_lens=plain))
         tokens = torch.cat((first.next_token_ids, torch.zeros_like(first.next_token_ids)), dim=1)
@@ -36,8 +36,7 @@ class DoubleStepWorker:
                 ScheduleBatch(
                     rows=[batch.rows[i] for i in decodes],
                     max_q_lens=[1] * len(decodes),
-                    host_tokens=[],
-                    num_host_tokens=[0] * len(decodes),
+                    num_prompt_tokens=[0] * len(decodes),
                     emits=[True] * len(decodes),
                     kv_len_upper_bounds=[batch.kv_len_upper_bounds[i] for i in decodes],
                     new_rows=[],

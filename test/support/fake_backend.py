@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -53,11 +53,25 @@ class Backend:
         return [i for m in self.sent if isinstance(m, AbortReq) for i in m.req_ids]
 
     def put(
-        self, req_id: int, text: str = "", ids: tuple[int, ...] = (), reason: Any = None
+        self,
+        req_id: int,
+        text: str = "",
+        ids: tuple[int, ...] = (),
+        reason: Any = None,
+        hidden_states: Sequence[bytes] = (),
     ) -> None:
         spans = [("default", 0)] if ids else []
         output = ReqTextOutput(
-            req_id, text, list(ids), reason, 3, len(ids), 1, 0, weight_spans=spans
+            req_id,
+            text,
+            list(ids),
+            reason,
+            3,
+            len(ids),
+            1,
+            0,
+            hidden_states=list(hidden_states),
+            weight_spans=spans,
         )
         self.inbox.put_nowait(BatchStrOutput(outputs=[output]))
 

@@ -59,6 +59,7 @@ class FakeResult(GenerationBatchResult):
 @dataclass
 class _Row:
     committed: int = 0
+    tokens: list[int] = field(default_factory=list)
     pending: list[int] = field(default_factory=list)
 
 
@@ -91,26 +92,25 @@ class FakeWorker:
         }[self._kind]
 
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        writes = batch.table_writes
-        for row, column, slot in zip(writes.rows, writes.columns, writes.slots, strict=True):
+        for row, column, slot in batch.table_writes.entries.T.tolist():
             assert slot > 0, "The dummy slot was given to a request."
             self._table[row, column] = slot
         for new in batch.new_rows:
             assert all(new.row not in rows for rows in self._unread), "A row in flight was re-used."
-            self._rows[new.row] = _Row(committed=new.num_committed)
+            self._rows[new.row] = _Row(new.num_committed, new.tokens.tolist())
             for position in range(new.num_committed):
                 weights = self._kv_weights[self._table[new.row, position]]
                 assert weights == self.weights_version, "KV of other weights was re-used."
         assert len(set(batch.rows)) == len(batch.rows)
         self.max_rows_in_batch = max(self.max_rows_in_batch, len(batch.rows))
-        chunks = iter(batch.host_tokens)
         accepted, kept = [], []
         for i, row_index in enumerate(batch.rows):
-            host_tokens = [next(chunks) for _ in range(batch.num_host_tokens[i])]
-            row = self._rows[row_index]
+            row, num_prompt = self._rows[row_index], batch.num_prompt_tokens[i]
+            prompt_tokens = row.tokens[row.committed : row.committed + num_prompt]
+            assert len(prompt_tokens) == num_prompt, "More than the prompt has."
             assert row.committed + batch.max_q_lens[i] <= batch.kv_len_upper_bounds[i]
             tokens, num_kept = self._step(
-                row_index, row, host_tokens, batch.max_q_lens[i], batch.emits[i]
+                row_index, row, prompt_tokens, batch.max_q_lens[i], batch.emits[i]
             )
             row.committed += num_kept
             accepted.append(tokens)
@@ -128,11 +128,11 @@ class FakeWorker:
         pass
 
     def _step(
-        self, index: int, row: _Row, host_tokens: list[int], q_len: int, emits: bool
+        self, index: int, row: _Row, prompt_tokens: list[int], q_len: int, emits: bool
     ) -> tuple[list[int], int]:
         """Accepted tokens and kept rows of one request."""
-        certain = host_tokens or row.pending
-        drafts = self._drafts(index, row, certain) if not host_tokens else []
+        certain = prompt_tokens or row.pending
+        drafts = self._drafts(index, row, certain) if not prompt_tokens else []
         fed = certain + drafts
         fed += [MASK] * (q_len - len(fed))
         assert len(fed) == q_len

@@ -10,6 +10,7 @@ import random
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import torch
 
 from sglang.srt.layers.sampler import Sampler
@@ -19,6 +20,7 @@ from sglang.srt.mem_cache.memory_pool import row_width
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
+from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import NewRow, ScheduleBatch
@@ -40,7 +42,7 @@ class Model:
         self.reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     def runner(self, page_size: int) -> ModelRunner:
-        return ModelRunner(
+        return make_runners(
             ExecutionConfig(
                 model=self.config,
                 load_format="auto",
@@ -55,7 +57,7 @@ class Model:
                 kv_budget_bytes=1 << 30,
                 num_threads=1,
             )
-        )
+        ).target
 
     @torch.inference_mode()
     def expected(self, tokens: list[int]) -> torch.Tensor:
@@ -65,7 +67,7 @@ class Model:
 
 def _ledger(runner: ModelRunner, page_size: int) -> KVLedger:
     num_rows, width = runner.req_to_token_pool.req_to_token.shape
-    allocator = PageAllocator(runner.num_pages, page_size)
+    allocator = PageAllocator(runner.memory.num_pages, page_size)
     return KVLedger(num_rows, allocator, RadixCache(page_size), width)
 
 
@@ -73,7 +75,12 @@ def plain_worker(
     runner: ModelRunner, num_rows: int, suppressed: tuple[int, ...] = ()
 ) -> TpModelWorker:
     """The worker that decodes one token per step."""
-    return TpModelWorker(runner, RequestRows(num_rows, 1, runner.vocab_size, "cpu"), suppressed)
+    state = RequestRows(runner.req_to_token_pool, 1, runner.vocab_size)
+    return TpModelWorker(runner, state, suppressed)
+
+
+def as_array(tokens: list[int]) -> np.ndarray:
+    return np.array(tokens, dtype=np.int32)
 
 
 class Feeder:
@@ -84,6 +91,7 @@ class Feeder:
         self.ledger = _ledger(runner, page_size)
         self.requests: dict[str, RequestKV] = {}
         self.fed: dict[str, int] = {}
+        self._sequences: dict[str, list[int]] = {}
 
     def feed(self, chunks: dict[str, list[int]]) -> dict[str, torch.Tensor]:
         """One step; returns the logits of each request's last row, as the sampler gets them."""
@@ -91,10 +99,13 @@ class Feeder:
         for name, tokens in chunks.items():
             if name not in self.requests:
                 kv = self.requests[name] = self.ledger.admit((), [0])
-                self.fed[name] = 0
-                new_rows.append(NewRow(kv.row, 0, GREEDY, 0))
-            self.fed[name] += len(tokens)
+                self.fed[name], self._sequences[name] = 0, []
             kv = self.requests[name]
+            # What a request will feed later is not known yet, so its row is set anew each time.
+            self._sequences[name] += tokens
+            known = as_array(self._sequences[name])
+            new_rows.append(NewRow(kv.row, self.fed[name], known, GREEDY, 0))
+            self.fed[name] += len(tokens)
             assert self.ledger.reserve(kv, self.fed[name])
             rows.append(kv.row)
             bounds.append(self.fed[name])
@@ -102,8 +113,7 @@ class Feeder:
         batch = ScheduleBatch(
             rows=rows,
             max_q_lens=q_lens,
-            host_tokens=[token for tokens in chunks.values() for token in tokens],
-            num_host_tokens=q_lens,
+            num_prompt_tokens=q_lens,
             emits=[True] * len(rows),
             kv_len_upper_bounds=bounds,
             new_rows=new_rows,
@@ -139,7 +149,10 @@ class Decoding:
         """Output tokens of prompts that are fed `chunk` tokens at a time, side by side."""
         kvs = [self.ledger.admit((), prompt) for prompt in prompts]
         cached = [len(kv.pages) * self.ledger.page_size for kv in kvs]
-        new = [NewRow(kv.row, num, GREEDY, 0) for kv, num in zip(kvs, cached, strict=True)]
+        new = [
+            NewRow(kv.row, num, as_array(prompt), GREEDY, 0)
+            for kv, num, prompt in zip(kvs, cached, prompts, strict=True)
+        ]
         lens = list(cached)
         outputs: list[list[int]] = [[] for _ in prompts]
         while min(map(len, outputs)) < num_tokens:
@@ -153,8 +166,7 @@ class Decoding:
                 ScheduleBatch(
                     rows=[kv.row for kv in kvs],
                     max_q_lens=q_lens,
-                    host_tokens=[token for tokens in chunks for token in tokens],
-                    num_host_tokens=[len(tokens) for tokens in chunks],
+                    num_prompt_tokens=[len(tokens) for tokens in chunks],
                     emits=emits,
                     kv_len_upper_bounds=lens,
                     new_rows=new,

@@ -17,8 +17,8 @@ from sglang.srt.layers.forward_batch import DECODE, MIXED
 from sglang.srt.model_executor.cuda_graph_runner import GraphKeys
 from sglang.srt.mtp.acceptance_estimate import Kind
 from sglang.srt.mtp.length_policy import LengthPolicy
-from sglang.srt.mtp.price_table import Curve, PriceTable
 from sglang.srt.mtp.upcoming_step import Accepted, EmittingRequest, UpcomingStep
+from sglang.srt.step.price_table import Curve, PriceTable
 
 MAX_K = 8
 UNVERIFIED, VERIFIED = Kind(False, 9), Kind(True, 0)

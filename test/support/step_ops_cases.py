@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
+import numpy as np
 import torch
 
 from attention_cases import outside_met
@@ -33,14 +34,21 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mtp.acceptance import AcceptanceOps, AcceptedTokens, DrawnTokens
 from sglang.srt.registry import OPERATIONS, load
 from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.step_ops import RowLayout, StaticInputs, StepCounts, StepOps
+from sglang.srt.step.step_ops import (
+    NUM_COUNTS,
+    RowLayout,
+    StaticInputs,
+    StepCounts,
+    StepOps,
+    pack_for_device,
+)
 from sglang.srt.step.worker import ScheduleBatch
 
 VOCAB_SIZE = 3  # small, so that drafts are often right
 MASK = 7
 WIDTH = 700  # of the page table
 NUM_SPARE_ROWS = 3
-STATE = ("committed", "pending", "pending_lens")
+STATE = ("committed", "tokens", "num_tokens", "pending_lens")
 Case = Callable[[str, str], list[str]]
 
 
@@ -54,16 +62,17 @@ class Side:
             return torch.randint(low, high, shape, generator=generator)
 
         self.device = torch.device(device)
-        self.state = RequestRows(num_rows, max_pending, VOCAB_SIZE, device)
         self.pool = ReqToTokenPool(num_rows, WIDTH, device)
+        self.state = RequestRows(self.pool, max_pending, VOCAB_SIZE)
         thresholds = (numbers(0, 3, num_rows) / 2).to(device)
         self.ops: StepOps = load(OPERATIONS[name].step)(self.device)
         self.ops.warm_up(self.state, self.pool)
         accept = load(OPERATIONS[name].acceptance)
         self.acceptance: AcceptanceOps = accept(self.state, thresholds)
         self.state.committed.copy_(numbers(0, WIDTH - 400, num_rows))
-        self.state.pending.copy_(numbers(0, VOCAB_SIZE, num_rows, max_pending))
+        self.state.tokens.copy_(numbers(0, VOCAB_SIZE, num_rows, WIDTH))
         self.state.pending_lens.copy_(numbers(1, max_pending + 1, num_rows))
+        self.state.num_tokens.copy_(numbers(0, WIDTH, num_rows))
         self.pool.req_to_token.copy_(numbers(0, 1 << 20, num_rows, WIDTH))
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -72,13 +81,17 @@ class Side:
         return {name: tensor.cpu().clone() for name, tensor in found.items()}
 
 
+def table_writes(rows: list[int], columns: list[int], slots: list[int]) -> PageTableWrites:
+    return PageTableWrites(np.array([rows, columns, slots], dtype=np.int64))
+
+
 @dataclass
 class Step:
     """A random step, request by request."""
 
     rows: list[int]
     q_lens: list[int] = field(default_factory=list)
-    num_host: list[int] = field(default_factory=list)
+    num_prompt: list[int] = field(default_factory=list)
     emits: list[bool] = field(default_factory=list)
     num_predicted: list[int] = field(default_factory=list)
     num_read: list[int] = field(default_factory=list)
@@ -86,18 +99,18 @@ class Step:
     emits_only_confirmed: list[bool] = field(default_factory=list)
 
     def add(self, kind: str, pending_len: int, max_pending: int, chooser: random.Random) -> None:
-        num_host = chooser.choice([1, 2, 130, 300]) if kind in ("chunk", "prompt") else 0
+        num_prompt = chooser.choice([1, 2, 130, 300]) if kind in ("chunk", "prompt") else 0
         only_confirmed = kind == "plain" or (kind != "static" and chooser.random() < 0.5)
         emits = kind != "chunk"
         looks_ahead = kind not in ("plain", "chunk") and max_pending > 1
         k = chooser.randint(1, max_pending) if looks_ahead else int(emits)
-        bound = 1 if num_host else chooser.randint(pending_len, max_pending)
-        q_len = (num_host or bound) + max(k - 1, 0)
+        bound = 1 if num_prompt else chooser.randint(pending_len, max_pending)
+        q_len = (num_prompt or bound) + max(k - 1, 0)
         self.q_lens.append(q_len)
-        self.num_host.append(num_host)
+        self.num_prompt.append(num_prompt)
         self.emits.append(emits)
         self.num_predicted.append(k)
-        self.num_read.append(q_len if only_confirmed and not num_host else k)
+        self.num_read.append(q_len if only_confirmed and not num_prompt else k)
         self.max_accepted.append(bound if only_confirmed else k)
         self.emits_only_confirmed.append(only_confirmed)
 
@@ -107,12 +120,11 @@ class Step:
         return ScheduleBatch(
             rows=self.rows,
             max_q_lens=self.q_lens,
-            host_tokens=[chooser.randrange(10, 99) for _ in range(sum(self.num_host))],
-            num_host_tokens=self.num_host,
+            num_prompt_tokens=self.num_prompt,
             emits=self.emits,
             kv_len_upper_bounds=[WIDTH] * len(self.rows),
             new_rows=[],
-            table_writes=PageTableWrites(
+            table_writes=table_writes(
                 [self.rows[place // WIDTH] for place in places],
                 [place % WIDTH for place in places],
                 [chooser.randrange(1 << 20) for _ in places],
@@ -148,6 +160,23 @@ def written_elsewhere(
     ]
 
 
+def wrong_sequences(
+    before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], step: Step
+) -> list[str]:
+    """What is wrong in the token table: where a step emits, the known end is that of the pending
+    tokens, and they alone were written; where it emits nothing, there is no change."""
+    found = []
+    for row, emits in zip(step.rows, step.emits, strict=True):
+        first, end = int(after["committed"][row]), int(after["num_tokens"][row])
+        right_end = first + int(after["pending_lens"][row])
+        if end != (right_end if emits else int(before["num_tokens"][row])):
+            found.append("the known end")
+        changed = (before["tokens"][row] != after["tokens"][row]).nonzero().flatten().tolist()
+        if not set(changed) <= set(range(first, end) if emits else ()):
+            found.append("tokens of others")
+    return found
+
+
 def step_case(kinds: list[str], num_reqs: int, max_pending: int, plain: bool = False) -> Case:
     """A step of requests of random kinds: laid out, then accepted or, if `plain`, committed."""
 
@@ -179,6 +208,7 @@ def step_case(kinds: list[str], num_reqs: int, max_pending: int, plain: bool = F
             found += differing(*outcomes)
         after = ours.tensors()
         found += [name for name, tensor in right.tensors().items() if not tensor.equal(after[name])]
+        found += wrong_sequences(before, after, step)
         return found + written_elsewhere(before, after, step.rows)
 
     return lambda name, device: [
@@ -255,12 +285,13 @@ def outside_case(column: int, is_guarded: bool, by_write: bool) -> Case:
         side.pool.outside = torch.zeros(1, dtype=torch.int64, device=device) if is_guarded else None
         side.state.pending_lens.fill_(1)
         side.state.committed[1] = 5 if by_write else column
-        table = side.pool.req_to_token.cpu().clone()
+        side.state.tokens.fill_(2)
+        table, tokens = side.pool.req_to_token.cpu().clone(), side.state.tokens.cpu()
         columns = [3, column] if by_write else [3]
         step = Step([1])
         step.add("plain", 1, 1, random.Random(0))
         batch = step.batch(random.Random(0))
-        writes = PageTableWrites([1] * len(columns), columns, [77] * len(columns))
+        writes = table_writes([1] * len(columns), columns, [77] * len(columns))
         batch = dataclasses.replace(batch, table_writes=writes)
         layout = side.ops.lay_out(batch, step.counts, side.state, side.pool, MASK)
         table[1, 3] = 77
@@ -268,8 +299,43 @@ def outside_case(column: int, is_guarded: bool, by_write: bool) -> Case:
         told = outside_met(side.pool)
         checks = {
             "table": torch.equal(side.pool.req_to_token.cpu(), table),
+            "tokens": layout.input_ids.tolist() == [int(tokens[1, 5]) if by_write else 0],
             "slots": layout.slots.tolist() == [right_slot],
             "report": (f"met column {column} of" in told) if is_guarded else not told,
+        }
+        return [what for what, fine in checks.items() if not fine]
+
+    return run
+
+
+def outside_end_case(committed: int, is_guarded: bool, num_drawn: int) -> Case:
+    """A step that ends at the end of its row of the token table, and commits one token or accepts
+    more: what is past the row is not written, and a guarded table tells of it."""
+
+    def run(name: str, device: str) -> list[str]:
+        side = Side(name, device, 3, num_drawn, seed=0)
+        side.pool.outside = torch.zeros(1, dtype=torch.int64, device=device) if is_guarded else None
+        side.state.pending_lens.fill_(1)
+        side.state.committed[1] = committed
+        side.state.tokens.fill_(9)
+        drawn = torch.arange(num_drawn, device=device)
+        step = Step([1], [1], [0], [True], [num_drawn], [num_drawn], [num_drawn], [False])
+        batch = dataclasses.replace(step.batch(random.Random(0)), table_writes=PageTableWrites())
+        if num_drawn == 1:
+            layout = side.ops.lay_out(batch, step.counts, side.state, side.pool, MASK)
+            side.ops.commit(layout, drawn, side.state)
+        else:
+            packed = torch.from_numpy(pack_for_device(batch, step.counts)).to(device)
+            per_request = packed.view(NUM_COUNTS, 1)
+            side.acceptance.accept(DrawnTokens(per_request, drawn, None, num_drawn, num_drawn))
+        num_inside = WIDTH - committed - 1
+        right = torch.full((3, WIDTH), 9, dtype=torch.int32)
+        right[1, committed + 1 :] = torch.arange(num_inside)
+        told, columns = outside_met(side.pool), range(WIDTH, WIDTH + num_drawn - num_inside)
+        is_told = any(f"met column {column} of" in told for column in columns)
+        checks = {
+            "tokens": torch.equal(side.state.tokens.cpu(), right),
+            "report": is_told if is_guarded else not told,
         }
         return [what for what, fine in checks.items() if not fine]
 
@@ -306,13 +372,19 @@ CASES: dict[str, Case] = {
 }
 
 # Of kernels alone: torch itself raises at such a column.
+GUARDS = {"guarded": True, "not guarded": False}
 OUTSIDE_CASES: dict[str, Case] = {
-    f"column {column}, {place}, {'guarded' if is_guarded else 'not guarded'}": outside_case(
-        column, is_guarded, by_write
-    )
-    for column in (-1, WIDTH, WIDTH + 5)
-    for place, by_write in (("written", True), ("read", False))
-    for is_guarded in (True, False)
+    **{
+        f"column {column}, {place}, {guard}": outside_case(column, GUARDS[guard], by_write)
+        for column in (-1, WIDTH, WIDTH + 5)
+        for place, by_write in (("written", True), ("read", False))
+        for guard in GUARDS
+    },
+    **{
+        f"{num} drawn at {committed}, {guard}": outside_end_case(committed, GUARDS[guard], num)
+        for num, committed in ((1, WIDTH - 1), (8, WIDTH - 1), (8, WIDTH - 4))
+        for guard in GUARDS
+    },
 }
 
 

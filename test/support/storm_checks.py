@@ -147,11 +147,17 @@ def _check_position(
     best = row.topk(options.top_num).values.tolist()
     wanted = [float(row[position.token_id]), *best, *(float(row[i]) for i in options.token_ids)]
     assert position.logprob is not None
-    given = [position.logprob, *(value for value, _ in position.top), *position.chosen]
+    given = [position.logprob, *position.top_logprobs, *position.chosen]
     require(len(given) == len(wanted), f"{position} has not what was asked for")
     pairs = zip(given, wanted, strict=True)
     is_close = all(a == b or abs(a - b) <= LOGPROB_TOLERANCE for a, b in pairs)
     require(is_close, f"logprobs {given}, alone {wanted}")
+
+
+def _was_cut_short(outcome: Collected) -> bool:
+    """Whether a request may have ended while it was read again after a retraction."""
+    reason = outcome.finish_reason
+    return outcome.num_retractions > 0 and reason is not None and reason.type == "abort"
 
 
 def _check_hidden(expectation: Expectation, rows: Rows, outcome: Collected) -> None:
@@ -168,6 +174,8 @@ def _check_hidden(expectation: Expectation, rows: Rows, outcome: Collected) -> N
         count = num_tokens or len(states)
     elif expectation.is_unverified:  # what the last step gave has no KV, and so no state
         count = num_prompt + sum(outcome.step_lens[:-1]) if num_tokens else len(states)
+        if _was_cut_short(outcome):  # it may have been fed again up to any token before the last
+            count = min(max(count, len(states)), num_prompt + num_tokens - 1)
         wanted = None if wanted is None else wanted[:count]
     else:
         count = num_prompt + num_tokens - 1 if num_tokens else len(states)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,13 +14,13 @@ from sglang.srt.managers.scheduler import SchedulerDebug
 from sglang.srt.mem_cache.kv_audit import ReleaseReport
 from sglang.srt.messages.control import EngineStatus
 from sglang.srt.messages.requests import BatchTokenIDOutput
+from sglang.srt.model_executor.runner_group import RunnerGroup
+from sglang.srt.mtp.mtp_worker import MTPWorker
 from sglang.srt.processes.scheduler_process import make_resources
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.request import Req
+from sglang.srt.step.kv_canary import KVCanary
 from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.worker import (
-    Worker,
-)
 from sglang.srt.stops import StopSet
 from sglang.srt.tokenizer import StopFinder, Tokenizer
 from sglang.srt.workers.tp_worker import TpModelWorker
@@ -28,10 +29,12 @@ from storm_control import WEIGHT_CALLS, Call, ControlMaker, WeightHistory
 from storm_oracle import MASK, VOCAB_SIZE, Stretch, text_of
 from storm_parts import LaterExecutor, LateWorker, RandomLengths, TinyModels
 from storm_requests import RequestMaker
+from token_table_check import TokenTableCheck
 from utils import (
     MTP_MAX_K,
     MTP_MAX_ROWS,
     Collected,
+    RandomBudget,
     SchedulerHarness,
     Setup,
     make_mtp_worker,
@@ -58,23 +61,29 @@ class Round(SchedulerHarness):
         max_rows = 1 if max_k == 1 else MTP_MAX_ROWS
         setup = self._draw_setup(max_rows)
         runner = make_runner(models.path, setup, setup.context_len, max_rows)
-        setup.num_pages = runner.num_pages
+        setup.num_pages = runner.memory.num_pages
         if max_k == 1:
-            worker: Worker = TpModelWorker(
-                runner, RequestRows(setup.max_running_requests, 1, VOCAB_SIZE, "cpu"), (MASK,)
+            worker: TpModelWorker | MTPWorker = TpModelWorker(
+                runner, RequestRows(runner.req_to_token_pool, 1, VOCAB_SIZE), (MASK,)
             )
         else:
             policy = choose([None, RandomLengths(self.random)])
             worker = make_mtp_worker(runner, MASK, policy, trims_rows=choose([True, False]))
+        kv = runner.kv_pool.kv[0]
+        worker._state.canary = KVCanary(kv.shape[0], kv.device)
+        check = TokenTableCheck(worker)
         self._executor = LaterExecutor()
         with mock.patch.object(weight_control, "ThreadPoolExecutor", return_value=self._executor):
             super().__init__(
                 setup,
-                LateWorker(worker, self.random),
-                debug=SchedulerDebug(release_audit=self._audits.append),
-                resources=make_resources(runner),
+                LateWorker(check, self.random),
+                debug=SchedulerDebug(
+                    on_step_read=check.on_step_read, release_audit=self._audits.append
+                ),
+                resources=make_resources(RunnerGroup([runner])),
                 make_stop_finder=_make_stop_finder,
             )
+        check.lifecycle = self.scheduler.lifecycle
         self.worker = worker
         self.calls: dict[int, Call] = {}
         self.jobs: dict[int, Job] = {}
@@ -97,13 +106,19 @@ class Round(SchedulerHarness):
         choose = self.random.choice
         page_size = choose([1, 1, 1, 4, 16, 64])
         num_tokens = max_rows + choose([8, 60, 120, 250, 600, 2000, 2000])
+        context_len = self.random.randint(*CONTEXT_LENS)
+        splits = choose([True, True, True, True, False])
+        chunk = choose([3, 16, 16, 64, 2048]) if splits else context_len
+        varies = splits and choose([True, False])
         return Setup(
             page_size=page_size,
             num_pages=-(-num_tokens // page_size),
             use_radix_cache=choose([True, True, True, False]),
             max_running_requests=choose([1, 3, 5, 8]),
             max_queued_requests=choose([3, 100, None, None]),
-            chunked_prefill_size=choose([3, 16, 16, 64, 2048]),
+            chunked_prefill_size=chunk,
+            splits_prompts=splits,
+            make_budget=partial(RandomBudget, min(chunk, 64)) if varies else None,
             schedule_policy=choose(["fcfs", "lpm"]),
             preemption_threshold=choose([None, None, 0, 3]),
             low_priority_first=choose([False, True]),
@@ -112,7 +127,7 @@ class Round(SchedulerHarness):
             eos_token_ids=choose([frozenset(), frozenset({1}), frozenset({1, 6})]),
             refuses_while_stopped=choose([False, False, False, True]),
             stream_interval=choose([1, 1, 4]),
-            context_len=self.random.randint(*CONTEXT_LENS),
+            context_len=context_len,
             max_decode_rows=max_rows,
         )
 
@@ -183,13 +198,14 @@ class Round(SchedulerHarness):
         self.step()
         return True
 
-    def _wait(self, timeout_s: float | None) -> None:
+    def _wait(self, timeout_s: float | None) -> bool:
         if self.inbox.messages:
-            return
+            return True
         if timeout_s is None:
             raise Asleep
         self.now += timeout_s
         self._executor.run_one()
+        return False
 
     # ------------------------------------------------------------ what the round must know
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from sglang.srt.messages.requests import (
 )
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
+from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.mtp.debug_trace import DebugTrace
 from sglang.srt.mtp.length_policy import FullLength, LengthPolicy
 from sglang.srt.mtp.mtp_worker import MTPConfig, MTPWorker
@@ -40,6 +43,7 @@ from sglang.srt.processes.runtime_config import MAX_GRAPH_ROWS
 from sglang.srt.registry import DEFAULT_OPERATIONS
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.batch_planner import PlannerConfig
+from sglang.srt.scheduling.prompt_budget import DecodeLoad, PromptAllowance, PromptBudget
 from sglang.srt.scheduling.request import HiddenStates, LaunchedStep
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import Worker
@@ -55,7 +59,12 @@ VOCAB_SIZE = 320
 
 @dataclass(kw_only=True)
 class Setup:
-    """Everything that a test may want to vary of a scheduler."""
+    """Everything that a test may want to vary of a scheduler.
+
+    Attributes:
+        make_budget: makes what says how many prompt tokens each step feeds; None for
+            `chunked_prefill_size` in every step.
+    """
 
     num_pages: int = 512
     page_size: int = 1
@@ -64,6 +73,7 @@ class Setup:
     max_queued_requests: int | None = 1000
     chunked_prefill_size: int = 2048
     splits_prompts: bool = True
+    make_budget: Callable[[], PromptBudget] | None = None
     schedule_policy: str = "fcfs"
     preemption_threshold: int | None = None
     retract_interval: int = 0
@@ -80,6 +90,20 @@ class Setup:
         return row_width(self.context_len, self.max_decode_rows, self.page_size)
 
 
+class RandomBudget:
+    """Another number of prompt tokens in every step, up to `most`."""
+
+    def __init__(self, most: int, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self._most = most
+
+    def open(self, decodes: DecodeLoad) -> PromptAllowance:
+        return PromptAllowance(self._random.randint(1, self._most))
+
+    def observe(self, price_ms: float, took_ms: float) -> None:
+        """It goes by no prices."""
+
+
 class FakeInbox:
     """Messages that a test has put there."""
 
@@ -90,9 +114,10 @@ class FakeInbox:
         while self.messages:
             yield self.messages.popleft()
 
-    def wait(self, timeout_s: float | None) -> None:
+    def wait(self, timeout_s: float | None) -> bool:
         """Nothing comes while the scheduler waits."""
         assert timeout_s is not None, "A test steps the scheduler itself."
+        return bool(self.messages)
 
 
 @dataclass
@@ -167,6 +192,7 @@ class SchedulerHarness:
             self.on_reply,
             make_stop_finder=make_stop_finder or _no_stop_finder,
             debug=debug,
+            budget=setup.make_budget and setup.make_budget(),
             clock=self.clock,
         )
 
@@ -263,7 +289,8 @@ class SchedulerHarness:
             collected.token_ids.extend(output.token_ids)
             collected.input_logprobs.extend(output.input_logprobs)
             collected.output_logprobs.extend(output.output_logprobs)
-            collected.hidden_states.extend(output.hidden_states)
+            rows = (array("f", row).tolist() for row in output.hidden_states)
+            collected.hidden_states.extend(rows)
             collected.step_lens.extend(output.step_lens)
             collected.weight_spans = output.weight_spans or collected.weight_spans
             collected.num_retractions = output.num_retractions
@@ -319,7 +346,7 @@ def make_random_model(
     return path
 
 
-def make_runner(
+def make_execution(
     path: Path,
     setup: Setup,
     context_len: int = CONTEXT_LEN,
@@ -328,39 +355,45 @@ def make_runner(
     attention_backend: str | None = None,
     dtype: str | None = None,
     max_graph_width: int | None = None,
-    poisons_graphs: bool = True,
-) -> ModelRunner:
-    """A runner over the model at `path`, on the target of this run unless it is told otherwise."""
+    **changes: Any,
+) -> ExecutionConfig:
+    """What a runner over the model at `path` needs to know, on the target of this run unless it is
+    told otherwise; `changes` are fields of `ExecutionConfig`."""
     device = device or TARGET.device
     if max_graph_width is None:
         max_graph_width = TARGET.graph_width(max_decode_rows)
-    return ModelRunner(
-        ExecutionConfig(
-            model=load_model_config(str(path)),
-            load_format="auto",
-            device=device,
-            dtype=dtype or TARGET.dtype,
-            attention_backend=attention_backend or TARGET.attention_backend,
-            page_size=setup.page_size,
-            max_total_tokens=setup.num_pages * setup.page_size,
-            max_running_requests=setup.max_running_requests,
-            context_len=context_len,
-            row_width=row_width(context_len, max_decode_rows, setup.page_size),
-            ops=DEFAULT_OPERATIONS[device],
-            max_graph_width=max_graph_width,
-            max_graph_rows=MAX_GRAPH_ROWS if max_graph_width == max_decode_rows else 0,
-            poisons_graphs=poisons_graphs,
-            kv_budget_bytes=1 << 30,
-            num_threads=1,
-        )
+    execution = ExecutionConfig(
+        model=load_model_config(str(path)),
+        load_format="auto",
+        device=device,
+        dtype=dtype or TARGET.dtype,
+        attention_backend=attention_backend or TARGET.attention_backend,
+        page_size=setup.page_size,
+        max_total_tokens=setup.num_pages * setup.page_size,
+        max_running_requests=setup.max_running_requests,
+        context_len=context_len,
+        row_width=row_width(context_len, max_decode_rows, setup.page_size),
+        ops=DEFAULT_OPERATIONS[device],
+        max_graph_width=max_graph_width,
+        max_graph_rows=MAX_GRAPH_ROWS if max_graph_width == max_decode_rows else 0,
+        poisons_graphs=True,
+        kv_budget_bytes=1 << 30,
+        num_threads=1,
     )
+    return replace(execution, **changes)
+
+
+def make_runner(
+    path: Path, setup: Setup, context_len: int = CONTEXT_LEN, *args: Any, **changes: Any
+) -> ModelRunner:
+    """A runner over the model at `path`; see `make_execution`."""
+    return make_runners(make_execution(path, setup, context_len, *args, **changes)).target
 
 
 def make_model_worker(path: Path, setup: Setup, context_len: int = CONTEXT_LEN) -> TpModelWorker:
     """The plain worker over the model at `path`; a mask token of the model is suppressed."""
     runner = make_runner(path, setup, context_len)
-    device = str(runner.req_to_token_pool.req_to_token.device)
-    state = RequestRows(setup.max_running_requests, 1, runner.vocab_size, device)
+    state = RequestRows(runner.req_to_token_pool, 1, runner.vocab_size)
     mask = load_model_config(str(path)).hf.get("mtp_mask_token_id")
     return TpModelWorker(runner, state, () if mask is None else (int(mask),))
 
@@ -373,8 +406,6 @@ def make_mtp_worker(
     **config: Any,
 ) -> MTPWorker:
     """The worker that predicts up to MTP_MAX_K tokens per step, over a runner with rows for it."""
-    num_rows = runner.req_to_token_pool.req_to_token.shape[0]
-    device = runner.req_to_token_pool.req_to_token.device
-    state = RequestRows(num_rows, MTP_MAX_K, runner.vocab_size, str(device))
+    state = RequestRows(runner.req_to_token_pool, MTP_MAX_K, runner.vocab_size)
     settings = MTPConfig(mask_token_id=mask_token_id, max_k=MTP_MAX_K, **config)
     return MTPWorker(runner, state, settings, policy or FullLength(), trace)

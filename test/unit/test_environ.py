@@ -13,6 +13,7 @@ SWITCHES = {
     "SGLANG_STRICT_INVARIANTS": "strict_invariants",
     "SGLANG_MTP_KV_LEAK_DEBUG": "kv_leak_debug",
     "SGLANG_CUDA_GRAPH_POISON": "graph_poison",
+    "SGLANG_KV_CANARY": "kv_canary",
     "SGLANG_MTP_FIXED_K": "mtp_fixed_k",
 }
 

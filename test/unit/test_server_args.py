@@ -80,6 +80,13 @@ def test_a_flag_sets_its_field_and_no_other(name: str) -> None:
     assert type(getattr(parsed, name)) is type(value)
 
 
+@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("-1", -1), ("512", 512)])
+def test_chunks_are_a_word_or_a_number(text: str, value: str | int) -> None:
+    parsed = parse_cli(["--model-path", "m", "--chunked-prefill-size", text])
+    assert parsed.chunked_prefill_size == value
+    assert type(parsed.chunked_prefill_size) is type(value)
+
+
 @pytest.mark.parametrize("name", BOOLS)
 def test_a_switch_turns_its_field_on_and_is_off_by_default(name: str) -> None:
     assert FIELDS[name].default is False
@@ -171,3 +178,16 @@ def test_help_is_grouped_and_unknown_flags_get_a_suggestion(
     assert "did you mean --max-total-tokens?" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         parse_cli(["--model-path", "demo", "--page", "5"])  # no abbreviations
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("name", [name for name in VALUES if "float" in str(HINTS[name])])
+def test_a_number_that_is_not_finite_is_refused_by_its_name(
+    name: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On its way to the other processes it would become None, and so the default."""
+    with pytest.raises(SystemExit):
+        parse_cli(["--model-path", "demo", f"{flag(name)}={text}"])
+    assert flag(name) in capsys.readouterr().err
+    with pytest.raises(ValueError, match=name):
+        ServerArgs(model_path="demo", **{name: float(text)})

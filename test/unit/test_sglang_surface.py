@@ -315,6 +315,7 @@ def test_flags_that_both_have_take_the_default_and_the_names_of_sglang(name: str
         ("--tp 1 --dp 1 --pp 1 --ep 1 --tp-size 1 --tensor-parallel-size=1", None),
         ("--trust-remote-code --enable-metrics --kv-cache-dtype auto", None),
         ("--chunked-prefill-size -1", None),
+        ("--chunked-prefill-size=-1", None),
         ("--tp 4", "--tp 4: SGLang has this and this runtime does not"),
         ("--tp=4", "start one server per device"),
         ("--quantization fp8", "--quantization fp8: SGLang has this"),

@@ -5,17 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 
 def to_device(
-    values: Sequence[Any], device: torch.device | str, dtype: torch.dtype | None = None
+    values: Sequence[Any] | np.ndarray,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """A tensor of host values on a device. From pinned memory, so the host goes on at once."""
+    """A tensor of host values on a device. From pinned memory, so the host goes on at once.
+
+    Thousands of values are best given as an array, which is copied as a whole: on the CPU not even
+    that, so it must not be changed afterwards.
+    """
     device = torch.device(device)
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    is_pinned = device.type != "cpu"
+    if isinstance(values, np.ndarray):
+        host = torch.as_tensor(values, dtype=dtype)
+        host = host.pin_memory() if is_pinned else host
+    else:
+        host = torch.tensor(values, dtype=dtype, pin_memory=is_pinned)
+    return host.to(device, non_blocking=True) if is_pinned else host
 
 
 def overwrite(target: torch.Tensor, values: Sequence[Any]) -> None:

@@ -21,6 +21,8 @@ class Environ:
         graph_poison: overwrite the inputs and results of CUDA graphs before each replay, so that
             what a step forgot to fill shows; kernels then also tell of a column outside of its row
             of the page table, and the next step raises (`SGLANG_CUDA_GRAPH_POISON`).
+        kv_canary: check in every step that the KV slots that it reads hold the tokens that they
+            should hold, and raise if not; slow (`SGLANG_KV_CANARY`).
         mtp_fixed_k: every step predicts what its requests ask for, whatever the load, so that steps
             can be compared between runs (`SGLANG_MTP_FIXED_K`).
     """
@@ -30,6 +32,7 @@ class Environ:
     mtp_debug_trace: str | None = None
     kv_leak_debug: bool = False
     graph_poison: bool = False
+    kv_canary: bool = False
     mtp_fixed_k: bool = False
 
     @classmethod
@@ -45,6 +48,7 @@ class Environ:
             mtp_debug_trace=os.environ.get("SGLANG_MTP_DEBUG_TRACE") or None,
             kv_leak_debug=_steps("SGLANG_MTP_KV_LEAK_DEBUG") > 0,
             graph_poison=_steps("SGLANG_CUDA_GRAPH_POISON") > 0,
+            kv_canary=_steps("SGLANG_KV_CANARY") > 0,
             mtp_fixed_k=_steps("SGLANG_MTP_FIXED_K") > 0,
         )
 

@@ -70,6 +70,12 @@ def supports_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@cache
+def has_warp_group_mma(device: torch.device) -> bool:
+    """Whether warp groups multiply matrices from shared memory (CUDA, Hopper alone)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 @contextmanager
 def memory_for(what: str, remedy: str) -> Iterator[None]:
     """Where an accelerator has no memory left, says for what and how to help.
@@ -91,6 +97,12 @@ def static_bytes_left(device: str, share: float) -> int:
     """Bytes: `share` of an accelerator's memory less all that is in use now."""
     free, total = torch.cuda.mem_get_info(device)
     return int(total * share) - (total - free)
+
+
+def free_bytes(device: str) -> int:
+    """Bytes of an accelerator's memory that nobody has taken."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free)
 
 
 def _available_host_bytes() -> int:

@@ -77,6 +77,13 @@ OPERATIONS = {
     ),
 }
 DEFAULT_OPERATIONS = {"cpu": "torch", "cuda": "triton"}  # by device
+LENGTH_POLICIES = Registry(
+    "length policy",
+    {
+        "full_length": "sglang.srt.mtp.length_policy:FullLength",
+        "load_aware": "sglang.srt.mtp.length_policy:LoadAwareLength",
+    },
+)
 MODELS = Registry(
     "model architecture",
     {

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import sys
+from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -44,7 +46,8 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     """What the user asked for. `None` means: let `runtime_config` decide.
 
     Raises:
-        ValueError: naming an argument that SGLang has and this runtime does not.
+        ValueError: naming an argument that SGLang has and this runtime does not, or a number that
+            is not finite.
     """
 
     # Model
@@ -97,10 +100,18 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
         "What becomes of requests that arrive while generation is paused: they wait, or get 503.",
         choices=("queue", "reject"),
     )
-    chunked_prefill_size: int | None = flag(
-        None,
-        "Prompt tokens in one step at most; default: 2048 on a CPU, 512 on a GPU. -1: no prompt is"
+    chunked_prefill_size: str | int | None = flag(
+        "auto",
+        "Prompt tokens in one step at most. `auto`: 8192 on a GPU, 2048 on a CPU, and fewer where"
+        " memory or --max-step-ms asks for it; a number: so many in every step. -1: no prompt is"
         " split, and a step has as many tokens as the longest one.",
+    )
+    max_step_ms: float | None = flag(
+        None,
+        "With `--chunked-prefill-size auto`, milliseconds that a step may take in which requests"
+        " decode: a gap between their tokens. Prompts get what prices measured at the start, and"
+        " what the last steps took, allow, and 128 tokens in any case. 0: no bound."
+        " Default: 40 on a GPU, 0 on a CPU.",
     )
     schedule_policy: str = flag(
         "fcfs",
@@ -180,6 +191,11 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
         0, "0: figures and labels; 1: sampling parameters too; 2: prompts and outputs too."
     )
     log_requests_target: str = flag("stdout", "`stdout`, or a file to append to.")
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number, not {value}.")
 
 
 def public_fields(server_args: ServerArgs) -> dict[str, Any]:
@@ -266,9 +282,35 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(*argument.flags, action=MissingFlag, argument=argument)
 
 
-def _value_type(hint: Any) -> type:
+def _value_type(hint: Any) -> Callable[[str], Any]:
     """`int` of `int | None`."""
-    return next(member for member in get_args(hint) or (hint,) if member is not type(None))
+    types = [member for member in get_args(hint) or (hint,) if member is not type(None)]
+    if {int, str} <= {*types}:
+        return number_or_word
+    return finite_number if types[0] is float else types[0]
+
+
+def number_or_word(text: str) -> int | str:
+    """The integer that a text stands for, or the text."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def finite_number(text: str) -> float:
+    """The number that a text stands for.
+
+    Raises:
+        argparse.ArgumentTypeError: if it stands for none, or for infinity.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
+    return number
 
 
 def parse_cli(argv: list[str] | None = None) -> ServerArgs:

@@ -120,6 +120,11 @@ def is_covered(architecture: str, built: tuple[str, ...]) -> bool:
     )
 
 
+def cuda_sources(source_root: Path) -> list[Path]:
+    """The files that nvcc compiles, those in folders of csrc/ too."""
+    return sorted((source_root / "csrc").rglob("*.cu"))
+
+
 def source_hash(source_root: Path) -> str:
     """Digest of the names and the bytes of all sources."""
     digest = hashlib.sha256()
@@ -159,12 +164,12 @@ def compile_library(plan: BuildPlan, out: Path) -> Path:
         KernelUnavailableError: the compiler failed; the message ends with what it said.
     """
     out.mkdir(parents=True, exist_ok=True)
-    sources = sorted((plan.source_root / "csrc").glob("*.cu"))
+    sources = cuda_sources(plan.source_root)
     command = [str(plan.toolchain.nvcc), *plan.flags()]
     include = f"-I{plan.source_root / 'include'}"
     with tempfile.TemporaryDirectory(dir=out, prefix="build-") as name:
         scratch = Path(name)
-        objects = [scratch / f"{source.stem}.o" for source in sources]
+        objects = [scratch / f"{number}-{source.stem}.o" for number, source in enumerate(sources)]
         compiles = [
             [*command, include, "-c", str(source), "-o", str(target)]
             for source, target in zip(sources, objects, strict=True)
@@ -221,7 +226,7 @@ def _reason_against_packaged(architecture: str) -> str | None:
 
 def _source_files(source_root: Path) -> list[Path]:
     headers = (source_root / "include").rglob("*.cuh")
-    return sorted([*(source_root / "csrc").glob("*.cu"), *headers])
+    return sorted([*cuda_sources(source_root), *headers])
 
 
 def _run(command: list[str]) -> str:

@@ -19,7 +19,13 @@ def check_logits(logits: torch.Tensor) -> None:
         raise ValueError("logits need at least one column (V >= 1); pass the whole vocabulary")
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise ValueError("the last stride of logits must be 1; call logits.contiguous()")
-    _check_device("logits", logits)
+    check_device("logits", logits)
+
+
+def check_device(name: str, tensor: torch.Tensor) -> None:
+    """Refuses what is neither on a CUDA device nor on the CPU."""
+    if not (tensor.is_cuda or tensor.is_cpu):
+        raise ValueError(f"{name} is on {tensor.device}; move it to a CUDA device or to the CPU")
 
 
 def check_banned_ids(banned_ids: torch.Tensor | None, device: torch.device) -> None:
@@ -64,8 +70,3 @@ def _check_memory(
         raise ValueError(f"{name} is on {tensor.device}; move it to {device}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous; call {name}.contiguous()")
-
-
-def _check_device(name: str, tensor: torch.Tensor) -> None:
-    if not (tensor.is_cuda or tensor.is_cpu):
-        raise ValueError(f"{name} is on {tensor.device}; move it to a CUDA device or to the CPU")

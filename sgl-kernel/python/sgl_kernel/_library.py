@@ -31,10 +31,18 @@ _SIGNATURES: dict[str, Sequence[_ArgumentType]] = {
         *(_LONG, _POINTER, _POINTER),
     ],
     "sgl_uniform_noise": [_INT, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER],
+    "sgl_confirm_drafts": [_INT, *(_POINTER,) * 6, *(_LONG,) * 4, *(_POINTER,) * 4],
+    "sgl_move_kept_kv": [
+        *(_INT, _POINTER, _LONG, _POINTER, _LONG, _LONG),
+        *(_POINTER,) * 4,
+        *(_LONG, _LONG, _POINTER),
+    ],
     "sgl_preload_argmax_logprob": [_INT],
     "sgl_preload_sample_tokens": [_INT],
     "sgl_preload_penalize_logits": [_INT],
     "sgl_preload_uniform_noise": [_INT],
+    "sgl_preload_confirm_drafts": [_INT],
+    "sgl_preload_move_kept_kv": [_INT],
 }
 
 
@@ -42,8 +50,8 @@ class KernelLibrary:
     """The functions of one compiled library.
 
     Attributes:
-        argmax_logprob, sample_tokens, penalize_logits, uniform_noise: C functions that return a
-            cudaError.
+        argmax_logprob, sample_tokens, penalize_logits, uniform_noise, confirm_drafts,
+            move_kept_kv: C functions that return a cudaError.
         num_chunks: the workspace's partial results per row, by vocabulary size.
     """
 
@@ -59,6 +67,8 @@ class KernelLibrary:
         self.sample_tokens = self._function("sgl_sample_tokens")
         self.penalize_logits = self._function("sgl_penalize_logits")
         self.uniform_noise = self._function("sgl_uniform_noise")
+        self.confirm_drafts = self._function("sgl_confirm_drafts")
+        self.move_kept_kv = self._function("sgl_move_kept_kv")
         self._error_string = self._library["sgl_error_string"]
         self._error_string.argtypes = [_INT]
         self._error_string.restype = ctypes.c_char_p

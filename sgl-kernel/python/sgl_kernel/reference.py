@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from sgl_kernel.confirmed_drafts import ConfirmedDrafts
+from sgl_kernel.kv_addresses import KVAddresses
 from sgl_kernel.sampling_rows import SamplingRows
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -63,6 +65,89 @@ def penalize_logits(
     repetition, frequency, presence = penalties[requests].unsqueeze(-1).unbind(1)
     scaled = torch.where(values > 0, values / repetition, values * repetition)
     return torch.where(count > 0, scaled - (count * frequency + presence), values)
+
+
+def confirm_drafts(
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+    parents: torch.Tensor | None,
+    starts: torch.Tensor,
+    num_rows: torch.Tensor,
+    max_rows: int,
+    target_starts: torch.Tensor | None = None,
+) -> ConfirmedDrafts:
+    """Arguments and result as `sgl_kernel.confirm_drafts`."""
+    if target_starts is None:
+        target_starts = starts[:-1]
+    num_requests, num_tokens, num_targets = len(num_rows), len(tokens), len(targets)
+    if not num_tokens or not num_targets:  # no row to gather, so none is pending
+        tokens = targets = torch.zeros(1, dtype=torch.int64, device=tokens.device)
+        parents = None
+    ends = starts[1:].clamp(max=num_tokens)
+    counts = torch.minimum(num_rows, torch.minimum(ends - starts[:-1], num_targets - target_starts))
+    is_inside = (starts[:-1] >= 0) & (target_starts >= 0)
+    counts = torch.where(is_inside, counts, 0).clamp(min=0)
+
+    rows = torch.arange(max_rows, device=tokens.device)
+    places = (starts[:-1, None] + rows).clamp(0, len(tokens) - 1)
+    target_places = (target_starts[:, None] + rows).clamp(0, len(targets) - 1)
+    own_targets = targets[target_places]
+    parent = (rows - 1).expand_as(places) if parents is None else parents[places].long()
+    is_draft = (rows < counts[:, None]) & (parent >= 0) & (parent < rows)
+    parent = torch.where(is_draft, parent, 0)
+    is_match = is_draft & (tokens[places] == own_targets.gather(1, parent))
+    # The lowest row that each row confirms; column max_rows stands for none, and leads to itself.
+    followers = torch.full((num_requests, max_rows + 1), max_rows, device=tokens.device)
+    followers.scatter_reduce_(1, parent, torch.where(is_match, rows, max_rows), "amin")
+    path = torch.where(counts > 0, 0, max_rows)[:, None]
+    while path.shape[1] < max_rows:  # followers leads path.shape[1] rows ahead
+        path = torch.cat([path, followers.gather(1, path)], 1)
+        followers = followers.gather(1, followers)
+    path = path[:, :max_rows]
+
+    is_kept = path < max_rows
+    num_confirmed = (is_kept.sum(1) - 1).clamp(min=0)
+    last = path.gather(1, num_confirmed[:, None]).clamp(max=max_rows - 1)
+    return ConfirmedDrafts(
+        num_confirmed=num_confirmed,
+        path=torch.where(is_kept, path, -1).to(torch.int32),
+        next_token=torch.where(counts > 0, own_targets.gather(1, last)[:, 0], 0),
+    )
+
+
+def move_kept_kv(
+    kv: KVAddresses,
+    page_table: torch.Tensor,
+    table_rows: torch.Tensor,
+    committed: torch.Tensor,
+    path: torch.Tensor,
+    num_confirmed: torch.Tensor,
+) -> None:
+    """Arguments and effect as `sgl_kernel.move_kept_kv`."""
+    num_table_rows, width = page_table.shape
+    if not path[:, 1:].numel() or not page_table.numel():
+        return
+    kept = torch.arange(1, path.shape[1], device=path.device)
+    sources = path[:, 1:].long()
+    is_moved = (kept <= num_confirmed[:, None]) & (sources > kept)
+    is_moved &= ((table_rows >= 0) & (table_rows < num_table_rows) & (committed >= 0))[:, None]
+    is_moved &= committed[:, None] < width - sources
+    rows = table_rows.clamp(0, num_table_rows - 1)[:, None]
+    first = committed.clamp(0, width - 1)[:, None]
+    indices = torch.arange(is_moved.numel(), device=path.device)
+    origins = page_table[rows, (first + sources).clamp(0, width - 1)].long()
+    places = page_table[rows, (first + kept).clamp(max=width - 1)].long()
+    for num_slots in {tensor.shape[0] for tensor in kv.tensors}:
+        is_inside = (origins >= 0) & (origins < num_slots) & (places >= 0) & (places < num_slots)
+        moved = (is_moved & is_inside).flatten()
+        # Without waiting for the device the number of moves is unknown. The others repeat one that
+        # is made; if there is none, a slot is copied to itself.
+        repeated = torch.where(moved, indices, moved.int().argmax())
+        origin = torch.where(moved.any(), origins.flatten()[repeated], 0)
+        place = torch.where(moved.any(), places.flatten()[repeated], 0)
+        for tensor in kv.tensors:
+            if tensor.shape[0] == num_slots:
+                tensor[place] = tensor[origin]
 
 
 def kept_tokens(probs: torch.Tensor, rows: SamplingRows) -> torch.Tensor:

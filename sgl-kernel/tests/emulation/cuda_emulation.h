@@ -17,7 +17,7 @@
 #define __shared__ static
 #define __launch_bounds__(...)
 
-struct uint4 {
+struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
 struct Index {
@@ -119,6 +119,17 @@ inline uint64_t warp_operation(uint64_t value, Fold fold) {
 }  // namespace emulation
 
 inline void __syncthreads() { emulation::wait(emulation::block_barrier, blockDim.x); }
+
+inline void __syncwarp() {
+  emulation::wait(emulation::warp_barriers[threadIdx.x / emulation::kLanes], emulation::kLanes);
+}
+
+// Fibers change at barriers alone, so nothing comes between the reading and the writing.
+inline int atomicMin(int* address, int value) {
+  const int before = *address;
+  if (value < before) *address = value;
+  return before;
+}
 
 inline float __shfl_xor_sync(unsigned, float value, int offset) {
   uint32_t bits;

@@ -2,6 +2,8 @@
 #include "cuda_emulation.h"
 
 #include "sgl_kernel/argmax_logprob.cuh"
+#include "sgl_kernel/confirm_drafts.cuh"
+#include "sgl_kernel/move_kept_kv.cuh"
 #include "sgl_kernel/penalize_logits.cuh"
 #include "sgl_kernel/select_tokens.cuh"
 
@@ -94,7 +96,39 @@ extern "C" int sgl_uniform_noise(int, const int64_t* seeds, const int64_t* posit
   return 0;
 }
 
+extern "C" int sgl_confirm_drafts(int, const int64_t* tokens, const int64_t* targets,
+                                  const int32_t* parents, const int64_t* starts,
+                                  const int64_t* target_starts, const int64_t* num_rows,
+                                  int64_t num_tokens, int64_t num_targets, int64_t num_requests,
+                                  int64_t max_rows, int64_t* num_confirmed, int32_t* path,
+                                  int64_t* next_token, void*) {
+  const DraftRows rows{tokens,     targets,     parents,
+                       starts,     target_starts, num_rows,
+                       num_tokens, num_targets, static_cast<int>(max_rows)};
+  const ConfirmedDrafts confirmed{num_confirmed, path, next_token};
+  emulation::run_grid(static_cast<unsigned>(num_requests), kWarpSize,
+                      [&] { confirm_drafts_kernel(rows, confirmed); });
+  return 0;
+}
+
+extern "C" int sgl_move_kept_kv(int, const KVTensor* tensors, int64_t num_tensors,
+                                const int32_t* page_table, int64_t num_table_rows,
+                                int64_t table_width, const int64_t* table_rows,
+                                const int64_t* committed, const int32_t* path,
+                                const int64_t* num_confirmed, int64_t num_requests,
+                                int64_t path_width, void*) {
+  const KeptRows kept{page_table,     table_rows,  committed,
+                      path,           num_confirmed, num_table_rows,
+                      table_width,    static_cast<int>(path_width)};
+  emulation::run_grid(static_cast<unsigned>(num_requests * num_tensors), kMoveThreads, [&] {
+    move_kept_kv_kernel(tensors, static_cast<int>(num_tensors), kept);
+  });
+  return 0;
+}
+
 extern "C" int sgl_preload_argmax_logprob(int) { return 0; }
 extern "C" int sgl_preload_sample_tokens(int) { return 0; }
 extern "C" int sgl_preload_penalize_logits(int) { return 0; }
 extern "C" int sgl_preload_uniform_noise(int) { return 0; }
+extern "C" int sgl_preload_confirm_drafts(int) { return 0; }
+extern "C" int sgl_preload_move_kept_kv(int) { return 0; }

@@ -154,7 +154,7 @@ def test_a_throughput_of_the_asked_shape_is_judged() -> None:
     settings = throughput.settings(throughput.parse(["--in-process"]))
     result = {**PROVENANCE, **settings, "output_tok_s": 6299.0, "prefill_share": 0.5}
     text = performance_tables.throughput([result])
-    assert "| default, in-process | 512 x (512 in, 128 out) | 128 | 512 | 6,299 | 50% |" in text
+    assert "| default, in-process | 512 x (512 in, 128 out) | 128 | auto | 6,299 | 50% |" in text
     assert text.endswith("| 6,300 | 5,616 | **no** |\n")
 
 

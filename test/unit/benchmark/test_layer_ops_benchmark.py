@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmark.device_times import copies_to_exceed
 from benchmark.measure import layer_ops
 from benchmark.measure.layer_ops import (
     BACKENDS,
@@ -21,7 +22,6 @@ from benchmark.measure.layer_ops import (
     Case,
     Setting,
     check,
-    copies_to_exceed,
     make_cases,
     table,
 )
@@ -177,7 +177,7 @@ def test_a_row_has_the_times_their_ratio_and_the_floor(monkeypatch: pytest.Monke
         return lambda: (torch.ones(2),)
 
     case = Case("norm", "4096", 8, 3_000_000, make)
-    row = layer_ops.measure(case, num_calls=4, cache_bytes=5_000_000, gb_s=2000.0)
+    row = layer_ops.measure(case, num_calls=4, cold_bytes=5_000_000, gb_s=2000.0)
     assert names == ["triton"] * 3 + ["torch"] * 3
     facts = {"op": "norm", "rows": 8, "detail": "4096", "kernel": "triton", "cold": True}
     times_us = {"ours_us": 2.0, "torch_us": 5.0, "ratio": 2.5, "at_copy_bandwidth_us": 1.5}
@@ -189,9 +189,9 @@ def test_inputs_that_stay_in_the_cache_are_marked(monkeypatch: pytest.MonkeyPatc
         layer_ops, "device_us", lambda calls, num_calls: (float(len(calls)), "graph")
     )
     case = Case("norm", "4096", 8, 100, lambda name: lambda: (torch.ones(2),))
-    row = layer_ops.measure(case, num_calls=4, cache_bytes=401, gb_s=1.0)
+    row = layer_ops.measure(case, num_calls=4, cold_bytes=401, gb_s=1.0)
     assert (row["cold"], row["ours_us"], row["method"]) == (False, 4.0, "graph")
-    assert layer_ops.measure(case, num_calls=4, cache_bytes=399, gb_s=1.0)["cold"] is True
+    assert layer_ops.measure(case, num_calls=4, cold_bytes=399, gb_s=1.0)["cold"] is True
 
 
 def test_without_a_gpu_there_is_one_line_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

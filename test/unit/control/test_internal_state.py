@@ -9,7 +9,7 @@ import pytest
 from fake_worker import FakeWorker
 from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.scheduling.invariants import InvariantChecker
-from utils import SchedulerHarness, Setup
+from utils import FakeInbox, SchedulerHarness, Setup
 
 
 def running_harness() -> SchedulerHarness:
@@ -52,3 +52,42 @@ def test_the_state_after_a_repair_is_that_of_the_repaired_ledger() -> None:
     checker.when_idle()
     assert checker.num_repairs == 1
     assert checker.summary().is_exact
+
+
+class Inbox(FakeInbox):
+    """Messages come after so many waits."""
+
+    def __init__(self, num_waits: int) -> None:
+        super().__init__()
+        self._num_waits = num_waits
+
+    def wait(self, timeout_s: float | None) -> bool:
+        self._num_waits -= 1
+        return self._num_waits < 0
+
+
+@pytest.mark.parametrize(("num_waits", "num_checks"), [(0, 0), (1, 1)])
+def test_a_message_that_comes_soon_does_not_wait_for_a_look_at_every_slot(
+    monkeypatch: pytest.MonkeyPatch, num_waits: int, num_checks: int
+) -> None:
+    harness = running_harness()
+    harness.run()
+    scheduler = harness.scheduler
+    scheduler.checker = InvariantChecker(scheduler.lifecycle, strict=False)
+    scheduler._inbox = Inbox(num_waits)
+    checks: list[None] = []
+    check = KVLedger.check
+    monkeypatch.setattr(KVLedger, "check", lambda *args: checks.append(None) or check(*args))
+    scheduler._wait_for_message()
+    assert len(checks) == num_checks
+
+
+def test_a_slot_that_is_lost_is_found_as_soon_as_the_scheduler_is_idle() -> None:
+    harness = running_harness()
+    harness.run()
+    scheduler = harness.scheduler
+    scheduler.checker = InvariantChecker(scheduler.lifecycle, strict=False)
+    scheduler._inbox = Inbox(0)
+    harness.ledger._allocator.allocate(2)
+    scheduler._wait_for_message()
+    assert scheduler.checker.num_repairs == 1

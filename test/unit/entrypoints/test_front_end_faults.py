@@ -118,7 +118,7 @@ def test_text_of_a_token_is_decoded_once(
         wanted = {"return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True}
         task = asyncio.create_task(answer_of(backend, input_ids=[5], **wanted))
         await backend.wait_sent(1)
-        position = PositionLogprobs(token_id=7, logprob=-1.0, top=[(-1.0, 7), (-2.0, 8)])
+        position = PositionLogprobs(7, -1.0, top_logprobs=[-1.0, -2.0], top_ids=[7, 8])
         output = ReqTextOutput(0, "x", [7] * 9, LENGTH, 1, 9, 0, 0, output_logprobs=[position] * 9)
         backend.inbox.put_nowait(BatchStrOutput(outputs=[output]))
         meta = (await task)["meta_info"]

@@ -26,7 +26,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def positions(ids: list[int]) -> list[PositionLogprobs]:
-    return [PositionLogprobs(token_id=i, logprob=-1.0, top=[(-1.0, i)]) for i in ids]
+    return [PositionLogprobs(i, -1.0, top_logprobs=[-1.0], top_ids=[i]) for i in ids]
 
 
 def complete(

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import threading
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from sglang.srt.frontend import (
 from sglang.srt.frontend.body_parsing import parse_json_object
 from sglang.srt.frontend.errors import RequestError
 from sglang.srt.frontend.generate_body import check_generate_request
-from sglang.srt.frontend.logprobs_and_hidden_lists import LogprobLists
+from sglang.srt.frontend.logprobs_and_hidden_lists import LogprobsAndHiddenLists
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -202,16 +203,26 @@ def test_detokenize_takes_as_many_lists_as_a_batch() -> None:
 # ---------------------------------------------------------------- answers
 
 
-def test_log_probabilities_become_an_answer_in_a_thread(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("wish", ["return_logprob", "return_hidden_states"])
+def test_log_probabilities_and_hidden_states_become_an_answer_in_a_thread(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, wish: str
 ) -> None:
-    held = Held(LogprobLists.take_news)
-    monkeypatch.setattr(LogprobLists, "take_news", lambda lists: held(lists))
+    meta_info = LogprobsAndHiddenLists.meta_info
+    held = Held(meta_info)
+    monkeypatch.setattr(
+        LogprobsAndHiddenLists,
+        "meta_info",
+        lambda lists: held(lists) if lists.take_long else meta_info(lists),
+    )
+    rows = [[1.5, -2.25], [0.1, 3e38]]
+    stored = [array("f", row) for row in rows]
 
     async def scenario(backend: Backend) -> None:
-        slow = asyncio.create_task(answer_of(backend, text="a", return_logprob=True))
+        slow = asyncio.create_task(answer_of(backend, text="a", **{wish: True}))
         await backend.wait_sent(1)
-        backend.put(backend.requests[0].req_id, "x", (1,), LENGTH)
+        prompt = backend.requests[0].input_ids
+        states = [row.tobytes() for row in (stored * len(prompt))[: len(prompt)]]
+        backend.put(backend.requests[0].req_id, "x", (1,), LENGTH, hidden_states=states)
         assert await asyncio.to_thread(held.begun.wait, 10)
         other = asyncio.create_task(answer_of(backend, text="b"))
         await backend.wait_sent(2)
@@ -220,6 +231,10 @@ def test_log_probabilities_become_an_answer_in_a_thread(
         assert not slow.done()
         held.go_on.set()
         meta = (await slow)["meta_info"]
-        assert meta["input_token_logprobs"] == [[None, backend.requests[0].input_ids[-1], None]]
+        if wish == "return_logprob":
+            assert meta["input_token_logprobs"] == [[None, prompt[-1], None]]
+        else:
+            expected = [row.tolist() for row in (stored * len(prompt))[: len(prompt)]]
+            assert meta["hidden_states"] == [expected]
 
     run(tokenizer, scenario)

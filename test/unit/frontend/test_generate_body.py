@@ -18,7 +18,7 @@ from sglang.srt.frontend.generate_body import (
     GenerateReqInput,
     check_generate_request,
 )
-from sglang.srt.frontend.request_limits import RequestLimits, check_length
+from sglang.srt.frontend.request_limits import RequestLimits, check_id_lists, check_length
 from sglang.srt.frontend.sampling_validation import expand_samples
 from sglang.srt.frontend.tokenizer_bodies import TokenizeReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -340,3 +340,34 @@ def test_any_bytes_are_parsed_or_refused(raw: bytes) -> None:
         assert isinstance(parse_json_object(raw), dict)
     except RequestError as error:
         check_error(error)
+
+
+@pytest.mark.parametrize(
+    ("value", "lists", "is_nested"),
+    [
+        ([0, 99], [[0, 99]], False),
+        ([], [[]], False),
+        ([[0], [99, 1]], [[0], [99, 1]], True),
+        ([[]], [[]], True),
+        ([[7]], [[7]], True),
+    ],
+)
+def test_ids_below_the_vocabulary_are_one_list_or_several(
+    value: list[Any], lists: list[list[int]], is_nested: bool
+) -> None:
+    assert check_id_lists("ids", value, 100) == (lists, is_nested)
+
+
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [
+        ([0, 5, 100, 101], "ids[2]"),
+        ([[1], [2, 100]], "ids[1][1]"),
+        ([1, [2]], "ids[0]"),
+        ([[1], 2], "ids[1]"),
+    ],
+)
+def test_the_first_wrong_entry_of_id_lists_is_named(value: list[Any], field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        check_id_lists("ids", value, 100)
+    assert caught.value.field == field

@@ -137,7 +137,7 @@ class Case:
         ):
             own = [pages.pop() for _ in range(count)]
             slots = [page * size + offset for page in own for offset in range(size)][:length]
-            self.table.write([row] * length, list(range(length)), slots)
+            self.table.write([[row] * length, list(range(length)), slots])
             self.slots.append(slots)
             keys = self._random(before, self.num_kv_heads)
             values = self._random(before, self.num_kv_heads)
@@ -413,7 +413,7 @@ class Steps:
         first = len(request.pages) * size
         slots = [page * size + offset for page in pages for offset in range(size)]
         columns = list(range(first, first + len(slots)))
-        self.table.write([request.row] * len(slots), columns, slots)
+        self.table.write([[request.row] * len(slots), columns, slots])
         request.pages.extend(pages)
 
     def any_batch(self) -> tuple[list[Running], list[int]]:

@@ -17,9 +17,11 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from sglang.srt import platform
 from sglang.srt.layers.attention import triton_backend
+from sglang.srt.layers.attention.triton_ops import gather_kernel, prompt_kernel
 from sglang.srt.layers.attention.triton_ops import kernels as attention
 from sglang.srt.layers.ops import triton_ops as ops
 from sglang.srt.mtp import triton_acceptance as acceptance
@@ -30,12 +32,12 @@ GPUS = (86, 90)  # with the least shared memory, and with the tiles that need mo
 NEVER_ALIGNED = ("num_rows", "num_items", "window", "early", "beside", "eps", "scale")
 # Of int64.
 INTEGERS = ("slots_ptr", "positions_ptr", "rows_ptr", "kv_lens_ptr", "ancestors_ptr", "outside_ptr")
-SHORT_INTEGERS = ("items_ptr", "table_ptr")  # of int32
+SHORT_INTEGERS = ("items_ptr", "table_ptr", "token_table_ptr")  # of int32
 FLOATS = ("sums_ptr", "stats_ptr", "rope_table_ptr")
 STEP_INTEGERS = {
     f"{name}_ptr": "*i64"
     for name in (
-        *("packed", "per_request", "committed", "pending", "pending_lens", "tokens", "reads"),
+        *("packed", "per_request", "committed", "num_tokens", "pending_lens", "tokens", "reads"),
         *("out", "spread", "input_ids", "requests", "outside"),
     )
 }
@@ -138,25 +140,34 @@ KERNELS = {
         attention_constants(16, 32, False, BLOCK_S=64),
     ),
     **{
+        f"gathered KV, {'not ' if guard else ''}guarded": Kernel(
+            gather_kernel._gather_kv_kernel,
+            {"COLUMNS": 2048, "ALIGNMENT": 128, "BLOCK_ROWS": 32, "BLOCK_COLUMNS": 512, **guard},
+            types={"places_ptr": "*i32"},
+        )
+        for guard in ({}, {"outside_ptr": None})
+    },
+    **{
         f"{name}, {'not ' if guard else ''}guarded": Kernel(
             function, {"BLOCK": 128, **guard}, types=STEP_INTEGERS
         )
         for name, function in (
             ("page table", steps._write_table_kernel),
             ("rows of a step", steps._lay_out_kernel),
+            ("end of a plain step", steps._commit_kernel),
         )
         for guard in ({}, {"outside_ptr": None})
     },
-    "end of a plain step": Kernel(steps._commit_kernel, {"BLOCK": 128}, types=STEP_INTEGERS),
     "inputs of a graph": Kernel(steps._fill_kernel, {"BLOCK": 128}, types=STEP_INTEGERS),
     **{
-        f"acceptance, probabilities: {has_probs}": Kernel(
+        f"acceptance, probabilities: {has_probs}, {'not ' if guard else ''}guarded": Kernel(
             acceptance._accept_kernel,
-            {"BLOCK": 8, "HAS_PROBS": has_probs},
+            {"BLOCK": 8, "HAS_PROBS": has_probs, **guard},
             num_warps=1,
             types={**STEP_INTEGERS, "probs_ptr": "*fp32", "thresholds_ptr": "*fp32"},
         )
         for has_probs in (True, False)
+        for guard in ({}, {"outside_ptr": None})
     },
 }
 
@@ -183,6 +194,46 @@ def compiled(kernel: Kernel, capability: int, dtype: str, aligned: bool = False)
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_compiles(name: str, capability: int, dtype: str) -> None:
     assert compiled(KERNELS[name], capability, dtype).asm["cubin"]
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (128, 7), (64, 1)])
+@pytest.mark.parametrize("dtype", prompt_kernel.DTYPES, ids=str)
+@pytest.mark.parametrize("has_window", [False, True])
+def test_attention_of_prompts_compiles_for_hopper_and_fits(
+    has_window: bool, dtype: torch.dtype, head_dim: int, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = prompt_kernel.tile_layout(head_dim, dtype)
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    block_n = prompt_kernel.BLOCK_N
+    constants = {
+        "NUM_KV_HEADS": 2,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "HAS_WINDOW": has_window,
+        "BLOCK_M": prompt_kernel.BLOCK_M,
+        "BLOCK_N": block_n,
+        "RING": prompt_kernel.RING,
+    }
+    types = {
+        "kv_desc": f"tensordesc<{name}[{block_n}, {head_dim}],{layout!r}>",
+        "items_ptr": "*i32",
+        "kv_lens_ptr": "*i64",
+    }
+    function = prompt_kernel._prompt_kernel
+    source = GluonASTSource(
+        fn=function,
+        signature={**Kernel(function, constants).signature(name), **types},
+        constexprs={
+            (place,): constants[argument]
+            for place, argument in enumerate(function.arg_names)
+            if argument in constants
+        },
+        attrs={},
+    )
+    target = GPUTarget("cuda", 90, 32)
+    made = triton.compile(source, target=target, options={"num_warps": 4})
+    assert made.asm["cubin"]
+    assert made.metadata.shared <= shared_bytes(90, monkeypatch)
 
 
 def shared_bytes(capability: int, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,13 +11,14 @@ import torch
 from sglang.srt.layers import triton_launch
 from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.triton_backend import TritonBackend
-from sglang.srt.layers.forward_batch import RAGGED, ForwardBatch, GraphKey
+from sglang.srt.layers.forward_batch import DECODE, MIXED, RAGGED, ForwardBatch, GraphKey
 from sglang.srt.layers.triton_launch import ParallelLaunch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
 CPU = torch.device("cpu")
 ALONE = ParallelLaunch()
 WITH_PREVIOUS, WITH_NEXT = ParallelLaunch(with_previous=True), ParallelLaunch(with_next=True)
+WITH_BOTH = ParallelLaunch(with_previous=True, with_next=True)
 
 
 @pytest.fixture
@@ -29,37 +31,89 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("q_lens", "launches"),
     [
-        ([1], [("split", ALONE)]),
+        ([1], [("split", ALONE), "sums"]),
         ([1] * 40, [("items", ALONE)]),
         ([100], [("items", ALONE)]),
-        ([100, 1], [("items", WITH_NEXT), ("split", WITH_PREVIOUS)]),
+        ([100, 1], [("items", WITH_NEXT), ("split", WITH_PREVIOUS), "sums"]),
         ([*[1] * 40, 100], [("items", WITH_NEXT), ("items", WITH_PREVIOUS)]),
+        ([15, 1], [("split", WITH_NEXT), ("split", WITH_PREVIOUS), "sums", "sums"]),
+        (
+            [*[1] * 40, 15, 100],
+            [("items", WITH_NEXT), ("split", WITH_BOTH), ("items", WITH_PREVIOUS), "sums"],
+        ),
+        (
+            [*[15] * 40, *[1] * 40, 100],
+            [("items", WITH_NEXT), ("items", WITH_BOTH), ("items", WITH_PREVIOUS)],
+        ),
     ],
     ids=str,
 )
 @pytest.mark.usefixtures("hopper")
 def test_only_kernels_of_one_step_run_beside_each_other(
-    q_lens: list[int], launches: list[tuple[str, ParallelLaunch]]
+    q_lens: list[int], launches: list[tuple[str, ParallelLaunch] | str]
 ) -> None:
+    """One right after the other: what adds up splits comes after all of them."""
+    assert launched(q_lens, None) == launches
+
+
+@pytest.mark.parametrize(
+    ("key", "launches"),
+    [
+        (GraphKey(DECODE, 64, 1, 64), [("items", ALONE)]),
+        (GraphKey(RAGGED, 2, 15, 32), [("split", ALONE), "sums"]),
+        (GraphKey(RAGGED, 64, 15, 256), [("items", WITH_NEXT), ("items", WITH_PREVIOUS)]),
+        (GraphKey(MIXED, 64, 1, 256), [("items", WITH_NEXT), ("items", WITH_PREVIOUS)]),
+        (
+            GraphKey(MIXED, 64, 15, 256),
+            [("items", WITH_NEXT), ("items", WITH_BOTH), ("items", WITH_PREVIOUS)],
+        ),
+        (
+            GraphKey(MIXED, 8, 15, 256),
+            [("items", WITH_NEXT), ("split", WITH_BOTH), ("split", WITH_PREVIOUS), "sums", "sums"],
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("hopper")
+def test_a_graph_launches_every_group_of_items_that_its_steps_may_have(
+    key: GraphKey, launches: list[tuple[str, ParallelLaunch] | str]
+) -> None:
+    """Whatever the step at hand has."""
+    for q_lens in ([1], [key.width] * (key.num_reqs // 2)):
+        assert launched(q_lens, key) == launches
+
+
+def launched(q_lens: list[int], key: GraphKey | None) -> list[object]:
+    """The kernels of a layer, in order."""
     kv_pool = MHATokenToKVPool(8, 1, 1, 8, 128, torch.bfloat16, "cpu")
-    backend = TritonBackend(ReqToTokenPool(64, 256, "cpu"), kv_pool, 32, [None])
+    backend = TritonBackend(ReqToTokenPool(128, 256, "cpu"), kv_pool, 32, [None])
     numbers = torch.zeros(sum(q_lens), dtype=torch.int64)
-    rows = numbers[: len(q_lens)]
-    backend.plan(ForwardBatch(numbers, numbers, numbers, rows, q_lens, rows, [200] * len(q_lens)))
-    found = []
+    rows, bounds = numbers[: len(q_lens)], [200] * len(q_lens)
+    backend.plan(ForwardBatch(numbers, numbers, numbers, rows, q_lens, rows, bounds, graph_key=key))
+    found: list[object] = []
+    workspaces: list[int] = []
 
     def record(kind: str) -> mock.Mock:
         def launch(*arguments: object) -> None:
-            found.append((kind, *(each for each in arguments if isinstance(each, ParallelLaunch))))
+            [parallel] = (each for each in arguments if isinstance(each, ParallelLaunch))
+            found.append((kind, parallel))
+            if kind == "split":
+                workspaces.append(id(arguments[-1]))
 
         return mock.Mock(side_effect=launch)
+
+    def add_up(*arguments: object) -> None:
+        assert id(arguments[-1]) in workspaces
+        found.append("sums")
 
     with (
         mock.patch.object(triton_backend, "attend_items", record("items")),
         mock.patch.object(triton_backend, "attend_items_split", record("split")),
+        mock.patch.object(triton_backend, "add_up_splits", add_up),
     ):
         backend.forward(0, torch.zeros(sum(q_lens), 32, 128, dtype=torch.bfloat16))
-    assert found == launches
+    assert len(set(workspaces)) == len(workspaces), "Two kernels write to the same memory."
+    return found
 
 
 @pytest.mark.usefixtures("hopper")
@@ -69,10 +123,17 @@ def test_the_first_of_two_lets_the_second_start() -> None:
     assert WITH_NEXT.options(CPU, 1000)["early"] == 1
     assert WITH_NEXT.options(CPU, 1000)["beside"] == 0
     assert WITH_PREVIOUS.options(CPU, 1000)["beside"] == 1
+    assert WITH_PREVIOUS.options(CPU, 1000)["early"] == 0
+    assert [WITH_BOTH.options(CPU, 1000)[name] for name in ("early", "beside")] == [1, 1]
 
 
 def test_gpus_that_cannot_run_them_one_after_the_other() -> None:
     assert WITH_PREVIOUS.options(CPU, 1)["PDL"] is False
+
+
+def used_before(tensor: torch.Tensor, *size: Any) -> torch.Tensor:
+    """As `Tensor.new_empty`, of memory that held something else."""
+    return torch.empty(*size, dtype=tensor.dtype).fill_(7)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -89,12 +150,17 @@ def test_items_of_a_graph_are_copied_only_where_they_change() -> None:
         backend.plan(
             ForwardBatch(numbers, numbers, numbers, rows, q_lens, rows, bounds, graph_key=key)
         )
-        with mock.patch.object(triton_backend, "attend_items_split") as launch:
+        with (
+            mock.patch.object(triton_backend, "attend_items_split") as launch,
+            mock.patch.object(triton_backend, "add_up_splits"),
+        ):
             backend.forward(0, torch.zeros(key.num_tokens, 32, 128, dtype=torch.bfloat16))
-        items: torch.Tensor = launch.call_args.args[3]
+        items: torch.Tensor = launch.call_args.args[2]
         return items
 
     backend = TritonBackend(table, kv_pool, 32, [None])
+    with mock.patch.object(torch.Tensor, "new_empty", used_before):
+        assert not any(map(any, items_of(TritonBackend(table, kv_pool, 32, [None]), []).tolist()))
     addresses = set()
     with mock.patch.object(triton_backend, "overwrite", wraps=triton_backend.overwrite) as copy:
         for q_lens, num_copies in (

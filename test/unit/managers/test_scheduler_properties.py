@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
 
 from fake_worker import VOCAB_SIZE, FakeWorker, oracle
 from sglang.srt.messages.control import AbortReq, FlushCacheReqInput, FlushCacheReqOutput
 from sglang.srt.step.worker import GenerationBatchResult, ScheduleBatch
-from utils import SchedulerHarness, Setup
+from utils import RandomBudget, SchedulerHarness, Setup
 
 KINDS = ("plain", "verify", "mtp")
 NUM_SEEDS = 110  # per kind
@@ -42,6 +44,7 @@ class Storm:
             max_queued_requests=choose([2, 100, 100]),
             chunked_prefill_size=chunk,
             splits_prompts=chunk < 2048,
+            make_budget=partial(RandomBudget, chunk, seed) if chunk == 16 and seed % 2 else None,
             schedule_policy=choose(["fcfs", "lpm"]),
             preemption_threshold=choose([None, None, 0, 3]),
             retract_interval=choose([0, 0, 3]),
@@ -214,8 +217,8 @@ def test_without_chunks_every_prompt_is_fed_in_one_step(kind: str) -> None:
     forward = worker.forward_batch_generation
 
     def watch(batch: ScheduleBatch) -> GenerationBatchResult:
-        fed.extend(count for count in batch.num_host_tokens if count)
-        assert sum(batch.num_host_tokens) <= 40
+        fed.extend(count for count in batch.num_prompt_tokens if count)
+        assert sum(batch.num_prompt_tokens) <= 40
         return forward(batch)
 
     worker.forward_batch_generation = watch  # type: ignore[method-assign]
@@ -275,3 +278,29 @@ def test_aborting_a_running_request_answers_in_the_same_turn_with_its_partial_ou
     assert outcome.token_ids == oracle([5, 6, 7], 100)[: len(outcome.token_ids)]
     harness.run()
     assert harness.ledger.num_free_tokens + harness.ledger.num_tree_tokens == 512
+
+
+class TreeSizes(SchedulerHarness):
+    """Notes, whenever news are sent, how many tokens the prefix cache has."""
+
+    def __init__(self, setup: Setup, kind: str) -> None:
+        self.sizes: list[int] = []
+        super().__init__(setup, FakeWorker(kind, K, setup.max_running_requests, seed=0))
+
+    def _to_detokenizer(self, message: Any) -> None:
+        self.sizes.append(self.ledger.num_tree_tokens)
+        super()._to_detokenizer(message)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_clients_hear_of_a_token_before_the_prefix_cache_gets_the_prompt(
+    kind: str, overlap: bool
+) -> None:
+    harness = TreeSizes(Setup(enable_overlap=overlap), kind)
+    prompt = list(range(40))
+    assert harness.generate([prompt], max_new_tokens=1) == [oracle(prompt, 1)]
+    assert harness.sizes == [0]
+    assert harness.ledger.num_tree_tokens == len(prompt)
+    harness.generate([prompt], max_new_tokens=1)
+    assert harness.outputs[2].cached_tokens == len(prompt) - 1

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.messages.requests import FinishReason
 from sglang.srt.mtp.lookahead_rows import LookaheadRows
-from sglang.srt.scheduling import batch_planner, batch_result_processor
+from sglang.srt.scheduling import batch_result_processor, step_builder
 from sglang.srt.scheduling.batch_result_processor import BatchResultProcessor
 from sglang.srt.scheduling.logprobs_and_hidden import LogprobsAndHiddenReader
 from sglang.srt.scheduling.request import Req
@@ -107,7 +107,7 @@ def forgets_penalties_with_a_retraction(patch: Patch) -> None:
         params, _, num_prompt_tokens, stop_token_ids = args
         return RowAdjustments(params, [], num_prompt_tokens, stop_token_ids)
 
-    patch.setattr(batch_planner, "RowAdjustments", adjustments)
+    patch.setattr(step_builder, "RowAdjustments", adjustments)
 
 
 def leaves_biases_in_a_row(patch: Patch) -> None:
@@ -133,12 +133,12 @@ def leaves_thresholds_in_a_row(patch: Patch) -> None:
 
 
 def draws_another_seed_after_a_retraction(patch: Patch) -> None:
-    right = batch_planner._new_row
+    right = step_builder._new_row
 
     def new_row(req: Req, row: int) -> NewRow:
         return dataclasses.replace(right(req, row), seed=req.seed ^ (req.num_retractions > 0))
 
-    patch.setattr(batch_planner, "_new_row", new_row)
+    patch.setattr(step_builder, "_new_row", new_row)
 
 
 def hands_logprobs_to_the_next_request(patch: Patch) -> None:

@@ -76,5 +76,5 @@ def test_a_kv_pool_is_released_and_restored_in_turns(model_dir: Path) -> None:
 def test_the_table_takes_no_column_outside_of_a_row(column: int) -> None:
     pool = ReqToTokenPool(2, 6, "cpu")
     with pytest.raises(AssertionError, match="outside of its row"):
-        pool.write([0, 0], [5, column], [7, 8])
+        pool.write([[0, 0], [5, column], [7, 8]])
     assert not pool.req_to_token.any()

@@ -11,6 +11,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.model_executor.cuda_graph_runner import MAX_WIDE_TOKENS, CudaGraphRunner, GraphKeys
+from sglang.srt.processes.runtime_config import MAX_GRAPH_ROWS
 from sglang.srt.step.torch_step_ops import TorchStepOps
 
 SUPPORTS = (GraphSupport.UNIFORM_Q, GraphSupport.RAGGED_Q)
@@ -93,12 +94,49 @@ def test_steps_with_prompts_waste_few_rows(max_requests: int) -> None:
     assert GraphKeys(GraphSupport.UNIFORM_Q, 8, 1, 1024).find([30, 1]) is None
 
 
+@pytest.mark.parametrize("width", [1, 15])
+@pytest.mark.parametrize("max_requests", [1, 3, 8, 9, 64, 100, 1000, 1024, 1500])
+def test_every_step_of_up_to_1024_rows_has_a_graph(max_requests: int, width: int) -> None:
+    keys = GraphKeys(GraphSupport.RAGGED_Q, max_requests, width, MAX_GRAPH_ROWS)
+    chooser = random.Random(width)
+    for _ in range(500):
+        num_reqs = min(MAX_GRAPH_ROWS, chooser.choice([1, 9, max_requests, chooser.randint(1, 99)]))
+        shape = [1] * min(num_reqs, max_requests)
+        rest = chooser.choice([1, MAX_GRAPH_ROWS - len(shape), chooser.randint(1, 1023)])
+        rest = min(rest, MAX_GRAPH_ROWS - len(shape))
+        while rest > 0:
+            more = chooser.choice([rest, chooser.randint(1, rest), min(rest, width)])
+            shape[chooser.randrange(len(shape))] += more
+            rest -= more
+        assert keys.find(shape) is not None, shape
+    for num_reqs in range(1, max_requests + 1):
+        assert keys.find([1] * num_reqs) is not None, num_reqs
+
+
+@pytest.mark.parametrize("width", [1, 15])
+def test_a_prompt_of_which_all_rows_are_wanted_has_a_graph_that_computes_them(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without look-ahead there is none: its graphs compute the last layer for the rows read."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    keys = GraphKeys(GraphSupport.RAGGED_Q, 64, width, MAX_GRAPH_ROWS)
+    ops = TorchStepOps(torch.device("cpu"))
+    runner = CudaGraphRunner(lambda _: None, lambda batch: (ids,), ops, keys, 2000, "cpu")
+    for q_lens in ([1000], [30, 1, 1], [*[1] * 63, 900]):
+        ids, rows = torch.zeros(sum(q_lens), dtype=torch.int64), torch.arange(len(q_lens))
+        batch = ForwardBatch(ids, ids, ids, rows, q_lens, rows + 2000, [2000] * len(q_lens))
+        found = runner.key_of(batch)
+        assert (found is None) == (width == 1)
+        for num_read in (0, 1, len(q_lens)):
+            assert runner.key_of(replace(batch, read_index=rows[:num_read])) == keys.find(q_lens)
+
+
 def test_a_step_with_masks_for_trees_replays_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     ids, rows = torch.zeros(4, dtype=torch.int64), torch.arange(2)
     keys = GraphKeys(GraphSupport.RAGGED_Q, 4, 15)
     ops = TorchStepOps(torch.device("cpu"))
-    runner = CudaGraphRunner(lambda _: None, lambda batch: ids, ops, keys, 100, "cpu")
+    runner = CudaGraphRunner(lambda _: None, lambda batch: (ids,), ops, keys, 100, "cpu")
     batch = ForwardBatch(ids, ids, ids, rows, [3, 1], rows + 3, [3, 4])
     assert runner.key_of(batch) == keys.find([3, 1])
     assert runner.key_of(replace(batch, ancestors=ids - 1)) is None

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
-from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.forward_batch import ForwardBatch, HiddenCapture, ModelOutput
+from sglang.srt.layers.layer_runtime import LayerRuntime
+from sglang.srt.mem_cache.kv_memory import KVMemory
 from sglang.srt.model_config import resolve_model_path
-from sglang.srt.model_executor.model_runner import ForwardResult
+from sglang.srt.model_executor.model_runner import ForwardResult, ModelRunner
+from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.processes.worker_factory import make_worker
-from utils import SchedulerHarness, Setup, make_runner
+from sglang.srt.weight_sync.weight_store import WeightStore
+from utils import CONTEXT_LEN, SchedulerHarness, Setup, make_runner
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -80,3 +86,68 @@ def test_a_prompt_is_read_at_its_end_alone() -> None:
         harness.submit([15, 16, 17], max_new_tokens=1, hidden_states="all")
         harness.run()
     assert sizes == [2, 3]
+
+
+@contextmanager
+def a_small_gpu(runner: ModelRunner, wished: int, room: int) -> Iterator[list[int]]:
+    """Steps of more than `room` rows find too little memory; gives the rows of those that are
+    run."""
+    model, sizes = runner.model, []
+
+    def run(batch: ForwardBatch, runtime: LayerRuntime, capture: HiddenCapture) -> ModelOutput:
+        sizes.append(sum(batch.q_lens))
+        if sizes[-1] > room:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        output: ModelOutput = model(batch, runtime, capture)
+        return output
+
+    runner.max_prompt_rows = wished
+    fake = mock.Mock(side_effect=run, compute_logits=model.compute_logits)
+    with (
+        mock.patch.object(runner, "model", fake),
+        mock.patch.object(torch.cuda, "mem_get_info", return_value=(5 << 20, 100 << 20)),
+    ):
+        yield sizes
+
+
+def test_a_step_that_does_not_fit_makes_chunks_smaller(caplog: pytest.LogCaptureFixture) -> None:
+    runner = make_runner(resolve_model_path("demo"), Setup(num_pages=64, max_running_requests=3))
+    with a_small_gpu(runner, 2048, room=600) as sizes:
+        runner.warm_up()
+    assert sizes[1:] == [CONTEXT_LEN * 3 + 6, 1024 + 1, 512 + 2]
+    assert runner.max_prompt_rows == 512
+    [record] = caplog.records
+    assert "up to 512 prompt tokens, not 2048 (--chunked-prefill-size)" in record.message
+    caplog.clear()
+    with a_small_gpu(runner, 512, room=600) as sizes:
+        runner.warm_up()
+    assert (sizes[1:], runner.max_prompt_rows, caplog.records) == ([512 + 2], 512, [])
+
+
+def test_too_little_memory_for_a_small_step_is_an_error() -> None:
+    runner = make_runner(resolve_model_path("demo"), Setup(num_pages=64))
+    with (
+        a_small_gpu(runner, 1024, room=250),
+        pytest.raises(MemoryError, match=r"a step of 256 prompt tokens: 5 of 100 MiB .*--mem-fr"),
+    ):
+        runner.warm_up()
+
+
+@pytest.mark.parametrize("part", ["kv", "weights"])
+def test_memory_that_leaves_no_room_for_steps_stays_released(part: str) -> None:
+    """And can be taken again later."""
+    runner = make_runner(resolve_model_path("demo"), Setup(num_pages=64))
+    group = RunnerGroup([runner])
+    owner: KVMemory | WeightStore = runner.weights
+    release, restore = group.release_weights, group.restore_weights
+    if part == "kv":
+        owner, release, restore = group.memory, group.memory.release, group.restore_kv
+    release()
+    with (
+        mock.patch.object(runner, "capture_graphs", side_effect=MemoryError("too little for it")),
+        pytest.raises(RuntimeError, match="too little for it"),
+    ):
+        restore()
+    assert owner.is_released
+    restore()
+    assert not owner.is_released

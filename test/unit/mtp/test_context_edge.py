@@ -17,6 +17,7 @@ import pytest
 from mtp_oracle import STATIC, MTPReference, load_reference, unverified_decode, verified_decode
 from sglang.srt.mem_cache.memory_pool import row_width
 from sglang.srt.model_executor.model_runner import ModelRunner
+from token_table_check import checked_harness
 from utils import (
     MTP_MAX_ROWS,
     SchedulerHarness,
@@ -157,7 +158,8 @@ def test_requests_that_end_at_the_context_give_the_tokens_of_the_reference(
     num_retracted = 0
     for index, share in shares.items():
         setup = setup_of(page_size, index, MTP_MAX_ROWS)
-        harness = SchedulerHarness(setup, make_mtp_worker(runner_for(small_model, page_size), MASK))
+        worker = make_mtp_worker(runner_for(small_model, page_size), MASK)
+        harness, _ = checked_harness(setup, worker)
         ids = {
             harness.submit(
                 prompt(job.num_prompt),
@@ -180,7 +182,7 @@ def test_the_worker_of_one_token_per_step_reaches_the_end_of_the_context(
     jobs = jobs_of("plain", chooser)
     for index in (0, 11, 13, 22):
         setup = setup_of(page_size, index, 1)
-        harness = SchedulerHarness(setup, make_model_worker(small_model, setup, CONTEXT))
+        harness, _ = checked_harness(setup, make_model_worker(small_model, setup, CONTEXT))
         ids = {
             harness.submit(prompt(job.num_prompt), max_new_tokens=job.num_new, temperature=0.0): job
             for job in jobs[index % 4 :: 4]

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import ClassVar
 from unittest import mock
 
 import pytest
 
+from sglang.srt.model_executor.price_measurement import PriceMeter
 from sglang.srt.mtp.acceptance_estimate import WINDOW, Kind, Survival, with_draftless_steps
 from sglang.srt.mtp.length_policy import (
     TRIAL_SHARE,
@@ -20,9 +22,10 @@ from sglang.srt.mtp.length_policy import (
     LoadAwareLength,
 )
 from sglang.srt.mtp.mtp_worker import MTPConfig
-from sglang.srt.mtp.price_table import Curve, PriceTable, no_graphs
 from sglang.srt.mtp.upcoming_step import Accepted, EmittingRequest, UpcomingStep
 from sglang.srt.processes.worker_factory import make_worker
+from sglang.srt.registry import LENGTH_POLICIES
+from sglang.srt.step.price_table import Curve, PriceTable, no_graphs
 from simulated_decode import gpu_prices
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner
 
@@ -357,6 +360,8 @@ def test_the_policy_hears_who_is_in_a_step(small_model: Path) -> None:
     assert upcoming.emitting == Counter([plain, static, adaptive, newcomer])
     assert (upcoming.prompt_rows, upcoming.longest_prompt, upcoming.prompt_reqs) == (20, 19, 1)
     assert upcoming.kv_tokens >= 2 + 1 + 1 + 1
+    assert upcoming.prompt_row_kv == 1 + sum(range(1, 20))
+    assert upcoming.current_shape(1).prompt_row_kv == upcoming.prompt_row_kv
     assert heard[-1].prompt_rows == 0
     assert heard[-1].emitting[EmittingRequest(None, 5, False, 5)] == 1
     assert all(upcoming.num_ended == 0 for upcoming in heard)
@@ -384,9 +389,51 @@ def test_prices_can_be_measured_and_leave_no_trace(small_model: Path) -> None:
     tokens = []
     for measures in (False, True):
         runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
-        mtp = MTPConfig(mask_token_id=5, max_k=MAX_K, measures_costs=measures)
-        harness = SchedulerHarness(setup, make_worker(runner, mtp))
+        mtp = MTPConfig(
+            mask_token_id=5, max_k=MAX_K, length_policy="load_aware" if measures else "full_length"
+        )
+        prices = PriceMeter(runner, 4, MTP_MAX_ROWS).measure() if measures else None
+        harness = SchedulerHarness(setup, make_worker(runner, mtp, prices))
         assert not runner.req_to_token_pool.req_to_token.any()
         params = {"max_new_tokens": 12, "temperature": 0.0, "mtp_enabled": True, "mtp_k": 8}
         tokens.append(harness.generate([[1, 2, 3], [4]], mtp_verify=True, **params))
     assert tokens[0] == tokens[1]
+
+
+class Alternating:
+    """A policy of a test: k and no look-ahead in turn."""
+
+    needs_prices = False
+    made: ClassVar[list[Alternating]] = []
+
+    def __init__(self, prices: PriceTable | None, max_k: int) -> None:
+        assert prices is None
+        assert max_k == MAX_K
+        self.chosen: list[int] = []
+        self.num_observed = 0
+        self.made.append(self)
+
+    def choose(self, upcoming: UpcomingStep) -> int:
+        self.chosen.append(1 if len(self.chosen) % 2 else upcoming.longest)
+        return self.chosen[-1]
+
+    def observe(self, accepted: Sequence[Accepted]) -> None:
+        self.num_observed += 1
+
+
+def test_a_policy_of_a_name_in_the_registry_is_asked_and_changes_no_verified_token(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LENGTH_POLICIES._entries, "alternating", f"{__name__}:Alternating")
+    setup = Setup(max_running_requests=4)
+    params = {"max_new_tokens": 12, "temperature": 0.0, "mtp_enabled": True, "mtp_k": 8}
+    tokens = []
+    for name in ("full_length", "alternating"):
+        runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
+        mtp = MTPConfig(mask_token_id=5, max_k=MAX_K, length_policy=name)
+        harness = SchedulerHarness(setup, make_worker(runner, mtp))
+        tokens.append(harness.generate([[1, 2, 3], [4]], mtp_verify=True, **params))
+    assert tokens[0] == tokens[1]
+    (policy,) = Alternating.made
+    assert policy.num_observed == len(policy.chosen) > 2
+    assert set(policy.chosen) == {1, 8}

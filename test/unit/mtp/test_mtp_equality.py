@@ -7,6 +7,7 @@ import argparse
 import ast
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +25,15 @@ from sglang.srt.model_config import resolve_model_path
 from sglang.srt.mtp.lookahead_rows import LookaheadPlan, LookaheadRows
 from sglang.srt.tokenizer import load_tokenizer
 from target import TARGET
-from utils import MTP_MAX_ROWS, Collected, SchedulerHarness, Setup, make_mtp_worker, make_runner
+from utils import (
+    MTP_MAX_ROWS,
+    Collected,
+    RandomBudget,
+    SchedulerHarness,
+    Setup,
+    make_mtp_worker,
+    make_runner,
+)
 
 DEMO = resolve_model_path("demo")
 MASK = 2
@@ -40,6 +49,7 @@ SETUPS = {
     "radix off": replace(BASE, use_radix_cache=False),
     "pages of 16": replace(BASE, page_size=16, num_pages=400),
     "chunks of 4": replace(BASE, chunked_prefill_size=4),
+    "other chunks in every step": replace(BASE, make_budget=partial(RandomBudget, 20)),
     "retracted at every step": replace(BASE, retract_interval=1),
     "retracted at every third step": replace(BASE, retract_interval=3),
     "little memory": replace(BASE, num_pages=170),

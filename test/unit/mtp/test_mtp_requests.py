@@ -134,10 +134,10 @@ def test_results_keep_the_contract_while_others_are_in_their_prompt(
         result = launch(worker, batch)
         read = result.read()
         for i, emits in enumerate(batch.emits):
-            num_host = batch.num_host_tokens[i]
+            num_prompt = batch.num_prompt_tokens[i]
             assert emits == (read.accept_lens[i] > 0)
             assert 1 <= read.kept_lens[i] <= batch.max_q_lens[i]
-            assert not num_host or read.kept_lens[i] == num_host
+            assert not num_prompt or read.kept_lens[i] == num_prompt
         kinds.add((any(batch.emits), all(batch.emits)))
         return result
 
@@ -269,7 +269,7 @@ def assert_same_logprobs(left: list[Any], right: list[Any]) -> None:
     for a, b in zip(left, right, strict=True):
         assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
         assert a.chosen == pytest.approx(b.chosen, abs=1e-4)
-        assert [value for value, _ in a.top] == pytest.approx([v for v, _ in b.top], abs=1e-4)
+        assert a.top_logprobs == pytest.approx(b.top_logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("mode", [{"temperature": 0.0}, {"temperature": 0.8, "sampling_seed": 5}])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,23 @@ import torch
 
 from sglang.srt.environ import Environ
 from sglang.srt.model_config import ModelConfig, load_model_config, resolve_model_path
-from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.platform import Platform, memory_for
 from sglang.srt.processes.runtime_config import (
     CPU_KV_MAX_BYTES,
     CPU_KV_SHARE,
-    DEFAULT_CHUNKS,
+    DEFAULT_MAX_STEP_MS,
     GPU_STATIC_SHARE,
+    MAX_CHUNKS,
     MAX_CPU_THREADS,
     ConfigError,
     RuntimeConfig,
     resolve,
+    with_chunks_that_fit,
+)
+from sglang.srt.processes.worker_factory import (
+    make_prompt_budget,
+    measure_prices,
 )
 from sglang.srt.registry import (
     ATTENTION_BACKENDS,
@@ -36,6 +41,7 @@ from sglang.srt.registry import (
     Registry,
     load,
 )
+from sglang.srt.scheduling.prompt_budget import BoundedBudget
 from sglang.srt.server_args import ServerArgs
 from utils import make_random_llama
 
@@ -111,6 +117,15 @@ def test_flags_reach_the_part_that_they_are_for(model: ModelConfig) -> None:
     assert not config.use_radix_cache
 
 
+@pytest.mark.parametrize("wished", ["auto", 8192, -1])
+def test_chunks_are_no_larger_than_the_memory_allows(model: ModelConfig, wished: int) -> None:
+    """A prompt that was not to be split is: in one step it would never run."""
+    config = resolved(model, chunked_prefill_size=wished)
+    assert with_chunks_that_fit(config, config.execution.max_prompt_rows) == config
+    planner = with_chunks_that_fit(config, 256).scheduler.planner
+    assert (planner.chunked_prefill_size, planner.splits_prompts) == (256, True)
+
+
 def on_a_gpu(capability: tuple[int, int] = (9, 0)) -> Platform:
     return replace(PLATFORM, device="cuda", device_name="A GPU", capability=capability)
 
@@ -122,21 +137,18 @@ def test_defaults_on_a_gpu(mtp_model: ModelConfig) -> None:
     assert execution.attention_backend == execution.ops == "triton"
     assert execution.kv_budget_bytes is None
     assert 0 < execution.static_memory_share < 1
-    chunk = config.scheduler.planner.chunked_prefill_size
-    assert chunk + config.execution.max_running_requests <= execution.max_graph_rows
-    assert chunk < resolved(mtp_model).scheduler.planner.chunked_prefill_size
     assert execution.max_graph_width == config.max_decode_rows == 15
     assert execution.max_graph_rows > 0
     assert config.mtp is not None
-    assert config.mtp.measures_costs
+    assert config.mtp.length_policy == "load_aware"
     assert not config.mtp.trims_rows
     assert not config.mtp.bypasses_graphs
     fixed = resolved(mtp_model, platform=on_a_gpu(), environ=Environ(mtp_fixed_k=True))
     assert fixed.mtp is not None
-    assert not fixed.mtp.measures_costs
+    assert fixed.mtp.length_policy == "full_length"
     on_a_cpu = resolved(mtp_model)
     assert on_a_cpu.mtp is not None
-    assert on_a_cpu.mtp.measures_costs
+    assert on_a_cpu.mtp.length_policy == "load_aware"
 
 
 @pytest.mark.parametrize(
@@ -234,13 +246,77 @@ def test_memory_for_kv(
     assert resolved(model, platform, **flags).execution.kv_budget_bytes == expected
 
 
+def chunks(model: ModelConfig, platform: Platform = PLATFORM, **flags: Any) -> tuple[Any, ...]:
+    """Largest chunk, whether it follows the load, and the bound on steps in ms."""
+    config = resolved(model, platform, **flags)
+    planner = config.scheduler.planner
+    assert config.execution.max_prompt_rows == planner.chunked_prefill_size
+    return planner.chunked_prefill_size, planner.chunks_follow_load, planner.max_step_ms
+
+
+def test_chunks_follow_the_load_unless_a_number_is_named(model: ModelConfig) -> None:
+    gpu = on_a_gpu()
+    assert chunks(model) == chunks(model, chunked_prefill_size="auto") == (2048, True, 0.0)
+    assert chunks(model, chunked_prefill_size=None) == (2048, True, 0.0)
+    assert chunks(model, gpu) == (8192, True, DEFAULT_MAX_STEP_MS["cuda"])
+    assert chunks(model, gpu, max_step_ms=0.0) == (8192, True, 0.0)
+    assert chunks(model, gpu, max_step_ms=7.5) == (8192, True, 7.5)
+    assert chunks(model, max_step_ms=7.5) == (2048, True, 7.5)
+    for platform in (PLATFORM, gpu):
+        assert chunks(model, platform, chunked_prefill_size=512) == (512, False, 0.0)
+        assert chunks(model, platform, chunked_prefill_size=512, max_step_ms=0) == (512, False, 0.0)
+        whole = chunks(model, platform, chunked_prefill_size=-1, context_length=100)
+        assert whole == (100, False, 0.0)
+
+
+@pytest.mark.parametrize("value", [-1.0])
+def test_a_bound_on_steps_must_be_a_time(model: ModelConfig, value: float) -> None:
+    message = refusal(model, max_step_ms=value)
+    assert message == "--max-step-ms must be milliseconds above 0, or 0 for no bound."
+
+
+@pytest.mark.parametrize("chunk", [512, -1])
+def test_a_bound_needs_chunks_that_may_change(model: ModelConfig, chunk: int) -> None:
+    message = refusal(model, chunked_prefill_size=chunk, max_step_ms=40.0)
+    assert "--max-step-ms" in message
+    assert "--chunked-prefill-size auto" in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "measures", "bounds"),
+    [
+        ({}, False, False),
+        ({"max_step_ms": 50.0}, True, True),
+        ({"chunked_prefill_size": 64}, False, False),
+    ],
+    ids=str,
+)
+def test_prices_are_measured_where_something_goes_by_them(
+    model: ModelConfig,
+    mtp_model: ModelConfig,
+    flags: dict[str, Any],
+    measures: bool,
+    bounds: bool,
+) -> None:
+    flags = {"load_format": "dummy", "max_total_tokens": 600, **flags}
+    config = resolved(model, **flags)
+    prices = measure_prices(config, make_runners(config.execution).target)
+    assert (prices is not None) is measures
+    assert isinstance(make_prompt_budget(config, prices), BoundedBudget) is bounds
+    for fixed_k in (False, True):
+        config = resolved(mtp_model, environ=Environ(mtp_fixed_k=fixed_k), **flags)
+        prices = measure_prices(config, make_runners(config.execution).target)
+        assert (prices is not None) is (measures or not fixed_k)
+        assert isinstance(make_prompt_budget(config, prices), BoundedBudget) is bounds
+
+
 def test_chunks_of_minus_1_split_no_prompt(model: ModelConfig) -> None:
     planner = resolved(model, chunked_prefill_size=-1, context_length=100).scheduler.planner
     assert (planner.chunked_prefill_size, planner.splits_prompts) == (100, False)
     assert resolved(model).scheduler.planner.splits_prompts
-    for value in (0, -2):
+    for value in (0, -2, "many", "512", ""):
         message = refusal(model, chunked_prefill_size=value)
-        assert "--chunked-prefill-size must be at least 1, or -1" in message
+        assert "--chunked-prefill-size must be at least 1, or -1 for no chunks, or auto" in message
 
 
 @pytest.mark.parametrize("value", [0, -1, -(10**9)])
@@ -264,13 +340,13 @@ def test_a_size_below_1_is_refused_with_its_flag(model: ModelConfig, name: str, 
     assert "1" in message
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("value", [0.0, -1.0])
 def test_conservativeness_must_be_a_positive_number(model: ModelConfig, value: float) -> None:
     message = refusal(model, schedule_conservativeness=value)
     assert "--schedule-conservativeness" in message
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, -0.5, 2.0, math.nan])
+@pytest.mark.parametrize("value", [0.0, 1.0, -0.5, 2.0])
 def test_a_memory_share_outside_0_and_1_is_refused(model: ModelConfig, value: float) -> None:
     assert "--mem-fraction-static" in refusal(model, mem_fraction_static=value)
 
@@ -301,7 +377,13 @@ def test_a_gpu_is_used_where_there_is_one(model: ModelConfig) -> None:
 
 def test_every_device_of_the_flag_has_its_defaults() -> None:
     device = next(flag for flag in dataclasses.fields(ServerArgs) if flag.name == "device")
-    for defaults in (DEFAULT_ATTENTION_BACKENDS, DEFAULT_OPERATIONS, DEFAULT_CHUNKS):
+    defaults_by_device = (
+        DEFAULT_ATTENTION_BACKENDS,
+        DEFAULT_OPERATIONS,
+        MAX_CHUNKS,
+        DEFAULT_MAX_STEP_MS,
+    )
+    for defaults in defaults_by_device:
         assert {"auto", *defaults} == set(device.metadata["choices"])
     assert set(DEFAULT_ATTENTION_BACKENDS.values()) <= set(ATTENTION_BACKENDS.names)
     assert set(DEFAULT_OPERATIONS.values()) <= set(OPERATIONS)
@@ -350,7 +432,7 @@ def test_a_pool_without_a_page_is_refused_with_the_flags(
     platform = dataclasses.replace(PLATFORM, available_host_bytes=100_000)
     config = resolved(model, platform, load_format="dummy", **flags)
     with pytest.raises(ValueError, match="--max-total-tokens"):
-        ModelRunner(config.execution)
+        make_runners(config.execution)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 100])
@@ -366,8 +448,8 @@ def test_with_enough_memory_all_running_requests_fit_at_full_context(
         page_size=page_size,
         max_running_requests=num_running,
     )
-    runner = ModelRunner(config.execution)
-    assert runner.num_pages * page_size == num_running * config.execution.row_width
+    memory = make_runners(config.execution).memory
+    assert memory.num_pages * page_size == num_running * config.execution.row_width
 
 
 @pytest.mark.parametrize("registry", [ATTENTION_BACKENDS, MODELS])

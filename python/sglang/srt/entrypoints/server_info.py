@@ -77,7 +77,17 @@ def describe_start(server_args: ServerArgs, scheduler: SchedulerInfo) -> str:
             f"{scheduler.max_running_requests} running,"
             f" {found['max_queued_requests'] or 'any number'} waiting",
         ),
+        ("prompts", _describe_chunks(found["schedule"])),
         ("overlap", "on" if found["enable_overlap"] else "off"),
         ("radix cache", "on" if found["use_radix_cache"] else "off"),
     )
     return "Start-up summary\n" + "\n".join(f"    {name:<12} {value}" for name, value in rows)
+
+
+def _describe_chunks(schedule: dict[str, Any]) -> str:
+    if not schedule["splits_prompts"]:
+        return "whole, each in one step"
+    tokens = f"up to {schedule['chunked_prefill_size']} tokens in a step"
+    if schedule["max_step_ms"] == 0:
+        return tokens
+    return f"{tokens}; where requests decode, as many as fit into {schedule['max_step_ms']:g} ms"

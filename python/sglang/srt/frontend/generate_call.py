@@ -104,8 +104,9 @@ class Sample:
         return {"weight_version": spans[-1]["version"], "weight_versions": spans}
 
     @property
-    def has_logprobs(self) -> bool:
-        return self._lists.has_logprobs
+    def takes_long(self) -> bool:
+        """Whether `as_dict` may take long."""
+        return self._lists.take_long
 
     @property
     def has_output(self) -> bool:
@@ -191,8 +192,8 @@ class GenerateCall:
         return {**sample.as_dict(), "index": sample.index}
 
     async def answer(self) -> dict[str, Any] | list[dict[str, Any]]:
-        """The answer of a call that has finished. Many log-probabilities take long: a thread."""
-        if any(sample.has_logprobs for sample in self.samples):
+        """The answer of a call that has finished. What may take long is done in a thread."""
+        if any(sample.takes_long for sample in self.samples):
             return await asyncio.to_thread(self._answer)
         return self._answer()
 

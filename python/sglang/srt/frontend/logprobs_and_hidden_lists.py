@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -30,21 +31,23 @@ class LogprobsAndHiddenLists:
         self._input = LogprobLists(text_of_token, token_ids)
         self._output = LogprobLists(text_of_token, token_ids)
         self._hidden: list[list[float]] = []
+        self._hidden_news: list[bytes] = []
         if request.logprobs is not None:
             first_id = request.input_ids[request.logprobs.start_len]
             self._input.news.append(PositionLogprobs(token_id=first_id, logprob=None))
 
     @property
-    def has_logprobs(self) -> bool:
-        return self._logprobs is not None
+    def take_long(self) -> bool:
+        """Whether there may be many of them."""
+        return self._logprobs is not None or self._hidden_states == "all"
 
     def add(self, output: ReqTextOutput) -> None:
         self._input.news += output.input_logprobs
         self._output.news += output.output_logprobs
-        self._hidden += output.hidden_states
+        self._hidden_news += output.hidden_states
 
     def meta_info(self) -> dict[str, Any]:
-        """The fields of `meta_info` that were asked for. Many log-probabilities take long."""
+        """The fields of `meta_info` that were asked for. Many of them take long."""
         wanted, fields = self._logprobs, dict[str, Any]()
         if wanted is not None:
             for name, lists in (("input", self._input), ("output", self._output)):
@@ -54,6 +57,8 @@ class LogprobsAndHiddenLists:
                     fields[f"{name}_top_logprobs"] = list(lists.top)
                 if wanted.token_ids:
                     fields[f"{name}_token_ids_logprobs"] = list(lists.chosen)
+        news, self._hidden_news = self._hidden_news, []
+        self._hidden += (array("f", row).tolist() for row in news)
         if self._hidden_states == "last":
             fields["hidden_states"] = list(self._hidden)
         elif self._hidden_states == "all":
@@ -92,6 +97,7 @@ class LogprobLists:
 
         has_logprob = position.logprob is not None
         self.tokens.append(entry(position.logprob, position.token_id))
-        self.top.append([entry(*item) for item in position.top] if has_logprob else None)
+        top = zip(position.top_logprobs, position.top_ids, strict=True)
+        self.top.append([entry(*item) for item in top] if has_logprob else None)
         chosen = zip(position.chosen, self._token_ids, strict=True) if has_logprob else ()
         self.chosen.append([entry(*item) for item in chosen] if has_logprob else None)

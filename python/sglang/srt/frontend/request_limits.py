@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from sglang.srt.frontend.errors import field_error
+from sglang.srt.frontend.errors import RequestError, field_error
 
 TokenId = Annotated[int, Meta(ge=0)]  # `check_id_lists` knows the vocabulary's size
 
@@ -69,20 +69,33 @@ def check_length(
 def check_id_lists(name: str, value: list[Any], vocab_size: int) -> tuple[list[list[int]], bool]:
     """Lists of token ids, from one list of integers or from a list of such lists.
 
+    Args:
+        value: integers that are not negative, as `TokenId` says, or lists of them.
+
     Returns:
         The lists, and whether the client sent several (be it one in a list).
 
     Raises:
         RequestError: naming the entry that is outside the vocabulary, or no list beside lists.
     """
-    if list not in map(type, value):
-        check_token_ids(name, value, vocab_size)
+    if _are_below(vocab_size, value):
         return [value], False
+    if list not in map(type, value):
+        raise _outside(name, value, vocab_size)
     for index, ids in enumerate(value):
         if not isinstance(ids, list):
             raise field_error(f"{name}[{index}]", "must be a list of token ids, as the others are")
-        check_token_ids(f"{name}[{index}]", ids, vocab_size)
+        if not _are_below(vocab_size, ids):
+            raise _outside(f"{name}[{index}]", ids, vocab_size)
     return value, True
+
+
+def _are_below(limit: int, values: list[Any]) -> bool:
+    """Whether all are integers below the limit. One pass: a prompt may have 100,000 ids."""
+    try:
+        return max(values, default=-1) < limit
+    except TypeError:  # lists have no place in the order of integers
+        return False
 
 
 def check_token_ids(name: str, ids: list[int], vocab_size: int) -> None:
@@ -91,10 +104,14 @@ def check_token_ids(name: str, ids: list[int], vocab_size: int) -> None:
     Raises:
         RequestError: naming the first entry that is not.
     """
-    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
-        return
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        raise _outside(name, ids, vocab_size)
+
+
+def _outside(name: str, ids: list[int], vocab_size: int) -> RequestError:
+    """The error of the first id outside of the vocabulary."""
     index = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
-    raise field_error(f"{name}[{index}]", f"is outside the vocabulary, 0..{vocab_size - 1}")
+    return field_error(f"{name}[{index}]", f"is outside the vocabulary, 0..{vocab_size - 1}")
 
 
 def check_short_text(name: str, text: str, max_chars: int) -> None:

@@ -4,6 +4,7 @@ how many rows each request feeds."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -24,19 +25,23 @@ class GraphKey:
         num_reqs: requests, padding included.
         width: the most rows of a request; in MIXED, of one that does not feed a prompt.
         num_tokens: rows in all, padding included.
+        has_tree: steps with `ForwardBatch.ancestors` replay it, and no others.
+        computes_all_rows: somebody asked for the last layer of all rows (`HiddenCapture`).
     """
 
     tag: str
     num_reqs: int
     width: int
     num_tokens: int
+    has_tree: bool = False
+    computes_all_rows: bool = False
 
     @property
     def skips_unread_rows(self) -> bool:
         """Whether the graph's last layer computes only the rows of `ForwardBatch.read_index`, which
         may be up to `num_reqs`: so in steps with prompts of requests that do not look ahead, where
         one row of each request is read at most."""
-        return self.tag == MIXED and self.width == 1
+        return self.tag == MIXED and self.width == 1 and not self.computes_all_rows
 
     @property
     def is_uniform(self) -> bool:
@@ -67,7 +72,8 @@ class ForwardBatch:
             comes after it; its own bit is set. Every row sees all KV from before the step. -1 (all
             bits) is plain causal, and the only value allowed in requests that feed more than
             MAX_TREE_ROWS. "After" is by the order of the request's rows, not by `positions`. A
-            batch with ancestors replays no graph yet.
+            batch with ancestors replays only graphs that were captured for them
+            (`GraphKey.has_tree`).
     """
 
     input_ids: torch.Tensor
@@ -81,6 +87,52 @@ class ForwardBatch:
     graph_key: GraphKey | None = None
     read_index: torch.Tensor | None = None
     ancestors: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenCapture:
+    """What a forward pass gives of its hidden states beside those of the rows read. A drafter asks
+    for it once, when its target's runner is made.
+
+    Attributes:
+        layers: the layers whose inputs are wanted. The input of layer i is the residual stream
+            after i layers (0: the embedding), before layer i normalizes it; transformers calls it
+            `hidden_states[i]`. It is of all T rows.
+        all_rows: the last layer computes all T rows, also those that nobody reads.
+    """
+
+    layers: tuple[int, ...] = ()
+    all_rows: bool = False
+
+    def check(self, num_layers: int) -> None:
+        """
+        Raises:
+            ValueError: if a model of `num_layers` layers has no such layer.
+        """
+        unknown = [layer for layer in self.layers if not 0 <= layer < num_layers]
+        if unknown:
+            raise ValueError(
+                f"The inputs of layers {unknown} are asked for, but the model's layers are 0 to"
+                f" {num_layers - 1}."
+            )
+
+
+NO_CAPTURE = HiddenCapture()
+
+
+class ModelOutput(NamedTuple):
+    """What a model computes of a forward batch.
+
+    Attributes:
+        hidden: hidden states after the last norm: of the rows `ForwardBatch.read_index`
+            [S, hidden_size], or of all [T, hidden_size] if that is None or `HiddenCapture.all_rows`
+            is set.
+        taps: [T, len(layers) * hidden_size]; of each row the inputs of `HiddenCapture.layers`, in
+            that order; None where none are asked for.
+    """
+
+    hidden: torch.Tensor
+    taps: torch.Tensor | None = None
 
 
 def dummy_step(q_lens: list[int], device: torch.device) -> ForwardBatch:

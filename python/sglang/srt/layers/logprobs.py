@@ -104,16 +104,26 @@ def query_logprobs(
     if queries.top_num:
         top = logits.topk(queries.top_num, dim=-1)
         answers = replace(answers, top_values=known.logprobs_of(top.values), top_ids=top.indices)
-    width = max(map(len, queries.token_ids), default=0)
-    if width:
-        padded = [ids + [0] * (width - len(ids)) for ids in queries.token_ids]
-        ids = to_device(padded, logits.device, torch.int64)
+    if any(queries.token_ids):
+        ids = _padded(queries.token_ids, logits.device)
         answers = replace(answers, chosen=known.logprobs_of(logits.gather(1, ids)))
     return answers
 
 
+def _padded(token_ids: list[list[int]], device: torch.device) -> torch.Tensor:
+    """[Q, E] int64: Q lists, filled up with 0. Positions of one request have the same list, which
+    goes to the device once."""
+    distinct = {id(ids): ids for ids in token_ids}
+    width = max(map(len, distinct.values()))
+    padded = [ids + [0] * (width - len(ids)) for ids in distinct.values()]
+    place = {key: index for index, key in enumerate(distinct)}
+    index = [place[id(ids)] for ids in token_ids]
+    return to_device(padded, device, torch.int64)[to_device(index, device, torch.int64)]
+
+
 def query_prompt_logprobs(
     hidden: torch.Tensor,
+    rows: torch.Tensor,
     compute_logits: Callable[[torch.Tensor], torch.Tensor],
     targets: list[int],
     queries: LogprobQueries,
@@ -121,14 +131,15 @@ def query_prompt_logprobs(
     """Log-softmax of the model's own logits at Q prompt rows, a few rows at a time.
 
     Args:
-        hidden: [Q, hidden_size].
+        hidden: [T, hidden_size].
+        rows: [Q] int64; which of the T.
         targets: the Q tokens that follow.
     """
     argmax_logprob = sampling_ops(hidden.device).argmax_logprob
     parts = []
     for start in range(0, len(targets), MAX_ROWS_AT_ONCE):
         end = start + MAX_ROWS_AT_ONCE
-        logits = compute_logits(hidden[start:end])
+        logits = compute_logits(hidden[rows[start:end]])
         wanted = to_device(targets[start:end], hidden.device)
         _, best, of_best = argmax_logprob(logits)
         part = LogprobQueries(queries.top_num, queries.token_ids[start:end])

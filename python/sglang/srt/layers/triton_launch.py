@@ -31,6 +31,9 @@ def begin(PDL: tl.constexpr, early, beside=0):
         beside: 1 waits for nothing here, else 0. Only for a kernel B that reads nothing that A
             writes, and only if A is `early`: then A has waited for all older kernels itself. B must
             call `finish` at each end: that waits for A, and so C, which waits for B, has both.
+            C may be `beside` B in turn if B is `early` too and C reads nothing that A or B write:
+            B starts after A has waited, and C after B has started, so older kernels have ended.
+            C's `finish` waits for B, whose `finish` has waited for A.
 
     `early` and `beside` are plain numbers: as constants, each value would compile a kernel anew.
     """
@@ -71,12 +74,12 @@ def dependent_launch(device: torch.device, num_programs: int) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLaunch:
-    """Whether an attention kernel runs at the same time as the step's other one, which goes over
-    other items.
+    """Whether an attention kernel runs at the same time as others of the step, which go over other
+    items.
 
     Attributes:
-        with_previous: the other one is launched just before it.
-        with_next: the other one is launched just after it.
+        with_previous: with the one that is launched just before it.
+        with_next: with the one that is launched just after it.
     """
 
     with_previous: bool = False
@@ -87,3 +90,11 @@ class ParallelLaunch:
         options = dependent_launch(device, num_programs)
         early = int(self.with_next or options["early"])
         return {**options, "early": early, "beside": int(self.with_previous)}
+
+
+def beside_each_other(count: int) -> list[ParallelLaunch]:
+    """Of `count` kernels that are launched one right after the other."""
+    return [
+        ParallelLaunch(with_previous=index > 0, with_next=index + 1 < count)
+        for index in range(count)
+    ]

@@ -21,18 +21,21 @@ from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.messages.requests import FinishReason, TokenizedGenerateReqInput
 from sglang.srt.observability.request_step import RequestStep
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.scheduling.batch_planner import BatchPlanner, MustDrain, PlannedStep, PlannerConfig
+from sglang.srt.scheduling.batch_planner import BatchPlanner, MustDrain, PlannerConfig
 from sglang.srt.scheduling.batch_result_processor import BatchResultProcessor
 from sglang.srt.scheduling.invariants import InvariantChecker
 from sglang.srt.scheduling.launch_slack import LaunchSlack
+from sglang.srt.scheduling.prompt_budget import PromptBudget
 from sglang.srt.scheduling.request import LaunchedStep, Req
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 from sglang.srt.scheduling.schedule_policy import NewTokenRatio, order_by_priority
+from sglang.srt.scheduling.step_builder import PlannedStep
 from sglang.srt.step.worker import Worker
 from sglang.srt.tokenizer import StopFinder
 
 logger = logging.getLogger(__name__)
 
+PAUSE_BEFORE_CHECK_S = 0.1  # clients in a closed loop send their next request before
 QUEUE_FULL_MESSAGE = "The request queue is full; try again later."
 
 
@@ -42,8 +45,8 @@ class Inbox(Protocol):
     def drain(self) -> Iterable[Any]:
         """The messages that are there now."""
 
-    def wait(self, timeout_s: float | None) -> None:
-        """Returns when one is there, or after the time (None: no limit)."""
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether one is there, waiting for it up to the time (None: no limit)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +100,7 @@ class Scheduler:
         resources: what control calls change: weights, memory.
         make_stop_finder: makes what looks for a request's stop strings.
         debug: what watches steps and releases of KV.
+        budget: prompt tokens of each step; None for `PlannerConfig.chunked_prefill_size`.
         to_detokenizer, to_frontend: send one message.
         clock: seconds, for deadlines of control calls and the time that a launch may wait.
     """
@@ -112,6 +116,7 @@ class Scheduler:
         to_frontend: Callable[[Any], None],
         make_stop_finder: Callable[[SamplingParams], StopFinder],
         debug: SchedulerDebug = NO_DEBUG,
+        budget: PromptBudget | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -129,7 +134,7 @@ class Scheduler:
         self.processor = BatchResultProcessor(
             self.lifecycle, to_detokenizer, config.stream_interval, debug.on_step_read
         )
-        self._planner = BatchPlanner(config.planner, self.lifecycle, self.ratio)
+        self._planner = BatchPlanner(config.planner, self.lifecycle, self.ratio, budget)
         self._slack = LaunchSlack(clock)
         self.control = Control(
             self.lifecycle,
@@ -160,7 +165,9 @@ class Scheduler:
         self.receive()
         ongoing = self._launch_next(has_inflight=last is not None)
         if last is not None:
-            self._slack.wait_for_step(last.result)
+            took_s = self._slack.wait_for_step(last.result)
+            if took_s is not None and last.price_ms is not None:
+                self._planner.observe(last.price_ms, took_s * 1e3)
             num_ended = self.lifecycle.counts.num_ended
             self._read(last)
             if ongoing is not None and self.lifecycle.counts.num_ended > num_ended:
@@ -212,7 +219,7 @@ class Scheduler:
             row.req.num_inflight_emits += row.emits
         result = self._worker.forward_batch_generation(planned.batch)
         self.stats.on_launch(has_decode=any(row.is_decode for row in planned.rows))
-        return LaunchedStep(planned.rows, result)
+        return LaunchedStep(planned.rows, result, planned.price_ms)
 
     def _read(self, step: LaunchedStep) -> None:
         result = self.processor.process(step)
@@ -273,8 +280,14 @@ class Scheduler:
         self.processor.end(req, reason)
 
     def _wait_for_message(self) -> None:
-        self.checker.when_idle()
+        """Looks at every slot only when no message has come for a while: it would have to wait."""
+        self.checker.when_idle(has_time=False)
         self.stats.on_idle()
+        wait_s = self.control.wait_s
+        pause_s = PAUSE_BEFORE_CHECK_S if wait_s is None else min(wait_s, PAUSE_BEFORE_CHECK_S)
+        if self._inbox.wait(pause_s) or pause_s < PAUSE_BEFORE_CHECK_S:
+            return
+        self.checker.when_idle()
         self._inbox.wait(self.control.wait_s)
 
 

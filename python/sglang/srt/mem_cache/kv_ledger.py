@@ -16,6 +16,7 @@ nothing.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -30,12 +31,16 @@ SlotState = Literal["cached", "free", "missing"]
 
 @dataclass(slots=True)
 class RequestKV:
-    """KV of one running request. Changed only by the ledger."""
+    """KV of one running request. Changed only by the ledger.
+
+    Attributes:
+        pages: int64, in token order.
+    """
 
     row: int
     namespace: Namespace
     weight_epoch: int
-    pages: list[int]
+    pages: array[int]
     node: CacheNode
     shared_end: int
     duplicate_end: int
@@ -43,7 +48,7 @@ class RequestKV:
     is_released: bool = False
 
     @property
-    def private_pages(self) -> list[int]:
+    def private_pages(self) -> array[int]:
         return self.pages[self.shared_end : self.duplicate_end] + self.pages[self.inserted_end :]
 
     @property
@@ -51,13 +56,46 @@ class RequestKV:
         return self.duplicate_end - self.shared_end + len(self.pages) - self.inserted_end
 
 
-@dataclass(slots=True)
-class PageTableWrites:
-    """Entries for the device's request-to-token table: table[rows[i], columns[i]] = slots[i]."""
+def _no_entries() -> np.ndarray:
+    return np.empty((3, 0), dtype=np.int64)
 
-    rows: list[int] = field(default_factory=list)
-    columns: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
+
+@dataclass(frozen=True, slots=True)
+class PageTableWrites:
+    """Entries for the device's request-to-token table.
+
+    Attributes:
+        entries: [3, W] int64; rows, columns and slots: table[row, column] = slot.
+    """
+
+    entries: np.ndarray = field(default_factory=_no_entries)
+
+    @classmethod
+    def of_runs(cls, runs: Sequence[PageRun], page_size: int) -> PageTableWrites:
+        """The entries of whole runs, in their order."""
+        if not runs:
+            return cls()
+        lens = np.array([len(run.pages) for run in runs]) * page_size
+        starts = np.array([run.first_page for run in runs]) * page_size
+        count = int(lens.sum())
+        entries = np.empty((3, count), dtype=np.int64)
+        entries[0] = np.repeat([run.row for run in runs], lens)
+        entries[1] = np.arange(count) + np.repeat(starts - (np.cumsum(lens) - lens), lens)
+        pages = array("q")
+        for run in runs:
+            pages.extend(run.pages)
+        firsts = np.frombuffer(pages, dtype=np.int64) * page_size
+        entries[2] = (firsts[:, None] + np.arange(page_size)).ravel()
+        return cls(entries)
+
+
+@dataclass(frozen=True, slots=True)
+class PageRun:
+    """Pages that a row has got side by side, the first one as its page number `first_page`."""
+
+    row: int
+    first_page: int
+    pages: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +138,7 @@ class KVLedger:
         self._tree = tree
         # By row: `release` drops a row's entries, so that its next owner does not write the same
         # entries again in one step. The order of two writes to one entry is undefined on a GPU.
-        self._writes: dict[int, PageTableWrites] = {}
+        self._writes: dict[int, list[PageRun]] = {}
         self.page_size = allocator.page_size
         self.weight_epoch = 0
 
@@ -131,8 +169,8 @@ class KVLedger:
         return self._num_rows - len(self._free_rows)
 
     @property
-    def has_free_row(self) -> bool:
-        return bool(self._free_rows)
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
 
     def cached_prefix(self, namespace: Namespace, tokens: Sequence[int]) -> tuple[int, int]:
         """Tokens of the cached prefix that `admit` would re-use, and how many of them are locked
@@ -143,7 +181,7 @@ class KVLedger:
 
     def admit(self, namespace: Namespace, tokens: Sequence[int]) -> RequestKV:
         """Gives a request a row and its cached prefix, locked. At least one token is left over,
-        since a step needs something to feed. Needs `has_free_row`."""
+        since a step needs something to feed. Needs a free row."""
         namespace = (self.weight_epoch, *namespace)
         found = self._tree.match(namespace, tokens[: len(tokens) - 1])
         self._tree.lock(found.node)
@@ -152,7 +190,7 @@ class KVLedger:
             row=self._free_rows.pop(),
             namespace=namespace,
             weight_epoch=self.weight_epoch,
-            pages=list(found.pages),
+            pages=array("q", found.pages),
             node=found.node,
             shared_end=num_shared,
             duplicate_end=num_shared,
@@ -222,7 +260,7 @@ class KVLedger:
         self._allocator.free(leftover)
         self._free_rows.append(kv.row)
         self._writes.pop(kv.row, None)
-        kv.pages = []
+        kv.pages = array("q")
 
     def flush(self) -> int:
         """Empties the tree; returns the tokens dropped. Nothing may be locked."""
@@ -232,13 +270,9 @@ class KVLedger:
 
     def take_table_writes(self) -> PageTableWrites:
         """The table entries changed since the last call, for the next step to apply; each once."""
-        taken = PageTableWrites()
-        for writes in self._writes.values():
-            taken.rows.extend(writes.rows)
-            taken.columns.extend(writes.columns)
-            taken.slots.extend(writes.slots)
+        runs = [run for runs in self._writes.values() for run in runs]
         self._writes = {}
-        return taken
+        return PageTableWrites.of_runs(runs, self.page_size)
 
     def num_missing_tokens(self, owners: Iterable[RequestKV]) -> int:
         """pool - free - tree - private, by counts alone."""
@@ -279,13 +313,7 @@ class KVLedger:
         self._allocator.rebuild(used)
 
     def _write_table(self, row: int, first_page: int, pages: Sequence[int]) -> None:
-        size = self.page_size
-        start, count = first_page * size, len(pages) * size
-        assert start + count <= self._row_width, "A request outgrows its row."
-        writes = self._writes.setdefault(row, PageTableWrites())
-        writes.rows.extend([row] * count)
-        writes.columns.extend(range(start, start + count))
-        if size == 1:
-            writes.slots.extend(pages)
-        else:
-            writes.slots.extend(page * size + offset for page in pages for offset in range(size))
+        end = (first_page + len(pages)) * self.page_size
+        assert end <= self._row_width, "A request outgrows its row."
+        if pages:
+            self._writes.setdefault(row, []).append(PageRun(row, first_page, pages))

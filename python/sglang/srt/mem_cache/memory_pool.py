@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
 from sglang.srt.device_copies import HostCopy, to_device
@@ -20,8 +23,9 @@ class ReqToTokenPool:
     Attributes:
         req_to_token: [num_rows, width] int32; entry [r, i] is the slot of token i of row r. Rows
             are `row_width` wide. Entries that were never written point to the dummy slot 0.
-        outside: [1] int64; a column outside of its row that a kernel was told to read or write, 0
-            if there was none. Kernels never do it; None if they are not to report it either.
+        outside: [1] int64; a column outside of its row, of this table or of the token table, which
+            is as wide, that a kernel was told to read or write; 0 if there was none. Kernels never
+            do it; None if they are not to report it either.
     """
 
     def __init__(self, num_rows: int, width: int, device: str, is_guarded: bool = False) -> None:
@@ -31,14 +35,19 @@ class ReqToTokenPool:
             self.outside = torch.zeros(1, dtype=torch.int64, device=device)
         self._outside_copy: HostCopy | None = None
 
-    def write(self, rows: list[int], columns: list[int], slots: list[int]) -> None:
-        """Sets req_to_token[rows[i], columns[i]] = slots[i]."""
-        if not rows:
+    def write(self, entries: Sequence[Sequence[int]] | np.ndarray) -> None:
+        """Sets req_to_token[row, column] = slot for all entries.
+
+        Args:
+            entries: [3, W]; rows, columns and slots.
+        """
+        entries = np.asarray(entries, dtype=np.int64)
+        if not entries.size:
             return
-        width = self.req_to_token.shape[1]
-        assert min(columns) >= 0, "A column outside of its row."
-        assert max(columns) < width, "A column outside of its row."
-        index = to_device([rows, columns, slots], self.req_to_token.device)
+        width, columns = self.req_to_token.shape[1], entries[1]
+        assert columns.min() >= 0, "A column outside of its row."
+        assert columns.max() < width, "A column outside of its row."
+        index = to_device(entries, self.req_to_token.device)
         self.req_to_token[index[0], index[1]] = index[2].to(torch.int32)
 
     def raise_if_outside(self) -> None:
@@ -57,8 +66,8 @@ class ReqToTokenPool:
         self._outside_copy = None
         if column != 0:
             raise RuntimeError(
-                f"A kernel met column {column} of the page table, whose rows have"
-                f" {self.req_to_token.shape[1]}: a step has lengths or slots that are wrong."
+                f"A kernel met column {column} of the page table or the token table, whose rows"
+                f" have {self.req_to_token.shape[1]}: a step has lengths or slots that are wrong."
             )
 
 

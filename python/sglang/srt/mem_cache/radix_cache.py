@@ -74,7 +74,7 @@ class RadixCache:
         node = self._roots.get(namespace) or TreeNode(None, [], [])
         pages: list[int] = []
         num_unlocked = 0
-        tokens = list(tokens)
+        tokens = _as_list(tokens)
         while child := node.children.get(self._first_page(tokens, len(pages))):
             offset = len(pages) * self._page_size
             shared = self._shared_pages(child.key, tokens, offset)
@@ -89,7 +89,7 @@ class RadixCache:
     def insert(
         self, namespace: Namespace, tokens: Sequence[int], pages: Sequence[int]
     ) -> InsertResult:
-        tokens = list(tokens[: len(pages) * self._page_size])
+        tokens = _as_list(tokens[: len(pages) * self._page_size])
         found = self.match(namespace, tokens)
         num_existing = len(found.pages)
         if num_existing == len(pages):
@@ -198,6 +198,11 @@ class RadixCache:
             if parent.parent is None and not parent.children:
                 del self._roots[parent.namespace]
         return freed
+
+
+def _as_list(tokens: Sequence[int]) -> list[int]:
+    """The tokens, whose slices can be compared with those of keys; a list is not copied."""
+    return tokens if isinstance(tokens, list) else list(tokens)
 
 
 class NullPrefixCache:

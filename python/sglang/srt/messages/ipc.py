@@ -89,9 +89,10 @@ class Receiver(Generic[M]):
         """Whether a message is there, waiting for one up to `timeout_ms`."""
         return bool(self._socket.poll(timeout_ms))
 
-    def wait(self, timeout_s: float | None) -> None:
-        """Returns when a message is there, or after the time (None: no limit)."""
-        self._socket.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether a message is there, waiting for it up to the time (None: no limit)."""
+        timeout_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
+        return bool(self._socket.poll(timeout_ms))
 
     def receive(self) -> M:
         """Waits for the next message."""

@@ -80,13 +80,14 @@ class PositionLogprobs(msgspec.Struct, array_like=True):
 
     Attributes:
         logprob: of the token there; None where there is nothing before it.
-        top: [logprob, id] of the best tokens, best first.
+        top_logprobs, top_ids: of the best tokens, best first.
         chosen: logprobs of `LogprobOptions.token_ids`.
     """
 
     token_id: int
     logprob: float | None
-    top: list[tuple[float, int]] = []
+    top_logprobs: list[float] = []
+    top_ids: list[int] = []
     chosen: list[float] = []
 
 
@@ -100,7 +101,8 @@ class ReqOutput(msgspec.Struct, array_like=True):
         options: only on the first output of a request.
         step_lens: how many of `token_ids` each step gave, if the request wants to know.
         input_logprobs, output_logprobs: new ones, of prompt positions and of `token_ids`.
-        hidden_states: new ones, one list of floats per row that is returned.
+        hidden_states: new ones; of each row that is returned its float32 values, as they lie in
+            memory: as numbers of Python a prompt's would hold up every process.
         weight_spans: labels of the weights that generated the tokens, each with its first token's
             index among all tokens generated; empty if nothing has changed since the last output.
     """
@@ -115,7 +117,7 @@ class ReqOutput(msgspec.Struct, array_like=True):
     options: DecodeOptions | None = None
     input_logprobs: list[PositionLogprobs] = []
     output_logprobs: list[PositionLogprobs] = []
-    hidden_states: list[list[float]] = []
+    hidden_states: list[bytes] = []
     step_lens: list[int] = []
     weight_spans: list[tuple[str, int]] = []
 
@@ -139,7 +141,7 @@ class ReqTextOutput(msgspec.Struct, array_like=True):
     num_retractions: int
     input_logprobs: list[PositionLogprobs] = []
     output_logprobs: list[PositionLogprobs] = []
-    hidden_states: list[list[float]] = []
+    hidden_states: list[bytes] = []
     step_lens: list[int] = []
     weight_spans: list[tuple[str, int]] = []
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of the model's forward pass, captured by shape and replayed by steps that fit.
+"""CUDA graphs of what steps compute, captured by shape and replayed by steps that fit.
 
 There are four kinds of graphs (tags of `GraphKey`). A step replays the smallest one that has room
 for its requests and its rows:
@@ -8,7 +8,9 @@ for its requests and its rows:
 - UNIFORM instead, if the attention backend can only plan the same number of rows for each request:
   each gets the graph's width, and padding fills the rows that it does not feed.
 - MIXED, if some feed prompts. There are none for so many rows that the device is busy for longer
-  than a launch takes the host.
+  than a launch takes the host; every step of fewer rows finds one.
+
+Steps whose rows are trees (`ForwardBatch.ancestors`) replay graphs of their own, if there are any.
 
 Rows and requests of padding write K and V to the dummy slot, and nobody reads their results.
 """
@@ -17,8 +19,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -33,6 +37,7 @@ from sglang.srt.layers.forward_batch import (
     ForwardBatch,
     GraphKey,
 )
+from sglang.srt.platform import free_bytes
 from sglang.srt.step.step_ops import StaticInputs, StepOps
 
 logger = logging.getLogger(__name__)
@@ -44,12 +49,41 @@ ROWS = (16, 32, 64, 96, *range(128, 320, 32), *range(320, 1025, 64))
 FEW_REQUESTS = 8  # whose KV is split among more programs
 
 
+Results = TypeVar("Results", bound=tuple[torch.Tensor | None, ...])
+
+
 @dataclass(frozen=True, slots=True)
-class _Captured:
-    """A graph and its result [num_tokens, hidden_size]."""
+class Replay(Generic[Results]):
+    """What a replay computed; the next one overwrites it.
+
+    Attributes:
+        results: as the callable gave them when it was captured, padding included.
+        places: [T] int64, the place of each row of the step in the graph; None: they are its first.
+    """
+
+    results: Results
+    places: torch.Tensor | None
+
+    def rows(self, values: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """The T rows of the step out of a result that has a row for each row of the graph."""
+        return values[:num_tokens] if self.places is None else values[self.places]
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured(Generic[Results]):
+    """A graph and what it computes."""
 
     graph: torch.cuda.CUDAGraph
-    hidden: torch.Tensor
+    results: Results
+
+
+@dataclass(slots=True)
+class _Cost:
+    """What the graphs of a kind took at capture."""
+
+    num_graphs: int = 0
+    seconds: float = 0.0
+    num_bytes: int = 0
 
 
 class GraphKeys:
@@ -60,6 +94,8 @@ class GraphKeys:
         max_requests: of a step.
         max_width: rows of a request in a step without prompts that replays a graph.
         max_mixed_rows: rows in all of a step with prompts that does; 0 for none.
+        computes_all_rows: no graph skips rows (`HiddenCapture.all_rows`).
+        with_trees: each graph of several rows per request also exists for steps with `ancestors`.
     """
 
     def __init__(
@@ -68,49 +104,39 @@ class GraphKeys:
         max_requests: int,
         max_width: int,
         max_mixed_rows: int = 0,
+        computes_all_rows: bool = False,
+        with_trees: bool = False,
     ) -> None:
         self.all: list[GraphKey] = []
-        self._found: dict[tuple[int, int, int], GraphKey | None] = {}
+        self._found: dict[tuple[int, int, int, bool], GraphKey | None] = {}
         if support is GraphSupport.NEVER:
             return
-        self.all = [GraphKey(DECODE, n, 1, n) for n in _decode_sizes(max_requests)]
-        if support is GraphSupport.RAGGED_Q:
-            self.all += [
-                GraphKey(MIXED, num_reqs, max_width, rows)
-                for num_reqs in sorted({min(FEW_REQUESTS, max_requests), max_requests})
-                for rows in ROWS
-                if num_reqs <= rows <= max_mixed_rows
-            ]
-        if max_width == 1:
-            return
-        sizes = sorted({*_powers_of_two(max_requests), max_requests})
-        if support is GraphSupport.UNIFORM_Q:
-            widths = sorted({*(w for w in UNIFORM_WIDTHS if w < max_width), max_width})
-            wide = [GraphKey(UNIFORM, n, w, n * w) for n in sizes for w in widths]
-        else:
-            wide = [
-                GraphKey(RAGGED, n, max_width, tokens)
-                for n in sizes
-                for tokens in _row_counts(n, n * max_width)
-            ]
-        self.all += [key for key in wide if key.num_tokens <= MAX_WIDE_TOKENS]
+        found = _plain_keys(support, max_requests, max_width, max_mixed_rows)
+        self.all = [replace(key, computes_all_rows=computes_all_rows) for key in found]
+        if with_trees:
+            self.all += [replace(key, has_tree=True) for key in self.all if key.width > 1]
 
-    def find(self, q_lens: Sequence[int]) -> GraphKey | None:
+    def find(self, q_lens: Sequence[int], has_tree: bool = False) -> GraphKey | None:
         """The smallest graph with room for the requests, then for their rows."""
-        return self.find_shape(len(q_lens), max(q_lens), sum(q_lens))
+        return self.find_shape(len(q_lens), max(q_lens), sum(q_lens), has_tree)
 
-    def find_shape(self, num_reqs: int, widest: int, num_tokens: int) -> GraphKey | None:
+    def find_shape(
+        self, num_reqs: int, widest: int, num_tokens: int, has_tree: bool = False
+    ) -> GraphKey | None:
         """As `find`, by the number of requests, the rows of the widest one and the rows in all."""
-        shape = num_reqs, widest, num_tokens
+        shape = num_reqs, widest, num_tokens, has_tree
         if shape not in self._found:
             self._found[shape] = self._smallest(*shape)
         return self._found[shape]
 
-    def _smallest(self, num_reqs: int, widest: int, num_tokens: int) -> GraphKey | None:
+    def _smallest(
+        self, num_reqs: int, widest: int, num_tokens: int, has_tree: bool
+    ) -> GraphKey | None:
         fitting = [
             key
             for key in self.all
-            if key.num_reqs >= num_reqs
+            if key.has_tree == has_tree
+            and key.num_reqs >= num_reqs
             and key.num_tokens >= num_tokens
             and (key.tag == MIXED or key.width >= widest)
             and (key.tag == DECODE or widest > 1)
@@ -119,22 +145,23 @@ class GraphKeys:
         return min(narrow or fitting, key=lambda key: (key.num_reqs, key.num_tokens), default=None)
 
 
-class CudaGraphRunner:
-    """Captures forward passes and replays them.
+class CudaGraphRunner(Generic[Results]):
+    """Captures a callable and replays it.
 
     Args:
         plan: the attention's, called before each capture and replay.
-        forward: the model over a planned batch.
+        compute: what is captured, over a planned batch: it gives a tuple of tensors, or None where
+            there is nothing to give.
         ops: copies steps into the inputs of graphs.
         longest: KV tokens of a request at most.
-        poisons: overwrite all inputs and the result before each replay, so that whatever a step
-            does not fill anew shows.
+        poisons: overwrite all inputs and results before each replay, so that whatever a step does
+            not fill anew shows.
     """
 
     def __init__(
         self,
         plan: Callable[[ForwardBatch], None],
-        forward: Callable[[ForwardBatch], torch.Tensor],
+        compute: Callable[[ForwardBatch], Results],
         ops: StepOps,
         keys: GraphKeys,
         longest: int,
@@ -142,7 +169,7 @@ class CudaGraphRunner:
         poisons: bool = False,
     ) -> None:
         self._plan = plan
-        self._forward = forward
+        self._compute = compute
         self._ops = ops
         self._keys = keys
         self._longest = longest
@@ -152,8 +179,11 @@ class CudaGraphRunner:
         self._tokens = torch.zeros((3, most_tokens), dtype=torch.int64, device=device)
         self._requests = torch.zeros((3, most_reqs), dtype=torch.int64, device=device)
         self._static = StaticInputs(self._tokens, self._requests)
+        tree_tokens = max((key.num_tokens for key in keys.all if key.has_tree), default=0)
+        self._ancestors = torch.full((tree_tokens,), -1, dtype=torch.int64, device=device)
+        self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._captured: dict[GraphKey, _Captured] = {}
+        self._captured: dict[GraphKey, _Captured[Results]] = {}
 
     @property
     def keys(self) -> GraphKeys:
@@ -169,9 +199,24 @@ class CudaGraphRunner:
         start = time.perf_counter()
         side = torch.cuda.Stream()  # one for all: cuBLAS takes memory for each stream it sees
         keys = sorted(self._keys.all, key=lambda key: -key.num_tokens)
+        costs: defaultdict[str, _Cost] = defaultdict(_Cost)
         with no_collections():  # what Python frees, say an older graph, may call CUDA and end one
+            now, free = start, free_bytes(self._device)
             for key in tqdm(keys, desc="Capturing CUDA graphs", unit="graph", disable=None):
                 self._captured[key] = self._capture(key, side)
+                cost, before, was_free = costs[kind_of(key)], now, free
+                now, free = time.perf_counter(), free_bytes(self._device)
+                cost.num_graphs += 1
+                cost.seconds += now - before
+                cost.num_bytes += was_free - free
+        for kind, cost in costs.items():
+            logger.info(
+                "CUDA graphs of kind %s: %d, %.1f s, %d MiB.",
+                kind,
+                cost.num_graphs,
+                cost.seconds,
+                cost.num_bytes >> 20,
+            )
         logger.info(
             "Captured %d CUDA graphs for up to %d requests and %d rows in %.1f s.",
             len(keys),
@@ -182,32 +227,37 @@ class CudaGraphRunner:
 
     def key_of(self, batch: ForwardBatch) -> GraphKey | None:
         """The graph that a step can replay, if there is one."""
-        key = self._keys.find(batch.q_lens)
-        if key is None or batch.ancestors is not None:
+        key = self._keys.find(batch.q_lens, batch.ancestors is not None)
+        if key is None:
             return None
         wanted = batch.read_index
         if key.skips_unread_rows and (wanted is None or len(wanted) > key.num_reqs):
             return None
         return key
 
-    def run(self, key: GraphKey, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [T or S, hidden_size]; the next replay overwrites them."""
+    def run(self, key: GraphKey, batch: ForwardBatch) -> Replay[Results]:
+        """Replays the graph of `key` for a step that it has room for."""
         captured = self._captured[key]
         if self._poisons:
-            self._tokens.fill_(1)
-            self._tokens[1].fill_(self._longest - 1)
-            self._requests[:2].fill_(self._longest)
-            self._requests[2].fill_(key.num_tokens - 1)
-            captured.hidden.fill_(float("nan"))
+            self._poison(key, captured.results)
         places = self._ops.fill(self._static, key, batch)
+        if batch.ancestors is not None:
+            rows = slice(len(batch.ancestors)) if places is None else places
+            self._ancestors[: key.num_tokens] = -1
+            self._ancestors[rows] = batch.ancestors
         self._plan(self._static_batch(key, batch))
         captured.graph.replay()
-        hidden, wanted = captured.hidden, batch.read_index
-        if wanted is None:
-            return hidden[: batch.input_ids.shape[0]] if places is None else hidden[places]
-        if key.skips_unread_rows:
-            return hidden[: len(wanted)]
-        return hidden[wanted if places is None else places[wanted]]
+        return Replay(captured.results, places)
+
+    def _poison(self, key: GraphKey, results: Results) -> None:
+        self._tokens.fill_(1)
+        self._tokens[1].fill_(self._longest - 1)
+        self._requests[:2].fill_(self._longest)
+        self._requests[2].fill_(key.num_tokens - 1)
+        self._ancestors.zero_()
+        for values in results:
+            if values is not None:
+                values.fill_(float("nan") if values.is_floating_point() else -1)
 
     def _static_batch(self, key: GraphKey, batch: ForwardBatch) -> ForwardBatch:
         """The step as the graph sees it: static buffers with room for padding."""
@@ -227,9 +277,10 @@ class CudaGraphRunner:
             bounds_are_exact=batch.bounds_are_exact,
             graph_key=key,
             read_index=self._requests[2, : key.num_reqs] if key.skips_unread_rows else None,
+            ancestors=self._ancestors[: key.num_tokens] if key.has_tree else None,
         )
 
-    def _capture(self, key: GraphKey, side: torch.cuda.Stream) -> _Captured:
+    def _capture(self, key: GraphKey, side: torch.cuda.Stream) -> _Captured[Results]:
         """Runs a step of the key once on `side`, so that all is compiled, then captures it."""
         count = key.num_reqs
         share, rest = divmod(key.num_tokens, count)
@@ -249,13 +300,45 @@ class CudaGraphRunner:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self._plan(batch)
-            self._forward(batch)
+            self._compute(batch)
         torch.cuda.current_stream().wait_stream(side)
         self._plan(batch)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            hidden = self._forward(batch)
-        return _Captured(graph, hidden)
+            results = self._compute(batch)
+        return _Captured(graph, results)
+
+
+def kind_of(key: GraphKey) -> str:
+    """The kind of a graph, for the log."""
+    return f"{key.tag}, trees" if key.has_tree else key.tag
+
+
+def _plain_keys(
+    support: GraphSupport, max_requests: int, max_width: int, max_mixed_rows: int
+) -> list[GraphKey]:
+    keys = [GraphKey(DECODE, n, 1, n) for n in _decode_sizes(max_requests)]
+    if support is GraphSupport.RAGGED_Q:
+        most_requests = min(max_requests, max_mixed_rows)  # each feeds a row at least
+        keys += [
+            GraphKey(MIXED, num_reqs, max_width, rows)
+            for num_reqs in sorted({min(FEW_REQUESTS, most_requests), most_requests})
+            for rows in ROWS
+            if num_reqs <= rows <= max_mixed_rows
+        ]
+    if max_width == 1:
+        return keys
+    sizes = sorted({*_powers_of_two(max_requests), max_requests})
+    if support is GraphSupport.UNIFORM_Q:
+        widths = sorted({*(w for w in UNIFORM_WIDTHS if w < max_width), max_width})
+        wide = [GraphKey(UNIFORM, n, w, n * w) for n in sizes for w in widths]
+    else:
+        wide = [
+            GraphKey(RAGGED, n, max_width, tokens)
+            for n in sizes
+            for tokens in _row_counts(n, n * max_width)
+        ]
+    return keys + [key for key in wide if key.num_tokens <= MAX_WIDE_TOKENS]
 
 
 def _decode_sizes(max_requests: int) -> list[int]:

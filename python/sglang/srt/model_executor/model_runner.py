@@ -1,23 +1,33 @@
-"""A model, its KV memory and its attention: loads them, then turns forward batches into logits."""
+"""A model over its pool of the KV memory: turns forward batches into hidden states and logits."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, GraphSupport
-from sglang.srt.layers.forward_batch import ForwardBatch, dummy_step
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionCapabilities
+from sglang.srt.layers.forward_batch import (
+    NO_CAPTURE,
+    ForwardBatch,
+    GraphKey,
+    HiddenCapture,
+    ModelOutput,
+    dummy_step,
+)
 from sglang.srt.layers.layer_runtime import LayerRuntime
-from sglang.srt.mem_cache.kv_sizing import KVSizing
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.kv_memory import KVGeometry, KVMemory
 from sglang.srt.model_config import ModelConfig
-from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphKeys
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphKeys, Replay
+from sglang.srt.model_executor.largest_step import MIN_PROMPT_ROWS, largest_step, most_that_fits
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.platform import memory_for, static_bytes_left
+from sglang.srt.platform import memory_for
 from sglang.srt.registry import ATTENTION_BACKENDS, OPERATIONS, load
 from sglang.srt.step.step_ops import StepOps
 from sglang.srt.weight_sync.weight_store import WeightStore
+
+logger = logging.getLogger(__name__)
 
 WARM_UP_Q_LENS = (128, 8, 1)
 LESS_STATIC_MEMORY = "Lower --mem-fraction-static, --max-total-tokens"
@@ -25,7 +35,8 @@ LESS_STATIC_MEMORY = "Lower --mem-fraction-static, --max-total-tokens"
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
-    """What the model runner needs to know.
+    """What a model runner and its KV memory need to know. Runners over one memory have the same
+    `device`, `page_size`, `row_width` and `max_running_requests`.
 
     Attributes:
         dtype: one of `DTYPES`, the type of weights and KV.
@@ -36,9 +47,15 @@ class ExecutionConfig:
         max_graph_width: rows of a request in steps without prompts that replay a captured graph,
             where the attention backend can; 0 for no graphs, 1 for plain decoding alone.
         max_graph_rows: rows in all of steps with prompts that do; 0 for none.
+        max_prompt_rows: prompt tokens that a step may feed, as wished; 0 reserves no memory for
+            them.
+        max_decode_rows: rows that a request without a prompt feeds at most.
         poisons_graphs: for tests, see `CudaGraphRunner`; kernels also tell of columns outside of
             their row of the request-to-token table.
         num_threads: torch threads of a CPU.
+        capture: which hidden states a forward pass gives beside those of the rows read.
+        captures_trees: steps whose rows are trees also replay graphs, if the attention backend has
+            masks for them.
     """
 
     model: ModelConfig
@@ -57,7 +74,11 @@ class ExecutionConfig:
     ops: str = "torch"
     max_graph_width: int = 0
     max_graph_rows: int = 0
+    max_prompt_rows: int = 0
+    max_decode_rows: int = 1
     poisons_graphs: bool = False
+    capture: HiddenCapture = NO_CAPTURE
+    captures_trees: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +86,30 @@ class ForwardResult:
     """What a forward pass gives.
 
     Attributes:
-        hidden: hidden states after the last norm: of the rows `ForwardBatch.read_index`
-            [S, hidden_size], or of all [T, hidden_size].
+        hidden, taps: see `ModelOutput`.
         used_graph: whether a captured graph was replayed.
     """
 
     hidden: torch.Tensor
     used_graph: bool
+    taps: torch.Tensor | None = None
 
 
-class ModelRunner:
-    """Owns everything that lives on the device for the target model.
+class LoadedModel:
+    """A model on its device, before it has KV memory.
+
+    Attributes:
+        weights: changes the model's weights, gives their memory back and takes it again.
+        geometry: of the pool that the model needs.
 
     Raises:
         ModelPathError: if the weights cannot be loaded.
-        ValueError: if the attention backend or the KV pool cannot be had; the text says why.
+        ValueError: if the attention backend cannot be had; the text says why.
+        MemoryError: if the device has too little memory for the weights.
     """
 
     def __init__(self, config: ExecutionConfig) -> None:
-        model, dtype = config.model, getattr(torch, config.dtype)
+        dtype = getattr(torch, config.dtype)
         backend = ATTENTION_BACKENDS.load(config.attention_backend)
         problems = backend.capabilities().problems(config.device, dtype, config.page_size)
         if problems:
@@ -91,72 +117,89 @@ class ModelRunner:
                 f"--attention-backend {config.attention_backend} cannot be used:"
                 f" {'; '.join(problems)}."
             )
-        self.vocab_size = model.vocab_size
+        config.capture.check(config.model.num_layers)
         with memory_for("the weights", "Use a GPU with more memory, or a smaller model."):
             self.model = load_model(
-                model, config.load_format, config.row_width, dtype, config.device
+                config.model, config.load_format, config.row_width, dtype, config.device
             )
-        self.weights = WeightStore(self.model, model)
-        num_values = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-        self.kv_bytes_per_token = num_values * dtype.itemsize
-        budget = config.kv_budget_bytes
-        if budget is None:
-            budget = static_bytes_left(config.device, config.static_memory_share)
-        sizing = KVSizing(
-            available_bytes=budget,
-            bytes_per_token=self.kv_bytes_per_token,
-            page_size=config.page_size,
-            wished_tokens=config.max_total_tokens,
-            max_useful_tokens=config.max_running_requests * config.row_width,
-        )
-        self.num_pages, self.kv_size_reason = sizing.num_pages(), sizing.reason
-        self.req_to_token_pool = ReqToTokenPool(
-            config.max_running_requests, config.row_width, config.device, config.poisons_graphs
-        )
-        with memory_for("the KV pool", f"{LESS_STATIC_MEMORY} or --max-running-requests."):
-            self.kv_pool = MHATokenToKVPool(
-                self.num_pages * config.page_size,
-                config.page_size,
-                model.num_layers,
-                model.num_kv_heads,
-                model.head_dim,
-                dtype,
-                config.device,
-            )
+        self.config = config
+        self.weights = WeightStore(self.model, config.model)
+        self.geometry = KVGeometry.of(config.model, dtype)
+
+
+class ModelRunner:
+    """A model's steps: attention, operations and graphs over one pool of a `KVMemory`. Several
+    runners may work over one memory, each over its own pool; `make_runners` makes them.
+
+    Args:
+        pool_index: which of the memory's pools is the model's.
+
+    Attributes:
+        req_to_token_pool, kv_pool: the memory's page table, and the pool.
+        max_prompt_rows: prompt tokens that a step may feed: as many as are wished, or as the
+            device's memory allows beside weights, KV pool and graphs (`warm_up`).
+
+    Raises:
+        ValueError: if the attention backend cannot serve the model; the text says why.
+    """
+
+    def __init__(self, loaded: LoadedModel, memory: KVMemory, pool_index: int = 0) -> None:
+        config = loaded.config
+        self.vocab_size = config.model.vocab_size
+        self.model, self.weights = loaded.model, loaded.weights
+        self.memory = memory
+        self.req_to_token_pool, self.kv_pool = memory.table, memory.pools[pool_index]
+        backend = ATTENTION_BACKENDS.load(config.attention_backend)
         attention: AttentionBackend = backend(
-            self.req_to_token_pool, self.kv_pool, model.num_heads, self.model.windows
+            self.req_to_token_pool, self.kv_pool, config.model.num_heads, self.model.windows
         )
-        place = self.kv_pool.kv[0].device
+        self.device = self.kv_pool.kv[0].device
         self.operations = OPERATIONS[config.ops]
-        self._layers = LayerRuntime(load(self.operations.layers)(place), attention, self.kv_pool)
-        self.step_ops: StepOps = load(self.operations.step)(place)
+        self._layers = LayerRuntime(
+            load(self.operations.layers)(self.device), attention, self.kv_pool
+        )
+        self.step_ops: StepOps = load(self.operations.step)(self.device)
         self._threads = HostThreads(config.num_threads) if config.device == "cpu" else None
-        self._graph_support: GraphSupport = backend.capabilities().graph
+        self.max_prompt_rows = config.max_prompt_rows
+        self._capabilities: AttentionCapabilities = backend.capabilities()
         self._config = config
-        self._graphs: CudaGraphRunner | None = None
-        self.capture_graphs()
-        if config.device != "cpu":
-            self.warm_up()
+        self._graphs: CudaGraphRunner[ModelOutput] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether weights and KV pool have their memory."""
+        return not (self.weights.is_released or self.kv_pool.is_released)
+
+    def _compute(self, batch: ForwardBatch) -> ModelOutput:
+        """The model over a planned batch."""
+        output: ModelOutput = self.model(batch, self._layers, self._config.capture)
+        return output
+
+    def drop_graphs(self) -> None:
+        """Gives the graphs' memory back; steps run without them until they are captured again."""
+        self._graphs = None
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
         """Captures graphs anew, if there are to be any and all memory is there: they hold its
         addresses."""
-        self._graphs = None
+        self.drop_graphs()
         config = self._config
-        if self.weights.is_released or self.kv_pool.is_released or config.max_graph_width == 0:
+        if not self.is_whole or config.max_graph_width == 0:
             return
         keys = GraphKeys(
-            self._graph_support,
+            self._capabilities.graph,
             config.max_running_requests,
             config.max_graph_width,
             config.max_graph_rows,
+            config.capture.all_rows,
+            config.captures_trees and self._capabilities.tree_masks,
         )
         if not keys.all:
             return
         graphs = CudaGraphRunner(
             self._layers.plan,
-            lambda batch: self.model(batch, self._layers),
+            self._compute,
             self.step_ops,
             keys,
             config.row_width,
@@ -171,14 +214,52 @@ class ModelRunner:
         self._graphs = graphs
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Runs a step that replays no graph, over the dummy slot: a long prompt, a short one and a
-        decode. So what such steps need is compiled before a request waits for it."""
-        q_lens = [min(size, self._config.row_width) for size in WARM_UP_Q_LENS]
-        batch = dummy_step(q_lens, self.req_to_token_pool.req_to_token.device)
+    def warm_up(self, least_rows: int = MIN_PROMPT_ROWS) -> None:
+        """Runs two steps that replay no graph, over the dummy slot. A long prompt, a short one and
+        a decode: what such steps need is compiled before a request waits for it. Then the largest
+        step that may come, whose memory stays reserved: if it does not fit, `max_prompt_rows`
+        becomes less, but not less than `least_rows`. Graphs are there by then: their memory is
+        fixed, and that of a step is not.
+
+        Raises:
+            MemoryError: if even those rows do not fit.
+        """
+        config = self._config
         with memory_for("a step", f"{LESS_STATIC_MEMORY}."):
-            self._layers.plan(batch)
-            self.compute_logits(self.model(batch, self._layers))
+            self._run_dummy([min(size, config.row_width) for size in WARM_UP_Q_LENS])
+        wished = self.max_prompt_rows
+        if wished == 0:
+            return
+        what = f"a step of {min(wished, least_rows)} prompt tokens"
+        with memory_for(what, f"{LESS_STATIC_MEMORY} or --max-running-requests."):
+            self.max_prompt_rows = most_that_fits(
+                self._run_largest, wished, least_rows, self.device
+            )
+        if self.max_prompt_rows < wished:
+            logger.warning(
+                "A step feeds up to %d prompt tokens, not %d (--chunked-prefill-size): the GPU has"
+                " too little memory for more beside weights, KV pool and graphs."
+                " A lower --mem-fraction-static or --max-total-tokens leaves more of it.",
+                self.max_prompt_rows,
+                wished,
+            )
+
+    def _run_largest(self, prompt_rows: int) -> None:
+        config = self._config
+        self._run_dummy(
+            largest_step(
+                prompt_rows, config.max_decode_rows, config.max_running_requests, config.row_width
+            )
+        )
+
+    def _run_dummy(self, q_lens: list[int]) -> None:
+        """A step of prompts of these lengths, with all hidden states and as many logits as a step
+        may read."""
+        config = self._config
+        batch = dummy_step(q_lens, self.device)
+        self._layers.plan(batch)
+        hidden = self._compute(batch).hidden
+        self.compute_logits(hidden[-config.max_running_requests * config.max_decode_rows :])
 
     @property
     def num_graphs(self) -> int:
@@ -190,16 +271,6 @@ class ModelRunner:
         """Which graphs were captured, and which one a step replays; None without graphs."""
         return None if self._graphs is None else self._graphs.keys
 
-    def restore_kv(self) -> None:
-        """Takes the KV pool's memory again."""
-        self.kv_pool.restore()
-        self.capture_graphs()
-
-    def restore_weights(self) -> None:
-        """Takes the weights' memory again."""
-        self.weights.restore()
-        self.capture_graphs()
-
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardResult:
         """Runs the model; the next call may overwrite the result."""
@@ -210,10 +281,26 @@ class ModelRunner:
             self._threads.use_for(batch.input_ids.shape[0])
         key = None if self._graphs is None else self._graphs.key_of(batch)
         if self._graphs is not None and key is not None:
-            return ForwardResult(self._graphs.run(key, batch), used_graph=True)
+            hidden, taps = self._wanted_rows(key, batch, self._graphs.run(key, batch))
+            return ForwardResult(hidden, True, taps)
         with memory_for("a step", f"{LESS_STATIC_MEMORY} or --chunked-prefill-size."):
             self._layers.plan(batch)
-            return ForwardResult(self.model(batch, self._layers), used_graph=False)
+            hidden, taps = self._compute(batch)
+            return ForwardResult(hidden, False, taps)
+
+    def _wanted_rows(
+        self, key: GraphKey, batch: ForwardBatch, replay: Replay[ModelOutput]
+    ) -> ModelOutput:
+        """What the step would have given without a graph, out of what the graph computed."""
+        hidden, taps = replay.results
+        num_tokens, wanted = batch.input_ids.shape[0], batch.read_index
+        if taps is not None:
+            taps = replay.rows(taps, num_tokens)
+        if wanted is None or self._config.capture.all_rows:
+            return ModelOutput(replay.rows(hidden, num_tokens), taps)
+        if key.skips_unread_rows:
+            return ModelOutput(hidden[: len(wanted)], taps)
+        return ModelOutput(hidden[wanted if replay.places is None else replay.places[wanted]], taps)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [S, vocab_size], in the model's type, of hidden states [S, hidden_size]."""
@@ -228,11 +315,9 @@ class HostThreads:
 
     def __init__(self, max_threads: int) -> None:
         self._max_threads = max_threads
-        self._current = max_threads
         torch.set_num_threads(max_threads)
 
     def use_for(self, num_rows: int) -> None:
         wanted = max(1, min(self._max_threads, num_rows // self.MIN_ROWS_PER_THREAD))
-        if wanted != self._current:
+        if wanted != torch.get_num_threads():  # which a step of another runner may have changed
             torch.set_num_threads(wanted)
-            self._current = wanted

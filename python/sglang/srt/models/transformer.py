@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.forward_batch import NO_CAPTURE, ForwardBatch, HiddenCapture, ModelOutput
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.layers.linear import FusedLinear, Linear
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
@@ -147,16 +147,33 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config.head_dim, max_positions, config.rope)
 
-    def forward(self, batch: ForwardBatch, runtime: LayerRuntime) -> torch.Tensor:
-        """Hidden states, after the last norm, of the batch's `read_index` [S, hidden_size], or of
-        all T rows. The last layer computes no more than K and V of the others."""
+    def forward(
+        self, batch: ForwardBatch, runtime: LayerRuntime, capture: HiddenCapture
+    ) -> ModelOutput:
+        """See `ModelOutput`. Of rows whose hidden states are not wanted, the last layer computes no
+        more than K and V."""
         x, residual = self.embed_tokens(batch.input_ids), None
         rotation = runtime.rotation(self.rotary.table)
-        for layer in self.layers[:-1]:
-            x, residual = layer(x, residual, rotation, runtime)
-        x, residual = self.layers[-1](x, residual, rotation, runtime, batch.read_index)
+        num_taps, last = len(capture.layers), len(self.layers) - 1
+        taps = x.new_empty((x.shape[0], num_taps, x.shape[1])) if num_taps else None
+        for index, layer in enumerate(self.layers):
+            if taps is not None:
+                _tap(x, residual, taps, [at for at, it in enumerate(capture.layers) if it == index])
+            wanted = batch.read_index if index == last and not capture.all_rows else None
+            x, residual = layer(x, residual, rotation, runtime, wanted)
         x, _ = self.norm(x, residual, runtime)
-        return x
+        return ModelOutput(x, None if taps is None else taps.flatten(1))
+
+
+def _tap(
+    x: torch.Tensor, residual: torch.Tensor | None, taps: torch.Tensor, places: list[int]
+) -> None:
+    """Stores x + residual [T, hidden_size] at `places` of taps [T, len(layers), hidden_size]."""
+    for place in places:
+        if residual is None:
+            taps[:, place] = x
+        else:
+            torch.add(x, residual, out=taps[:, place])
 
 
 class CausalLM(nn.Module):
@@ -181,9 +198,12 @@ class CausalLM(nn.Module):
         if self.is_tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, batch: ForwardBatch, runtime: LayerRuntime) -> torch.Tensor:
-        """Hidden states of a batch that `runtime` has planned; see `Decoder.forward`."""
-        return self.model(batch, runtime)
+    def forward(
+        self, batch: ForwardBatch, runtime: LayerRuntime, capture: HiddenCapture = NO_CAPTURE
+    ) -> ModelOutput:
+        """Hidden states of a batch that `runtime` has planned; see `ModelOutput`."""
+        output: ModelOutput = self.model(batch, runtime, capture)
+        return output
 
     def compute_logits(self, hidden: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
         """Logits [S, vocab_size], in the model's type, of hidden states [S, hidden_size]: of the

@@ -15,8 +15,8 @@ from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import (
     EMITS,
     EMITS_ONLY_CONFIRMED,
-    NUM_HOST,
     NUM_PREDICTED,
+    NUM_PROMPT,
     READ_START,
     ROW,
 )
@@ -155,7 +155,7 @@ class TorchAcceptance:
 
     def accept(self, drawn: DrawnTokens) -> AcceptedTokens:
         state, per_request = self._state, drawn.per_request
-        rows, num_host = per_request[ROW], per_request[NUM_HOST]
+        rows, num_prompt = per_request[ROW], per_request[NUM_PROMPT]
         targets = drawn.by_request(drawn.tokens, drawn.max_rows_read)
         confident = torch.ones_like(targets, dtype=torch.bool)
         if drawn.probs is not None:
@@ -165,18 +165,35 @@ class TorchAcceptance:
             AcceptanceInputs(
                 targets=targets,
                 confident=confident,
-                pending=state.pending[rows],
+                pending=state.pending(rows),
                 pending_lens=state.pending_lens[rows],
                 emits_only_confirmed=per_request[EMITS_ONLY_CONFIRMED].bool(),
                 num_predicted=per_request[NUM_PREDICTED],
             )
         )
-        kept_lens = torch.where(num_host > 0, num_host, result.kept_lens)
+        kept_lens = torch.where(num_prompt > 0, num_prompt, result.kept_lens)
         state.committed[rows] += kept_lens
-        state.pending[rows] = result.pending
         state.pending_lens[rows] = result.pending_lens
+        self._write_pending(rows, per_request[EMITS].bool(), result)
         return AcceptedTokens(
             accept_lens=result.accept_lens * per_request[EMITS],
             kept_lens=kept_lens,
             next_token_ids=drawn.by_request(drawn.tokens, drawn.max_accepted),
         )
+
+    def _write_pending(
+        self, rows: torch.Tensor, emits: torch.Tensor, result: AcceptanceResult
+    ) -> None:
+        """What is pending goes to the token table, behind the new watermark; where nothing is
+        emitted, the prompt's next tokens are there already."""
+        state, emits = self._state, emits[:, None]
+        first = state.committed[rows][:, None]
+        offsets = torch.arange(state.max_pending, device=rows.device)
+        is_pending = offsets < result.pending_lens[:, None]
+        # Columns are named twice where fewer tokens are pending; they get the same token twice.
+        columns = first + torch.where(is_pending & emits, offsets, 0)
+        tokens = torch.where(is_pending, result.pending, result.pending[:, :1]).to(torch.int32)
+        known = state.tokens[rows[:, None], columns]
+        state.tokens[rows[:, None], columns] = torch.where(emits, tokens, known)
+        end = (first + result.pending_lens[:, None])[:, 0]
+        state.num_tokens[rows] = torch.where(emits[:, 0], end, state.num_tokens[rows])

@@ -62,7 +62,7 @@ class DebugTrace:
             state: the device rows as the step leaves them.
             used_graph: whether a captured graph was replayed.
         """
-        pending, pending_lens = state.pending[inputs.rows], state.pending_lens[inputs.rows]
+        pending, pending_lens = state.pending(inputs.rows), state.pending_lens[inputs.rows]
         step = _LaunchedStep(inputs, num_predicted, pending, pending_lens, used_graph)
         self._unread.append(step)
 

@@ -11,7 +11,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from sglang.srt.mtp.acceptance_estimate import (
     FORGETTING_STEPS,
@@ -20,8 +20,8 @@ from sglang.srt.mtp.acceptance_estimate import (
     Survival,
     with_draftless_steps,
 )
-from sglang.srt.mtp.price_table import PriceTable, StepShape
 from sglang.srt.mtp.upcoming_step import Accepted, EmittingRequest, UpcomingStep
+from sglang.srt.step.price_table import PriceTable, StepShape
 
 OPTIONS_STEPS, OPTIONS_TRIALS = 16, 32  # computed options hold for so many steps and trials at most
 LUCK_STEPS = 16.0  # decode steps of a lone request: see `_Options.luck_ms`
@@ -31,7 +31,20 @@ REMEMBERED_ENDS = 256.0  # outputs whose length is remembered
 
 
 class LengthPolicy(Protocol):
-    """Decides lengths on the host, before the previous step is read. Reads no clock."""
+    """Decides lengths on the host, before the previous step is read. Reads no clock.
+
+    Attributes:
+        needs_prices: whether it goes by prices of steps, which are then measured at start-up.
+    """
+
+    needs_prices: ClassVar[bool]
+
+    def __init__(self, prices: PriceTable | None, max_k: int) -> None:
+        """
+        Args:
+            prices: of steps; None where nobody has measured any.
+            max_k: tokens that a request may predict.
+        """
 
     def choose(self, upcoming: UpcomingStep) -> int:
         """The most tokens that an adjustable request may predict in the next step. Called where one
@@ -43,6 +56,10 @@ class LengthPolicy(Protocol):
 
 class FullLength:
     """Every request predicts as many tokens as it wishes."""
+
+    needs_prices = False
+
+    def __init__(self, prices: PriceTable | None = None, max_k: int = 1) -> None: ...
 
     def choose(self, upcoming: UpcomingStep) -> int:
         return upcoming.longest
@@ -114,7 +131,10 @@ class LoadAwareLength:
         max_k: tokens that a request may predict.
     """
 
-    def __init__(self, prices: PriceTable, max_k: int) -> None:
+    needs_prices = True
+
+    def __init__(self, prices: PriceTable | None, max_k: int) -> None:
+        assert prices is not None, "Lengths go by prices, and nobody has measured any."
         self._prices = prices
         self._max_k = max_k
         self._survival: dict[Kind, Survival] = {}

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.device_copies import to_device
 from sglang.srt.mtp.acceptance_estimate import Kind
 from sglang.srt.mtp.upcoming_step import Accepted, EmittingRequest, UpcomingStep
+from sglang.srt.step.price_table import prompt_pairs
 from sglang.srt.step.step_ops import StepCounts
 from sglang.srt.step.worker import NewRow, ScheduleBatch
 
@@ -96,30 +97,30 @@ class LookaheadRows:
         emitting: Counter[tuple[Kind | None, int, bool, int]] = Counter()
         kv_tokens = prompt_row_kv = prompt_reqs = 0
         for i, row in enumerate(batch.rows):
-            num_host = batch.num_host_tokens[i]
-            kv_len = batch.kv_len_upper_bounds[i] - batch.max_q_lens[i] + num_host
-            prompt_row_kv += num_host * kv_len
+            num_prompt = batch.num_prompt_tokens[i]
+            kv_len = batch.kv_len_upper_bounds[i] - batch.max_q_lens[i] + num_prompt
+            prompt_row_kv += prompt_pairs(kv_len - num_prompt, num_prompt)
             if not batch.emits[i]:
                 prompt_reqs += 1
                 continue
             kv_tokens += kv_len
-            pending = self._max_pending(row, num_host, longest_pending) if num_host == 0 else 0
+            pending = self._max_pending(row, num_prompt, longest_pending) if num_prompt == 0 else 0
             key = self._kinds[row], self.max_predicted[row], self.is_adjustable(row), pending
             emitting[key] += 1
         num_ended, self._num_ended = self._num_ended, 0
         return UpcomingStep(
             emitting=Counter({EmittingRequest(*key): count for key, count in emitting.items()}),
             kv_tokens=kv_tokens,
-            prompt_rows=sum(batch.num_host_tokens),
-            longest_prompt=max(batch.num_host_tokens),
+            prompt_rows=sum(batch.num_prompt_tokens),
+            longest_prompt=max(batch.num_prompt_tokens),
             prompt_reqs=prompt_reqs,
             prompt_row_kv=prompt_row_kv,
             num_ended=num_ended,
         )
 
-    def _max_pending(self, row: int, num_host: int, longest_pending: int | None) -> int:
+    def _max_pending(self, row: int, num_prompt: int, longest_pending: int | None) -> int:
         """Tokens that can be pending at most."""
-        bound = 1 if num_host else self._pending_bounds[row]
+        bound = 1 if num_prompt else self._pending_bounds[row]
         return bound if longest_pending is None else min(bound, longest_pending)
 
     def accepted(
@@ -148,14 +149,14 @@ class LookaheadRows:
         counts = StepCounts([], [], [], [])
         plan = LookaheadPlan(counts, [], [], [])
         for i, row in enumerate(batch.rows):
-            num_host = batch.num_host_tokens[i]
+            num_prompt = batch.num_prompt_tokens[i]
             k = self.max_predicted[row]
             if self.is_adjustable(row):
                 k = min(k, limit)
             k = k if batch.emits[i] else 0
-            bound = self._max_pending(row, num_host, longest_pending)
-            q_len = (num_host or bound) + max(k - 1, 0)
-            reads_pending = self.emits_only_confirmed[row] and not num_host
+            bound = self._max_pending(row, num_prompt, longest_pending)
+            q_len = (num_prompt or bound) + max(k - 1, 0)
+            reads_pending = self.emits_only_confirmed[row] and not num_prompt
             counts.q_lens.append(q_len)
             plan.max_pending.append(bound)
             counts.num_predicted.append(k)

@@ -56,8 +56,7 @@ class MTPConfig:
             depends on k.
         trims_rows: look at how many tokens are pending and pad to the longest run of the batch, not
             to the longest possible one: for devices where looking costs nothing.
-        measures_costs: the length policy's prices are measured at start-up; otherwise every request
-            predicts as many tokens as it wishes.
+        length_policy: a name in `LENGTH_POLICIES` (registry.py).
         bypasses_graphs: steps of several rows per request replay no captured graph, though steps of
             one row do; the first such step logs a warning.
     """
@@ -66,7 +65,7 @@ class MTPConfig:
     max_k: int
     limits_unverified: bool = False
     trims_rows: bool = False
-    measures_costs: bool = False
+    length_policy: str = "full_length"
     bypasses_graphs: bool = False
 
 
@@ -196,7 +195,7 @@ class MTPWorker:
             "--disable-mtp-cuda-graph: steps of several rows run without CUDA graphs"
             " (decode_q_len_per_req=%d, mtp_phase=%s, mtp_strategy_kind=%s).",
             plan.counts.q_lens[index],
-            "seed" if batch.num_host_tokens[index] else "steady",
+            "seed" if batch.num_prompt_tokens[index] else "steady",
             "conf_adapt" if has_threshold else "static",
         )
 
@@ -242,7 +241,7 @@ class MTPWorker:
         """Drafts fed before each row read: a row counts only if they are confirmed, and then they
         are part of the output that penalties look at."""
         reads = layout.reads
-        drafts = self._state.pending[reads.rows, 1:]
+        drafts = self._state.pending(reads.rows, start=1)
         num_before = torch.minimum(reads.offset, self._state.pending_lens[reads.rows] - 1)
         num_before *= layout.per_request[EMITS_ONLY_CONFIRMED][reads.request]
         columns = torch.arange(drafts.shape[1], device=drafts.device)

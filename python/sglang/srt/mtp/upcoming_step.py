@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from sglang.srt.mtp.acceptance_estimate import Kind
-from sglang.srt.mtp.price_table import StepShape
+from sglang.srt.step.price_table import StepShape
 
 
 class EmittingRequest(NamedTuple):
@@ -112,7 +112,8 @@ class UpcomingStep:
             rows + self.prompt_rows,
             read,
             self.kv_tokens,
-            row_kv + self.prompt_row_kv,
+            row_kv,
+            self.prompt_row_kv,
         )
 
 

@@ -5,8 +5,7 @@ Every refusal names the flag and the remedy. `ServerArgs` stops here.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang.srt.environ import Environ
 from sglang.srt.managers.scheduler import SchedulerConfig
@@ -30,9 +29,12 @@ MAX_CPU_THREADS = 16
 MIN_CAPABILITY = (8, 0)  # of a CUDA GPU
 MAX_GRAPH_ROWS = 1024  # beyond, a GPU is busy for longer than the launches take
 UNSPLIT = -1  # a --chunked-prefill-size: no prompt is split, as in SGLang
-# On a GPU a step with that many prompt tokens is bound by arithmetic already, replays a graph where
-# there are graphs of prompts, and is soon over for those who decode in it.
-DEFAULT_CHUNKS = {"cpu": 2048, "cuda": 512}
+AUTO = "auto"  # a --chunked-prefill-size: as many prompt tokens as the load allows
+# The most prompt tokens of a step under AUTO: with more a GPU's products get no faster, and what a
+# step needs of memory grows.
+MAX_CHUNKS = {"cpu": 2048, "cuda": 8192}
+# Without --max-step-ms. On a CPU one step of a few prompt tokens may take longer than any bound.
+DEFAULT_MAX_STEP_MS = {"cpu": 0.0, "cuda": 40.0}
 
 
 class ConfigError(ValueError):
@@ -70,6 +72,7 @@ def resolve(
     mtp = _mtp(args, model, environ, device)
     max_decode_rows = 1 if mtp is None else 2 * mtp.max_k - 1
     captures = _captures_graphs(args, device)
+    planner = _planner(args, environ, device, context_len)
     execution = ExecutionConfig(
         model=model,
         load_format=args.load_format,
@@ -85,12 +88,14 @@ def resolve(
         ops=DEFAULT_OPERATIONS[device],
         max_graph_width=_max_graph_width(args, max_decode_rows) if captures else 0,
         max_graph_rows=_max_graph_rows(args, mtp) if captures else 0,
+        max_prompt_rows=planner.chunked_prefill_size,
+        max_decode_rows=max_decode_rows,
         poisons_graphs=environ.graph_poison,
         static_memory_share=args.mem_fraction_static or GPU_STATIC_SHARE,
         num_threads=args.num_threads or min(platform.num_cores, MAX_CPU_THREADS),
     )
     scheduler = SchedulerConfig(
-        planner=_planner(args, environ, device, context_len),
+        planner=planner,
         max_queued_requests=args.max_queued_requests,
         schedule_conservativeness=args.schedule_conservativeness,
         eos_token_ids=frozenset(model.eos_token_ids),
@@ -111,6 +116,16 @@ def resolve(
     )
 
 
+def with_chunks_that_fit(config: RuntimeConfig, max_prompt_rows: int) -> RuntimeConfig:
+    """The same with steps of no more prompt tokens than the device has memory for. A longer prompt
+    is then split, even where none was to be."""
+    planner = config.scheduler.planner
+    if max_prompt_rows >= planner.chunked_prefill_size:
+        return config
+    planner = replace(planner, chunked_prefill_size=max_prompt_rows, splits_prompts=True)
+    return replace(config, scheduler=replace(config.scheduler, planner=planner))
+
+
 def _check_sizes(args: ServerArgs) -> None:
     at_least_one = (
         "page_size",
@@ -126,16 +141,32 @@ def _check_sizes(args: ServerArgs) -> None:
     for name in at_least_one:
         if values[name] is not None and values[name] < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1.")
-    chunk = args.chunked_prefill_size
-    if chunk is not None and chunk != UNSPLIT and chunk < 1:
-        raise ConfigError(f"--chunked-prefill-size must be at least 1, or {UNSPLIT} for no chunks.")
-    if not 0 < args.schedule_conservativeness < math.inf:
+    _check_chunks(args)
+    if args.schedule_conservativeness <= 0:
         raise ConfigError("--schedule-conservativeness must be a number above 0.")
     fraction = args.mem_fraction_static
     if fraction is not None and not 0 < fraction < 1:
         raise ConfigError("--mem-fraction-static must be between 0 and 1.")
     if args.num_threads is not None and args.num_threads < 1:
         raise ConfigError("--num-threads must be at least 1.")
+
+
+def _check_chunks(args: ServerArgs) -> None:
+    chunk, max_step_ms = args.chunked_prefill_size, args.max_step_ms
+    is_number = isinstance(chunk, int) and (chunk >= 1 or chunk == UNSPLIT)
+    if not is_number and chunk != AUTO:
+        raise ConfigError(
+            f"--chunked-prefill-size must be at least 1, or {UNSPLIT} for no chunks, or {AUTO}."
+        )
+    if max_step_ms is None:
+        return
+    if max_step_ms < 0:
+        raise ConfigError("--max-step-ms must be milliseconds above 0, or 0 for no bound.")
+    if max_step_ms > 0 and chunk != AUTO:
+        raise ConfigError(
+            f"--max-step-ms bounds what --chunked-prefill-size {AUTO} chooses; leave one of them"
+            " out."
+        )
 
 
 def _device(args: ServerArgs, platform: Platform) -> str:
@@ -182,10 +213,16 @@ def _attention_backend(args: ServerArgs, device: str) -> str:
 
 def _planner(args: ServerArgs, environ: Environ, device: str, context_len: int) -> PlannerConfig:
     threshold = args.priority_scheduling_preemption_threshold
-    splits = args.chunked_prefill_size != UNSPLIT
-    chunk = args.chunked_prefill_size or DEFAULT_CHUNKS[device]
+    chunk, follows_load, max_step_ms = args.chunked_prefill_size, False, 0.0
+    if not isinstance(chunk, int):
+        chunk, follows_load = MAX_CHUNKS[device], True
+        wished_ms = args.max_step_ms
+        max_step_ms = DEFAULT_MAX_STEP_MS[device] if wished_ms is None else wished_ms
+    splits = chunk != UNSPLIT
     return PlannerConfig(
         chunked_prefill_size=chunk if splits else context_len,
+        chunks_follow_load=follows_load,
+        max_step_ms=max_step_ms,
         splits_prompts=splits,
         max_running_requests=args.max_running_requests,
         schedule_policy=args.schedule_policy,
@@ -230,7 +267,7 @@ def _mtp(args: ServerArgs, model: ModelConfig, environ: Environ, device: str) ->
         max_k=args.mtp_max_k,
         limits_unverified=args.mtp_load_aware_k,
         trims_rows=device == "cpu",
-        measures_costs=not environ.mtp_fixed_k,
+        length_policy="full_length" if environ.mtp_fixed_k else "load_aware",
         bypasses_graphs=_captures_graphs(args, device) and args.disable_mtp_cuda_graph,
     )
 

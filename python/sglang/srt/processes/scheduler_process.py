@@ -23,11 +23,16 @@ from sglang.srt.messages.ipc import IpcAddresses, Receiver, Sender
 from sglang.srt.messages.requests import ProcessFailed, ProcessReady, SchedulerInfo, ToScheduler
 from sglang.srt.model_config import load_model_config, resolve_model_path
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.mtp.debug_trace import DebugTrace
 from sglang.srt.platform import Platform
 from sglang.srt.processes.child_process import configure_logging, start_child_process
-from sglang.srt.processes.runtime_config import RuntimeConfig, resolve
-from sglang.srt.processes.worker_factory import make_worker
+from sglang.srt.processes.runtime_config import RuntimeConfig, resolve, with_chunks_that_fit
+from sglang.srt.processes.worker_factory import (
+    make_prompt_budget,
+    make_worker,
+    measure_prices,
+)
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.stops import StopSet
@@ -65,21 +70,25 @@ def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, Schedul
     for warning in model.warnings:
         logger.warning("%s", warning)
     config = resolve(args, Platform.probe(), model, environ)
-    runner = ModelRunner(config.execution)
+    runners = make_runners(config.execution)
+    runner = runners.target
+    config = with_chunks_that_fit(config, runners.max_prompt_rows)
+    prices = measure_prices(config, runner)
     path = environ.mtp_debug_trace
     trace = None if path is None else DebugTrace(path)
-    worker = make_worker(runner, config.mtp, trace)
+    worker = make_worker(runner, config.mtp, prices, trace, environ.kv_canary)
     inbox: Receiver[Any] = Receiver(addresses.scheduler, ToScheduler)
     scheduler = Scheduler(
         config.scheduler,
         worker,
-        make_ledger(config, runner.num_pages),
-        make_resources(runner),
+        make_ledger(config, runners.memory.num_pages),
+        make_resources(runners),
         inbox,
         Sender[Any](addresses.detokenizer).send,
         Sender[Any](addresses.frontend).send,
         _stop_finders(args),
         _debug(environ, None if config.mtp is None else trace),
+        make_prompt_budget(config, prices),
     )
     return scheduler, _info(config, runner)
 
@@ -93,14 +102,13 @@ def _debug(environ: Environ, trace: DebugTrace | None) -> SchedulerDebug:
     )
 
 
-def make_resources(runner: ModelRunner) -> ModelResources:
-    """What control calls may change of a model runner."""
-    weights, kv_pool = runner.weights, runner.kv_pool
+def make_resources(runners: RunnerGroup) -> ModelResources:
+    """What control calls may change: the memory of all models, and the target's weights."""
     memory = {
-        KV_TAG: MemoryPart(kv_pool.release, runner.restore_kv),
-        WEIGHTS_TAG: MemoryPart(weights.release, runner.restore_weights),
+        KV_TAG: MemoryPart(runners.memory.release, runners.restore_kv),
+        WEIGHTS_TAG: MemoryPart(runners.release_weights, runners.restore_weights),
     }
-    return ModelResources(weights=weights, memory=memory)
+    return ModelResources(weights=runners.target.weights, memory=memory)
 
 
 def make_ledger(config: RuntimeConfig, num_pages: int) -> KVLedger:
@@ -127,7 +135,8 @@ def _stop_finders(args: ServerArgs) -> Callable[[SamplingParams], StopFinder]:
 
 def _info(config: RuntimeConfig, runner: ModelRunner) -> SchedulerInfo:
     execution = config.execution
-    pool = runner.num_pages * execution.page_size
+    memory = runner.memory
+    pool = memory.num_pages * execution.page_size
     in_pool = pool - config.max_decode_rows
     if execution.context_len <= in_pool:
         limit, reason = execution.context_len, "the model's context length"
@@ -151,8 +160,8 @@ def _info(config: RuntimeConfig, runner: ModelRunner) -> SchedulerInfo:
             "num_threads": execution.num_threads,
             "max_total_num_tokens": pool,
             "architecture": config.model.architecture,
-            "kv_bytes_per_token": runner.kv_bytes_per_token,
-            "kv_size_reason": runner.kv_size_reason,
+            "kv_bytes_per_token": memory.bytes_per_token,
+            "kv_size_reason": memory.size_reason,
             "num_parameters": sum(p.numel() for p in runner.model.parameters()),
             "context_len": execution.context_len,
             "max_queued_requests": config.scheduler.max_queued_requests,

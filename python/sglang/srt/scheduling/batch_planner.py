@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from sglang.srt.layers.logit_adjustments import RowAdjustments
-from sglang.srt.mem_cache.kv_ledger import PageTableWrites
-from sglang.srt.scheduling.logprobs_and_hidden import LogprobsAndHiddenPlan
-from sglang.srt.scheduling.request import LaunchedRow, Req
+from sglang.srt.scheduling.prompt_budget import (
+    DecodeLoad,
+    FixedBudget,
+    PromptBudget,
+)
+from sglang.srt.scheduling.request import Req
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 from sglang.srt.scheduling.schedule_policy import (
     AdmissionPolicy,
@@ -18,9 +20,11 @@ from sglang.srt.scheduling.schedule_policy import (
     order_waiting,
     preemptible,
 )
-from sglang.srt.step.worker import NewRow, ScheduleBatch
+from sglang.srt.scheduling.step_builder import PlannedStep, PromptFeed, StepBuilder
 
 logger = logging.getLogger(__name__)
+
+MAX_PASSED = 8  # waiting prompts that shorter ones may pass in a step: each has to be looked up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +32,9 @@ class PlannerConfig:
     """Sizes and switches of scheduling.
 
     Attributes:
+        chunked_prefill_size: prompt tokens in a step, at most.
+        chunks_follow_load: fewer where requests decode: see `max_step_ms`. If not, always so many.
+        max_step_ms: what a step may take in which requests decode, by its price; 0 is no bound.
         preemption_threshold: orders by priority, and lets a waiting request push aside a running
             one whose priority is lower by more than this; None looks at no priorities.
         retract_interval: retract each request when it has emitted in this many steps since its
@@ -36,6 +43,8 @@ class PlannerConfig:
     """
 
     chunked_prefill_size: int
+    chunks_follow_load: bool = False
+    max_step_ms: float = 0.0
     max_running_requests: int
     schedule_policy: str
     preemption_threshold: int | None = None
@@ -43,86 +52,31 @@ class PlannerConfig:
     splits_prompts: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedStep:
-    """A step to launch: what the worker gets, and what the scheduler remembers of it."""
-
-    batch: ScheduleBatch
-    rows: list[LaunchedRow]
-
-
 class MustDrain(Exception):
     """The pool is full, or a retraction is due, and a step in flight must be read first."""
 
 
-@dataclass(slots=True)
-class _StepBuilder:
-    """A step while requests are added to it."""
-
-    rows: list[LaunchedRow] = field(default_factory=list)
-    _row_indices: list[int] = field(default_factory=list)
-    _q_lens: list[int] = field(default_factory=list)
-    _host_tokens: list[int] = field(default_factory=list)
-    _num_host_tokens: list[int] = field(default_factory=list)
-    _kv_bounds: list[int] = field(default_factory=list)
-    _new_rows: list[NewRow] = field(default_factory=list)
-    _logprobs_and_hidden: LogprobsAndHiddenPlan = field(default_factory=LogprobsAndHiddenPlan)
-
-    def add(self, req: Req, tokens: list[int], q_len: int, max_kept: int, emits: bool) -> None:
-        """Adds a request, whose slots are reserved.
-
-        Args:
-            tokens: the next tokens of its prompt; none for a decode row.
-            q_len: rows that have slots, look-ahead included.
-            max_kept: tokens by which the step may move the watermark, at most.
-        """
-        assert req.kv is not None
-        if req.row_is_new:
-            self._new_rows.append(_new_row(req, req.kv.row))
-            req.row_is_new = False
-        num_scored, num_hidden = self._logprobs_and_hidden.add(req, len(tokens), max_kept, emits)
-        self._row_indices.append(req.kv.row)
-        self._q_lens.append(q_len)
-        self._host_tokens.extend(tokens)
-        self._num_host_tokens.append(len(tokens))
-        self._kv_bounds.append(req.committed_bound + q_len)
-        self.rows.append(
-            LaunchedRow(req, max_kept, emits, emits and bool(tokens), num_scored, num_hidden)
-        )
-
-    def build(self, table_writes: PageTableWrites) -> PlannedStep:
-        """The step of all requests added."""
-        batch = ScheduleBatch(
-            rows=self._row_indices,
-            max_q_lens=self._q_lens,
-            host_tokens=self._host_tokens,
-            num_host_tokens=self._num_host_tokens,
-            emits=[row.emits for row in self.rows],
-            kv_len_upper_bounds=self._kv_bounds,
-            new_rows=self._new_rows,
-            table_writes=table_writes,
-            all_greedy=all(row.req.params.is_greedy for row in self.rows if row.emits),
-            adjusts_logits=any(row.req.params.adjusts_logits for row in self.rows if row.emits),
-            logprobs=self._logprobs_and_hidden.logprob_plan(),
-            hidden_rows=self._logprobs_and_hidden.hidden_rows,
-        )
-        return PlannedStep(batch, self.rows)
-
-
 class BatchPlanner:
-    """Decides what the next step feeds. Reads and moves requests through the lifecycle only."""
+    """Decides what the next step feeds. Reads and moves requests through the lifecycle only.
+
+    Args:
+        budget: prompt tokens of each step; None for `PlannerConfig.chunked_prefill_size`.
+    """
 
     def __init__(
         self,
         config: PlannerConfig,
         lifecycle: RequestLifecycle,
         ratio: NewTokenRatio,
+        budget: PromptBudget | None = None,
     ) -> None:
         self._config = config
+        self._budget = budget or FixedBudget(config.chunked_prefill_size)
         self._lifecycle = lifecycle
         self._ledger = lifecycle.ledger
         self._ratio = ratio
         self._admission = AdmissionPolicy(lifecycle.ledger, ratio)
+        self._num_saved = 0
 
     def next_step(self, has_inflight: bool, admits: bool = True) -> PlannedStep | None:
         """The next step, or None when there is nothing to launch.
@@ -147,16 +101,31 @@ class BatchPlanner:
         self._ratio.on_step()
         return step.build(self._ledger.take_table_writes())
 
-    def _collect(self, admits: bool) -> _StepBuilder:
-        step = _StepBuilder()
+    def observe(self, price_ms: float, took_ms: float) -> None:
+        """Hears what a step took, and what it was expected to cost (`PlannedStep.price_ms`)."""
+        self._budget.observe(price_ms, took_ms)
+
+    def _collect(self, admits: bool) -> StepBuilder:
+        step = StepBuilder()
+        decoding, prefilling = list[Req](), list[Req]()
         for req in self._lifecycle.running:
-            if not req.is_prefilling and not req.ends_in_flight:
-                step.add(req, [], req.width.decode_rows, req.width.max_kept, emits=True)
-        budget = self._config.chunked_prefill_size
-        for req in self._lifecycle.running:
-            if req.is_prefilling and budget > 0:
-                budget -= self._add_chunk(step, req, budget)
-        self._admit_newcomers(step, budget, admits)
+            if req.is_prefilling:
+                prefilling.append(req)
+            elif not req.ends_in_flight:
+                decoding.append(req)
+                step.add(req, 0, req.width.decode_rows, req.width.max_kept, emits=True)
+        if not prefilling and not (self._lifecycle.waiting and self.has_room()):
+            return step
+        allowance = self._budget.open(_decode_load(decoding))
+        feed = PromptFeed(
+            step, self._ledger, allowance, self._config.splits_prompts, self._num_saved
+        )
+        for req in prefilling:
+            feed.offer(req)
+        self._admit_newcomers(feed, admits)
+        feed.finish()
+        self._num_saved = feed.num_saved
+        step.price_ms = allowance.price_ms
         return step
 
     def _reserve_decodes(self, has_inflight: bool) -> None:
@@ -217,47 +186,59 @@ class BatchPlanner:
         logger.debug("Retracting request %s after %d tokens.", req.rid, len(req.output_ids))
         self._lifecycle.retract(req)
 
-    def _admit_newcomers(self, step: _StepBuilder, budget: int, admits: bool) -> None:
+    def _admit_newcomers(self, feed: PromptFeed, admits: bool) -> None:
+        """Lets waiting requests in, in their order. While a prompt is read that does not end in the
+        step, shorter ones may pass those that would have to wait for it; row and slots of the first
+        of these are kept for it. Nobody passes one for which the share is saved."""
         waiting, running = self._lifecycle.waiting, self._lifecycle.running
-        if not waiting or not self.has_room(budget):
+        if not waiting or not self.has_room() or feed.num_for_newcomer == 0:
             return
+        num_passed = num_kept = 0
         for req in self._order():
             if not (admits or req.must_finish):
                 continue
-            if not self.has_room(budget) or not self._admission.fits(req, running):
+            most = feed.num_for_newcomer
+            if most == 0 or not self.has_room(min(num_passed, 1)):
+                return
+            num_to_read = 0 if most is None else self._num_to_read(req, most)
+            if most is not None and num_to_read > most:
+                if feed.saves_for(req, len(req.known_ids) - num_to_read, num_to_read):
+                    return
+                if num_passed == 0:
+                    if not self._admission.fits(req, running):
+                        return
+                    num_kept = self._admission.needed(req)
+                num_passed += 1
+                if num_passed > MAX_PASSED:
+                    return
+                continue
+            if not self._admission.fits(req, running, -num_kept):
                 return
             self._lifecycle.admit(req)
-            budget -= self._add_chunk(step, req, budget)
+            feed.offer(req)
 
-    def has_room(self, budget: int = 1) -> bool:
-        """Whether one more request could run, as far as rows go, given `budget` prompt tokens."""
-        is_full = len(self._lifecycle.running) >= self._config.max_running_requests
-        return budget > 0 and not is_full and self._ledger.has_free_row
+    def _num_to_read(self, req: Req, most: int) -> int:
+        """Tokens that are not in the cache; if it has no more than `most`, simply all."""
+        tokens = req.known_ids
+        if len(tokens) <= most:
+            return len(tokens)
+        cacheable = tokens[: req.max_cached_tokens + 1]
+        return len(tokens) - self._ledger.cached_prefix(req.namespace, cacheable)[0]
 
-    def _add_chunk(self, step: _StepBuilder, req: Req, budget: int) -> int:
-        """Adds the next prompt tokens of a request, as many as budget and pool allow; returns how
-        many."""
-        start = req.committed_bound
-        end = min(len(req.fill_ids), start + budget)
-        assert req.kv is not None
-        is_last = end == len(req.fill_ids)
-        if not (is_last or self._config.splits_prompts):
-            return 0  # it is whole in a step of its own
-        lookahead = req.width.lookahead_rows if is_last else 0
-        if not self._ledger.reserve(req.kv, end + lookahead):
-            return 0
-        tokens = req.fill_ids[start:end]
-        step.add(req, tokens, len(tokens) + lookahead, len(tokens), emits=is_last)
-        return len(tokens)
+    def has_room(self, num_kept: int = 0) -> bool:
+        """Whether one more request could run, as far as rows go, if some are kept for others."""
+        is_full = len(self._lifecycle.running) + num_kept >= self._config.max_running_requests
+        return not is_full and self._ledger.num_free_rows > num_kept
 
     def _decode_end(self, req: Req) -> int:
         return req.committed_bound + req.width.decode_rows
 
 
-def _new_row(req: Req, row: int) -> NewRow:
-    adjustments = None
-    if req.params.adjusts_logits:
-        adjustments = RowAdjustments(
-            req.params, list(req.output_ids), len(req.input_ids), sorted(req.stop_token_ids)
-        )
-    return NewRow(row, req.committed, req.params, req.seed, adjustments)
+def _decode_load(decoding: list[Req]) -> DecodeLoad:
+    """Each request with the most rows that it may feed."""
+    num_rows = kv_tokens = row_kv = 0
+    for req in decoding:
+        num_rows += req.width.decode_rows
+        kv_tokens += req.committed_bound
+        row_kv += req.width.decode_rows * req.committed_bound
+    return DecodeLoad(len(decoding), num_rows, num_rows, kv_tokens, row_kv)

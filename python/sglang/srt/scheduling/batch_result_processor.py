@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from sglang.srt.garbage import paused_collections
 from sglang.srt.messages.requests import (
     DECODE_FAILED,
     STOP_TOO_SLOW,
@@ -46,13 +47,19 @@ class BatchResultProcessor:
         self._on_step_read = on_step_read
         self._outputs: list[ReqOutput] = []
 
+    @paused_collections()
     def process(self, step: LaunchedStep) -> HostResult:
-        """Waits for a step's result, applies it and sends the news."""
+        """Waits for a step's result, applies it and sends the news; only then does KV change hands,
+        since clients need not wait for the prefix cache.
+
+        Thousands of prompt positions with log-probabilities are very many lists, of which none is
+        garbage before the news are sent.
+        """
         result = step.result.read()
         reader = LogprobsAndHiddenReader(result)
         request_steps: list[RequestStep] = []
+        read_prompts: list[Req] = []
         for index, row in enumerate(step.rows):
-            row.req.num_inflight -= 1
             row.req.num_inflight_emits -= row.emits
             accepted = result.next_token_ids[index][: result.accept_lens[index]]
             scores = reader.take_prompt_logprobs(row.req, row.num_scored)
@@ -63,12 +70,17 @@ class BatchResultProcessor:
                 row.req.add_hidden(hidden)
                 num_kept = result.kept_lens[index]
                 num_emitted = self._apply(row, accepted, num_kept, logprobs)
+                if row.ends_prompt:
+                    read_prompts.append(row.req)
                 if self._on_step_read is not None:
                     request_steps.append(_request_step(index, row, num_emitted, num_kept))
-            self._lifecycle.release_if_ended(row.req)
         if self._on_step_read is not None:
             self._on_step_read(request_steps)
         self.flush()
+        self._lifecycle.publish_prompts(read_prompts)
+        for row in step.rows:
+            row.req.num_inflight -= 1
+            self._lifecycle.release_if_ended(row.req)
         return result
 
     def abort(self, req: Req, message: str, status_code: int | None, err_type: str | None) -> None:
@@ -100,8 +112,6 @@ class BatchResultProcessor:
         req = row.req
         req.committed += num_kept
         req.committed_bound -= row.max_kept - num_kept
-        if row.ends_prompt and req.kv is not None:
-            self._lifecycle.ledger.publish(req.kv, req.fill_ids[: req.committed])
         if not row.emits:
             return 0
         req.num_emitted_since_admission += 1

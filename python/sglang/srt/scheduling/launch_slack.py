@@ -33,20 +33,25 @@ class LaunchSlack:
         self._clock = clock
         self._spare: deque[float] = deque(maxlen=WINDOW)
         self._waited_s = 0.0
+        self._last_end_s: float | None = None
 
-    def wait_for_step(self, step: GenerationBatchResult) -> None:
-        """Waits for a step, with the next one in flight."""
+    def wait_for_step(self, step: GenerationBatchResult) -> float | None:
+        """Waits for a step, with the next one in flight. Returns the seconds that the device took
+        for it; None where the host came too late to see when it, or the one before it, ended."""
         was_ready = step.is_ready
         start = self._clock()
         step.wait()
-        blocked_s = self._clock() - start
-        self._spare.append(0.0 if was_ready else self._waited_s + blocked_s)
+        end = self._clock()
+        self._spare.append(0.0 if was_ready else self._waited_s + end - start)
         self._waited_s = 0.0
+        last_end_s, self._last_end_s = self._last_end_s, None if was_ready else end
+        return None if was_ready or last_end_s is None else end - last_end_s
 
     def forget(self) -> None:
         """Forgets the last turns: nothing is in flight, and what comes may be of another kind."""
         self._spare.clear()
         self._waited_s = 0.0
+        self._last_end_s = None
 
     @property
     def wait_s(self) -> float:
@@ -55,7 +60,7 @@ class LaunchSlack:
             return 0.0
         return math.floor(min(SHARE * min(self._spare), MAX_WAIT_S) * 1000) / 1000
 
-    def wait(self, for_message: Callable[[float], None]) -> None:
+    def wait(self, for_message: Callable[[float], object]) -> None:
         """Calls `for_message` with `wait_s`, unless that is 0."""
         wait_s = self.wait_s
         if wait_s > 0:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from sglang.srt.layers.logprobs import HostLogprobs, LogprobQueries
 from sglang.srt.messages.requests import LogprobOptions, PositionLogprobs
 from sglang.srt.scheduling.request import LaunchedRow, Req
 from sglang.srt.step.worker import HostResult, LogprobPlan, RowRef
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -98,10 +102,7 @@ class LogprobsAndHiddenReader:
         targets = req.input_ids[first : first + num_scored]
         start = self._next_prompt
         self._next_prompt += num_scored
-        return [
-            position_logprobs(self._prompts, start + i, target, req.logprobs)
-            for i, target in enumerate(targets)
-        ]
+        return positions_logprobs(self._prompts, start, targets, req.logprobs)
 
     def take_output_logprobs(self, req: Req, tokens: list[int]) -> list[PositionLogprobs]:
         """Logprobs of the tokens that an emitting request accepted."""
@@ -109,12 +110,9 @@ class LogprobsAndHiddenReader:
             return []
         first = self._next_emitted
         self._next_emitted += self._width
-        return [
-            position_logprobs(self._emitted, first + i, token, req.logprobs)
-            for i, token in enumerate(tokens)
-        ]
+        return positions_logprobs(self._emitted, first, tokens, req.logprobs)
 
-    def take_hidden_states(self, row: LaunchedRow, num_kept: int) -> list[list[float]]:
+    def take_hidden_states(self, row: LaunchedRow, num_kept: int) -> list[bytes]:
         """Hidden states of the rows that the step kept of a request, or of the last one of them."""
         start = self._next_hidden
         self._next_hidden += row.num_hidden
@@ -124,17 +122,25 @@ class LogprobsAndHiddenReader:
         return kept[-1:] if row.req.hidden_states == "last" else kept
 
 
-def position_logprobs(
-    values: HostLogprobs, index: int, token_id: int, options: LogprobOptions
-) -> PositionLogprobs:
-    """The answer at one position, cut down to what its request wants."""
-    top = zip(values.top_values[index], values.top_ids[index], strict=True)
-    return PositionLogprobs(
-        token_id=token_id,
-        logprob=values.target[index],
-        top=list(top)[: options.top_num],
-        chosen=values.chosen[index][: len(options.token_ids)],
+def positions_logprobs(
+    values: HostLogprobs, start: int, token_ids: list[int], options: LogprobOptions
+) -> list[PositionLogprobs]:
+    """The answers at the positions of these tokens, the first of which is `start`, cut down to what
+    their request wants."""
+    part = slice(start, start + len(token_ids))
+    columns = (
+        token_ids,
+        values.target[part],
+        _columns(values.top_values[part], options.top_num),
+        _columns(values.top_ids[part], options.top_num),
+        _columns(values.chosen[part], len(options.token_ids)),
     )
+    return list(itertools.starmap(PositionLogprobs, zip(*columns, strict=True)))
+
+
+def _columns(rows: list[list[T]], count: int) -> list[list[T]]:
+    """The first so many of rows that are as long as one another."""
+    return [row[:count] for row in rows] if rows and len(rows[0]) > count else rows
 
 
 def _queries(options: list[LogprobOptions]) -> LogprobQueries:

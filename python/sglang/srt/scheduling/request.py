@@ -68,7 +68,7 @@ class Req:
     num_hidden: int = 0
     input_logprob_news: list[PositionLogprobs] = field(default_factory=list)
     output_logprob_news: list[PositionLogprobs] = field(default_factory=list)
-    hidden_news: list[list[float]] = field(default_factory=list)
+    hidden_news: list[bytes] = field(default_factory=list)
     step_len_news: list[int] = field(default_factory=list)
     num_sent: int = 0
     was_reported: bool = False
@@ -121,7 +121,7 @@ class Req:
             self.weight_spans.append((weight_version, start))
         self.spans_were_sent = False
 
-    def add_hidden(self, states: list[list[float]]) -> None:
+    def add_hidden(self, states: list[bytes]) -> None:
         """Takes in hidden states of the next positions."""
         self.hidden_news += states
         self.num_hidden += len(states)
@@ -135,8 +135,8 @@ class Req:
 
     @property
     def known_ids(self) -> list[int]:
-        """Tokens of prompt and output, by the last result read."""
-        return self.input_ids + self.output_ids
+        """Tokens of prompt and output, by the last result read; not to be changed."""
+        return self.input_ids + self.output_ids if self.output_ids else self.input_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,12 @@ class LaunchedRow:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step whose result is not read yet."""
+    """A step whose result is not read yet.
+
+    Attributes:
+        price_ms: what it was expected to cost; None if nobody asked.
+    """
 
     rows: list[LaunchedRow]
     result: GenerationBatchResult
+    price_ms: float | None = None

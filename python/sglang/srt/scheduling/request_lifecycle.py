@@ -9,7 +9,7 @@ Nothing else moves requests between states or changes who owns pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from sglang.srt.mem_cache.kv_audit import ReleaseAudit, ReleaseReport
@@ -148,6 +148,12 @@ class RequestLifecycle:
         self.running.remove(req)
         self._ending.append(req)
         self.release_if_ended(req)
+
+    def publish_prompts(self, reqs: Iterable[Req]) -> None:
+        """Gives the prefix cache the prompts of requests whose last prompt step has been read."""
+        for req in reqs:
+            if req.kv is not None:
+                self.ledger.publish(req.kv, req.fill_ids[: req.committed])
 
     def release_if_ended(self, req: Req) -> None:
         """Releases a finished request once its last launched step has been read."""

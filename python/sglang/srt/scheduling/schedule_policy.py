@@ -49,18 +49,21 @@ class AdmissionPolicy:
     ratio: NewTokenRatio
 
     def fits(self, req: Req, running: list[Req], num_freed: int = 0) -> bool:
-        """Whether there is room once `num_freed` slots more are free. A request alone always fits:
-        larger ones are refused on arrival."""
+        """Whether there is room once `num_freed` slots more are free; below 0, so many are kept for
+        others. A request alone always fits: larger ones are refused on arrival."""
         if not running:
             return True
         set_aside = sum(self._still_needed(other) for other in running)
+        return set_aside + self.needed(req) <= self.ledger.num_available_tokens + num_freed
+
+    def needed(self, req: Req) -> int:
+        """Slots that a waiting request is expected to take."""
         tokens = req.known_ids
         # What others have locked of a cached prefix costs nothing. The rest counts as available
         # until it is locked, so it costs as much as new slots.
         cacheable = tokens[: req.max_cached_tokens + 1]
         _, num_already_locked = self.ledger.cached_prefix(req.namespace, cacheable)
-        needed = len(tokens) - num_already_locked + self._growth(req)
-        return set_aside + needed <= self.ledger.num_available_tokens + num_freed
+        return len(tokens) - num_already_locked + self._growth(req)
 
     def _still_needed(self, req: Req) -> int:
         """Slots that a running request is expected to take beyond those it has."""

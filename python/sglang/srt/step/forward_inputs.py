@@ -27,9 +27,9 @@ def build_forward_batch(
 ) -> tuple[ForwardBatch, RowLayout]:
     """Lays out the T rows of a step, after `state.initialize(batch.new_rows)`.
 
-    A request feeds its `host_tokens`, or else its pending tokens; the rest of its q_lens[i] rows
-    feed `lookahead_token`. `bounds_are_exact`: no length depends on a result that the host has not
-    read.
+    A request feeds num_prompt_tokens[i] tokens of its prompt, or else its pending tokens; the rest
+    of its q_lens[i] rows feed `lookahead_token`. `bounds_are_exact`: no length depends on a result
+    that the host has not read.
     """
     layout = ops.lay_out(batch, counts, state, pool, lookahead_token)
     q_lens = counts.q_lens
@@ -45,6 +45,8 @@ def build_forward_batch(
         bounds_are_exact=bounds_are_exact,
         read_index=layout.reads.index if _may_skip_rows(batch, counts) else None,
     )
+    if state.canary is not None:
+        state.canary.check(inputs, state.tokens, pool.req_to_token)
     return inputs, layout
 
 

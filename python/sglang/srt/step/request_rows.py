@@ -4,34 +4,66 @@ the one before it."""
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import torch
 
 from sgl_kernel.sampling_rows import FLOATS, SamplingRows
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.logit_adjustments import LogitAdjustments
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.step.kv_canary import KVCanary
 from sglang.srt.step.worker import NewRow
 
 
 class RequestRows:
     """One entry per row of the request-to-token table.
 
+    A request's sequence is what it was admitted with (its prompt and, after a retraction, what it
+    had generated), then what steps have added. Before and after each step, of each running request:
+
+    - tokens[r, : num_tokens[r]] is its sequence, as far as it is known. If it emits only what is
+      confirmed, tokens[r, committed[r] + 1 : num_tokens[r]] are drafts; the rest is certain.
+    - Until what it was admitted with is read, that is all of its sequence, and committed[r] is
+      less than num_tokens[r]: whoever looks at a chunk's last row finds the next token.
+    - From then on num_tokens[r] == committed[r] + pending_lens[r].
+    - What lies behind num_tokens[r] is left of rejected drafts and of earlier requests. Whoever
+      looks for tokens of the request must stop at num_tokens[r].
+
     Attributes:
+        tokens: [N, width] int32, the token table; as wide as the page table, which has room for all
+            that steps can add at the end of the context.
+        num_tokens: [N] int64; tokens that are known.
         committed: [N] int64; the watermark: tokens with KV.
-        pending: [N, max_pending] int64; tokens without KV that the next decode step feeds.
-        pending_lens: [N] int64; how many, at least 1.
+        pending_lens: [N] int64; tokens without KV that the next decode step feeds, at least 1; 1
+            while there is a prompt to read.
+        max_pending: the most that can be pending.
+        canary: checks the KV of every step; None where nobody debugs.
+
+    Args:
+        page_table: has the same rows.
     """
 
-    def __init__(self, num_rows: int, max_pending: int, vocab_size: int, device: str) -> None:
+    def __init__(self, page_table: ReqToTokenPool, max_pending: int, vocab_size: int) -> None:
+        self._page_table = page_table
         self._vocab_size = vocab_size
-        self._device = device
-        self.pending = torch.zeros((num_rows, max_pending), dtype=torch.int64, device=device)
+        self._device = page_table.req_to_token.device
+        self.max_pending = max_pending
+        self.canary: KVCanary | None = None
+        self.tokens = torch.zeros_like(page_table.req_to_token)
+        num_rows = self.tokens.shape[0]
         # Of each kind an even number: kernels get addresses that are multiples of 16 bytes.
-        shape = (4, num_rows + num_rows % 2)
-        self._integers = torch.ones(shape, dtype=torch.int64, device=device)
-        self.committed, self.pending_lens, self._seeds, self._top_k = self._integers[:, :num_rows]
+        shape = (5, num_rows + num_rows % 2)
+        self._integers = torch.ones(shape, dtype=torch.int64, device=self._device)
+        numbers = self._integers[:, :num_rows]
+        self.committed, self.pending_lens, self.num_tokens, self._seeds, self._top_k = numbers
         # The fields of SamplingParams that are floats of SamplingRows.
-        self._floats = torch.zeros((len(FLOATS), num_rows), dtype=torch.float32, device=device)
-        self.adjustments = LogitAdjustments(num_rows, vocab_size, device)
+        self._floats = torch.zeros((len(FLOATS), num_rows), device=self._device)
+        self.adjustments = LogitAdjustments(num_rows, vocab_size, str(self._device))
+
+    @property
+    def outside(self) -> torch.Tensor | None:
+        """Where kernels report columns outside of a row: `ReqToTokenPool.outside`."""
+        return self._page_table.outside
 
     def initialize(self, new_rows: list[NewRow]) -> None:
         """Sets the state of requests that have just got a row."""
@@ -44,12 +76,37 @@ class RequestRows:
             if params.is_greedy:
                 params = msgspec.structs.replace(params, temperature=0.0)
             top_k = self._vocab_size if params.top_k == -1 else params.top_k
-            integers.append((new.row, new.num_committed, 1, new.seed, top_k))
+            integers.append((new.row, new.num_committed, 1, len(new.tokens), new.seed, top_k))
             floats.append([getattr(params, name) for name in FLOATS])
         values = to_device(integers, self._device, torch.int64)
         rows = values[:, 0]
         self._integers[:, rows] = values[:, 1:].T
         self._floats[:, rows] = to_device(floats, self._device, torch.float32).T
+        self._fill([new.tokens for new in new_rows], rows)
+
+    def _fill(self, sequences: list[np.ndarray], rows: torch.Tensor) -> None:
+        """Writes one sequence [n] int32 to the beginning of each of `rows`: one copy for all, and
+        as many launches for many as for one."""
+        width = self.tokens.shape[1]
+        assert max(map(len, sequences)) <= width, "A sequence is longer than its row."
+        packed = to_device(np.concatenate(sequences), self._device, torch.int32)
+        lens = self.num_tokens[rows]
+        sequence = torch.repeat_interleave(lens, output_size=len(packed))
+        starts = lens.cumsum(0) - lens
+        columns = torch.arange(len(packed), device=self._device) - starts[sequence]
+        self.tokens[rows[sequence], columns] = packed
+
+    def pending(self, rows: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """Pending tokens of `rows`, of each from its place `start` on.
+
+        Returns:
+            [len(rows), max_pending - start] int64; places past a row's last pending token hold
+            tokens that mean nothing.
+        """
+        offsets = torch.arange(start, self.max_pending, device=self._device)
+        columns = self.committed[rows][:, None] + offsets
+        last = self.tokens.shape[1] - 1
+        return self.tokens[rows[:, None], columns.clamp(max=last)].to(torch.int64)
 
     def sampling(self, rows: torch.Tensor, positions: torch.Tensor) -> SamplingRows:
         """Parameters of `rows` [S], which draw the tokens at `positions` [S]."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from sglang.srt.layers.forward_batch import UNIFORM, ForwardBatch, GraphKey
@@ -20,14 +21,13 @@ from sglang.srt.step.worker import ScheduleBatch
 ROW = 0  # row of the request-to-token table
 Q_LEN = 1  # rows fed
 Q_START = 2  # place of its first row among the T of the step
-NUM_HOST = 3  # tokens that come from the host: those of a prompt, else 0
-HOST_START = 4  # place of its first one among the step's host tokens
-EMITS = 5  # 1 if the step emits tokens of it, else 0
-NUM_PREDICTED = 6  # tokens predicted, 0 where it emits nothing
-NUM_READ = 7  # rows whose logits are read
-READ_START = 8  # place of its first row among the S that are read
-EMITS_ONLY_CONFIRMED = 9  # 1 or 0: see `StepCounts`
-NUM_COUNTS = 10
+NUM_PROMPT = 3  # rows that feed a prompt, 0 where a request feeds its pending tokens
+EMITS = 4  # 1 if the step emits tokens of it, else 0
+NUM_PREDICTED = 5  # tokens predicted, 0 where it emits nothing
+NUM_READ = 6  # rows whose logits are read
+READ_START = 7  # place of its first row among the S that are read
+EMITS_ONLY_CONFIRMED = 8  # 1 or 0: see `StepCounts`
+NUM_COUNTS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +123,17 @@ class StepOps(Protocol):
         pool: ReqToTokenPool,
         lookahead_token: int,
     ) -> RowLayout:
-        """Writes the step's entries of the page table, then gathers its T rows: a request's
-        `host_tokens`, or else its pending tokens, then `lookahead_token`."""
+        """Writes the step's entries of the page table, then gathers its T rows: a request's tokens
+        behind the watermark, those of its prompt that the step feeds or else the pending ones, then
+        `lookahead_token`."""
 
     def commit(self, layout: RowLayout, tokens: torch.Tensor, state: RequestRows) -> torch.Tensor:
         """Ends a step that read at most one row of each request: all KV is kept, and the token
         drawn, one of `tokens` [S] int64, is pending.
 
         Returns:
-            [R, 1] int64; the tokens, and anything where nothing was read.
+            [R, 1] int64; the token behind each request's new watermark: the one drawn or, where
+            nothing was read, the next one of the prompt.
         """
 
     def fill(self, static: StaticInputs, key: GraphKey, batch: ForwardBatch) -> torch.Tensor | None:
@@ -142,14 +144,13 @@ class StepOps(Protocol):
         """
 
 
-def pack_for_device(batch: ScheduleBatch, counts: StepCounts) -> list[int]:
-    """`RowLayout.per_request` row by row, then the step's host tokens."""
+def pack_for_device(batch: ScheduleBatch, counts: StepCounts) -> np.ndarray:
+    """`RowLayout.per_request`, row by row: [NUM_COUNTS * R] int64."""
     numbers: dict[int, Sequence[int]] = {
         ROW: batch.rows,
         Q_LEN: counts.q_lens,
         Q_START: _starts(counts.q_lens),
-        NUM_HOST: batch.num_host_tokens,
-        HOST_START: _starts(batch.num_host_tokens),
+        NUM_PROMPT: batch.num_prompt_tokens,
         EMITS: batch.emits,
         NUM_PREDICTED: counts.num_predicted,
         NUM_READ: counts.num_read,
@@ -159,8 +160,7 @@ def pack_for_device(batch: ScheduleBatch, counts: StepCounts) -> list[int]:
     packed: list[int] = []
     for row in range(NUM_COUNTS):
         packed += numbers[row]
-    packed += batch.host_tokens
-    return packed
+    return np.array(packed, dtype=np.int64)
 
 
 def places_in_uniform_graph(batch: ForwardBatch, key: GraphKey) -> list[int] | None:

@@ -20,10 +20,10 @@ def hidden_of_reads(hidden: torch.Tensor, reads: ReadRows) -> torch.Tensor:
 def hidden_states(
     batch: ScheduleBatch, hidden: torch.Tensor, q_lens: list[int]
 ) -> torch.Tensor | None:
-    """Those of `batch.hidden_rows` out of hidden [T, D]: [H, D] float32; None for none."""
+    """Those of `batch.hidden_rows` out of hidden [T, D]: [H, D], of its type; None for none."""
     if not batch.hidden_rows:
         return None
-    return hidden[row_indices(batch.hidden_rows, q_lens, hidden.device)].float()
+    return hidden[row_indices(batch.hidden_rows, q_lens, hidden.device)]
 
 
 def prompt_logprobs(
@@ -36,4 +36,4 @@ def prompt_logprobs(
     if not plan.prompt_rows:
         return None
     rows = row_indices(plan.prompt_rows, q_lens, hidden.device)
-    return query_prompt_logprobs(hidden[rows], compute_logits, plan.prompt_targets, plan.prompts)
+    return query_prompt_logprobs(hidden, rows, compute_logits, plan.prompt_targets, plan.prompts)

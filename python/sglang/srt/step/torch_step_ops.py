@@ -10,9 +10,8 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import (
     EMITS_ONLY_CONFIRMED,
-    HOST_START,
     NUM_COUNTS,
-    NUM_HOST,
+    NUM_PROMPT,
     NUM_READ,
     Q_LEN,
     Q_START,
@@ -43,47 +42,43 @@ class TorchStepOps:
         pool: ReqToTokenPool,
         lookahead_token: int,
     ) -> RowLayout:
-        writes = batch.table_writes
-        pool.write(writes.rows, writes.columns, writes.slots)
+        pool.write(batch.table_writes.entries)
         table = pool.req_to_token
         num_reqs = len(batch.rows)
-        packed = to_device(pack_for_device(batch, counts), table.device, torch.int64)
-        per_request = packed[: NUM_COUNTS * num_reqs].view(NUM_COUNTS, num_reqs)
+        packed = to_device(pack_for_device(batch, counts), table.device)
+        per_request = packed.view(NUM_COUNTS, num_reqs)
         rows = per_request[ROW]
         committed = state.committed[rows]
         kv_lens = committed + per_request[Q_LEN]
         num_read = sum(counts.num_read)
-        if max(counts.q_lens) == 1 and not batch.host_tokens and num_read == num_reqs:
+        if max(counts.q_lens) == 1 and num_read == num_reqs:
             slots = table[rows, committed].to(torch.int64)
+            tokens = state.tokens[rows, committed].to(torch.int64)
             place = torch.arange(num_reqs, device=table.device)
             reads = ReadRows(place, torch.zeros_like(place), place, kv_lens, rows)
-            return RowLayout(per_request, state.pending[rows, 0], committed, slots, kv_lens, reads)
+            return RowLayout(per_request, tokens, committed, slots, kv_lens, reads)
         request, offsets = _spans(per_request[Q_LEN], per_request[Q_START], sum(counts.q_lens))
         positions = committed[request] + offsets
-        last = state.pending.shape[1] - 1
-        pending = state.pending[rows[request], offsets.clamp(max=last)]
-        is_pending = offsets < state.pending_lens[rows][request]
-        input_ids = torch.where(is_pending, pending, lookahead_token)
-        if batch.host_tokens:
-            places = per_request[HOST_START][request] + offsets
-            host_tokens = packed[NUM_COUNTS * num_reqs :]
-            from_host = host_tokens[places.clamp(max=len(host_tokens) - 1)]
-            is_host = offsets < per_request[NUM_HOST][request]
-            input_ids = torch.where(is_host, from_host, input_ids)
+        num_prompt, pending_lens = per_request[NUM_PROMPT], state.pending_lens[rows]
+        num_known = torch.where(num_prompt > 0, num_prompt, pending_lens)
+        known = state.tokens[rows[request], positions].to(torch.int64)
         return RowLayout(
             per_request=per_request,
-            input_ids=input_ids,
+            input_ids=torch.where(offsets < num_known[request], known, lookahead_token),
             positions=positions,
             slots=table[rows[request], positions].to(torch.int64),
             kv_lens=kv_lens,
-            reads=_reads(per_request, committed, state.pending_lens[rows], num_read),
+            reads=_reads(per_request, committed, pending_lens, num_read),
         )
 
     def commit(self, layout: RowLayout, tokens: torch.Tensor, state: RequestRows) -> torch.Tensor:
-        rows = layout.per_request[ROW]
+        rows, reads = layout.per_request[ROW], layout.reads
         state.committed[rows] = layout.kv_lens
-        state.pending[layout.reads.rows, 0] = tokens
-        return tokens[:, None] if len(tokens) == len(rows) else state.pending[rows, :1]
+        state.tokens[reads.rows, reads.positions] = tokens.to(torch.int32)
+        state.num_tokens[reads.rows] = reads.positions + 1
+        if len(tokens) < len(rows):
+            tokens = state.tokens[rows, layout.kv_lens].to(torch.int64)
+        return tokens[:, None]
 
     def fill(self, static: StaticInputs, key: GraphKey, batch: ForwardBatch) -> torch.Tensor | None:
         num_tokens, num_reqs = batch.input_ids.shape[0], len(batch.q_lens)
@@ -123,9 +118,9 @@ def _reads(
 ) -> ReadRows:
     """The rows read, `total` in all; committed, pending_lens [R] int64."""
     request, offset = _spans(per_request[NUM_READ], per_request[READ_START], total)
-    num_host = per_request[NUM_HOST]
+    num_prompt = per_request[NUM_PROMPT]
     first = torch.where(per_request[EMITS_ONLY_CONFIRMED] > 0, 0, pending_lens - 1)
-    first = torch.where(num_host > 0, num_host - 1, first)
+    first = torch.where(num_prompt > 0, num_prompt - 1, first)
     place = first[request] + offset
     return ReadRows(
         request=request,

@@ -7,6 +7,7 @@ rows are no constants, and all tensors begin at such a multiple.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -32,12 +33,10 @@ from sglang.srt.step.worker import ScheduleBatch
 BLOCK = 128
 _Q_LEN = tl.constexpr(step_ops.Q_LEN)
 _Q_START = tl.constexpr(step_ops.Q_START)
-_NUM_HOST = tl.constexpr(step_ops.NUM_HOST)
-_HOST_START = tl.constexpr(step_ops.HOST_START)
+_NUM_PROMPT = tl.constexpr(step_ops.NUM_PROMPT)
 _NUM_READ = tl.constexpr(step_ops.NUM_READ)
 _READ_START = tl.constexpr(step_ops.READ_START)
 _EMITS_ONLY_CONFIRMED = tl.constexpr(step_ops.EMITS_ONLY_CONFIRMED)
-_NUM_COUNTS = tl.constexpr(step_ops.NUM_COUNTS)
 
 
 @triton.jit(do_not_specialize=["start", "count", "early"])
@@ -63,16 +62,17 @@ def _write_table_kernel(
     do_not_specialize=["num_reqs", "token_stride", "read_stride", "lookahead_token", "early"]
 )
 def _lay_out_kernel(
-    packed_ptr, committed_ptr, pending_ptr, pending_lens_ptr, table_ptr, outside_ptr,
+    packed_ptr, committed_ptr, pending_lens_ptr, token_table_ptr, table_ptr, outside_ptr,
     tokens_ptr, kv_lens_ptr, reads_ptr,
-    num_reqs, token_stride, read_stride, table_width, max_pending, lookahead_token,
+    num_reqs, token_stride, read_stride, table_width, lookahead_token,
     BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
     """Grid (requests, blocks of rows): see `RowLayout` and `ReadRows`. What would be outside of its
-    row of the table gets the dummy slot.
+    row of the tables gets token 0 and the dummy slot.
 
     Args:
         packed_ptr: what `pack_for_device` gives.
+        token_table_ptr, table_ptr: tokens and slots, [N, table_width] int32 both.
         tokens_ptr: [3, token_stride]; input ids, positions, slots.
         reads_ptr: [5, read_stride]; request, offset, index, positions, rows.
     """
@@ -83,7 +83,7 @@ def _lay_out_kernel(
     if tl.program_id(1) * BLOCK >= q_len:
         return
     row = tl.load(own)
-    num_host = tl.load(own + _NUM_HOST * num_reqs)
+    num_prompt = tl.load(own + _NUM_PROMPT * num_reqs)
     committed = tl.load(committed_ptr + row)
     pending_len = tl.load(pending_lens_ptr + row)
     if tl.program_id(1) == 0:
@@ -91,24 +91,21 @@ def _lay_out_kernel(
 
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     fed = offset < q_len
-    is_host = offset < num_host
-    host = packed_ptr + _NUM_COUNTS * num_reqs + tl.load(own + _HOST_START * num_reqs) + offset
-    is_pending = (offset < pending_len) & fed
-    pending = pending_ptr + row * max_pending + tl.minimum(offset, max_pending - 1)
-    token = tl.load(pending, mask=is_pending, other=0)
-    token = tl.where(is_pending, token, lookahead_token)
-    token = tl.where(is_host, tl.load(host, mask=is_host, other=0), token)
     position = committed + offset
     is_inside = (position >= 0) & (position < table_width)
     report_outside(outside_ptr, position, fed & ~is_inside)
-    slot = tl.load(table_ptr + row * table_width + position, mask=fed & is_inside, other=0)
+    place = row * table_width + position
+    is_known = offset < tl.where(num_prompt > 0, num_prompt, pending_len)
+    token = tl.load(token_table_ptr + place, mask=fed & is_known & is_inside, other=0)
+    token = tl.where(is_known, token.to(tl.int64), lookahead_token)
+    slot = tl.load(table_ptr + place, mask=fed & is_inside, other=0)
     out = tokens_ptr + tl.load(own + _Q_START * num_reqs) + offset
     tl.store(out, token, mask=fed)
     tl.store(out + token_stride, position, mask=fed)
     tl.store(out + 2 * token_stride, slot.to(tl.int64), mask=fed)
 
     first = tl.where(tl.load(own + _EMITS_ONLY_CONFIRMED * num_reqs) != 0, 0, pending_len - 1)
-    first = tl.where(num_host > 0, num_host - 1, first)
+    first = tl.where(num_prompt > 0, num_prompt - 1, first)
     is_read = offset < tl.load(own + _NUM_READ * num_reqs)
     read = reads_ptr + tl.load(own + _READ_START * num_reqs) + offset
     tl.store(read, offset * 0 + request, mask=is_read)
@@ -121,11 +118,12 @@ def _lay_out_kernel(
 
 @triton.jit(do_not_specialize=["num_reqs", "early"])
 def _commit_kernel(
-    per_request_ptr, kv_lens_ptr, tokens_ptr, committed_ptr, pending_ptr, out_ptr,
-    num_reqs, max_pending,
+    per_request_ptr, kv_lens_ptr, tokens_ptr,
+    committed_ptr, num_tokens_ptr, token_table_ptr, outside_ptr, out_ptr,
+    num_reqs, table_width,
     BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
-    """Grid (blocks of requests)."""
+    """Grid (blocks of requests). A token that would be outside of its row is not stored."""
     begin(PDL, early)
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = request < num_reqs
@@ -135,11 +133,14 @@ def _commit_kernel(
     tl.store(committed_ptr + row, kv_len, mask=exists)
     is_read = tl.load(own + _NUM_READ * num_reqs, mask=exists, other=0) > 0
     start = tl.load(own + _READ_START * num_reqs, mask=exists, other=0)
-    token = tl.load(tokens_ptr + start, mask=is_read, other=0)
-    pending = pending_ptr + row * max_pending
-    token = tl.where(is_read, token, tl.load(pending, mask=exists, other=0))
-    tl.store(pending, token, mask=exists)
-    tl.store(out_ptr + request, token, mask=exists)
+    drawn = tl.load(tokens_ptr + start, mask=is_read, other=0)
+    is_inside = (kv_len >= 0) & (kv_len < table_width)
+    report_outside(outside_ptr, kv_len, is_read & ~is_inside)
+    place = token_table_ptr + row * table_width + kv_len
+    known = tl.load(place, mask=exists & is_inside, other=0).to(tl.int64)
+    tl.store(place, drawn.to(tl.int32), mask=is_read & is_inside)
+    tl.store(num_tokens_ptr + row, kv_len + 1, mask=is_read)
+    tl.store(out_ptr + request, tl.where(is_read, drawn, known), mask=exists)
 
 
 _FILL_NUMBERS = [
@@ -201,11 +202,10 @@ class TritonStepOps:
         pool: ReqToTokenPool,
         lookahead_token: int,
     ) -> RowLayout:
-        num_reqs, writes, table = len(batch.rows), batch.table_writes, pool.req_to_token
-        packed = pack_for_device(batch, counts)
-        start, count = len(packed), len(writes.rows)
-        packed += [*writes.rows, *writes.columns, *writes.slots]
-        on_device = to_device(packed, self._device, torch.int64)
+        num_reqs, table = len(batch.rows), pool.req_to_token
+        packed, entries = pack_for_device(batch, counts), batch.table_writes.entries
+        start, count = len(packed), entries.shape[1]
+        on_device = to_device(np.concatenate((packed, entries.ravel())), self._device)
         if count:
             _write_table_kernel[(triton.cdiv(count, BLOCK),)](
                 on_device, table, pool.outside, start, count, table.shape[1], **self._launch
@@ -214,10 +214,10 @@ class TritonStepOps:
         tokens, reads = self._aligned(3, num_tokens), self._aligned(5, num_read)
         kv_lens = torch.empty(num_reqs, dtype=torch.int64, device=self._device)
         _lay_out_kernel[(num_reqs, triton.cdiv(max(counts.q_lens), BLOCK))](
-            on_device, state.committed, state.pending, state.pending_lens, table, pool.outside,
+            on_device, state.committed, state.pending_lens, state.tokens, table, pool.outside,
             tokens, kv_lens, reads,
             num_reqs, tokens.stride(0), reads.stride(0),
-            table.shape[1], state.pending.shape[1], lookahead_token, **self._launch,
+            table.shape[1], lookahead_token, **self._launch,
         )  # fmt: skip
         per_request = on_device[: NUM_COUNTS * num_reqs].view(NUM_COUNTS, num_reqs)
         input_ids, positions, slots = tokens.unbind()
@@ -228,8 +228,9 @@ class TritonStepOps:
         num_reqs = layout.kv_lens.shape[0]
         out = torch.empty((num_reqs, 1), dtype=torch.int64, device=self._device)
         _commit_kernel[(triton.cdiv(num_reqs, BLOCK),)](
-            layout.per_request, layout.kv_lens, tokens, state.committed, state.pending, out,
-            num_reqs, state.pending.shape[1], **self._launch,
+            layout.per_request, layout.kv_lens, tokens,
+            state.committed, state.num_tokens, state.tokens, state.outside, out,
+            num_reqs, state.tokens.shape[1], **self._launch,
         )  # fmt: skip
         return out
 
@@ -272,11 +273,10 @@ def warm_up_batch() -> ScheduleBatch:
     return ScheduleBatch(
         rows=[0],
         max_q_lens=[1],
-        host_tokens=[],
-        num_host_tokens=[0],
+        num_prompt_tokens=[0],
         emits=[True],
         kv_len_upper_bounds=[1],
         new_rows=[],
-        table_writes=PageTableWrites([0], [0], [0]),
+        table_writes=PageTableWrites(np.zeros((3, 1), dtype=np.int64)),
         all_greedy=True,
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from sglang.srt.device_copies import HostCopy
@@ -41,13 +42,16 @@ class NewRow:
 
     Attributes:
         row: index in the request-to-token table and in all device rows.
-        num_committed: tokens whose KV the cache already has.
+        num_committed: tokens whose KV the cache already has, fewer than there are.
+        tokens: [n] int32; all that is known of the request's sequence: its prompt and, after a
+            retraction, its output so far. Never changed after it is given.
         seed: int64 seed of the request's noise.
         adjustments: what is done to its logits; None for nothing.
     """
 
     row: int
     num_committed: int
+    tokens: np.ndarray
     params: SamplingParams
     seed: int
     adjustments: RowAdjustments | None = None
@@ -87,9 +91,8 @@ class ScheduleBatch:
         rows: R row indices.
         max_q_lens: R counts of rows that have slots, look-ahead included. A worker feeds all of
             them, or fewer look-ahead rows.
-        host_tokens: tokens of all prompt chunks, one after the other.
-        num_host_tokens: R counts: how many of a request's first rows come from `host_tokens`;
-            0 where its pending tokens are on the device.
+        num_prompt_tokens: R counts: how many of a request's first rows feed tokens that it was
+            admitted with (`NewRow.tokens`); 0 for a decode, which feeds its pending tokens.
         emits: R flags: whether the step accepts tokens (not so before the last prompt chunk).
         kv_len_upper_bounds: R bounds of the tokens with KV after `max_q_lens` rows are written.
         new_rows, table_writes: applied before anything else of the step.
@@ -102,8 +105,7 @@ class ScheduleBatch:
 
     rows: list[int]
     max_q_lens: list[int]
-    host_tokens: list[int]
-    num_host_tokens: list[int]
+    num_prompt_tokens: list[int]
     emits: list[bool]
     kv_len_upper_bounds: list[int]
     new_rows: list[NewRow]
@@ -121,14 +123,18 @@ class ScheduleBatch:
 
 @dataclass(frozen=True, slots=True)
 class HostResult:
-    """`GenerationBatchResult`, read."""
+    """`GenerationBatchResult`, read.
+
+    Attributes:
+        hidden_states: of each row its float32 values, as they lie in memory.
+    """
 
     next_token_ids: list[list[int]]
     accept_lens: list[int]
     kept_lens: list[int]
     emitted_logprobs: HostLogprobs | None = None
     prompt_logprobs: HostLogprobs | None = None
-    hidden_states: list[list[float]] = field(default_factory=list)
+    hidden_states: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +148,7 @@ class GenerationBatchResult:
         emitted_logprobs: answers to `LogprobPlan.emitted`, M positions for each of its requests,
             of which the first accept_lens[i] mean something.
         prompt_logprobs: answers to `LogprobPlan.prompts`.
-        hidden_states: [len(ScheduleBatch.hidden_rows), hidden_size] float32.
+        hidden_states: [len(ScheduleBatch.hidden_rows), hidden_size], in the model's type.
 
     The copy to the host begins when this is made.
     """
@@ -192,7 +198,7 @@ class GenerationBatchResult:
             kept_lens,
             HostLogprobs.of(emitted),
             HostLogprobs.of(prompts),
-            hidden[0].tolist() if hidden else [],
+            [row.tobytes() for row in hidden[0].float().numpy()] if hidden else [],
         )
 
 

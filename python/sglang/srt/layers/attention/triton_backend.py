@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 import triton
 
 from sglang.srt.device_copies import overwrite, to_device
 from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities, GraphSupport
-from sglang.srt.layers.attention.triton_ops.items import ITEM_SIZE, pack_rows
+from sglang.srt.layers.attention.prompt_attention import PromptAttention
+from sglang.srt.layers.attention.triton_ops.item_groups import ItemGroups, ItemRoom, RowLimits
+from sglang.srt.layers.attention.triton_ops.items import ITEM_SIZE
 from sglang.srt.layers.attention.triton_ops.kernels import (
     Paged,
     Tiles,
+    add_up_splits,
     attend_items,
     attend_items_split,
     workspace_size,
 )
-from sglang.srt.layers.forward_batch import MIXED, ForwardBatch, GraphKey
-from sglang.srt.layers.triton_launch import INTERPRETED, ParallelLaunch
+from sglang.srt.layers.forward_batch import MIXED, RAGGED, ForwardBatch, GraphKey
+from sglang.srt.layers.triton_launch import INTERPRETED, beside_each_other
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.platform import num_multiprocessors
 
@@ -34,17 +36,19 @@ class Tuning:
     """Tiles (see `Tiles`) and limits, by GPU, dtype and heads.
 
     Packed rows are a request's rows times the query heads that share a KV head. A request feeds few
-    rows if its packed rows fit into one tile of `few`, else many.
+    rows if its packed rows fit into one tile of `few`, else many. Items of few rows are narrow if
+    their packed rows fit into one tile of `split`, else wide.
 
     Attributes:
         extend: for requests that feed many rows, without a graph.
         few: for the same in a graph, whose rows are so few that larger tiles would leave the GPU
-            idle; and for requests that feed few rows, but too many for the next three.
-        split: for requests whose packed rows fit into one tile of it, and whose KV is split.
+            idle; and for wide items.
+        split: for narrow items whose KV is split.
         whole: for the same without a split, while the GPU has room for all programs at once.
         crowded: for the same when it has not.
-        num_programs: programs that fill the GPU; the KV of few requests is split until there are
-            so many.
+        num_programs: programs of all items that fill the GPU.
+        num_split_programs: the KV of few requests is split until there are so many, of narrow
+            items; of wide ones until there are `num_programs`.
         max_splits: the most parts of one request's KV.
     """
 
@@ -54,6 +58,7 @@ class Tuning:
     whole: Tiles
     crowded: Tiles
     num_programs: int
+    num_split_programs: int
     max_splits: int
 
     @classmethod
@@ -64,11 +69,12 @@ class Tuning:
             tiles = Tiles(block_m=max(16, least_m), block_n=16, num_warps=4, num_stages=1)
             return cls(
                 extend=tiles,
-                few=tiles,
+                few=replace(tiles, block_m=2 * tiles.block_m),
                 split=tiles,
                 whole=tiles,
                 crowded=tiles,
                 num_programs=16,
+                num_split_programs=16,
                 max_splits=8,
             )
         # Block sizes at which the compiler spills no registers on an H100.
@@ -82,8 +88,7 @@ class Tuning:
             num_warps = 4 if head_dim <= 64 else 8
             extend = Tiles(block_m=128, block_n=64, num_warps=num_warps, num_stages=2)
             few = Tiles(block_m=64, block_n=64, num_warps=4, num_stages=3)
-            split = Tiles(block_m=16, block_n=32, num_warps=4, num_stages=2)
-            whole = Tiles(block_m=16, block_n=64, num_warps=2, num_stages=2)
+            split = whole = Tiles(block_m=16, block_n=64, num_warps=2, num_stages=2)
             crowded = Tiles(block_m=16, block_n=32, num_warps=1, num_stages=3)
         return cls(
             extend=replace(extend, block_m=max(extend.block_m, least_m)),
@@ -92,33 +97,47 @@ class Tuning:
             whole=whole,
             crowded=crowded,
             num_programs=2 * num_multiprocessors(device),
+            num_split_programs=4 * num_multiprocessors(device),
             max_splits=64,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchShape:
-    """Grids and tiles of a step, known on the host without reading the device. The items of few
-    rows come first in the buffer.
+class FewRows:
+    """Items of requests that feed few rows, and how they are launched.
 
     Attributes:
-        num_split_items, num_extend_items: work items of few rows, and of many.
-        tiles: of items of few rows.
-        num_splits: of the KV of each item of few rows; 1: a single program writes the result.
-        extend_programs: of each KV head, for items of many rows in a graph; None: one per item.
+        items: [I, 4] int32.
+        num_splits: of the KV of each item; 1: a single program writes the result.
+        workspace: for splits; no other kernel of the step uses it.
     """
 
-    num_split_items: int
+    items: torch.Tensor
     tiles: Tiles
     num_splits: int
-    num_extend_items: int = 0
-    extend_programs: int | None = None
+    workspace: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ManyRows:
+    """Items of requests that feed many rows, and how they are launched.
+
+    Attributes:
+        items: [I, 4] int32.
+        num_programs: of each KV head; None: one per item.
+    """
+
+    items: torch.Tensor
+    tiles: Tiles
+    num_programs: int | None
 
 
 class TritonBackend:
     """Requests that feed few rows have their KV split among programs; the others' rows are cut into
-    blocks that each go over all the KV they see. Both kinds may share a step. Either may be a tree
-    of drafts; without one in the step, the kernels are compiled without masks for it.
+    blocks that each go over all the KV they see. Both kinds may share a step: the kernels of the
+    groups of items (`item_groups.py`) run beside each other. On Hopper, `PromptAttention` attends
+    the requests that feed most. Up to MAX_TREE_ROWS rows may be a tree of drafts;
+    without one in the step, the kernels are compiled without masks for it.
     """
 
     def __init__(
@@ -136,17 +155,37 @@ class TritonBackend:
         self._group = num_heads // self._num_kv_heads
         head_dim, dtype = kv_pool.kv[0].shape[2], kv_pool.kv[0].dtype
         self._tuning = tuning = Tuning.choose(self._device, dtype, head_dim, self._group)
-        # Filled with NaN, so that reading what no split has written shows.
-        size = workspace_size(tuning.num_programs, tuning.few.block_m, head_dim)
-        self._workspace = torch.full((size,), float("nan"), device=self._device)
+        self._limits = RowLimits(
+            narrow=tuning.split.block_m // self._group,
+            few=tuning.few.block_m // self._group,
+            wide_item=tuning.few.block_m // self._group,
+            many_item=tuning.extend.block_m // self._group,
+        )
+        # One for each group of few rows: their kernels run beside each other. Filled with NaN, so
+        # that reading what no split has written shows.
+        self._wide_workspace, self._narrow_workspace = (
+            torch.full(
+                (workspace_size(num_programs, tiles.block_m, head_dim),),
+                float("nan"),
+                device=self._device,
+            )
+            for num_programs, tiles in (
+                (tuning.num_programs, tuning.few),
+                (tuning.num_split_programs, tuning.split),
+            )
+        )
+        self._prompts: PromptAttention | None = None
+        if PromptAttention.can_serve(kv_pool.kv[0], num_heads):
+            self._prompts = PromptAttention(kv_pool, num_heads, self._table.shape[1])
         self._uniform: dict[int, torch.Tensor] = {}
         self._graph_items: dict[GraphKey, _GraphItems] = {}
-        self._shape = LaunchShape(0, tuning.few, 1)
-        self._items = torch.empty((0, ITEM_SIZE), dtype=torch.int32, device=self._device)
+        self._no_items = torch.empty((0, ITEM_SIZE), dtype=torch.int32, device=self._device)
+        self._few: list[FewRows] = []
+        self._many = ManyRows(self._no_items, tuning.extend, None)
         self._paged = Paged(
             table=self._table,
-            rows=self._items.new_empty(0),
-            kv_lens=self._items.new_empty(0),
+            rows=self._no_items.new_empty(0),
+            kv_lens=self._no_items.new_empty(0),
             outside=req_to_token_pool.outside,
         )
 
@@ -161,97 +200,140 @@ class TritonBackend:
             tree_masks=True,
         )
 
+    @property
+    def few_rows(self) -> Sequence[FewRows]:
+        """How the items of few rows of the planned step are launched."""
+        return tuple(self._few)
+
     def plan(self, batch: ForwardBatch) -> None:
         self._paged = replace(
             self._paged, rows=batch.rows, kv_lens=batch.kv_lens, ancestors=batch.ancestors
         )
+        prompts = self._plan_prompts(batch)
         if batch.graph_key is not None:
-            self._plan_graph(batch, batch.graph_key)
-        elif len(set(batch.q_lens)) == 1 and self._is_few(batch.q_lens[0]):
+            self._plan_graph(batch, batch.graph_key, prompts)
+        elif len(set(batch.q_lens)) == 1 and batch.q_lens[0] <= self._limits.few:
             count, q_len = len(batch.q_lens), batch.q_lens[0]
-            self._items = self._uniform_items(q_len, count)
-            self._shape = self._split_shape(count, q_len, max(batch.kv_len_upper_bounds))
+            self._plan_uniform(q_len, count, max(batch.kv_len_upper_bounds))
         else:
-            self._plan_ragged(batch)
+            self._plan_ragged(batch, prompts)
 
     def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         assert q.stride(-1) == 1
-        tuning, shape, paged = self._tuning, self._shape, self._paged
+        few, many, paged = self._few, self._many, self._paged
         kv, window = self._kv_pool.kv[layer], self._windows[layer]
         out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
-        few = self._items[: shape.num_split_items]
-        many = self._items[shape.num_split_items :][: shape.num_extend_items]
-        if len(many):
-            launch = ParallelLaunch(with_next=len(few) > 0)
-            num_programs = shape.extend_programs
-            tiles = tuning.extend if num_programs is None else tuning.few
-            attend_items(q, kv, out, many, paged, window, tiles, launch, num_programs)
-        if len(few):
-            launch = ParallelLaunch(with_previous=len(many) > 0)
-            if shape.num_splits == 1:
-                attend_items(q, kv, out, few, paged, window, shape.tiles, launch)
+        if self._prompts is not None:
+            self._prompts.forward(layer, q, out, paged, window)
+        launches = iter(beside_each_other(len(few) + (len(many.items) > 0)))
+        if len(many.items):
+            attend_items(
+                q, kv, out, many.items, paged, window, many.tiles, next(launches),
+                many.num_programs,
+            )  # fmt: skip
+        for group in few:
+            if group.num_splits == 1:
+                attend_items(q, kv, out, group.items, paged, window, group.tiles, next(launches))
             else:
                 attend_items_split(
-                    q, kv, out, few, paged, window, shape.tiles, launch,
-                    shape.num_splits, self._workspace,
+                    q, kv, group.items, paged, window, group.tiles, next(launches),
+                    group.num_splits, group.workspace,
+                )  # fmt: skip
+        for group in few:
+            if group.num_splits > 1:
+                add_up_splits(
+                    q, kv, out, group.items, paged, window, group.tiles,
+                    group.num_splits, group.workspace,
                 )  # fmt: skip
         return out
 
-    def _is_few(self, q_len: int) -> bool:
-        return q_len * self._group <= self._tuning.few.block_m
+    def _plan_prompts(self, batch: ForwardBatch) -> frozenset[int]:
+        """Requests that `PromptAttention` attends."""
+        if self._prompts is None:
+            return frozenset()
+        q_lens, kv_lens = batch.q_lens, batch.kv_len_upper_bounds
+        if batch.graph_key is not None:
+            return self._prompts.plan_graph(batch.graph_key, q_lens, kv_lens)
+        return self._prompts.plan(q_lens, kv_lens)
 
-    def _plan_ragged(self, batch: ForwardBatch) -> None:
-        """Work items of few rows, then those of many, with one copy to the device."""
-        few: list[int] = []
-        many: list[int] = []
-        most_rows, longest = 1, 1
-        block_q = self._tuning.extend.block_m // self._group
-        starts = accumulate(batch.q_lens, initial=0)
-        for request, (start, q_len) in enumerate(zip(starts, batch.q_lens, strict=False)):
-            if self._is_few(q_len):
-                few += (request, start, q_len, q_len)
-                most_rows = max(most_rows, q_len)
-                longest = max(longest, batch.kv_len_upper_bounds[request])
-            else:  # the last rows see most: their programs start first
-                many += _cut(request, start, q_len, block_q)
-        self._shape = replace(
-            self._split_shape(len(few) // ITEM_SIZE, most_rows, longest),
-            num_extend_items=len(many) // ITEM_SIZE,
+    def _plan_uniform(self, q_len: int, count: int, longest: int) -> None:
+        """`count` requests of the same few rows."""
+        items = self._uniform_items(q_len, count)
+        self._few = [self._few_rows(items, q_len, longest, self._wide_workspace)]
+        self._many = ManyRows(self._no_items, self._tuning.extend, None)
+
+    def _plan_ragged(self, batch: ForwardBatch, prompts: frozenset[int]) -> None:
+        """All items of requests that are not in `prompts`, with one copy to the device."""
+        limits, bounds = self._limits, batch.kv_len_upper_bounds
+        groups = ItemGroups.of(batch.q_lens, limits, prompts)
+        room = groups.room
+        items = to_device(groups.padded(room), self._device, torch.int32).view(-1, ITEM_SIZE)
+        longest_wide, longest_narrow = (
+            max((bounds[request] for request in group[::ITEM_SIZE]), default=0)
+            for group in (groups.wide, groups.narrow)
         )
-        self._items = to_device(few + many, self._device, torch.int32).view(-1, ITEM_SIZE)
+        self._set_groups(items, room, limits, longest_wide, longest_narrow)
+        self._many = ManyRows(items[room.wide + room.narrow :], self._tuning.extend, None)
 
-    def _plan_graph(self, batch: ForwardBatch, key: GraphKey) -> None:
-        """The items that the key has room for, at its own address; those of padding are empty."""
-        tuning = self._tuning
-        most_q = tuning.few.block_m // self._group
-        block_q = min(key.width, most_q)
-        if key.is_uniform and self._is_few(key.width):
-            self._items = self._uniform_items(key.width, key.num_reqs)
-            self._shape = self._split_shape(key.num_reqs, key.width, self._table.shape[1])
+    def _plan_graph(self, batch: ForwardBatch, key: GraphKey, prompts: frozenset[int]) -> None:
+        """The items that the key has room for, at its own address; those of padding and of
+        `prompts` are empty."""
+        longest = self._table.shape[1]
+        if key.is_uniform and key.width <= self._limits.few:
+            self._plan_uniform(key.width, key.num_reqs, longest)
             return
-        num_few = key.num_reqs * triton.cdiv(key.width, block_q)
-        num_many = key.num_tokens // most_q + key.num_reqs if key.tag == MIXED else 0
         if key not in self._graph_items:
-            room = self._items.new_empty((num_few + num_many, ITEM_SIZE))
-            self._graph_items[key] = _GraphItems(room, [])
+            limits = self._graph_limits(key)
+            room = ItemRoom.of_graph(key, limits)
+            size = room.wide + room.narrow + room.many
+            items = self._no_items.new_zeros((size, ITEM_SIZE))  # those of a step without requests
+            self._graph_items[key] = _GraphItems(limits, room, items, [], prompts)
         held = self._graph_items[key]
-        if held.q_lens != batch.q_lens:
-            few, many = _few_and_many(batch.q_lens, key.width, block_q, most_q)
-            few += [0] * (num_few * ITEM_SIZE - len(few))
-            many += [0] * (num_many * ITEM_SIZE - len(many))
-            has_room = (len(few), len(many)) == (num_few * ITEM_SIZE, num_many * ITEM_SIZE)
-            assert has_room, "More rows than the graph has room for."
-            overwrite(held.items, few + many)
-            held.q_lens = list(batch.q_lens)
-        self._items = held.items
-        shape = self._split_shape(num_few, block_q, self._table.shape[1])
+        if (held.q_lens, held.prompts) != (batch.q_lens, prompts):
+            groups = ItemGroups.of(batch.q_lens, held.limits, prompts)
+            overwrite(held.items, groups.padded(held.room))
+            held.q_lens, held.prompts = list(batch.q_lens), prompts
+        self._set_groups(held.items, held.room, held.limits, longest, longest)
         # Most of this room is empty, and a program for each would take longer than the work. One
         # per multiprocessor leaves room for the items of few rows beside them.
-        self._shape = replace(
-            shape,
-            num_extend_items=num_many,
-            extend_programs=triton.cdiv(tuning.num_programs, 2 * self._num_kv_heads),
+        num_programs = triton.cdiv(self._tuning.num_programs, 2 * self._num_kv_heads)
+        many = held.items[held.room.wide + held.room.narrow :]
+        self._many = ManyRows(many, self._tuning.few, num_programs)
+
+    def _graph_limits(self, key: GraphKey) -> RowLimits:
+        """Steps of few requests whose KV is split have no narrow items unless there are prompts:
+        two more launches, of mostly empty items, would cost more than wide tiles do."""
+        narrow = min(self._limits.narrow, key.width)
+        is_split = self._split(key.num_reqs, key.width, self._table.shape[1])[1] > 1
+        if key.width > narrow and not (key.tag == MIXED or (key.tag == RAGGED and not is_split)):
+            narrow = 0
+        return RowLimits(
+            narrow=narrow,
+            few=key.width,
+            wide_item=min(key.width, self._limits.few),
+            many_item=self._limits.few,
         )
+
+    def _set_groups(
+        self,
+        items: torch.Tensor,
+        room: ItemRoom,
+        limits: RowLimits,
+        longest_wide: int,
+        longest_narrow: int,
+    ) -> None:
+        """The groups of few rows at the head of `items`, whose requests have KV for up to so many
+        positions."""
+        wide, narrow = items[: room.wide], items[room.wide :][: room.narrow]
+        self._few = []
+        if room.wide:
+            self._few.append(
+                self._few_rows(wide, limits.wide_item, longest_wide, self._wide_workspace)
+            )
+        if room.narrow:
+            self._few.append(
+                self._few_rows(narrow, limits.narrow, longest_narrow, self._narrow_workspace)
+            )
 
     def _uniform_items(self, q_len: int, count: int) -> torch.Tensor:
         """[count, 4]: the items of any step in which each request feeds q_len rows. They stay where
@@ -263,54 +345,37 @@ class TritonBackend:
             self._uniform[q_len] = items.view(-1, ITEM_SIZE)
         return self._uniform[q_len][:count]
 
-    def _split_shape(self, num_items: int, block_q: int, longest: int) -> LaunchShape:
-        """For items of up to block_q rows, whose KV has up to `longest` positions."""
+    def _few_rows(
+        self, items: torch.Tensor, most_rows: int, longest: int, workspace: torch.Tensor
+    ) -> FewRows:
+        """Items of up to most_rows rows, whose KV has up to `longest` positions."""
+        tiles, num_splits = self._split(len(items), most_rows, longest)
+        return FewRows(items, tiles, num_splits, workspace)
+
+    def _split(self, num_items: int, most_rows: int, longest: int) -> tuple[Tiles, int]:
+        """Tiles of such items, and splits of their KV."""
         tuning = self._tuning
-        is_narrow = block_q * self._group <= tuning.split.block_m
+        is_narrow = most_rows <= self._limits.narrow
         # Each size is compiled anew, so there is none between.
         tiles = tuning.split if is_narrow else tuning.few
-        num_splits = 1
-        if num_items > 0:
-            wanted = tuning.num_programs // (num_items * self._num_kv_heads)
-            num_splits = min(wanted, triton.cdiv(longest, tiles.block_n), tuning.max_splits)
-            if num_splits < MIN_SPLITS:
-                num_splits = 1
-        if is_narrow and num_splits == 1:
+        num_programs = tuning.num_split_programs if is_narrow else tuning.num_programs
+        wanted = num_programs // (num_items * self._num_kv_heads)
+        num_splits = min(wanted, triton.cdiv(longest, tiles.block_n), tuning.max_splits)
+        if num_splits >= MIN_SPLITS:
+            return tiles, num_splits
+        if is_narrow:
             is_crowded = num_items * self._num_kv_heads > 1.5 * tuning.num_programs
             tiles = tuning.crowded if is_crowded else tuning.whole
-        return LaunchShape(num_items, tiles, num_splits)
+        return tiles, 1
 
 
 @dataclass(slots=True)
 class _GraphItems:
-    """The items that a graph reads, and the q_lens that they are for: a step of the same lengths
-    copies nothing."""
+    """The items that a graph reads, their limits and numbers, and the q_lens that they are for: a
+    step of the same lengths copies nothing."""
 
+    limits: RowLimits
+    room: ItemRoom
     items: torch.Tensor
     q_lens: list[int]
-
-
-def _few_and_many(
-    q_lens: Sequence[int], width: int, block_q: int, most_q: int
-) -> tuple[list[int], list[int]]:
-    """Items of requests that feed up to `width` rows, of at most block_q rows each; and of the
-    others, of at most most_q."""
-    few: list[int] = []
-    many: list[int] = []
-    starts = accumulate(q_lens, initial=0)
-    for request, (start, q_len) in enumerate(zip(starts, q_lens, strict=False)):
-        if q_len <= width:
-            few += _cut(request, start, q_len, block_q)
-        else:
-            many += _cut(request, start, q_len, most_q)
-    return few, many
-
-
-def _cut(request: int, start: int, q_len: int, block_q: int) -> list[int]:
-    """Items of at most block_q rows of a request whose first token is `start`, the last rows
-    first."""
-    items: list[int] = []
-    for first in reversed(range(0, q_len, block_q)):
-        rows = pack_rows(min(block_q, q_len - first), first)
-        items += (request, start + first, rows, q_len - first)
-    return items
+    prompts: frozenset[int]

@@ -234,20 +234,19 @@ def attend_items(
 
 
 def attend_items_split(
-    q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, items: torch.Tensor, paged: Paged,
+    q: torch.Tensor, kv: torch.Tensor, items: torch.Tensor, paged: Paged,
     window: int | None, tiles: Tiles, launch: ParallelLaunch,
     num_splits: int, workspace: torch.Tensor,
 ) -> None:  # fmt: skip
     """As `attend_items`, with the KV of each item shared out among up to `num_splits` programs,
-    in whole tiles.
+    in whole tiles. `add_up_splits` makes the result of what they leave in the workspace.
 
     Args:
         workspace: float32, `workspace_size` elements at least; of block_m packed rows.
     """
     constants = _constants(q, kv, window, tiles)
     num_kv_heads, head_dim = kv.shape[1] // 2, kv.shape[2]
-    num_rows = len(items) * num_kv_heads * num_splits * tiles.block_m
-    stats, sums = workspace[: 2 * num_rows], workspace[2 * num_rows :]
+    stats, sums = _stats_and_sums(workspace, len(items) * num_kv_heads * num_splits, tiles)
     _split_kernel[(len(items), num_kv_heads, num_splits)](
         q, kv, sums, stats, items, paged.table, paged.outside, paged.rows, paged.kv_lens,
         paged.ancestors,
@@ -257,6 +256,16 @@ def attend_items_split(
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         **launch.options(q.device, len(items) * num_kv_heads * num_splits),
     )  # fmt: skip
+
+
+def add_up_splits(
+    q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, items: torch.Tensor, paged: Paged,
+    window: int | None, tiles: Tiles, num_splits: int, workspace: torch.Tensor,
+) -> None:  # fmt: skip
+    """Writes the items' rows of `out`, after `attend_items_split` of the same arguments."""
+    constants = _constants(q, kv, window, tiles)
+    num_kv_heads = kv.shape[1] // 2
+    stats, sums = _stats_and_sums(workspace, len(items) * num_kv_heads * num_splits, tiles)
     group = q.shape[1] // num_kv_heads
     block_s = next(size for size in (8, 32, 64) if num_splits <= size)  # each is compiled anew
     _combine_kernel[(len(items), num_kv_heads, tiles.block_m // group * group)](
@@ -264,6 +273,14 @@ def attend_items_split(
         **constants, BLOCK_S=block_s, num_warps=1 if block_s <= 32 else 4,
         **dependent_launch(q.device, len(items) * num_kv_heads * tiles.block_m),
     )  # fmt: skip
+
+
+def _stats_and_sums(
+    workspace: torch.Tensor, num_programs: int, tiles: Tiles
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where programs leave (top, total) and acc of their packed rows."""
+    size = 2 * num_programs * tiles.block_m
+    return workspace[:size], workspace[size:]
 
 
 def workspace_size(num_programs: int, block_m: int, head_dim: int) -> int:

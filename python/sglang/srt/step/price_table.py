@@ -21,8 +21,9 @@ class StepShape(NamedTuple):
         widest: rows of the request that feeds most.
         num_rows: rows in all.
         num_read: rows whose logits are read.
-        kv_tokens: tokens with KV of all requests; each is read once.
-        row_kv: sum over the rows of the tokens that each sees.
+        kv_tokens: tokens with KV of all requests that emit; each is read once.
+        row_kv: sum over the rows of these requests, prompts aside, of the tokens that each sees.
+        prompt_row_kv: sum over the rows of prompts of the tokens that each sees (`prompt_pairs`).
     """
 
     num_reqs: int
@@ -31,6 +32,13 @@ class StepShape(NamedTuple):
     num_read: int
     kv_tokens: float = 0.0
     row_kv: float = 0.0
+    prompt_row_kv: float = 0.0
+
+
+def prompt_pairs(position: int, num_rows: int) -> int:
+    """Pairs of a row of a prompt and a token that it sees, itself included, if the rows begin at
+    `position`."""
+    return num_rows * position + num_rows * (num_rows + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,8 @@ class PriceTable:
         head: logits and what is drawn from them, by rows read.
         kv_ms: each token of KV that is read.
         row_kv_ms: each pair of a row and a token of KV that it sees.
+        prompt_row_kv_ms: the same of rows of prompts, whose attention is bound by arithmetic: they
+            share what they read of KV.
         spread: typical deviation of one measurement from another, as a share.
     """
 
@@ -89,16 +99,34 @@ class PriceTable:
     head: Curve
     kv_ms: float = 0.0
     row_kv_ms: float = 0.0
+    prompt_row_kv_ms: float = 0.0
     spread: float = 0.0
 
     def replays(self, step: StepShape) -> bool:
         """Whether a step replays a graph."""
         return self.find(step.num_reqs, step.widest, step.num_rows) is not None
 
+    @property
+    def sizes(self) -> list[int]:
+        """Ascending numbers of rows between which the price of a step without KV is constant, as
+        it is padded, or linear."""
+        return sorted({*(key.num_tokens for key in self.graphs_ms), *self.eager.sizes})
+
+    def rows_ms(self, num_reqs: int, widest: int, num_rows: int) -> float:
+        """What a step takes without its attention over KV and its logits."""
+        key = self.find(num_reqs, widest, num_rows)
+        measured = None if key is None else self.graphs_ms.get(key)
+        return self.eager.at(num_rows) if measured is None else measured
+
+    def attention_ms(self, step: StepShape) -> float:
+        """What a step's KV takes."""
+        return (
+            self.kv_ms * step.kv_tokens
+            + self.row_kv_ms * step.row_kv
+            + self.prompt_row_kv_ms * step.prompt_row_kv
+        )
+
     def price_ms(self, step: StepShape) -> float:
         """What a step takes."""
-        key = self.find(step.num_reqs, step.widest, step.num_rows)
-        measured = None if key is None else self.graphs_ms.get(key)
-        base = self.eager.at(step.num_rows) if measured is None else measured
-        attention = self.kv_ms * step.kv_tokens + self.row_kv_ms * step.row_kv
-        return base + self.head.at(step.num_read) + attention
+        rows_ms = self.rows_ms(step.num_reqs, step.widest, step.num_rows)
+        return rows_ms + self.head.at(step.num_read) + self.attention_ms(step)

@@ -20,7 +20,7 @@ from sglang.srt.layers.forward_batch import (
     dummy_step,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.mtp.price_table import Curve, PriceTable, no_graphs
+from sglang.srt.step.price_table import Curve, PriceTable, no_graphs, prompt_pairs
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +28,22 @@ Launch = Callable[[], HostCopy]
 
 # Rows of steps that replay no graph, and rows whose logits are read.
 EAGER_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
-MANY_ROWS = (1280, 2048, 4096)
+# Products are cut into tiles, and a GPU computes so many at a time: prices are no straight line,
+# and more rows may cost less.
+MANY_ROWS = (*range(1152, 2049, 128), 2560, 4096, 8192)
+SLOW_ROWS = MANY_ROWS[0]  # from here on a step takes so long that one run tells its price
 READ_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 PROMPT_ROWS = 512  # of a request in a step of many rows
 REPEATS = 2
 DECODE_REPEATS = 3  # what all other steps are compared with
 PLAIN_REPEATS = 7  # that show how much times vary
 KV_REQUESTS, KV_TOKENS, KV_REPEATS = 32, 1024, 3
+# A prompt's chunk and the tokens before it; the pool may be smaller: slots are named repeatedly.
+CHUNK_ROWS, CHUNK_KV_TOKENS, CHUNK_REPEATS = 2048, 16384, 2
 # On a CPU, which computes while it launches: seconds, whatever the model.
 CPU_ROWS_S, CPU_READS_S, CPU_KV_S, CPU_PLAIN_S = 0.4, 0.1, 0.2, 0.1
 CPU_KV_REQUESTS, CPU_KV_TOKENS = 4, 256
+CPU_CHUNK_S, CPU_CHUNK_ROWS, CPU_CHUNK_KV_TOKENS = 0.2, 64, 1024
 CPU_MIN_SIZES, CPU_MAX_PASSES = 2, 3
 IMPLAUSIBLE_GROWTH, CPU_RETRIES = 1.5, 2
 
@@ -72,17 +78,19 @@ class PriceMeter:
         """Measures all prices and logs how long that took."""
         start = self._clock()
         keys = self._runner.graph_keys
-        graphs_ms = {} if keys is None else self._graphs(keys.all)
+        prompt_row_kv_ms = self._prompt_attention()
+        graphs_ms = {} if keys is None else self._graphs(self._priced(keys.all))
         eager = self._times_of(self._eager_rows(), self._step, CPU_ROWS_S)
         head = self._times_of(self._below(READ_ROWS), self._read, CPU_READS_S)
         kv_ms, row_kv_ms = self._attention()
         prices = PriceTable(
             find=no_graphs if keys is None else keys.find_shape,
             graphs_ms=graphs_ms,
-            eager=_shortest(eager),
+            eager=self._without_attention(_shortest(eager), prompt_row_kv_ms),
             head=_shortest(head),
             kv_ms=kv_ms,
             row_kv_ms=row_kv_ms,
+            prompt_row_kv_ms=prompt_row_kv_ms,
             spread=self._spread(),
         )
         logger.info(
@@ -125,6 +133,11 @@ class PriceMeter:
 
     # ------------------------------------------------------------ what is timed
 
+    def _priced(self, keys: Iterable[GraphKey]) -> list[GraphKey]:
+        """Where nobody looks ahead, only steps with prompts are ever priced; trees never are."""
+        looks_ahead = self._max_width > 1
+        return [key for key in keys if (key.tag == MIXED or looks_ahead) and not key.has_tree]
+
     def _graphs(self, keys: Iterable[GraphKey]) -> dict[GraphKey, float]:
         """Milliseconds of each graph. Where more rows seem to cost less than fewer, the dearer one
         is timed again: it may have met a slow moment."""
@@ -143,7 +156,10 @@ class PriceMeter:
     ) -> dict[int, list[float]]:
         """Milliseconds of each run, by size; `budget_s` limits them on a CPU."""
         if not self._is_cpu:
-            return {size: self._times_ms(launch_of(size), REPEATS) for size in sizes}
+            return {
+                size: self._times_ms(launch_of(size), REPEATS if size < SLOW_ROWS else 1)
+                for size in sizes
+            }
         launches = {size: launch_of(size) for size in sizes}
         return timed_passes(launches, budget_s, self._once_ms, self._clock)
 
@@ -158,7 +174,7 @@ class PriceMeter:
                 return 0.0, 0.0  # a large model: weights outweigh KV
         count = max(1, min(count, self._max_requests))
         longest = self._table.shape[1] - self._max_width
-        num_slots = self._runner.num_pages * self._runner.kv_pool.page_size
+        num_slots = self._runner.memory.num_pages * self._runner.kv_pool.page_size
         length = min(length, longest, num_slots // count)
         if length < 2:
             return 0.0, 0.0
@@ -182,15 +198,53 @@ class PriceMeter:
             costs.append(min(self._times_ms(launch, KV_REPEATS)))
         return (costs[1] - costs[0]) / (count * length)
 
+    def _prompt_attention(self) -> float:
+        """`prompt_row_kv_ms` of a `PriceTable`, from a chunk of one prompt with no KV before it and
+        with much."""
+        num_rows, length, repeats = CHUNK_ROWS, CHUNK_KV_TOKENS, CHUNK_REPEATS
+        if self._is_cpu:
+            num_rows, length, repeats = CPU_CHUNK_ROWS, CPU_CHUNK_KV_TOKENS, 1
+        width = self._table.shape[1]
+        num_rows = min(num_rows, self._runner.max_prompt_rows, width // 2)
+        length = min(length, width - num_rows)
+        if num_rows < 1 or length < 1:
+            return 0.0
+        if self._is_cpu and self._once_ms(self._launch([num_rows])) * 4 > CPU_CHUNK_S * 1e3:
+            return 0.0  # a large model: weights outweigh KV
+        page_size = self._runner.kv_pool.page_size
+        slots = torch.arange(length, device=self._device) % (
+            self._runner.memory.num_pages * page_size
+        )
+        self._table[0, :length] = (slots + page_size).to(self._table.dtype)
+        try:
+            costs = [
+                min(self._times_ms(self._launch([num_rows], kv_len), repeats))
+                for kv_len in (0, length)
+            ]
+        finally:
+            self._table[0, :length] = 0
+        return max(0.0, (costs[1] - costs[0]) / (num_rows * length))
+
+    def _without_attention(self, eager: Curve, prompt_row_kv_ms: float) -> Curve:
+        """The curve less what its rows' attention to each other took, which is priced by pairs."""
+        costs = []
+        for num_rows, cost_ms in zip(eager.sizes, eager.costs_ms, strict=True):
+            num_pairs = sum(prompt_pairs(0, q_len) for q_len in self._q_lens(num_rows))
+            costs.append(max(cost_ms - prompt_row_kv_ms * num_pairs, cost_ms / 2))
+        return Curve(eager.sizes, tuple(costs))
+
     def _replay(self, key: GraphKey) -> Launch:
         return self._launch(rows_of(key))
 
     def _step(self, num_rows: int) -> Launch:
-        """A step of `num_rows` rows in as few requests as it can have."""
+        return self._launch(self._q_lens(num_rows))
+
+    def _q_lens(self, num_rows: int) -> list[int]:
+        """Rows of the requests of a step of `num_rows` rows in as few requests as it can have."""
         width = self._max_width
         if num_rows > self._max_requests * width or num_rows in MANY_ROWS:
             width = min(PROMPT_ROWS, self._table.shape[1])
-        return self._launch(split(num_rows, -(-num_rows // width)))
+        return split(num_rows, -(-num_rows // width))
 
     def _read(self, num_rows: int) -> Launch:
         hidden = self._hidden[:1].expand(num_rows, -1).contiguous()
@@ -212,11 +266,17 @@ class PriceMeter:
             return self._runner.forward(dummy_step(q_lens, self._device)).hidden.clone()
 
     def _eager_rows(self) -> list[int]:
-        """Sizes that no graph covers: only the largest, where graphs serve steps with prompts."""
-        keys, many = self._runner.graph_keys, () if self._is_cpu else MANY_ROWS
+        """Sizes that no graph covers: only the largest, where graphs serve steps with prompts. They
+        end with the largest step."""
+        keys, decode_rows = self._runner.graph_keys, self._max_requests * self._max_width
+        if self._is_cpu:
+            most = decode_rows + self._runner.max_prompt_rows
+            return [size for size in (*EAGER_ROWS, *MANY_ROWS) if size <= most] or [1]
+        most = min(max(decode_rows, self._runner.max_prompt_rows), MANY_ROWS[-1])
+        many = [*(size for size in MANY_ROWS if size < most), most]
         if keys is not None and any(key.tag == MIXED for key in keys.all):
-            return [*many]
-        return [*self._below(EAGER_ROWS), *many]
+            return many
+        return [*(size for size in EAGER_ROWS if size < many[0]), *many]
 
     def _below(self, sizes: Sequence[int]) -> list[int]:
         most = self._max_requests * self._max_width

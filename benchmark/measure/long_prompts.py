@@ -1,0 +1,213 @@
+"""How long do prompts of a thousand tokens and more take? The loads of docs/performance.md.
+
+One Engine with the server's default flags (128 running, radix cache on) in a large geometry with
+random weights, greedy. Every run has fresh random prompts, so nothing is found in the cache but
+what prompts of one run share. Each case is warmed up by one run of few prompts that does not count;
+its figure is the median of the others. A decode step is
+(wall(256 new tokens) - wall(1 new token)) / 255. What is asked, and the peer, are of one H100.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tqdm import tqdm
+
+import sglang
+from benchmark.command import add_schedule_options, make_parser, schedule_flags, store, write
+from benchmark.engine_load import batch_wall_s, random_prompts
+from benchmark.environment import describe_environment
+from benchmark.goals import GPU_OF_GOALS, LONG_PROMPTS, LONG_PROMPTS_GEOMETRY
+from benchmark.gpu_load import sample_gpu
+from benchmark.random_model import GEOMETRIES, random_model
+from sglang.srt.model_config import resolve_model_path
+from sglang.srt.server_args import ServerArgs
+
+CONTEXT_LEN = 32768
+MAX_RUNNING = 128
+DECODE_INPUT_LEN, DECODE_OUTPUT_LEN = 128, 256
+WARM_PROMPT_TOKENS, WARM_OUTPUT_LEN = 1 << 16, 8
+SECONDS, ALL_TOK_S, OUTPUT_TOK_S, STEP_MS = "s", "all tokens/s", "output tokens/s", "ms/step"
+
+WallTime = Callable[[list[list[int]], int], float]  # seconds for prompts with so many new tokens
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts of random tokens, all sent at once.
+
+    Attributes:
+        input_len: tokens of a prompt.
+        shared_len: of these, how many all prompts have in common.
+        unit: of the figure.
+    """
+
+    name: str
+    num_prompts: int
+    input_len: int
+    output_len: int
+    unit: str = SECONDS
+    shared_len: int = 0
+
+    @classmethod
+    def decode(cls, num_prompts: int, name: str, input_len: int = DECODE_INPUT_LEN) -> Case:
+        return cls(f"decode, {name}", num_prompts, input_len, DECODE_OUTPUT_LEN, STEP_MS)
+
+    def divided(self, divisor: int) -> Case:
+        """The same at a size that a small machine can try."""
+        return replace(
+            self,
+            num_prompts=-(-self.num_prompts // divisor),
+            input_len=-(-self.input_len // divisor),
+            output_len=max(min(2, self.output_len), self.output_len // divisor),
+            shared_len=self.shared_len // divisor,
+        )
+
+    def prompts(self, vocab_size: int, seed: int) -> list[list[int]]:
+        """Other ones for each seed."""
+        own_len = self.input_len - self.shared_len
+        (shared,) = random_prompts(1, self.shared_len, vocab_size, 2 * seed)
+        own = random_prompts(self.num_prompts, own_len, vocab_size, 2 * seed + 1)
+        return [shared + tokens for tokens in own]
+
+    def warm_up(self) -> Case:
+        """As long, but few prompts and tokens."""
+        fitting = max(1, WARM_PROMPT_TOKENS // self.input_len)
+        return replace(
+            self,
+            num_prompts=self.num_prompts if self.shared_len else min(self.num_prompts, fitting),
+            output_len=min(self.output_len, WARM_OUTPUT_LEN),
+        )
+
+    def figure(self, wall_s: float, prefill_s: float) -> float:
+        """The figure in `unit`.
+
+        Args:
+            prefill_s: the seconds with one new token each; counts in decode steps only.
+        """
+        if self.unit == STEP_MS:
+            return (wall_s - prefill_s) / (self.output_len - 1) * 1e3
+        num_output = self.num_prompts * self.output_len
+        num_tokens = {OUTPUT_TOK_S: num_output, ALL_TOK_S: num_output + self._num_input}
+        return num_tokens[self.unit] / wall_s if self.unit in num_tokens else wall_s
+
+    @property
+    def _num_input(self) -> int:
+        return self.num_prompts * self.input_len
+
+
+CASES = (
+    Case("1 x 4,096", 1, 4096, 1),
+    Case("1 x 16,384", 1, 16384, 1),
+    Case("1 x 30,000", 1, 30000, 1),
+    Case("16 x 8,192", 16, 8192, 129),
+    Case("64 x 2,048", 64, 2048, 129),
+    Case("128 x 1,024", 128, 1024, 129),
+    Case("128 x 4,096", 128, 4096, 64, ALL_TOK_S),
+    Case("512 x 512", 512, 512, 128, OUTPUT_TOK_S),
+    Case("256 sharing 4,096", 256, 4096 + 64, 64, shared_len=4096),
+    Case("192 x 3,000", 192, 3000, 400),
+    *(Case.decode(size, str(size)) for size in (1, 8, 32, 64, 128)),
+    Case.decode(1, "1 at 30,000", input_len=30000),
+)
+
+
+def measure(
+    case: Case, wall_s: WallTime, repeats: int, vocab_size: int, seeds: Iterator[int]
+) -> dict[str, Any]:
+    """The figure of a case: the median of the runs, and the GPU's clock and power during them."""
+    warm_up = case.warm_up()
+    wall_s(warm_up.prompts(vocab_size, next(seeds)), warm_up.output_len)
+    runs, figures = [], []
+    with sample_gpu() as gpu:
+        for _ in range(repeats):
+            prompts = case.prompts(vocab_size, next(seeds))
+            seconds, prefill_s = wall_s(prompts, case.output_len), 0.0
+            if case.unit == STEP_MS:
+                prefill_s = wall_s(case.prompts(vocab_size, next(seeds)), 1)
+            runs.append(round(seconds, 4))
+            figures.append(case.figure(seconds, prefill_s))
+    return {
+        **asdict(case),
+        "value": statistics.median(figures),
+        "values": figures,
+        "wall_s": runs,
+        "gpu": gpu,
+    }
+
+
+def table_line(row: dict[str, Any], is_judged: bool) -> str:
+    """A row for the terminal."""
+    text = f"{row['name']:20} {row['value']:12,.3f} {row['unit']:16}"
+    goal = LONG_PROMPTS[row["name"]]
+    if not is_judged:
+        return text.rstrip()
+    peer = "-" if goal.peer is None else f"{goal.peer:,g}"
+    return f"{text} asked {goal.asked:>8,g}   peer {peer:>8}   ({GPU_OF_GOALS})"
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser(__doc__, "long_prompts")
+    names = [case.name for case in CASES]
+    add = parser.add_argument
+    add("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {names}")
+    add("--repeats", type=int, default=3)
+    add("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
+    add("--divide", type=int, default=1, help="prompts and lengths by this: to try the script")
+    add("--device", default="auto")
+    add("--attention-backend")
+    add_schedule_options(parser)
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Measures, prints a table; the result is written after every case."""
+    arguments = parse()
+    cases = [case.divided(arguments.divide) for case in CASES if case.name in arguments.only]
+    vocab_size, seeds = GEOMETRIES[arguments.geometry].vocab_size, itertools.count()
+    flags = schedule_flags(arguments)
+    with random_model(arguments.geometry, CONTEXT_LEN) as folder:
+        args = ServerArgs(
+            model_path=folder,
+            tokenizer_path=str(resolve_model_path("demo")),
+            load_format="dummy",
+            device=arguments.device,
+            attention_backend=arguments.attention_backend,
+            max_running_requests=MAX_RUNNING,
+            log_level="error",
+            **flags,
+        )
+        rows: list[dict[str, Any]] = []
+        with sglang.Engine(args) as engine, tqdm(cases, unit="case") as bar:
+            info = engine.get_server_info()
+            result = {
+                **describe_environment(),
+                "geometry": arguments.geometry,
+                "divided_by": arguments.divide,
+                "attention_backend": arguments.attention_backend or "default",
+                "flags": flags,
+                "schedule": info["resolved"]["schedule"],
+                "kv_tokens": info["max_total_num_tokens"],
+                "goals_are_of": GPU_OF_GOALS,
+                "rows": rows,
+            }
+
+            def wall_s(prompts: list[list[int]], num_new: int) -> float:
+                return batch_wall_s(engine, prompts, num_new)
+
+            for case in bar:
+                bar.set_description(case.name)
+                rows.append(measure(case, wall_s, arguments.repeats, vocab_size, seeds))
+                write(arguments.out, result)
+    is_judged = (arguments.geometry, arguments.divide) == (LONG_PROMPTS_GEOMETRY, 1)
+    store(arguments.out, result)
+    print("\n".join(table_line(row, is_judged) for row in rows))
+
+
+if __name__ == "__main__":
+    main()

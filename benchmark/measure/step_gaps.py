@@ -1,0 +1,297 @@
+"""How long do streams wait for a token while a prompt of the full context is computed beside them?
+
+One Engine per value of --max-step-ms, a large geometry with random weights, greedy, the server's
+default flags else. Requests decode and stream; when all do, fresh long prompts come one after the
+other. A gap is the time between two pieces of one stream, as the Engine's caller sees them: of
+all streams alone, and of all while a long prompt waits for its first token. The first long prompt
+is not counted. --in-process does it with scheduler and worker alone, without a front end or
+messages: a gap is then what the scheduler's own steps take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+import sglang
+from benchmark.command import make_parser, store, write
+from benchmark.engine_load import random_prompts
+from benchmark.environment import describe_environment
+from benchmark.goals import MAX_GAP_RATIO
+from benchmark.measure.long_prompts import CONTEXT_LEN, MAX_RUNNING
+from benchmark.random_model import GEOMETRIES, random_model
+from sglang.bench_one_batch import OneBatch
+from sglang.benchmark.metrics import percentile
+from sglang.srt.garbage import keep_out_of_collections
+from sglang.srt.model_config import resolve_model_path
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs, public_fields
+
+DEFAULT = "default"
+SPARE_TOKENS = 8  # of the context, beyond the long prompt
+WARM_TOKENS = 16  # of every stream, before anything is measured
+ALONE_S, BETWEEN_S = 1.0, 0.3
+POLL_S = 0.02
+STREAM_ENDED = "A stream ended before the long prompts did: raise --output-len."
+
+
+@dataclass
+class Stream:
+    """What came when: seconds of `time.perf_counter`, and the tokens that were there then."""
+
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+
+    async def follow(
+        self, engine: sglang.Engine, prompt: list[int], params: dict[str, Any]
+    ) -> None:
+        chunks = await engine.async_generate(input_ids=prompt, sampling_params=params, stream=True)
+        async for chunk in chunks:
+            self.arrivals.append((time.perf_counter(), len(chunk["output_ids"])))
+
+    @property
+    def num_tokens(self) -> int:
+        return self.arrivals[-1][1] if self.arrivals else 0
+
+
+def gaps_ms(arrivals: Sequence[tuple[float, int]], start: float, end: float) -> list[float]:
+    """Of the gaps between arrivals those that lie, if only in part, between two times."""
+    return [
+        (after - before) * 1e3
+        for (before, _), (after, _) in itertools.pairwise(arrivals)
+        if after > start and before < end
+    ]
+
+
+def describe(streams: Sequence[Stream], windows: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Gaps of all streams within some windows of time, in milliseconds."""
+    by_window = [
+        [gap for stream in streams for gap in gaps_ms(stream.arrivals, start, end)]
+        for start, end in windows
+    ]
+    gaps = [gap for found in by_window for gap in found]
+    return {
+        "num_gaps": len(gaps),
+        "p50_ms": round(percentile(gaps, 0.5), 3),
+        "p99_ms": round(percentile(gaps, 0.99), 3),
+        "max_ms": round(max(gaps, default=0.0), 3),
+        "max_ms_by_prompt": [round(max(found, default=0.0), 3) for found in by_window],
+        "max_tokens_per_piece": max(
+            (
+                now - before
+                for stream in streams
+                for (_, before), (at, now) in itertools.pairwise(stream.arrivals)
+                if any(start < at < end for start, end in windows)
+            ),
+            default=0,
+        ),
+    }
+
+
+def is_within(longest_ms: float, bound_ms: float | None) -> bool | None:
+    """Whether the longest gap keeps to --max-step-ms; None without a bound."""
+    return longest_ms <= MAX_GAP_RATIO * bound_ms if bound_ms else None
+
+
+def figures(
+    streams: Sequence[Stream],
+    alone: tuple[float, float],
+    beside: Sequence[tuple[float, float]],
+    idle_s: float,
+) -> dict[str, Any]:
+    """What is stored of one value.
+
+    Args:
+        alone: a time without a long prompt.
+        beside: when each long prompt was sent and when its first token was there.
+        idle_s: until the first token on an idle server.
+    """
+    waits = [end - start for start, end in beside[1:]]
+    return {
+        "alone": describe(streams, [alone]),
+        "beside": describe(streams, beside[1:]),
+        "first_token_s": round(statistics.median(waits), 4),
+        "first_token_s_by_prompt": [round(wait, 4) for wait in waits],
+        "first_token_s_on_idle": round(idle_s, 4),
+    }
+
+
+async def measure(
+    engine: sglang.Engine, arguments: argparse.Namespace, vocab_size: int, seeds: Iterator[int]
+) -> dict[str, Any]:
+    """Gaps alone and beside long prompts, and the seconds until a long prompt's first token."""
+
+    def prompts(count: int, length: int) -> list[list[int]]:
+        return random_prompts(count, length, vocab_size, next(seeds))
+
+    async def first_token() -> tuple[float, float]:
+        """When a long prompt was sent, and when its token was there."""
+        params = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+        start = time.perf_counter()
+        await engine.async_generate(input_ids=long_prompts.pop(), sampling_params=params)
+        return start, time.perf_counter()
+
+    # Made before anything runs: while a prompt is made, no stream is looked at.
+    long_prompts = prompts(2 + 1 + arguments.repeats, arguments.prompt_len)
+    await first_token()  # warms up
+    start, end = await first_token()
+    idle_s = end - start
+    params = {"temperature": 0, "max_new_tokens": arguments.output_len, "ignore_eos": True}
+    streams = [Stream() for _ in range(arguments.streams)]
+    tasks = [
+        asyncio.create_task(stream.follow(engine, prompt, params))
+        for stream, prompt in zip(
+            streams, prompts(arguments.streams, arguments.input_len), strict=True
+        )
+    ]
+    while min(stream.num_tokens for stream in streams) < WARM_TOKENS:
+        await asyncio.sleep(POLL_S)
+    start = time.perf_counter()
+    await asyncio.sleep(ALONE_S)
+    alone, beside = (start, time.perf_counter()), []
+    for _ in range(arguments.repeats + 1):
+        beside.append(await first_token())
+        await asyncio.sleep(BETWEEN_S)
+    if any(task.done() for task in tasks):
+        raise RuntimeError(STREAM_ENDED)
+    await engine.async_abort_request(abort_all=True)
+    await asyncio.gather(*tasks)
+    return figures(streams, alone, beside, idle_s)
+
+
+def measure_in_process(
+    batch: OneBatch, arguments: argparse.Namespace, vocab_size: int, seeds: Iterator[int]
+) -> dict[str, Any]:
+    """`measure` without an Engine: tokens come when the scheduler has read them."""
+
+    def prompts(count: int, length: int) -> list[list[int]]:
+        return random_prompts(count, length, vocab_size, next(seeds))
+
+    one_token = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_new_tokens=arguments.output_len, ignore_eos=True)
+    long_prompts = prompts(2 + 1 + arguments.repeats, arguments.prompt_len)
+    idle_s = [batch.wall_s([long_prompts.pop()], 1) for _ in range(2)][1]
+    streams = [Stream() for _ in range(arguments.streams)]
+    with batch.overlapping_steps(prompts(arguments.streams, arguments.input_len), params) as step:
+
+        def turn() -> float:
+            step()
+            now = time.perf_counter()
+            for stream, tokens in zip(streams, batch.outputs.values(), strict=False):
+                if len(tokens) > stream.num_tokens:
+                    stream.arrivals.append((now, len(tokens)))
+            return now
+
+        while min(stream.num_tokens for stream in streams) < WARM_TOKENS:
+            turn()
+        start = now = time.perf_counter()
+        while now < start + ALONE_S:
+            now = turn()
+        alone, beside = (start, now), []
+        for _ in range(arguments.repeats + 1):
+            batch.add([long_prompts.pop()], one_token)
+            start = now = time.perf_counter()
+            while not list(batch.outputs.values())[-1]:
+                now = turn()
+            beside.append((start, now))
+            while now < beside[-1][1] + BETWEEN_S:
+                now = turn()
+        if max(stream.num_tokens for stream in streams) >= arguments.output_len:
+            raise RuntimeError(STREAM_ENDED)
+    return figures(streams, alone, beside, idle_s)
+
+
+def measure_value(
+    arguments: argparse.Namespace, folder: str, value: str, seeds: Iterator[int]
+) -> dict[str, Any]:
+    """One Engine with a value of --max-step-ms, or with the server's own."""
+    flags: dict[str, Any] = {} if value == DEFAULT else {"max_step_ms": float(value)}
+    args = ServerArgs(
+        model_path=folder,
+        tokenizer_path=str(resolve_model_path("demo")),
+        load_format="dummy",
+        device=arguments.device,
+        attention_backend=arguments.attention_backend,
+        max_running_requests=MAX_RUNNING,
+        log_level="error",
+        **flags,
+    )
+    vocab_size = GEOMETRIES[arguments.geometry].vocab_size
+    if arguments.in_process:
+        batch = OneBatch(args)
+        keep_out_of_collections()
+        found = measure_in_process(batch, arguments, vocab_size, seeds)
+        bound_ms, schedule = public_fields(args).get("max_step_ms"), None
+    else:
+        with sglang.Engine(args) as engine:
+            info = engine.get_server_info()
+            schedule = info["resolved"]["schedule"]
+            found = asyncio.run(measure(engine, arguments, vocab_size, seeds))
+        bound_ms = {**info, **schedule}.get("max_step_ms")
+    return {
+        "max_step_ms": value,
+        "bound_ms": bound_ms,
+        "schedule": schedule,
+        **found,
+        "is_within": is_within(found["beside"]["max_ms"], bound_ms),
+    }
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser(__doc__, "step_gaps")
+    add = parser.add_argument
+    values = [DEFAULT, "0", "20", "40", "80"]
+    add("--max-step-ms", nargs="+", default=values, help=f"{DEFAULT}: the server's own")
+    add("--in-process", action="store_true", help="scheduler and worker alone; one value")
+    add("--streams", type=int, default=64, help="requests that decode")
+    add("--input-len", type=int, default=128, help="of a stream")
+    add("--output-len", type=int, default=3000, help="of a stream, more than it gets to")
+    add("--prompt-len", type=int, default=CONTEXT_LEN - SPARE_TOKENS, help="of a long prompt")
+    add("--repeats", type=int, default=3, help="long prompts")
+    add("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
+    add("--device", default="auto")
+    add("--attention-backend")
+    arguments = parser.parse_args(argv)
+    if arguments.in_process and len(arguments.max_step_ms) > 1:
+        parser.error("--in-process takes one value of --max-step-ms: a process holds one model.")
+    return arguments
+
+
+def main() -> None:
+    """Measures, prints a table; the result is written after every Engine."""
+    arguments, seeds = parse(), itertools.count()
+    rows: list[dict[str, Any]] = []
+    result = {
+        **describe_environment(),
+        "geometry": arguments.geometry,
+        "attention_backend": arguments.attention_backend or DEFAULT,
+        "how": "in-process" if arguments.in_process else "Engine.async_generate",
+        "streams": arguments.streams,
+        "prompt_len": arguments.prompt_len,
+        "asked_ratio": MAX_GAP_RATIO,
+        "rows": rows,
+    }
+    with random_model(arguments.geometry, CONTEXT_LEN) as folder:
+        for value in tqdm(arguments.max_step_ms, unit="engine"):
+            rows.append(measure_value(arguments, folder, value, seeds))
+            write(arguments.out, result)
+    for row in rows:
+        alone, beside = row["alone"], row["beside"]
+        print(f"--max-step-ms {row['max_step_ms']:8} ({row['bound_ms']}):", end=" ")
+        print(f"gaps alone p50 {alone['p50_ms']:.1f} p99 {alone['p99_ms']:.1f} ms;", end=" ")
+        print(f"beside p50 {beside['p50_ms']:.1f} p99 {beside['p99_ms']:.1f}", end=" ")
+        print(f"max {beside['max_ms']:.1f} ms, within: {row['is_within']};", end=" ")
+        print(f"first token {row['first_token_s']:.3f} s", end=" ")
+        print(f"(on an idle server {row['first_token_s_on_idle']:.3f})")
+    store(arguments.out, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The largest step that may come, which is run once before the first request: torch's allocator
+keeps the memory that it took, so no later step lacks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from sglang.srt.mem_cache.memory_pool import hand_back_unused
+
+MIN_PROMPT_ROWS = 256  # smaller chunks would leave too little of a GPU's speed
+
+
+def largest_step(
+    prompt_rows: int, decode_rows: int, max_requests: int, row_width: int
+) -> list[int]:
+    """Rows of each request of a step that feeds `prompt_rows` prompt tokens, in as few requests as
+    rows of the page table allow, beside `decode_rows` of every other request. No step of so many
+    prompt tokens has more rows."""
+    whole, rest = divmod(prompt_rows, row_width)
+    prompts = ([row_width] * whole + [max(rest, decode_rows)] * (rest > 0))[:max_requests]
+    return prompts + [decode_rows] * (max_requests - len(prompts))
+
+
+def most_that_fits(
+    run: Callable[[int], None], wished: int, least: int, device: torch.device
+) -> int:
+    """`wished` or the first of its halves, and of theirs, that `run` has memory for on `device`.
+
+    Raises:
+        torch.OutOfMemoryError: if there is too little for `least` (or `wished`, if that is less).
+    """
+    size, least = wished, min(wished, least)
+    while size > least:
+        if _fits(run, size):
+            return size
+        # Not where the error is handled: it holds the tensors of the step that failed.
+        hand_back_unused(device)
+        size = max(size // 2, least)
+    run(size)
+    return size
+
+
+def _fits(run: Callable[[int], None], size: int) -> bool:
+    try:
+        run(size)
+    except torch.OutOfMemoryError:
+        return False
+    return True

@@ -1,0 +1,141 @@
+"""The models of a process: loaded, then given one KV memory, then made ready for steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from sglang.srt.mem_cache.kv_memory import KVMemory
+from sglang.srt.mem_cache.kv_sizing import KVSizing
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.model_runner import (
+    LESS_STATIC_MEMORY,
+    ExecutionConfig,
+    LoadedModel,
+    ModelRunner,
+)
+from sglang.srt.platform import memory_for, static_bytes_left
+
+
+def make_runners(config: ExecutionConfig, *others: ExecutionConfig) -> RunnerGroup:
+    """Runners of the target (`config`) and of other models, ready for steps. What the weights of
+    all of them leave is shared out to the pools by `config`.
+
+    Raises:
+        ModelPathError: if weights cannot be loaded.
+        ValueError: if an attention backend or the KV memory cannot be had; the text says why.
+        MemoryError: if the device has too little memory; the text says for what.
+    """
+    for other in others:
+        assert (other.device, other.page_size) == (config.device, config.page_size)
+        assert other.row_width == config.row_width
+        assert other.max_running_requests == config.max_running_requests
+    models = [LoadedModel(each) for each in (config, *others)]
+    memory = make_memory(config, models)
+    group = RunnerGroup([ModelRunner(model, memory, index) for index, model in enumerate(models)])
+    group.prepare()
+    return group
+
+
+def make_memory(config: ExecutionConfig, models: Sequence[LoadedModel]) -> KVMemory:
+    """The page table, and a pool for each model: as many pages as the memory holds for all."""
+    budget = config.kv_budget_bytes
+    if budget is None:
+        budget = static_bytes_left(config.device, config.static_memory_share)
+    sizing = KVSizing(
+        available_bytes=budget,
+        bytes_per_token=sum(model.geometry.bytes_per_token for model in models),
+        page_size=config.page_size,
+        wished_tokens=config.max_total_tokens,
+        max_useful_tokens=config.max_running_requests * config.row_width,
+    )
+    num_pages = sizing.num_pages()
+    table = ReqToTokenPool(
+        config.max_running_requests, config.row_width, config.device, config.poisons_graphs
+    )
+    with memory_for("the KV pool", f"{LESS_STATIC_MEMORY} or --max-running-requests."):
+        pools = [
+            model.geometry.make_pool(num_pages, config.page_size, config.device) for model in models
+        ]
+    return KVMemory(table, pools, sizing.reason)
+
+
+class RunnerGroup:
+    """Runners over one KV memory, the target's first. Their memory is given back and taken again
+    together.
+
+    Attributes:
+        memory: page table and pools of all of them.
+    """
+
+    def __init__(self, runners: Sequence[ModelRunner]) -> None:
+        self.runners = tuple(runners)
+        self.memory = runners[0].memory
+        assert all(runner.memory is self.memory for runner in runners)
+
+    @property
+    def target(self) -> ModelRunner:
+        return self.runners[0]
+
+    @property
+    def max_prompt_rows(self) -> int:
+        """Prompt tokens that a step of every runner may feed."""
+        return min(runner.max_prompt_rows for runner in self.runners)
+
+    def prepare(self) -> None:
+        """Does what comes before the first step. All graphs come before the largest steps: their
+        memory is fixed, and that of a step is not."""
+        for runner in self.runners:
+            runner.capture_graphs()
+        for runner in self.runners:
+            if runner.device.type != "cpu":
+                runner.warm_up()
+
+    def release_weights(self) -> None:
+        """Gives the memory of all weights back; their values are kept.
+
+        Raises:
+            WeightUpdateError: if that cannot be done; then nothing is released.
+        """
+        with ExitStack() as undo:
+            for runner in self.runners:
+                runner.weights.release()
+                undo.callback(runner.weights.restore)
+            undo.pop_all()
+
+    def restore_weights(self) -> None:
+        """Takes the memory of all weights again, and that of graphs and steps.
+
+        Raises:
+            WeightUpdateError, RuntimeError: if it is not to be had now; then all stay released.
+        """
+        with ExitStack() as undo:
+            for runner in self.runners:
+                runner.weights.restore()
+                undo.callback(runner.weights.release)
+            undo.pop_all()
+        self._resume_steps(self.release_weights)
+
+    def restore_kv(self) -> None:
+        """Takes the pools' memory again, and that of graphs and steps.
+
+        Raises:
+            RuntimeError: if it is not to be had now; then the pools stay released.
+        """
+        self.memory.restore()
+        self._resume_steps(self.memory.release)
+
+    def _resume_steps(self, give_back: Callable[[], None]) -> None:
+        """Does what comes before the first step, unless other memory is still released. The planner
+        counts on `max_prompt_rows`, so there must be room for as many as before."""
+        try:
+            for runner in self.runners:
+                runner.capture_graphs()
+            for runner in self.runners:
+                if runner.is_whole and runner.device.type != "cpu":
+                    runner.warm_up(least_rows=runner.max_prompt_rows)
+        except MemoryError as error:
+            for runner in self.runners:
+                runner.drop_graphs()
+            give_back()
+            raise RuntimeError(str(error)) from error

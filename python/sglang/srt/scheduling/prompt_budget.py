@@ -1,0 +1,296 @@
+"""How many prompt tokens a step feeds: all that fit, or as many as keep it short for those who
+decode in it. Decides from prices of steps and from what it is told that steps took; reads no clock.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from sglang.srt.step.price_table import PriceTable, prompt_pairs
+
+# However long the step gets, so many prompt tokens are fed in it, so that every prompt is read some
+# time. Up to so many rows a GPU's matrix products are bound by reading the weights: they cost next
+# to nothing beside the decodes.
+MIN_PROMPT_TOKENS = 128
+# What steps take, over their price, is followed quickly upwards and slowly downwards: by these
+# shares of the difference in each step. A step that took longer than MAX_EXCESS met something that
+# the next ones will not meet.
+EXCESS_RISE, EXCESS_FALL = 0.5, 0.1
+MIN_EXCESS, MAX_EXCESS = 0.8, 2.0
+PRICE_MARGIN = 1.05  # steps of the same price do not all take the same
+# A GPU computes products of many rows in tiles of so many; part of a tile costs as much as all.
+ROW_TILE = 128
+
+
+class DecodeLoad(NamedTuple):
+    """The requests of a step that feed no prompt. What depends on results that the host has not
+    read is an upper bound.
+
+    Attributes:
+        num_reqs: requests.
+        num_rows: their rows, look-ahead included.
+        num_read: rows whose logits are read.
+        kv_tokens: their tokens with KV.
+        row_kv: sum over the rows of the tokens that each sees.
+    """
+
+    num_reqs: int = 0
+    num_rows: int = 0
+    num_read: int = 0
+    kv_tokens: int = 0
+    row_kv: int = 0
+
+
+class PromptAllowance:
+    """What one step may feed of prompts. Is asked and told prompt by prompt.
+
+    Args:
+        max_tokens: prompt tokens, at most.
+        step: what limits their cost; None for nothing.
+
+    Attributes:
+        num_taken: prompt tokens that the step feeds.
+    """
+
+    def __init__(self, max_tokens: int, step: BoundedStep | None = None) -> None:
+        self._max_tokens = max_tokens
+        self._step = step
+        self.num_taken = 0
+
+    def room_for(self, position: int, num_left: int, num_lookahead: int = 0) -> int:
+        """How many tokens of a prompt the step can feed now.
+
+        Args:
+            position: of its next token.
+            num_left: tokens from there to its end.
+            num_lookahead: rows that follow its last token.
+        """
+        most = min(num_left, self._max_tokens - self.num_taken)
+        if self._step is None or most <= 0:
+            return most
+        least = min(most, MIN_PROMPT_TOKENS - self.num_taken)
+        return max(least, self._step.room_for(position, most, num_lookahead))
+
+    @property
+    def price_ms(self) -> float | None:
+        """What the step is expected to cost; None without a limit or prompts."""
+        return None if self._step is None or self.num_taken == 0 else self._step.price_ms
+
+    def take(self, position: int, count: int, num_lookahead: int = 0) -> None:
+        """The step feeds `count` tokens of a prompt from `position` on."""
+        self.num_taken += count
+        if self._step is not None:
+            self._step.add(position, count, num_lookahead)
+
+
+class PromptBudget(Protocol):
+    """Decides how many prompt tokens each step feeds."""
+
+    def open(self, decodes: DecodeLoad) -> PromptAllowance:
+        """What a step with these decodes may feed; at least one token."""
+
+    def observe(self, price_ms: float, took_ms: float) -> None:
+        """Hears what a step took whose allowance had a price."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedBudget:
+    """The same number in every step."""
+
+    max_tokens: int
+
+    def open(self, decodes: DecodeLoad) -> PromptAllowance:
+        return PromptAllowance(self.max_tokens)
+
+    def observe(self, price_ms: float, took_ms: float) -> None:
+        """A fixed number goes by no prices."""
+
+
+class BoundedBudget:
+    """`max_tokens` where nobody decodes; otherwise as many of them as keep the step within
+    `max_step_ms`, and MIN_PROMPT_TOKENS in any case.
+
+    Prices are those of a GPU that has just started to work. Under a long load its clock falls, so
+    what steps take is compared with what they were expected to cost.
+    """
+
+    def __init__(self, max_tokens: int, prices: PriceTable, max_step_ms: float) -> None:
+        self._max_tokens = max_tokens
+        self._ladders = Ladders(prices)
+        self._max_step_ms = max_step_ms
+        self._excess = 1.0
+
+    def open(self, decodes: DecodeLoad) -> PromptAllowance:
+        if decodes.num_reqs == 0:
+            return PromptAllowance(self._max_tokens)
+        max_ms = self._max_step_ms / (PRICE_MARGIN * self._excess)
+        step = BoundedStep(self._ladders, max_ms, decodes)
+        return PromptAllowance(self._max_tokens, step)
+
+    def observe(self, price_ms: float, took_ms: float) -> None:
+        difference = min(max(took_ms / price_ms, MIN_EXCESS), MAX_EXCESS) - self._excess
+        self._excess += difference * (EXCESS_RISE if difference > 0 else EXCESS_FALL)
+
+
+def make_budget(max_tokens: int, max_step_ms: float, prices: PriceTable | None) -> PromptBudget:
+    """The budget within a bound; without a bound (0) or prices, always `max_tokens`."""
+    if max_step_ms > 0 and prices is not None:
+        return BoundedBudget(max_tokens, prices, max_step_ms)
+    return FixedBudget(max_tokens)
+
+
+class Rung(NamedTuple):
+    """Steps of more than `below` rows and up to `num_rows`: from `first_ms` on the price goes up to
+    `last_ms` in a straight line, without KV and logits."""
+
+    below: int
+    num_rows: int
+    first_ms: float
+    last_ms: float
+
+
+class Ladders:
+    """Prices by rows of steps that feed a prompt, for each number of requests."""
+
+    def __init__(self, prices: PriceTable) -> None:
+        self.prices = prices
+        sizes = prices.sizes
+        # Prices go on in a straight line beyond the last size.
+        self.sizes = [*sizes, 1000 * sizes[-1]]
+        self._by_requests: dict[int, list[Rung]] = {}
+
+    def of(self, num_reqs: int) -> list[Rung]:
+        """Ascending, one for each of `sizes`. A prompt's chunk is taken to be wider than steps of
+        decodes: those of a few rows may replay a graph of such steps, which costs no more."""
+        rungs = self._by_requests.get(num_reqs)
+        if rungs is None:
+            rungs = self._by_requests[num_reqs] = self._rungs(num_reqs)
+        return rungs
+
+    def _rungs(self, num_reqs: int) -> list[Rung]:
+        rungs, below, widest = [], 0, self.sizes[-1]
+        for size in self.sizes:
+            first, last = (self.prices.rows_ms(num_reqs, widest, n) for n in (below + 1, size))
+            rungs.append(Rung(below, size, first, last))
+            below = size
+        return rungs
+
+
+class BoundedStep:
+    """What a step costs while prompts are added to it.
+
+    Args:
+        max_ms: what it may cost.
+    """
+
+    def __init__(self, ladders: Ladders, max_ms: float, decodes: DecodeLoad) -> None:
+        self._ladders = ladders
+        self._max_ms = max_ms
+        prices = ladders.prices
+        self._pair_ms = prices.prompt_row_kv_ms
+        self._attention_ms = prices.kv_ms * decodes.kv_tokens + prices.row_kv_ms * decodes.row_kv
+        self._num_reqs, self._num_rows = decodes.num_reqs, decodes.num_rows
+        self._num_read = decodes.num_read
+
+    def add(self, position: int, count: int, num_lookahead: int) -> None:
+        """Adds a prompt's next tokens and what looks ahead of them."""
+        num_rows = count + num_lookahead
+        self._num_reqs += 1
+        self._num_rows += num_rows
+        self._num_read += 1 + num_lookahead
+        self._attention_ms += self._pair_ms * prompt_pairs(position, num_rows)
+
+    @property
+    def price_ms(self) -> float:
+        """Of the step as it is."""
+        prices, widest = self._ladders.prices, self._ladders.sizes[-1]
+        rows_ms = prices.rows_ms(self._num_reqs, widest, self._num_rows)
+        return rows_ms + prices.head.at(self._num_read) + self._attention_ms
+
+    def room_for(self, position: int, most: int, num_lookahead: int) -> int:
+        """The most tokens, up to `most`, with which the step costs no more than it may. Of more
+        than fit the end of a tile, or of the graph before, may be the better place to stop."""
+        rungs = self._ladders.of(self._num_reqs + 1)
+        others = self._num_rows + num_lookahead
+        head_ms = self._ladders.prices.head.at(self._num_read + 1 + num_lookahead)
+        left_ms = self._max_ms - self._attention_ms - head_ms
+        offer = _Offer(
+            position, num_lookahead, others, left_ms, self._max_ms - left_ms, self._pair_ms
+        )
+        top = bisect.bisect_left(self._ladders.sizes, others + most)
+        for index in range(top, -1, -1):
+            rung = rungs[index]
+            if rung.num_rows <= others:
+                break
+            count = offer.most_on(rung, most)
+            if count == most:
+                return count
+            if count and rung.first_ms < rung.last_ms:
+                return offer.whole_tiles(rung, count)
+            if count:
+                before = rung.below - others
+                is_better = offer.is_better(before, rungs[index - 1], count, rung)
+                return before if is_better else count
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A prompt whose tokens a step may feed.
+
+    Attributes:
+        others: rows of the step beside these tokens.
+        left_ms: what rows and the prompt's attention may cost.
+        other_ms: what the step costs beside that.
+        pair_ms: price of a pair of a row and a token that it sees.
+    """
+
+    position: int
+    num_lookahead: int
+    others: int
+    left_ms: float
+    other_ms: float
+    pair_ms: float
+
+    def cost_ms(self, count: int, rung: Rung) -> float:
+        """Of the step's rows and the prompt's attention."""
+        share = 0.0
+        if rung.last_ms != rung.first_ms:
+            share = (self.others + count - rung.below - 1) / (rung.num_rows - rung.below - 1)
+        rows_ms = rung.first_ms + share * (rung.last_ms - rung.first_ms)
+        return rows_ms + self.pair_ms * prompt_pairs(self.position, count + self.num_lookahead)
+
+    def most_on(self, rung: Rung, most: int) -> int:
+        """The most tokens with which the step is on this rung and costs no more than it may; 0 if
+        it would always cost more."""
+        high = min(rung.num_rows - self.others, most)
+        low = max(rung.below - self.others, 0) + 1
+        if self.cost_ms(high, rung) <= self.left_ms:
+            return high
+        if low > high or self.cost_ms(low, rung) > self.left_ms:
+            return 0
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.cost_ms(middle, rung) <= self.left_ms:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def whole_tiles(self, rung: Rung, count: int) -> int:
+        """`count`, or fewer on the same rung so that the last tile of the step's rows is full."""
+        fewer = count - (self.others + count) % ROW_TILE
+        return fewer if fewer > max(rung.below - self.others, 0) else count
+
+    def is_better(self, fewer: int, rung: Rung, count: int, padded: Rung) -> bool:
+        """Whether a step whose graph `fewer` tokens fill feeds more of them in a time than one of
+        `count` tokens in the next graph, which attention keeps them from filling."""
+        if fewer <= 0:
+            return False
+        fewer_ms = self.cost_ms(fewer, rung)
+        if fewer_ms > self.left_ms:
+            return False
+        count_ms = self.cost_ms(count, padded)
+        return fewer * (self.other_ms + count_ms) > count * (self.other_ms + fewer_ms)

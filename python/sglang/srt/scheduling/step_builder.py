@@ -1,0 +1,185 @@
+"""A step while requests are added to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sglang.srt.layers.logit_adjustments import RowAdjustments
+from sglang.srt.mem_cache.kv_ledger import KVLedger, PageTableWrites
+from sglang.srt.scheduling.logprobs_and_hidden import LogprobsAndHiddenPlan
+from sglang.srt.scheduling.prompt_budget import PromptAllowance
+from sglang.srt.scheduling.request import LaunchedRow, Req
+from sglang.srt.step.worker import NewRow, ScheduleBatch
+
+# Of a step's prompt tokens, the share that is kept for prompts that end in it while a longer one is
+# read: that one takes a third longer at most, and short ones do not wait for it.
+ENDING_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A step to launch: what the worker gets, and what the scheduler remembers of it.
+
+    Attributes:
+        price_ms: what it is expected to cost; None where the budget of prompts asked for no prices,
+            or what it returns of prompts costs more, which no price knows.
+    """
+
+    batch: ScheduleBatch
+    rows: list[LaunchedRow]
+    price_ms: float | None = None
+
+
+@dataclass(slots=True)
+class StepBuilder:
+    """A step while requests are added to it."""
+
+    rows: list[LaunchedRow] = field(default_factory=list)
+    price_ms: float | None = None
+    _row_indices: list[int] = field(default_factory=list)
+    _q_lens: list[int] = field(default_factory=list)
+    _num_prompt_tokens: list[int] = field(default_factory=list)
+    _kv_bounds: list[int] = field(default_factory=list)
+    _new_rows: list[NewRow] = field(default_factory=list)
+    _logprobs_and_hidden: LogprobsAndHiddenPlan = field(default_factory=LogprobsAndHiddenPlan)
+
+    def add(self, req: Req, num_prompt: int, q_len: int, max_kept: int, emits: bool) -> None:
+        """Adds a request, whose slots are reserved.
+
+        Args:
+            num_prompt: how many of the next tokens of its prompt it feeds; 0 for a decode row.
+            q_len: rows that have slots, look-ahead included.
+            max_kept: tokens by which the step may move the watermark, at most.
+        """
+        assert req.kv is not None
+        if req.row_is_new:
+            self._new_rows.append(_new_row(req, req.kv.row))
+            req.row_is_new = False
+        num_scored, num_hidden = self._logprobs_and_hidden.add(req, num_prompt, max_kept, emits)
+        self._row_indices.append(req.kv.row)
+        self._q_lens.append(q_len)
+        self._num_prompt_tokens.append(num_prompt)
+        self._kv_bounds.append(req.committed_bound + q_len)
+        ends_prompt = emits and num_prompt > 0
+        self.rows.append(LaunchedRow(req, max_kept, emits, ends_prompt, num_scored, num_hidden))
+
+    def build(self, table_writes: PageTableWrites) -> PlannedStep:
+        """The step of all requests added."""
+        batch = ScheduleBatch(
+            rows=self._row_indices,
+            max_q_lens=self._q_lens,
+            num_prompt_tokens=self._num_prompt_tokens,
+            emits=[row.emits for row in self.rows],
+            kv_len_upper_bounds=self._kv_bounds,
+            new_rows=self._new_rows,
+            table_writes=table_writes,
+            all_greedy=all(row.req.params.is_greedy for row in self.rows if row.emits),
+            adjusts_logits=any(row.req.params.adjusts_logits for row in self.rows if row.emits),
+            logprobs=self._logprobs_and_hidden.logprob_plan(),
+            hidden_rows=self._logprobs_and_hidden.hidden_rows,
+        )
+        returns_prompts = batch.logprobs is not None and bool(batch.logprobs.prompt_rows)
+        is_priced = not (returns_prompts or batch.hidden_rows)
+        return PlannedStep(batch, self.rows, self.price_ms if is_priced else None)
+
+
+class PromptFeed:
+    """Adds prompts to a step in their order. One that cannot end in the step is held back: those
+    behind it that can end get ENDING_SHARE of the step's prompt tokens, and it gets all the rest.
+    For one that could end if it had more than this share, the share is saved from step to step.
+
+    Args:
+        allowance: of the step.
+        splits_prompts: whether a prompt may be fed in parts; if not, none is held back.
+        num_saved: tokens of the shares of the steps before.
+    """
+
+    def __init__(
+        self,
+        step: StepBuilder,
+        ledger: KVLedger,
+        allowance: PromptAllowance,
+        splits_prompts: bool,
+        num_saved: int,
+    ) -> None:
+        self._step = step
+        self._ledger = ledger
+        self._allowance = allowance
+        self._splits_prompts = splits_prompts
+        self._num_saved = num_saved
+        self._held: Req | None = None
+        self._num_for_ending = 0
+        self._saves = False
+
+    @property
+    def num_for_newcomer(self) -> int | None:
+        """The most tokens that a prompt may have to be read from now on; None for any number."""
+        if self._held is not None:
+            return 0 if self._saves else self._num_for_ending
+        return None if self._allowance.room_for(0, 1) > 0 else 0
+
+    @property
+    def num_saved(self) -> int:
+        """Tokens of the share that are kept for the next step."""
+        return self._num_for_ending if self._saves else 0
+
+    def saves_for(self, req: Req, position: int, num_left: int) -> bool:
+        """Saves for a prompt that the share is too small for, if it could end in this step. From
+        then on nobody gets anything of the share: it would never be enough."""
+        room = self._allowance.room_for(position, num_left, req.width.lookahead_rows)
+        self._saves = self._saves or room == num_left
+        return self._saves
+
+    def offer(self, req: Req) -> None:
+        """Feeds a prompt to its end if there is room, else holds it back or leaves it out."""
+        num_left = len(req.fill_ids) - req.committed_bound
+        if self._held is not None:
+            if self._saves:
+                return
+            if num_left > self._num_for_ending:
+                self.saves_for(req, req.committed_bound, num_left)
+            elif self._room_for(req) == num_left:
+                self._num_for_ending -= self._add(req, num_left)
+            return
+        room = self._room_for(req)
+        if room == num_left:
+            self._add(req, num_left)
+        elif room > 0 and self._splits_prompts:
+            self._held = req
+            num_ending = self._allowance.num_taken
+            share = int(ENDING_SHARE * (num_ending + room))
+            self._num_for_ending = max(0, share - num_ending) + self._num_saved
+
+    def finish(self) -> None:
+        """Feeds the prompt that was held back."""
+        if self._held is not None:
+            self._add(self._held, self._room_for(self._held))
+
+    def _room_for(self, req: Req) -> int:
+        start = req.committed_bound
+        num_left = len(req.fill_ids) - start
+        return self._allowance.room_for(start, num_left, req.width.lookahead_rows)
+
+    def _add(self, req: Req, count: int) -> int:
+        """Adds the next `count` tokens of a prompt if the pool has slots; returns how many."""
+        start, end = req.committed_bound, req.committed_bound + count
+        is_last = end == len(req.fill_ids)
+        lookahead = req.width.lookahead_rows if is_last else 0
+        assert req.kv is not None
+        if count == 0 or not self._ledger.reserve(req.kv, end + lookahead):
+            return 0
+        self._step.add(req, count, count + lookahead, count, emits=is_last)
+        self._allowance.take(start, count, lookahead)
+        return count
+
+
+def _new_row(req: Req, row: int) -> NewRow:
+    adjustments = None
+    if req.params.adjusts_logits:
+        adjustments = RowAdjustments(
+            req.params, list(req.output_ids), len(req.input_ids), sorted(req.stop_token_ids)
+        )
+    tokens = np.fromiter(req.fill_ids, np.int32, len(req.fill_ids))
+    return NewRow(row, req.committed, tokens, req.params, req.seed, adjustments)

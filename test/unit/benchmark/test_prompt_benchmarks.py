@@ -1,0 +1,371 @@
+"""The pure parts of the benchmarks of long prompts, of streams beside them, and of loading."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmark import goals
+from benchmark.command import add_schedule_options, schedule_flags
+from benchmark.kernel_times import Event, kind_of, sums
+from benchmark.measure import http_streams, load_weights, long_prompts, step_gaps
+from benchmark.measure.long_prompts import CASES, Case
+from benchmark.measure.prefill_profile import flop
+from benchmark.random_model import GEOMETRIES, LLAMA_8B, random_model, weight_shapes, write_weights
+from benchmark.sse_client import StreamClient, StreamedAnswer, StreamError, last_event
+from sglang.bench_one_batch import OneBatch
+from sglang.srt.model_config import load_model_config
+from sglang.srt.model_loader.loader import load_model
+from sglang.srt.server_args import ServerArgs
+
+TINY = GEOMETRIES["tiny"]
+
+
+# ---------------------------------------------------------------- loads of long prompts
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        ([], {}),
+        (["--chunked-prefill-size", "auto"], {"chunked_prefill_size": "auto"}),
+        (["--chunked-prefill-size", "-1"], {"chunked_prefill_size": -1}),
+        (
+            ["--chunked-prefill-size", "512", "--max-step-ms", "0"],
+            {"chunked_prefill_size": 512, "max_step_ms": 0.0},
+        ),
+    ],
+)
+def test_only_flags_that_are_given_reach_the_server(
+    words: list[str], flags: dict[str, Any]
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_schedule_options(parser)
+    assert schedule_flags(parser.parse_args(words)) == flags
+
+
+def test_every_load_has_a_goal_and_every_goal_a_load() -> None:
+    assert [case.name for case in CASES] == list(goals.LONG_PROMPTS)
+    assert all(case.input_len + case.output_len <= long_prompts.CONTEXT_LEN for case in CASES)
+
+
+def test_prompts_of_a_load_share_what_they_are_to_share_and_no_run_repeats_another() -> None:
+    case = Case("x", 3, 20, 4, shared_len=12)
+    first, again, other = case.prompts(500, 1), case.prompts(500, 1), case.prompts(500, 2)
+    assert first == again
+    assert [len(prompt) for prompt in first] == [20] * 3
+    assert len({tuple(prompt[:12]) for prompt in first}) == 1
+    assert len({tuple(prompt[12:]) for prompt in first}) == 3
+    assert len({tuple(prompt[:8]) for prompt in first + other}) == 2
+
+
+@pytest.mark.parametrize(
+    ("unit", "expected"), [("s", 4.0), ("all tokens/s", 45.0), ("output tokens/s", 15.0)]
+)
+def test_a_figure_counts_what_its_unit_says(unit: str, expected: float) -> None:
+    assert Case("x", 6, 20, 10, unit).figure(4.0, prefill_s=9.0) == expected
+
+
+def test_a_decode_step_is_what_all_tokens_but_the_first_take() -> None:
+    assert Case.decode(8, "8").figure(3.55, prefill_s=1.0) == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_warm_up_is_short_and_of_the_same_kind(case: Case) -> None:
+    warm_up = case.warm_up()
+    assert (warm_up.input_len, warm_up.shared_len) == (case.input_len, case.shared_len)
+    own = warm_up.input_len - warm_up.shared_len
+    assert warm_up.num_prompts * own <= long_prompts.WARM_PROMPT_TOKENS
+    assert warm_up.output_len == min(case.output_len, long_prompts.WARM_OUTPUT_LEN)
+    small = case.divided(64)
+    assert 1 <= small.num_prompts <= case.num_prompts
+    assert small.unit != "ms/step" or small.output_len > 1
+
+
+def test_a_load_is_measured_by_its_median_on_prompts_that_are_always_fresh() -> None:
+    seen: list[tuple[int, ...]] = []
+    seconds = iter([100.0, 5.0, 1.0, 9.0, 1.0, 6.0, 1.0])  # warm-up, then with and without tokens
+
+    def wall_s(prompts: list[list[int]], num_new: int) -> float:
+        seen.extend(map(tuple, prompts))
+        return next(seconds)
+
+    case = replace(Case.decode(2, "8", input_len=30), output_len=5)
+    row = long_prompts.measure(case, wall_s, 3, 500, itertools.count())
+    assert row["values"] == [1000.0, 2000.0, 1250.0]
+    assert row["value"] == 1250.0
+    assert len(seen) == len(set(seen)) == 2 * 7
+
+
+# ---------------------------------------------------------------- profiles
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("_gather_kv_kernel", "KV gather"),
+        ("_prompt_gather_kv_kernel", "KV gather"),
+        ("_prompt_attention_kernel", "attention"),
+        ("_prompt_merge", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "attention"),
+        ("_extend_kernel", "attention"),
+        ("void flashinfer::norm::RMSNormKernel", "other"),
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_TNT", "matrix products"),
+        ("_few_rows_kernel", "matrix products"),
+        ("_add_rms_norm_kernel", "norm"),
+        ("_rotate_and_store_kernel", "rope and KV write"),
+        ("_silu_and_mul_kernel", "activation"),
+        ("Memcpy DtoH (Device -> Pinned)", "copies"),
+        ("vectorized_elementwise_kernel", "other"),
+    ],
+)
+def test_kernels_are_told_apart_by_their_names(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def test_every_moment_of_a_profile_counts_once() -> None:
+    events = [
+        Event(10.0, 20.0, "nvjet_a"),
+        Event(15.0, 26.0, "_prompt_b"),  # waits beside the one before it until 20
+        Event(16.0, 18.0, "Memcpy"),  # while both run
+        Event(30.0, 34.0, "nvjet_a"),
+    ]
+    found = sums(events, num_steps=2)
+    assert found["kinds_us"] == {"attention": 3.0, "copies": 0.0, "matrix products": 7.0}
+    assert (found["idle_us"], found["profiled_us"]) == (2.0, 12.0)
+    assert sum(found["kinds_us"].values()) + found["idle_us"] == found["profiled_us"]
+    assert found["gaps"] == [{"between": "Memcpy > nvjet_a", "per_step": 0.5, "us_per_step": 2.0}]
+
+
+def test_operations_of_a_prefill_are_those_of_its_weights_and_of_its_pairs_of_tokens() -> None:
+    found = flop(LLAMA_8B, 100)
+    layers = sum(
+        prod(shape)
+        for name, shape in weight_shapes(LLAMA_8B)
+        if len(shape) == 2 and ".layers." in name
+    )
+    assert found["matrix products"] == 2 * (100 * layers + 4096 * 128256)
+    pairs = sum(key <= query for query in range(100) for key in range(100))
+    assert found["attention"] == 32 * 32 * pairs * (2 * 128 + 2 * 128)
+
+
+# ---------------------------------------------------------------- gaps beside a long prompt
+
+
+def test_gaps_are_those_that_touch_the_wait_for_a_first_token() -> None:
+    arrivals = [(1.0, 1), (1.5, 2), (2.5, 3), (4.0, 5), (4.25, 6)]
+    assert step_gaps.gaps_ms(arrivals, 2.0, 3.0) == [1000.0, 1500.0]
+    assert step_gaps.gaps_ms(arrivals, 2.6, 2.7) == [1500.0]
+    assert step_gaps.gaps_ms(arrivals, 5.0, 6.0) == []
+
+
+def test_gaps_of_all_streams_and_prompts_are_described_together() -> None:
+    streams = [
+        step_gaps.Stream([(0.0, 1), (1.0, 2), (3.0, 4), (4.0, 5)]),
+        step_gaps.Stream([(0.0, 1), (1.5, 2), (2.0, 3), (4.0, 4)]),
+    ]
+    found = step_gaps.describe(streams, [(0.5, 0.6), (2.5, 3.5)])
+    assert found["num_gaps"] == 2 + 3
+    assert (found["max_ms"], found["max_ms_by_prompt"]) == (2000.0, [1500.0, 2000.0])
+    assert found["max_tokens_per_piece"] == 2
+    assert step_gaps.describe(streams, [(9.0, 9.5)])["max_ms"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("longest_ms", "bound_ms", "expected"),
+    [(48.0, 40.0, True), (48.1, 40.0, False), (500.0, None, None), (500.0, 0.0, None)],
+)
+def test_a_gap_is_judged_by_the_bound_on_steps_where_there_is_one(
+    longest_ms: float, bound_ms: float | None, expected: bool | None
+) -> None:
+    assert step_gaps.is_within(longest_ms, bound_ms) is expected
+
+
+def test_steps_alone_are_measured_with_a_scheduler_that_keeps_its_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_gaps, "ALONE_S", 0.02)
+    monkeypatch.setattr(step_gaps, "BETWEEN_S", 0.0)
+    flags = ["--streams", "3", "--input-len", "8", "--prompt-len", "300", "--output-len"]
+    arguments = ["--in-process", "--max-step-ms", "default", "--repeats", "2", *flags]
+    batch = OneBatch(
+        ServerArgs(model_path="demo", device="cpu", chunked_prefill_size=64, max_running_requests=8)
+    )
+    seeds = itertools.count()
+    wanted = step_gaps.parse([*arguments, "150"])
+    found = step_gaps.measure_in_process(batch, wanted, batch.vocab_size, seeds)
+    assert [len(tokens) for tokens in batch.outputs.values()] == [150] * 3 + [1] * 3
+    assert len(found["first_token_s_by_prompt"]) == len(found["beside"]["max_ms_by_prompt"]) == 2
+    # Chunks share the step with decoding rows, so each stream has a gap for each chunk.
+    assert found["beside"]["num_gaps"] >= 2 * 3 * (300 // 64)
+    assert found["first_token_s"] * 1e3 >= found["beside"]["p50_ms"] > 0
+    short = step_gaps.parse([*arguments, "20"])
+    with pytest.raises(RuntimeError, match="--output-len"):
+        step_gaps.measure_in_process(batch, short, batch.vocab_size, seeds)
+
+
+def test_steps_alone_take_one_value_as_a_process_holds_one_model() -> None:
+    with pytest.raises(SystemExit):
+        step_gaps.parse(["--in-process"])
+
+
+# ---------------------------------------------------------------- streams over HTTP
+
+EVENTS = [{"text": "a\n\nb", "meta_info": {"completion_tokens": number}} for number in range(1, 4)]
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def chunked(event: bytes) -> bytes:
+    return f"{len(event):x}\r\n".encode() + event + b"\r\n"
+
+
+def whole_answer() -> bytes:
+    events = [b"data: " + json.dumps(event).encode() + b"\n\n" for event in EVENTS]
+    return HEAD + b"".join(map(chunked, [*events, b"data: [DONE]\n\n", b""]))
+
+
+def answers_of(respond: Callable[[bytes], list[bytes]], num_requests: int) -> list[StreamedAnswer]:
+    """What a client gets from a server that writes these pieces, on one connection."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(num_requests):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.partition(b"Content-Length: ")[2].partition(b"\r\n")[0])
+            pieces = respond(await reader.readexactly(length))
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0.002)
+            if not b"".join(pieces).endswith(b"0\r\n\r\n"):
+                break  # as a server that fails in mid-answer
+        writer.close()
+
+    async def run() -> list[StreamedAnswer]:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        client = await StreamClient.connect(server.sockets[0].getsockname()[1])
+        try:
+            return [await client.generate(b'{"a": 1}') for _ in range(num_requests)]
+        finally:
+            client.close()
+            server.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("place", range(13, len(whole_answer()), 9))
+def test_events_are_counted_wherever_the_network_cuts_them(place: int) -> None:
+    answer = whole_answer()
+    found = answers_of(lambda body: [answer[:place], answer[place:]], num_requests=2)
+    for one in found:
+        assert len(one.events_s) == len(EVENTS)
+        assert one.last == EVENTS[-1]
+        assert one.sent_s < one.events_s[0] <= one.events_s[-1]
+        assert one.first_token_s > 0
+        assert len(one.gaps_s) == len(EVENTS) - 1
+    assert found[0].events_s[-1] < found[1].sent_s
+
+
+@pytest.mark.parametrize(
+    ("pieces", "reason"),
+    [
+        ([b'HTTP/1.1 400 Bad Request\r\n\r\n{"error": "no such thing"}'], "no such thing"),
+        ([HEAD + b"5\r\ndata:"], "closed the connection"),
+        ([HEAD + chunked(b"data: [DONE]\n\n") + chunked(b"")], "no last event"),
+    ],
+)
+def test_an_answer_that_is_none_is_an_error(pieces: list[bytes], reason: str) -> None:
+    with pytest.raises(StreamError, match=reason):
+        answers_of(lambda body: pieces, num_requests=1)
+
+
+def test_an_error_in_a_stream_is_no_answer() -> None:
+    with pytest.raises(StreamError, match="broken"):
+        last_event(b'data: {"error": "broken"}\n\ndata: [DONE]\n\n')
+
+
+def test_figures_of_streams_are_of_their_tokens_and_their_waits() -> None:
+    last = {"meta_info": {"completion_tokens": 3}}
+    answers = [
+        StreamedAnswer(1.0, [1.5, 1.75, 2.0], last),
+        StreamedAnswer(2.0, [2.25, 2.25, 3.25], last),
+    ]
+    found = http_streams.summarize(answers, seconds=2.0)
+    assert found["tok_s"] == 3.0
+    assert found["first_token_p50_ms"] == 375.0
+    assert (found["gap_p50_ms"], found["gap_max_ms"]) == (250.0, 1000.0)
+    assert (found["num_tokens"], found["num_events"]) == (6, 6)
+
+
+def test_clients_of_a_server_get_its_flags_as_they_were_given() -> None:
+    command = http_streams.server_command(http_streams.parse(["--max-step-ms", "20"]), "folder")
+    assert command[command.index("--max-step-ms") + 1] == "20.0"
+    assert "--chunked-prefill-size" not in command
+
+
+# ---------------------------------------------------------------- weights
+
+
+def test_written_weights_are_a_checkpoint_that_the_runtime_loads(tmp_path: Path) -> None:
+    with random_model("tiny", context_len=64, parent=tmp_path) as folder:
+        assert Path(folder).parent == tmp_path
+        num_bytes = write_weights(Path(folder), TINY)
+        config = load_model_config(folder)
+        model = load_model(config, "auto", 64, torch.bfloat16, "cpu")
+    assert config.context_len == 64
+    parameters = [parameter.float() for parameter in model.parameters()]
+    assert num_bytes == 2 * sum(parameter.numel() for parameter in parameters)
+    wide = [parameter for parameter in parameters if parameter.ndim == 2]
+    assert all(0.018 < float(parameter.std()) < 0.022 for parameter in wide)
+
+
+def test_the_most_of_a_process_is_kept_with_what_is_its_own() -> None:
+    memory = load_weights.PeakMemory()
+    text = "Name:\tx\nVmHWM:\t{} kB\nRssAnon:\t{} kB\nRssFile:\t{} kB\nRssShmem:\t{} kB\n"
+    memory.add(text.format(90, 50, 30, 10))
+    memory.add(text.format(99, 20, 70, 9))
+    expected = {"VmHWM": 99, "RssAnon": 50, "RssFile": 70, "RssShmem": 10, "own": 60}
+    assert memory.peaks_kb == expected
+
+
+@pytest.mark.parametrize(("share", "expected"), [(None, 0.88), (0.5, 0.5)])
+def test_a_pool_is_compared_with_what_fits_beside_the_weights(
+    share: float | None, expected: float
+) -> None:
+    resolved = {
+        "num_parameters": 1000,
+        "dtype": "bfloat16",
+        "kv_bytes_per_token": 10,
+        "max_total_num_tokens": 300,
+    }
+    found = load_weights.kv_share({"mem_fraction_static": share, "resolved": resolved}, 10_000)
+    fitting = (expected * 10_000 - 2000) / 10
+    assert found["static_share"] == expected
+    assert found["fitting_kv_tokens"] == int(fitting)
+    assert found["kv_share"] == pytest.approx(300 / fitting, abs=1e-4)
+
+
+def test_a_load_is_summed_up_by_its_warm_starts_and_their_highest_peak() -> None:
+    runs = [
+        {
+            "ready_s": seconds,
+            "peak_mib": {"VmHWM": peak},
+            "kv_tokens": 7,
+            "kv_size_reason": "why",
+            "info": {},
+        }
+        for seconds, peak in ((9.0, 300), (11.0, 200))
+    ]
+    found = load_weights.summarize(runs, memory_bytes=None)
+    assert (found["ready_s"], found["peak_mib"]) == (10.0, {"VmHWM": 300})
+    assert "kv_share" not in found

@@ -1,0 +1,62 @@
+"""What the start-up summary says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang.srt.entrypoints.server_info import describe_start
+from sglang.srt.messages.requests import SchedulerInfo
+from sglang.srt.server_args import ServerArgs
+
+RESOLVED: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "attention_backend": "torch_native",
+    "page_size": 1,
+    "num_threads": 1,
+    "max_total_num_tokens": 100,
+    "architecture": "A",
+    "kv_bytes_per_token": 8,
+    "kv_size_reason": "why",
+    "num_parameters": 1,
+    "context_len": 50,
+    "max_queued_requests": None,
+    "enable_overlap": True,
+    "use_radix_cache": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("splits_prompts", "max_step_ms", "text"),
+    [
+        (True, 0.0, "up to 512 tokens in a step"),
+        (
+            True,
+            7.5,
+            "up to 512 tokens in a step; where requests decode, as many as fit into 7.5 ms",
+        ),
+        (False, 0.0, "whole, each in one step"),
+    ],
+)
+def test_the_summary_says_how_prompts_are_fed(
+    splits_prompts: bool, max_step_ms: float, text: str
+) -> None:
+    schedule = {
+        "chunked_prefill_size": 512,
+        "splits_prompts": splits_prompts,
+        "max_step_ms": max_step_ms,
+    }
+    info = SchedulerInfo(
+        vocab_size=1,
+        context_len=50,
+        max_total_num_tokens=100,
+        max_req_len=50,
+        max_req_len_reason="",
+        max_running_requests=1,
+        eos_token_ids=[],
+        resolved={**RESOLVED, "schedule": schedule},
+    )
+    lines = describe_start(ServerArgs(model_path="m"), info).splitlines()
+    assert [line.split(maxsplit=1)[1] for line in lines if "prompts" in line] == [text]

@@ -1,0 +1,180 @@
+"""How prices of steps are measured."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from sglang.srt.device_copies import HostCopy
+from sglang.srt.layers.attention.base_attn_backend import GraphSupport
+from sglang.srt.layers.forward_batch import DECODE, MIXED, RAGGED, ForwardBatch
+from sglang.srt.model_executor.cuda_graph_runner import GraphKeys
+from sglang.srt.model_executor.model_runner import ForwardResult
+from sglang.srt.model_executor.price_measurement import (
+    MANY_ROWS,
+    Launch,
+    PriceMeter,
+    rows_of,
+    timed_passes,
+)
+from sglang.srt.step.price_table import prompt_pairs
+from utils import MTP_MAX_ROWS, Setup, make_random_llama, make_runner
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_llama(tmp_path_factory.mktemp("prices"))
+
+
+@pytest.mark.parametrize("support", [GraphSupport.RAGGED_Q, GraphSupport.UNIFORM_Q])
+@pytest.mark.parametrize("max_requests", [1, 8, 20, 64, 128])
+@pytest.mark.parametrize("width", [1, 15])
+def test_every_graph_is_timed_by_a_step_that_replays_it(
+    support: GraphSupport, max_requests: int, width: int
+) -> None:
+    keys = GraphKeys(support, max_requests, width, 1024)
+    for key in keys.all:
+        q_lens = rows_of(key)
+        assert sum(q_lens) == key.num_tokens
+        assert min(q_lens) >= 1
+        found = keys.find(q_lens)
+        if found != key:  # a prompt fits into a smaller graph with as many rows, always
+            assert key.tag == MIXED
+            assert found is not None
+            assert found.num_tokens == key.num_tokens
+            most = min(key.num_reqs, key.num_tokens - key.width)
+            assert keys.find([key.num_tokens - most + 1, *[1] * (most - 1)]) == found
+
+
+def test_passes_over_all_sizes_end_with_the_budget() -> None:
+    now = 0.0
+    runs: list[int] = []
+
+    def once_ms(launch: object) -> float:
+        nonlocal now
+        size = launches[int(launch())]  # type: ignore[operator]
+        runs.append(size)
+        now += size * 1e-3
+        return float(size)
+
+    launches = {size: size for size in (1, 10, 100, 1000)}
+    makers = {size: (lambda size=size: size) for size in launches}
+    times = timed_passes(makers, 0.3, once_ms, lambda: now)  # type: ignore[arg-type]
+    assert runs == [1, 10, 100, 1000], "the last one alone took all the time"
+    assert times == {size: [float(size)] for size in launches}
+    now = 0.0
+    runs.clear()
+    times = timed_passes(makers, 0.15, once_ms, lambda: now)  # type: ignore[arg-type]
+    assert runs == [1, 10, 100]
+    now = 0.0
+    runs.clear()
+    makers.pop(1000)
+    assert timed_passes(makers, 1.0, once_ms, lambda: now) == {  # type: ignore[arg-type]
+        size: [float(size)] * 3 for size in (1, 10, 100)
+    }
+    assert runs == [1, 10, 100] * 4
+
+
+def test_on_a_cpu_rows_reads_and_kv_are_measured_in_little_time(model_path: Path) -> None:
+    setup = Setup(max_running_requests=4)
+    runner = make_runner(model_path, setup, 128, MTP_MAX_ROWS, device="cpu")
+    start = time.perf_counter()
+    table = PriceMeter(runner, 4, MTP_MAX_ROWS).measure()
+    assert time.perf_counter() - start < 10
+    assert table.find(4, 1, 4) is None
+    assert table.eager.sizes[:4] == (1, 2, 4, 8)
+    assert table.eager.sizes[-1] <= 4 * MTP_MAX_ROWS
+    assert min(table.eager.costs_ms) > 0
+    assert min(table.kv_ms, table.row_kv_ms, table.spread) >= 0
+    assert not runner.req_to_token_pool.req_to_token.any(), "no request's rows are left written"
+
+
+def test_where_launches_return_at_once_the_device_is_timed_not_the_host(model_path: Path) -> None:
+    """Copies end 5 ms apart, whenever they were asked for."""
+    runner = make_runner(model_path, Setup(), 128, MTP_MAX_ROWS, device="cpu")
+    now = 0.0
+    meter = PriceMeter(runner, 4, MTP_MAX_ROWS, clock=lambda: now)
+    meter._is_cpu = False
+
+    class Late(HostCopy):
+        def __init__(self) -> None:
+            super().__init__([torch.zeros(1)])
+
+        def wait(self) -> None:
+            nonlocal now
+            now += 0.005
+
+    assert meter._times_ms(Late, 3) == pytest.approx([5.0, 5.0, 5.0])
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_rows_and_pairs_of_prompts_are_told_apart(model_path: Path, is_cpu: bool) -> None:
+    """A device whose steps take 1 ms, 0.01 ms a row, and 1e-5 ms for each pair of a row and a token
+    that it sees."""
+    runner = make_runner(model_path, Setup(num_pages=100), 4096, 1, device="cpu")
+    runner.max_prompt_rows = 1500
+    now, longest, asked = 0.0, 0, set[int]()
+
+    def forward(batch: ForwardBatch) -> ForwardResult:
+        nonlocal now, longest
+        steps = zip(batch.q_lens, batch.kv_len_upper_bounds, strict=True)
+        num_pairs = sum(prompt_pairs(kv_len - q_len, q_len) for q_len, kv_len in steps)
+        now += (1.0 + 0.01 * sum(batch.q_lens) + 1e-5 * num_pairs) / 1e3
+        longest = max(longest, *batch.kv_len_upper_bounds)
+        table = runner.req_to_token_pool.req_to_token
+        asked.update(table[0, : max(batch.kv_len_upper_bounds)].tolist())
+        return ForwardResult(torch.zeros(sum(batch.q_lens), 64), used_graph=False)
+
+    with mock.patch.object(runner, "forward", forward):
+        meter = PriceMeter(runner, 4, 1, clock=lambda: now)
+        meter._is_cpu = is_cpu
+
+        def times_ms(launch: Launch, repeats: int) -> list[float]:
+            return [meter._once_ms(launch) for _ in range(repeats)]
+
+        with mock.patch.object(meter, "_times_ms", times_ms):
+            table = meter.measure()
+    assert table.prompt_row_kv_ms == pytest.approx(1e-5, rel=0.01)
+    assert table.eager.sizes[-1] == (1408 if is_cpu else 1500)
+    for num_rows, cost_ms in zip(table.eager.sizes, table.eager.costs_ms, strict=True):
+        assert cost_ms == pytest.approx(1.0 + 0.01 * num_rows, rel=0.01)
+    assert longest > 1000
+    assert max(asked) <= 100, "a slot outside of the pool"
+    assert not runner.req_to_token_pool.req_to_token.any(), "no request's rows are left written"
+
+
+@pytest.mark.parametrize(
+    ("max_prompt_rows", "max_requests", "expected"),
+    [
+        (8192, 64, [*MANY_ROWS]),
+        (3000, 64, [*range(1152, 2049, 128), 2560, 3000]),
+        (512, 128, [*range(1152, 1920, 128), 1920]),
+        (32768, 64, [*MANY_ROWS]),
+        (512, 8, [512]),
+    ],
+)
+def test_steps_that_replay_no_graph_are_measured_up_to_the_largest(
+    model_path: Path, max_prompt_rows: int, max_requests: int, expected: list[int]
+) -> None:
+    runner = make_runner(model_path, Setup(), 512, 1, device="cpu")
+    runner.max_prompt_rows = max_prompt_rows
+    meter = PriceMeter(runner, max_requests, 15)
+    meter._is_cpu = False
+    assert meter._eager_rows()[-len(expected) :] == expected
+    with mock.patch.object(type(runner), "graph_keys", GraphKeys(GraphSupport.RAGGED_Q, 8, 1, 64)):
+        assert meter._eager_rows() == expected
+
+
+@pytest.mark.parametrize(("max_width", "tags"), [(1, {MIXED}), (3, {DECODE, MIXED, RAGGED})])
+def test_steps_that_nobody_prices_are_not_measured(
+    model_path: Path, max_width: int, tags: set[str]
+) -> None:
+    runner = make_runner(model_path, Setup(), 512, 1, device="cpu")
+    keys = GraphKeys(GraphSupport.RAGGED_Q, 8, max_width, 64).all
+    priced = PriceMeter(runner, 8, max_width)._priced(keys)
+    assert {key.tag for key in priced} == tags
+    assert priced == [key for key in keys if key.tag in tags]

@@ -1,0 +1,238 @@
+"""Graphs, as a CPU can have them (`support/recorded_graphs.py`), give what the same step gives
+without one: hidden states, taps, trees, and whatever else a callable computes."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from recorded_graphs import ReplayableAttention, recorded_graphs, replayable_backends
+from sglang.srt.layers.attention.base_attn_backend import GraphSupport
+from sglang.srt.layers.forward_batch import NO_CAPTURE, ForwardBatch, GraphKey, HiddenCapture
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphKeys
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.step.torch_step_ops import TorchStepOps
+from utils import VOCAB_SIZE, Setup, make_random_model, make_runner
+
+CONTEXT, WIDTH, MAX_ROWS = 60, 7, 64
+SETUP = Setup(num_pages=1000, max_running_requests=5)
+CAPTURES = {
+    "plain": NO_CAPTURE,
+    "taps": HiddenCapture((0, 2)),
+    "all rows": HiddenCapture(all_rows=True),
+    "taps and all rows": HiddenCapture((1,), all_rows=True),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "model"
+    return make_random_model("llama", folder, num_hidden_layers=3)
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu() -> Iterator[None]:
+    with recorded_graphs(), replayable_backends():
+        yield
+
+
+def make(
+    path: Path, backend: str, width: int, capture: HiddenCapture = NO_CAPTURE, trees: bool = False
+) -> ModelRunner:
+    """A runner over KV that is random, of which every request has some; width 0: no graphs."""
+    runner = make_runner(
+        path,
+        SETUP,
+        CONTEXT,
+        WIDTH,
+        device="cpu",
+        attention_backend=backend,
+        dtype="float32",
+        max_graph_width=width,
+        max_graph_rows=MAX_ROWS,
+        capture=capture,
+        captures_trees=trees,
+    )
+    table = runner.req_to_token_pool.req_to_token
+    table.copy_(1 + torch.arange(table.numel()).view_as(table))
+    for kv in runner.kv_pool.kv:
+        kv.normal_(generator=torch.Generator().manual_seed(0))
+    return runner
+
+
+def step(runner: ModelRunner, q_lens: list[int], seed: int) -> ForwardBatch:
+    chooser = random.Random(seed)
+    table = runner.req_to_token_pool.req_to_token
+    rows = chooser.sample(range(len(table)), len(q_lens))
+    before = [chooser.randrange(CONTEXT - q_len + 1) for q_len in q_lens]
+    positions = [n + i for n, q_len in zip(before, q_lens, strict=True) for i in range(q_len)]
+    row_of = [row for row, q_len in zip(rows, q_lens, strict=True) for _ in range(q_len)]
+    lens = [n + q_len for n, q_len in zip(before, q_lens, strict=True)]
+    return ForwardBatch(
+        input_ids=torch.tensor([chooser.randrange(VOCAB_SIZE) for _ in positions]),
+        positions=torch.tensor(positions),
+        slots=table[torch.tensor(row_of), torch.tensor(positions)].long(),
+        rows=torch.tensor(rows),
+        q_lens=q_lens,
+        kv_lens=torch.tensor(lens),
+        kv_len_upper_bounds=lens,
+        bounds_are_exact=True,
+    )
+
+
+def shapes(keys: GraphKeys, seed: int, has_tree: bool = False) -> dict[GraphKey, list[int]]:
+    """A step for each graph that random ones find, not the largest where that can be."""
+    chooser = random.Random(seed)
+    found: dict[GraphKey, list[int]] = {}
+    for _ in range(600):
+        widest = chooser.choice([1, 2, WIDTH, 30])
+        shape = [chooser.randint(1, widest) for _ in range(chooser.randint(1, 5))]
+        key = keys.find(shape, has_tree)
+        if key is not None and (key not in found or sum(found[key]) == key.num_tokens):
+            found[key] = shape
+    return found
+
+
+@cache
+def eager(path: Path, capture: HiddenCapture) -> ModelRunner:
+    return make(path, "torch_native", 0, capture)
+
+
+def assert_same(
+    graphs: ModelRunner, path: Path, batch: ForwardBatch, capture: HiddenCapture = NO_CAPTURE
+) -> None:
+    plain = eager(path, capture)
+    for kv, other in zip(plain.kv_pool.kv, graphs.kv_pool.kv, strict=True):
+        kv.copy_(other)
+    right, replayed = plain.forward(batch), graphs.forward(batch)
+    assert replayed.used_graph
+    assert not right.used_graph
+    torch.testing.assert_close(replayed.hidden, right.hidden, rtol=1e-4, atol=1e-4)
+    assert (replayed.taps is None) == (right.taps is None) == (not capture.layers)
+    if replayed.taps is not None:
+        torch.testing.assert_close(replayed.taps, right.taps, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CAPTURES)
+@pytest.mark.parametrize(("backend", "width"), [("ragged", 1), ("ragged", WIDTH), ("uniform", 7)])
+def test_graphs_give_what_is_asked_for(path: Path, backend: str, width: int, name: str) -> None:
+    capture = CAPTURES[name]
+    graphs = make(path, backend, width, capture)
+    assert graphs.graph_keys is not None
+    found = shapes(graphs.graph_keys, width)
+    assert {key.tag for key in found} == {key.tag for key in graphs.graph_keys.all}
+    assert any(sum(shape) < key.num_tokens for key, shape in found.items())
+    for seed, (key, shape) in enumerate(found.items()):
+        assert key.computes_all_rows == capture.all_rows
+        batch = step(graphs, shape, seed)
+        ends = torch.tensor(shape).cumsum(0) - 1
+        if not key.skips_unread_rows:
+            assert_same(graphs, path, batch, capture)
+        assert_same(graphs, path, replace(batch, read_index=ends[seed % 2 :]), capture)
+
+
+def test_where_all_rows_are_asked_for_no_graph_skips_any(path: Path) -> None:
+    """So every step of prompts without look-ahead finds a graph, whatever is read."""
+    batch = step(eager(path, NO_CAPTURE), [30, 1, 2], 0)
+    assert not make(path, "ragged", 1).forward(batch).used_graph
+    runner = make(path, "ragged", 1, HiddenCapture(all_rows=True))
+    result = runner.forward(replace(batch, read_index=torch.tensor([29])))
+    assert result.used_graph
+    assert len(result.hidden) == 33
+
+
+@pytest.mark.parametrize("backend", ["ragged", "uniform"])
+def test_trees_replay_graphs_that_were_captured_for_them(path: Path, backend: str) -> None:
+    graphs = make(path, backend, WIDTH, HiddenCapture((1,)), trees=True)
+    assert graphs.graph_keys is not None
+    found = shapes(graphs.graph_keys, 0, has_tree=True)
+    assert len(found) > 5
+    for seed, (key, shape) in enumerate(found.items()):
+        assert key.has_tree
+        batch = step(graphs, shape, seed)
+        chooser, ancestors = random.Random(seed), []
+        for q_len in shape:
+            parents = [0] * q_len
+            for row in range(q_len):
+                above = parents[chooser.randrange(row)] if row else 0
+                parents[row] = above | 1 << row
+            ancestors += parents if q_len <= WIDTH else [-1] * q_len
+        assert_same(
+            graphs, path, replace(batch, ancestors=torch.tensor(ancestors)), HiddenCapture((1,))
+        )
+        assert_same(graphs, path, batch, HiddenCapture((1,)))
+
+
+def test_without_being_asked_no_graph_is_for_trees(path: Path) -> None:
+    graphs = make(path, "ragged", WIDTH)
+    assert graphs.graph_keys is not None
+    assert not any(key.has_tree for key in graphs.graph_keys.all)
+    batch = step(graphs, [3, 2], 0)
+    assert not graphs.forward(replace(batch, ancestors=torch.full((5,), -1))).used_graph
+
+
+def test_a_backend_without_masks_for_trees_has_no_graphs_for_them(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = replace(ReplayableAttention.capabilities(), tree_masks=False)
+    monkeypatch.setattr(ReplayableAttention, "capabilities", lambda: without)
+    graphs = make(path, "ragged", WIDTH, trees=True)
+    assert graphs.graph_keys is not None
+    assert not any(key.has_tree for key in graphs.graph_keys.all)
+
+
+class Computed(NamedTuple):
+    doubled: torch.Tensor
+    missing: None
+    share: torch.Tensor
+    lens: torch.Tensor
+
+
+@pytest.mark.parametrize("support", [GraphSupport.RAGGED_Q, GraphSupport.UNIFORM_Q])
+def test_a_graph_captures_any_callable(path: Path, support: GraphSupport) -> None:
+    def compute(batch: ForwardBatch) -> Computed:
+        ids, lens = batch.input_ids, batch.kv_lens
+        return Computed(ids * 2, None, ids[:, None] / batch.positions[:, None], lens + 1)
+
+    keys = GraphKeys(support, 5, WIDTH)
+    ops = TorchStepOps(torch.device("cpu"))
+    runner = CudaGraphRunner(lambda _: None, compute, ops, keys, CONTEXT, "cpu", poisons=True)
+    runner.capture()
+    for seed, (key, shape) in enumerate(shapes(keys, 0).items()):
+        batch = step(eager(path, NO_CAPTURE), shape, seed)
+        assert runner.key_of(batch) == key
+        replay = runner.run(key, batch)
+        num_tokens, right = sum(shape), compute(batch)
+        assert replay.results.missing is None
+        assert torch.equal(replay.rows(replay.results.doubled, num_tokens), right.doubled)
+        torch.testing.assert_close(
+            replay.rows(replay.results.share, num_tokens), right.share, equal_nan=True
+        )
+        if replay.places is None:
+            assert torch.equal(replay.results.lens[: len(shape)], right.lens)
+
+
+def test_the_log_says_what_each_kind_of_graphs_took(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    runner = make(path, "ragged", WIDTH, trees=True)
+    assert runner.graph_keys is not None
+    kinds: dict[str, int] = {}
+    for key in runner.graph_keys.all:
+        kind = f"{key.tag}, trees" if key.has_tree else key.tag
+        kinds[kind] = kinds.get(kind, 0) + 1
+    assert set(kinds) == {"decode", "ragged", "mixed", "ragged, trees", "mixed, trees"}
+    text = "\n".join(record.getMessage() for record in caplog.records)
+    for kind, count in kinds.items():
+        assert text.count(f"CUDA graphs of kind {kind}: {count}, ") == 1
+        assert f"s, {count} MiB." in text  # a graph takes 1 MiB of the fake GPU
+    assert f"Captured {sum(kinds.values())} CUDA graphs for up to 5 requests" in text

@@ -1,0 +1,248 @@
+"""How many prompt tokens a step gets, over tables of prices made by hand."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from sglang.srt.layers.attention.base_attn_backend import GraphSupport
+from sglang.srt.layers.forward_batch import DECODE, MIXED, GraphKey
+from sglang.srt.model_executor.cuda_graph_runner import GraphKeys
+from sglang.srt.scheduling.prompt_budget import (
+    MAX_EXCESS,
+    MIN_PROMPT_TOKENS,
+    PRICE_MARGIN,
+    ROW_TILE,
+    BoundedBudget,
+    DecodeLoad,
+    FixedBudget,
+    PromptAllowance,
+    make_budget,
+)
+from sglang.srt.step.price_table import Curve, PriceTable, StepShape, no_graphs, prompt_pairs
+
+LARGEST = 8192
+HEAD = Curve((1, 128, 1024), (0.4, 0.45, 1.6))
+MANY = Curve((1280, 2048, 4096, 8192), (26.0, 41.0, 80.0, 158.0))
+KEYS = GraphKeys(GraphSupport.RAGGED_Q, 128, 1, 1024)
+
+
+def staircase_ms(key: GraphKey) -> float:
+    """It falls in places, and prompts cost more than decodes."""
+    more = {MIXED: 0.5, DECODE: 0.0}[key.tag] + (key.num_reqs > 8) * 0.2
+    return 5.6 + key.num_tokens / 50 + more + 2.0 * (key.num_tokens == 448)
+
+
+GPU = PriceTable(
+    KEYS.find_shape,
+    {key: staircase_ms(key) for key in KEYS.all},
+    MANY,
+    HEAD,
+    kv_ms=5e-5,
+    row_kv_ms=1e-6,
+    prompt_row_kv_ms=9e-7,
+)
+CPU = PriceTable(
+    no_graphs,
+    {},
+    Curve((1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128), tuple(range(3, 14))),
+    Curve((1, 64), (0.1, 1.0)),
+    kv_ms=1e-4,
+    row_kv_ms=1e-5,
+    prompt_row_kv_ms=1e-5,
+)
+DEARER_FOR_LESS = PriceTable(
+    no_graphs, {}, Curve((1, 256, 512, 1024), (9.0, 20.0, 12.0, 30.0)), HEAD
+)
+TABLES = {"gpu": GPU, "cpu": CPU, "dearer for less": DEARER_FOR_LESS}
+
+
+def bounded(prices: PriceTable, max_ms: float) -> BoundedBudget:
+    """A budget that has seen no step yet, so that prices are taken as they are."""
+    return BoundedBudget(LARGEST, prices, max_ms * PRICE_MARGIN)
+
+
+class Step:
+    """The oracle: a step that is priced as a whole."""
+
+    def __init__(self, prices: PriceTable, decodes: DecodeLoad) -> None:
+        self.prices = prices
+        self.decodes = decodes
+        self.prompts: list[tuple[int, int, int]] = []
+
+    def ms_with(self, *more: int) -> float:
+        prompts = [*self.prompts, *([more] if more else [])]
+        rows = [count + lookahead for _, count, lookahead in prompts]
+        pairs = zip(prompts, rows, strict=True)
+        return self.prices.price_ms(
+            StepShape(
+                num_reqs=self.decodes.num_reqs + len(prompts),
+                widest=10_000,
+                num_rows=self.decodes.num_rows + sum(rows),
+                num_read=self.decodes.num_read + sum(1 + ahead for _, _, ahead in prompts),
+                kv_tokens=self.decodes.kv_tokens,
+                row_kv=self.decodes.row_kv,
+                prompt_row_kv=sum(prompt_pairs(start, count) for (start, _, _), count in pairs),
+            )
+        )
+
+
+def draw_decodes(rng: random.Random) -> DecodeLoad:
+    num_reqs, width = rng.choice([1, 3, 8, 64, 120]), rng.choice([1, 1, 3, 15])
+    kv_tokens = num_reqs * rng.choice([10, 1000, 5000])
+    return DecodeLoad(num_reqs, num_reqs * width, num_reqs * width, kv_tokens, width * kv_tokens)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_of_what_the_bound_allows_a_step_gets_the_most_or_ends_with_a_tile(name: str) -> None:
+    """Against trying all sizes, prompt by prompt, as the step fills."""
+    prices, num_bounded, num_whole = TABLES[name], 0, 0
+    rng = random.Random(name)
+    for _ in range(60):
+        max_ms, decodes = rng.choice([8.0, 15.0, 25.0, 40.0, 90.0]), draw_decodes(rng)
+        allowance = bounded(prices, max_ms).open(decodes)
+        step, num_taken = Step(prices, decodes), 0
+        for _ in range(rng.choice([1, 2, 4])):
+            position, ahead = rng.choice([0, 0, 700, 30_000, 100_000]), rng.choice([0, 0, 7])
+            num_left = rng.choice([1, 60, 300, 3000, 20_000])
+            most = min(num_left, LARGEST - num_taken)
+            allowed = [n for n in range(1, most + 1) if step.ms_with(position, n, ahead) <= max_ms]
+            best = max(allowed, default=0)
+            room = allowance.room_for(position, num_left, ahead)
+            least = min(most, MIN_PROMPT_TOKENS - num_taken)
+            assert least <= room <= most
+            if room > max(least, 0):
+                assert room in allowed
+                assert room <= best
+                if room < best:
+                    check_rounding(step, room, best, ahead)
+                num_bounded += best < most
+                num_whole += room < best
+            if room > 0:
+                allowance.take(position, room, ahead)
+                step.prompts.append((position, room, ahead))
+                num_taken += room
+                assert allowance.price_ms == pytest.approx(step.ms_with())
+            assert allowance.num_taken == num_taken
+    assert num_bounded > 10
+    assert num_whole > 5 or name != "gpu"
+
+
+def check_rounding(step: Step, room: int, best: int, num_lookahead: int) -> None:
+    """Where fewer tokens than allowed are fed, their rows fill tiles, or the graph before."""
+    num_rows, gap = step.decodes.num_rows + num_lookahead, best - room
+    num_rows += sum(count + ahead for _, count, ahead in step.prompts)
+    if gap < ROW_TILE and (num_rows + room) % ROW_TILE == 0:
+        return
+    sizes = step.prices.sizes
+    assert num_rows + room in sizes
+    assert num_rows + best < sizes[sizes.index(num_rows + room) + 1]
+
+
+def test_with_nobody_decoding_a_step_gets_the_largest_chunk() -> None:
+    allowance = bounded(GPU, 1.0).open(DecodeLoad())
+    assert allowance.room_for(90_000, 20_000) == LARGEST
+    allowance.take(90_000, 8000)
+    assert allowance.room_for(0, 300) == 192
+    assert allowance.room_for(0, 20) == 20
+
+
+def test_prompts_progress_however_short_steps_are_to_be() -> None:
+    allowance = bounded(GPU, 0.1).open(DecodeLoad(64, 960, 960, 10**6, 10**7))
+    assert allowance.room_for(30_000, 20_000, 7) == MIN_PROMPT_TOKENS
+    allowance.take(0, 100)
+    assert allowance.room_for(30_000, 20_000, 7) == MIN_PROMPT_TOKENS - 100
+    allowance.take(0, 28)
+    assert allowance.room_for(0, 1) == 0
+    small = BoundedBudget(50, GPU, 0.1).open(DecodeLoad(1, 1, 1, 1, 1))
+    assert small.room_for(0, 1000) == 50, "never more than the largest chunk"
+
+
+def rooms(loads: list[DecodeLoad], position: int = 0, max_ms: float = 40.0) -> list[int]:
+    budget = bounded(GPU, max_ms)
+    return [budget.open(load).room_for(position, 20_000) for load in loads]
+
+
+def test_the_more_load_the_smaller_the_chunk() -> None:
+    by_requests = rooms([DecodeLoad(n, n, n, 1000 * n, 1000 * n) for n in (1, 16, 64, 128)])
+    by_kv = rooms([DecodeLoad(64, 64, 64, kv, kv) for kv in (0, 50_000, 200_000, 400_000)])
+    by_width = rooms([DecodeLoad(64, 64 * w, 64 * w, 1000, 1000 * w) for w in (1, 3, 7, 15)])
+    by_position = [rooms([DecodeLoad(1, 1, 1)], start)[0] for start in (0, 10_000, 60_000)]
+    by_bound = [rooms([DecodeLoad(8, 8, 8)], max_ms=ms)[0] for ms in (200.0, 80.0, 40.0, 20.0)]
+    for found in (by_requests, by_kv, by_width, by_position, by_bound):
+        assert all(more >= less for more, less in pairwise(found)), found
+        assert found[0] > found[-1]
+
+
+def test_without_a_bound_or_without_prices_every_step_gets_the_largest_chunk() -> None:
+    busy = DecodeLoad(64, 960, 960, 10**6, 10**7)
+    for budget in (make_budget(777, 0.0, GPU), make_budget(777, 40.0, None)):
+        assert budget.open(busy).room_for(10**6, 10**6) == 777
+        assert budget.open(DecodeLoad()).room_for(0, 10**6) == 777
+    assert make_budget(777, 40.0, GPU).open(busy).room_for(10**6, 10**6) == MIN_PROMPT_TOKENS
+
+
+def test_a_fixed_number_is_the_sum_of_all_chunks_of_a_step() -> None:
+    allowance = FixedBudget(100).open(DecodeLoad(64, 960, 960, 10**6, 10**7))
+    assert [allowance.room_for(5, 30), allowance.room_for(0, 500)] == [30, 100]
+    allowance.take(5, 30)
+    allowance.take(0, 60, 7)
+    assert allowance.room_for(0, 500, 7) == 10
+    allowance.take(0, 10)
+    assert allowance.room_for(0, 500) == 0
+
+
+def test_a_step_is_priced_by_what_was_taken_before() -> None:
+    """As if a step had been asked for with the first prompt in it from the beginning."""
+    first = bounded(GPU, 40.0).open(DecodeLoad(8, 8, 8, 800, 800))
+    before = first.room_for(50_000, 9000)
+    first.take(50_000, 500, 7)
+    after = first.room_for(50_000, 9000)
+    assert after < before - 400
+    other = bounded(GPU, 40.0).open(DecodeLoad(8, 8, 8, 800, 800))
+    other.take(50_000, 500, 7)
+    assert other.room_for(50_000, 9000) == after
+
+
+def test_asking_changes_nothing() -> None:
+    allowance = PromptAllowance(10)
+    assert [allowance.room_for(0, 100) for _ in range(3)] == [10, 10, 10]
+
+
+@pytest.mark.parametrize("slowness", [0.8, 1.0, 1.3, 1.9])
+def test_steps_that_take_longer_than_their_price_keep_the_bound_too(slowness: float) -> None:
+    """A device of which the clock falls after a while."""
+    budget, rng = BoundedBudget(LARGEST, GPU, 40.0), random.Random(0)
+    took, position = list[float](), 0
+    for number in range(120):
+        is_slow = 20 <= number < 80
+        decodes = DecodeLoad(64, 64, 64, 64 * 200, 64 * 200)
+        allowance = budget.open(decodes)
+        count = allowance.room_for(position, 1 << 20)
+        allowance.take(position, count)
+        assert allowance.price_ms is not None
+        took.append(allowance.price_ms * (slowness if is_slow else 1.0) * rng.uniform(0.9, 1.0))
+        budget.observe(allowance.price_ms, took[-1])
+        position += count
+    assert max(took[:20]) <= 40.0
+    assert max(took[23:]) <= 1.2 * 40.0, "Only the first slow steps may take longer."
+    assert sum(took[60:80]) / 20 >= 0.8 * 40.0, "Slow steps are not made shorter than need be."
+    assert sum(took[110:]) / 10 >= 0.8 * 40.0, "It is forgotten once the clock has recovered."
+
+
+def test_one_step_that_met_a_disturbance_does_not_starve_prompts() -> None:
+    budget = BoundedBudget(LARGEST, GPU, 40.0)
+    budget.observe(30.0, 3000.0)
+    allowance = budget.open(DecodeLoad(64, 64, 64))
+    allowance.take(0, allowance.room_for(0, LARGEST))
+    assert allowance.price_ms is not None
+    assert allowance.price_ms >= 0.8 * 40.0 / MAX_EXCESS
+
+
+def test_without_a_bound_nothing_has_a_price() -> None:
+    allowance = FixedBudget(512).open(DecodeLoad(1, 1, 1))
+    allowance.take(0, allowance.room_for(0, 600))
+    assert (allowance.num_taken, allowance.price_ms) == (512, None)
+    assert bounded(GPU, 40.0).open(DecodeLoad(1, 1, 1)).price_ms is None, "No prompt."

@@ -1,0 +1,80 @@
+"""Prices of steps: what they are made of."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from sglang.srt.layers.attention.base_attn_backend import GraphSupport
+from sglang.srt.model_executor.cuda_graph_runner import GraphKeys
+from sglang.srt.step.price_table import Curve, PriceTable, StepShape, no_graphs, prompt_pairs
+
+NOTHING = Curve((1,), (0.0,))
+KEYS = GraphKeys(GraphSupport.RAGGED_Q, 128, 15, 1024)
+FALLING_MS = {key: 14.9 if key.num_tokens == 448 else key.num_tokens / 40 + 1 for key in KEYS.all}
+GRAPHS = PriceTable(KEYS.find_shape, FALLING_MS, Curve((1280, 2560), (40.0, 70.0)), NOTHING)
+
+
+def graph_price(num_reqs: int, widest: int, num_rows: int) -> float:
+    return GRAPHS.price_ms(StepShape(num_reqs, widest, num_rows, 0))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "padded_to"),
+    [(129, 160), (161, 192), (257, 288), (300, 320), (385, 448), (448, 448), (449, 512)],
+)
+def test_a_step_costs_what_the_graph_costs_that_it_is_padded_to(
+    num_rows: int, padded_to: int
+) -> None:
+    expected = 14.9 if padded_to == 448 else padded_to / 40 + 1
+    assert graph_price(128, 4, num_rows) == expected
+
+
+def test_more_rows_cost_less_where_that_was_measured() -> None:
+    assert graph_price(128, 4, 512) < graph_price(128, 4, 440)
+
+
+def test_plain_decoding_has_graphs_of_its_own() -> None:
+    assert graph_price(121, 1, 121) == 128 / 40 + 1
+    assert graph_price(121, 2, 122) == 160 / 40 + 1
+
+
+def test_steps_beyond_all_graphs_have_a_price_too() -> None:
+    assert graph_price(2, 2000, 2001) == pytest.approx(40 + 30 * 721 / 1280)
+    assert graph_price(2, 9000, 9001) > 200
+
+
+def test_kv_is_paid_by_what_is_read_and_by_rows_that_see_it() -> None:
+    table = PriceTable(no_graphs, {}, Curve((1,), (2.0,)), NOTHING, kv_ms=1e-3, row_kv_ms=1e-4)
+    assert table.price_ms(StepShape(1, 1, 1, 1, 1000, 3000)) == pytest.approx(2.0 + 1.0 + 0.3)
+
+
+def test_rows_of_prompts_have_a_price_of_their_own_for_what_they_see() -> None:
+    table = PriceTable(no_graphs, {}, Curve((1,), (0.0,)), NOTHING, 1.0, 1.0, prompt_row_kv_ms=1e-4)
+    assert table.price_ms(StepShape(1, 1, 1, 1, prompt_row_kv=5000)) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("position", "num_rows"), [(0, 1), (0, 7), (100, 1), (31, 12), (5, 0)])
+def test_a_row_of_a_prompt_sees_what_is_before_it_and_itself(position: int, num_rows: int) -> None:
+    seen = [position + row + 1 for row in range(num_rows)]
+    assert prompt_pairs(position, num_rows) == sum(seen)
+
+
+def test_between_the_sizes_of_a_table_prices_are_constant_or_linear() -> None:
+    sizes = GRAPHS.sizes
+    assert sizes == sorted({*sizes})
+    assert {16, 128, 1024, 1280, 2560} <= {*sizes}
+    for below, size in pairwise(sizes):
+        for num_rows in range(below + 1, size):
+            step_ms = [GRAPHS.rows_ms(9, 10_000, rows) for rows in (below + 1, num_rows, size)]
+            share = (num_rows - below - 1) / (size - below - 1)
+            assert step_ms[1] == pytest.approx(step_ms[0] + share * (step_ms[2] - step_ms[0]))
+
+
+def test_a_curve_is_linear_between_sizes_and_beyond_the_last() -> None:
+    curve = Curve((10, 20, 40), (1.0, 3.0, 4.0))
+    for size, cost in ((1, 1.0), (10, 1.0), (15, 2.0), (20, 3.0), (30, 3.5), (40, 4.0), (80, 6.0)):
+        assert curve.at(size) == pytest.approx(cost)
+    assert Curve((4,), (2.0,)).at(8) == pytest.approx(4.0)
+    assert Curve((1, 4), (3.0, 2.0)).at(8) == pytest.approx(2.0), "never less for more"
