@@ -39,15 +39,16 @@ MAY_IMPORT = {
     "model_loader": "models layers base",
     "weight_sync": "model_loader models mem_cache base",
     "model_executor": "step weight_sync model_loader models layers mem_cache base",
-    "workers": "model_executor step layers mem_cache base",
-    "mtp": "workers model_executor step layers mem_cache base",
+    "speculative": "model_executor step layers mem_cache base",
+    "workers": "speculative model_executor step layers mem_cache base",
+    "mtp": "workers speculative model_executor step layers mem_cache base",
     "messages": "base",
     "frontend": "messages base",
     "scheduling": "messages step layers mem_cache base",
     "control": "scheduling frontend messages weight_sync base",
     "managers": "control scheduling frontend messages step mem_cache base",
     "processes": "managers control scheduling frontend messages"
-    " mtp workers model_executor step weight_sync mem_cache base",
+    " mtp workers speculative model_executor step weight_sync mem_cache base",
     "entrypoints": "processes managers control frontend messages model_executor base",
 }
 SERVER_ARGS_READERS = re.compile(

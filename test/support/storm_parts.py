@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from sglang.srt.mtp.upcoming_step import Accepted, UpcomingStep
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.upcoming_step import Accepted, UpcomingStep
 from sglang.srt.step.worker import (
     GenerationBatchResult,
     HostResult,

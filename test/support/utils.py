@@ -37,7 +37,6 @@ from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.mtp.debug_trace import DebugTrace
-from sglang.srt.mtp.length_policy import FullLength, LengthPolicy
 from sglang.srt.mtp.mtp_worker import MTPConfig, MTPWorker
 from sglang.srt.processes.runtime_config import MAX_GRAPH_ROWS
 from sglang.srt.registry import DEFAULT_OPERATIONS
@@ -45,6 +44,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.batch_planner import PlannerConfig
 from sglang.srt.scheduling.prompt_budget import DecodeLoad, PromptAllowance, PromptBudget
 from sglang.srt.scheduling.request import HiddenStates, LaunchedStep
+from sglang.srt.speculative.length_policy import FullLength, LengthPolicy
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import Worker
 from sglang.srt.tokenizer import StopFinder

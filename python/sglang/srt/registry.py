@@ -80,8 +80,8 @@ DEFAULT_OPERATIONS = {"cpu": "torch", "cuda": "triton"}  # by device
 LENGTH_POLICIES = Registry(
     "length policy",
     {
-        "full_length": "sglang.srt.mtp.length_policy:FullLength",
-        "load_aware": "sglang.srt.mtp.length_policy:LoadAwareLength",
+        "full_length": "sglang.srt.speculative.length_policy:FullLength",
+        "load_aware": "sglang.srt.speculative.length_policy:LoadAwareLength",
     },
 )
 MODELS = Registry(

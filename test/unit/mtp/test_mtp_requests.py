@@ -18,9 +18,9 @@ from mtp_oracle import STATIC, load_reference, predict, unverified_decode
 from sglang.srt.messages.control import AbortReq
 from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.mtp.length_policy import FullLength
 from sglang.srt.mtp.mtp_worker import MTPWorker
-from sglang.srt.mtp.upcoming_step import Accepted, UpcomingStep
+from sglang.srt.speculative.length_policy import FullLength
+from sglang.srt.speculative.upcoming_step import Accepted, UpcomingStep
 from sglang.srt.step.worker import GenerationBatchResult, ScheduleBatch
 from utils import (
     MTP_MAX_ROWS,

@@ -51,14 +51,16 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """R requests that feed T tokens in all; request i feeds q_lens[i] consecutive tokens.
+    """R requests that feed T tokens in all; request i feeds q_lens[i] consecutive tokens. If the
+    batch is packed (`q_starts`), the device alone knows how many.
 
     Attributes:
         input_ids: [T] int64.
         positions: [T] int64; index of each token in its sequence.
         slots: [T] int64; KV slot that each token's K and V go to.
         rows: [R] int64; row of the request-to-token table.
-        q_lens: host list of R; tokens fed by each request.
+        q_lens: host list of R; tokens fed by each request; in a packed batch, the most that each
+            may feed.
         kv_lens: [R] int64; tokens with KV after this step's are written.
         kv_len_upper_bounds: host list of R; at least `kv_lens`, without reading the device.
         bounds_are_exact: whether the bounds equal `kv_lens`.
@@ -74,6 +76,14 @@ class ForwardBatch:
             MAX_TREE_ROWS. "After" is by the order of the request's rows, not by `positions`. A
             batch with ancestors replays only graphs that were captured for them
             (`GraphKey.has_tree`).
+        tree_starts: [R] int64; the KV position that bit 0 of `ancestors` stands for: bit j is about
+            position tree_starts[i] + j, and everything before tree_starts[i] is seen. So the rows
+            of a draft step see their own branch among the rows of earlier draft steps. None: bit 0
+            is the first row that the request feeds in this step. Only with `ancestors`.
+        q_starts: [R + 1] int64, not descending, for packed batches; None: `q_lens` is exact.
+            Request i feeds the rows q_starts[i] to q_starts[i + 1] of the T, at most q_lens[i];
+            `kv_lens` counts those. The rows from q_starts[R] on are padding: token 0 at position 0,
+            written to the dummy slot, and nobody reads their results. A request may feed no row.
     """
 
     input_ids: torch.Tensor
@@ -87,6 +97,8 @@ class ForwardBatch:
     graph_key: GraphKey | None = None
     read_index: torch.Tensor | None = None
     ancestors: torch.Tensor | None = None
+    tree_starts: torch.Tensor | None = None
+    q_starts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.device_copies import to_device
-from sglang.srt.mtp.acceptance_estimate import Kind
-from sglang.srt.mtp.upcoming_step import Accepted, EmittingRequest, UpcomingStep
+from sglang.srt.speculative.acceptance_estimate import Kind
+from sglang.srt.speculative.upcoming_step import Accepted, EmittingRequest, UpcomingStep
 from sglang.srt.step.price_table import prompt_pairs
 from sglang.srt.step.step_ops import StepCounts
 from sglang.srt.step.worker import NewRow, ScheduleBatch

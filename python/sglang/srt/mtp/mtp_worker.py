@@ -25,10 +25,10 @@ from sglang.srt.layers.sampler import ScoredTokens
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.mtp.acceptance import AcceptanceOps, AcceptedTokens, DrawnTokens
 from sglang.srt.mtp.debug_trace import DebugTrace
-from sglang.srt.mtp.length_policy import LengthPolicy
 from sglang.srt.mtp.lookahead_rows import LookaheadPlan, LookaheadRows
 from sglang.srt.registry import load
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.length_policy import LengthPolicy
 from sglang.srt.step.forward_inputs import build_forward_batch
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import EMITS_ONLY_CONFIRMED, RowLayout

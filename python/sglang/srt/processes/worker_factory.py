@@ -5,11 +5,11 @@ from __future__ import annotations
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter
 from sglang.srt.mtp.debug_trace import DebugTrace
-from sglang.srt.mtp.length_policy import LengthPolicy
 from sglang.srt.mtp.mtp_worker import MTPConfig, MTPWorker
 from sglang.srt.processes.runtime_config import RuntimeConfig
 from sglang.srt.registry import LENGTH_POLICIES
 from sglang.srt.scheduling.prompt_budget import PromptBudget, make_budget
+from sglang.srt.speculative.length_policy import LengthPolicy
 from sglang.srt.step.kv_canary import KVCanary
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.request_rows import RequestRows

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.mtp.acceptance_estimate import Kind
-from sglang.srt.mtp.length_policy import LoadAwareLength
-from sglang.srt.mtp.upcoming_step import UpcomingStep
+from sglang.srt.speculative.acceptance_estimate import Kind
+from sglang.srt.speculative.length_policy import LoadAwareLength
+from sglang.srt.speculative.upcoming_step import UpcomingStep
 from simulated_decode import (
     MAX_K,
     UNVERIFIED,

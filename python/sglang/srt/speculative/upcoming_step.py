@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from sglang.srt.mtp.acceptance_estimate import Kind
+from sglang.srt.speculative.acceptance_estimate import Kind
 from sglang.srt.step.price_table import StepShape
 
 

@@ -14,17 +14,17 @@ from unittest import mock
 import pytest
 
 from sglang.srt.model_executor.price_measurement import PriceMeter
-from sglang.srt.mtp.acceptance_estimate import WINDOW, Kind, Survival, with_draftless_steps
-from sglang.srt.mtp.length_policy import (
+from sglang.srt.mtp.mtp_worker import MTPConfig
+from sglang.srt.processes.worker_factory import make_worker
+from sglang.srt.registry import LENGTH_POLICIES
+from sglang.srt.speculative.acceptance_estimate import WINDOW, Kind, Survival, with_draftless_steps
+from sglang.srt.speculative.length_policy import (
     TRIAL_SHARE,
     FullLength,
     LengthPolicy,
     LoadAwareLength,
 )
-from sglang.srt.mtp.mtp_worker import MTPConfig
-from sglang.srt.mtp.upcoming_step import Accepted, EmittingRequest, UpcomingStep
-from sglang.srt.processes.worker_factory import make_worker
-from sglang.srt.registry import LENGTH_POLICIES
+from sglang.srt.speculative.upcoming_step import Accepted, EmittingRequest, UpcomingStep
 from sglang.srt.step.price_table import Curve, PriceTable, no_graphs
 from simulated_decode import gpu_prices
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner

@@ -13,14 +13,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from sglang.srt.mtp.acceptance_estimate import (
+from sglang.srt.speculative.acceptance_estimate import (
     FORGETTING_STEPS,
     Estimate,
     Kind,
     Survival,
     with_draftless_steps,
 )
-from sglang.srt.mtp.upcoming_step import Accepted, EmittingRequest, UpcomingStep
+from sglang.srt.speculative.upcoming_step import Accepted, EmittingRequest, UpcomingStep
 from sglang.srt.step.price_table import PriceTable, StepShape
 
 OPTIONS_STEPS, OPTIONS_TRIALS = 16, 32  # computed options hold for so many steps and trials at most
