@@ -26,6 +26,7 @@ from sglang.srt.platform import Platform
 from sglang.srt.processes.runtime_config import resolve, with_chunks_that_fit
 from sglang.srt.processes.scheduler_process import make_ledger, make_resources
 from sglang.srt.processes.worker_factory import (
+    drafter_models,
     make_prompt_budget,
     make_worker,
     measure_prices,
@@ -73,11 +74,11 @@ class OneBatch:
 
     def __init__(self, args: ServerArgs) -> None:
         config = resolve(args, Platform.probe(), load_model_config(args.model_path), Environ.read())
-        runners = make_runners(config.execution)
+        runners = make_runners(config.execution, *drafter_models(config.drafter, config.execution))
         runner = runners.target
         config = with_chunks_that_fit(config, runners.max_prompt_rows)
         prices = measure_prices(config, runner)
-        worker = make_worker(runner, config.mtp, prices)
+        worker = make_worker(runners, config.drafter, prices)
         self.vocab_size = runner.vocab_size
         self._inbox = LocalInbox()
         self.outputs: dict[int, list[int]] = {}

@@ -19,7 +19,6 @@ from speculation_oracle import (
 
 import sgl_kernel
 from sgl_kernel import ConfirmedDrafts
-from sglang.srt.mtp.acceptance import AcceptanceInputs, decide_acceptance
 
 Confirm = Callable[[DraftCase], ConfirmedDrafts]
 
@@ -200,42 +199,6 @@ def test_steps_without_rows(confirm: Confirm) -> None:
     some = torch.zeros(5, dtype=torch.int64)
     case = replace(case, tokens=some, starts=torch.tensor([0, 2, 4, 5]), target_starts=zeros)
     assert_confirmed(case, confirm(case))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_lossless_multi_token_prediction_accepts_the_same(confirm: Confirm, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    requests, most, num_read = 40, 8, 15
-    targets = torch.randint(3, (requests, num_read), generator=generator)
-    pending = torch.randint(3, (requests, most), generator=generator)
-    is_good = torch.rand(requests, most - 1, generator=generator) < 0.7
-    pending[:, 1:] = torch.where(is_good, targets[:, : most - 1], pending[:, 1:])
-    lens = torch.randint(1, most + 1, (requests,), generator=generator)
-    accepted = decide_acceptance(
-        AcceptanceInputs(
-            targets=targets,
-            confident=torch.rand(requests, num_read, generator=generator) < 0.5,
-            pending=pending,
-            pending_lens=lens,
-            emits_only_confirmed=torch.ones(requests, dtype=torch.bool),
-            num_predicted=torch.full((requests,), most),
-        )
-    )
-    rows = torch.arange(requests)
-    case = DraftCase(
-        tokens=pending.flatten(),
-        targets=targets.flatten(),
-        parents=None,
-        starts=torch.arange(requests + 1) * most,
-        num_rows=lens,
-        max_rows=most,
-        target_starts=rows * num_read,
-    )
-    result = confirm(case)
-    assert torch.equal(result.num_confirmed + 1, accepted.accept_lens)
-    assert torch.equal(result.num_confirmed + 1, accepted.kept_lens)
-    assert torch.equal(result.next_token, targets[rows, accepted.accept_lens - 1])
-    assert torch.equal(result.next_token, accepted.pending[:, 0])
 
 
 def test_draft_arguments_are_refused_with_a_remedy() -> None:

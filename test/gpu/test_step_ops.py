@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from sglang.srt.device_copies import HostCopy
-from sglang.srt.mtp.triton_acceptance import _accept_kernel
+from sglang.srt.mtp.triton_mask_ops import _num_confident_kernel, _propose_kernel
 from sglang.srt.registry import OPERATIONS
-from sglang.srt.step.triton_step_ops import _lay_out_kernel
+from sglang.srt.step.triton_commit_run import commit_run_kernel
+from sglang.srt.step.triton_layout import lay_out_kernel
 from step_ops_cases import ALL, CASES, OUTSIDE_CASES, step_case
 
 if not torch.cuda.is_available():
@@ -29,7 +30,7 @@ def test_a_column_outside_of_its_row_is_neither_read_nor_written(case: str) -> N
 def test_sizes_of_steps_compile_nothing_anew() -> None:
     def count() -> int:
         device = torch.cuda.current_device()
-        kernels = (_lay_out_kernel, _accept_kernel)
+        kernels = (lay_out_kernel, commit_run_kernel, _num_confident_kernel, _propose_kernel)
         return sum(len(kernel.device_caches[device][0]) for kernel in kernels)
 
     assert step_case(ALL, 5, 8)("triton", "cuda") == []

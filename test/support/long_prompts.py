@@ -15,6 +15,7 @@ from oracle import MAX_SHARE
 from sglang.srt.messages.control import AbortReq, ContinueGenerationReq, PauseGenerationReq
 from sglang.srt.messages.requests import LogprobOptions, PositionLogprobs
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.processes.worker_factory import make_worker
 from sglang.srt.step.worker import Worker
 from target import MAX_GAPS
@@ -163,7 +164,9 @@ class Serving:
             chunked_prefill_size=chunk,
             **changes,
         )
-        return SchedulerHarness(setup, worker or make_worker(self.runner(page_size), None))
+        return SchedulerHarness(
+            setup, worker or make_worker(RunnerGroup([self.runner(page_size)]), None)
+        )
 
     def check(
         self,

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from attention_cases import outside_met
+from sgl_kernel import ConfirmedDrafts, reference
 from sglang.srt.layers.forward_batch import (
     DECODE,
     MIXED,
@@ -31,16 +32,17 @@ from sglang.srt.layers.forward_batch import (
 )
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.mtp.acceptance import AcceptanceOps, AcceptedTokens, DrawnTokens
+from sglang.srt.mtp.mask_ops import MaskOps
 from sglang.srt.registry import OPERATIONS, load
+from sglang.srt.speculative.drafter import ChosenTokens
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import (
-    NUM_COUNTS,
+    READ_START,
+    AcceptedTokens,
     RowLayout,
     StaticInputs,
     StepCounts,
     StepOps,
-    pack_for_device,
 )
 from sglang.srt.step.worker import ScheduleBatch
 
@@ -67,8 +69,7 @@ class Side:
         thresholds = (numbers(0, 3, num_rows) / 2).to(device)
         self.ops: StepOps = load(OPERATIONS[name].step)(self.device)
         self.ops.warm_up(self.state, self.pool)
-        accept = load(OPERATIONS[name].acceptance)
-        self.acceptance: AcceptanceOps = accept(self.state, thresholds)
+        self.masks: MaskOps = load(OPERATIONS[name].masks)(self.state, thresholds)
         self.state.committed.copy_(numbers(0, WIDTH - 400, num_rows))
         self.state.tokens.copy_(numbers(0, VOCAB_SIZE, num_rows, WIDTH))
         self.state.pending_lens.copy_(numbers(1, max_pending + 1, num_rows))
@@ -132,9 +133,10 @@ class Step:
             all_greedy=True,
         )
 
-    @property
-    def counts(self) -> StepCounts:
-        return StepCounts(self.q_lens, self.num_read, self.num_predicted, self.emits_only_confirmed)
+    def counts(self, is_plain: bool) -> StepCounts:
+        return StepCounts(
+            self.q_lens, self.num_read, self.num_predicted, self.emits_only_confirmed, is_plain
+        )
 
 
 def differing(ours: object, right: object) -> list[str]:
@@ -142,7 +144,9 @@ def differing(ours: object, right: object) -> list[str]:
     found = []
     for entry in fields(right):  # type: ignore[arg-type]
         mine, his = (getattr(side, entry.name) for side in (ours, right))
-        if not isinstance(his, torch.Tensor):
+        if his is None:
+            found += [] if mine is None else [entry.name]
+        elif not isinstance(his, torch.Tensor):
             found += differing(mine, his)
         elif mine.dtype != his.dtype or not torch.equal(mine.cpu(), his):
             found.append(entry.name)
@@ -193,13 +197,14 @@ def step_case(kinds: list[str], num_reqs: int, max_pending: int, plain: bool = F
             pending_len = int(right.state.pending_lens[row])
             step.add(kind, pending_len, 1 if plain else max_pending, chooser)
         batch, before = step.batch(chooser), right.tensors()
+        is_plain = plain or sum(step.num_read) == 0
+        counts = step.counts(is_plain)
         layouts = [
-            side.ops.lay_out(batch, step.counts, side.state, side.pool, MASK)
-            for side in (ours, right)
+            side.ops.lay_out(batch, counts, side.state, side.pool, MASK) for side in (ours, right)
         ]
         pairs = list(zip((ours, right), layouts, strict=True))
         found = differing(*layouts)
-        if plain or sum(step.num_read) == 0:
+        if is_plain:
             mine, his = (commit(side, layout) for side, layout in pairs)
             found += [] if torch.equal(mine.cpu(), his) else ["next_token_ids"]
         else:
@@ -227,17 +232,26 @@ def commit(side: Side, layout: RowLayout) -> torch.Tensor:
 
 
 def accept(side: Side, layout: RowLayout, step: Step, has_probs: bool) -> AcceptedTokens:
+    """As the worker does; drafts are confirmed by torch on each side."""
     tokens, probs = drawn(layout)
-    max_accepted = max(1, *step.max_accepted)
-    return side.acceptance.accept(
-        DrawnTokens(
-            per_request=layout.per_request,
-            tokens=tokens,
-            probs=probs if has_probs else None,
-            max_rows_read=max(step.num_read),
-            max_accepted=max_accepted,
-        )
+    chosen = ChosenTokens(layout, tokens, probs if has_probs else None)
+    max_accepted, lookahead = max(1, *step.max_accepted), layout.lookahead
+    assert lookahead is not None
+    unconfirmed = None
+    if not all(step.emits_only_confirmed):
+        unconfirmed = side.masks.num_confident(chosen)
+    confirmed = reference.confirm_drafts(
+        layout.input_ids,
+        tokens,
+        lookahead.parents,
+        lookahead.q_starts,
+        lookahead.num_pending,
+        max(max_accepted, side.state.max_pending),
+        layout.per_request[READ_START],
     )
+    accepted = side.ops.commit_run(layout, tokens, confirmed, unconfirmed, max_accepted, side.state)
+    side.masks.propose(chosen, accepted)
+    return accepted
 
 
 def fill_case(key: GraphKey, q_lens: list[int], num_reads: int | None = None) -> Case:
@@ -293,7 +307,7 @@ def outside_case(column: int, is_guarded: bool, by_write: bool) -> Case:
         batch = step.batch(random.Random(0))
         writes = table_writes([1] * len(columns), columns, [77] * len(columns))
         batch = dataclasses.replace(batch, table_writes=writes)
-        layout = side.ops.lay_out(batch, step.counts, side.state, side.pool, MASK)
+        layout = side.ops.lay_out(batch, step.counts(True), side.state, side.pool, MASK)
         table[1, 3] = 77
         right_slot = int(table[1, 5]) if by_write else 0
         told = outside_met(side.pool)
@@ -322,12 +336,15 @@ def outside_end_case(committed: int, is_guarded: bool, num_drawn: int) -> Case:
         step = Step([1], [1], [0], [True], [num_drawn], [num_drawn], [num_drawn], [False])
         batch = dataclasses.replace(step.batch(random.Random(0)), table_writes=PageTableWrites())
         if num_drawn == 1:
-            layout = side.ops.lay_out(batch, step.counts, side.state, side.pool, MASK)
+            layout = side.ops.lay_out(batch, step.counts(True), side.state, side.pool, MASK)
             side.ops.commit(layout, drawn, side.state)
         else:
-            packed = torch.from_numpy(pack_for_device(batch, step.counts)).to(device)
-            per_request = packed.view(NUM_COUNTS, 1)
-            side.acceptance.accept(DrawnTokens(per_request, drawn, None, num_drawn, num_drawn))
+            layout = side.ops.lay_out(batch, step.counts(False), side.state, side.pool, MASK)
+            path = torch.arange(num_drawn, dtype=torch.int32, device=device)[None]
+            zero = torch.zeros(1, dtype=torch.int64, device=device)
+            confirmed = ConfirmedDrafts(zero, path, zero)
+            count = zero + num_drawn
+            side.ops.commit_run(layout, drawn, confirmed, count, num_drawn, side.state)
         num_inside = WIDTH - committed - 1
         right = torch.full((3, WIDTH), 9, dtype=torch.int32)
         right[1, committed + 1 :] = torch.arange(num_inside)

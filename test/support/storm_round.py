@@ -15,7 +15,6 @@ from sglang.srt.mem_cache.kv_audit import ReleaseReport
 from sglang.srt.messages.control import EngineStatus
 from sglang.srt.messages.requests import BatchTokenIDOutput
 from sglang.srt.model_executor.runner_group import RunnerGroup
-from sglang.srt.mtp.mtp_worker import MTPWorker
 from sglang.srt.processes.scheduler_process import make_resources
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.request import Req
@@ -63,7 +62,7 @@ class Round(SchedulerHarness):
         runner = make_runner(models.path, setup, setup.context_len, max_rows)
         setup.num_pages = runner.memory.num_pages
         if max_k == 1:
-            worker: TpModelWorker | MTPWorker = TpModelWorker(
+            worker = TpModelWorker(
                 runner, RequestRows(runner.req_to_token_pool, 1, VOCAB_SIZE), (MASK,)
             )
         else:

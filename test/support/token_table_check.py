@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from sglang.srt.managers.scheduler import SchedulerDebug
-from sglang.srt.mtp.mtp_worker import MTPWorker
 from sglang.srt.observability.request_step import RequestStep
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.request import Req
@@ -41,7 +40,7 @@ class TokenTableCheck:
         seen: what there was to check.
     """
 
-    def __init__(self, worker: TpModelWorker | MTPWorker) -> None:
+    def __init__(self, worker: TpModelWorker) -> None:
         self.lifecycle: RequestLifecycle | None = None
         self.seen: Counter[str] = Counter()
         self._worker = worker
@@ -132,7 +131,7 @@ class TokenTableCheck:
 
 
 def checked_harness(
-    setup: Setup, worker: TpModelWorker | MTPWorker, **more: Any
+    setup: Setup, worker: TpModelWorker, **more: Any
 ) -> tuple[SchedulerHarness, TokenTableCheck]:
     """A scheduler whose worker's token table is checked after every step; `more` as for
     `SchedulerHarness`."""

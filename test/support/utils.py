@@ -37,9 +37,9 @@ from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.mtp.debug_trace import DebugTrace
-from sglang.srt.mtp.mtp_worker import MTPConfig, MTPWorker
+from sglang.srt.mtp.mask_drafter import MaskDrafter, MTPConfig
 from sglang.srt.processes.runtime_config import MAX_GRAPH_ROWS
-from sglang.srt.registry import DEFAULT_OPERATIONS
+from sglang.srt.registry import DEFAULT_OPERATIONS, load
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.batch_planner import PlannerConfig
 from sglang.srt.scheduling.prompt_budget import DecodeLoad, PromptAllowance, PromptBudget
@@ -404,8 +404,11 @@ def make_mtp_worker(
     policy: LengthPolicy | None = None,
     trace: DebugTrace | None = None,
     **config: Any,
-) -> MTPWorker:
+) -> TpModelWorker:
     """The worker that predicts up to MTP_MAX_K tokens per step, over a runner with rows for it."""
     state = RequestRows(runner.req_to_token_pool, MTP_MAX_K, runner.vocab_size)
     settings = MTPConfig(mask_token_id=mask_token_id, max_k=MTP_MAX_K, **config)
-    return MTPWorker(runner, state, settings, policy or FullLength(), trace)
+    masks = load(runner.operations.masks)
+    drafter = MaskDrafter(state, settings, policy or FullLength(), masks)
+    on_step = None if trace is None else trace.launched
+    return TpModelWorker(runner, state, (mask_token_id,), drafter, on_step)

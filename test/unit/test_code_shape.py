@@ -98,7 +98,7 @@ BAD_SOURCES = {
         (f"{SRT}/scheduling/invariants.py", "from sglang.srt.control.pause import X"),
         (f"{SRT}/scheduling/a.py", "'X.'\nfrom sglang.srt.workers.tp_worker import X as X\nx = 1"),
         (f"{SRT}/step/step_ops.py", "from sglang.srt.model_executor import model_runner"),
-        (f"{SRT}/mtp/mtp_worker.py", "from ..managers import schedule_batch"),
+        (f"{SRT}/mtp/mask_drafter.py", "from ..managers import schedule_batch"),
         (f"{SRT}/model_executor/model_runner.py", "import sglang.srt.workers.tp_worker"),
         (f"{SRT}/models/llama.py", "import sglang.srt.model_executor.model_runner"),
         (f"{SRT}/models/llama.py", "import sglang.srt.mem_cache.radix_cache"),

@@ -47,12 +47,12 @@ class Operations:
     Attributes:
         layers: of `LayerOps` (layers/layer_runtime.py).
         step: of `StepOps` (step/step_ops.py).
-        acceptance: of `AcceptanceOps` (mtp/acceptance.py).
+        masks: of `MaskOps` (mtp/mask_ops.py).
     """
 
     layers: str
     step: str
-    acceptance: str
+    masks: str
 
 
 ATTENTION_BACKENDS = Registry(
@@ -68,15 +68,21 @@ OPERATIONS = {
     "torch": Operations(
         layers="sglang.srt.layers.ops.torch_ops:TorchOps",
         step="sglang.srt.step.torch_step_ops:TorchStepOps",
-        acceptance="sglang.srt.mtp.acceptance:TorchAcceptance",
+        masks="sglang.srt.mtp.mask_ops:TorchMaskOps",
     ),
     "triton": Operations(
         layers="sglang.srt.layers.ops.triton_ops:TritonOps",
         step="sglang.srt.step.triton_step_ops:TritonStepOps",
-        acceptance="sglang.srt.mtp.triton_acceptance:TritonAcceptance",
+        masks="sglang.srt.mtp.triton_mask_ops:TritonMaskOps",
     ),
 }
 DEFAULT_OPERATIONS = {"cpu": "torch", "cuda": "triton"}  # by device
+DRAFTERS = Registry(
+    "drafter",
+    {
+        "mtp": "sglang.srt.mtp.mask_drafter:MaskDrafter",
+    },
+)
 LENGTH_POLICIES = Registry(
     "length policy",
     {

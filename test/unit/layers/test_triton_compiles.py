@@ -24,8 +24,10 @@ from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.triton_ops import gather_kernel, prompt_kernel
 from sglang.srt.layers.attention.triton_ops import kernels as attention
 from sglang.srt.layers.ops import triton_ops as ops
-from sglang.srt.mtp import triton_acceptance as acceptance
+from sglang.srt.mtp import triton_mask_ops as masks
 from sglang.srt.step import triton_step_ops as steps
+from sglang.srt.step.triton_commit_run import commit_run_kernel
+from sglang.srt.step.triton_layout import lay_out_kernel
 
 TARGETS = ((80, "fp16"), (90, "bf16"))
 GPUS = (86, 90)  # with the least shared memory, and with the tiles that need most
@@ -38,8 +40,18 @@ STEP_INTEGERS = {
     f"{name}_ptr": "*i64"
     for name in (
         *("packed", "per_request", "committed", "num_tokens", "pending_lens", "tokens", "reads"),
-        *("out", "spread", "input_ids", "requests", "outside"),
+        *("out", "spread", "input_ids", "requests", "outside", "q_starts", "num_pending"),
+        *("targets", "num_confirmed", "num_unconfirmed", "accept_lens", "depths", "ancestors"),
+        "row_ancestors",
     )
+} | {f"{name}_ptr": "*i32" for name in ("path", "out_path", "parents", "row_parents")}
+TREES = ("parents", "depths", "ancestors", "row_parents", "row_ancestors")
+NO_TREES = {f"{name}_ptr": None for name in TREES}
+NO_LOOKAHEAD = {"q_starts_ptr": None, "num_pending_ptr": None}
+LAYOUTS = {
+    "plain": {"HAS_LOOKAHEAD": False, "HAS_TREE": False, **NO_TREES, **NO_LOOKAHEAD},
+    "chains": {"HAS_LOOKAHEAD": True, "HAS_TREE": False, **NO_TREES},
+    "trees": {"HAS_LOOKAHEAD": True, "HAS_TREE": True},
 }
 HEADS = {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128}
 
@@ -153,21 +165,40 @@ KERNELS = {
         )
         for name, function in (
             ("page table", steps._write_table_kernel),
-            ("rows of a step", steps._lay_out_kernel),
             ("end of a plain step", steps._commit_kernel),
         )
         for guard in ({}, {"outside_ptr": None})
     },
     "inputs of a graph": Kernel(steps._fill_kernel, {"BLOCK": 128}, types=STEP_INTEGERS),
     **{
-        f"acceptance, probabilities: {has_probs}, {'not ' if guard else ''}guarded": Kernel(
-            acceptance._accept_kernel,
-            {"BLOCK": 8, "HAS_PROBS": has_probs, **guard},
+        f"rows of a step, {kind}, {'not ' if guard else ''}guarded": Kernel(
+            lay_out_kernel, {"BLOCK": 128, **constants, **guard}, types=STEP_INTEGERS
+        )
+        for kind, constants in LAYOUTS.items()
+        for guard in ({}, {"outside_ptr": None})
+    },
+    **{
+        f"end of a step with look-ahead, {'' if unconfirmed else 'all '}confirmed": Kernel(
+            commit_run_kernel,
+            {"BLOCK": 8, "HAS_UNCONFIRMED": unconfirmed}
+            | ({} if unconfirmed else {"num_unconfirmed_ptr": None}),
+            num_warps=1,
+            types=STEP_INTEGERS,
+        )
+        for unconfirmed in (True, False)
+    },
+    **{
+        f"{name}, probabilities: {has_probs}": Kernel(
+            kernel,
+            {"BLOCK": 8, "HAS_PROBS": has_probs} | ({} if has_probs else {"probs_ptr": None}),
             num_warps=1,
             types={**STEP_INTEGERS, "probs_ptr": "*fp32", "thresholds_ptr": "*fp32"},
         )
+        for name, kernel in (
+            ("confident predictions", masks._num_confident_kernel),
+            ("proposed drafts", masks._propose_kernel),
+        )
         for has_probs in (True, False)
-        for guard in ({}, {"outside_ptr": None})
     },
 }
 

@@ -36,7 +36,7 @@ def test_a_warm_up_leaves_no_trace(page_size: int) -> None:
             for kv, old in zip(runner.kv_pool.kv, before, strict=True):
                 assert kv[page_size:].equal(old)
             assert any(kv[0].any() for kv in runner.kv_pool.kv), "No step was run."
-        harness = SchedulerHarness(setup, make_worker(runner, None))
+        harness = SchedulerHarness(setup, make_worker(RunnerGroup([runner]), None))
         outputs.append(harness.generate([[5], [6], [7]], max_new_tokens=12, temperature=0.0))
     assert outputs[0] == outputs[1]
 
@@ -72,7 +72,7 @@ def test_a_prompt_is_read_at_its_end_alone() -> None:
     """Unless somebody wants more of it: hidden states, log-probabilities of its tokens."""
     setup = Setup(num_pages=64)
     runner = make_runner(resolve_model_path("demo"), setup)
-    harness = SchedulerHarness(setup, make_worker(runner, None))
+    harness = SchedulerHarness(setup, make_worker(RunnerGroup([runner]), None))
     sizes = []
     forward = runner.forward
 

@@ -25,6 +25,7 @@ from long_prompts import (
 )
 from sglang.srt.layers.logprobs import MAX_ROWS_AT_ONCE
 from sglang.srt.messages.requests import LogprobOptions
+from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.processes.worker_factory import make_worker
 from sglang.srt.step.worker import GenerationBatchResult, ScheduleBatch
 
@@ -74,7 +75,7 @@ def test_a_prompt_aborted_in_its_middle_leaves_nothing_and_harms_nobody(
 def test_no_step_asks_for_more_logits_than_a_few_rows_of_a_prompt(serving: Serving) -> None:
     """Nor gathers more hidden states than it asks logits of, nor copies more than the answers."""
     runner = serving.runner(1)
-    worker = make_worker(runner, None)
+    worker = make_worker(RunnerGroup([runner]), None)
     num_rows: list[int] = []
     compute_logits, forward = runner.compute_logits, worker.forward_batch_generation
 

@@ -1,4 +1,5 @@
-"""What is accepted of a step's predictions, against a plain loop over each request."""
+"""What is accepted of a step's predictions and what is left for the next step, against a plain
+loop over each request."""
 
 from __future__ import annotations
 
@@ -7,21 +8,39 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang.srt.mtp.acceptance import AcceptanceInputs, decide_acceptance
+from sgl_kernel import reference
+from sglang.srt.mem_cache.kv_ledger import PageTableWrites
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mtp.mask_ops import TorchMaskOps
+from sglang.srt.speculative.drafter import ChosenTokens
+from sglang.srt.step.request_rows import RequestRows
+from sglang.srt.step.step_ops import READ_START, AcceptedTokens, StepCounts
+from sglang.srt.step.torch_step_ops import TorchStepOps
+from sglang.srt.step.worker import ScheduleBatch
 
 VOCAB_SIZE = 3  # small, so that drafts are often right
 MAX_PENDING = 4
+MASK = 7
+WIDTH = 32
+TAU = 0.5
 
 
 @dataclass(frozen=True)
 class Case:
-    """One request: what it fed and what its rows say."""
+    """One request: what it feeds and what its rows say."""
 
+    committed: int
     pending: list[int]
+    bound: int
     num_predicted: int
     emits_only_confirmed: bool
     targets: list[int]
     confident: list[bool]
+
+    @property
+    def num_read(self) -> int:
+        """Of the most rows that the host expects."""
+        return (self.bound if self.emits_only_confirmed else 1) + self.num_predicted - 1
 
 
 @dataclass(frozen=True)
@@ -54,63 +73,95 @@ def expected(case: Case) -> Expected:
 
 
 def random_case(chooser: random.Random) -> Case:
-    emits_only_confirmed = chooser.random() < 0.6
+    """Rows behind those that its pending tokens need say anything: nobody may look at them."""
     num_pending = chooser.randint(1, MAX_PENDING)
-    num_predicted = chooser.randint(1, MAX_PENDING)
-    num_read = (num_pending if emits_only_confirmed else 1) + num_predicted - 1
-    return Case(
+    case = Case(
+        committed=chooser.randrange(1, WIDTH - 3 * MAX_PENDING),
         pending=[chooser.randrange(VOCAB_SIZE) for _ in range(num_pending)],
-        num_predicted=num_predicted,
-        emits_only_confirmed=emits_only_confirmed,
-        targets=[chooser.randrange(VOCAB_SIZE) for _ in range(num_read)],
-        confident=[chooser.random() < 0.7 for _ in range(num_read)],
+        bound=chooser.randint(num_pending, MAX_PENDING),
+        num_predicted=chooser.randint(1, MAX_PENDING),
+        emits_only_confirmed=chooser.random() < 0.6,
+        targets=[],
+        confident=[],
     )
+    case.targets.extend(chooser.randrange(VOCAB_SIZE) for _ in range(case.num_read))
+    case.confident.extend(chooser.random() < 0.7 for _ in range(case.num_read))
+    return case
 
 
-def padded(values: list[int], width: int, filler: int) -> list[int]:
-    return values + [filler] * (width - len(values))
+def accept(cases: list[Case], state: RequestRows, pool: ReqToTokenPool) -> AcceptedTokens:
+    """The step of these requests, in rows 0, 1, ..., as the worker ends it."""
+    count = len(cases)
+    for row, case in enumerate(cases):
+        state.committed[row], state.pending_lens[row] = case.committed, len(case.pending)
+        first = state.tokens[row, case.committed :]
+        first[: len(case.pending)] = torch.tensor(case.pending, dtype=torch.int32)
+    q_lens = [case.bound + case.num_predicted - 1 for case in cases]
+    counts = StepCounts(
+        q_lens,
+        [case.num_read for case in cases],
+        [case.num_predicted for case in cases],
+        [case.emits_only_confirmed for case in cases],
+    )
+    batch = ScheduleBatch(
+        rows=list(range(count)),
+        max_q_lens=q_lens,
+        num_prompt_tokens=[0] * count,
+        emits=[True] * count,
+        kv_len_upper_bounds=[WIDTH] * count,
+        new_rows=[],
+        table_writes=PageTableWrites(),
+        all_greedy=True,
+    )
+    ops = TorchStepOps(torch.device("cpu"))
+    layout = ops.lay_out(batch, counts, state, pool, MASK)
+    targets = torch.tensor([token for case in cases for token in case.targets])
+    probs = torch.tensor([float(flag) for case in cases for flag in case.confident])
+    chosen, lookahead = ChosenTokens(layout, targets, probs), layout.lookahead
+    assert lookahead is not None
+    masks = TorchMaskOps(state, torch.full((len(state.committed),), TAU))
+    confirmed = reference.confirm_drafts(
+        layout.input_ids,
+        targets,
+        None,
+        lookahead.q_starts,
+        lookahead.num_pending,
+        MAX_PENDING,
+        layout.per_request[READ_START],
+    )
+    accepted = ops.commit_run(
+        layout, targets, confirmed, masks.num_confident(chosen), MAX_PENDING, state
+    )
+    masks.propose(chosen, accepted)
+    return accepted
 
 
 def test_acceptance_follows_the_rule_request_by_request() -> None:
-    """Padding to the width of the batch says "right and confident", so that reading it shows."""
     chooser = random.Random(0)
     seen_kept, seen_pending = set(), set()
     for _ in range(400):
         cases = [random_case(chooser) for _ in range(chooser.randint(1, 6))]
-        width = max(len(case.targets) for case in cases) + chooser.randint(0, 2)
-        filler = chooser.randrange(VOCAB_SIZE)
-        outcome = decide_acceptance(
-            AcceptanceInputs(
-                targets=torch.tensor([padded(c.targets, width, filler) for c in cases]),
-                confident=torch.tensor([padded(c.confident, width, True) for c in cases]).bool(),
-                pending=torch.tensor([padded(c.pending, MAX_PENDING, filler) for c in cases]),
-                pending_lens=torch.tensor([len(c.pending) for c in cases]),
-                emits_only_confirmed=torch.tensor([c.emits_only_confirmed for c in cases]),
-                num_predicted=torch.tensor([c.num_predicted for c in cases]),
-            )
-        )
-        for i, case in enumerate(cases):
+        pool = ReqToTokenPool(len(cases) + 1, WIDTH, "cpu")
+        state = RequestRows(pool, MAX_PENDING, VOCAB_SIZE)
+        state.tokens.fill_(MASK)
+        accepted = accept(cases, state, pool)
+        for row, case in enumerate(cases):
             right = expected(case)
-            assert case.targets[: int(outcome.accept_lens[i])] == right.emitted
-            assert int(outcome.kept_lens[i]) == right.num_kept
-            num_pending = int(outcome.pending_lens[i])
-            assert outcome.pending[i, :num_pending].tolist() == right.pending
+            num_accepted, num_kept = int(accepted.accept_lens[row]), int(accepted.kept_lens[row])
+            assert accepted.next_token_ids[row, :num_accepted].tolist() == right.emitted
+            assert num_kept == right.num_kept
+            num_pending = int(state.pending_lens[row])
+            assert state.pending(torch.tensor([row]))[0, :num_pending].tolist() == right.pending
+            assert int(state.committed[row]) == case.committed + num_kept
+            assert int(state.num_tokens[row]) == case.committed + num_kept + num_pending
+            known = [*case.pending[:1], *right.emitted]
+            if not case.emits_only_confirmed:
+                known = [*case.pending, *right.emitted]
+            place = state.tokens[row, case.committed :]
+            assert place[: len(known)].tolist() == known
+            num_drafts = len(case.pending) - 1 if case.emits_only_confirmed else 0
+            assert accepted.num_drafts is not None
+            assert int(accepted.num_drafts[row]) == num_drafts
             seen_kept.add(right.num_kept)
             seen_pending.add(len(right.pending))
     assert seen_kept == seen_pending == set(range(1, MAX_PENDING + 1))
-
-
-def test_without_look_ahead_a_step_is_plain_decode() -> None:
-    outcome = decide_acceptance(
-        AcceptanceInputs(
-            targets=torch.tensor([[7]]),
-            confident=torch.tensor([[False]]),
-            pending=torch.tensor([[3]]),
-            pending_lens=torch.tensor([1]),
-            emits_only_confirmed=torch.tensor([True]),
-            num_predicted=torch.tensor([1]),
-        )
-    )
-    assert outcome.accept_lens.tolist() == outcome.kept_lens.tolist() == [1]
-    assert outcome.pending.tolist() == [[7]]
-    assert outcome.pending_lens.tolist() == [1]

@@ -18,10 +18,10 @@ from mtp_oracle import STATIC, load_reference, predict, unverified_decode
 from sglang.srt.messages.control import AbortReq
 from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.mtp.mtp_worker import MTPWorker
 from sglang.srt.speculative.length_policy import FullLength
 from sglang.srt.speculative.upcoming_step import Accepted, UpcomingStep
 from sglang.srt.step.worker import GenerationBatchResult, ScheduleBatch
+from sglang.srt.workers.tp_worker import TpModelWorker
 from utils import (
     MTP_MAX_ROWS,
     Collected,
@@ -128,9 +128,9 @@ def test_results_keep_the_contract_while_others_are_in_their_prompt(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is accepted before the end of a prompt, and nothing is kept beyond what may be."""
-    launch, kinds = MTPWorker.forward_batch_generation, set()
+    launch, kinds = TpModelWorker.forward_batch_generation, set()
 
-    def checked(worker: MTPWorker, batch: ScheduleBatch) -> GenerationBatchResult:
+    def checked(worker: TpModelWorker, batch: ScheduleBatch) -> GenerationBatchResult:
         result = launch(worker, batch)
         read = result.read()
         for i, emits in enumerate(batch.emits):
@@ -141,7 +141,7 @@ def test_results_keep_the_contract_while_others_are_in_their_prompt(
         kinds.add((any(batch.emits), all(batch.emits)))
         return result
 
-    monkeypatch.setattr(MTPWorker, "forward_batch_generation", checked)
+    monkeypatch.setattr(TpModelWorker, "forward_batch_generation", checked)
     harness = SchedulerHarness(
         Setup(num_pages=600, chunked_prefill_size=3), make_mtp_worker(runner, MASK)
     )

@@ -15,15 +15,18 @@ import numpy as np
 import pytest
 import torch
 
+from sgl_kernel import ConfirmedDrafts
 from sglang.srt.messages.control import AbortReq
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.mtp.acceptance import AcceptanceResult, TorchAcceptance
+from sglang.srt.mtp.mask_ops import TorchMaskOps
 from sglang.srt.scheduling import step_builder
 from sglang.srt.scheduling.request import Req
+from sglang.srt.speculative.drafter import ChosenTokens
 from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.step_ops import RowLayout
+from sglang.srt.step.step_ops import EMITS, ROW, AcceptedTokens, RowLayout
 from sglang.srt.step.torch_step_ops import TorchStepOps
 from sglang.srt.step.worker import NewRow
+from sglang.srt.workers import tp_worker
 from sglang.srt.workers.tp_worker import TpModelWorker
 from target import TARGET
 from token_table_check import checked_harness
@@ -169,25 +172,33 @@ def rejects_all_drafts(patch: Patch) -> None:
 
 
 def _take_for_pending(patch: Patch, token: int) -> None:
-    right = RequestRows.pending
+    right = tp_worker.sampling_ops
 
-    def pending(self: RequestRows, rows: torch.Tensor, start: int = 0) -> torch.Tensor:
-        return torch.full_like(right(self, rows, start), token)
+    class Kernels:
+        """Confirms drafts of another token than those that were fed."""
 
-    patch.setattr(RequestRows, "pending", pending)
+        def __init__(self, device: torch.device) -> None:
+            self._right = right(device)
+
+        def confirm_drafts(self, tokens: torch.Tensor, *args: Any) -> ConfirmedDrafts:
+            found: ConfirmedDrafts = self._right.confirm_drafts(
+                torch.full_like(tokens, token), *args
+            )
+            return found
+
+    patch.setattr(tp_worker, "sampling_ops", Kernels)
 
 
 def writes_into_a_prompt_that_is_read(patch: Patch) -> None:
-    right = TorchAcceptance._write_pending
+    right = TorchMaskOps.propose
 
-    def write_pending(
-        self: TorchAcceptance, rows: torch.Tensor, emits: torch.Tensor, result: AcceptanceResult
-    ) -> None:
-        right(self, rows, emits, result)
-        reading = rows[~emits]
+    def propose(self: TorchMaskOps, chosen: ChosenTokens, accepted: AcceptedTokens) -> None:
+        right(self, chosen, accepted)
+        per_request = chosen.layout.per_request
+        reading = per_request[ROW][per_request[EMITS] == 0]
         self._state.tokens[reading, self._state.committed[reading]] = MASK
 
-    patch.setattr(TorchAcceptance, "_write_pending", write_pending)
+    patch.setattr(TorchMaskOps, "propose", propose)
 
 
 def writes_a_token_of_another_row(patch: Patch) -> None:
@@ -201,16 +212,19 @@ def _after_acceptance(
     patch: Patch, after: Callable[[RequestRows, torch.Tensor, torch.Tensor], None]
 ) -> None:
     """Does something to the rows after acceptance; it gets `num_tokens` as it was before."""
-    right = TorchAcceptance._write_pending
+    confirm, right = TorchStepOps.commit_run, TorchMaskOps.propose
+    before: list[torch.Tensor] = []
 
-    def write_pending(
-        self: TorchAcceptance, rows: torch.Tensor, emits: torch.Tensor, result: AcceptanceResult
-    ) -> None:
-        before = self._state.num_tokens[rows]
-        right(self, rows, emits, result)
-        after(self._state, rows, before)
+    def commit_run(self: TorchStepOps, layout: RowLayout, *args: Any) -> AcceptedTokens:
+        before[:] = [args[-1].num_tokens[layout.per_request[ROW]]]
+        return confirm(self, layout, *args)
 
-    patch.setattr(TorchAcceptance, "_write_pending", write_pending)
+    def propose(self: TorchMaskOps, chosen: ChosenTokens, accepted: AcceptedTokens) -> None:
+        right(self, chosen, accepted)
+        after(self._state, chosen.layout.per_request[ROW], before[0])
+
+    patch.setattr(TorchStepOps, "commit_run", commit_run)
+    patch.setattr(TorchMaskOps, "propose", propose)
 
 
 @pytest.mark.skipif(TARGET.device != "cpu", reason="The bugs are put into the operations of a CPU.")
@@ -222,7 +236,7 @@ def _after_acceptance(
         (mixes_up_sequences_that_come_together, "plain", "Another sequence"),
         (keeps_the_known_end_of_plain_steps, "plain", "tokens end where"),
         (shows_rejected_drafts, "mtp", "tokens end where"),
-        (confirms_other_drafts, "mtp", "Another sequence"),
+        (confirms_other_drafts, "mtp", "Other drafts were confirmed"),
         (rejects_all_drafts, "mtp", "right draft was rejected"),
         (writes_into_a_prompt_that_is_read, "mtp", "admitted with"),
         (writes_a_token_of_another_row, "mtp", "Tokens of another row"),

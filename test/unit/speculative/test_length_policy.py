@@ -14,10 +14,12 @@ from unittest import mock
 import pytest
 
 from sglang.srt.model_executor.price_measurement import PriceMeter
-from sglang.srt.mtp.mtp_worker import MTPConfig
+from sglang.srt.model_executor.runner_group import RunnerGroup
+from sglang.srt.mtp.mask_drafter import MTPConfig
 from sglang.srt.processes.worker_factory import make_worker
 from sglang.srt.registry import LENGTH_POLICIES
 from sglang.srt.speculative.acceptance_estimate import WINDOW, Kind, Survival, with_draftless_steps
+from sglang.srt.speculative.drafter import DrafterConfig
 from sglang.srt.speculative.length_policy import (
     TRIAL_SHARE,
     FullLength,
@@ -393,7 +395,8 @@ def test_prices_can_be_measured_and_leave_no_trace(small_model: Path) -> None:
             mask_token_id=5, max_k=MAX_K, length_policy="load_aware" if measures else "full_length"
         )
         prices = PriceMeter(runner, 4, MTP_MAX_ROWS).measure() if measures else None
-        harness = SchedulerHarness(setup, make_worker(runner, mtp, prices))
+        worker = make_worker(RunnerGroup([runner]), DrafterConfig("mtp", mtp), prices)
+        harness = SchedulerHarness(setup, worker)
         assert not runner.req_to_token_pool.req_to_token.any()
         params = {"max_new_tokens": 12, "temperature": 0.0, "mtp_enabled": True, "mtp_k": 8}
         tokens.append(harness.generate([[1, 2, 3], [4]], mtp_verify=True, **params))
@@ -431,7 +434,8 @@ def test_a_policy_of_a_name_in_the_registry_is_asked_and_changes_no_verified_tok
     for name in ("full_length", "alternating"):
         runner = make_runner(small_model, setup, 128, MTP_MAX_ROWS)
         mtp = MTPConfig(mask_token_id=5, max_k=MAX_K, length_policy=name)
-        harness = SchedulerHarness(setup, make_worker(runner, mtp))
+        worker = make_worker(RunnerGroup([runner]), DrafterConfig("mtp", mtp))
+        harness = SchedulerHarness(setup, worker)
         tokens.append(harness.generate([[1, 2, 3], [4]], mtp_verify=True, **params))
     assert tokens[0] == tokens[1]
     (policy,) = Alternating.made

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from sglang.srt.mem_cache.allocator import PageAllocator
-from sglang.srt.mtp.mtp_worker import MTPConfig
+from sglang.srt.model_executor.runner_group import RunnerGroup
+from sglang.srt.mtp.mask_drafter import MTPConfig
 from sglang.srt.processes.worker_factory import make_worker
+from sglang.srt.speculative.drafter import DrafterConfig
 from sglang.srt.step.kv_canary import prefix_sums
 from sglang.srt.step.torch_step_ops import TorchStepOps
 from utils import MTP_MAX_K, MTP_MAX_ROWS, SchedulerHarness, Setup, make_random_llama, make_runner
@@ -40,8 +42,9 @@ def make_harness(
 ) -> SchedulerHarness:
     max_rows = MTP_MAX_ROWS if looks_ahead else 1
     runner = make_runner(model_path, setup, setup.context_len, max_rows)
-    mtp = MTPConfig(mask_token_id=MASK, max_k=MTP_MAX_K) if looks_ahead else None
-    harness = SchedulerHarness(setup, make_worker(runner, mtp, checks_kv=checks_kv))
+    mtp = DrafterConfig("mtp", MTPConfig(mask_token_id=MASK, max_k=MTP_MAX_K))
+    worker = make_worker(RunnerGroup([runner]), mtp if looks_ahead else None, checks_kv=checks_kv)
+    harness = SchedulerHarness(setup, worker)
     harness.table = runner.req_to_token_pool.req_to_token  # type: ignore[attr-defined]
     return harness
 

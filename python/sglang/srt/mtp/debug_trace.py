@@ -13,7 +13,7 @@ import torch
 
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.observability.request_step import RequestStep
-from sglang.srt.step.request_rows import RequestRows
+from sglang.srt.speculative.drafter import ComputedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +52,15 @@ class DebugTrace:
         self._unread: deque[_LaunchedStep] = deque()
         self._num_steps: Counter[int] = Counter()
 
-    def launched(
-        self, inputs: ForwardBatch, num_predicted: list[int], state: RequestRows, used_graph: bool
-    ) -> None:
-        """Keeps what a launched step fed until the step is read.
-
-        Args:
-            num_predicted: R counts of tokens predicted; 0 where the step emits nothing.
-            state: the device rows as the step leaves them.
-            used_graph: whether a captured graph was replayed.
-        """
-        pending, pending_lens = state.pending(inputs.rows), state.pending_lens[inputs.rows]
-        step = _LaunchedStep(inputs, num_predicted, pending, pending_lens, used_graph)
-        self._unread.append(step)
+    def launched(self, step: ComputedStep) -> None:
+        """Keeps what a launched step fed until the step is read."""
+        state, rows = step.state, step.inputs.rows
+        pending, pending_lens = state.pending(rows), state.pending_lens[rows]
+        used_graph = step.forward.used_graph
+        num_predicted = step.plan.counts.num_predicted
+        self._unread.append(
+            _LaunchedStep(step.inputs, num_predicted, pending, pending_lens, used_graph)
+        )
 
     def read(self, requests: Sequence[RequestStep]) -> None:
         """Writes the lines of the oldest launched step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,11 +30,6 @@ class LookaheadPlan:
     max_accepted: list[int]
     looks_ahead: list[bool]
     max_pending: list[int]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nobody looks ahead or has more than one pending token."""
-        return max(self.counts.num_predicted) <= 1 and max(self.max_pending) == 1
 
 
 class LookaheadRows:
@@ -147,7 +142,7 @@ class LookaheadRows:
             longest_pending: the most pending tokens that a request has; None if that is not known.
         """
         counts = StepCounts([], [], [], [])
-        plan = LookaheadPlan(counts, [], [], [])
+        max_accepted, looks_ahead, max_pending = list[int](), list[bool](), list[int]()
         for i, row in enumerate(batch.rows):
             num_prompt = batch.num_prompt_tokens[i]
             k = self.max_predicted[row]
@@ -158,12 +153,14 @@ class LookaheadRows:
             q_len = (num_prompt or bound) + max(k - 1, 0)
             reads_pending = self.emits_only_confirmed[row] and not num_prompt
             counts.q_lens.append(q_len)
-            plan.max_pending.append(bound)
+            max_pending.append(bound)
             counts.num_predicted.append(k)
             counts.num_read.append(q_len if reads_pending else k)
-            plan.max_accepted.append(bound if self.emits_only_confirmed[row] else k)
+            max_accepted.append(bound if self.emits_only_confirmed[row] else k)
             counts.emits_only_confirmed.append(self.emits_only_confirmed[row])
-            plan.looks_ahead.append(batch.emits[i] and self.max_predicted[row] > 1)
+            looks_ahead.append(batch.emits[i] and self.max_predicted[row] > 1)
             if k:
                 self._pending_bounds[row] = k
-        return plan
+        is_plain = max(counts.num_predicted) <= 1 and max(max_pending) == 1
+        counts = replace(counts, is_plain=is_plain)
+        return LookaheadPlan(counts, max_accepted, looks_ahead, max_pending)

@@ -12,7 +12,7 @@ from sglang.srt.managers.scheduler import SchedulerConfig
 from sglang.srt.mem_cache.memory_pool import row_width
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.model_runner import ExecutionConfig
-from sglang.srt.mtp.mtp_worker import MTPConfig
+from sglang.srt.mtp.mask_drafter import MTPConfig
 from sglang.srt.platform import Platform
 from sglang.srt.registry import (
     ATTENTION_BACKENDS,
@@ -21,6 +21,7 @@ from sglang.srt.registry import (
 )
 from sglang.srt.scheduling.batch_planner import PlannerConfig
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.drafter import DrafterConfig
 
 GPU_STATIC_SHARE = 0.88  # of the GPU's memory for weights and KV, without --mem-fraction-static
 CPU_KV_SHARE = 0.1  # of the available host memory, without --mem-fraction-static
@@ -47,7 +48,7 @@ class RuntimeConfig:
 
     Attributes:
         max_decode_rows: rows of the widest decode step.
-        mtp: None for a model without a mask token.
+        drafter: None where no request looks ahead.
     """
 
     model: ModelConfig
@@ -55,7 +56,13 @@ class RuntimeConfig:
     scheduler: SchedulerConfig
     use_radix_cache: bool
     max_decode_rows: int
-    mtp: MTPConfig | None
+    drafter: DrafterConfig | None
+
+    @property
+    def mtp(self) -> MTPConfig | None:
+        """The options of multi-token prediction; None for a model without a mask token."""
+        options = None if self.drafter is None else self.drafter.options
+        return options if isinstance(options, MTPConfig) else None
 
 
 def resolve(
@@ -112,7 +119,7 @@ def resolve(
         scheduler=scheduler,
         use_radix_cache=not args.disable_radix_cache,
         max_decode_rows=max_decode_rows,
-        mtp=mtp,
+        drafter=None if mtp is None else DrafterConfig("mtp", mtp),
     )
 
 

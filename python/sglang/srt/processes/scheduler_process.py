@@ -29,6 +29,7 @@ from sglang.srt.platform import Platform
 from sglang.srt.processes.child_process import configure_logging, start_child_process
 from sglang.srt.processes.runtime_config import RuntimeConfig, resolve, with_chunks_that_fit
 from sglang.srt.processes.worker_factory import (
+    drafter_models,
     make_prompt_budget,
     make_worker,
     measure_prices,
@@ -70,13 +71,19 @@ def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, Schedul
     for warning in model.warnings:
         logger.warning("%s", warning)
     config = resolve(args, Platform.probe(), model, environ)
-    runners = make_runners(config.execution)
+    runners = make_runners(config.execution, *drafter_models(config.drafter, config.execution))
     runner = runners.target
     config = with_chunks_that_fit(config, runners.max_prompt_rows)
     prices = measure_prices(config, runner)
     path = environ.mtp_debug_trace
-    trace = None if path is None else DebugTrace(path)
-    worker = make_worker(runner, config.mtp, prices, trace, environ.kv_canary)
+    trace = None if path is None or config.mtp is None else DebugTrace(path)
+    worker = make_worker(
+        runners,
+        config.drafter,
+        prices,
+        None if trace is None else trace.launched,
+        environ.kv_canary,
+    )
     inbox: Receiver[Any] = Receiver(addresses.scheduler, ToScheduler)
     scheduler = Scheduler(
         config.scheduler,
@@ -87,7 +94,7 @@ def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, Schedul
         Sender[Any](addresses.detokenizer).send,
         Sender[Any](addresses.frontend).send,
         _stop_finders(args),
-        _debug(environ, None if config.mtp is None else trace),
+        _debug(environ, trace),
         make_prompt_budget(config, prices),
     )
     return scheduler, _info(config, runner)

@@ -1,27 +1,54 @@
-"""Which worker runs a model, and what the scheduler goes by beside it."""
+"""What the worker of a server is made of, and what the scheduler goes by beside it."""
 
 from __future__ import annotations
 
-from sglang.srt.model_executor.model_runner import ModelRunner
+from collections.abc import Callable
+
+from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter
-from sglang.srt.mtp.debug_trace import DebugTrace
-from sglang.srt.mtp.mtp_worker import MTPConfig, MTPWorker
+from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.processes.runtime_config import RuntimeConfig
-from sglang.srt.registry import LENGTH_POLICIES
+from sglang.srt.registry import DRAFTERS
 from sglang.srt.scheduling.prompt_budget import PromptBudget, make_budget
-from sglang.srt.speculative.length_policy import LengthPolicy
+from sglang.srt.speculative.drafter import (
+    ComputedStep,
+    Drafter,
+    DrafterConfig,
+    DrafterNeeds,
+    DrafterParts,
+    DrafterType,
+)
 from sglang.srt.step.kv_canary import KVCanary
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import Worker
 from sglang.srt.workers.tp_worker import TpModelWorker
 
+NO_DRAFTS = DrafterNeeds(max_drafts=0, max_rows=1)
+
+
+def drafter_needs(drafter: DrafterConfig | None) -> DrafterNeeds:
+    """What a drafter needs; `NO_DRAFTS` without one."""
+    if drafter is None:
+        return NO_DRAFTS
+    kind: DrafterType = DRAFTERS.load(drafter.name)
+    return kind.needs(drafter.options)
+
+
+def drafter_models(
+    drafter: DrafterConfig | None, target: ExecutionConfig
+) -> tuple[ExecutionConfig, ...]:
+    """The models of a drafter, for `make_runners` behind the target."""
+    if drafter is None:
+        return ()
+    kind: DrafterType = DRAFTERS.load(drafter.name)
+    return kind.models(drafter.options, target)
+
 
 def measure_prices(config: RuntimeConfig, runner: ModelRunner) -> PriceTable | None:
     """Prices of steps, for all that go by them: how far requests look ahead, how many prompt tokens
     a step feeds. None where nothing does."""
-    mtp = config.mtp
-    looks_ahead = mtp is not None and LENGTH_POLICIES.load(mtp.length_policy).needs_prices
+    looks_ahead = drafter_needs(config.drafter).needs_prices
     if not looks_ahead and config.scheduler.planner.max_step_ms == 0:
         return None
     num_rows = runner.req_to_token_pool.req_to_token.shape[0]
@@ -35,27 +62,31 @@ def make_prompt_budget(config: RuntimeConfig, prices: PriceTable | None) -> Prom
 
 
 def make_worker(
-    runner: ModelRunner,
-    mtp: MTPConfig | None,
+    runners: RunnerGroup,
+    drafter: DrafterConfig | None,
     prices: PriceTable | None = None,
-    trace: DebugTrace | None = None,
+    on_step: Callable[[ComputedStep], None] | None = None,
     checks_kv: bool = False,
 ) -> Worker:
-    """An `MTPWorker` for a model with a mask token (`mtp` is not None), else a `TpModelWorker`.
+    """The worker over the target, with the drafter or without one.
 
     Args:
-        prices: of steps; for a length policy that needs them.
-        trace: is told of every step that an `MTPWorker` launches.
+        runners: of the target and of `drafter_models`.
+        prices: of steps, where the drafter needs them.
+        on_step: see `TpModelWorker`.
         checks_kv: check in each step what the KV slots hold that it reads (`KVCanary`).
     """
-    max_pending = 1 if mtp is None else mtp.max_k
+    needs, target = drafter_needs(drafter), runners.target
     # Its token table is not in the sizing of the KV pool: as much as the page table (33 MB for 64
     # requests of 131,072 tokens), out of the share of memory that the pool leaves.
-    state = RequestRows(runner.req_to_token_pool, max_pending, runner.vocab_size)
+    state = RequestRows(
+        target.req_to_token_pool, 1 + needs.max_drafts, target.vocab_size, needs.has_trees
+    )
     if checks_kv:
-        kv = runner.kv_pool.kv[0]
+        kv = target.kv_pool.kv[0]
         state.canary = KVCanary(kv.shape[0], kv.device)
-    if mtp is None:
-        return TpModelWorker(runner, state, ())
-    policy: LengthPolicy = LENGTH_POLICIES.load(mtp.length_policy)(prices, mtp.max_k)
-    return MTPWorker(runner, state, mtp, policy, trace)
+    made: Drafter | None = None
+    if drafter is not None:
+        kind: DrafterType = DRAFTERS.load(drafter.name)
+        made = kind.make(DrafterParts(drafter.options, runners, state, prices))
+    return TpModelWorker(target, state, needs.suppressed_token_ids, made, on_step)

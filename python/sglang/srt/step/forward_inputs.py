@@ -32,7 +32,7 @@ def build_forward_batch(
     that the host has not read.
     """
     layout = ops.lay_out(batch, counts, state, pool, lookahead_token)
-    q_lens = counts.q_lens
+    q_lens, lookahead = counts.q_lens, layout.lookahead
     trimmed = zip(batch.kv_len_upper_bounds, batch.max_q_lens, q_lens, strict=True)
     inputs = ForwardBatch(
         input_ids=layout.input_ids,
@@ -44,6 +44,8 @@ def build_forward_batch(
         kv_len_upper_bounds=[bound - reserved + fed for bound, reserved, fed in trimmed],
         bounds_are_exact=bounds_are_exact,
         read_index=layout.reads.index if _may_skip_rows(batch, counts) else None,
+        ancestors=None if lookahead is None else lookahead.ancestors,
+        q_starts=None if lookahead is None or counts.packed is None else lookahead.q_starts,
     )
     if state.canary is not None:
         state.canary.check(inputs, state.tokens, pool.req_to_token)
@@ -55,7 +57,7 @@ def _may_skip_rows(batch: ScheduleBatch, counts: StepCounts) -> bool:
     for log-probabilities of a prompt, which need all."""
     if batch.hidden_rows or (batch.logprobs is not None and batch.logprobs.prompt_rows):
         return False
-    return sum(counts.num_read) < sum(counts.q_lens)
+    return counts.num_reads < counts.num_rows
 
 
 def row_indices(refs: list[RowRef], q_lens: list[int], device: torch.device) -> torch.Tensor:

@@ -11,6 +11,7 @@ from sgl_kernel.sampling_rows import FLOATS, SamplingRows
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.logit_adjustments import LogitAdjustments
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.step.draft_trees import DraftTrees
 from sglang.srt.step.kv_canary import KVCanary
 from sglang.srt.step.worker import NewRow
 
@@ -37,13 +38,20 @@ class RequestRows:
         pending_lens: [N] int64; tokens without KV that the next decode step feeds, at least 1; 1
             while there is a prompt to read.
         max_pending: the most that can be pending.
+        trees: the shape of the pending tokens where they may be a tree; None: they are chains.
         canary: checks the KV of every step; None where nobody debugs.
 
     Args:
         page_table: has the same rows.
     """
 
-    def __init__(self, page_table: ReqToTokenPool, max_pending: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        page_table: ReqToTokenPool,
+        max_pending: int,
+        vocab_size: int,
+        has_trees: bool = False,
+    ) -> None:
         self._page_table = page_table
         self._vocab_size = vocab_size
         self._device = page_table.req_to_token.device
@@ -51,6 +59,7 @@ class RequestRows:
         self.canary: KVCanary | None = None
         self.tokens = torch.zeros_like(page_table.req_to_token)
         num_rows = self.tokens.shape[0]
+        self.trees = DraftTrees(num_rows, max_pending, self._device) if has_trees else None
         # Of each kind an even number: kernels get addresses that are multiples of 16 bytes.
         shape = (5, num_rows + num_rows % 2)
         self._integers = torch.ones(shape, dtype=torch.int64, device=self._device)
@@ -107,6 +116,40 @@ class RequestRows:
         columns = self.committed[rows][:, None] + offsets
         last = self.tokens.shape[1] - 1
         return self.tokens[rows[:, None], columns.clamp(max=last)].to(torch.int64)
+
+    def write_drafts(
+        self,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        num_drafts: torch.Tensor,
+        parents: torch.Tensor | None = None,
+    ) -> None:
+        """Writes drafts behind the certain token, which alone is pending until then.
+
+        Args:
+            rows: [R] int64.
+            tokens: [R, D] int64; D is less than `max_pending`.
+            num_drafts: [R] int64; the first so many drafts of each, 0 where nothing is to change,
+                as in requests that have not emitted.
+            parents: [R, D] int32, of trees: see `DraftTrees.write`.
+        """
+        width = tokens.shape[1]
+        assert width < self.max_pending, "More drafts than may be pending."
+        if parents is not None:
+            assert self.trees is not None, "Drafts are chains here (DrafterNeeds.has_trees)."
+            self.trees.write(rows, parents)
+        offsets = torch.arange(width, device=self._device)
+        first = self.committed[rows][:, None] + 1
+        # Columns are named twice where there are fewer drafts; they keep the token that they have.
+        exists = offsets < num_drafts[:, None]
+        columns = first + torch.where(exists, offsets, -1)
+        known = self.tokens[rows[:, None], columns]
+        self.tokens[rows[:, None], columns] = torch.where(exists, tokens.to(torch.int32), known)
+        has_drafts = num_drafts > 0
+        pending = torch.where(has_drafts, 1 + num_drafts, self.pending_lens[rows])
+        self.pending_lens[rows] = pending
+        end = torch.where(has_drafts, self.committed[rows] + pending, self.num_tokens[rows])
+        self.num_tokens[rows] = end
 
     def sampling(self, rows: torch.Tensor, positions: torch.Tensor) -> SamplingRows:
         """Parameters of `rows` [S], which draw the tokens at `positions` [S]."""

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from sgl_kernel.confirmed_drafts import ConfirmedDrafts
 from sglang.srt.layers.forward_batch import UNIFORM, ForwardBatch, GraphKey
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.step.request_rows import RequestRows
@@ -31,6 +32,14 @@ NUM_COUNTS = 9
 
 
 @dataclass(frozen=True, slots=True)
+class PackedSize:
+    """Room of a packed step: rows in all, and of these the most whose logits are read."""
+
+    num_rows: int
+    num_reads: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepCounts:
     """What a step feeds and reads of its R requests.
 
@@ -43,18 +52,35 @@ class StepCounts:
         emits_only_confirmed: whether a draft is emitted only if the model, reading the row before
             it, predicts the same token. True of requests with `mtp_verify`, and of those without
             look-ahead, which have no drafts. The others emit predictions that no row has confirmed.
+        is_plain: each request feeds its prompt or its one pending token, and one row of it is read
+            at most.
+        packed: None: each request feeds and reads exactly so many rows, those behind its pending
+            tokens with the look-ahead token. Else these are the most that it may, and the device
+            divides `packed.num_rows` rows among them.
     """
 
     q_lens: list[int]
     num_read: list[int]
     num_predicted: list[int]
     emits_only_confirmed: list[bool]
+    is_plain: bool = False
+    packed: PackedSize | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """T, rows of the step in all, padding included."""
+        return sum(self.q_lens) if self.packed is None else self.packed.num_rows
+
+    @property
+    def num_reads(self) -> int:
+        """S, rows read in all, padding included."""
+        return sum(self.num_read) if self.packed is None else self.packed.num_reads
 
     @classmethod
     def plain(cls, batch: ScheduleBatch) -> StepCounts:
         """Of a step that predicts one token per request and has one pending token of each."""
         emits = [int(flag) for flag in batch.emits]
-        return cls(batch.max_q_lens, emits, emits, [True] * len(emits))
+        return cls(batch.max_q_lens, emits, emits, [True] * len(emits), is_plain=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +110,7 @@ class RowLayout:
         per_request: [NUM_COUNTS, R] int64; row Q_LEN has the rows that each feeds, and so on.
         input_ids, positions, slots: [T] int64.
         kv_lens: [R] int64.
+        lookahead: None in plain steps.
     """
 
     per_request: torch.Tensor
@@ -92,6 +119,46 @@ class RowLayout:
     slots: torch.Tensor
     kv_lens: torch.Tensor
     reads: ReadRows
+    lookahead: LookaheadLayout | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LookaheadLayout:
+    """What confirming drafts needs of a step's rows.
+
+    Attributes:
+        q_starts: [R + 1] int64; place of each request's first row, and the end of the last one's.
+        num_pending: [R] int64; rows with the certain token and drafts that the target may confirm;
+            1 for requests that feed a prompt or emit what nothing has confirmed.
+        parents: [T] int32, of trees: of each pending row the one that it follows, by offset in its
+            request; None: all are chains.
+        ancestors: [T] int64, of trees: see `ForwardBatch.ancestors`.
+    """
+
+    q_starts: torch.Tensor
+    num_pending: torch.Tensor
+    parents: torch.Tensor | None
+    ancestors: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedTokens:
+    """What a step gives its R requests.
+
+    Attributes:
+        accept_lens: [R] int64; 0 where the step emits nothing.
+        kept_lens: [R] int64.
+        next_token_ids: [R, M] int64; the first accept_lens[i] of row i are accepted.
+        path: [R, >= M] int32; of each accepted token the row that it follows, by offset among the
+            rows read of its request; None: the first ones in order.
+        num_drafts: [R] int64; drafts that were fed; None: there were none.
+    """
+
+    accept_lens: torch.Tensor
+    kept_lens: torch.Tensor
+    next_token_ids: torch.Tensor
+    path: torch.Tensor | None = None
+    num_drafts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +201,26 @@ class StepOps(Protocol):
         Returns:
             [R, 1] int64; the token behind each request's new watermark: the one drawn or, where
             nothing was read, the next one of the prompt.
+        """
+
+    def commit_run(
+        self,
+        layout: RowLayout,
+        targets: torch.Tensor,
+        confirmed: ConfirmedDrafts,
+        num_unconfirmed: torch.Tensor | None,
+        max_accepted: int,
+        state: RequestRows,
+    ) -> AcceptedTokens:
+        """Ends a step with look-ahead. A request that emits only what is confirmed is given its
+        confirmed drafts and the target's token behind them, and keeps the KV of the rows that they
+        follow, which lie in front; that token alone is pending. Another is given its first
+        `num_unconfirmed` [R] int64 targets; they are pending, and what was pending is kept.
+
+        Args:
+            layout: with `lookahead`.
+            targets: [S] int64; the target's own token after each row read.
+            max_accepted: M; nobody is given more.
         """
 
     def fill(self, static: StaticInputs, key: GraphKey, batch: ForwardBatch) -> torch.Tensor | None:

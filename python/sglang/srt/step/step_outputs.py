@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import torch
 
+from sglang.srt.device_copies import to_device
+from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.logprobs import LogprobTensors, query_prompt_logprobs
 from sglang.srt.step.forward_inputs import row_indices
-from sglang.srt.step.step_ops import ReadRows
+from sglang.srt.step.step_ops import NUM_PROMPT, AcceptedTokens, ReadRows, RowLayout
 from sglang.srt.step.worker import LogprobPlan, ScheduleBatch
 
 
@@ -18,12 +20,27 @@ def hidden_of_reads(hidden: torch.Tensor, reads: ReadRows) -> torch.Tensor:
 
 
 def hidden_states(
-    batch: ScheduleBatch, hidden: torch.Tensor, q_lens: list[int]
+    batch: ScheduleBatch,
+    inputs: ForwardBatch,
+    layout: RowLayout,
+    accepted: AcceptedTokens,
+    hidden: torch.Tensor,
 ) -> torch.Tensor | None:
-    """Those of `batch.hidden_rows` out of hidden [T, D]: [H, D], of its type; None for none."""
-    if not batch.hidden_rows:
+    """Those of `batch.hidden_rows` out of hidden [T, D]: [H, D], of its type; None for none. Of a
+    tree the rows of the accepted path are taken for its first ones."""
+    refs, lookahead = batch.hidden_rows, layout.lookahead
+    if not refs:
         return None
-    return hidden[row_indices(batch.hidden_rows, q_lens, hidden.device)]
+    if lookahead is None or (lookahead.parents is None and inputs.q_starts is None):
+        return hidden[row_indices(refs, inputs.q_lens, hidden.device)]
+    request, offset = to_device(refs, hidden.device, torch.int64).T
+    if lookahead.parents is not None and accepted.path is not None:
+        kept = offset.clamp(max=accepted.path.shape[1] - 1)
+        is_node = layout.per_request[NUM_PROMPT][request] == 0
+        offset = torch.where(is_node, accepted.path[request, kept].clamp(min=0), offset)
+    starts = lookahead.q_starts
+    last = (starts[request + 1] - starts[request] - 1).clamp(min=0)
+    return hidden[starts[request] + torch.minimum(offset, last)]
 
 
 def prompt_logprobs(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from sgl_kernel import ConfirmedDrafts
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.step.draft_trees import DraftTrees
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import (
+    EMITS,
     EMITS_ONLY_CONFIRMED,
     NUM_COUNTS,
     NUM_PROMPT,
@@ -17,6 +22,8 @@ from sglang.srt.step.step_ops import (
     Q_START,
     READ_START,
     ROW,
+    AcceptedTokens,
+    LookaheadLayout,
     ReadRows,
     RowLayout,
     StaticInputs,
@@ -50,25 +57,49 @@ class TorchStepOps:
         rows = per_request[ROW]
         committed = state.committed[rows]
         kv_lens = committed + per_request[Q_LEN]
-        num_read = sum(counts.num_read)
-        if max(counts.q_lens) == 1 and num_read == num_reqs:
+        num_read = counts.num_reads
+        if counts.is_plain and max(counts.q_lens) == 1 and num_read == num_reqs:
             slots = table[rows, committed].to(torch.int64)
             tokens = state.tokens[rows, committed].to(torch.int64)
             place = torch.arange(num_reqs, device=table.device)
             reads = ReadRows(place, torch.zeros_like(place), place, kv_lens, rows)
             return RowLayout(per_request, tokens, committed, slots, kv_lens, reads)
-        request, offsets = _spans(per_request[Q_LEN], per_request[Q_START], sum(counts.q_lens))
-        positions = committed[request] + offsets
+        assert counts.packed is None, "Packed steps are not laid out yet."
+        request, offsets = _spans(per_request[Q_LEN], per_request[Q_START], counts.num_rows)
         num_prompt, pending_lens = per_request[NUM_PROMPT], state.pending_lens[rows]
         num_known = torch.where(num_prompt > 0, num_prompt, pending_lens)
-        known = state.tokens[rows[request], positions].to(torch.int64)
+        is_known = offsets < num_known[request]
+        columns = committed[request] + offsets
+        known = state.tokens[rows[request], columns].to(torch.int64)
+        lookahead, positions = None, columns
+        if not counts.is_plain:
+            lookahead = self._lookahead(per_request, pending_lens, counts.num_rows)
+        if lookahead is not None and state.trees is not None:
+            is_node = is_known & (num_prompt[request] == 0)
+            lookahead, depths = _with_trees(lookahead, state.trees, rows[request], offsets, is_node)
+            positions = committed[request] + depths
         return RowLayout(
             per_request=per_request,
-            input_ids=torch.where(offsets < num_known[request], known, lookahead_token),
+            input_ids=torch.where(is_known, known, lookahead_token),
             positions=positions,
-            slots=table[rows[request], positions].to(torch.int64),
+            slots=table[rows[request], columns].to(torch.int64),
             kv_lens=kv_lens,
-            reads=_reads(per_request, committed, pending_lens, num_read),
+            reads=_reads(per_request, positions, pending_lens, num_read),
+            lookahead=lookahead,
+        )
+
+    def _lookahead(
+        self, per_request: torch.Tensor, pending_lens: torch.Tensor, num_rows: int
+    ) -> LookaheadLayout:
+        """Of chains; pending_lens [R] int64."""
+        ends = per_request.new_full((1,), num_rows)
+        confirms = (per_request[NUM_PROMPT] == 0) & (per_request[EMITS_ONLY_CONFIRMED] > 0)
+        num_pending = torch.where(confirms, pending_lens, 1)
+        return LookaheadLayout(
+            q_starts=torch.cat((per_request[Q_START], ends)),
+            num_pending=torch.minimum(num_pending, per_request[Q_LEN]),
+            parents=None,
+            ancestors=None,
         )
 
     def commit(self, layout: RowLayout, tokens: torch.Tensor, state: RequestRows) -> torch.Tensor:
@@ -79,6 +110,50 @@ class TorchStepOps:
         if len(tokens) < len(rows):
             tokens = state.tokens[rows, layout.kv_lens].to(torch.int64)
         return tokens[:, None]
+
+    def commit_run(
+        self,
+        layout: RowLayout,
+        targets: torch.Tensor,
+        confirmed: ConfirmedDrafts,
+        num_unconfirmed: torch.Tensor | None,
+        max_accepted: int,
+        state: RequestRows,
+    ) -> AcceptedTokens:
+        assert layout.lookahead is not None, "A step without look-ahead."
+        per_request = layout.per_request
+        rows, num_prompt, emits = (per_request[row] for row in (ROW, NUM_PROMPT, EMITS))
+        only_confirmed = per_request[EMITS_ONLY_CONFIRMED] > 0
+        num_confirmed = torch.where(only_confirmed, confirmed.num_confirmed, 0)
+        run, path = num_confirmed + 1, confirmed.path[:, :max_accepted]
+        offsets = torch.arange(max_accepted, device=rows.device)
+        if num_unconfirmed is not None:
+            run = torch.where(only_confirmed, run, num_unconfirmed)
+            path = torch.where(only_confirmed[:, None], path, offsets.to(path.dtype))
+        places = per_request[READ_START][:, None] + path.clamp(min=0)
+        tokens = targets[places.clamp(max=len(targets) - 1)]
+        kept = torch.where(only_confirmed, run, state.pending_lens[rows])
+        kept = torch.where(num_prompt > 0, num_prompt, kept)
+        committed = state.committed[rows] + kept
+        state.committed[rows] = committed
+        pending = torch.where(only_confirmed, 1, run)
+        state.pending_lens[rows] = torch.where(emits > 0, pending, 1)
+        ends = torch.where(emits > 0, committed + pending, state.num_tokens[rows])
+        state.num_tokens[rows] = ends
+        # Columns are named twice where the run is shorter; they get the same token twice.
+        columns = torch.where(offsets < (run * emits)[:, None], offsets, 0)
+        first = (committed - num_confirmed)[:, None]
+        known = state.tokens[rows[:, None], first + columns]
+        given = tokens.gather(1, columns).to(torch.int32)
+        given = torch.where(emits[:, None] > 0, given, known)
+        state.tokens[rows[:, None], first + columns] = given
+        return AcceptedTokens(
+            accept_lens=run * emits,
+            kept_lens=kept,
+            next_token_ids=tokens,
+            path=path,
+            num_drafts=layout.lookahead.num_pending - 1,
+        )
 
     def fill(self, static: StaticInputs, key: GraphKey, batch: ForwardBatch) -> torch.Tensor | None:
         num_tokens, num_reqs = batch.input_ids.shape[0], len(batch.q_lens)
@@ -113,19 +188,40 @@ def _spans(
     return request, torch.arange(total, device=lens.device) - starts[request]
 
 
+def _with_trees(
+    chains: LookaheadLayout,
+    trees: DraftTrees,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    is_node: torch.Tensor,
+) -> tuple[LookaheadLayout, torch.Tensor]:
+    """The layout with the trees of a step's T rows, and depths [T] int64. Rows behind a tree see
+    all before them and stand at their offset, as those of a chain do.
+
+    Args:
+        rows, offsets: [T] int64; row of the table, and place among the rows of the request.
+        is_node: [T] bool; whether the row is a node of its request's tree.
+    """
+    nodes = offsets.clamp(max=trees.parents.shape[1] - 1)
+    parents = torch.where(is_node, trees.parents[rows, nodes], -1).to(torch.int32)
+    ancestors = torch.where(is_node, trees.ancestors[rows, nodes], -1)
+    depths = torch.where(is_node, trees.depths[rows, nodes], offsets)
+    return replace(chains, parents=parents, ancestors=ancestors), depths
+
+
 def _reads(
-    per_request: torch.Tensor, committed: torch.Tensor, pending_lens: torch.Tensor, total: int
+    per_request: torch.Tensor, positions: torch.Tensor, pending_lens: torch.Tensor, total: int
 ) -> ReadRows:
-    """The rows read, `total` in all; committed, pending_lens [R] int64."""
+    """The rows read, `total` in all; positions [T], pending_lens [R] int64."""
     request, offset = _spans(per_request[NUM_READ], per_request[READ_START], total)
     num_prompt = per_request[NUM_PROMPT]
     first = torch.where(per_request[EMITS_ONLY_CONFIRMED] > 0, 0, pending_lens - 1)
     first = torch.where(num_prompt > 0, num_prompt - 1, first)
-    place = first[request] + offset
+    index = per_request[Q_START][request] + first[request] + offset
     return ReadRows(
         request=request,
         offset=offset,
-        index=per_request[Q_START][request] + place,
-        positions=committed[request] + place + 1,
+        index=index,
+        positions=positions[index] + 1,
         rows=per_request[ROW][request],
     )

@@ -12,15 +12,19 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_kernel import ConfirmedDrafts
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
 from sglang.srt.layers.triton_launch import begin, dependent_launch, report_outside
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.step import step_ops
+from sglang.srt.step.draft_trees import DraftTrees
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import (
     NUM_COUNTS,
+    AcceptedTokens,
+    LookaheadLayout,
     ReadRows,
     RowLayout,
     StaticInputs,
@@ -28,15 +32,13 @@ from sglang.srt.step.step_ops import (
     pack_for_device,
     places_in_uniform_graph,
 )
+from sglang.srt.step.triton_commit_run import commit_run_kernel
+from sglang.srt.step.triton_layout import lay_out_kernel
 from sglang.srt.step.worker import ScheduleBatch
 
 BLOCK = 128
-_Q_LEN = tl.constexpr(step_ops.Q_LEN)
-_Q_START = tl.constexpr(step_ops.Q_START)
-_NUM_PROMPT = tl.constexpr(step_ops.NUM_PROMPT)
 _NUM_READ = tl.constexpr(step_ops.NUM_READ)
 _READ_START = tl.constexpr(step_ops.READ_START)
-_EMITS_ONLY_CONFIRMED = tl.constexpr(step_ops.EMITS_ONLY_CONFIRMED)
 
 
 @triton.jit(do_not_specialize=["start", "count", "early"])
@@ -56,64 +58,6 @@ def _write_table_kernel(
     is_inside = (column >= 0) & (column < table_width)
     report_outside(outside_ptr, column, mask & ~is_inside)
     tl.store(table_ptr + row * table_width + column, slot.to(tl.int32), mask=mask & is_inside)
-
-
-@triton.jit(
-    do_not_specialize=["num_reqs", "token_stride", "read_stride", "lookahead_token", "early"]
-)
-def _lay_out_kernel(
-    packed_ptr, committed_ptr, pending_lens_ptr, token_table_ptr, table_ptr, outside_ptr,
-    tokens_ptr, kv_lens_ptr, reads_ptr,
-    num_reqs, token_stride, read_stride, table_width, lookahead_token,
-    BLOCK: tl.constexpr, PDL: tl.constexpr, early,
-):  # fmt: skip
-    """Grid (requests, blocks of rows): see `RowLayout` and `ReadRows`. What would be outside of its
-    row of the tables gets token 0 and the dummy slot.
-
-    Args:
-        packed_ptr: what `pack_for_device` gives.
-        token_table_ptr, table_ptr: tokens and slots, [N, table_width] int32 both.
-        tokens_ptr: [3, token_stride]; input ids, positions, slots.
-        reads_ptr: [5, read_stride]; request, offset, index, positions, rows.
-    """
-    begin(PDL, early)
-    request = tl.program_id(0)
-    own = packed_ptr + request
-    q_len = tl.load(own + _Q_LEN * num_reqs)
-    if tl.program_id(1) * BLOCK >= q_len:
-        return
-    row = tl.load(own)
-    num_prompt = tl.load(own + _NUM_PROMPT * num_reqs)
-    committed = tl.load(committed_ptr + row)
-    pending_len = tl.load(pending_lens_ptr + row)
-    if tl.program_id(1) == 0:
-        tl.store(kv_lens_ptr + request, committed + q_len)
-
-    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    fed = offset < q_len
-    position = committed + offset
-    is_inside = (position >= 0) & (position < table_width)
-    report_outside(outside_ptr, position, fed & ~is_inside)
-    place = row * table_width + position
-    is_known = offset < tl.where(num_prompt > 0, num_prompt, pending_len)
-    token = tl.load(token_table_ptr + place, mask=fed & is_known & is_inside, other=0)
-    token = tl.where(is_known, token.to(tl.int64), lookahead_token)
-    slot = tl.load(table_ptr + place, mask=fed & is_inside, other=0)
-    out = tokens_ptr + tl.load(own + _Q_START * num_reqs) + offset
-    tl.store(out, token, mask=fed)
-    tl.store(out + token_stride, position, mask=fed)
-    tl.store(out + 2 * token_stride, slot.to(tl.int64), mask=fed)
-
-    first = tl.where(tl.load(own + _EMITS_ONLY_CONFIRMED * num_reqs) != 0, 0, pending_len - 1)
-    first = tl.where(num_prompt > 0, num_prompt - 1, first)
-    is_read = offset < tl.load(own + _NUM_READ * num_reqs)
-    read = reads_ptr + tl.load(own + _READ_START * num_reqs) + offset
-    tl.store(read, offset * 0 + request, mask=is_read)
-    tl.store(read + read_stride, offset, mask=is_read)
-    index = tl.load(own + _Q_START * num_reqs) + first + offset
-    tl.store(read + 2 * read_stride, index, mask=is_read)
-    tl.store(read + 3 * read_stride, position + first + 1, mask=is_read)
-    tl.store(read + 4 * read_stride, offset * 0 + row, mask=is_read)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "early"])
@@ -210,19 +154,39 @@ class TritonStepOps:
             _write_table_kernel[(triton.cdiv(count, BLOCK),)](
                 on_device, table, pool.outside, start, count, table.shape[1], **self._launch
             )
-        num_tokens, num_read = sum(counts.q_lens), sum(counts.num_read)
+        assert counts.packed is None, "Packed steps are not laid out yet."
+        num_tokens, num_read = counts.num_rows, counts.num_reads
+        lookahead = None if counts.is_plain else self._lookahead(num_reqs, num_tokens, state.trees)
+        trees = None if lookahead is None else state.trees
         tokens, reads = self._aligned(3, num_tokens), self._aligned(5, num_read)
         kv_lens = torch.empty(num_reqs, dtype=torch.int64, device=self._device)
-        _lay_out_kernel[(num_reqs, triton.cdiv(max(counts.q_lens), BLOCK))](
+        lay_out_kernel[(num_reqs, triton.cdiv(max(counts.q_lens), BLOCK))](
             on_device, state.committed, state.pending_lens, state.tokens, table, pool.outside,
+            *((None,) * 3 if trees is None else (trees.parents, trees.depths, trees.ancestors)),
             tokens, kv_lens, reads,
-            num_reqs, tokens.stride(0), reads.stride(0),
-            table.shape[1], lookahead_token, **self._launch,
+            *((None,) * 4 if lookahead is None else (lookahead.q_starts, lookahead.num_pending,
+                                                    lookahead.parents, lookahead.ancestors)),
+            num_reqs, tokens.stride(0), reads.stride(0), table.shape[1], lookahead_token,
+            state.max_pending, HAS_LOOKAHEAD=lookahead is not None, HAS_TREE=trees is not None,
+            **self._launch,
         )  # fmt: skip
         per_request = on_device[: NUM_COUNTS * num_reqs].view(NUM_COUNTS, num_reqs)
         input_ids, positions, slots = tokens.unbind()
         read = ReadRows(*reads.unbind())
-        return RowLayout(per_request, input_ids, positions, slots, kv_lens, read)
+        return RowLayout(per_request, input_ids, positions, slots, kv_lens, read, lookahead)
+
+    def _lookahead(
+        self, num_reqs: int, num_tokens: int, trees: DraftTrees | None
+    ) -> LookaheadLayout:
+        """Room for it."""
+        size = num_reqs // 2 * 2 + 2  # num_reqs + 1 at least, and a multiple of 16 bytes
+        numbers = torch.empty(size + num_reqs, dtype=torch.int64, device=self._device)
+        parents = ancestors = None
+        if trees is not None:
+            parents = torch.empty(num_tokens, dtype=torch.int32, device=self._device)
+            ancestors = torch.empty(num_tokens, dtype=torch.int64, device=self._device)
+        starts, num_pending = numbers[: num_reqs + 1], numbers[size:]
+        return LookaheadLayout(starts, num_pending, parents, ancestors)
 
     def commit(self, layout: RowLayout, tokens: torch.Tensor, state: RequestRows) -> torch.Tensor:
         num_reqs = layout.kv_lens.shape[0]
@@ -233,6 +197,32 @@ class TritonStepOps:
             num_reqs, state.tokens.shape[1], **self._launch,
         )  # fmt: skip
         return out
+
+    def commit_run(
+        self,
+        layout: RowLayout,
+        targets: torch.Tensor,
+        confirmed: ConfirmedDrafts,
+        num_unconfirmed: torch.Tensor | None,
+        max_accepted: int,
+        state: RequestRows,
+    ) -> AcceptedTokens:
+        assert layout.lookahead is not None, "A step without look-ahead."
+        num_reqs, width = layout.kv_lens.shape[0], max_accepted
+        out = torch.empty((num_reqs, 3 + width), dtype=torch.int64, device=self._device)
+        path = torch.empty((num_reqs, width), dtype=torch.int32, device=self._device)
+        commit_run_kernel[(num_reqs,)](
+            layout.per_request, layout.lookahead.num_pending, targets,
+            confirmed.num_confirmed, confirmed.path, num_unconfirmed,
+            state.committed, state.pending_lens, state.num_tokens, state.tokens, state.outside,
+            out, path, num_reqs, len(targets), confirmed.path.shape[1], width,
+            state.tokens.shape[1],
+            HAS_UNCONFIRMED=num_unconfirmed is not None,
+            BLOCK=max(2, triton.next_power_of_2(state.max_pending)), num_warps=1,
+            **step_launch(self._device),
+        )  # fmt: skip
+        accepted, kept, num_drafts = out[:, 0], out[:, 1], out[:, 2]
+        return AcceptedTokens(accepted, kept, out[:, 3:], path, num_drafts)
 
     def fill(self, static: StaticInputs, key: GraphKey, batch: ForwardBatch) -> torch.Tensor | None:
         num_tokens, num_reqs = batch.input_ids.shape[0], len(batch.q_lens)

@@ -36,6 +36,9 @@ class StepWidth:
     max_kept: int
 
 
+PLAIN_WIDTH = StepWidth(decode_rows=1, lookahead_rows=0, max_kept=1)
+
+
 @dataclass(frozen=True, slots=True)
 class NewRow:
     """State of a row that a request gets at admission.
@@ -127,6 +130,8 @@ class HostResult:
 
     Attributes:
         hidden_states: of each row its float32 values, as they lie in memory.
+        num_drafts: R counts of drafts that were fed; empty where there were none.
+        tier: see `GenerationBatchResult`.
     """
 
     next_token_ids: list[list[int]]
@@ -135,6 +140,8 @@ class HostResult:
     emitted_logprobs: HostLogprobs | None = None
     prompt_logprobs: HostLogprobs | None = None
     hidden_states: list[bytes] = field(default_factory=list)
+    num_drafts: list[int] = field(default_factory=list)
+    tier: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +156,9 @@ class GenerationBatchResult:
             of which the first accept_lens[i] mean something.
         prompt_logprobs: answers to `LogprobPlan.prompts`.
         hidden_states: [len(ScheduleBatch.hidden_rows), hidden_size], in the model's type.
+        num_drafts: [R] int64; drafts fed, of which accept_lens[i] - 1 were confirmed in requests
+            that emit only what is confirmed; None: there were none.
+        tier: how far the drafter looked ahead, by its own count (`RowPlan.tier`).
 
     The copy to the host begins when this is made.
     """
@@ -159,6 +169,8 @@ class GenerationBatchResult:
     emitted_logprobs: LogprobTensors | None = None
     prompt_logprobs: LogprobTensors | None = None
     hidden_states: torch.Tensor | None = None
+    num_drafts: torch.Tensor | None = None
+    tier: int = 0
 
     _copy: HostCopy = field(init=False)
 
@@ -170,8 +182,9 @@ class GenerationBatchResult:
     def _copied(self) -> list[tuple[torch.Tensor, ...]]:
         """What goes to the host: lengths and tokens, log-probabilities of both kinds, states."""
         emitted, prompts, hidden = self.emitted_logprobs, self.prompt_logprobs, self.hidden_states
+        drafts = () if self.num_drafts is None else (self.num_drafts,)
         return [
-            (self.next_token_ids, self.accept_lens, self.kept_lens),
+            (self.next_token_ids, self.accept_lens, self.kept_lens, *drafts),
             () if emitted is None else emitted.tensors,
             () if prompts is None else prompts.tensors,
             () if hidden is None else (hidden,),
@@ -191,7 +204,7 @@ class GenerationBatchResult:
         copies = iter(self._copy.read())
         sizes = [len(group) for group in self._copied()]
         step, emitted, prompts, hidden = (list(islice(copies, size)) for size in sizes)
-        token_ids, accept_lens, kept_lens = (tensor.tolist() for tensor in step)
+        token_ids, accept_lens, kept_lens, *drafts = (tensor.tolist() for tensor in step)
         return HostResult(
             token_ids,
             accept_lens,
@@ -199,6 +212,8 @@ class GenerationBatchResult:
             HostLogprobs.of(emitted),
             HostLogprobs.of(prompts),
             [row.tobytes() for row in hidden[0].float().numpy()] if hidden else [],
+            drafts[0] if drafts else [],
+            self.tier,
         )
 
 

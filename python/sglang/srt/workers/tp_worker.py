@@ -1,21 +1,38 @@
-"""The plain worker: one token per request and step."""
+"""The worker: a target model, and a drafter or none.
+
+Without a drafter, or in a step in which nobody looks ahead, each request feeds its pending token
+(or a chunk of its prompt) and is given one token. With one, a step follows the order that
+`speculative/drafter.py` describes.
+"""
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable
 
 import torch
 
+from sgl_kernel import KVAddresses, SamplingRows
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.layers.sampler import Sampler
-from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.layers.logit_adjustments import ExtraTokens
+from sglang.srt.layers.logprobs import LogprobQueries, LogprobTensors
+from sglang.srt.layers.sampler import Sampler, ScoredTokens
+from sglang.srt.layers.sampling_ops import sampling_ops
+from sglang.srt.model_executor.model_runner import ForwardResult, ModelRunner
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.drafter import ChosenTokens, ComputedStep, Drafter, RowPlan
 from sglang.srt.step.forward_inputs import build_forward_batch
 from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.step_ops import RowLayout, StepCounts
+from sglang.srt.step.step_ops import (
+    EMITS_ONLY_CONFIRMED,
+    READ_START,
+    AcceptedTokens,
+    RowLayout,
+    StepCounts,
+)
 from sglang.srt.step.step_outputs import hidden_of_reads, hidden_states, prompt_logprobs
 from sglang.srt.step.worker import (
+    PLAIN_WIDTH,
     GenerationBatchResult,
     HostResult,
     LogprobPlan,
@@ -23,87 +40,237 @@ from sglang.srt.step.worker import (
     StepWidth,
 )
 
-PLAIN_WIDTH = StepWidth(decode_rows=1, lookahead_rows=0, max_kept=1)
-
 
 class TpModelWorker:
-    """Feeds the pending token (or a prompt chunk), samples the next one from its last row.
+    """Runs steps of a target model and, if there is one, of its drafter.
 
     The name is SGLang's ("Tp" is tensor parallelism there); here one process has the whole model.
 
     Args:
         suppressed_token_ids: ids that are never emitted (a model's mask token).
-
-    Attributes:
-        sampler: draws its tokens.
+        drafter: made over the same device rows.
+        on_step: is told of every step with the drafter's proposals in place, for debugging.
     """
 
     def __init__(
-        self, runner: ModelRunner, state: RequestRows, suppressed_token_ids: tuple[int, ...]
+        self,
+        runner: ModelRunner,
+        state: RequestRows,
+        suppressed_token_ids: tuple[int, ...] = (),
+        drafter: Drafter | None = None,
+        on_step: Callable[[ComputedStep], None] | None = None,
     ) -> None:
         self._runner = runner
         self._table = runner.req_to_token_pool
         self._state = state
-        self.sampler = Sampler(state.committed.device, suppressed_token_ids)
+        self._drafter = drafter
+        self._on_step = on_step
+        self._sampler = Sampler(state.committed.device, suppressed_token_ids)
+        self._kernels = sampling_ops(state.committed.device)
+        pools = runner.memory.pools
+        self._kv = KVAddresses([kv for pool in pools for kv in pool.kv]) if state.trees else None
         runner.step_ops.warm_up(state, self._table)
 
     def step_width(self, params: SamplingParams) -> StepWidth:
-        return PLAIN_WIDTH
+        return PLAIN_WIDTH if self._drafter is None else self._drafter.step_width(params)
+
+    def observe(self, result: HostResult) -> None:
+        if self._drafter is not None:
+            self._drafter.observe(result)
 
     @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        self._state.initialize(batch.new_rows)
-        counts = StepCounts.plain(batch)
+        state, runner = self._state, self._runner
+        state.initialize(batch.new_rows)
+        plan = self._plan(batch)
         inputs, layout = build_forward_batch(
-            self._runner.step_ops, batch, counts, self._state, self._table, bounds_are_exact=True
+            runner.step_ops,
+            batch,
+            plan.counts,
+            state,
+            self._table,
+            plan.lookahead_token,
+            bounds_are_exact=plan.is_plain,
         )
-        result, _ = self.run(batch, inputs, layout)
+        forward = runner.forward(inputs)
+        reads = layout.reads
+        logits = self._logits(batch, layout, forward.hidden)
+        sampling = None if batch.all_greedy else state.sampling(reads.rows, reads.positions)
+        chosen, drawn = self._choose(batch, plan, layout, logits, sampling)
+        accept = self._accept_one if plan.is_plain else self._accept_run
+        accepted = accept(batch, plan, chosen)
+        if batch.adjusts_logits:
+            self._record(inputs.rows, layout, chosen.targets, accepted)
+        result = GenerationBatchResult(
+            next_token_ids=accepted.next_token_ids,
+            accept_lens=accepted.accept_lens,
+            kept_lens=accepted.kept_lens,
+            emitted_logprobs=self._emitted_logprobs(
+                batch, layout, accepted, logits, sampling, drawn
+            ),
+            prompt_logprobs=self._prompt_logprobs(batch, layout, inputs, forward),
+            hidden_states=hidden_states(batch, inputs, layout, accepted, forward.hidden),
+            num_drafts=accepted.num_drafts,
+            tier=plan.tier,
+        )
+        if self._drafter is not None:
+            step = ComputedStep(batch, plan, state, inputs, forward, chosen, accepted)
+            self._drafter.propose(step)
+            if self._on_step is not None:
+                self._on_step(step)
         return result
 
-    def run(
-        self, batch: ScheduleBatch, inputs: ForwardBatch, layout: RowLayout
-    ) -> tuple[GenerationBatchResult, bool]:
-        """Runs a step that is laid out and reads the last row of each request that emits.
+    def _plan(self, batch: ScheduleBatch) -> RowPlan:
+        if self._drafter is None:
+            return RowPlan(StepCounts.plain(batch))
+        self._drafter.admit(batch.new_rows)
+        return self._drafter.plan(batch)
 
-        Returns:
-            The result, and whether a captured graph was replayed.
-        """
-        state, q_lens, reads = self._state, inputs.q_lens, layout.reads
-        forward = self._runner.forward(inputs)
-        hidden = forward.hidden
+    def _logits(
+        self, batch: ScheduleBatch, layout: RowLayout, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """[S, V], after penalties and biases."""
+        reads = layout.reads
         logits = self._runner.compute_logits(hidden_of_reads(hidden, reads))
-        if batch.adjusts_logits:
-            logits = state.adjustments.apply(logits, reads.rows, reads.positions)
-        sampling = None if batch.all_greedy else state.sampling(reads.rows, reads.positions)
-        drawn = self.sampler.sample_scored(logits, sampling) if batch.scores_emitted else None
-        tokens = self.sampler.sample(logits, sampling) if drawn is None else drawn.tokens
-        next_token_ids = self._runner.step_ops.commit(layout, tokens, state)
-        if batch.adjusts_logits:
-            state.adjustments.record(reads.rows, tokens)
-        emitted = prompts = None
-        if batch.logprobs is not None:
-            prompts = prompt_logprobs(batch.logprobs, hidden, q_lens, self._runner.compute_logits)
-            if drawn is not None:
-                wanted = self._wanted(batch, batch.logprobs)
-                queries = batch.logprobs.emitted
-                emitted = self.sampler.query(logits, sampling, drawn, queries, wanted)
-        result = GenerationBatchResult(
-            next_token_ids=next_token_ids,
+        if not batch.adjusts_logits:
+            return logits
+        drafts = None if layout.lookahead is None else self._drafts_before(layout)
+        return self._state.adjustments.apply(logits, reads.rows, reads.positions, drafts)
+
+    def _drafts_before(self, layout: RowLayout) -> ExtraTokens:
+        """Drafts fed before each row read: a row counts only if they are confirmed, and then they
+        are part of the output that penalties look at."""
+        reads, lookahead = layout.reads, layout.lookahead
+        assert lookahead is not None
+        drafts = self._state.pending(reads.rows, start=1)
+        nodes = torch.arange(1, drafts.shape[1] + 1, device=drafts.device)
+        confirms = layout.per_request[EMITS_ONLY_CONFIRMED][reads.request] > 0
+        last = torch.minimum(reads.offset, lookahead.num_pending[reads.request] - 1)
+        is_before = (nodes <= last[:, None]) & confirms[:, None]
+        if lookahead.ancestors is not None:
+            is_before &= (lookahead.ancestors[reads.index][:, None] >> nodes) & 1 == 1
+        return ExtraTokens(drafts, is_before.int())
+
+    def _choose(
+        self,
+        batch: ScheduleBatch,
+        plan: RowPlan,
+        layout: RowLayout,
+        logits: torch.Tensor,
+        sampling: SamplingRows | None,
+    ) -> tuple[ChosenTokens, ScoredTokens | None]:
+        """The target's own token after each row, and where anyone wants them log-probabilities."""
+        best = drawn = None
+        if plan.wants_probs:
+            best = self._sampler.sample_scored(logits, None)
+        if sampling is None:
+            drawn = best
+        if drawn is None and batch.scores_emitted:
+            drawn = self._sampler.sample_scored(logits, sampling)
+        tokens = self._sampler.sample(logits, sampling) if drawn is None else drawn.tokens
+        return ChosenTokens(layout, tokens, None if best is None else best.logprobs.exp()), drawn
+
+    def _accept_one(
+        self, batch: ScheduleBatch, plan: RowPlan, chosen: ChosenTokens
+    ) -> AcceptedTokens:
+        """The token behind the last row of each request that emits."""
+        tokens = self._runner.step_ops.commit(chosen.layout, chosen.targets, self._state)
+        return AcceptedTokens(
             accept_lens=torch.tensor(batch.emits, dtype=torch.int64),
-            kept_lens=torch.tensor(q_lens),
-            emitted_logprobs=emitted,
-            prompt_logprobs=prompts,
-            hidden_states=hidden_states(batch, hidden, q_lens),
+            kept_lens=torch.tensor(plan.counts.q_lens),
+            next_token_ids=tokens,
         )
-        return result, forward.used_graph
 
-    def observe(self, result: HostResult) -> None:
-        """Learns nothing from results."""
+    def _accept_run(
+        self, batch: ScheduleBatch, plan: RowPlan, chosen: ChosenTokens
+    ) -> AcceptedTokens:
+        """Confirmed drafts and the token behind them, of a chain or of a path of a tree."""
+        layout, targets, state = chosen.layout, chosen.targets, self._state
+        lookahead, per_request = layout.lookahead, layout.per_request
+        assert lookahead is not None, "A step with look-ahead is laid out as one."
+        num_unconfirmed = plan.accepts_unconfirmed and plan.accepts_unconfirmed(chosen)
+        confirmed = self._kernels.confirm_drafts(
+            layout.input_ids,
+            targets,
+            lookahead.parents,
+            lookahead.q_starts,
+            lookahead.num_pending,
+            max(plan.max_pending, plan.max_accepted),
+            per_request[READ_START],
+        )
+        if self._kv is not None:
+            rows = per_request[0]
+            self._kernels.move_kept_kv(
+                self._kv,
+                self._table.req_to_token,
+                rows,
+                state.committed[rows],
+                confirmed.path,
+                confirmed.num_confirmed,
+            )
+        return self._runner.step_ops.commit_run(
+            layout, targets, confirmed, num_unconfirmed, plan.max_accepted, state
+        )
 
-    def _wanted(self, batch: ScheduleBatch, plan: LogprobPlan) -> torch.Tensor | None:
-        """[Q] int64; which of the rows read belong to requests that want log-probabilities; None
-        where all do."""
-        if len(plan.emitting) == sum(batch.emits):
+    def _record(
+        self,
+        rows: torch.Tensor,
+        layout: RowLayout,
+        targets: torch.Tensor,
+        accepted: AcceptedTokens,
+    ) -> None:
+        """Accepted tokens count for penalties; rows [R] int64."""
+        adjustments = self._state.adjustments
+        if accepted.path is None:  # one of each row read
+            adjustments.record(layout.reads.rows, targets)
+            return
+        tokens = accepted.next_token_ids
+        columns = torch.arange(tokens.shape[1], device=rows.device)
+        counts = (columns < accepted.accept_lens[:, None]).int()
+        repeated = rows[:, None].expand_as(tokens)
+        adjustments.record(repeated.flatten(), tokens.flatten(), counts.flatten())
+
+    def _emitted_logprobs(
+        self,
+        batch: ScheduleBatch,
+        layout: RowLayout,
+        accepted: AcceptedTokens,
+        logits: torch.Tensor,
+        sampling: SamplingRows | None,
+        drawn: ScoredTokens | None,
+    ) -> LogprobTensors | None:
+        if batch.logprobs is None or drawn is None or not batch.scores_emitted:
             return None
-        places = list(itertools.accumulate(batch.emits, initial=0))
-        return to_device([places[i] for i in plan.emitting], self._state.committed.device)
+        queries, wanted = _emitted_queries(batch.logprobs, layout, accepted)
+        return self._sampler.query(logits, sampling, drawn, queries, wanted)
+
+    def _prompt_logprobs(
+        self,
+        batch: ScheduleBatch,
+        layout: RowLayout,
+        inputs: ForwardBatch,
+        forward: ForwardResult,
+    ) -> LogprobTensors | None:
+        if batch.logprobs is None:
+            return None
+        compute = self._runner.compute_logits
+        return prompt_logprobs(batch.logprobs, forward.hidden, inputs.q_lens, compute)
+
+
+def _emitted_queries(
+    plan: LogprobPlan, layout: RowLayout, accepted: AcceptedTokens
+) -> tuple[LogprobQueries, torch.Tensor | None]:
+    """What emitting requests want to know of the rows that gave their tokens, and which of the S
+    rows read those are [Q] int64: M of each request, of which those past what it accepted mean
+    nothing. None: all rows, in order."""
+    starts, path = layout.per_request[READ_START], accepted.path
+    num_reads, emitting = layout.reads.index.shape[0], plan.emitting
+    if path is None and len(emitting) == num_reads:
+        return plan.emitted, None
+    places = starts[to_device(emitting, starts.device, torch.int64)][:, None]
+    if path is not None:
+        places = places + path[to_device(emitting, path.device, torch.int64)].clamp(min=0)
+    width = accepted.next_token_ids.shape[1]
+    token_ids = [ids for ids in plan.emitted.token_ids for _ in range(width)]
+    queries = LogprobQueries(plan.emitted.top_num, token_ids)
+    return queries, places.clamp(max=num_reads - 1).flatten()

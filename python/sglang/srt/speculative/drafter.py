@@ -1,0 +1,198 @@
+"""The contract of what proposes drafts. A worker is a target model and one drafter, or none.
+
+A step of a worker with a drafter (`workers/tp_worker.py`), the one rule of docs/architecture.md:
+
+1. `plan`: the drafter says what each request may feed and read, from what the host knows.
+2. The rows are laid out on the device, the target runs, and its own token after each row read is
+   chosen. The drafts of a request are its pending tokens but the first, which is certain.
+3. Drafts that equal the target's tokens are confirmed, along a chain or a path of a tree, and the
+   watermark moves over them.
+4. `propose`: the drafter writes drafts behind the new certain token, for the next step.
+
+Nothing of this waits for the device; `observe` hears each result one step later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from sglang.srt.layers.forward_batch import NO_CAPTURE, ForwardBatch, HiddenCapture
+from sglang.srt.model_executor.model_runner import ExecutionConfig, ForwardResult
+from sglang.srt.model_executor.runner_group import RunnerGroup
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.step.forward_inputs import NO_TOKEN
+from sglang.srt.step.price_table import PriceTable
+from sglang.srt.step.request_rows import RequestRows
+from sglang.srt.step.step_ops import AcceptedTokens, RowLayout, StepCounts
+from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """What a step of R requests feeds and reads, as far as the host knows.
+
+    Attributes:
+        counts: rows, of each request the most.
+        max_pending: pending rows of any request that the target may confirm, the certain token's
+            counted, at most.
+        max_accepted: tokens that any request may be given, at most.
+        lookahead_token: what rows behind the pending tokens feed.
+        wants_probs: the drafter looks at `ComputedStep.probs`.
+        accepts_unconfirmed: of requests that emit what nothing has confirmed (see `StepCounts`),
+            how many tokens are accepted: [R] int64, 1 at least, from the step's choice; what it
+            says of other requests is not looked at. None: there are no such requests.
+        tier: what a length policy chose; results carry it.
+    """
+
+    counts: StepCounts
+    max_pending: int = 1
+    max_accepted: int = 1
+    lookahead_token: int = NO_TOKEN
+    wants_probs: bool = False
+    accepts_unconfirmed: Callable[[ChosenTokens], torch.Tensor] | None = None
+    tier: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nobody looks ahead."""
+        return self.counts.is_plain
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenTokens:
+    """What the target chose after the S rows read of a step.
+
+    Attributes:
+        layout: the step's rows; `layout.reads` says which row each token follows.
+        targets: [S] int64.
+        probs: [S] float32; probability of each row's best token; None unless
+            `RowPlan.wants_probs`.
+    """
+
+    layout: RowLayout
+    targets: torch.Tensor
+    probs: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """A step whose tokens are accepted and whose watermarks have moved: all that a drafter may look
+    at, on the device, to propose the next drafts.
+
+    Attributes:
+        state: the device rows, as the step leaves them.
+        inputs: what the target was given, rows of padding included.
+        forward: hidden states, and the taps of `DrafterNeeds.capture`.
+    """
+
+    batch: ScheduleBatch
+    plan: RowPlan
+    state: RequestRows
+    inputs: ForwardBatch
+    forward: ForwardResult
+    chosen: ChosenTokens
+    accepted: AcceptedTokens
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterConfig:
+    """Which drafter a server has.
+
+    Attributes:
+        name: in `DRAFTERS` (registry.py).
+        options: what that drafter takes.
+    """
+
+    name: str
+    options: Any
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterNeeds:
+    """What a drafter needs before any model is loaded.
+
+    Attributes:
+        max_drafts: drafts of a request in a step at most; with trees, nodes but the root.
+        max_rows: rows that a request without a prompt feeds in a step at most.
+        has_trees: drafts may be trees.
+        capture: which hidden states the target gives.
+        suppressed_token_ids: ids that the target never emits.
+        needs_prices: prices of steps are measured at start-up.
+    """
+
+    max_drafts: int
+    max_rows: int
+    has_trees: bool = False
+    capture: HiddenCapture = NO_CAPTURE
+    suppressed_token_ids: tuple[int, ...] = ()
+    needs_prices: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterParts:
+    """What a drafter is made of.
+
+    Attributes:
+        options: what `DrafterConfig.options` holds.
+        runners: of the target and, behind it, of `DrafterType.models`.
+        state: the device rows, with the token table.
+        prices: of steps; None where nobody measures any.
+    """
+
+    options: Any
+    runners: RunnerGroup
+    state: RequestRows
+    prices: PriceTable | None = None
+
+
+class DrafterType(Protocol):
+    """What `DRAFTERS` names: a class of drafters, before there is one."""
+
+    def needs(self, options: Any) -> DrafterNeeds:
+        """
+        Raises:
+            ValueError: for options that cannot be had; the text names the remedy.
+        """
+
+    def models(self, options: Any, target: ExecutionConfig) -> tuple[ExecutionConfig, ...]:
+        """Further models, each with a KV pool of its own behind the target's page table."""
+
+    def make(self, parts: DrafterParts) -> Drafter:
+        """Makes the drafter once the models are there."""
+
+
+class Drafter(Protocol):
+    """Proposes drafts. It owns no KV pages: what it writes to a pool of its own lies behind the
+    slots of the same requests."""
+
+    def step_width(self, params: SamplingParams) -> StepWidth:
+        """Rows that a request with these parameters needs per step."""
+
+    def admit(self, new_rows: list[NewRow]) -> None:
+        """Requests that have just got a row, before the first step with them is planned."""
+
+    def plan(self, batch: ScheduleBatch) -> RowPlan:
+        """What the next step feeds and reads. The step before has not been read yet."""
+
+    def propose(self, step: ComputedStep) -> None:
+        """Writes drafts behind the certain token of requests that emitted
+        (`RequestRows.write_drafts`). Called for every step, also for those without drafts."""
+
+    def observe(self, result: HostResult) -> None:
+        """Hears the result of the oldest step that it has not heard of."""
+
+
+def verifying_plan(batch: ScheduleBatch, max_drafts: int, max_accepted: int) -> RowPlan:
+    """The plan of a step in which prompts are fed, and every other request feeds its certain token
+    and has room for `max_drafts` drafts, of which max_accepted - 1 may be confirmed."""
+    emits, prompts = [int(flag) for flag in batch.emits], batch.num_prompt_tokens
+    if all(prompts):
+        return RowPlan(StepCounts.plain(batch))
+    q_lens = [num_prompt or 1 + max_drafts for num_prompt in prompts]
+    num_read = [flag if num else 1 + max_drafts for flag, num in zip(emits, prompts, strict=True)]
+    counts = StepCounts(q_lens, num_read, emits, [True] * len(emits))
+    return RowPlan(counts, max_pending=1 + max_drafts, max_accepted=max_accepted)
