@@ -92,11 +92,11 @@ class BatchPlanner:
             self._preempt(has_inflight)
         self._reserve_decodes(has_inflight)
         step = self._collect(admits)
-        while not step.rows and not has_inflight and self._lifecycle.running:
+        while step.is_empty and not has_inflight and self._lifecycle.running:
             # Half-read prompts have filled the pool: one of them has to make room.
             self._retract_for_room()
             step = self._collect(admits)
-        if not step.rows:
+        if step.is_empty:
             return None
         self._ratio.on_step()
         return step.build(self._ledger.take_table_writes())

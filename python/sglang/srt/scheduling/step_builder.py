@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,18 +33,30 @@ class PlannedStep:
     price_ms: float | None = None
 
 
+class _Added(NamedTuple):
+    """A request of a step; the arguments of `StepBuilder.add`."""
+
+    req: Req
+    num_prompt: int
+    q_len: int
+    max_kept: int
+    emits: bool
+
+
 @dataclass(slots=True)
 class StepBuilder:
-    """A step while requests are added to it."""
+    """A step while requests are added to it.
 
-    rows: list[LaunchedRow] = field(default_factory=list)
+    Attributes:
+        price_ms: see `PlannedStep`.
+    """
+
     price_ms: float | None = None
-    _row_indices: list[int] = field(default_factory=list)
-    _q_lens: list[int] = field(default_factory=list)
-    _num_prompt_tokens: list[int] = field(default_factory=list)
-    _kv_bounds: list[int] = field(default_factory=list)
-    _new_rows: list[NewRow] = field(default_factory=list)
-    _logprobs_and_hidden: LogprobsAndHiddenPlan = field(default_factory=LogprobsAndHiddenPlan)
+    _added: list[_Added] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._added
 
     def add(self, req: Req, num_prompt: int, q_len: int, max_kept: int, emits: bool) -> None:
         """Adds a request, whose slots are reserved.
@@ -54,35 +67,41 @@ class StepBuilder:
             max_kept: tokens by which the step may move the watermark, at most.
         """
         assert req.kv is not None
-        if req.row_is_new:
-            self._new_rows.append(_new_row(req, req.kv.row))
-            req.row_is_new = False
-        num_scored, num_hidden = self._logprobs_and_hidden.add(req, num_prompt, max_kept, emits)
-        self._row_indices.append(req.kv.row)
-        self._q_lens.append(q_len)
-        self._num_prompt_tokens.append(num_prompt)
-        self._kv_bounds.append(req.committed_bound + q_len)
-        ends_prompt = emits and num_prompt > 0
-        self.rows.append(LaunchedRow(req, max_kept, emits, ends_prompt, num_scored, num_hidden))
+        self._added.append(_Added(req, num_prompt, q_len, max_kept, emits))
 
     def build(self, table_writes: PageTableWrites) -> PlannedStep:
-        """The step of all requests added."""
+        """The step of all requests added. Those that feed a prompt come first: how many rows they
+        feed is known to the host, so that is where they begin."""
+        added = sorted(self._added, key=lambda entry: entry.num_prompt == 0)
+        wanted, launched = LogprobsAndHiddenPlan(), list[LaunchedRow]()
+        rows, new_rows, kv_bounds = list[int](), list[NewRow](), list[int]()
+        for req, num_prompt, q_len, max_kept, emits in added:
+            assert req.kv is not None
+            if req.row_is_new:
+                new_rows.append(_new_row(req, req.kv.row))
+                req.row_is_new = False
+            num_scored, num_hidden = wanted.add(req, num_prompt, max_kept, emits)
+            rows.append(req.kv.row)
+            kv_bounds.append(req.committed_bound + q_len)
+            ends_prompt = emits and num_prompt > 0
+            launched.append(LaunchedRow(req, max_kept, emits, ends_prompt, num_scored, num_hidden))
+        params = [entry.req.params for entry in added if entry.emits]
         batch = ScheduleBatch(
-            rows=self._row_indices,
-            max_q_lens=self._q_lens,
-            num_prompt_tokens=self._num_prompt_tokens,
-            emits=[row.emits for row in self.rows],
-            kv_len_upper_bounds=self._kv_bounds,
-            new_rows=self._new_rows,
+            rows=rows,
+            max_q_lens=[entry.q_len for entry in added],
+            num_prompt_tokens=[entry.num_prompt for entry in added],
+            emits=[entry.emits for entry in added],
+            kv_len_upper_bounds=kv_bounds,
+            new_rows=new_rows,
             table_writes=table_writes,
-            all_greedy=all(row.req.params.is_greedy for row in self.rows if row.emits),
-            adjusts_logits=any(row.req.params.adjusts_logits for row in self.rows if row.emits),
-            logprobs=self._logprobs_and_hidden.logprob_plan(),
-            hidden_rows=self._logprobs_and_hidden.hidden_rows,
+            all_greedy=all(each.is_greedy for each in params),
+            adjusts_logits=any(each.adjusts_logits for each in params),
+            logprobs=wanted.logprob_plan(),
+            hidden_rows=wanted.hidden_rows,
         )
         returns_prompts = batch.logprobs is not None and bool(batch.logprobs.prompt_rows)
         is_priced = not (returns_prompts or batch.hidden_rows)
-        return PlannedStep(batch, self.rows, self.price_ms if is_priced else None)
+        return PlannedStep(batch, launched, self.price_ms if is_priced else None)
 
 
 class PromptFeed:

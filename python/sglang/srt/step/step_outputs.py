@@ -1,16 +1,24 @@
-"""Hidden states and log-probabilities of prompt tokens, which all workers return in one way."""
+"""What a step hands out beside tokens: hidden states, log-probabilities of prompt tokens, and its
+drafts to whoever restricts tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from sglang.srt.device_copies import to_device
+from sglang.srt.device_copies import HostCopy, to_device
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.logprobs import LogprobTensors, query_prompt_logprobs
 from sglang.srt.step.forward_inputs import row_indices
-from sglang.srt.step.step_ops import NUM_PROMPT, AcceptedTokens, ReadRows, RowLayout
+from sglang.srt.step.step_ops import (
+    NUM_PROMPT,
+    READ_START,
+    AcceptedTokens,
+    ReadRows,
+    RowLayout,
+)
+from sglang.srt.step.token_constraint import DraftedTokens
 from sglang.srt.step.worker import LogprobPlan, ScheduleBatch
 
 
@@ -54,3 +62,31 @@ def prompt_logprobs(
         return None
     rows = row_indices(plan.prompt_rows, q_lens, hidden.device)
     return query_prompt_logprobs(hidden, rows, compute_logits, plan.prompt_targets, plan.prompts)
+
+
+class DraftedCopy:
+    """The drafts of a step on their way to the host."""
+
+    def __init__(self, layout: RowLayout) -> None:
+        lookahead = layout.lookahead
+        parts = [layout.per_request]
+        if lookahead is not None:
+            parts += [layout.input_ids, lookahead.q_starts, lookahead.num_pending]
+            parts += [] if lookahead.parents is None else [lookahead.parents]
+        self._copy = HostCopy(parts)
+
+    def read(self, requests: Sequence[int]) -> list[DraftedTokens]:
+        """Those of `requests`. Waits until the step is laid out, not for its forward pass."""
+        per_request, *more = self._copy.read()
+        starts = per_request[READ_START].tolist()
+        if not more:
+            return [DraftedTokens(starts[i], [], []) for i in requests]
+        ids, q_starts, num_pending = (tensor.tolist() for tensor in more[:3])
+        found = []
+        for i in requests:
+            first, end = q_starts[i] + 1, q_starts[i] + num_pending[i]
+            parents = list(range(end - first))
+            if len(more) > 3:
+                parents = more[3][first:end].tolist()
+            found.append(DraftedTokens(starts[i], ids[first:end], parents))
+        return found

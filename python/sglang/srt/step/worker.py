@@ -19,6 +19,7 @@ from sglang.srt.layers.logit_adjustments import RowAdjustments
 from sglang.srt.layers.logprobs import HostLogprobs, LogprobQueries, LogprobTensors
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.step.token_constraint import TokenConstraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,8 @@ class LogprobPlan:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleBatch:
-    """One step of R requests, as the scheduler asks for it. Never changed after it is built.
+    """One step of R requests, as the scheduler asks for it, those that feed a prompt first. Never
+    changed after it is built.
 
     What depends on the results of a step in flight (watermarks, pending tokens) is on the device
     under each request's row.
@@ -104,6 +106,7 @@ class ScheduleBatch:
         logprobs: None when nobody wants any.
         hidden_rows: rows whose last hidden states are returned. Rows that the worker did not
             feed may be named; what is returned for them means nothing.
+        constraint: restricts what requests with a grammar may be given; None: nobody has one.
     """
 
     rows: list[int]
@@ -117,6 +120,7 @@ class ScheduleBatch:
     adjusts_logits: bool = False
     logprobs: LogprobPlan | None = None
     hidden_rows: list[RowRef] = field(default_factory=list)
+    constraint: TokenConstraint | None = None
 
     @property
     def scores_emitted(self) -> bool:

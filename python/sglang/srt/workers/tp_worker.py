@@ -30,7 +30,12 @@ from sglang.srt.step.step_ops import (
     RowLayout,
     StepCounts,
 )
-from sglang.srt.step.step_outputs import hidden_of_reads, hidden_states, prompt_logprobs
+from sglang.srt.step.step_outputs import (
+    DraftedCopy,
+    hidden_of_reads,
+    hidden_states,
+    prompt_logprobs,
+)
 from sglang.srt.step.worker import (
     PLAIN_WIDTH,
     GenerationBatchResult,
@@ -92,9 +97,13 @@ class TpModelWorker:
             plan.lookahead_token,
             bounds_are_exact=plan.is_plain,
         )
+        drafted = None if batch.constraint is None else DraftedCopy(layout)
         forward = runner.forward(inputs)
         reads = layout.reads
         logits = self._logits(batch, layout, forward.hidden)
+        if batch.constraint is not None and drafted is not None:
+            constraint = batch.constraint
+            logits = constraint.allowed(drafted.read(constraint.requests)).apply(logits)
         sampling = None if batch.all_greedy else state.sampling(reads.rows, reads.positions)
         chosen, drawn = self._choose(batch, plan, layout, logits, sampling)
         accept = self._accept_one if plan.is_plain else self._accept_run
