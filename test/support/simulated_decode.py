@@ -17,7 +17,7 @@ from sglang.srt.layers.forward_batch import DECODE, MIXED
 from sglang.srt.model_executor.cuda_graph_runner import GraphKeys
 from sglang.srt.speculative.acceptance_estimate import Kind
 from sglang.srt.speculative.length_policy import LengthPolicy
-from sglang.srt.speculative.upcoming_step import Accepted, EmittingRequest, UpcomingStep
+from sglang.srt.speculative.upcoming_step import Accepted, Budget, EmittingRequest, UpcomingStep
 from sglang.srt.step.price_table import Curve, PriceTable
 
 MAX_K = 8
@@ -59,6 +59,14 @@ class _Request:
     has_ended: bool = False
 
 
+@dataclass(frozen=True)
+class _Launched:
+    """A step: each emitting request with the tokens that it could accept, and those that it did."""
+
+    outcomes: list[tuple[_Request, int, int]]
+    limit: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Load:
     """A closed loop.
@@ -84,10 +92,10 @@ class Fixed:
 
     limit: int
 
-    def choose(self, upcoming: UpcomingStep) -> int:
-        return self.limit
+    def choose(self, upcoming: UpcomingStep) -> Budget:
+        return Budget(self.limit)
 
-    def observe(self, accepted: list[Accepted]) -> None: ...
+    def observe(self, accepted: list[Accepted], tier: int) -> None: ...
 
 
 class Simulation:
@@ -121,8 +129,8 @@ class Simulation:
         """Milliseconds until all is done."""
         for _ in range(self._load.num_clients):
             self._arrive()
-        inflight: list[tuple[_Request, int, int]] = []
-        while self._running or self._waiting or inflight:
+        inflight = _Launched([], 0)
+        while self._running or self._waiting or inflight.outcomes:
             ongoing = self._launch()
             self._read(inflight)
             inflight = ongoing
@@ -135,7 +143,7 @@ class Simulation:
             num_new = self._lengths.randint(*load.num_new)
             self._waiting.append(_Request(load.num_prompt, num_new, load.num_context))
 
-    def _launch(self) -> list[tuple[_Request, int, int]]:
+    def _launch(self) -> _Launched:
         emitting = [
             (request, request.pending_bound)
             for request in self._running
@@ -157,12 +165,12 @@ class Simulation:
             else:
                 emitting.append((request, 0))
         if not emitting and not chunks:
-            return []
+            return _Launched([], 0)
         return self._step(emitting, chunks, num_reading)
 
     def _step(
         self, emitting: list[tuple[_Request, int]], chunks: list[int], num_reading: int
-    ) -> list[tuple[_Request, int, int]]:
+    ) -> _Launched:
         upcoming = UpcomingStep(
             emitting=Counter(
                 EmittingRequest(self._kind, MAX_K, True, pending) for _, pending in emitting
@@ -175,12 +183,13 @@ class Simulation:
         )
         limit, self._num_ended = 1, 0
         if emitting:
-            limit = self._policy.choose(upcoming)
+            limit = self._policy.choose(upcoming).limit
             self.limits[limit] += 1
         cost_ms = self._prices.price_ms(upcoming.current_shape(limit))
         looks_ahead = limit > 1 or any(pending > 1 for _, pending in emitting)
         self.now_ms += cost_ms * (1 + self._surcharge * looks_ahead)
-        return [(request, *self._accept(request, limit)) for request, _ in emitting]
+        outcomes = [(request, *self._accept(request, limit)) for request, _ in emitting]
+        return _Launched(outcomes, limit)
 
     def _accept(self, request: _Request, limit: int) -> tuple[int, int]:
         """Tokens that could be accepted, and those that were."""
@@ -194,7 +203,8 @@ class Simulation:
         request.num_drafts = limit - 1 if taken == tried else 0
         return tried, taken
 
-    def _read(self, outcomes: list[tuple[_Request, int, int]]) -> None:
+    def _read(self, step: _Launched) -> None:
+        outcomes = step.outcomes
         for request, _, taken in outcomes:
             request.num_inflight -= 1
             if request.has_ended:
@@ -208,7 +218,7 @@ class Simulation:
                 self._arrive()
         if outcomes:
             found = [Accepted(self._kind, True, tried, taken) for _, tried, taken in outcomes]
-            self._policy.observe(found)
+            self._policy.observe(found, step.limit)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.upcoming_step import Accepted, UpcomingStep
+from sglang.srt.speculative.upcoming_step import Accepted, Budget, UpcomingStep
 from sglang.srt.step.worker import (
     GenerationBatchResult,
     HostResult,
@@ -111,10 +111,10 @@ class RandomLengths:
     def __init__(self, chooser: random.Random) -> None:
         self._random = chooser
 
-    def choose(self, upcoming: UpcomingStep) -> int:
-        return self._random.randint(1, upcoming.longest)
+    def choose(self, upcoming: UpcomingStep) -> Budget:
+        return Budget(self._random.randint(1, upcoming.longest))
 
-    def observe(self, accepted: Sequence[Accepted]) -> None: ...
+    def observe(self, accepted: Sequence[Accepted], tier: int) -> None: ...
 
 
 class LateResult(GenerationBatchResult):

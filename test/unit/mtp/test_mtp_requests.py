@@ -19,7 +19,7 @@ from sglang.srt.messages.control import AbortReq
 from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.speculative.length_policy import FullLength
-from sglang.srt.speculative.upcoming_step import Accepted, UpcomingStep
+from sglang.srt.speculative.upcoming_step import Accepted, Budget, UpcomingStep
 from sglang.srt.step.worker import GenerationBatchResult, ScheduleBatch
 from sglang.srt.workers.tp_worker import TpModelWorker
 from utils import (
@@ -356,8 +356,9 @@ def test_the_last_hidden_state_comes_once_per_step(runner: ModelRunner) -> None:
 class Expensive(FullLength):
     """Beyond 16 rows of requests that look ahead as far as they wish, nobody does."""
 
-    def choose(self, upcoming: UpcomingStep) -> int:
-        return upcoming.longest if upcoming.current_shape(upcoming.longest).num_rows <= 16 else 1
+    def choose(self, upcoming: UpcomingStep) -> Budget:
+        is_cheap = upcoming.current_shape(upcoming.longest).num_rows <= 16
+        return Budget(upcoming.longest if is_cheap else 1)
 
 
 def test_under_load_verified_requests_predict_less_and_keep_their_tokens(
@@ -396,10 +397,10 @@ class Cycling:
     def __init__(self) -> None:
         self._limits = itertools.cycle(self.LIMITS)
 
-    def choose(self, upcoming: UpcomingStep) -> int:
-        return next(self._limits)
+    def choose(self, upcoming: UpcomingStep) -> Budget:
+        return Budget(next(self._limits))
 
-    def observe(self, accepted: Sequence[Accepted]) -> None: ...
+    def observe(self, accepted: Sequence[Accepted], tier: int) -> None: ...
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -26,7 +26,7 @@ from sglang.srt.speculative.length_policy import (
     LengthPolicy,
     LoadAwareLength,
 )
-from sglang.srt.speculative.upcoming_step import Accepted, EmittingRequest, UpcomingStep
+from sglang.srt.speculative.upcoming_step import Accepted, Budget, EmittingRequest, UpcomingStep
 from sglang.srt.step.price_table import Curve, PriceTable, no_graphs
 from simulated_decode import gpu_prices
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner
@@ -73,9 +73,9 @@ def settle(
     """Has every request accept so many tokens of those predicted, or all; the last limit."""
     limit = 1
     for _ in range(num_steps):
-        limit = policy.choose(after(upcoming, limit))
+        limit = policy.choose(after(upcoming, limit)).limit
         taken = min(num_accepted, limit)
-        policy.observe([Accepted(kind, True, limit, taken)] * upcoming.emitting.total())
+        policy.observe([Accepted(kind, True, limit, taken)] * upcoming.emitting.total(), limit)
     return limit
 
 
@@ -93,7 +93,7 @@ def test_where_rows_cost_nothing_and_some_are_accepted_every_request_gets_its_wi
         Counter({EmittingRequest(UNVERIFIED, 2): 1, EmittingRequest(UNVERIFIED, 5): 1})
     )
     assert settle(LoadAwareLength(FLAT, MAX_K), wishes, 5) == 5
-    assert FullLength().choose(wishes) == 5
+    assert FullLength().choose(wishes).limit == 5
 
 
 def test_beyond_all_measured_rows_none_is_free() -> None:
@@ -119,9 +119,9 @@ def test_a_prompt_makes_no_prediction_cheaper() -> None:
     policy = LoadAwareLength(KNEE, MAX_K)
     for _ in range(100):
         policy.choose(upcoming_step(10))
-        policy.observe([Accepted(UNVERIFIED, True, 2, 1 + (n % 5 == 0)) for n in range(10)])
-    assert policy.choose(upcoming_step(10)) > 1
-    assert policy.choose(upcoming_step(10, prompts=512)) == 1
+        policy.observe([Accepted(UNVERIFIED, True, 2, 1 + (n % 5 == 0)) for n in range(10)], 2)
+    assert policy.choose(upcoming_step(10)).limit > 1
+    assert policy.choose(upcoming_step(10, prompts=512)).limit == 1
 
 
 @pytest.mark.parametrize("num_accepted", [1, MAX_K])
@@ -132,11 +132,11 @@ def test_looking_ahead_never_takes_a_step_out_of_its_graph(num_accepted: int) ->
     for prompts in (0, 512, 900) * 100:
         for pending in (1, MAX_K):
             upcoming = upcoming_step(128, VERIFIED, pending=pending, prompts=prompts)
-            limit = policy.choose(upcoming)
+            limit = policy.choose(upcoming).limit
             limits.add(limit)
             stays = prices.replays(upcoming.current_shape(limit))
             assert stays or not prices.replays(upcoming.current_shape(1))
-            policy.observe([Accepted(VERIFIED, True, limit, min(limit, num_accepted))] * 128)
+            policy.observe([Accepted(VERIFIED, True, limit, min(limit, num_accepted))] * 128, limit)
     assert num_accepted == 1 or max(limits) > 1
 
 
@@ -146,7 +146,7 @@ def test_a_busy_server_gives_a_lone_request_no_more_than_it_is_worth() -> None:
     beside = UpcomingStep(Counter({lone: 1, EmittingRequest(None, 1): 120}))
     policy = LoadAwareLength(KNEE, MAX_K)
     assert settle(policy, UpcomingStep(Counter({lone: 1})), 4, kind=VERIFIED) >= 4
-    assert policy.choose(beside) == 1
+    assert policy.choose(beside).limit == 1
 
 
 def test_what_cannot_be_shortened_is_not_what_is_decided() -> None:
@@ -166,7 +166,7 @@ def test_a_fresh_policy_is_sure_of_nothing_that_costs() -> None:
     policy = LoadAwareLength(KNEE, MAX_K)
     limits = [1]
     for _ in range(10):
-        limits.append(policy.choose(after(upcoming_step(40), limits[-1])))
+        limits.append(policy.choose(after(upcoming_step(40), limits[-1])).limit)
     assert limits[1:3] == [2, 1]
     assert limits.count(2) <= 2
 
@@ -177,9 +177,9 @@ def test_what_fails_is_tried_again_later_within_its_budget() -> None:
     plain_ms = KNEE.price_ms(upcoming.plain_shape())
     for _ in range(3000):
         step = after(upcoming, limits[-1])
-        limits.append(policy.choose(step))
+        limits.append(policy.choose(step).limit)
         extra_ms += KNEE.price_ms(step.current_shape(limits[-1])) - plain_ms
-        policy.observe([Accepted(UNVERIFIED, True, limits[-1], 1)] * 40)
+        policy.observe([Accepted(UNVERIFIED, True, limits[-1], 1)] * 40, limits[-1])
     tries = [place for place, limit in enumerate(limits) if limit > 1]
     assert len(tries) >= 3
     assert max(tries) > 1500
@@ -192,8 +192,8 @@ def test_gains_of_one_phase_are_no_credit_for_the_next() -> None:
     assert limit > 1
     while limit > 1:
         num_bad += 1
-        limit = policy.choose(after(upcoming, limit))
-        policy.observe([Accepted(UNVERIFIED, True, limit, 1)] * 30)
+        limit = policy.choose(after(upcoming, limit)).limit
+        policy.observe([Accepted(UNVERIFIED, True, limit, 1)] * 30, limit)
     assert num_bad < 8
 
 
@@ -234,8 +234,8 @@ def test_short_outputs_waste_what_was_predicted_past_their_end() -> None:
         for step in range(400):
             num_ended = int(step / steps_per_end) - int((step - 1) / steps_per_end)
             emitting = upcoming_step(20).emitting
-            found = policy.choose(UpcomingStep(emitting, num_ended=20 * num_ended))
-            policy.observe([Accepted(UNVERIFIED, True, found, min(found, 3))] * 20)
+            found = policy.choose(UpcomingStep(emitting, num_ended=20 * num_ended)).limit
+            policy.observe([Accepted(UNVERIFIED, True, found, min(found, 3))] * 20, found)
         return found
 
     assert limit(2) == 1 < limit(200)
@@ -305,7 +305,9 @@ def test_the_policy_hears_what_became_of_each_step_it_chose_for(small_model: Pat
         harness.generate([[1, 2], [3]], max_new_tokens=9, temperature=0.0)
         observe.assert_not_called()
         harness.generate([[1, 2]], **ahead)
-        assert observe.call_args_list[0] == mock.call([Accepted(None, True, 4, 4)])
+        ([first], tier), _ = observe.call_args_list[0]
+        assert (first[:4], tier) == ((None, True, 4, 4), 4)
+        assert first.row in range(4)
         observe.reset_mock()
         harness.generate([[1, 2]], mtp_strategy=["conf_adapt", 0.5], **ahead)
         kinds = [call.args[0][0].kind for call in observe.call_args_list]
@@ -325,7 +327,7 @@ def test_of_verified_drafts_those_are_counted_that_were_there(
     with mock.patch.object(policy, "observe") as observe:
         harness.generate([[1, 2]], mtp_verify=True, ignore_eos=True, **params)
     steps = [call.args[0][0] for call in observe.call_args_list]
-    assert steps[0] == Accepted(VERIFIED, True, 1, 1)
+    assert steps[0][:4] == (VERIFIED, True, 1, 1)
     for before, step in pairwise(steps):
         assert step.num_tried == (4 if before.num_accepted == before.num_tried else 1)
         assert step.num_accepted <= step.num_tried
@@ -336,7 +338,7 @@ def test_the_policy_hears_who_is_in_a_step(small_model: Path) -> None:
     heard: list[UpcomingStep] = []
 
     class Recording(FullLength):
-        def choose(self, upcoming: UpcomingStep) -> int:
+        def choose(self, upcoming: UpcomingStep) -> Budget:
             heard.append(upcoming)
             return super().choose(upcoming)
 
@@ -373,7 +375,7 @@ def test_ends_are_counted_when_their_rows_are_given_away(small_model: Path) -> N
     heard: list[int] = []
 
     class Recording(FullLength):
-        def choose(self, upcoming: UpcomingStep) -> int:
+        def choose(self, upcoming: UpcomingStep) -> Budget:
             heard.append(upcoming.num_ended)
             return super().choose(upcoming)
 
@@ -416,11 +418,11 @@ class Alternating:
         self.num_observed = 0
         self.made.append(self)
 
-    def choose(self, upcoming: UpcomingStep) -> int:
+    def choose(self, upcoming: UpcomingStep) -> Budget:
         self.chosen.append(1 if len(self.chosen) % 2 else upcoming.longest)
-        return self.chosen[-1]
+        return Budget(self.chosen[-1])
 
-    def observe(self, accepted: Sequence[Accepted]) -> None:
+    def observe(self, accepted: Sequence[Accepted], tier: int) -> None:
         self.num_observed += 1
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from sglang.srt.speculative.acceptance_estimate import Kind
 from sglang.srt.speculative.length_policy import LoadAwareLength
-from sglang.srt.speculative.upcoming_step import UpcomingStep
+from sglang.srt.speculative.upcoming_step import Budget, UpcomingStep
 from simulated_decode import (
     MAX_K,
     UNVERIFIED,
@@ -79,9 +79,9 @@ def test_good_text_that_turns_bad_costs_little(kind: Kind) -> None:
     turn_ms = plain_ms(gpu_prices, LOADS[128]) / 2
 
     class Knowing(LoadAwareLength):
-        def choose(self, upcoming: UpcomingStep) -> int:
-            limit = super().choose(upcoming)
-            return limit if run.now_ms < turn_ms else 1
+        def choose(self, upcoming: UpcomingStep) -> Budget:
+            budget = super().choose(upcoming)
+            return budget if run.now_ms < turn_ms else Budget(1)
 
     times = []
     for make_policy in (Knowing, LoadAwareLength):

@@ -131,7 +131,7 @@ class LookaheadRows:
             if self.emits_only_confirmed[row]:
                 tried = max(self._pending_read[row], taken)
                 self._pending_read[row] = predicted if taken == tried else 1
-            found.append(Accepted(self._kinds[row], self.is_adjustable(row), tried, taken))
+            found.append(Accepted(self._kinds[row], self.is_adjustable(row), tried, taken, row))
         return found
 
     def plan(self, batch: ScheduleBatch, limit: int, longest_pending: int | None) -> LookaheadPlan:

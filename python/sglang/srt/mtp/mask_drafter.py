@@ -19,6 +19,7 @@ from sglang.srt.registry import LENGTH_POLICIES, load
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import ComputedStep, DrafterNeeds, DrafterParts, RowPlan
 from sglang.srt.speculative.length_policy import LengthPolicy
+from sglang.srt.speculative.upcoming_step import Budget
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import PLAIN_WIDTH, HostResult, NewRow, ScheduleBatch, StepWidth
 
@@ -112,16 +113,17 @@ class MaskDrafter:
         step = self._unread.popleft()
         accepted = self._lookahead.accepted(step.rows, step.plan, result.accept_lens)
         if step.was_chosen:
-            self._policy.observe(accepted)
+            self._policy.observe(accepted, result.tier)
 
     def plan(self, batch: ScheduleBatch) -> RowPlan:
         config, lookahead = self._config, self._lookahead
         longest = None
         if config.trims_rows:
             longest = int(self._state.pending_lens[batch.rows].max())
-        limit = self._limit(batch, longest)
-        plan = lookahead.plan(batch, limit or config.max_k, longest)
-        self._unread.append(_Unread(batch.rows, plan, limit is not None))
+        budget = self._budget(batch, longest)
+        limit = config.max_k if budget is None else budget.limit
+        plan = lookahead.plan(batch, limit, longest)
+        self._unread.append(_Unread(batch.rows, plan, budget is not None))
         is_unconfirmed = not all(plan.counts.emits_only_confirmed)
         return RowPlan(
             plan.counts,
@@ -130,7 +132,7 @@ class MaskDrafter:
             lookahead_token=config.mask_token_id,
             wants_probs=any(lookahead.host_thresholds[row] > 0 for row in batch.rows),
             accepts_unconfirmed=self._ops.num_confident if is_unconfirmed else None,
-            tier=limit or 0,
+            tier=0 if budget is None else limit,
         )
 
     def propose(self, step: ComputedStep) -> None:
@@ -155,9 +157,9 @@ class MaskDrafter:
             "conf_adapt" if has_threshold else "static",
         )
 
-    def _limit(self, batch: ScheduleBatch, longest_pending: int | None) -> int | None:
-        """The most tokens that a request may predict whose length the policy may choose; None where
-        no such request looks ahead."""
+    def _budget(self, batch: ScheduleBatch, longest_pending: int | None) -> Budget | None:
+        """What the policy grants requests whose length it may choose; None where none of them looks
+        ahead."""
         rows = self._lookahead
         if not any(
             emits and rows.max_predicted[row] > 1 and rows.is_adjustable(row)

@@ -100,6 +100,16 @@ def with_draftless_steps(runs: list[Estimate]) -> list[Estimate]:
     return found
 
 
+def share_with_drafts(before: Estimate, run: Estimate) -> float:
+    """Share of a request's steps that have drafts, from the lengths of its runs: `run` with one
+    token more than `before`."""
+    num_drafts = run.mean - 1.0
+    if num_drafts <= 0.0:
+        return 0.5
+    last_share = (run.mean - before.mean) / num_drafts
+    return 1.0 / (2.0 - min(1.0, last_share * num_drafts))
+
+
 def _with_gaps(num_drafts: float, last_share: float) -> float:
     """Tokens per step, where a step with drafts has `num_drafts` of them accepted on average and
     a share `last_share` of these complete their run: only then the next step has drafts."""

@@ -18,9 +18,10 @@ from sglang.srt.speculative.acceptance_estimate import (
     Estimate,
     Kind,
     Survival,
+    share_with_drafts,
     with_draftless_steps,
 )
-from sglang.srt.speculative.upcoming_step import Accepted, EmittingRequest, UpcomingStep
+from sglang.srt.speculative.upcoming_step import Accepted, Budget, EmittingRequest, UpcomingStep
 from sglang.srt.step.price_table import PriceTable, StepShape
 
 OPTIONS_STEPS, OPTIONS_TRIALS = 16, 32  # computed options hold for so many steps and trials at most
@@ -46,12 +47,12 @@ class LengthPolicy(Protocol):
             max_k: tokens that a request may predict.
         """
 
-    def choose(self, upcoming: UpcomingStep) -> int:
-        """The most tokens that an adjustable request may predict in the next step. Called where one
-        of them looks ahead."""
+    def choose(self, upcoming: UpcomingStep) -> Budget:
+        """How far adjustable requests may look ahead in the next step. Called where one does."""
 
-    def observe(self, accepted: Sequence[Accepted]) -> None:
-        """The outcome of the oldest step that was chosen for and has not been observed."""
+    def observe(self, accepted: Sequence[Accepted], tier: int) -> None:
+        """The outcome of the oldest step that was chosen for and has not been observed; `tier` is
+        the limit that was chosen."""
 
 
 class FullLength:
@@ -61,10 +62,10 @@ class FullLength:
 
     def __init__(self, prices: PriceTable | None = None, max_k: int = 1) -> None: ...
 
-    def choose(self, upcoming: UpcomingStep) -> int:
-        return upcoming.longest
+    def choose(self, upcoming: UpcomingStep) -> Budget:
+        return Budget(upcoming.longest)
 
-    def observe(self, accepted: Sequence[Accepted]) -> None:
+    def observe(self, accepted: Sequence[Accepted], tier: int) -> None:
         """Learns nothing."""
 
 
@@ -144,10 +145,11 @@ class LoadAwareLength:
         self._options_age = self._num_trials = 0
         self._least_loss_ms = 0.0  # of trials, while those options hold
         self._is_trial = False
+        self._shares: dict[tuple[Kind, int], float] = {}  # while those options hold
         self._trial_loss_ms = self._trial_gain_ms = 0.0  # what trials could lose, and did gain
         self._num_ended, self._num_tokens = PRIOR_ENDS, PRIOR_TOKENS
 
-    def choose(self, upcoming: UpcomingStep) -> int:
+    def choose(self, upcoming: UpcomingStep) -> Budget:
         options = self._current_options(upcoming)
         if self._budget_ms is None:
             self._budget_ms = options.decode_ms
@@ -162,19 +164,20 @@ class LoadAwareLength:
             limit, self._is_trial = trial, True
         extra_ms = 0.0
         if limit > 1 or not upcoming.is_plain:
-            chosen, plain = upcoming.current_shape(limit), upcoming.plain_shape()
+            chosen, plain = self._current_shape(upcoming, limit), upcoming.plain_shape()
             extra_ms = self._price(chosen) - self._price(plain)
         self._steps.append(_Step(extra_ms, options.plain_token_ms, not self._is_trial))
         for kind in {request.kind for request in upcoming.emitting if request.kind is not None}:
             self._of(kind).forget(limit)
         self._trial_loss_ms *= 1.0 - 1.0 / FORGETTING_STEPS
         self._trial_gain_ms *= 1.0 - 1.0 / FORGETTING_STEPS
-        return limit
+        return Budget(limit, self._num_rows(upcoming, limit) if upcoming.is_packed else None)
 
-    def observe(self, accepted: Sequence[Accepted]) -> None:
+    def observe(self, accepted: Sequence[Accepted], tier: int) -> None:
         step = self._steps.popleft()
         num_adjustable = num_tokens = 0
-        for (kind, is_adjustable, tried, taken), count in Counter(accepted).items():
+        alike = Counter(entry[:4] for entry in accepted)
+        for (kind, is_adjustable, tried, taken), count in alike.items():
             if is_adjustable:
                 num_adjustable += count
                 num_tokens += count * taken
@@ -209,6 +212,27 @@ class LoadAwareLength:
     def _price(self, shape: StepShape) -> float:
         return self._prices.price_ms(shape)
 
+    def _current_shape(self, upcoming: UpcomingStep, limit: int) -> StepShape:
+        return upcoming.current_shape(limit, self._share_with_drafts)
+
+    def _num_rows(self, upcoming: UpcomingStep, limit: int) -> int:
+        """Rows of requests that can be cut: as many as they will probably need, and as many more as
+        the step's graph has room for."""
+        shape, share = self._current_shape(upcoming, limit), self._share_with_drafts
+        key = self._prices.find(shape.num_reqs, shape.widest, shape.num_rows)
+        spare = 0 if key is None else key.num_tokens - shape.num_rows
+        return upcoming.cuttable_rows(limit, share) + spare
+
+    def _share_with_drafts(self, kind: Kind, k: int) -> float:
+        """Of verified requests that predict k tokens per step: a step whose drafts are not all
+        confirmed leaves none for the next one."""
+        if k == 1:
+            return 1.0
+        if (kind, k) not in self._shares:
+            runs = self._of(kind).runs(k)
+            self._shares[kind, k] = share_with_drafts(runs[-2], runs[-1])
+        return self._shares[kind, k]
+
     def _count_ends(self, num_ended: int) -> None:
         self._num_ended += num_ended
         if self._num_ended > REMEMBERED_ENDS:
@@ -228,6 +252,7 @@ class LoadAwareLength:
         self._options_age += 1
         is_old = self._options_age > OPTIONS_STEPS or self._num_trials >= OPTIONS_TRIALS
         if self._options_of is None or is_old or self._options_of[0] != cache_key:
+            self._shares.clear()
             self._options_of = cache_key, self._options(upcoming)
             self._options_age = self._num_trials = 0
             self._least_loss_ms = 0.0
@@ -236,12 +261,11 @@ class LoadAwareLength:
     def _options(self, upcoming: UpcomingStep) -> _Options:
         limits = range(1, upcoming.longest + 1)
         tokens = self._tokens(upcoming)
-        free = [self._price(upcoming.steady_shape(limit, with_prompts=False)) for limit in limits]
+        share = self._share_with_drafts
+        free = [self._price(upcoming.steady_shape(limit, False, share)) for limit in limits]
         costs = free
         if upcoming.prompt_rows:
-            costs = [
-                self._price(upcoming.steady_shape(limit, with_prompts=True)) for limit in limits
-            ]
+            costs = [self._price(upcoming.steady_shape(limit, True, share)) for limit in limits]
 
         def beside_plain(token_ms: float) -> list[Estimate]:
             return [
@@ -288,8 +312,8 @@ class LoadAwareLength:
         """The longest limit whose step replays a graph, if the step at limit 1 does: kernels
         launched one by one keep the host busy for longer than the device."""
         limit = upcoming.longest
-        if self._prices.replays(upcoming.current_shape(1)):
-            while not self._prices.replays(upcoming.current_shape(limit)):
+        if self._prices.replays(self._current_shape(upcoming, 1)):
+            while not self._prices.replays(self._current_shape(upcoming, limit)):
                 limit -= 1
         return limit
 
@@ -320,10 +344,12 @@ class LoadAwareLength:
     def _loss(self, upcoming: UpcomingStep, limit: int) -> float:
         """Milliseconds lost if nothing is accepted: by masks in this step, and by what they leave
         pending in the next one."""
-        now = self._price(upcoming.current_shape(limit)) - self._price(upcoming.current_shape(1))
+        shapes = [self._current_shape(upcoming, length) for length in (limit, 1)]
+        now = self._price(shapes[0]) - self._price(shapes[1])
         emitting = Counter[EmittingRequest]()
         for request, count in upcoming.emitting.items():
             pending = min(request.k, limit) if request.is_adjustable else request.pending
             emitting[request._replace(pending=pending)] += count
-        after = UpcomingStep(emitting, upcoming.kv_tokens)
-        return now + self._price(after.current_shape(1)) - self._price(after.plain_shape())
+        after = UpcomingStep(emitting, upcoming.kv_tokens, is_packed=upcoming.is_packed)
+        later = self._price(self._current_shape(after, 1)) - self._price(after.plain_shape())
+        return now + later

@@ -3,13 +3,38 @@ was accepted when its result is read."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from sglang.srt.speculative.acceptance_estimate import Kind
 from sglang.srt.step.price_table import StepShape
+
+# Of requests of a kind that predicted so many tokens in the step before: the share that has drafts.
+ShareWithDrafts = Callable[[Kind, int], float]
+MARGIN = 2.0  # standard deviations of the number of requests with drafts
+
+
+def all_have_drafts(kind: Kind, k: int) -> float:
+    """`ShareWithDrafts` where nothing is known: the most rows."""
+    return 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a length policy grants a step.
+
+    Attributes:
+        limit: the most tokens that an adjustable request may predict; 1 at least.
+        num_rows: of a packed step, the rows that requests may feed whose look-ahead can be cut
+            (those that emit only what is confirmed and feed no prompt), all together; None: as many
+            as they could feed.
+    """
+
+    limit: int
+    num_rows: int | None = None
 
 
 class EmittingRequest(NamedTuple):
@@ -27,6 +52,13 @@ class EmittingRequest(NamedTuple):
     is_adjustable: bool = True
     pending: int = 1
 
+    def sizes(self, limit: int, is_steady: bool) -> tuple[int, int]:
+        """Tokens to predict, and rows fed at most. `is_steady`: all that the step before predicted
+        under the same limit is pending."""
+        length = min(self.k, limit) if self.is_adjustable else self.k
+        pending = min(self.pending, 1) + length - 1 if is_steady else self.pending
+        return length, pending + length - 1
+
 
 @dataclass(frozen=True, slots=True)
 class UpcomingStep:
@@ -39,6 +71,7 @@ class UpcomingStep:
         prompt_reqs: requests that feed prompt tokens and emit nothing yet.
         prompt_row_kv: sum over the prompt rows of the tokens that each sees.
         num_ended: requests that have ended since the step before.
+        is_packed: the device divides the step's rows among the requests (`Budget.num_rows`).
     """
 
     emitting: Counter[EmittingRequest] = field(default_factory=Counter)
@@ -48,6 +81,7 @@ class UpcomingStep:
     prompt_reqs: int = 0
     prompt_row_kv: int = 0
     num_ended: int = 0
+    is_packed: bool = False
 
     @property
     def cache_key(self) -> Hashable:
@@ -70,13 +104,24 @@ class UpcomingStep:
         """The most tokens that an adjustable request wants to predict."""
         return max((request.k for request in self.emitting if request.is_adjustable), default=1)
 
-    def steady_shape(self, limit: int, with_prompts: bool) -> StepShape:
-        """The shape if the step before had this limit too and all that it predicted is pending."""
-        return self._shape(limit, with_prompts, is_steady=True)
+    def steady_shape(
+        self, limit: int, with_prompts: bool, share: ShareWithDrafts = all_have_drafts
+    ) -> StepShape:
+        """The shape if the step before had this limit too and all that it predicted is pending, of
+        a packed step in that share of the requests."""
+        return self._shape(limit, with_prompts, True, share)
 
-    def current_shape(self, limit: int) -> StepShape:
+    def current_shape(self, limit: int, share: ShareWithDrafts = all_have_drafts) -> StepShape:
         """The shape with what is pending now."""
-        return self._shape(limit, with_prompts=True, is_steady=False)
+        return self._shape(limit, True, False, share)
+
+    def cuttable_rows(self, limit: int, share: ShareWithDrafts = all_have_drafts) -> int:
+        """Of `current_shape`, the rows that `Budget.num_rows` is about."""
+        return sum(
+            self._rows(request, count, limit, False, share)
+            for request, count in self.emitting.items()
+            if _is_cuttable(request)
+        )
 
     def plain_shape(self) -> StepShape:
         """The shape if no adjustable request looked ahead."""
@@ -87,21 +132,18 @@ class UpcomingStep:
             emitting[request] += count
         return replace(self, emitting=emitting).current_shape(1)
 
-    def _shape(self, limit: int, with_prompts: bool, is_steady: bool) -> StepShape:
+    def _shape(
+        self, limit: int, with_prompts: bool, is_steady: bool, share: ShareWithDrafts
+    ) -> StepShape:
         reqs = rows = read = widest = 0
         for request, count in self.emitting.items():
-            length = min(request.k, limit) if request.is_adjustable else request.k
-            pending = request.pending
             if not with_prompts:
-                pending = max(pending, 1)
-            kind = request.kind
-            reads_all = kind is not None and kind.emits_only_confirmed and pending > 0
-            if is_steady:
-                pending = min(pending, 1) + length - 1
-            fed = pending + length - 1
+                request = request._replace(pending=max(request.pending, 1))
+            length, fed = request.sizes(limit, is_steady)
+            num_rows = self._rows(request, count, limit, is_steady, share)
             reqs += count
-            rows += count * fed
-            read += count * (fed if reads_all else length)
+            rows += num_rows
+            read += num_rows if _is_cuttable(request) else count * length
             widest = max(widest, fed)
         row_kv = rows * self.kv_tokens / reqs if reqs else 0.0
         if not with_prompts:
@@ -116,11 +158,39 @@ class UpcomingStep:
             self.prompt_row_kv,
         )
 
+    def _rows(
+        self,
+        request: EmittingRequest,
+        count: int,
+        limit: int,
+        is_steady: bool,
+        share: ShareWithDrafts,
+    ) -> int:
+        """Rows of `count` such requests: the most or, where they can be cut, probably enough."""
+        length, fed = request.sizes(limit, is_steady)
+        num_drafts = fed - length
+        if not self.is_packed or request.kind is None or not _is_cuttable(request):
+            return count * fed
+        chance = share(request.kind, num_drafts + 1)
+        likely = count * chance + MARGIN * math.sqrt(count * chance * (1.0 - chance))
+        return count * length + math.ceil(min(count, likely) * num_drafts)
+
+
+def _is_cuttable(request: EmittingRequest) -> bool:
+    kind = request.kind
+    return kind is not None and kind.emits_only_confirmed and request.pending > 0
+
 
 class Accepted(NamedTuple):
-    """What a request accepted of a step; `num_tried` tokens at most."""
+    """What a request accepted of a step.
+
+    Attributes:
+        num_tried: tokens that it could have accepted.
+        row: of the request in the page table; -1 where nobody asks, as in simulations.
+    """
 
     kind: Kind | None
     is_adjustable: bool
     num_tried: int
     num_accepted: int
+    row: int = -1
