@@ -25,6 +25,7 @@ from sglang.srt.layers.attention.triton_ops import gather_kernel, prompt_kernel
 from sglang.srt.layers.attention.triton_ops import kernels as attention
 from sglang.srt.layers.ops import triton_ops as ops
 from sglang.srt.mtp import triton_mask_ops as masks
+from sglang.srt.step import triton_row_division as rows
 from sglang.srt.step import triton_step_ops as steps
 from sglang.srt.step.triton_commit_run import commit_run_kernel
 from sglang.srt.step.triton_layout import lay_out_kernel
@@ -106,6 +107,27 @@ def tree_kernels(name: str, function: Any, num_warps: int = 4, **constants: Any)
 
 def few_rows(block_m: int, block_n: int, block_k: int, gated: bool = False) -> dict[str, Any]:
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GATED": gated}
+
+
+def row_division(num_reqs: int, num_drafts: int, num_masks: int, own_rows: bool) -> Kernel:
+    options = rows.tile_and_warps(num_reqs)
+    num_warps = options.pop("num_warps")
+    return Kernel(
+        rows._divide_kernel,
+        {
+            "MAX_DRAFTS": num_drafts,
+            "MAX_MASKS": num_masks,
+            **options,
+            **({"rows_ptr": None} if own_rows else {}),
+        },
+        num_warps=num_warps,
+        types={
+            **STEP_INTEGERS,
+            **{f"{name}_ptr": "*i64" for name in ("least", "num_drafts", "num_masks")},
+            **{f"{name}_confidence_ptr": "*fp32" for name in ("draft", "mask")},
+            "values_ptr": "*i32",
+        },
+    )
 
 
 KERNELS = {
@@ -199,6 +221,18 @@ KERNELS = {
             ("proposed drafts", masks._propose_kernel),
         )
         for has_probs in (True, False)
+    },
+    **{
+        f"rows of {num_reqs} requests, {num_drafts} drafts, {num_masks} masks": row_division(
+            num_reqs, num_drafts, num_masks, own_rows
+        )
+        for num_reqs, num_drafts, num_masks, own_rows in (
+            (1, 7, 8, False),
+            (64, 7, 8, True),
+            (256, 15, 16, False),
+            (512, 64, 16, False),
+            (33, 0, 0, False),
+        )
     },
 }
 
