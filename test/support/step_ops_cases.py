@@ -39,6 +39,7 @@ from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import (
     READ_START,
     AcceptedTokens,
+    PackedSize,
     RowLayout,
     StaticInputs,
     StepCounts,
@@ -57,7 +58,16 @@ Case = Callable[[str, str], list[str]]
 class Side:
     """Device rows and a page table, and the operations under test."""
 
-    def __init__(self, name: str, device: str, num_rows: int, max_pending: int, seed: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        device: str,
+        num_rows: int,
+        max_pending: int,
+        seed: int,
+        max_masks: int | None = None,
+        has_trees: bool = False,
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def numbers(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -65,7 +75,7 @@ class Side:
 
         self.device = torch.device(device)
         self.pool = ReqToTokenPool(num_rows, WIDTH, device)
-        self.state = RequestRows(self.pool, max_pending, VOCAB_SIZE)
+        self.state = RequestRows(self.pool, max_pending, VOCAB_SIZE, has_trees, max_masks)
         thresholds = (numbers(0, 3, num_rows) / 2).to(device)
         self.ops: StepOps = load(OPERATIONS[name].step)(self.device)
         self.ops.warm_up(self.state, self.pool)
@@ -75,10 +85,20 @@ class Side:
         self.state.pending_lens.copy_(numbers(1, max_pending + 1, num_rows))
         self.state.num_tokens.copy_(numbers(0, WIDTH, num_rows))
         self.pool.req_to_token.copy_(numbers(0, 1 << 20, num_rows, WIDTH))
+        if self.state.confidence is not None:
+            for table in (self.state.confidence.drafts, self.state.confidence.masks):
+                table.copy_(numbers(0, 9, *table.shape) / 8)
+        if self.state.trees is not None:
+            nodes = torch.arange(1, max_pending)
+            parents = numbers(0, 1 << 20, num_rows, max_pending - 1) % nodes
+            every = torch.arange(num_rows, device=self.device)
+            self.state.trees.write(every, parents.to(self.device, torch.int32))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         found = {name: vars(self.state)[name] for name in STATE}
         found["table"] = self.pool.req_to_token
+        if self.state.confidence is not None:
+            found["confidence"] = self.state.confidence.drafts
         return {name: tensor.cpu().clone() for name, tensor in found.items()}
 
 
@@ -101,9 +121,10 @@ class Step:
 
     def add(self, kind: str, pending_len: int, max_pending: int, chooser: random.Random) -> None:
         num_prompt = chooser.choice([1, 2, 130, 300]) if kind in ("chunk", "prompt") else 0
-        only_confirmed = kind == "plain" or (kind != "static" and chooser.random() < 0.5)
+        only_confirmed = kind in ("plain", "tree")
+        only_confirmed |= kind != "static" and chooser.random() < 0.5
         emits = kind != "chunk"
-        looks_ahead = kind not in ("plain", "chunk") and max_pending > 1
+        looks_ahead = kind not in ("plain", "chunk", "tree") and max_pending > 1
         k = chooser.randint(1, max_pending) if looks_ahead else int(emits)
         bound = 1 if num_prompt else chooser.randint(pending_len, max_pending)
         q_len = (num_prompt or bound) + max(k - 1, 0)
@@ -132,6 +153,18 @@ class Step:
             ),
             all_greedy=True,
         )
+
+    def packed(self, counts: StepCounts, share: float) -> StepCounts:
+        """With this share of the rows, but those that must be fed."""
+        least = sum(
+            1 if confirmed and not prompt else q_len
+            for q_len, prompt, confirmed in zip(
+                self.q_lens, self.num_prompt, self.emits_only_confirmed, strict=True
+            )
+        )
+        num_rows = max(least, round(share * sum(self.q_lens)))
+        num_reads = min(num_rows, sum(self.num_read))
+        return dataclasses.replace(counts, packed=PackedSize(num_rows, num_reads))
 
     def counts(self, is_plain: bool) -> StepCounts:
         return StepCounts(
@@ -165,30 +198,48 @@ def written_elsewhere(
 
 
 def wrong_sequences(
-    before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], step: Step
+    before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], step: Step, has_trees: bool
 ) -> list[str]:
     """What is wrong in the token table: where a step emits, the known end is that of the pending
-    tokens, and they alone were written; where it emits nothing, there is no change."""
+    tokens, and they alone were written, and of trees the confirmed path; where it emits nothing,
+    there is no change."""
     found = []
     for row, emits in zip(step.rows, step.emits, strict=True):
         first, end = int(after["committed"][row]), int(after["num_tokens"][row])
         right_end = first + int(after["pending_lens"][row])
         if end != (right_end if emits else int(before["num_tokens"][row])):
             found.append("the known end")
+        if has_trees:
+            first = int(before["committed"][row]) + 1
         changed = (before["tokens"][row] != after["tokens"][row]).nonzero().flatten().tolist()
         if not set(changed) <= set(range(first, end) if emits else ()):
             found.append("tokens of others")
     return found
 
 
-def step_case(kinds: list[str], num_reqs: int, max_pending: int, plain: bool = False) -> Case:
-    """A step of requests of random kinds: laid out, then accepted or, if `plain`, committed."""
+def step_case(
+    kinds: list[str],
+    num_reqs: int,
+    max_pending: int,
+    plain: bool = False,
+    packed_share: float | None = None,
+    has_trees: bool = False,
+) -> Case:
+    """A step of requests of random kinds: laid out, then accepted or, if `plain`, committed.
+
+    Args:
+        packed_share: the step is packed and has this share of the rows that it could need, if it
+            needs no more in any case.
+    """
 
     def run_once(name: str, device: str, seed: int) -> list[str]:
         chooser = random.Random(seed)
         num_rows = num_reqs + NUM_SPARE_ROWS
-        ours = Side(name, device, num_rows, max_pending, seed)
-        right = Side("torch", "cpu", num_rows, max_pending, seed)
+        max_masks = None if packed_share is None else max_pending - 1
+        ours, right = (
+            Side(side, place, num_rows, max_pending, seed, max_masks, has_trees)
+            for side, place in ((name, device), ("torch", "cpu"))
+        )
         step = Step(chooser.sample(range(num_rows), num_reqs))
         for row in step.rows:
             kind = chooser.choice(kinds)
@@ -199,6 +250,8 @@ def step_case(kinds: list[str], num_reqs: int, max_pending: int, plain: bool = F
         batch, before = step.batch(chooser), right.tensors()
         is_plain = plain or sum(step.num_read) == 0
         counts = step.counts(is_plain)
+        if packed_share is not None and not is_plain:
+            counts = step.packed(counts, packed_share)
         layouts = [
             side.ops.lay_out(batch, counts, side.state, side.pool, MASK) for side in (ours, right)
         ]
@@ -213,7 +266,7 @@ def step_case(kinds: list[str], num_reqs: int, max_pending: int, plain: bool = F
             found += differing(*outcomes)
         after = ours.tensors()
         found += [name for name, tensor in right.tensors().items() if not tensor.equal(after[name])]
-        found += wrong_sequences(before, after, step)
+        found += wrong_sequences(before, after, step, has_trees)
         return found + written_elsewhere(before, after, step.rows)
 
     return lambda name, device: [
@@ -376,6 +429,12 @@ CASES: dict[str, Case] = {
     "many that look ahead": step_case(["mtp", "plain"], 40, 8),
     "all kinds": step_case(ALL, 13, 8),
     "all kinds, up to 16": step_case(ALL, 4, 16),
+    "packed, with room": step_case(["mtp", "plain"], 9, 8, packed_share=1.0),
+    "packed and cut": step_case(["mtp", "plain"], 9, 8, packed_share=0.5),
+    "packed, all kinds": step_case(ALL, 13, 4, packed_share=0.8),
+    "packed, one request": step_case(["mtp"], 1, 8, packed_share=0.6),
+    "trees": step_case(["tree"], 7, 8, has_trees=True),
+    "trees beside prompts": step_case(["tree", "prompt", "chunk"], 9, 16, has_trees=True),
     "a graph of its size": fill_case(GraphKey(DECODE, 4, 1, 4), [1] * 4),
     "a larger graph": fill_case(GraphKey(DECODE, 24, 1, 24), [1] * 17),
     "a graph of prompts": fill_case(GraphKey(MIXED, 8, 1, 320), [200, 1, 7], num_reads=2),

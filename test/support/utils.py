@@ -406,8 +406,9 @@ def make_mtp_worker(
     **config: Any,
 ) -> TpModelWorker:
     """The worker that predicts up to MTP_MAX_K tokens per step, over a runner with rows for it."""
-    state = RequestRows(runner.req_to_token_pool, MTP_MAX_K, runner.vocab_size)
     settings = MTPConfig(mask_token_id=mask_token_id, max_k=MTP_MAX_K, **config)
+    max_masks = MaskDrafter.needs(settings).max_masks
+    state = RequestRows(runner.req_to_token_pool, MTP_MAX_K, runner.vocab_size, max_masks=max_masks)
     masks = load(runner.operations.masks)
     drafter = MaskDrafter(state, settings, policy or FullLength(), masks)
     on_step = None if trace is None else trace.launched

@@ -75,7 +75,10 @@ class DebugTrace:
 
     def _fields(self, step: _LaunchedStep, request: RequestStep) -> dict[str, Any]:
         inputs, index = step.inputs, request.index
-        q_len, start = inputs.q_lens[index], sum(inputs.q_lens[:index])
+        start, q_len = sum(inputs.q_lens[:index]), inputs.q_lens[index]
+        if inputs.q_starts is not None:
+            start, end = inputs.q_starts[index : index + 2].tolist()
+            q_len = end - start
         rows = slice(start, start + q_len)
         tokens, positions = inputs.input_ids[rows].tolist(), inputs.positions[rows].tolist()
         pending = step.pending[index, : int(step.pending_lens[index])].tolist()

@@ -11,7 +11,7 @@ from sglang.srt.device_copies import to_device
 from sglang.srt.speculative.acceptance_estimate import Kind
 from sglang.srt.speculative.upcoming_step import Accepted, EmittingRequest, UpcomingStep
 from sglang.srt.step.price_table import prompt_pairs
-from sglang.srt.step.step_ops import StepCounts
+from sglang.srt.step.step_ops import PackedSize, StepCounts
 from sglang.srt.step.worker import NewRow, ScheduleBatch
 
 
@@ -30,6 +30,29 @@ class LookaheadPlan:
     max_accepted: list[int]
     looks_ahead: list[bool]
     max_pending: list[int]
+
+    def packed(self, batch: ScheduleBatch, num_rows: int | None) -> LookaheadPlan:
+        """The same with the rows divided by the device.
+
+        Args:
+            num_rows: of requests that may lose look-ahead; None: as many as they could feed.
+        """
+        counts = self.counts
+        fixed_rows = fixed_reads = least_rows = most = num_cut = 0
+        for i, num_prompt in enumerate(batch.num_prompt_tokens):
+            if num_prompt == 0 and counts.emits_only_confirmed[i]:
+                num_cut += 1
+                most += counts.q_lens[i]
+                continue
+            fixed_rows += counts.q_lens[i]
+            fixed_reads += counts.num_read[i]
+            # Unverified requests may have fewer pending tokens than the host expects.
+            num_spare = 0 if num_prompt else self.max_pending[i] - 1
+            least_rows += counts.q_lens[i] - num_spare
+        given = most if num_rows is None else min(most, max(num_rows, num_cut))
+        total = fixed_rows + given
+        size = PackedSize(total, fixed_reads + min(most, total - least_rows))
+        return replace(self, counts=replace(counts, packed=size))
 
 
 class LookaheadRows:
@@ -87,7 +110,9 @@ class LookaheadRows:
         """Whether the length policy may choose a smaller k for the row's request."""
         return self._limits_all or self.emits_only_confirmed[row]
 
-    def upcoming_step(self, batch: ScheduleBatch, longest_pending: int | None) -> UpcomingStep:
+    def upcoming_step(
+        self, batch: ScheduleBatch, longest_pending: int | None, is_packed: bool = False
+    ) -> UpcomingStep:
         """What the length policy gets to see of a step; `longest_pending` as for `plan`."""
         emitting: Counter[tuple[Kind | None, int, bool, int]] = Counter()
         kv_tokens = prompt_row_kv = prompt_reqs = 0
@@ -111,6 +136,7 @@ class LookaheadRows:
             prompt_reqs=prompt_reqs,
             prompt_row_kv=prompt_row_kv,
             num_ended=num_ended,
+            is_packed=is_packed,
         )
 
     def _max_pending(self, row: int, num_prompt: int, longest_pending: int | None) -> int:

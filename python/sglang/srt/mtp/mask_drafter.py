@@ -37,6 +37,9 @@ class MTPConfig:
             depends on k.
         trims_rows: look at how many tokens are pending and pad to the longest run of the batch, not
             to the longest possible one: for devices where looking costs nothing.
+        packs_rows: the device divides a step's rows among requests, by what is pending then; for
+            attention backends that learn lengths there. If not, each request has the most rows that
+            it may need.
         length_policy: a name in `LENGTH_POLICIES` (registry.py).
         bypasses_graphs: steps of several rows per request replay no captured graph, though steps of
             one row do; the first such step logs a warning.
@@ -46,6 +49,7 @@ class MTPConfig:
     max_k: int
     limits_unverified: bool = False
     trims_rows: bool = False
+    packs_rows: bool = False
     length_policy: str = "full_length"
     bypasses_graphs: bool = False
 
@@ -85,6 +89,7 @@ class MaskDrafter:
         return DrafterNeeds(
             max_drafts=options.max_k - 1,
             max_rows=2 * options.max_k - 1,
+            max_masks=options.max_k - 1 if options.packs_rows else None,
             suppressed_token_ids=(options.mask_token_id,),
             needs_prices=LENGTH_POLICIES.load(options.length_policy).needs_prices,
         )
@@ -123,6 +128,8 @@ class MaskDrafter:
         budget = self._budget(batch, longest)
         limit = config.max_k if budget is None else budget.limit
         plan = lookahead.plan(batch, limit, longest)
+        if config.packs_rows and not plan.counts.is_plain:
+            plan = plan.packed(batch, None if budget is None else budget.num_rows)
         self._unread.append(_Unread(batch.rows, plan, budget is not None))
         is_unconfirmed = not all(plan.counts.emits_only_confirmed)
         return RowPlan(
@@ -166,4 +173,5 @@ class MaskDrafter:
             for row, emits in zip(batch.rows, batch.emits, strict=True)
         ):
             return None
-        return self._policy.choose(rows.upcoming_step(batch, longest_pending))
+        upcoming = rows.upcoming_step(batch, longest_pending, self._config.packs_rows)
+        return self._policy.choose(upcoming)

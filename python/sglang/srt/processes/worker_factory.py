@@ -80,7 +80,11 @@ def make_worker(
     # Its token table is not in the sizing of the KV pool: as much as the page table (33 MB for 64
     # requests of 131,072 tokens), out of the share of memory that the pool leaves.
     state = RequestRows(
-        target.req_to_token_pool, 1 + needs.max_drafts, target.vocab_size, needs.has_trees
+        target.req_to_token_pool,
+        1 + needs.max_drafts,
+        target.vocab_size,
+        needs.has_trees,
+        needs.max_masks,
     )
     if checks_kv:
         kv = target.kv_pool.kv[0]

@@ -119,6 +119,8 @@ class DrafterNeeds:
         max_drafts: drafts of a request in a step at most; with trees, nodes but the root.
         max_rows: rows that a request without a prompt feeds in a step at most.
         has_trees: drafts may be trees.
+        max_masks: look-ahead rows behind the drafts of a request, at most, if the drafter packs
+            steps (`StepCounts.packed`); None: it never does.
         capture: which hidden states the target gives.
         suppressed_token_ids: ids that the target never emits.
         needs_prices: prices of steps are measured at start-up.
@@ -127,6 +129,7 @@ class DrafterNeeds:
     max_drafts: int
     max_rows: int
     has_trees: bool = False
+    max_masks: int | None = None
     capture: HiddenCapture = NO_CAPTURE
     suppressed_token_ids: tuple[int, ...] = ()
     needs_prices: bool = False

@@ -3,6 +3,8 @@ the one before it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 import numpy as np
 import torch
@@ -14,6 +16,29 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.step.draft_trees import DraftTrees
 from sglang.srt.step.kv_canary import KVCanary
 from sglang.srt.step.worker import NewRow
+
+PRIOR_CONFIDENCE = 0.7  # of a draft whose drafter says nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Confidence:
+    """How probable it is that look-ahead is of use, by row of the page table.
+
+    Attributes:
+        drafts: [N, P - 1] float32; that a draft is confirmed, if those before it are.
+        masks: [N, K] float32; that the prediction of a mask row behind the drafts is confirmed, if
+            the drafts and the predictions before it are.
+    """
+
+    drafts: torch.Tensor
+    masks: torch.Tensor
+
+    @classmethod
+    def prior(
+        cls, num_rows: int, max_drafts: int, max_masks: int, device: torch.device
+    ) -> Confidence:
+        shapes = (num_rows, max_drafts), (num_rows, max_masks)
+        return cls(*(torch.full(shape, PRIOR_CONFIDENCE, device=device) for shape in shapes))
 
 
 class RequestRows:
@@ -38,11 +63,16 @@ class RequestRows:
         pending_lens: [N] int64; tokens without KV that the next decode step feeds, at least 1; 1
             while there is a prompt to read.
         max_pending: the most that can be pending.
+        confidence: what look-ahead is worth where the device divides a step's rows among requests
+            (`RowPacking`); None: it never does.
         trees: the shape of the pending tokens where they may be a tree; None: they are chains.
         canary: checks the KV of every step; None where nobody debugs.
 
     Args:
         page_table: has the same rows.
+        has_trees: pending tokens may be trees.
+        max_masks: look-ahead rows behind the pending tokens of a request, at most, where steps may
+            be packed; None: they may not.
     """
 
     def __init__(
@@ -51,6 +81,7 @@ class RequestRows:
         max_pending: int,
         vocab_size: int,
         has_trees: bool = False,
+        max_masks: int | None = None,
     ) -> None:
         self._page_table = page_table
         self._vocab_size = vocab_size
@@ -60,6 +91,9 @@ class RequestRows:
         self.tokens = torch.zeros_like(page_table.req_to_token)
         num_rows = self.tokens.shape[0]
         self.trees = DraftTrees(num_rows, max_pending, self._device) if has_trees else None
+        self.confidence: Confidence | None = None
+        if max_masks is not None:
+            self.confidence = Confidence.prior(num_rows, max_pending - 1, max_masks, self._device)
         # Of each kind an even number: kernels get addresses that are multiples of 16 bytes.
         shape = (5, num_rows + num_rows % 2)
         self._integers = torch.ones(shape, dtype=torch.int64, device=self._device)
@@ -123,6 +157,7 @@ class RequestRows:
         tokens: torch.Tensor,
         num_drafts: torch.Tensor,
         parents: torch.Tensor | None = None,
+        confidence: torch.Tensor | None = None,
     ) -> None:
         """Writes drafts behind the certain token, which alone is pending until then.
 
@@ -132,6 +167,7 @@ class RequestRows:
             num_drafts: [R] int64; the first so many drafts of each, 0 where nothing is to change,
                 as in requests that have not emitted.
             parents: [R, D] int32, of trees: see `DraftTrees.write`.
+            confidence: [R, D] float32; see `Confidence.drafts`. None: nothing is known.
         """
         width = tokens.shape[1]
         assert width < self.max_pending, "More drafts than may be pending."
@@ -142,6 +178,10 @@ class RequestRows:
         first = self.committed[rows][:, None] + 1
         # Columns are named twice where there are fewer drafts; they keep the token that they have.
         exists = offsets < num_drafts[:, None]
+        if self.confidence is not None:
+            told = self.confidence.drafts[rows, :width]
+            new = PRIOR_CONFIDENCE if confidence is None else confidence
+            self.confidence.drafts[rows, :width] = torch.where(exists, new, told)
         columns = first + torch.where(exists, offsets, -1)
         known = self.tokens[rows[:, None], columns]
         self.tokens[rows[:, None], columns] = torch.where(exists, tokens.to(torch.int32), known)

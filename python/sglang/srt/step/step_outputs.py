@@ -22,9 +22,12 @@ from sglang.srt.step.token_constraint import DraftedTokens
 from sglang.srt.step.worker import LogprobPlan, ScheduleBatch
 
 
-def hidden_of_reads(hidden: torch.Tensor, reads: ReadRows) -> torch.Tensor:
+def hidden_of_reads(hidden: torch.Tensor, inputs: ForwardBatch, reads: ReadRows) -> torch.Tensor:
     """[S, D]: hidden states of the rows read. `hidden` has those alone, or all T rows of a step."""
-    return hidden if len(hidden) == len(reads.index) else hidden[reads.index]
+    in_order = inputs.q_starts is None or inputs.read_index is not None
+    if in_order and len(hidden) == len(reads.index):
+        return hidden
+    return hidden[reads.index]
 
 
 def hidden_states(

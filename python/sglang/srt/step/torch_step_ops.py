@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +13,7 @@ from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.step.draft_trees import DraftTrees
 from sglang.srt.step.request_rows import RequestRows
+from sglang.srt.step.row_packing import TorchRowPacking
 from sglang.srt.step.step_ops import (
     EMITS,
     EMITS_ONLY_CONFIRMED,
@@ -37,7 +39,8 @@ from sglang.srt.step.worker import ScheduleBatch
 class TorchStepOps:
     """See `StepOps` for what each does."""
 
-    def __init__(self, device: torch.device) -> None: ...
+    def __init__(self, device: torch.device) -> None:
+        self._packing = TorchRowPacking()
 
     def warm_up(self, state: RequestRows, pool: ReqToTokenPool) -> None: ...
 
@@ -64,8 +67,12 @@ class TorchStepOps:
             place = torch.arange(num_reqs, device=table.device)
             reads = ReadRows(place, torch.zeros_like(place), place, kv_lens, rows)
             return RowLayout(per_request, tokens, committed, slots, kv_lens, reads)
-        assert counts.packed is None, "Packed steps are not laid out yet."
-        request, offsets = _spans(per_request[Q_LEN], per_request[Q_START], counts.num_rows)
+        is_packed = counts.packed is not None
+        if is_packed:
+            self._packing.pack(per_request, state, counts.num_rows)
+            kv_lens = committed + per_request[Q_LEN]
+        fed = _spans(per_request[Q_LEN], per_request[Q_START], counts.num_rows, is_packed)
+        request, offsets = fed.request, fed.offset
         num_prompt, pending_lens = per_request[NUM_PROMPT], state.pending_lens[rows]
         num_known = torch.where(num_prompt > 0, num_prompt, pending_lens)
         is_known = offsets < num_known[request]
@@ -73,26 +80,24 @@ class TorchStepOps:
         known = state.tokens[rows[request], columns].to(torch.int64)
         lookahead, positions = None, columns
         if not counts.is_plain:
-            lookahead = self._lookahead(per_request, pending_lens, counts.num_rows)
+            lookahead = self._lookahead(per_request, pending_lens)
         if lookahead is not None and state.trees is not None:
             is_node = is_known & (num_prompt[request] == 0)
             lookahead, depths = _with_trees(lookahead, state.trees, rows[request], offsets, is_node)
             positions = committed[request] + depths
         return RowLayout(
             per_request=per_request,
-            input_ids=torch.where(is_known, known, lookahead_token),
-            positions=positions,
-            slots=table[rows[request], columns].to(torch.int64),
+            input_ids=fed.or_zero(torch.where(is_known, known, lookahead_token)),
+            positions=fed.or_zero(positions),
+            slots=fed.or_zero(table[rows[request], columns].to(torch.int64)),
             kv_lens=kv_lens,
-            reads=_reads(per_request, positions, pending_lens, num_read),
+            reads=_reads(per_request, positions, pending_lens, num_read, is_packed),
             lookahead=lookahead,
         )
 
-    def _lookahead(
-        self, per_request: torch.Tensor, pending_lens: torch.Tensor, num_rows: int
-    ) -> LookaheadLayout:
+    def _lookahead(self, per_request: torch.Tensor, pending_lens: torch.Tensor) -> LookaheadLayout:
         """Of chains; pending_lens [R] int64."""
-        ends = per_request.new_full((1,), num_rows)
+        ends = (per_request[Q_START] + per_request[Q_LEN])[-1:]
         confirms = (per_request[NUM_PROMPT] == 0) & (per_request[EMITS_ONLY_CONFIRMED] > 0)
         num_pending = torch.where(confirms, pending_lens, 1)
         return LookaheadLayout(
@@ -180,12 +185,34 @@ class TorchStepOps:
         return index
 
 
-def _spans(
-    lens: torch.Tensor, starts: torch.Tensor, total: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The request and the place in it [total] of each of a number of rows `lens` [R]."""
-    request = torch.repeat_interleave(lens, output_size=total)
-    return request, torch.arange(total, device=lens.device) - starts[request]
+class _Spans(NamedTuple):
+    """Rows of requests, one behind the other.
+
+    Attributes:
+        request, offset: [T] int64; of padding, any that exist.
+        exists: [T] bool; False for padding; None where there is none.
+    """
+
+    request: torch.Tensor
+    offset: torch.Tensor
+    exists: torch.Tensor | None
+
+    def or_zero(self, values: torch.Tensor) -> torch.Tensor:
+        """Values [T], 0 where there is padding."""
+        return values if self.exists is None else torch.where(self.exists, values, 0)
+
+
+def _spans(lens: torch.Tensor, starts: torch.Tensor, total: int, is_padded: bool) -> _Spans:
+    """The `total` rows of R requests; lens, starts [R] int64."""
+    if not is_padded:
+        request = torch.repeat_interleave(lens, output_size=total)
+        place = torch.arange(total, device=lens.device)
+        return _Spans(request, place - starts[request], None)
+    place = torch.arange(total, device=lens.device)
+    request = torch.searchsorted(starts + lens, place, right=True).clamp(max=len(lens) - 1)
+    offset = place - starts[request]
+    exists = offset < lens[request]
+    return _Spans(request, torch.where(exists, offset, 0), exists)
 
 
 def _with_trees(
@@ -210,18 +237,23 @@ def _with_trees(
 
 
 def _reads(
-    per_request: torch.Tensor, positions: torch.Tensor, pending_lens: torch.Tensor, total: int
+    per_request: torch.Tensor,
+    positions: torch.Tensor,
+    pending_lens: torch.Tensor,
+    total: int,
+    is_packed: bool,
 ) -> ReadRows:
     """The rows read, `total` in all; positions [T], pending_lens [R] int64."""
-    request, offset = _spans(per_request[NUM_READ], per_request[READ_START], total)
+    spans = _spans(per_request[NUM_READ], per_request[READ_START], total, is_packed)
+    request, offset = spans.request, spans.offset
     num_prompt = per_request[NUM_PROMPT]
     first = torch.where(per_request[EMITS_ONLY_CONFIRMED] > 0, 0, pending_lens - 1)
     first = torch.where(num_prompt > 0, num_prompt - 1, first)
-    index = per_request[Q_START][request] + first[request] + offset
+    index = spans.or_zero(per_request[Q_START][request] + first[request] + offset)
     return ReadRows(
-        request=request,
+        request=spans.or_zero(request),
         offset=offset,
         index=index,
-        positions=positions[index] + 1,
-        rows=per_request[ROW][request],
+        positions=spans.or_zero(positions[index] + 1),
+        rows=spans.or_zero(per_request[ROW][request]),
     )

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.triton_launch import begin, report_outside
+from sglang.srt.layers.triton_launch import begin, dependent_launch, report_outside
 from sglang.srt.step import step_ops
 
 _NUM_PROMPT = tl.constexpr(step_ops.NUM_PROMPT)
 _EMITS = tl.constexpr(step_ops.EMITS)
 _READ_START = tl.constexpr(step_ops.READ_START)
 _EMITS_ONLY_CONFIRMED = tl.constexpr(step_ops.EMITS_ONLY_CONFIRMED)
+
+
+def step_launch(device: torch.device) -> dict[str, int]:
+    """Launch options of a kernel that calls `begin` and is so small that the next one may always
+    start early."""
+    return dependent_launch(device, 0)
 
 
 @triton.jit

@@ -32,15 +32,17 @@ def _token_and_slot(
 @triton.jit
 def _tree_depth(
     parents_ptr, depths_ptr, ancestors_ptr, row_parents_ptr, row_ancestors_ptr,
-    row, offset, place, fed, is_node, tree_width,
+    row, offset, start, q_len, num_nodes, tree_width,
 ):  # fmt: skip
-    """Writes what `LookaheadLayout` has of trees; returns nodes above each row, and for rows that
-    are no nodes their offset."""
+    """Writes what `LookaheadLayout` has of trees; returns nodes above each of a request's first
+    `num_nodes` rows, and the offset of the others."""
+    is_node = offset < num_nodes
+    fed = offset < q_len
     node = row * tree_width + offset
     parent = tl.load(parents_ptr + node, mask=is_node, other=-1)
-    tl.store(row_parents_ptr + place, parent, mask=fed)
+    tl.store(row_parents_ptr + start + offset, parent, mask=fed)
     seen = tl.load(ancestors_ptr + node, mask=is_node, other=-1)
-    tl.store(row_ancestors_ptr + place, seen, mask=fed)
+    tl.store(row_ancestors_ptr + start + offset, seen, mask=fed)
     return tl.where(is_node, tl.load(depths_ptr + node, mask=is_node, other=0), offset)
 
 
@@ -104,13 +106,13 @@ def lay_out_kernel(
     first = tl.where(num_prompt > 0, num_prompt - 1, first)
     position, predicted = column, column + first + 1
     if HAS_TREE:  # whose rows are all read, so the offset of a row read is its offset
-        is_node = fed & is_known & (num_prompt == 0) & (offset < tree_width)
+        num_nodes = tl.where(num_prompt > 0, 0, tl.minimum(pending_len, q_len))
         depth = _tree_depth(
             parents_ptr, depths_ptr, ancestors_ptr, row_parents_ptr, row_ancestors_ptr,
-            row, offset, start + offset, fed, is_node, tree_width,
+            row, offset, start, q_len, num_nodes, tree_width,
         )  # fmt: skip
         position = committed + depth
-        predicted = tl.where(is_node, position + 1, predicted)
+        predicted = tl.where(offset < num_nodes, position + 1, predicted)
     out = tokens_ptr + start + offset
     tl.store(out, tl.where(is_known, token, lookahead_token), mask=fed)
     tl.store(out + token_stride, position, mask=fed)

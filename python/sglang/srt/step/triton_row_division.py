@@ -19,7 +19,7 @@ from sglang.srt.step.row_division import (
     DividedRows,
     WantedRows,
 )
-from sglang.srt.step.triton_step_ops import step_launch
+from sglang.srt.step.triton_commit_run import step_launch
 
 THREADS_OF_WARP = 32
 _HIGHEST_VALUE = tl.constexpr(row_division.HIGHEST_VALUE)

@@ -15,7 +15,7 @@ import triton.language as tl
 from sgl_kernel import ConfirmedDrafts
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
-from sglang.srt.layers.triton_launch import begin, dependent_launch, report_outside
+from sglang.srt.layers.triton_launch import begin, report_outside
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.step import step_ops
@@ -32,8 +32,9 @@ from sglang.srt.step.step_ops import (
     pack_for_device,
     places_in_uniform_graph,
 )
-from sglang.srt.step.triton_commit_run import commit_run_kernel
+from sglang.srt.step.triton_commit_run import commit_run_kernel, step_launch
 from sglang.srt.step.triton_layout import lay_out_kernel
+from sglang.srt.step.triton_row_packing import TritonRowPacking
 from sglang.srt.step.worker import ScheduleBatch
 
 BLOCK = 128
@@ -132,11 +133,15 @@ class TritonStepOps:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._launch = {"BLOCK": BLOCK, **step_launch(device)}
+        self._packing: TritonRowPacking | None = None
 
     def warm_up(self, state: RequestRows, pool: ReqToTokenPool) -> None:
         batch = warm_up_batch()
         layout = self.lay_out(batch, StepCounts.plain(batch), state, pool, 0)
         self.commit(layout, torch.zeros_like(layout.kv_lens), state)
+        if state.confidence is not None:
+            self._packing = TritonRowPacking(self._device, len(state.committed))
+            self._packing.pack(layout.per_request, state, 1)
 
     def lay_out(
         self,
@@ -154,11 +159,16 @@ class TritonStepOps:
             _write_table_kernel[(triton.cdiv(count, BLOCK),)](
                 on_device, table, pool.outside, start, count, table.shape[1], **self._launch
             )
-        assert counts.packed is None, "Packed steps are not laid out yet."
+        per_request = on_device[: NUM_COUNTS * num_reqs].view(NUM_COUNTS, num_reqs)
         num_tokens, num_read = counts.num_rows, counts.num_reads
+        if counts.packed is not None:
+            assert self._packing is not None, "Packed steps need confidences in the device rows."
+            self._packing.pack(per_request, state, num_tokens)
         lookahead = None if counts.is_plain else self._lookahead(num_reqs, num_tokens, state.trees)
         trees = None if lookahead is None else state.trees
-        tokens, reads = self._aligned(3, num_tokens), self._aligned(5, num_read)
+        is_packed = counts.packed is not None
+        tokens = self._aligned(3, num_tokens, is_packed)
+        reads = self._aligned(5, num_read, is_packed)
         kv_lens = torch.empty(num_reqs, dtype=torch.int64, device=self._device)
         lay_out_kernel[(num_reqs, triton.cdiv(max(counts.q_lens), BLOCK))](
             on_device, state.committed, state.pending_lens, state.tokens, table, pool.outside,
@@ -170,7 +180,6 @@ class TritonStepOps:
             state.max_pending, HAS_LOOKAHEAD=lookahead is not None, HAS_TREE=trees is not None,
             **self._launch,
         )  # fmt: skip
-        per_request = on_device[: NUM_COUNTS * num_reqs].view(NUM_COUNTS, num_reqs)
         input_ids, positions, slots = tokens.unbind()
         read = ReadRows(*reads.unbind())
         return RowLayout(per_request, input_ids, positions, slots, kv_lens, read, lookahead)
@@ -246,16 +255,12 @@ class TritonStepOps:
         )  # fmt: skip
         return index
 
-    def _aligned(self, count: int, size: int) -> torch.Tensor:
-        """[count, size] int64, of which each row begins at a multiple of 16 bytes."""
-        rows = torch.empty((count, size + size % 2), dtype=torch.int64, device=self._device)
+    def _aligned(self, count: int, size: int, is_padded: bool) -> torch.Tensor:
+        """[count, size] int64, of which each row begins at a multiple of 16 bytes; zeros where rows
+        of padding may stay as they are."""
+        make = torch.zeros if is_padded else torch.empty
+        rows = make((count, size + size % 2), dtype=torch.int64, device=self._device)
         return rows[:, :size]
-
-
-def step_launch(device: torch.device) -> dict[str, int]:
-    """Launch options of a kernel that calls `begin` and is so small that the next one may always
-    start early."""
-    return dependent_launch(device, 0)
 
 
 def warm_up_batch() -> ScheduleBatch:

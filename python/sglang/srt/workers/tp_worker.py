@@ -100,7 +100,7 @@ class TpModelWorker:
         drafted = None if batch.constraint is None else DraftedCopy(layout)
         forward = runner.forward(inputs)
         reads = layout.reads
-        logits = self._logits(batch, layout, forward.hidden)
+        logits = self._logits(batch, inputs, layout, forward.hidden)
         if batch.constraint is not None and drafted is not None:
             constraint = batch.constraint
             logits = constraint.allowed(drafted.read(constraint.requests)).apply(logits)
@@ -136,11 +136,11 @@ class TpModelWorker:
         return self._drafter.plan(batch)
 
     def _logits(
-        self, batch: ScheduleBatch, layout: RowLayout, hidden: torch.Tensor
+        self, batch: ScheduleBatch, inputs: ForwardBatch, layout: RowLayout, hidden: torch.Tensor
     ) -> torch.Tensor:
         """[S, V], after penalties and biases."""
         reads = layout.reads
-        logits = self._runner.compute_logits(hidden_of_reads(hidden, reads))
+        logits = self._runner.compute_logits(hidden_of_reads(hidden, inputs, reads))
         if not batch.adjusts_logits:
             return logits
         drafts = None if layout.lookahead is None else self._drafts_before(layout)
