@@ -12,9 +12,9 @@ from attention_cases import (
     GATHER_CASES,
     IDLE_MASKS,
     MIXED,
+    MORE_CASES,
     OUTSIDE_CASES,
     TOLERANCE,
-    TREE_CASES,
     WITH_IDLE_MASKS,
     AttentionCase,
     PlacedCase,
@@ -22,8 +22,10 @@ from attention_cases import (
     gather_case,
     max_error,
     outside_case,
+    random_packed,
     with_requests,
 )
+from draft_chain import draft_chain_error
 from sglang.srt.layers.attention.flashinfer_plan import HEAD_DIMS
 from sglang.srt.layers.forward_batch import GraphKey
 from sglang.srt.registry import ATTENTION_BACKENDS
@@ -62,10 +64,23 @@ def check(name: str, case: AttentionCase, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF_TYPES], ids=str)
-@pytest.mark.parametrize("case_name", [*CASES, *TREE_CASES])
+@pytest.mark.parametrize("case_name", [*CASES, *MORE_CASES])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_the_table(name: str, case_name: str, dtype: torch.dtype) -> None:
-    check(name, (CASES | TREE_CASES)[case_name], dtype)
+    check(name, (CASES | MORE_CASES)[case_name], dtype)
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("name", BACKENDS)
+def test_random_packed_steps(name: str, seed: int) -> None:
+    case = replace(random_packed(seed), head_dim=64)
+    if sum(q_len for _, q_len in case.shape) > 0:
+        check(name, case, torch.bfloat16)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_rows_of_draft_steps_see_their_own_branch_of_earlier_ones(page_size: int) -> None:
+    assert draft_chain_error("triton", "cuda", page_size) <= TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("name", OUTSIDE_CASES)
@@ -248,8 +263,21 @@ def test_a_graph_of_mixed_steps_replays_every_group_of_items(width: int, count: 
         assert (out.float() - expected).abs().max().item() <= TOLERANCE[torch.bfloat16]
 
 
-def test_a_step_of_the_triton_backend_never_waits_for_the_device() -> None:
-    placed = PlacedCase(LONG, "cuda", torch.bfloat16, seed=0)
+LONG_PACKED = replace(
+    LONG,
+    shape=[(0, 300), (1000, 1), (257, 4), (2047, 0), (128, 9)],
+    bounds=[300, 15, 15, 15, 15],
+    padding=6,
+)
+
+
+def test_a_long_packed_step_whose_prompt_is_gathered() -> None:
+    check("triton", LONG_PACKED, torch.bfloat16)
+
+
+@pytest.mark.parametrize("case", [LONG, LONG_PACKED], ids=["known lengths", "packed"])
+def test_a_step_of_the_triton_backend_never_waits_for_the_device(case: AttentionCase) -> None:
+    placed = PlacedCase(case, "cuda", torch.bfloat16, seed=0)
     backend, q = placed.backend("triton"), placed.q[0]
     backend.plan(placed.batch)
     backend.forward(0, q)

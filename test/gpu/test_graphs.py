@@ -211,3 +211,63 @@ def test_trees_replay_the_graphs_that_were_captured_for_them() -> None:
         assert replayed.used_graph
         error = (replayed.hidden.float() - right.hidden.float()).norm()
         assert error <= MAX_ERROR * right.hidden.float().norm(), (q_lens, error)
+
+
+@pytest.mark.parametrize("trees", [False, True])
+def test_packed_steps_replay_the_graphs_of_look_ahead(trees: bool) -> None:
+    """Of more bounds than a graph has rows; and steps of known numbers of rows replay the same
+    graphs before and after them."""
+    graphs = make("triton", MTP_MAX_ROWS, captures_trees=trees, poisons_graphs=True)
+    eager = make("triton", 0)
+    shapes = ([7, 1, MTP_MAX_ROWS], [MTP_MAX_ROWS] * 12, [MTP_MAX_ROWS] * 40, [100, 3, 9])
+    for seed, q_lens in enumerate(shapes):
+        chooser = random.Random(seed)
+        whole = step(graphs, q_lens, seed)
+        fed = [q_len if q_len == 100 else chooser.randint(0, min(4, q_len)) for q_len in q_lens]
+        if trees:
+            whole = replace(whole, **chains_of_drafts(whole, chooser))
+        for batch in (packed(whole, fed), whole, packed(whole, fed)):
+            wanted = torch.arange(sum(q_lens if batch is whole else fed), device="cuda")
+            batch = replace(batch, read_index=wanted)
+            replayed, right = graphs.forward(batch), eager.forward(batch)
+            assert replayed.used_graph
+            error = (replayed.hidden.float() - right.hidden.float()).norm()
+            assert error <= MAX_ERROR * right.hidden.float().norm(), (q_lens, error)
+
+
+def chains_of_drafts(batch: ForwardBatch, chooser: random.Random) -> dict[str, torch.Tensor]:
+    """Masks of trees that began up to 9 positions before the step."""
+    starts, ancestors = [], list[int]()
+    for q_len, kv_len in zip(batch.q_lens, batch.kv_len_upper_bounds, strict=True):
+        earlier = min(9, kv_len - q_len)
+        masks = list[int]()
+        for entry in range(earlier + q_len):
+            masks.append((chooser.choice(masks) if masks else 0) | 1 << entry)
+        starts.append(kv_len - q_len - earlier)
+        ancestors += masks[earlier:] if q_len <= MTP_MAX_ROWS else [-1] * q_len
+    return {
+        "ancestors": torch.tensor(ancestors, device="cuda"),
+        "tree_starts": torch.tensor(starts, device="cuda"),
+    }
+
+
+def packed(batch: ForwardBatch, fed: list[int]) -> ForwardBatch:
+    """The step, with its first rows alone: of each request so many, of which the host knows only
+    that they are not more than before. A row of padding follows."""
+    starts = itertools.accumulate(batch.q_lens, initial=0)
+    kept = [start + row for start, q_len in zip(starts, fed, strict=False) for row in range(q_len)]
+
+    def cut(values: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(values[kept], (0, 1))
+
+    lacking = torch.tensor(batch.q_lens, device="cuda") - torch.tensor(fed, device="cuda")
+    return replace(
+        batch,
+        input_ids=cut(batch.input_ids),
+        positions=cut(batch.positions),
+        slots=cut(batch.slots),
+        ancestors=None if batch.ancestors is None else cut(batch.ancestors),
+        kv_lens=batch.kv_lens - lacking,
+        bounds_are_exact=False,
+        q_starts=torch.tensor([0, *itertools.accumulate(fed)], device="cuda"),
+    )

@@ -10,14 +10,17 @@ Triton kernels then needs TRITON_INTERPRET=1 in its environment, set before Trit
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
+from draft_chain import draft_chain_error
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.layers.forward_batch import MAX_TREE_ROWS, ForwardBatch, GraphKey
@@ -42,6 +45,10 @@ class AttentionCase:
         graph_width: the step is planned as a graph's that has room for prompts beside requests of
             up to so many rows.
         graph_spare: requests and rows of padding in such a graph.
+        grown: positions of KV from before the step that are part of a request's tree, at most.
+        bounds: the step is packed, and the host knows only that each request feeds up to so many
+            rows.
+        padding: rows after the last one that is fed, in a packed step.
     """
 
     shape: Sequence[tuple[int, int]]
@@ -55,6 +62,9 @@ class AttentionCase:
     trees: tuple[int, ...] = ()
     graph_width: int | None = None
     graph_spare: tuple[int, int] = (2, 9)
+    grown: int | None = None
+    bounds: Sequence[int] | None = None
+    padding: int = 0
 
 
 MIXED = ((5, 7), (30, 1), (0, 3), (9, 23), (0, 1), (61, 2))
@@ -172,6 +182,105 @@ TREE_CASES = {
     )
     for page_size in ((1, 16) if len(shape) < len(WITH_TREES) else (16,))
 }
+
+# Trees that began in earlier steps, as those of a drafter that feeds a few rows at a time.
+GROWN_CASES = {
+    "two rows of a step onto earlier ones": AttentionCase(
+        shape=[(20, 2), (9, 2), (40, 2)],
+        trees=(0, 1, 2),
+        grown=6,
+        head_dim=16,
+        windows=(None, 1, 2, 5),
+    ),
+    "an earlier tree in splits": AttentionCase(
+        shape=[(99, 6)], trees=(0,), grown=30, windows=(None, 4, 40), head_dim=16
+    ),
+    "trees as deep as can be": AttentionCase(
+        shape=[(70, 2), (63, 1), (56, 8)], trees=(0, 1, 2), grown=56, head_dim=16, windows=(None, 3)
+    ),
+    "earlier trees beside a prompt and decodes": AttentionCase(
+        shape=[(9, 70), (30, 4), (40, 1), (0, 3), (17, 3)],
+        trees=(1, 3, 4),
+        grown=5,
+        head_dim=16,
+        page_size=1,
+        windows=(None, 20),
+    ),
+    "earlier trees as a graph plans them": AttentionCase(
+        shape=[(150, 4), (30, 4), (0, 20), (90, 12)],
+        trees=(0, 1, 3),
+        grown=9,
+        head_dim=16,
+        graph_width=12,
+    ),
+}
+
+PACKED = ((0, 30), (5, 20), (40, 1), (9, 12), (120, 15), (3, 0), (17, 1), (33, 5), (8, 0))
+PACKED_BOUNDS = (30, 20, 4, 15, 15, 9, 8, 33, 1)
+PACKED_CASES = {
+    "packed, bounds are exact": AttentionCase(
+        shape=MIXED, bounds=[q_len for _, q_len in MIXED], head_dim=16
+    ),
+    "packed, all groups": AttentionCase(
+        shape=PACKED, bounds=PACKED_BOUNDS, padding=7, head_dim=16, windows=(None, 20)
+    ),
+    "packed, pages of 1": AttentionCase(
+        shape=PACKED[2:], bounds=PACKED_BOUNDS[2:], padding=1, head_dim=16, page_size=1
+    ),
+    "packed, bounds of one length": AttentionCase(
+        shape=[(5, 3), (30, 0), (16, 7), (0, 1), (0, 0)], bounds=[7] * 5, padding=9, head_dim=16
+    ),
+    "packed, one request in splits": AttentionCase(
+        shape=[(99, 2)], bounds=[7], padding=3, windows=(None, 50), head_dim=16
+    ),
+    "packed, splits beside one without rows": AttentionCase(
+        shape=[(60, 0), (150, 5), (99, 1)], bounds=[1, 15, 15], padding=2, head_dim=16
+    ),
+    "packed, a graph of all groups": AttentionCase(
+        shape=PACKED, bounds=PACKED_BOUNDS, padding=3, head_dim=16, graph_width=15
+    ),
+    "packed, more bounds than the graph has rows": AttentionCase(
+        shape=[(i * 31 % 90, (1, 2, 0, 3)[i % 4]) for i in range(8)],
+        bounds=[15] * 8,
+        head_dim=16,
+        graph_width=15,
+        graph_spare=(1, 0),
+    ),
+    "packed, a graph that cuts requests": AttentionCase(
+        shape=PACKED[2:5],
+        bounds=PACKED_BOUNDS[2:5],
+        num_kv_heads=1,
+        head_dim=16,
+        graph_width=15,
+        windows=(None, 20),
+    ),
+    "packed, trees": AttentionCase(
+        shape=[(0, 20), (15, 9), (33, 12), (40, 1), (4, 0)],
+        bounds=[20, 12, 12, 12, 12],
+        trees=(1, 2, 3),
+        padding=4,
+        head_dim=16,
+        windows=(None, 3, 20),
+    ),
+    "packed, earlier trees in splits": AttentionCase(
+        shape=[(150, 3), (20, 0), (31, 8)],
+        bounds=[8] * 3,
+        trees=(0, 2),
+        grown=6,
+        padding=2,
+        head_dim=16,
+        windows=(None, 4),
+    ),
+    "packed, earlier trees as a graph plans them": AttentionCase(
+        shape=[(150, 3), (20, 0), (31, 8)],
+        bounds=[8] * 3,
+        trees=(0, 2),
+        grown=6,
+        head_dim=16,
+        graph_width=8,
+    ),
+}
+MORE_CASES = TREE_CASES | GROWN_CASES | PACKED_CASES
 # Steps without trees in which masks that hide nothing must change nothing.
 WITH_IDLE_MASKS = (
     *("page edges, pages of 16", "one decode, its KV in splits", "uniform q = 7"),
@@ -185,9 +294,11 @@ class PlacedCase:
 
     Attributes:
         batch: the step.
+        num_fed: rows that requests feed; padding follows.
         pool: what the backend under test reads and writes.
         q: per layer [T, num_heads, head_dim].
-        parents: of the rows of each tree, by request; -1 for a row without one.
+        tree_starts: of each request, where its tree begins, or the rows that it feeds.
+        parents: of the entries of each tree, by request; -1 for one without.
     """
 
     def __init__(self, case: AttentionCase, device: str, dtype: torch.dtype, seed: int) -> None:
@@ -197,21 +308,29 @@ class PlacedCase:
         lens = [before + q_len for before, q_len in case.shape]
         num_pages = sum(-(-length // case.page_size) for length in lens) + 3
         num_rows = len(lens) + 2
-        self.table = ReqToTokenPool(num_rows, max(lens) + case.bound_slack + 3, device)
+        longest = max([*lens, *(before + bound for (before, _), bound in self._pairs())])
+        self.table = ReqToTokenPool(num_rows, longest + case.bound_slack + 3, device)
         self.rows = self._random.sample(range(num_rows), len(lens))
         self.pool = self._make_pool(num_pages, dtype)
         self._place(lens, num_pages)
-        num_tokens = sum(q_len for _, q_len in case.shape)
+        self.num_fed = sum(q_len for _, q_len in case.shape)
+        num_tokens = self.num_fed + case.padding
         self.q = []
         for _ in case.windows:
             values = self._values(num_tokens, case.num_heads + 2).to(device, dtype)[:, 1:-1]
+            values[self.num_fed :] = float("nan")
             self.q.append(values if case.is_sliced else values.contiguous())
-        self.parents = {
-            request: [self._random.randrange(-1, row) for row in range(case.shape[request][1])]
-            for request in case.trees
-        }
+        self.tree_starts = [before for before, _ in case.shape]
+        self.parents: dict[int, list[int]] = {}
+        for request in case.trees:
+            before, q_len = case.shape[request]
+            self.tree_starts[request] -= min(case.grown or 0, before)
+            size = before + q_len - self.tree_starts[request]
+            self.parents[request] = [self._random.randrange(-1, entry) for entry in range(size)]
         if case.trees:
             self._plant()
+        if case.bounds is not None:
+            self._pack(case.bounds)
         if (width := case.graph_width) is not None:
             more_requests, more_tokens = case.graph_spare
             key = GraphKey("mixed", len(lens) + more_requests, width, num_tokens + more_tokens)
@@ -265,47 +384,87 @@ class PlacedCase:
     def _plant(self) -> None:
         """Gives the batch the masks of its trees, and rows the positions of their depths."""
         masks, positions = [], []
-        for request, (before, q_len) in enumerate(self.case.shape):
+        for request, (_, q_len) in enumerate(self.case.shape):
+            start = self.tree_starts[request]
             for row in range(q_len):
-                path = self._path(request, row)
+                seen = self._seen(request, row)
                 is_tree = request in self.parents
-                masks.append(signed(sum(1 << index for index in path)) if is_tree else -1)
-                positions.append(before + len(path) - 1)
+                own = sum(1 << (place - start) for place, _ in seen if place >= start)
+                masks.append(signed(own) if is_tree else -1)
+                positions.append(seen[-1][1])
+        starts = None if self.case.grown is None else self.tree_starts
         self.batch = replace(
             self.batch,
             ancestors=torch.tensor(masks, device=self.device),
             positions=torch.tensor(positions, device=self.device),
+            tree_starts=None if starts is None else torch.tensor(starts, device=self.device),
         )
 
-    def _path(self, request: int, row: int) -> list[int]:
-        """Rows of its request that a row sees: all up to itself, or those up to the root."""
+    def _pack(self, bounds: Sequence[int]) -> None:
+        """The host no longer knows how many rows each request feeds, and padding follows them."""
+        shape, batch, padding = self.case.shape, self.batch, (0, self.case.padding)
+        starts = list(itertools.accumulate((q_len for _, q_len in shape), initial=0))
+        ancestors = batch.ancestors
+        self.batch = replace(
+            batch,
+            input_ids=F.pad(batch.input_ids, padding),
+            positions=F.pad(batch.positions, padding),
+            slots=F.pad(batch.slots, padding),
+            ancestors=None if ancestors is None else F.pad(ancestors, padding, value=-1),
+            q_lens=list(bounds),
+            q_starts=torch.tensor(starts, device=self.device),
+            kv_len_upper_bounds=[before + bound for (before, _), bound in self._pairs()],
+        )
+
+    def as_the_host_would_know_it(self) -> ForwardBatch:
+        """The step, if the host knew how many rows each request feeds; without padding."""
+        batch, rows = self.batch, slice(self.num_fed)
+        return replace(
+            batch,
+            input_ids=batch.input_ids[rows],
+            positions=batch.positions[rows],
+            slots=batch.slots[rows],
+            ancestors=None if batch.ancestors is None else batch.ancestors[rows],
+            q_lens=[q_len for _, q_len in self.case.shape],
+            q_starts=None,
+        )
+
+    def _pairs(self) -> Iterable[tuple[tuple[int, int], int]]:
+        """Each request and the most rows that it may feed."""
+        exact = [q_len for _, q_len in self.case.shape]
+        return zip(self.case.shape, self.case.bounds or exact, strict=True)
+
+    def _seen(self, request: int, row: int) -> list[tuple[int, int]]:
+        """Place and depth of each entry that a row sees, window aside; the last is its own."""
+        before, start = self.case.shape[request][0], self.tree_starts[request]
         if request not in self.parents:
-            return list(range(row + 1))
-        path = []
-        while row >= 0:
-            path.append(row)
-            row = self.parents[request][row]
-        return path
+            return [(place, place) for place in range(before + row + 1)]
+        path, entry = [], before + row - start
+        while entry >= 0:
+            path.append(start + entry)
+            entry = self.parents[request][entry]
+        return [(place, depth) for depth, place in enumerate([*range(start), *reversed(path)])]
 
     def expected(self) -> list[torch.Tensor]:
-        """Per layer [T, num_heads * head_dim]: with trees of `written_out`, in float64, else of the
-        oracle, in float32."""
-        if self.case.trees:
+        """Per layer [num_fed, num_heads * head_dim]: with trees and of packed steps `written_out`,
+        in float64, else of the oracle, in float32."""
+        if self.case.trees or self.case.bounds is not None:
             return [self.written_out(layer) for layer in range(len(self.q))]
         return self._of_oracle()
 
     def written_out(self, layer: int) -> torch.Tensor:
-        """[T, num_heads * head_dim] float64: softmax attention, each row over the keys it sees."""
+        """[num_fed, num_heads * head_dim] float64: softmax attention, each row over the keys that
+        it sees."""
         case, window = self.case, self.case.windows[layer]
         kv = self.pool.kv[layer].double()
         q = self.q[layer].double().unflatten(1, (case.num_kv_heads, -1))
         out: list[torch.Tensor] = []
-        for request, (before, q_len) in enumerate(case.shape):
+        for request, (_, q_len) in enumerate(case.shape):
             slots = self.table.req_to_token[self.rows[request]]
             for row in range(q_len):
-                places = [*range(before), *(before + index for index in self._path(request, row))]
-                if window is not None:
-                    places = [place for place in places if place > before + row - window]
+                seen = self._seen(request, row)
+                nearest = -1 if window is None else seen[-1][1] - window
+                places = [place for place, depth in seen if depth > nearest]
                 k, v = kv[slots[places]].chunk(2, dim=1)
                 scores = torch.einsum("hgd,nhd->hgn", q[len(out)], k) / case.head_dim**0.5
                 out.append(torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v).flatten())
@@ -340,13 +499,17 @@ def max_error(
     """
     placed = PlacedCase(case, device, dtype, seed)
     expected = placed.expected()
+    if name != "torch_native":  # as rows of padding may leave it
+        for kv in placed.pool.kv:
+            kv[: case.page_size] = float("nan")
     backend = placed.backend(name)
     backend.plan(placed.batch)
     worst = 0.0
     for layer, right in enumerate(expected):
         out = backend.forward(layer, placed.q[layer])
-        assert out.shape == right.shape, (out.shape, right.shape)
+        assert out.shape == (len(placed.q[layer]), right.shape[1]), out.shape
         assert out.dtype == dtype, out.dtype
+        out = out[: placed.num_fed]
         difference = (out.float() - right).abs().max().item()
         worst = max(worst, difference if difference == difference else float("inf"))
     return worst
@@ -368,6 +531,27 @@ def change_by_idle_masks(
         backend.plan(replace(placed.batch, ancestors=values))
         outs.append(torch.stack([backend.forward(layer, q) for layer, q in enumerate(placed.q)]))
     return (outs[0].float() - outs[1].float()).abs().max().item()
+
+
+def random_packed(seed: int) -> AttentionCase:
+    """A packed step: maybe prompts first, then requests that feed any number of rows up to a bound,
+    trees among them."""
+    chooser = random.Random(seed)
+    prompts = [(chooser.randint(0, 40), q_len) for q_len in (70, 9)[: chooser.randint(0, 2)]]
+    others = [chooser.randint(1, chooser.choice([1, 8, 16])) for _ in range(chooser.randint(1, 6))]
+    fed = [chooser.randint(0, bound) for bound in others]
+    shape = prompts + [(chooser.choice([0, 1, 15, 40]), q_len) for q_len in fed]
+    has_trees = chooser.random() < 0.6
+    return AttentionCase(
+        shape=shape,
+        head_dim=16,
+        page_size=chooser.choice([1, 16]),
+        windows=(None, chooser.randint(1, 30)),
+        trees=tuple(range(len(prompts), len(shape)))[chooser.randint(0, 1) :] * has_trees,
+        grown=chooser.choice([None, 0, 5, 40]),
+        bounds=[q_len for _, q_len in prompts] + others,
+        padding=chooser.randint(0, 9),
+    )
 
 
 # Of Triton's kernels: (tokens with KV, tokens fed) of a request whose row ends with them.
@@ -468,7 +652,7 @@ def main(name: str) -> None:
     problems = ATTENTION_BACKENDS.load(name).capabilities().problems("cpu", torch.float32, 16)
     if problems:
         sys.exit(f"{name} {'; '.join(problems)}")
-    for case_name, case in (CASES | TREE_CASES).items():
+    for case_name, case in (CASES | MORE_CASES).items():
         error: float | str
         try:
             error = max_error(name, case, "cpu", torch.float32)
@@ -480,6 +664,9 @@ def main(name: str) -> None:
             print(json.dumps([case_name, outside_case(name, shape, is_guarded, "cpu")]), flush=True)
         for case_name, requests in GATHER_CASES.items():
             print(json.dumps([case_name, gather_case(requests, "cpu")]), flush=True)
+    for page_size in (1, 16):
+        error = draft_chain_error(name, "cpu", page_size)
+        print(json.dumps([f"draft steps, pages of {page_size}", error]), flush=True)
     for case_name in WITH_IDLE_MASKS:
         for masks in IDLE_MASKS:
             error = change_by_idle_masks(name, CASES[case_name], masks, "cpu", torch.float32)

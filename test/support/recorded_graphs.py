@@ -99,13 +99,16 @@ class ReplayableAttention:
             graph=cls.support,
             needs_host_lens=False,
             tree_masks=True,
+            reads_q_starts=True,
         )
 
     def plan(self, batch: ForwardBatch) -> None:
-        """`spans`: [3, T]; request, rows of the request, and place among them of each row."""
+        """`spans`: [3, T]; request, rows of the request, and place among them of each row; of
+        packed batches `forward` finds them."""
         key = batch.graph_key
         spans = torch.zeros((3, len(batch.input_ids)), dtype=torch.int64)
-        own = [(i, q_len, at) for i, q_len in enumerate(batch.q_lens) for at in range(q_len)]
+        q_lens = batch.q_lens if batch.q_starts is None else []
+        own = [(i, q_len, at) for i, q_len in enumerate(q_lens) for at in range(q_len)]
         spans[:, : len(own)] = torch.tensor(own, dtype=torch.int64).view(-1, 3).T
         if key is not None:
             spans = self._spans.setdefault(key, torch.empty_like(spans)).copy_(spans)
@@ -114,12 +117,20 @@ class ReplayableAttention:
     def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         batch, (request, q_len, at) = self._batch, self._spans[None]
         assert batch is not None
+        if (q_starts := batch.q_starts) is not None:
+            rows = torch.arange(len(q))
+            request = torch.searchsorted(q_starts, rows, right=True) - 1
+            request = request.clamp(max=len(batch.rows) - 1)  # of padding: anything
+            q_len = q_starts.diff()[request]
+            at = (rows - q_starts[request]).minimum(q_len)
         kv = self._pool.kv[layer][self._table[batch.rows[request]].long()]  # [T, width, ...]
         k, v = kv.repeat_interleave(q.shape[1] * 2 // kv.shape[2], dim=2).chunk(2, dim=2)
         columns = torch.arange(kv.shape[1])
         start = (batch.kv_lens[request] - q_len)[:, None]
         sees = columns <= start + at[:, None]
         if batch.ancestors is not None:
+            if batch.tree_starts is not None:
+                start = batch.tree_starts[request][:, None]
             bits = batch.ancestors[:, None] >> (columns - start).clamp(0, 63) & 1 == 1
             sees = sees & (bits | (columns < start))
         scores = torch.einsum("thd,twhd->thw", q, k) / q.shape[2] ** 0.5

@@ -11,6 +11,7 @@ imported:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 import sys
@@ -307,11 +308,22 @@ def accept(side: Side, layout: RowLayout, step: Step, has_probs: bool) -> Accept
     return accepted
 
 
-def fill_case(key: GraphKey, q_lens: list[int], num_reads: int | None = None) -> Case:
-    """A step is copied into poisoned inputs of a graph; what is beyond the graph must stay."""
+def fill_case(
+    key: GraphKey,
+    q_lens: list[int],
+    num_reads: int | None = None,
+    fed: list[int] | None = None,
+    trees: int = 0,
+) -> Case:
+    """A step is copied into poisoned inputs of a graph; what is beyond the graph must stay.
+
+    Args:
+        fed: of a packed step with 3 rows of padding, the rows that each request feeds.
+        trees: of the step's rows: none, with `ancestors`, with `tree_starts` too.
+    """
 
     def run(name: str, device: str) -> list[str]:
-        count = sum(q_lens)
+        count = sum(q_lens) if fed is None else sum(fed) + 3
         values = torch.arange(3 * count + 2 * len(q_lens)) + 100
         results = []
         for side, place in ((name, device), ("torch", "cpu")):
@@ -329,17 +341,57 @@ def fill_case(key: GraphKey, q_lens: list[int], num_reads: int | None = None) ->
                 kv_lens,
                 [WIDTH] * len(q_lens),
                 read_index=reads,
+                ancestors=ids * 7 if trees > 0 else None,
+                tree_starts=kv_lens - 5 if trees > 1 else None,
+                q_starts=None if fed is None else as_starts(fed).to(place),
             )
             tokens = torch.full((3, key.num_tokens + 5), -7, device=place)
             requests = torch.full((3, key.num_reqs + 5), -7, device=place)
-            index = ops.fill(StaticInputs(tokens, requests), key, batch)
-            parts = [tokens, requests, *([] if index is None else [index])]
-            results.append([part.cpu() for part in parts])
+            static = StaticInputs(
+                tokens, requests, requests[0].clone(), tokens[0].clone(), requests[0].clone()
+            )
+            index = ops.fill(static, key, batch)
+            parts = {"tokens": tokens, "requests": requests, "q_starts": static.q_starts}
+            parts |= {"ancestors": static.ancestors, "tree_starts": static.tree_starts}
+            parts |= {} if index is None else {"index": index}
+            results.append({what: part.cpu() for what, part in parts.items()})
         mine, his = results
-        same = [a.equal(b) and a.dtype == b.dtype for a, b in zip(mine, his, strict=True)]
-        return [what for what, fine in zip(("tokens", "requests", "index"), same) if not fine]
+        assert mine.keys() == his.keys()
+        return [what for what in mine if not same(mine[what], his[what])] + wrong_trees(
+            key, q_lens if fed is None else fed, his, trees
+        )
 
     return run
+
+
+def as_starts(lens: list[int]) -> torch.Tensor:
+    """[R + 1]."""
+    return torch.tensor([0, *itertools.accumulate(lens)])
+
+
+def same(mine: torch.Tensor, his: torch.Tensor) -> bool:
+    return mine.equal(his) and mine.dtype == his.dtype
+
+
+def wrong_trees(
+    key: GraphKey, fed: list[int], filled: dict[str, torch.Tensor], trees: int
+) -> list[str]:
+    """Which inputs of packed graphs and of trees are not what a loop over requests gives."""
+    untouched, size = [-7] * 5, key.num_reqs
+    starts, tree_starts, ancestors = [-7] * (size + 5), [-7] * (size + 5), [-7] * key.num_tokens
+    if key.is_packed:
+        ends = as_starts(fed).tolist()
+        starts[: size + 1] = [*ends, *ends[-1:] * (size - len(fed))]
+    if key.has_tree:
+        lens, ids = filled["requests"][1].tolist(), filled["tokens"][0].tolist()
+        for request in range(size):
+            rows = fed[request] if request < len(fed) else 0
+            replayed = key.width if key.is_uniform else rows
+            is_given = trees > 1 and request < len(fed)
+            tree_starts[request] = lens[request] - replayed + (rows - 5 if is_given else 0)
+        ancestors = [number * 7 if number and trees else -1 for number in ids[: key.num_tokens]]
+    right = {"q_starts": starts, "tree_starts": tree_starts, "ancestors": ancestors + untouched}
+    return [f"{what} by hand" for what in right if filled[what].tolist() != right[what]]
 
 
 def outside_case(column: int, is_guarded: bool, by_write: bool) -> Case:
@@ -413,6 +465,7 @@ def outside_end_case(committed: int, is_guarded: bool, num_drawn: int) -> Case:
 
 
 ALL = ["plain", "static", "mtp", "prompt", "chunk"]
+RAGGED_8, MIXED_8 = GraphKey(RAGGED, 8, 15, 64), GraphKey(MIXED, 8, 15, 320)
 CASES: dict[str, Case] = {
     **{f"plain decode, {n}": step_case(["plain"], n, 1, plain=True) for n in (1, 2, 17, 40)},
     "plain decode among look-ahead rows": step_case(["plain"], 9, 8, plain=True),
@@ -445,6 +498,24 @@ CASES: dict[str, Case] = {
     "a uniform graph": fill_case(GraphKey(UNIFORM, 4, 7, 28), [7, 7]),
     "a uniform graph, spread": fill_case(GraphKey(UNIFORM, 16, 15, 240), [15, 1, 7, 3, 14]),
     "one row, spread": fill_case(GraphKey(UNIFORM, 1, 15, 15), [2]),
+    "a graph whose requests are a whole block": fill_case(GraphKey(RAGGED, 128, 2, 128), [1] * 120),
+    "a packed step": fill_case(RAGGED_8, [15, 15, 15, 9], 2, fed=[3, 0, 15, 1]),
+    "a packed step with a prompt": fill_case(MIXED_8, [200, 15, 15], 3, fed=[200, 7, 0]),
+    "a packed step that fills its graph": fill_case(
+        GraphKey(RAGGED, 4, 15, 16), [15] * 4, fed=[5, 1, 3, 4]
+    ),
+    **{
+        f"{name}, trees {trees}": fill_case(
+            dataclasses.replace(key, has_tree=True), q_lens, 1, fed, trees
+        )
+        for trees in range(3)
+        for name, key, q_lens, fed in (
+            ("ragged", RAGGED_8, [15, 1, 7, 3, 3], None),
+            ("mixed", MIXED_8, [200, 1, 7], None),
+            ("uniform", GraphKey(UNIFORM, 16, 15, 240), [15, 1, 7, 3, 14], None),
+            ("packed", RAGGED_8, [15] * 4, [3, 0, 15, 1]),
+        )
+    },
 }
 
 # Of kernels alone: torch itself raises at such a column.

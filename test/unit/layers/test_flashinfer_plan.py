@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from attention_cases import CASES, MIXED, TOLERANCE, TREE_CASES, AttentionCase, PlacedCase
+from attention_cases import (
+    CASES,
+    MIXED,
+    PACKED_CASES,
+    TOLERANCE,
+    TREE_CASES,
+    AttentionCase,
+    PlacedCase,
+)
 from sglang.srt.layers.attention import flashinfer_backend, flashinfer_plan
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferBackend, missing_tools
 from sglang.srt.layers.attention.flashinfer_plan import (
@@ -247,6 +255,40 @@ def test_what_is_planned_is_the_step(
         out = backend.forward(layer, placed.q[layer])
         assert out.shape == right.shape
         assert (out - right).abs().max() <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("page_size", [1, None], ids=["slots", "pages"])
+@pytest.mark.parametrize(
+    "name",
+    [name for name, case in PACKED_CASES.items() if not case.trees and case.graph_width is None],
+)
+def test_a_packed_step_is_planned_by_what_the_device_says(
+    made: list[FakeWrapper], name: str, page_size: int | None
+) -> None:
+    placed = place(replace(PACKED_CASES[name], head_dim=64))
+    backend = backend_of(placed, page_size or placed.case.page_size)
+    backend.plan(replace(placed.batch, bounds_are_exact=True))  # of no use: rows are not known
+    for layer, right in enumerate(placed.expected()):
+        out = backend.forward(layer, placed.q[layer])
+        assert (out[: placed.num_fed] - right).abs().max() <= TOLERANCE[torch.float32]
+        assert (out[placed.num_fed :] == 0).all()
+
+
+def test_a_request_without_rows_makes_a_step_no_decode(made: list[FakeWrapper]) -> None:
+    placed = place(AttentionCase(shape=[(3, 1), (9, 0), (4, 1)], bounds=[1] * 3, padding=1))
+    backend = backend_of(placed)
+    backend.plan(placed.batch)
+    assert [type(wrapper) for wrapper in made] == [FakePrefillWrapper]
+    out = backend.forward(0, placed.q[0])
+    assert (out[:2] - placed.expected()[0]).abs().max() <= TOLERANCE[torch.float32]
+
+
+def test_a_step_in_which_nobody_feeds_a_row_is_all_padding(made: list[FakeWrapper]) -> None:
+    placed = place(AttentionCase(shape=[(3, 0), (9, 0)], bounds=[4] * 2, padding=8))
+    backend = backend_of(placed)
+    backend.plan(placed.batch)
+    assert not made
+    assert (backend.forward(0, placed.q[0]) == 0).all()
 
 
 def test_one_row_each_is_a_decode_and_anything_else_is_not(made: list[FakeWrapper]) -> None:

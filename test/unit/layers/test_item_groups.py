@@ -97,6 +97,22 @@ def test_a_graph_has_room_for_every_step_that_replays_it(limits: RowLimits, tag:
         assert rows_of(items[size:]) == rows_of(groups.many)
 
 
+@pytest.mark.parametrize("tag", [MIXED, RAGGED])
+@pytest.mark.parametrize("limits", ALL.values(), ids=ALL)
+def test_a_packed_graph_has_room_for_bounds_of_more_rows_than_it_has(
+    limits: RowLimits, tag: str
+) -> None:
+    for num_reqs in (1, 2, 8, 40):
+        key = GraphKey(tag, num_reqs, limits.few, num_reqs)
+        room = ItemRoom.of_graph(key, limits, by_bounds=True)
+        for bound in {1, max(1, limits.narrow), limits.narrow + 1, limits.few}:
+            if bound <= limits.few:
+                groups = ItemGroups.of([bound] * num_reqs, limits)
+                assert len(groups.padded(room)) == sum(
+                    ITEM_SIZE * count for count in (room.wide, room.narrow, room.many)
+                )
+
+
 def test_a_graph_of_plain_decodes_has_no_room_for_wide_items() -> None:
     assert ItemRoom.of_graph(GraphKey(MIXED, 8, 1, 64), PLAIN_GRAPH) == ItemRoom(0, 8, 12)
 

@@ -10,6 +10,7 @@ import torch
 
 from attention_cases import (
     CASES,
+    GROWN_CASES,
     IDLE_MASKS,
     TOLERANCE,
     TREE_CASES,
@@ -19,6 +20,7 @@ from attention_cases import (
     change_by_idle_masks,
     max_error,
 )
+from draft_chain import draft_chain_error
 from sglang.srt.layers.attention import torch_native_backend
 from sglang.srt.registry import ATTENTION_BACKENDS
 
@@ -33,14 +35,22 @@ TARGETS = [
 ]
 
 
-@pytest.mark.parametrize("name", TREE_CASES)
+@pytest.mark.parametrize("name", TREE_CASES | GROWN_CASES)
 @pytest.mark.parametrize("target", TARGETS, ids="-".join)
 def test_a_row_sees_its_ancestors_and_what_was_before_the_step(
     target: tuple[str, str], name: str
 ) -> None:
     backend, device = target
-    error = max_error(backend, TREE_CASES[name], device, torch.float32)
+    error = max_error(backend, (TREE_CASES | GROWN_CASES)[name], device, torch.float32)
     assert error <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("target", TARGETS, ids="-".join)
+def test_rows_of_draft_steps_see_their_own_branch_of_earlier_ones(
+    target: tuple[str, str], page_size: int
+) -> None:
+    assert draft_chain_error(*target, page_size) <= TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("masks", IDLE_MASKS)

@@ -13,13 +13,15 @@ import torch
 from attention_cases import (
     CASES,
     IDLE_MASKS,
+    MORE_CASES,
     OUTSIDE_CASES,
     TOLERANCE,
-    TREE_CASES,
     WITH_IDLE_MASKS,
 )
 from interpreted import run_interpreted
 from sglang.srt.registry import ATTENTION_BACKENDS
+
+DRAFT_STEPS = ("draft steps, pages of 1", "draft steps, pages of 16")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,7 @@ def errors() -> dict[str, float | str]:
     return run_interpreted("support/attention_cases.py", "triton")
 
 
-@pytest.mark.parametrize("name", [*CASES, *TREE_CASES])
+@pytest.mark.parametrize("name", [*CASES, *MORE_CASES, *DRAFT_STEPS])
 def test_interpreted_kernels_equal_the_oracle(errors: dict[str, float | str], name: str) -> None:
     error = errors[name]
     assert isinstance(error, float), error

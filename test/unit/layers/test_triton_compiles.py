@@ -34,7 +34,10 @@ TARGETS = ((80, "fp16"), (90, "bf16"))
 GPUS = (86, 90)  # with the least shared memory, and with the tiles that need most
 NEVER_ALIGNED = ("num_rows", "num_items", "window", "early", "beside", "eps", "scale")
 # Of int64.
-INTEGERS = ("slots_ptr", "positions_ptr", "rows_ptr", "kv_lens_ptr", "ancestors_ptr", "outside_ptr")
+INTEGERS = (
+    *("slots_ptr", "positions_ptr", "rows_ptr", "kv_lens_ptr", "outside_ptr"),
+    *("ancestors_ptr", "q_starts_ptr", "tree_starts_ptr"),
+)
 SHORT_INTEGERS = ("items_ptr", "table_ptr", "token_table_ptr")  # of int32
 FLOATS = ("sums_ptr", "stats_ptr", "rope_table_ptr")
 STEP_INTEGERS = {
@@ -43,7 +46,7 @@ STEP_INTEGERS = {
         *("packed", "per_request", "committed", "num_tokens", "pending_lens", "tokens", "reads"),
         *("out", "spread", "input_ids", "requests", "outside", "q_starts", "num_pending"),
         *("targets", "num_confirmed", "num_unconfirmed", "accept_lens", "depths", "ancestors"),
-        "row_ancestors",
+        *("row_ancestors", "q_starts_out", "ancestors_out", "tree_starts_out", "tree_starts"),
     )
 } | {f"{name}_ptr": "*i32" for name in ("path", "out_path", "parents", "row_parents")}
 TREES = ("parents", "depths", "ancestors", "row_parents", "row_ancestors")
@@ -54,6 +57,7 @@ LAYOUTS = {
     "chains": {"HAS_LOOKAHEAD": True, "HAS_TREE": False, **NO_TREES},
     "trees": {"HAS_LOOKAHEAD": True, "HAS_TREE": True},
 }
+TREE_INPUTS = ("ancestors_ptr", "tree_starts_ptr", "ancestors_out_ptr", "tree_starts_out_ptr")
 HEADS = {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128}
 
 
@@ -91,17 +95,25 @@ def attention_constants(block_m: int, block_n: int, window: bool, **more: int) -
 
 def tree_kernels(name: str, function: Any, num_warps: int = 4, **constants: Any) -> dict[str, Any]:
     """Without masks for trees of drafts, as launched without `ancestors`, and with them; the latter
-    with a guarded page table."""
+    with a guarded page table, and of packed steps too."""
+    unpacked = {"tree_starts_ptr": None, "q_starts_ptr": None}
+    variants: dict[str, dict[str, Any]] = {
+        "": {"HAS_TREE": False, "ancestors_ptr": None, "outside_ptr": None, **unpacked},
+        ", trees": {"HAS_TREE": True, **unpacked},
+        ", packed, earlier trees": {"HAS_TREE": True},
+    }
     return {
-        name: Kernel(
+        f"{name}{variant}": Kernel(
             function,
-            {**constants, "HAS_TREE": False, "ancestors_ptr": None, "outside_ptr": None},
+            {
+                argument: value
+                for argument, value in {**constants, **more}.items()
+                if argument in function.arg_names
+            },
             num_warps=num_warps,
             num_stages=2,
-        ),
-        f"{name}, trees": Kernel(
-            function, {**constants, "HAS_TREE": True}, num_warps=num_warps, num_stages=2
-        ),
+        )
+        for variant, more in variants.items()
     }
 
 
@@ -169,9 +181,8 @@ KERNELS = {
         attention._split_kernel,
         **attention_constants(64, 64, True),
     ),
-    "sum of splits": Kernel(
-        attention._combine_kernel,
-        attention_constants(16, 32, False, BLOCK_S=64),
+    **tree_kernels(
+        "sum of splits", attention._combine_kernel, **attention_constants(16, 32, True, BLOCK_S=64)
     ),
     **{
         f"gathered KV, {'not ' if guard else ''}guarded": Kernel(
@@ -191,7 +202,21 @@ KERNELS = {
         )
         for guard in ({}, {"outside_ptr": None})
     },
-    "inputs of a graph": Kernel(steps._fill_kernel, {"BLOCK": 128}, types=STEP_INTEGERS),
+    **{
+        f"inputs of a graph{', packed' * is_packed}{', trees' * has_tree}": Kernel(
+            steps._fill_kernel,
+            {
+                "BLOCK": 128,
+                "IS_PACKED": is_packed,
+                "HAS_TREE": has_tree,
+                **({} if is_packed else {"q_starts_ptr": None, "q_starts_out_ptr": None}),
+                **({} if has_tree else dict.fromkeys(TREE_INPUTS)),
+            },
+            types=STEP_INTEGERS,
+        )
+        for is_packed in (False, True)
+        for has_tree in (False, True)
+    },
     **{
         f"rows of a step, {kind}, {'not ' if guard else ''}guarded": Kernel(
             lay_out_kernel, {"BLOCK": 128, **constants, **guard}, types=STEP_INTEGERS
@@ -214,7 +239,8 @@ KERNELS = {
             kernel,
             {"BLOCK": 8, "HAS_PROBS": has_probs} | ({} if has_probs else {"probs_ptr": None}),
             num_warps=1,
-            types={**STEP_INTEGERS, "probs_ptr": "*fp32", "thresholds_ptr": "*fp32"},
+            types=STEP_INTEGERS
+            | {f"{name}_ptr": "*fp32" for name in ("probs", "thresholds", "confidence")},
         )
         for name, kernel in (
             ("confident predictions", masks._num_confident_kernel),
@@ -343,5 +369,6 @@ def test_attention_fits_into_the_shared_memory(
     for tiles in {tuning.extend, tuning.few, tuning.split, tuning.whole, tuning.crowded}:
         constants = attention_constants(tiles.block_m, tiles.block_n, True, LOOPS=False)
         constants |= {**heads, "HAS_TREE": False, "ancestors_ptr": None, "outside_ptr": None}
+        constants["tree_starts_ptr"] = None
         kernel = Kernel(attention._extend_kernel, constants, tiles.num_warps, tiles.num_stages)
         assert 0 < compiled(kernel, capability, "bf16", aligned=True).metadata.shared <= limit

@@ -140,3 +140,53 @@ def test_a_step_with_masks_for_trees_replays_no_graph(monkeypatch: pytest.Monkey
     batch = ForwardBatch(ids, ids, ids, rows, [3, 1], rows + 3, [3, 4])
     assert runner.key_of(batch) == keys.find([3, 1])
     assert runner.key_of(replace(batch, ancestors=ids - 1)) is None
+
+
+@pytest.mark.parametrize("max_requests", [1, 8, 128])
+def test_a_packed_step_finds_the_tightest_graph_that_reads_how_many_rows_are_fed(
+    max_requests: int,
+) -> None:
+    keys = GraphKeys(GraphSupport.RAGGED_Q, max_requests, 15, 1024, with_trees=True)
+    chooser = random.Random(max_requests)
+    for _ in range(300):
+        num_reqs, has_tree = chooser.randint(1, max_requests), chooser.random() < 0.5
+        widest, num_tokens = chooser.choice([1, 2, 15, 300]), chooser.randint(1, 1024)
+        fits = [
+            key
+            for key in keys.all
+            if key.width > 1
+            and key.has_tree == has_tree
+            and key.num_reqs >= num_reqs
+            and key.num_tokens >= num_tokens
+            and (key.tag == "mixed" or widest <= 15)
+        ]
+        fits = [key for key in fits if key.tag == "ragged"] or fits
+        found = keys.find_shape(num_reqs, widest, num_tokens, has_tree, is_packed=True)
+        best = min(fits, key=lambda key: (key.num_reqs, key.num_tokens), default=None)
+        assert found == best
+
+
+@pytest.mark.parametrize(
+    ("support", "width"), [(GraphSupport.RAGGED_Q, 1), (GraphSupport.UNIFORM_Q, 15)]
+)
+def test_graphs_that_read_no_numbers_of_rows_replay_no_packed_step(
+    support: GraphSupport, width: int
+) -> None:
+    keys = GraphKeys(support, 8, width, 1024)
+    for widest in (1, 7, 30):
+        assert keys.find_shape(4, widest, 4 * widest, is_packed=True) is None
+
+
+def test_the_rows_of_a_packed_step_count_and_not_their_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    keys = GraphKeys(GraphSupport.RAGGED_Q, 16, 15, 1024)
+    ops = TorchStepOps(torch.device("cpu"))
+    ids, rows = torch.zeros(20, dtype=torch.int64), torch.arange(16)
+    runner = CudaGraphRunner(lambda _: None, lambda batch: (ids,), ops, keys, 100, "cpu")
+    starts = torch.arange(17)
+    batch = ForwardBatch(ids, ids, ids, rows, [15] * 16, rows + 15, [40] * 16, q_starts=starts)
+    key = runner.key_of(batch)
+    assert key is not None
+    assert (key.tag, key.num_reqs, key.num_tokens) == ("ragged", 16, 32)

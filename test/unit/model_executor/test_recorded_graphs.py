@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,8 +118,9 @@ def assert_same(
     assert not right.used_graph
     torch.testing.assert_close(replayed.hidden, right.hidden, rtol=1e-4, atol=1e-4)
     assert (replayed.taps is None) == (right.taps is None) == (not capture.layers)
-    if replayed.taps is not None:
-        torch.testing.assert_close(replayed.taps, right.taps, rtol=1e-4, atol=1e-4)
+    if replayed.taps is not None and right.taps is not None:
+        fed = slice(None if batch.q_starts is None else int(batch.q_starts[-1]))
+        torch.testing.assert_close(replayed.taps[fed], right.taps[fed], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", CAPTURES)
@@ -158,17 +160,94 @@ def test_trees_replay_graphs_that_were_captured_for_them(path: Path, backend: st
     for seed, (key, shape) in enumerate(found.items()):
         assert key.has_tree
         batch = step(graphs, shape, seed)
-        chooser, ancestors = random.Random(seed), []
-        for q_len in shape:
-            parents = [0] * q_len
-            for row in range(q_len):
-                above = parents[chooser.randrange(row)] if row else 0
-                parents[row] = above | 1 << row
-            ancestors += parents if q_len <= WIDTH else [-1] * q_len
+        ancestors = masks_of_trees(shape, random.Random(seed))
         assert_same(
             graphs, path, replace(batch, ancestors=torch.tensor(ancestors)), HiddenCapture((1,))
         )
+        assert_same(graphs, path, with_earlier_trees(graphs, shape, seed), HiddenCapture((1,)))
         assert_same(graphs, path, batch, HiddenCapture((1,)))
+
+
+def packed(batch: ForwardBatch, fed: list[int], padding: int) -> ForwardBatch:
+    """The step, with its first rows alone: of each request so many, of which the host knows only
+    that they are not more than before. Padding follows."""
+    starts = [0, *accumulate(batch.q_lens)]
+    kept = [start + row for start, q_len in zip(starts, fed, strict=False) for row in range(q_len)]
+
+    def cut(values: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(values[kept], (0, padding))
+
+    lacking = torch.tensor(batch.q_lens) - torch.tensor(fed)
+    return replace(
+        batch,
+        input_ids=cut(batch.input_ids),
+        positions=cut(batch.positions),
+        slots=cut(batch.slots),
+        ancestors=None if batch.ancestors is None else cut(batch.ancestors),
+        kv_lens=batch.kv_lens - lacking,
+        bounds_are_exact=False,
+        q_starts=torch.tensor([0, *accumulate(fed)]),
+    )
+
+
+def some_rows(shape: list[int], chooser: random.Random) -> list[int]:
+    """A prompt feeds all of its rows, any other request so many or fewer, maybe none."""
+    return [q_len if q_len > WIDTH else chooser.randint(0, q_len) for q_len in shape]
+
+
+def masks_of_trees(shape: list[int], chooser: random.Random, num_earlier: int = 0) -> list[int]:
+    """Ancestors of rows whose parents are drawn among the rows of their request and as many before
+    them; a prompt has no tree."""
+    ancestors = []
+    for q_len in shape:
+        seen: list[int] = []
+        for entry in range(num_earlier + q_len):
+            seen.append((chooser.choice(seen) if seen else 0) | 1 << entry)
+        ancestors += seen[num_earlier:] if q_len <= WIDTH else [-1] * q_len
+    return ancestors
+
+
+def with_earlier_trees(runner: ModelRunner, shape: list[int], seed: int) -> ForwardBatch:
+    """A step whose trees begin among the KV from before it, as far as there is any."""
+    batch = step(runner, shape, seed)
+    before = batch.kv_lens - torch.tensor(shape)
+    num_earlier = min(3, int(before.min()))
+    ancestors = masks_of_trees(shape, random.Random(seed), num_earlier)
+    return replace(batch, ancestors=torch.tensor(ancestors), tree_starts=before - num_earlier)
+
+
+@pytest.mark.parametrize("trees", [False, True])
+def test_packed_steps_replay_the_graphs_of_look_ahead(path: Path, trees: bool) -> None:
+    """Of more bounds than a graph has rows, too; and steps whose numbers of rows the host knows
+    replay the same graphs before and after them."""
+    capture = HiddenCapture((1,))
+    graphs = make(path, "ragged", WIDTH, capture, trees)
+    assert graphs.graph_keys is not None
+    replayed: set[GraphKey] = set()
+    for seed in range(60):
+        chooser = random.Random(seed)
+        prompts = [30] * (seed % 4 == 0)
+        shape = [
+            *prompts,
+            *(chooser.choice([1, 3, WIDTH]) for _ in range(chooser.randint(0, 3))),
+            2,
+        ]
+        fed = some_rows(shape, chooser)
+        whole = (with_earlier_trees if trees else step)(graphs, shape, seed)
+        batch = packed(whole, fed, padding=min(MAX_ROWS - sum(fed), chooser.randint(0, 2)))
+        num_rows = len(batch.input_ids)
+        if num_rows == 0:
+            continue
+        key = graphs.graph_keys.find_shape(len(shape), max(shape), num_rows, trees, is_packed=True)
+        assert key is not None
+        replayed.add(key)
+        for each in (batch, whole, batch):
+            num_read = sum(shape if each is whole else fed)
+            assert_same(
+                graphs, path, replace(each, read_index=torch.arange(num_read).flip(0)), capture
+            )
+    assert {key.tag for key in replayed} == {"ragged", "mixed"}
+    assert len(replayed) >= 5
 
 
 def test_without_being_asked_no_graph_is_for_trees(path: Path) -> None:

@@ -24,7 +24,7 @@ def test_interpreted_triton(differences: dict[str, float | str], name: str) -> N
 
 def test_a_ragged_step_is_spread_over_a_uniform_graph() -> None:
     ids = torch.tensor([11, 12, 13])
-    static = StaticInputs(torch.full((3, 8), -1), torch.full((3, 4), -1))
+    static = StaticInputs(torch.full((3, 8), -1), torch.full((3, 4), -1), torch.full((5,), -1))
     lens = torch.tensor([5, 9])
     batch = ForwardBatch(ids, ids + 10, ids + 20, torch.tensor([3, 2]), [1, 2], lens, [5, 9])
     index = TorchStepOps(torch.device("cpu")).fill(static, GraphKey(UNIFORM, 3, 2, 6), batch)

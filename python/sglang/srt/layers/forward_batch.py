@@ -4,6 +4,7 @@ how many rows each request feeds."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,12 @@ class GraphKey:
         """Whether every request, those of padding too, has `width` rows."""
         return self.tag in (DECODE, UNIFORM)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether the graph reads `ForwardBatch.q_starts`, and so serves packed batches too; for
+        others they are filled in."""
+        return self.tag in (RAGGED, MIXED) and self.width > 1
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
@@ -79,11 +86,15 @@ class ForwardBatch:
         tree_starts: [R] int64; the KV position that bit 0 of `ancestors` stands for: bit j is about
             position tree_starts[i] + j, and everything before tree_starts[i] is seen. So the rows
             of a draft step see their own branch among the rows of earlier draft steps. None: bit 0
-            is the first row that the request feeds in this step. Only with `ancestors`.
+            is the first row that the request feeds in this step. Only with `ancestors`. A tree
+            ends after MAX_TREE_ROWS positions: of a request with more from there to `kv_lens`, all
+            rows are plain causal, so -1.
         q_starts: [R + 1] int64, not descending, for packed batches; None: `q_lens` is exact.
             Request i feeds the rows q_starts[i] to q_starts[i + 1] of the T, at most q_lens[i];
             `kv_lens` counts those. The rows from q_starts[R] on are padding: token 0 at position 0,
             written to the dummy slot, and nobody reads their results. A request may feed no row.
+            Those whose number of rows the host knows, as it does of prompts, come first, and with
+            them all whose q_lens is above MAX_TREE_ROWS.
     """
 
     input_ids: torch.Tensor
@@ -147,9 +158,10 @@ class ModelOutput(NamedTuple):
     taps: torch.Tensor | None = None
 
 
-def dummy_step(q_lens: list[int], device: torch.device) -> ForwardBatch:
+def dummy_step(q_lens: list[int], device: torch.device, is_packed: bool = False) -> ForwardBatch:
     """Prompts of these lengths over row 0 and the dummy slot, to be run before there is a request.
     The results mean nothing, and only the dummy page is written."""
+    q_starts = to_device(list(accumulate(q_lens, initial=0)), device) if is_packed else None
     zeros = torch.zeros(sum(q_lens), dtype=torch.int64, device=device)
     positions = [position for q_len in q_lens for position in range(q_len)]
     return ForwardBatch(
@@ -161,4 +173,5 @@ def dummy_step(q_lens: list[int], device: torch.device) -> ForwardBatch:
         kv_lens=to_device(q_lens, device),
         kv_len_upper_bounds=q_lens,
         bounds_are_exact=True,
+        q_starts=q_starts,
     )

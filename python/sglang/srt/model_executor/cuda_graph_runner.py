@@ -11,6 +11,8 @@ for its requests and its rows:
   than a launch takes the host; every step of fewer rows finds one.
 
 Steps whose rows are trees (`ForwardBatch.ancestors`) replay graphs of their own, if there are any.
+RAGGED and MIXED graphs for look-ahead read `ForwardBatch.q_starts`, and so serve packed batches,
+of which the device alone knows how many rows each request feeds.
 
 Rows and requests of padding write K and V to the dummy slot, and nobody reads their results.
 """
@@ -108,7 +110,7 @@ class GraphKeys:
         with_trees: bool = False,
     ) -> None:
         self.all: list[GraphKey] = []
-        self._found: dict[tuple[int, int, int, bool], GraphKey | None] = {}
+        self._found: dict[tuple[int, int, int, bool, bool], GraphKey | None] = {}
         if support is GraphSupport.NEVER:
             return
         found = _plain_keys(support, max_requests, max_width, max_mixed_rows)
@@ -116,21 +118,32 @@ class GraphKeys:
         if with_trees:
             self.all += [replace(key, has_tree=True) for key in self.all if key.width > 1]
 
+    @property
+    def have_trees(self) -> bool:
+        """Whether there are graphs for trees."""
+        return any(key.has_tree for key in self.all)
+
     def find(self, q_lens: Sequence[int], has_tree: bool = False) -> GraphKey | None:
         """The smallest graph with room for the requests, then for their rows."""
         return self.find_shape(len(q_lens), max(q_lens), sum(q_lens), has_tree)
 
     def find_shape(
-        self, num_reqs: int, widest: int, num_tokens: int, has_tree: bool = False
+        self,
+        num_reqs: int,
+        widest: int,
+        num_tokens: int,
+        has_tree: bool = False,
+        is_packed: bool = False,
     ) -> GraphKey | None:
-        """As `find`, by the number of requests, the rows of the widest one and the rows in all."""
-        shape = num_reqs, widest, num_tokens, has_tree
+        """As `find`, by the number of requests, the most rows that any of them feeds and the rows
+        in all, of which a packed step may have fewer than requests."""
+        shape = num_reqs, widest, num_tokens, has_tree, is_packed
         if shape not in self._found:
             self._found[shape] = self._smallest(*shape)
         return self._found[shape]
 
     def _smallest(
-        self, num_reqs: int, widest: int, num_tokens: int, has_tree: bool
+        self, num_reqs: int, widest: int, num_tokens: int, has_tree: bool, is_packed: bool
     ) -> GraphKey | None:
         fitting = [
             key
@@ -139,7 +152,7 @@ class GraphKeys:
             and key.num_reqs >= num_reqs
             and key.num_tokens >= num_tokens
             and (key.tag == MIXED or key.width >= widest)
-            and (key.tag == DECODE or widest > 1)
+            and (key.is_packed if is_packed else key.tag == DECODE or widest > 1)
         ]
         narrow = [key for key in fitting if key.tag != MIXED]
         return min(narrow or fitting, key=lambda key: (key.num_reqs, key.num_tokens), default=None)
@@ -178,9 +191,13 @@ class CudaGraphRunner(Generic[Results]):
         most_reqs = max(key.num_reqs for key in keys.all)
         self._tokens = torch.zeros((3, most_tokens), dtype=torch.int64, device=device)
         self._requests = torch.zeros((3, most_reqs), dtype=torch.int64, device=device)
-        self._static = StaticInputs(self._tokens, self._requests)
-        tree_tokens = max((key.num_tokens for key in keys.all if key.has_tree), default=0)
-        self._ancestors = torch.full((tree_tokens,), -1, dtype=torch.int64, device=device)
+        self._static = StaticInputs(
+            self._tokens,
+            self._requests,
+            self._requests.new_zeros(most_reqs + 1),
+            self._tokens.new_zeros(most_tokens) if keys.have_trees else None,
+            self._requests.new_zeros(most_reqs) if keys.have_trees else None,
+        )
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[GraphKey, _Captured[Results]] = {}
@@ -227,7 +244,13 @@ class CudaGraphRunner(Generic[Results]):
 
     def key_of(self, batch: ForwardBatch) -> GraphKey | None:
         """The graph that a step can replay, if there is one."""
-        key = self._keys.find(batch.q_lens, batch.ancestors is not None)
+        key = self._keys.find_shape(
+            len(batch.q_lens),
+            max(batch.q_lens),
+            batch.input_ids.shape[0],
+            batch.ancestors is not None,
+            batch.q_starts is not None,
+        )
         if key is None:
             return None
         wanted = batch.read_index
@@ -241,10 +264,6 @@ class CudaGraphRunner(Generic[Results]):
         if self._poisons:
             self._poison(key, captured.results)
         places = self._ops.fill(self._static, key, batch)
-        if batch.ancestors is not None:
-            rows = slice(len(batch.ancestors)) if places is None else places
-            self._ancestors[: key.num_tokens] = -1
-            self._ancestors[rows] = batch.ancestors
         self._plan(self._static_batch(key, batch))
         captured.graph.replay()
         return Replay(captured.results, places)
@@ -254,7 +273,10 @@ class CudaGraphRunner(Generic[Results]):
         self._tokens[1].fill_(self._longest - 1)
         self._requests[:2].fill_(self._longest)
         self._requests[2].fill_(key.num_tokens - 1)
-        self._ancestors.zero_()
+        self._static.q_starts.zero_()
+        if self._static.ancestors is not None and self._static.tree_starts is not None:
+            self._static.ancestors.zero_()
+            self._static.tree_starts.zero_()
         for values in results:
             if values is not None:
                 values.fill_(float("nan") if values.is_floating_point() else -1)
@@ -277,7 +299,9 @@ class CudaGraphRunner(Generic[Results]):
             bounds_are_exact=batch.bounds_are_exact,
             graph_key=key,
             read_index=self._requests[2, : key.num_reqs] if key.skips_unread_rows else None,
-            ancestors=self._ancestors[: key.num_tokens] if key.has_tree else None,
+            ancestors=_first(self._static.ancestors, key.num_tokens if key.has_tree else None),
+            tree_starts=_first(self._static.tree_starts, key.num_reqs if key.has_tree else None),
+            q_starts=_first(self._static.q_starts, key.num_reqs + 1 if key.is_packed else None),
         )
 
     def _capture(self, key: GraphKey, side: torch.cuda.Stream) -> _Captured[Results]:
@@ -307,6 +331,11 @@ class CudaGraphRunner(Generic[Results]):
         with torch.cuda.graph(graph, pool=self._pool):
             results = self._compute(batch)
         return _Captured(graph, results)
+
+
+def _first(values: torch.Tensor | None, count: int | None) -> torch.Tensor | None:
+    """The first `count` values, or None if there are none to be."""
+    return None if count is None or values is None else values[:count]
 
 
 def kind_of(key: GraphKey) -> str:

@@ -215,18 +215,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, least_rows: int = MIN_PROMPT_ROWS) -> None:
-        """Runs two steps that replay no graph, over the dummy slot. A long prompt, a short one and
-        a decode: what such steps need is compiled before a request waits for it. Then the largest
-        step that may come, whose memory stays reserved: if it does not fit, `max_prompt_rows`
-        becomes less, but not less than `least_rows`. Graphs are there by then: their memory is
-        fixed, and that of a step is not.
+        """Runs steps that replay no graph, over the dummy slot. A long prompt, a short one and a
+        decode, packed too if there may be such steps: what they need is compiled before a request
+        waits for it. Then the largest step that may come, whose memory stays reserved: if it does
+        not fit, `max_prompt_rows` becomes less, but not less than `least_rows`. Graphs are there by
+        then: their memory is fixed, and that of a step is not.
 
         Raises:
             MemoryError: if even those rows do not fit.
         """
         config = self._config
         with memory_for("a step", f"{LESS_STATIC_MEMORY}."):
-            self._run_dummy([min(size, config.row_width) for size in WARM_UP_Q_LENS])
+            q_lens = [min(size, config.row_width) for size in WARM_UP_Q_LENS]
+            self._run_dummy(q_lens)
+            if self._capabilities.reads_q_starts and config.max_decode_rows > 1:
+                self._run_dummy(q_lens, is_packed=True)
         wished = self.max_prompt_rows
         if wished == 0:
             return
@@ -252,11 +255,11 @@ class ModelRunner:
             )
         )
 
-    def _run_dummy(self, q_lens: list[int]) -> None:
+    def _run_dummy(self, q_lens: list[int], is_packed: bool = False) -> None:
         """A step of prompts of these lengths, with all hidden states and as many logits as a step
         may read."""
         config = self._config
-        batch = dummy_step(q_lens, self.device)
+        batch = dummy_step(q_lens, self.device, is_packed)
         self._layers.plan(batch)
         hidden = self._compute(batch).hidden
         self.compute_logits(hidden[-config.max_running_requests * config.max_decode_rows :])

@@ -168,10 +168,16 @@ class StaticInputs:
     Attributes:
         tokens: [3, T] int64; input ids, positions, slots.
         requests: [3, R] int64; rows, lengths, and the first R of `ForwardBatch.read_index`.
+        q_starts: [R + 1] int64; for graphs that are packed (`GraphKey.is_packed`).
+        ancestors, tree_starts: [T] and [R] int64, of the largest graph for trees; None where there
+            is none.
     """
 
     tokens: torch.Tensor
     requests: torch.Tensor
+    q_starts: torch.Tensor
+    ancestors: torch.Tensor | None = None
+    tree_starts: torch.Tensor | None = None
 
 
 class StepOps(Protocol):
@@ -224,7 +230,9 @@ class StepOps(Protocol):
         """
 
     def fill(self, static: StaticInputs, key: GraphKey, batch: ForwardBatch) -> torch.Tensor | None:
-        """Copies a step and the padding of a graph into the graph's inputs.
+        """Copies a step and the padding of a graph into the graph's inputs. A graph for trees also
+        serves steps without `tree_starts` (then a tree starts with the rows that its request feeds)
+        and without `ancestors` (then all rows are causal).
 
         Returns:
             [T] int64, the place of each row of the step in the graph; None: they are its first.
@@ -253,6 +261,7 @@ def pack_for_device(batch: ScheduleBatch, counts: StepCounts) -> np.ndarray:
 def places_in_uniform_graph(batch: ForwardBatch, key: GraphKey) -> list[int] | None:
     """Place of each row of the step in a graph of which every request has `key.width` rows; None
     where they are the graph's first rows, as in all other graphs."""
+    assert key.is_packed or batch.q_starts is None, key
     if key.tag != UNIFORM or all(q_len == key.width for q_len in batch.q_lens):
         return None
     starts = range(0, len(batch.q_lens) * key.width, key.width)
@@ -261,6 +270,11 @@ def places_in_uniform_graph(batch: ForwardBatch, key: GraphKey) -> list[int] | N
         for start, q_len in zip(starts, batch.q_lens, strict=True)
         for row in range(q_len)
     ]
+
+
+def rows_before(batch: ForwardBatch) -> list[int]:
+    """`ForwardBatch.q_starts` of a batch that is not packed."""
+    return list(accumulate(batch.q_lens, initial=0))
 
 
 def _starts(lens: Sequence[int]) -> list[int]:

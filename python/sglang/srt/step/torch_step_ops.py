@@ -32,6 +32,7 @@ from sglang.srt.step.step_ops import (
     StepCounts,
     pack_for_device,
     places_in_uniform_graph,
+    rows_before,
 )
 from sglang.srt.step.worker import ScheduleBatch
 
@@ -182,6 +183,14 @@ class TorchStepOps:
         if batch.read_index is not None:
             reads = batch.read_index[: key.num_reqs]
             requests[2, : len(reads)] = reads
+        if key.is_packed:
+            starts = batch.q_starts
+            if starts is None:
+                starts = to_device(rows_before(batch), tokens.device)
+            static.q_starts[: num_reqs + 1] = starts
+            static.q_starts[num_reqs + 1 : key.num_reqs + 1] = starts[-1]
+        if key.has_tree:
+            _fill_trees(static, key, batch, index)
         return index
 
 
@@ -234,6 +243,22 @@ def _with_trees(
     ancestors = torch.where(is_node, trees.ancestors[rows, nodes], -1)
     depths = torch.where(is_node, trees.depths[rows, nodes], offsets)
     return replace(chains, parents=parents, ancestors=ancestors), depths
+
+
+def _fill_trees(
+    static: StaticInputs, key: GraphKey, batch: ForwardBatch, index: torch.Tensor | None
+) -> None:
+    """The inputs of trees; `index`: place of each row of the step, None if they are the first."""
+    assert static.ancestors is not None
+    assert static.tree_starts is not None
+    static.ancestors[: key.num_tokens] = -1
+    if batch.ancestors is not None:
+        places = slice(len(batch.ancestors)) if index is None else index
+        static.ancestors[places] = batch.ancestors
+    fed = static.q_starts[: key.num_reqs + 1].diff() if key.is_packed else key.width
+    static.tree_starts[: key.num_reqs] = static.requests[1, : key.num_reqs] - fed
+    if batch.tree_starts is not None:
+        static.tree_starts[: len(batch.q_lens)] = batch.tree_starts
 
 
 def _reads(

@@ -31,6 +31,7 @@ from sglang.srt.step.step_ops import (
     StepCounts,
     pack_for_device,
     places_in_uniform_graph,
+    rows_before,
 )
 from sglang.srt.step.triton_commit_run import commit_run_kernel, step_launch
 from sglang.srt.step.triton_layout import lay_out_kernel
@@ -94,15 +95,26 @@ _FILL_NUMBERS = [
 ]
 
 
-@triton.jit(do_not_specialize=[*_FILL_NUMBERS, "early"])
+@triton.jit(
+    do_not_specialize=[
+        *_FILL_NUMBERS,
+        *("q_starts_ptr", "ancestors_ptr", "tree_starts_ptr", "num_ancestors", "num_tree_starts"),
+        "early",
+    ]
+)
 def _fill_kernel(
     input_ids_ptr, positions_ptr, slots_ptr, rows_ptr, kv_lens_ptr, reads_ptr, spread_ptr,
     tokens_ptr, requests_ptr, token_stride, request_stride,
     num_tokens, num_reqs, num_reads, padded_tokens, padded_reqs, width, is_spread,
+    q_starts_ptr, q_starts_out_ptr,
+    ancestors_ptr, tree_starts_ptr, ancestors_out_ptr, tree_starts_out_ptr,
+    num_ancestors, num_tree_starts,
+    IS_PACKED: tl.constexpr, HAS_TREE: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
-    """Grid (blocks of the graph's rows, padding included). `spread_ptr`, if `is_spread`: for each
-    of these rows the step's row or -1, then for each request the rows that it lacks."""
+    """Grid (blocks of the graph's rows, or of its requests and one more, padding included).
+    `spread_ptr`, if `is_spread`: for each of these rows the step's row or -1, then for each request
+    the rows that it lacks."""
     begin(PDL, early)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     has_token = place < padded_tokens
@@ -118,13 +130,28 @@ def _fill_kernel(
     tl.store(out, tl.load(positions_ptr + source, mask=exists, other=0), mask=has_token)
     out += token_stride
     tl.store(out, tl.load(slots_ptr + source, mask=exists, other=0), mask=has_token)
+    if HAS_TREE:
+        mask = exists & (source < num_ancestors)
+        ancestors = tl.load(ancestors_ptr + source, mask=mask, other=-1)
+        tl.store(ancestors_out_ptr + place, ancestors, mask=has_token)
     exists = place < num_reqs
     out = requests_ptr + place
     tl.store(out, tl.load(rows_ptr + place, mask=exists, other=0), mask=has_request)
     kv_len = tl.load(kv_lens_ptr + place, mask=exists, other=0) + lacking
-    tl.store(out + request_stride, tl.where(exists, kv_len, width), mask=has_request)
+    kv_len = tl.where(exists, kv_len, width)
+    tl.store(out + request_stride, kv_len, mask=has_request)
     read = tl.load(reads_ptr + place, mask=has_request & (place < num_reads), other=0)
     tl.store(out + 2 * request_stride, read, mask=has_request)
+    fed = width
+    if IS_PACKED:
+        start = tl.load(q_starts_ptr + tl.minimum(place, num_reqs))
+        tl.store(q_starts_out_ptr + place, start, mask=place <= padded_reqs)
+        fed = tl.load(q_starts_ptr + tl.minimum(place + 1, num_reqs)) - start
+    if HAS_TREE:
+        mask = exists & (place < num_tree_starts)
+        tree_start = tl.load(tree_starts_ptr + place, mask=mask, other=0)
+        tree_start = tl.where(mask, tree_start, kv_len - fed)
+        tl.store(tree_starts_out_ptr + place, tree_start, mask=has_request)
 
 
 class TritonStepOps:
@@ -134,6 +161,8 @@ class TritonStepOps:
         self._device = device
         self._launch = {"BLOCK": BLOCK, **step_launch(device)}
         self._packing: TritonRowPacking | None = None
+        self._known_q_lens: list[int] = []
+        self._known_q_starts = torch.zeros(1, dtype=torch.int64, device=device)
 
     def warm_up(self, state: RequestRows, pool: ReqToTokenPool) -> None:
         batch = warm_up_batch()
@@ -245,13 +274,23 @@ class TritonStepOps:
             packed += [0] * (key.num_reqs - num_reqs)
             sources = to_device(packed + places, self._device, torch.int64)
             index = sources[len(packed) :]
-        reads = batch.rows[:0] if batch.read_index is None else batch.read_index
-        _fill_kernel[(triton.cdiv(max(key.num_tokens, key.num_reqs), BLOCK),)](
+        nothing = batch.rows[:0]
+        reads = nothing if batch.read_index is None else batch.read_index
+        starts = (self._q_starts(batch), static.q_starts) if key.is_packed else (None, None)
+        ancestors = nothing if batch.ancestors is None else batch.ancestors
+        tree_starts = nothing if batch.tree_starts is None else batch.tree_starts
+        trees: tuple[torch.Tensor | None, ...] = (None,) * 4
+        if key.has_tree:
+            trees = ancestors, tree_starts, static.ancestors, static.tree_starts
+        num_entries = max(key.num_tokens, key.num_reqs + key.is_packed)
+        _fill_kernel[(triton.cdiv(num_entries, BLOCK),)](
             batch.input_ids, batch.positions, batch.slots, batch.rows, batch.kv_lens,
             reads, sources,
             static.tokens, static.requests, static.tokens.stride(0), static.requests.stride(0),
             num_tokens, num_reqs, len(reads), key.num_tokens, key.num_reqs, key.width,
-            int(places is not None), **self._launch,
+            int(places is not None),
+            *starts, *trees, len(ancestors), len(tree_starts),
+            IS_PACKED=key.is_packed, HAS_TREE=key.has_tree, **self._launch,
         )  # fmt: skip
         return index
 
@@ -261,6 +300,16 @@ class TritonStepOps:
         make = torch.zeros if is_padded else torch.empty
         rows = make((count, size + size % 2), dtype=torch.int64, device=self._device)
         return rows[:, :size]
+
+    def _q_starts(self, batch: ForwardBatch) -> torch.Tensor:
+        """Also of a batch that is not packed. A step of the same lengths as the last such one
+        copies nothing."""
+        if batch.q_starts is not None:
+            return batch.q_starts
+        if batch.q_lens != self._known_q_lens:
+            self._known_q_lens = list(batch.q_lens)
+            self._known_q_starts = to_device(rows_before(batch), self._device, torch.int64)
+        return self._known_q_starts
 
 
 def warm_up_batch() -> ScheduleBatch:

@@ -28,7 +28,9 @@ class AttentionCapabilities:
     Attributes:
         page_sizes: None for any.
         needs_host_lens: a plan may wait for the device to know the lengths.
-        tree_masks: it heeds `ForwardBatch.ancestors`.
+        tree_masks: it heeds `ForwardBatch.ancestors` and `tree_starts`.
+        reads_q_starts: `ForwardBatch.q_starts` stays on the device, so a packed batch makes the
+            host wait for nothing. Other backends attend packed batches too, but read it first.
     """
 
     devices: frozenset[str]
@@ -37,6 +39,7 @@ class AttentionCapabilities:
     graph: GraphSupport
     needs_host_lens: bool
     tree_masks: bool
+    reads_q_starts: bool
 
     def problems(self, device: str, dtype: torch.dtype, page_size: int) -> list[str]:
         """Reasons why the backend cannot serve this configuration; empty when it can."""
@@ -68,10 +71,15 @@ class AttentionBackend(Protocol):
     """Causal attention of a ragged batch over the paged KV pool. The step's own K and V of a layer
     are in the pool when `forward` is called for it.
 
-    A query row at position p sees the keys of positions 0..p of its own request; in a layer with a
-    sliding window w (arXiv 2310.06825, section 2) those of p-w+1..p alone. Positions count the
-    request's tokens with KV, so they are not `ForwardBatch.positions` where the batch has
-    `ancestors`, which hide some of these keys.
+    A query row at position p sees the keys of positions 0..p of its own request, but for those that
+    `ForwardBatch.ancestors` hides; these positions count the request's tokens with KV. In a layer
+    with a sliding window w (arXiv 2310.06825, section 2) it sees the last w of them alone: without
+    a tree p-w+1..p, and in a tree, where a row sees one row of each depth above its own, those at
+    most w-1 before it by `ForwardBatch.positions`.
+
+    Of rows of padding in a packed batch the result is anything, NaN too. It spreads nowhere: no
+    operation mixes rows, and their K and V go to the dummy slot, which only torch_native reads;
+    that one gives zeros for them.
     """
 
     def __init__(

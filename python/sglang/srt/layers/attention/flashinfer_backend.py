@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -212,17 +213,26 @@ class _Wrapper:
             self._staged = self._staged or torch.cuda.Event()
             self._staged.record()
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
         """q [T, num_heads, head_dim], k and v [num_pages, page_size, num_kv_heads, head_dim] with
-        any strides but the last -> [T, num_heads, head_dim]."""
-        out = q.new_empty(q.shape)
+        any strides but the last -> out, as q."""
         self._wrapper.run(q, (k, v), out=out)
-        return out
+
+
+def _read_lens(batch: ForwardBatch) -> tuple[list[int], list[int]]:
+    """The rows that each request feeds, and its tokens with KV after the step; waits for the device
+    where the host does not know them."""
+    num_reqs = len(batch.q_lens)
+    if batch.q_starts is not None:
+        numbers = torch.cat((batch.kv_lens, batch.q_starts)).tolist()
+        return [b - a for a, b in pairwise(numbers[num_reqs:])], numbers[:num_reqs]
+    is_known = batch.bounds_are_exact
+    return batch.q_lens, batch.kv_len_upper_bounds if is_known else batch.kv_lens.tolist()
 
 
 class FlashInferBackend:
     """One plan per step and distinct window. A step whose bounds of lengths are exact never waits
-    for the device; another waits once, to read the lengths.
+    for the device; another waits once, to read the lengths, and so does a packed one.
 
     A graph is planned for all its requests with the same number of rows each. Every `GraphKey` and
     window has wrappers of its own, since what a graph knows of a plan (grids, addresses) is fixed.
@@ -260,6 +270,7 @@ class FlashInferBackend:
         self._page_indices = _Growing(torch.int32, self._device)
         self._wrappers: dict[tuple[GraphKey | None, bool, int | None], _Wrapper] = {}
         self._current: dict[int | None, _Wrapper] = {}
+        self._num_tokens = 0
 
     @classmethod
     def capabilities(cls) -> AttentionCapabilities:
@@ -270,16 +281,20 @@ class FlashInferBackend:
             graph=GraphSupport.UNIFORM_Q,
             needs_host_lens=True,
             tree_masks=False,
+            reads_q_starts=False,
         )
 
     def plan(self, batch: ForwardBatch) -> None:
         refuse_ancestors(batch, "flashinfer")
         key = batch.graph_key
         assert key is None or batch.q_lens == [key.width] * key.num_reqs, (key, batch.q_lens)
-        is_known = batch.bounds_are_exact
-        kv_lens = batch.kv_len_upper_bounds if is_known else batch.kv_lens.tolist()
+        assert key is None or batch.q_starts is None, "No graph serves packed batches."
+        q_lens, kv_lens = _read_lens(batch)
         assert max(kv_lens) <= self._table.shape[1], "A request is longer than its row."
-        layout = lay_out(batch.q_lens, kv_lens, self._page_size)
+        layout = lay_out(q_lens, kv_lens, self._page_size)
+        self._num_tokens = layout.qo_indptr[-1]
+        if self._num_tokens == 0:
+            return
         step = _PagedStep(
             layout=layout,
             qo_indptr=self._on_host(layout.qo_indptr),
@@ -297,8 +312,12 @@ class FlashInferBackend:
 
     def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         assert q.stride(-1) == 1
-        wrapper = self._current[self._window_of_layer[layer]]
-        return wrapper.run(q, self._k_pages[layer], self._v_pages[layer]).flatten(1)
+        out = q.new_zeros(q.shape) if len(q) > self._num_tokens else q.new_empty(q.shape)
+        if self._num_tokens > 0:
+            fed = slice(self._num_tokens)  # what follows is padding of a packed batch
+            wrapper = self._current[self._window_of_layer[layer]]
+            wrapper.run(q[fed], self._k_pages[layer], self._v_pages[layer], out[fed])
+        return out.flatten(1)
 
     def _on_host(self, numbers: Sequence[int]) -> torch.Tensor:
         """Page-locked int32."""

@@ -32,7 +32,7 @@ class StepLayout:
     @property
     def is_decode(self) -> bool:
         """Whether each request feeds one row."""
-        return max(self.q_lens) == 1
+        return set(self.q_lens) == {1}
 
     @property
     def num_pages(self) -> int:

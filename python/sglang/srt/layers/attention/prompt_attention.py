@@ -109,7 +109,8 @@ class PromptAttention:
 
         Args:
             q_lens, kv_lens: rows that each request feeds, and its tokens with KV after the step, at
-                most.
+                most. In a packed batch the first requests feed exactly so many, and none of the
+                others as many as MIN_ROWS: so the host knows where the rows of prompts lie.
         """
         taken, starts = choose(prompts_of(q_lens, kv_lens), self._gathered.shape[0])
         self._step = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,7 @@ class TorchNativeBackend:
         self._table = req_to_token_pool.req_to_token
         self._kv_pool = kv_pool
         self._groups: list[_Group] = []
+        self._num_tokens = 0
         self._scratch = kv_pool.kv[0][:0]
         self._gathered = GatheredKV(kv_pool.kv)
 
@@ -66,13 +68,18 @@ class TorchNativeBackend:
             graph=GraphSupport.NEVER,
             needs_host_lens=True,
             tree_masks=True,
+            reads_q_starts=False,
         )
 
     def plan(self, batch: ForwardBatch) -> None:
+        if batch.q_starts is not None:
+            batch = _unpacked(batch, batch.q_starts.tolist())
+        self._num_tokens = batch.positions.shape[0]
         members: dict[int, list[int]] = {}
         for index, q_len in enumerate(batch.q_lens):
-            members.setdefault(q_len, []).append(index)
-        is_uniform = len(members) == 1 and batch.ancestors is None
+            if q_len > 0:
+                members.setdefault(q_len, []).append(index)
+        is_uniform = len(set(batch.q_lens)) == 1 == len(members) and batch.ancestors is None
         if is_uniform and self._fits(batch, *next(iter(members.items()))):
             group = self._make_group(batch, batch.q_lens[0], None)
             self._groups = [group]
@@ -85,6 +92,9 @@ class TorchNativeBackend:
                 self._groups.append(self._make_group(batch, q_len, part))
 
     def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        if len(q) > self._num_tokens:
+            out = self.forward(layer, q[: self._num_tokens])
+            return F.pad(out, (0, 0, 0, len(q) - len(out)))
         if len(self._groups) == 1 and self._groups[0].tokens is None:
             return self._attend(layer, self._groups[0], q, self._gathered.gather(layer)).view(
                 len(q), -1
@@ -95,7 +105,7 @@ class TorchNativeBackend:
             assert group.tokens is not None
             index = group.tokens.flatten()
             out[index] = self._attend(layer, group, q[index], self._gather(kv, group.slots))
-        return out.view(len(q), -1)
+        return out.flatten(1)
 
     def _attend(self, layer: int, group: _Group, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """q [N * q, num_heads, head_dim], kv [N, >= L, 2 * num_kv_heads, head_dim] -> as q."""
@@ -142,8 +152,10 @@ class TorchNativeBackend:
         valid = columns < kv_lens[:, None]
         slots = self._table[rows, :length].to(torch.int64) * valid
         tree = None
-        if batch.ancestors is not None and q_len <= MAX_TREE_ROWS:
-            tree = _tree_mask(batch.ancestors[tokens], columns - positions[:, :1])
+        if batch.ancestors is not None:
+            starts = kv_lens - q_len if batch.tree_starts is None else batch.tree_starts[chosen]
+            starts = torch.where(kv_lens - starts <= MAX_TREE_ROWS, starts, kv_lens)
+            tree = _tree_mask(batch.ancestors[tokens], columns - starts[:, None])
         masks = self._make_masks(columns, positions, tree)
         return _Group(tokens, positions, kv_lens, slots, masks)
 
@@ -153,9 +165,14 @@ class TorchNativeBackend:
         """Masks over columns [L] of queries at positions [N, q], within `tree` [N, 1, q, L] bool;
         one object where no window cuts anything off."""
         at = positions[:, None, :, None]
-        causal = columns <= at if tree is None else (columns <= at) & tree
+        if tree is None:
+            seen, past = columns <= at, at
+        else:  # in place of a position, the number of keys seen that do not come after it
+            seen = (columns <= at) & tree
+            columns = seen.cumsum(-1, dtype=torch.int32)
+            past = columns[..., -1:]
         return tuple(
-            causal if window is None or window >= len(columns) else causal & (columns > at - window)
+            seen if window is None or window >= seen.shape[-1] else seen & (columns > past - window)
             for window in self._windows
         )
 
@@ -168,6 +185,20 @@ class TorchNativeBackend:
         length = max(batch.kv_len_upper_bounds[index] for index in indices)
         size = max(1, MAX_MASK_ENTRIES // (q_len * length))
         return [indices[start : start + size] for start in range(0, len(indices), size)]
+
+
+def _unpacked(batch: ForwardBatch, starts: list[int]) -> ForwardBatch:
+    """The same step as the host would have it if it knew `q_starts`, without padding."""
+    q_lens = [end - start for start, end in pairwise(starts)]
+    assert 0 == starts[0] <= starts[-1] <= batch.positions.shape[0], starts
+    assert all(0 <= q_len <= most for q_len, most in zip(q_lens, batch.q_lens, strict=True))
+    prompts = [index for index, most in enumerate(batch.q_lens) if most > MAX_TREE_ROWS]
+    end = max(prompts, default=-1) + 1
+    assert q_lens[:end] == batch.q_lens[:end], "Requests of known length come first."
+    rows = slice(starts[-1])
+    ancestors = None if batch.ancestors is None else batch.ancestors[rows]
+    positions = batch.positions[rows]
+    return replace(batch, positions=positions, q_lens=q_lens, ancestors=ancestors, q_starts=None)
 
 
 def _tree_mask(ancestors: torch.Tensor, row_of: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,8 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.platform import num_multiprocessors
 
 MIN_SPLITS = 3  # fewer gain less than adding them up costs
+# Programs of a packed graph's wide items, most of them empty, for each program that fills the GPU.
+MAX_WIDE_PROGRAMS = 4
 # The interpreter's tl.dot takes the bits of bfloat16 for integers.
 DTYPES = (torch.float32, torch.float16, *(() if INTERPRETED else (torch.bfloat16,)))
 
@@ -170,7 +172,7 @@ class TritonBackend:
                 device=self._device,
             )
             for num_programs, tiles in (
-                (tuning.num_programs, tuning.few),
+                (MAX_WIDE_PROGRAMS * tuning.num_programs, tuning.few),
                 (tuning.num_split_programs, tuning.split),
             )
         )
@@ -198,6 +200,7 @@ class TritonBackend:
             graph=GraphSupport.RAGGED_Q,
             needs_host_lens=False,
             tree_masks=True,
+            reads_q_starts=True,
         )
 
     @property
@@ -207,7 +210,12 @@ class TritonBackend:
 
     def plan(self, batch: ForwardBatch) -> None:
         self._paged = replace(
-            self._paged, rows=batch.rows, kv_lens=batch.kv_lens, ancestors=batch.ancestors
+            self._paged,
+            rows=batch.rows,
+            kv_lens=batch.kv_lens,
+            ancestors=batch.ancestors,
+            tree_starts=batch.tree_starts,
+            q_starts=batch.q_starts,
         )
         prompts = self._plan_prompts(batch)
         if batch.graph_key is not None:
@@ -272,7 +280,7 @@ class TritonBackend:
             max((bounds[request] for request in group[::ITEM_SIZE]), default=0)
             for group in (groups.wide, groups.narrow)
         )
-        self._set_groups(items, room, limits, longest_wide, longest_narrow)
+        self._set_groups(items, room, limits, longest_wide, longest_narrow, room.wide)
         self._many = ManyRows(items[room.wide + room.narrow :], self._tuning.extend, None)
 
     def _plan_graph(self, batch: ForwardBatch, key: GraphKey, prompts: frozenset[int]) -> None:
@@ -284,7 +292,7 @@ class TritonBackend:
             return
         if key not in self._graph_items:
             limits = self._graph_limits(key)
-            room = ItemRoom.of_graph(key, limits)
+            room = ItemRoom.of_graph(key, limits, by_bounds=key.is_packed)
             size = room.wide + room.narrow + room.many
             items = self._no_items.new_zeros((size, ITEM_SIZE))  # those of a step without requests
             self._graph_items[key] = _GraphItems(limits, room, items, [], prompts)
@@ -293,7 +301,8 @@ class TritonBackend:
             groups = ItemGroups.of(batch.q_lens, held.limits, prompts)
             overwrite(held.items, groups.padded(held.room))
             held.q_lens, held.prompts = list(batch.q_lens), prompts
-        self._set_groups(held.items, held.room, held.limits, longest, longest)
+        num_wide = ItemRoom.of_graph(key, held.limits).wide
+        self._set_groups(held.items, held.room, held.limits, longest, longest, num_wide)
         # Most of this room is empty, and a program for each would take longer than the work. One
         # per multiprocessor leaves room for the items of few rows beside them.
         num_programs = triton.cdiv(self._tuning.num_programs, 2 * self._num_kv_heads)
@@ -321,14 +330,15 @@ class TritonBackend:
         limits: RowLimits,
         longest_wide: int,
         longest_narrow: int,
+        num_wide: int,
     ) -> None:
         """The groups of few rows at the head of `items`, whose requests have KV for up to so many
-        positions."""
+        positions. Of the wide ones about `num_wide` are not empty."""
         wide, narrow = items[: room.wide], items[room.wide :][: room.narrow]
         self._few = []
         if room.wide:
             self._few.append(
-                self._few_rows(wide, limits.wide_item, longest_wide, self._wide_workspace)
+                self._few_rows(wide, limits.wide_item, longest_wide, self._wide_workspace, num_wide)
             )
         if room.narrow:
             self._few.append(
@@ -346,21 +356,30 @@ class TritonBackend:
         return self._uniform[q_len][:count]
 
     def _few_rows(
-        self, items: torch.Tensor, most_rows: int, longest: int, workspace: torch.Tensor
+        self,
+        items: torch.Tensor,
+        most_rows: int,
+        longest: int,
+        workspace: torch.Tensor,
+        num_used: int | None = None,
     ) -> FewRows:
-        """Items of up to most_rows rows, whose KV has up to `longest` positions."""
-        tiles, num_splits = self._split(len(items), most_rows, longest)
+        """Items of up to most_rows rows, whose KV has up to `longest` positions; about `num_used`
+        are not empty, or all if that is None."""
+        tiles, num_splits = self._split(len(items), most_rows, longest, num_used)
         return FewRows(items, tiles, num_splits, workspace)
 
-    def _split(self, num_items: int, most_rows: int, longest: int) -> tuple[Tiles, int]:
+    def _split(
+        self, num_items: int, most_rows: int, longest: int, num_used: int | None = None
+    ) -> tuple[Tiles, int]:
         """Tiles of such items, and splits of their KV."""
         tuning = self._tuning
         is_narrow = most_rows <= self._limits.narrow
         # Each size is compiled anew, so there is none between.
         tiles = tuning.split if is_narrow else tuning.few
         num_programs = tuning.num_split_programs if is_narrow else tuning.num_programs
-        wanted = num_programs // (num_items * self._num_kv_heads)
-        num_splits = min(wanted, triton.cdiv(longest, tiles.block_n), tuning.max_splits)
+        wanted = num_programs // ((num_used or num_items) * self._num_kv_heads)
+        room = MAX_WIDE_PROGRAMS * tuning.num_programs // (num_items * self._num_kv_heads)
+        num_splits = min(wanted, room, triton.cdiv(longest, tiles.block_n), tuning.max_splits)
         if num_splits >= MIN_SPLITS:
             return tiles, num_splits
         if is_narrow:

@@ -42,11 +42,14 @@ class ItemRoom:
     many: int
 
     @classmethod
-    def of_graph(cls, key: GraphKey, limits: RowLimits) -> ItemRoom:
-        """The most items of any step that replays a graph, by group."""
+    def of_graph(cls, key: GraphKey, limits: RowLimits, by_bounds: bool = False) -> ItemRoom:
+        """The most items of any step that replays a graph, by group. `by_bounds`: of packed steps
+        too, whose items are cut by bounds that add up to more than the graph's rows."""
         num_wide = 0
         if limits.few > limits.narrow:
-            num_requests = min(key.num_reqs, key.num_tokens // (limits.narrow + 1))
+            num_requests = key.num_reqs
+            if not by_bounds:
+                num_requests = min(num_requests, key.num_tokens // (limits.narrow + 1))
             num_wide = num_requests * -(-limits.few // limits.wide_item)
         return cls(
             wide=num_wide,

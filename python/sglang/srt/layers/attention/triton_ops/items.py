@@ -7,7 +7,8 @@ found through its row of the page table, one slot per token. All lengths are rea
 An item is four int32: request, first token among the T of the step, number of query rows (0: an
 empty item, which keeps a grid at a fixed size) with the index of its first row within the request
 (`pack_rows`), and the rows from its first row to the end of the request, so that its first row
-stands at position kv_len - rows_to_end.
+stands at position kv_len - rows_to_end. In a packed batch (`q_starts_ptr` is not None) the device
+knows these numbers better: the item has those of its rows that exist, and is empty if none does.
 """
 
 from __future__ import annotations
@@ -28,38 +29,77 @@ def pack_rows(num_rows: int, index: int) -> int:
 
 
 @triton.jit
-def load_item(items_ptr, rows_ptr, kv_lens_ptr, index, HAS_TREE: tl.constexpr):
-    """Row of the table, first token, number of query rows, position of the first one, and
-    `common_end`: the first KV position that not every row of the item sees, windows aside; bit 0
-    of `ancestors` stands for it. All are scalars."""
+def load_item(
+    items_ptr, rows_ptr, kv_lens_ptr, q_starts_ptr, tree_starts_ptr, index, HAS_TREE: tl.constexpr
+):  # fmt: skip
+    """Row of the table, first token, number of query rows, position of the first one, and the
+    position where the request's tree starts (where its KV ends if it has none). All are scalars.
+    `q_starts_ptr` and `tree_starts_ptr` may be None."""
     item = items_ptr + index * 4
     request = tl.load(item)
-    first_token = tl.load(item + 1).to(tl.int64)
     packed = tl.load(item + 2)
-    rows_to_end = tl.load(item + 3)
+    num_rows, first_row = packed & 255, packed >> 8
+    if q_starts_ptr is not None:
+        first_token = tl.load(q_starts_ptr + request) + first_row
+        rows_to_end = (tl.load(q_starts_ptr + request + 1) - first_token).to(tl.int32)
+        num_rows = tl.maximum(tl.minimum(num_rows, rows_to_end), 0)
+    else:
+        first_token = tl.load(item + 1).to(tl.int64)
+        rows_to_end = tl.load(item + 3)
     table_row = tl.load(rows_ptr + request)
-    position = tl.load(kv_lens_ptr + request).to(tl.int32) - rows_to_end
-    common_end = position + 1
-    if HAS_TREE:  # with more rows all bits are set, so it does not matter where they begin
-        is_tree = (packed >> 8) + rows_to_end <= _MAX_TREE_ROWS
-        common_end = tl.where(is_tree, position - (packed >> 8), common_end)
-    return table_row, first_token, packed & 255, position, common_end
+    kv_len = tl.load(kv_lens_ptr + request).to(tl.int32)
+    position = kv_len - rows_to_end
+    tree_start = kv_len
+    if HAS_TREE:
+        if tree_starts_ptr is not None:
+            start = tl.load(tree_starts_ptr + request).to(tl.int32)
+        else:
+            start = position - first_row
+        tree_start = tl.where(kv_len - start <= _MAX_TREE_ROWS, start, kv_len)
+    return table_row, first_token, num_rows, position, tree_start
 
 
 @triton.jit
 def seen_range(
-    position, num_rows, common_end, window, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
+    position, num_rows, tree_start, window,
+    HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """KV positions that an item's rows see: the first (rounded down to a tile), the end, and the
     end of the tiles that every row sees whole (with a window there are none)."""
     end = position + num_rows
+    last_common = position  # all rows see it, windows aside, and no row's depth is less
+    if HAS_TREE:
+        last_common = tl.minimum(position, tree_start - 1)
     if HAS_WINDOW:
-        start = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
+        start = tl.maximum(last_common - window + 1, 0) // BLOCK_N * BLOCK_N
         whole_end = start
     else:
         start = position * 0
-        whole_end = tl.maximum(common_end, 0) // BLOCK_N * BLOCK_N
+        whole_end = tl.maximum(last_common + 1, 0) // BLOCK_N * BLOCK_N
     return start, end, whole_end
+
+
+@triton.jit
+def _within_window(ancestors, positions, tree_start, window):
+    """Depth of rows that may be in a tree, and their ancestors less those that are `window` or more
+    rows back.
+
+    Args:
+        ancestors: [BLOCK_M] int64.
+        positions: [BLOCK_M] int32, of the rows' own KV.
+
+    Returns:
+        [BLOCK_M] int32 and int64.
+    """
+    bit = tl.arange(0, _MAX_TREE_ROWS)
+    seen = (ancestors[:, None] >> bit[None, :]) & 1 != 0
+    seen = seen & (tree_start + bit[None, :] <= positions[:, None])
+    num_seen = tl.sum(seen.to(tl.int32), 1)
+    depth = tl.minimum(positions, tree_start - 1) + num_seen
+    for _ in range(window, tl.max(num_seen, 0)):
+        ancestors = tl.where(num_seen > window, ancestors & (ancestors - 1), ancestors)
+        num_seen = num_seen - 1
+    return depth, ancestors
 
 
 @triton.jit
@@ -95,8 +135,8 @@ def packed_mask(
 
 @triton.jit
 def _attend_tiles(
-    q, acc, top, total, kv_base, v_offset, kv_slot, slots_base, position, ancestors, common_end,
-    start, end, window, scale,
+    q, acc, top, total, kv_base, v_offset, kv_slot, slots_base, position, depth, ancestors,
+    tree_start, start, end, window, scale,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -108,7 +148,8 @@ def _attend_tiles(
         top: [BLOCK_M] float32, the highest score (of base 2) so far.
         total: [BLOCK_M] float32, sum of weights.
         position: [BLOCK_M] int32, of each packed row.
-        ancestors: [BLOCK_M] int64, if it HAS_TREE; bit 0 is of position `common_end`.
+        depth: [BLOCK_M] int32; the row's position less the rows before it that it does not see.
+        ancestors: [BLOCK_M] int64, if it HAS_TREE; bit 0 is of position `tree_start`.
         MASKED: a tile may reach past `end` or hold what some row does not see.
     """
     dim = tl.arange(0, BLOCK_D)
@@ -130,11 +171,17 @@ def _attend_tiles(
         if MASKED:
             seen = (place[None, :] <= position[:, None]) & (place < end)[None, :]
             if HAS_WINDOW:
-                seen = seen & (place[None, :] > position[:, None] - window)
+                near = place[None, :] > depth[:, None] - window
             if HAS_TREE:
-                bit = tl.minimum(tl.maximum(place - common_end, 0), _MAX_TREE_ROWS - 1)
+                bit = tl.minimum(tl.maximum(place - tree_start, 0), _MAX_TREE_ROWS - 1)
                 is_ancestor = (ancestors[:, None] >> bit[None, :]) & 1 != 0
-                seen = seen & ((place < common_end)[None, :] | is_ancestor)
+                before = (place < tree_start)[None, :]
+                if HAS_WINDOW:  # `ancestors` has only those that are near
+                    seen = seen & tl.where(before, near, is_ancestor)
+                else:
+                    seen = seen & (before | is_ancestor)
+            elif HAS_WINDOW:
+                seen = seen & near
             scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
@@ -149,7 +196,7 @@ def _attend_tiles(
 @triton.jit
 def attend_range(
     q_ptr, kv_ptr, table_ptr, outside_ptr, ancestors_ptr, table_row, first_token, num_rows,
-    position, common_end, start, end, whole_end,
+    position, tree_start, start, end, whole_end,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
@@ -168,9 +215,11 @@ def attend_range(
     q = tl.load(q_ptr + offsets, mask=exists, other=0.0)
     row = tl.arange(0, BLOCK_M) // GROUP
     positions = position + row
-    ancestors = None
+    depths, ancestors = positions, None
     if HAS_TREE:
-        ancestors = tl.load(ancestors_ptr + first_token + row, mask=row < num_rows, other=-1)
+        ancestors = tl.load(ancestors_ptr + first_token + row, mask=row < num_rows, other=0)
+        if HAS_WINDOW:
+            depths, ancestors = _within_window(ancestors, positions, tree_start, window)
     kv_base = kv_ptr + kv_index * kv_head
     slots_base = table_ptr + table_row * table_width
     v_offset = NUM_KV_HEADS * kv_head
@@ -180,13 +229,13 @@ def attend_range(
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     if not HAS_WINDOW:
         acc, top, total = _attend_tiles(
-            q, acc, top, total, kv_base, v_offset, kv_slot, slots_base, positions, ancestors,
-            common_end, start, tl.minimum(end, whole_end), window, scale,
+            q, acc, top, total, kv_base, v_offset, kv_slot, slots_base, positions, depths,
+            ancestors, tree_start, start, tl.minimum(end, whole_end), window, scale,
             False, False, False, HEAD_DIM, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     acc, top, total = _attend_tiles(
-        q, acc, top, total, kv_base, v_offset, kv_slot, slots_base, positions, ancestors,
-        common_end, tl.maximum(start, whole_end), end, window, scale,
+        q, acc, top, total, kv_base, v_offset, kv_slot, slots_base, positions, depths,
+        ancestors, tree_start, tl.maximum(start, whole_end), end, window, scale,
         True, HAS_WINDOW, HAS_TREE, HEAD_DIM, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     return acc, top, total

@@ -19,6 +19,8 @@ from sglang.srt.layers.attention.triton_ops.items import (
 from sglang.srt.layers.triton_launch import ParallelLaunch, begin, dependent_launch, finish
 
 LOG2_E = 1.4426950408889634
+# Maybe parts of other tensors: kernels are not compiled anew for addresses that 16 divides.
+_OFTEN_SLICES = ["ancestors_ptr", "q_starts_ptr", "tree_starts_ptr"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +42,8 @@ class Paged:
         rows: [>= R] int64; row of each request of the step.
         kv_lens: [>= R] int64.
         ancestors: [T] int64, as in ForwardBatch; None where no request is a tree.
+        tree_starts: [>= R] int64 or None, as there.
+        q_starts: [> R] int64, of a packed batch; None of others.
         outside: as in ReqToTokenPool.
     """
 
@@ -47,29 +51,31 @@ class Paged:
     rows: torch.Tensor
     kv_lens: torch.Tensor
     ancestors: torch.Tensor | None = None
+    tree_starts: torch.Tensor | None = None
+    q_starts: torch.Tensor | None = None
     outside: torch.Tensor | None = None
 
 
 @triton.jit
 def _attend_item(
     index, q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr, kv_lens_ptr,
-    ancestors_ptr,
+    ancestors_ptr, q_starts_ptr, tree_starts_ptr,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Goes over all the KV that an item sees, and writes its result."""
-    table_row, first_token, num_rows, position, common_end = load_item(
-        items_ptr, rows_ptr, kv_lens_ptr, index, HAS_TREE
+    table_row, first_token, num_rows, position, tree_start = load_item(
+        items_ptr, rows_ptr, kv_lens_ptr, q_starts_ptr, tree_starts_ptr, index, HAS_TREE
     )
     if num_rows > 0:
         start, end, whole_end = seen_range(
-            position, num_rows, common_end, window, HAS_WINDOW, BLOCK_N
+            position, num_rows, tree_start, window, HAS_WINDOW, HAS_TREE, BLOCK_N
         )
         acc, _, total = attend_range(
             q_ptr, kv_ptr, table_ptr, outside_ptr, ancestors_ptr, table_row, first_token, num_rows,
-            position, common_end, start, end, whole_end,
+            position, tree_start, start, end, whole_end,
             q_token, q_head, kv_slot, kv_head, table_width, window, scale,
             NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
@@ -82,10 +88,10 @@ def _attend_item(
         tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-@triton.jit(do_not_specialize=["ancestors_ptr", "window", "num_items", "early", "beside"])
+@triton.jit(do_not_specialize=[*_OFTEN_SLICES, "window", "num_items", "early", "beside"])
 def _extend_kernel(
     q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr, kv_lens_ptr,
-    ancestors_ptr,
+    ancestors_ptr, q_starts_ptr, tree_starts_ptr,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale, num_items,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
@@ -99,24 +105,24 @@ def _extend_kernel(
         for index in range(tl.program_id(0), num_items, tl.num_programs(0)):
             _attend_item(
                 index, q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr,
-                kv_lens_ptr, ancestors_ptr,
+                kv_lens_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
                 q_token, q_head, kv_slot, kv_head, table_width, window, scale,
                 NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
     else:
         _attend_item(
             tl.program_id(0), q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr,
-            kv_lens_ptr, ancestors_ptr,
+            kv_lens_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
             q_token, q_head, kv_slot, kv_head, table_width, window, scale,
             NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     finish(PDL, beside)
 
 
-@triton.jit(do_not_specialize=["ancestors_ptr", "window", "early", "beside"])
+@triton.jit(do_not_specialize=[*_OFTEN_SLICES, "window", "early", "beside"])
 def _split_kernel(
     q_ptr, kv_ptr, sums_ptr, stats_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr, kv_lens_ptr,
-    ancestors_ptr,
+    ancestors_ptr, q_starts_ptr, tree_starts_ptr,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
@@ -126,13 +132,15 @@ def _split_kernel(
     """Grid (items, KV heads, splits): a program goes over its share of the item's KV, and leaves
     acc, top and total in the workspace; one without a share leaves nothing."""
     begin(PDL, early, beside)
-    table_row, first_token, num_rows, position, common_end = load_item(
-        items_ptr, rows_ptr, kv_lens_ptr, tl.program_id(0), HAS_TREE
+    table_row, first_token, num_rows, position, tree_start = load_item(
+        items_ptr, rows_ptr, kv_lens_ptr, q_starts_ptr, tree_starts_ptr, tl.program_id(0), HAS_TREE
     )
     if num_rows == 0:
         finish(PDL, beside)
         return
-    start, end, whole_end = seen_range(position, num_rows, common_end, window, HAS_WINDOW, BLOCK_N)
+    start, end, whole_end = seen_range(
+        position, num_rows, tree_start, window, HAS_WINDOW, HAS_TREE, BLOCK_N
+    )
     length = split_len(start, end, tl.num_programs(2), BLOCK_N)
     start = start + tl.program_id(2) * length
     if start >= end:
@@ -141,7 +149,7 @@ def _split_kernel(
     end = tl.minimum(start + length, end)
     acc, top, total = attend_range(
         q_ptr, kv_ptr, table_ptr, outside_ptr, ancestors_ptr, table_row, first_token, num_rows,
-        position, common_end, start, end, whole_end,
+        position, tree_start, start, end, whole_end,
         q_token, q_head, kv_slot, kv_head, table_width, window, scale,
         NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
@@ -156,22 +164,26 @@ def _split_kernel(
     finish(PDL, beside)
 
 
-@triton.jit(do_not_specialize=["window", "num_splits", "early"])
+@triton.jit(do_not_specialize=[*_OFTEN_SLICES[1:], "window", "num_splits", "early"])
 def _combine_kernel(
-    sums_ptr, stats_ptr, out_ptr, items_ptr, rows_ptr, kv_lens_ptr, window, num_splits,
+    sums_ptr, stats_ptr, out_ptr, items_ptr, rows_ptr, kv_lens_ptr, q_starts_ptr, tree_starts_ptr,
+    window, num_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
     """Grid (items, KV heads, packed rows): adds up the splits of one row."""
     begin(PDL, early)
-    _, first_token, num_rows, position, common_end = load_item(
-        items_ptr, rows_ptr, kv_lens_ptr, tl.program_id(0), False
+    _, first_token, num_rows, position, tree_start = load_item(
+        items_ptr, rows_ptr, kv_lens_ptr, q_starts_ptr, tree_starts_ptr, tl.program_id(0), HAS_TREE
     )
     packed = tl.program_id(2)
     if packed // GROUP >= num_rows:
         return
-    start, end, _ = seen_range(position, num_rows, common_end, window, HAS_WINDOW, BLOCK_N)
+    start, end, _ = seen_range(
+        position, num_rows, tree_start, window, HAS_WINDOW, HAS_TREE, BLOCK_N
+    )
     length = split_len(start, end, num_splits, BLOCK_N)
     split = tl.arange(0, BLOCK_S)
     used = (split < num_splits) & (start + split * length < end)
@@ -224,7 +236,7 @@ def attend_items(
     programs = min(num_programs or len(items), len(items))
     _extend_kernel[(programs, kv.shape[1] // 2)](
         q, kv, out, items, paged.table, paged.outside, paged.rows, paged.kv_lens,
-        paged.ancestors,
+        paged.ancestors, paged.q_starts, paged.tree_starts,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), paged.table.stride(0),
         window or 0, kv.shape[2] ** -0.5 * LOG2_E, len(items),
         **constants, HAS_TREE=paged.ancestors is not None, LOOPS=num_programs is not None,
@@ -249,7 +261,7 @@ def attend_items_split(
     stats, sums = _stats_and_sums(workspace, len(items) * num_kv_heads * num_splits, tiles)
     _split_kernel[(len(items), num_kv_heads, num_splits)](
         q, kv, sums, stats, items, paged.table, paged.outside, paged.rows, paged.kv_lens,
-        paged.ancestors,
+        paged.ancestors, paged.q_starts, paged.tree_starts,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), paged.table.stride(0),
         window or 0, head_dim**-0.5 * LOG2_E,
         **constants, HAS_TREE=paged.ancestors is not None,
@@ -267,10 +279,12 @@ def add_up_splits(
     num_kv_heads = kv.shape[1] // 2
     stats, sums = _stats_and_sums(workspace, len(items) * num_kv_heads * num_splits, tiles)
     group = q.shape[1] // num_kv_heads
+    has_tree = paged.ancestors is not None and window is not None  # else it changes no split
     block_s = next(size for size in (8, 32, 64) if num_splits <= size)  # each is compiled anew
     _combine_kernel[(len(items), num_kv_heads, tiles.block_m // group * group)](
-        sums, stats, out, items, paged.rows, paged.kv_lens, window or 0, num_splits,
-        **constants, BLOCK_S=block_s, num_warps=1 if block_s <= 32 else 4,
+        sums, stats, out, items, paged.rows, paged.kv_lens, paged.q_starts,
+        paged.tree_starts if has_tree else None, window or 0, num_splits,
+        **constants, HAS_TREE=has_tree, BLOCK_S=block_s, num_warps=1 if block_s <= 32 else 4,
         **dependent_launch(q.device, len(items) * num_kv_heads * tiles.block_m),
     )  # fmt: skip
 
