@@ -16,7 +16,7 @@ NUM_STEPS, TOP_K = 3, 2
 CONTEXTS = (13, 40, 1, 70)  # tokens with KV before the first draft
 LAST_STEPS = (2, 0, 2, 1)  # in which each request still drafts
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
-WINDOWS = (None, 1, 2, 9)
+WINDOWS = (None, 2)
 
 
 class DraftChain:
