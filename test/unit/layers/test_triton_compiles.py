@@ -26,6 +26,7 @@ from sglang.srt.layers.attention.triton_ops import kernels as attention
 from sglang.srt.layers.ops import triton_ops as ops
 from sglang.srt.mtp import triton_mask_ops as masks
 from sglang.srt.step import triton_row_division as rows
+from sglang.srt.step import triton_row_packing as packing
 from sglang.srt.step import triton_step_ops as steps
 from sglang.srt.step.triton_commit_run import commit_run_kernel
 from sglang.srt.step.triton_layout import lay_out_kernel
@@ -47,6 +48,7 @@ STEP_INTEGERS = {
         *("out", "spread", "input_ids", "requests", "outside", "q_starts", "num_pending"),
         *("targets", "num_confirmed", "num_unconfirmed", "accept_lens", "depths", "ancestors"),
         *("row_ancestors", "q_starts_out", "ancestors_out", "tree_starts_out", "tree_starts"),
+        "num_masks_kept",
     )
 } | {f"{name}_ptr": "*i32" for name in ("path", "out_path", "parents", "row_parents")}
 TREES = ("parents", "depths", "ancestors", "row_parents", "row_ancestors")
@@ -233,6 +235,13 @@ KERNELS = {
             types=STEP_INTEGERS,
         )
         for unconfirmed in (True, False)
+    },
+    **{
+        name: Kernel(kernel, {"BLOCK": 64}, types=STEP_INTEGERS)
+        for name, kernel in (
+            ("rows wanted of a packed step", packing._wanted_kernel),
+            ("counts of a packed step", packing._packed_counts_kernel),
+        )
     },
     **{
         f"{name}, probabilities: {has_probs}": Kernel(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import random
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,6 +24,8 @@ from oracle import MAX_GAP, MAX_SHARE, code_snippets, first_divergence
 from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.mtp.lookahead_rows import LookaheadPlan, LookaheadRows
+from sglang.srt.speculative.length_policy import FullLength
+from sglang.srt.speculative.upcoming_step import Budget, UpcomingStep
 from sglang.srt.tokenizer import load_tokenizer
 from target import TARGET
 from utils import (
@@ -160,13 +163,50 @@ def test_tokens_and_steps_equal_the_reference(
     check(run_jobs(SETUPS[name], prompts, jobs), references, jobs, name)
 
 
+@pytest.mark.parametrize("layout", ["trims_rows", "packs_rows"])
 @pytest.mark.parametrize("name", ["eight at once", "alone", "retracted at every third step"])
-def test_rows_padded_to_the_batch_alone_give_the_same(
-    name: str, prompts: list[list[int]], references: dict[Job, MTPReference]
+def test_rows_that_follow_what_is_pending_give_the_same(
+    name: str, layout: str, prompts: list[list[int]], references: dict[Job, MTPReference]
 ) -> None:
     jobs = jobs_in(name)
-    outcomes = run_jobs(SETUPS[name], prompts, jobs, trims_rows=True)
-    check(outcomes, references, jobs, f"{name}, trimmed")
+    outcomes = run_jobs(SETUPS[name], prompts, jobs, **{layout: True})
+    check(outcomes, references, jobs, f"{name}, {layout}")
+
+
+class FewRows(FullLength):
+    """Grants another number of rows in every step, from none for look-ahead on."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(0)
+        self.granted: list[int] = []
+
+    def choose(self, upcoming: UpcomingStep) -> Budget:
+        most = upcoming.cuttable_rows(upcoming.longest)
+        self.granted.append(self._random.choice([0, self._random.randrange(most + 2)]))
+        return Budget(upcoming.longest, self.granted[-1])
+
+
+def test_lossless_look_ahead_may_be_cut_in_any_step(
+    prompts: list[list[int]], references: dict[Job, MTPReference]
+) -> None:
+    """Which costs steps and no token; unverified requests lose nothing."""
+    policy = FewRows()
+    outcomes = run_jobs(BASE, prompts, JOBS, policy=policy, packs_rows=True)
+    unverified = [place for place, job in enumerate(JOBS) if not job.verify]
+    check(
+        [outcomes[place] for place in unverified],
+        references,
+        [JOBS[place] for place in unverified],
+        "unverified beside cut ones",
+    )
+    num_steps = num_whole = 0
+    for outcome, job in zip(outcomes, JOBS, strict=True):
+        if job.verify:
+            assert outcome.token_ids == references[job].tokens, job
+            num_steps += len(outcome.step_lens)
+            num_whole += len(references[job].step_lens)
+    assert num_steps > num_whole
+    assert len(policy.granted) > 20
 
 
 def test_the_references_see_what_they_are_to_tell_apart(
