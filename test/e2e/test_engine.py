@@ -8,15 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from serving_utils import ENDLESS, environ, make_model_dir
+from serving_utils import ENDLESS, environ, in_background, make_model_dir, wait_until
 from sglang import Engine, SamplingParams, ServerArgs
 
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
@@ -37,11 +35,12 @@ def engine(model_dir: Path) -> Iterator[Engine]:
         yield engine
 
 
-def wait_idle(engine: Engine, timeout_s: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while engine.get_server_info()["internal_states"][0]["running_batch_size"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def num_running(engine: Engine) -> int:
+    return engine.get_server_info()["internal_states"][0]["running_batch_size"]
+
+
+def wait_idle(engine: Engine) -> None:
+    wait_until(lambda: num_running(engine) == 0, timeout_s=5)
 
 
 def test_prompt_ids_and_batch_agree(engine: Engine) -> None:
@@ -89,15 +88,9 @@ def test_cancelled_async_call_aborts(engine: Engine) -> None:
 
 
 def test_abort_by_rid_gives_the_partial_output(engine: Engine) -> None:
-    results: list[Any] = []
-    call = threading.Thread(
-        target=lambda: results.append(engine.generate("hello", ENDLESS, rid="mine"))
-    )
-    call.start()
-    while not engine.abort_request(rid="mine"):
-        time.sleep(0.02)
-    call.join()
-    assert results[0]["meta_info"]["finish_reason"]["type"] == "abort"
+    call = in_background(lambda: engine.generate("hello", ENDLESS, rid="mine"))
+    wait_until(lambda: engine.abort_request(rid="mine") == 1, call)
+    assert call.result()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 @pytest.mark.parametrize(
@@ -135,22 +128,11 @@ def test_two_engines_live_side_by_side_and_one_death_is_its_own(
     other = Engine(ServerArgs(model_path=str(model_dir), load_format="dummy", log_level="error"))
     with other:
         assert other.generate("hello", GREEDY)["output_ids"]
-        results: list[Any] = []
-
-        def call() -> None:
-            try:
-                results.append(other.generate("hello", ENDLESS))
-            except RuntimeError as error:
-                results.append(error)
-
-        thread = threading.Thread(target=call)
-        thread.start()
-        while not other.get_server_info()["internal_states"][0]["running_batch_size"]:
-            time.sleep(0.02)
+        call = in_background(lambda: other.generate("hello", ENDLESS))
+        wait_until(lambda: num_running(other) == 1, call)
         os.kill(other._runtime._tree.pids["scheduler"], signal.SIGKILL)
-        thread.join()
-        assert isinstance(results[0], RuntimeError)
-        assert "scheduler" in str(results[0])
+        with pytest.raises(RuntimeError, match="scheduler"):
+            call.result(20)
         with pytest.raises(RuntimeError, match="scheduler"):
             other.generate("hello", GREEDY)
     assert engine.generate("hello", GREEDY)["output_ids"]

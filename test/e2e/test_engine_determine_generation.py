@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from oracle import first_divergence
-from pause_target import KINDS, Requests, Target, baseline
+from pause_target import KINDS, Target, baseline, interrupt
 from target import TARGET
 
 NUM_NEW = 48
@@ -64,38 +64,31 @@ def assert_same_tokens(found: list[dict[str, Any]], right: list[dict[str, Any]],
 
 
 @functools.cache
-def undisturbed(target: Target, kind: str, num_requests: int) -> list[dict[str, Any]]:
+def undisturbed(target: Target, kind: str, num_requests: int, num_new: int) -> list[dict[str, Any]]:
     """What the requests give when nothing comes between."""
-    return baseline(target, kind, num_requests, NUM_NEW, **TOP_TWO)
-
-
-def interrupted(target: Target, kind: str, num_requests: int, mode: str) -> list[dict[str, Any]]:
-    requests = Requests(target, kind, num_requests, NUM_NEW, **TOP_TWO)
-    requests.wait_until_running()
-    target.pause(mode=mode)
-    target.resume()
-    return requests.results()
+    return baseline(target, kind, num_requests, num_new, **TOP_TWO)
 
 
 def check_same(target: Target, kind: str, num_requests: int, mode: str) -> None:
-    right = undisturbed(target, kind, num_requests)
-    found = interrupted(target, kind, num_requests, mode)
-    assert_same_tokens(found, right, kind)
-    assert all(len(result["output_ids"]) == NUM_NEW for result in found)
+    paused = interrupt(target, kind, num_requests, NUM_NEW, mode, **TOP_TWO)
+    target.resume()
+    found = paused.requests.results()
+    assert_same_tokens(found, undisturbed(target, kind, num_requests, paused.num_new), kind)
+    assert all(len(result["output_ids"]) == paused.num_new for result in found)
 
 
 def check_abort(target: Target, kind: str, num_requests: int) -> None:
-    right = undisturbed(target, kind, num_requests)
-    partial = interrupted(target, kind, num_requests, "abort")
+    paused = interrupt(target, kind, num_requests, NUM_NEW, "abort", **TOP_TWO)
+    target.resume()
+    partial = paused.requests.results()
+    right = undisturbed(target, kind, num_requests, paused.num_new)
     assert_same_tokens(partial, right, kind)
-    again = baseline(target, kind, num_requests, NUM_NEW, **TOP_TWO)
+    again = baseline(target, kind, num_requests, paused.num_new, **TOP_TWO)
     assert_same_tokens(again, right, kind)
-    assert all(len(result["output_ids"]) == NUM_NEW for result in again)
-    num_aborted = 0
+    assert all(len(result["output_ids"]) == paused.num_new for result in again)
     for part in partial:
         assert len(part["meta_info"]["output_token_logprobs"]) == len(part["output_ids"])
-        num_aborted += part["meta_info"]["finish_reason"]["type"] == "abort"
-    assert num_aborted > 0
+        assert part["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 @pytest.mark.parametrize("kind", KINDS)

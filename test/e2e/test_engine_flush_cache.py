@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pause_target import Requests, Target, baseline
+from pause_target import Target, baseline, interrupt
 
 NUM_NEW = 24
 
@@ -36,19 +36,18 @@ def test_1_flush_cache_after_generation(target: Target) -> None:
 
 def test_2_flush_cache_clears_scheduling_state(target: Target) -> None:
     """Also of requests that a pause has put back: they lose KV, not their place."""
-    requests = Requests(target, "mixed", 4, NUM_NEW * 4)
-    requests.wait_until_running()
-    target.pause(mode="in_place")
+    paused = interrupt(target, "mixed", 4, NUM_NEW * 4, "in_place")
     reason = target.flush()
     assert "are running" in reason
     assert "in place" in reason
-    queued = target.pause(mode="retract")["queued"]
+    assert target.pause(mode="retract")["queued"] == 4
     assert target.flush() == ""
     state = target.state()
     assert state["tree_cache_size"] == state["req_to_token_pool_used"] == 0
-    assert state["waiting_queue_size"] == queued
+    assert state["waiting_queue_size"] == 4
     target.resume()
-    assert all(len(result["output_ids"]) == NUM_NEW * 4 for result in requests.results())
+    results = paused.requests.results()
+    assert all(len(result["output_ids"]) == paused.num_new for result in results)
     assert target.flush(timeout_s=10) == ""
     assert_flushed(target)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,8 @@ from serving_utils import (
     running_server,
     server_command,
     wait_for_running,
+    wait_for_waiting,
+    wait_until,
 )
 from sglang import Engine, SamplingParams
 from sglang.srt.entrypoints.launch import LaunchError
@@ -51,17 +51,13 @@ def test_full_server_of_requests_that_do_not_stream_is_healthy(model_dir: Path) 
         calls = []
         for _ in range(2):
             calls.append(in_background(lambda: server.post("/generate", body)))
-            wait_for_running(server, 1)
-        deadline = time.monotonic() + 10
-        while server.internal_state()["waiting_queue_size"] != 1:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+            wait_for_running(server, 1, *calls)
+        wait_for_waiting(server, 1, *calls)
         assert server.generate().status_code == 503
         assert server.client.get("/health_generate").status_code == 200
         server.post("/abort_request", {"abort_all": True})
-        for thread, results in calls:
-            thread.join()
-            assert results[0].status_code == 200
+        for call in calls:
+            assert call.result().status_code == 200
 
 
 LARGEST = [".{2400}\x01", "[a-z]{90}\x01", "(?:a|b){600}\x01", "(?:(?:x?){9}){30}\x01"]
@@ -77,14 +73,13 @@ def test_server_lives_on_with_the_largest_stop_expressions_and_with_larger_ones(
             assert refused.json()["error"]["param"] == "sampling_params.stop_regex"
         params = {**ENDLESS, "n": 4, "stop_regex": LARGEST}
         body = {"text": "hello", "sampling_params": params}
-        thread, results = in_background(lambda: server.post("/generate", body))
+        call = in_background(lambda: server.post("/generate", body))
         assert server.client.get("/health").status_code == 200
-        wait_for_running(server, 4)
+        wait_for_running(server, 4, call)
         assert server.client.get("/health_generate").status_code == 200
-        assert thread.is_alive()
+        assert not call.done()
         server.post("/abort_request", {"abort_all": True})
-        thread.join()
-        assert results[0].status_code == 200
+        assert call.result().status_code == 200
 
 
 def run_to_end(command: list[str], **extra: str) -> subprocess.CompletedProcess[str]:
@@ -125,18 +120,10 @@ def test_server_starts_with_a_temporary_directory_too_long_for_sockets(
 
 
 def test_engine_whose_receiving_ends_answers_everyone(engine: Engine) -> None:
-    results: list[Any] = []
-
-    def call() -> None:
-        try:
-            results.append(engine.generate("hello", ENDLESS))
-        except RuntimeError as error:
-            results.append(error)
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    while not engine.get_server_info()["internal_states"][0]["running_batch_size"]:
-        time.sleep(0.02)
+    call = in_background(lambda: engine.generate("hello", ENDLESS))
+    wait_until(
+        lambda: engine.get_server_info()["internal_states"][0]["running_batch_size"] == 1, call
+    )
 
     def broken(message: Any) -> None:
         raise ValueError("broken")
@@ -144,9 +131,8 @@ def test_engine_whose_receiving_ends_answers_everyone(engine: Engine) -> None:
     manager = engine._runtime.manager
     manager.handle = broken  # type: ignore[method-assign]
     engine._runtime.submit(_ping(manager))
-    thread.join(20)
-    assert not thread.is_alive()
-    assert "receive" in str(results[0])
+    with pytest.raises(RuntimeError, match="receive"):
+        call.result(20)
     with pytest.raises(RuntimeError, match="receive"):
         engine.generate("hello", GREEDY)
 

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import random
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +25,7 @@ from serving_utils import (
     running_server,
     stream_body,
     wait_for_running,
+    wait_for_waiting,
 )
 
 
@@ -236,13 +236,12 @@ def test_flush_cache_says_what_it_did(server: RunningServer) -> None:
 
 def test_abort_gives_the_partial_output(server: RunningServer) -> None:
     body = {"text": "hello", "rid": "victim", "sampling_params": ENDLESS}
-    thread, results = in_background(lambda: server.post("/generate", body))
-    wait_for_running(server, 1)
+    victim = in_background(lambda: server.post("/generate", body))
+    wait_for_running(server, 1, victim)
     assert server.post("/abort_request", {"rid": "vict"}).json() == {"aborted": 0}
     assert server.post("/abort_request", {"rid": "victim"}).json() == {"aborted": 1}
-    thread.join()
-    assert results[0].status_code == 200
-    meta = results[0].json()["meta_info"]
+    assert victim.result().status_code == 200
+    meta = victim.result().json()["meta_info"]
     assert meta["finish_reason"]["type"] == "abort"
     assert 0 < meta["completion_tokens"] < LONG
 
@@ -277,21 +276,17 @@ def test_full_queue_is_503_with_retry_after(server: RunningServer) -> None:
         return server.post("/generate", body)
 
     background = [in_background(post) for _ in range(2)]
-    wait_for_running(server, 2)
+    wait_for_running(server, 2, *background)
     background += [in_background(post) for _ in range(4)]
-    deadline = time.monotonic() + 10
-    while server.internal_state()["waiting_queue_size"] != 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for_waiting(server, 4, *background)
     for stream in (False, True):
         refused = server.post("/generate", {**body, "stream": stream})
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["code"] == 503
     server.post("/abort_request", {"abort_all": True})
-    for thread, results in background:
-        thread.join()
-        assert results[0].json()["meta_info"]["finish_reason"]["type"] == "abort"
+    for call in background:
+        assert call.result().json()["meta_info"]["finish_reason"]["type"] == "abort"
     assert server.wait_idle()["orphan_token_count"] == 0
 
 

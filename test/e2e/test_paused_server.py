@@ -10,7 +10,15 @@ from typing import Any
 import httpx
 import pytest
 
-from serving_utils import RunningServer, events, running_server, wait_for_running
+from serving_utils import (
+    ENDLESS_DEMO,
+    RunningServer,
+    events,
+    open_request,
+    running_server,
+    wait_for_running,
+    wait_for_waiting,
+)
 
 NUM_NEW = 100
 LONG = {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True}
@@ -45,13 +53,6 @@ def send(pool: ThreadPoolExecutor, server: RunningServer, **fields: Any) -> Futu
     return pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=30)
 
 
-def wait_for_waiting(server: RunningServer, count: int) -> None:
-    deadline = time.monotonic() + 10
-    while server.internal_state()["waiting_queue_size"] != count:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place", "in-place", "drain"])
 def test_a_paused_server_is_healthy_and_not_ready(server: RunningServer, mode: str) -> None:
     get = server.client.get
@@ -79,8 +80,8 @@ def metric(server: RunningServer) -> float:
 
 def test_a_pause_without_a_body_aborts(server: RunningServer) -> None:
     with ThreadPoolExecutor(1) as pool:
-        answer = send(pool, server)
-        wait_for_running(server, 1)
+        answer = send(pool, server, sampling_params=ENDLESS_DEMO)
+        wait_for_running(server, 1, answer)
         reply = server.client.post("/pause_generation").json()
         assert reply["message"] == "Generation paused successfully."
         assert (reply["mode"], reply["aborted"]) == ("abort", 1)
@@ -91,7 +92,7 @@ def test_requests_wait_for_the_end_of_the_pause(server: RunningServer) -> None:
     pause(server)
     with ThreadPoolExecutor(1) as pool:
         answer = send(pool, server)
-        wait_for_waiting(server, 1)
+        wait_for_waiting(server, 1, answer)
         assert server.post("/flush_cache").status_code == 200
         resume(server)
         assert len(answer.result().json()["output_ids"]) == NUM_NEW
@@ -100,11 +101,11 @@ def test_requests_wait_for_the_end_of_the_pause(server: RunningServer) -> None:
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_waiting_and_frozen_requests_are_aborted_at_once(server: RunningServer, mode: str) -> None:
     with ThreadPoolExecutor(3) as pool:
-        frozen = send(pool, server, rid="job-1")
-        wait_for_running(server, 1)
+        frozen = send(pool, server, rid="job-1", sampling_params=ENDLESS_DEMO)
+        wait_for_running(server, 1, frozen)
         pause(server, mode=mode)
         waiting = [send(pool, server, rid=rid) for rid in ("job-10", "job-11")]
-        wait_for_waiting(server, 2 if mode == "in_place" else 3)
+        wait_for_waiting(server, 2 if mode == "in_place" else 3, frozen, *waiting)
         for body, count in (
             ({"rid": "nobody"}, 0),
             ({"rid": "job-1"}, 1),
@@ -123,15 +124,11 @@ def test_waiting_and_frozen_requests_are_aborted_at_once(server: RunningServer, 
 
 def test_a_client_that_leaves_during_a_pause_is_noticed(server: RunningServer) -> None:
     pause(server, mode="retract")
-    with ThreadPoolExecutor(1) as pool:
-        body = {"text": "x", "sampling_params": LONG}
-        for stream in (False, True):
-            url = f"{server.url}/generate"
-            leaving = pool.submit(httpx.post, url, json={**body, "stream": stream}, timeout=0.5)
+    for stream in (False, True):
+        body = {"text": "x", "sampling_params": LONG, "stream": stream}
+        with open_request(server, body):
             wait_for_waiting(server, 1)
-            with pytest.raises(httpx.ReadTimeout):
-                leaving.result(10)
-            wait_for_waiting(server, 0)
+        wait_for_waiting(server, 0)
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
@@ -163,24 +160,39 @@ def test_a_lease_ends_the_pause_of_an_owner_that_is_gone(server: RunningServer) 
 
 
 def test_drain_finishes_what_runs(server: RunningServer) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        answer = send(pool, server)
-        wait_for_running(server, 1)
-        reply = pause(server, mode="drain", drain_timeout_s=20)
-        assert (reply["finished"], reply["retracted"]) == (1, 0)
-        assert answer.result().json()["meta_info"]["finish_reason"]["type"] == "length"
+    """If the request ends before the drain comes, a longer one does not."""
+    for num_new in (NUM_NEW, 4 * NUM_NEW, 16 * NUM_NEW):
+        params = {**LONG, "max_new_tokens": num_new}
+        body = {"text": "import os\n", "sampling_params": params, "stream": True}
+        with server.client.stream("POST", "/generate", json=body) as response:
+            chunks = events(response.iter_lines())
+            next(chunks)
+            reply = pause(server, mode="drain", drain_timeout_s=20)
+            *_, last, _ = chunks
+        if reply["finished"]:
+            break
+        resume(server)
+    assert (reply["finished"], reply["retracted"]) == (1, 0)
+    assert last["meta_info"]["finish_reason"] == {"type": "length", "length": num_new}
 
 
 def test_flush_with_a_timeout_waits_for_running_requests(server: RunningServer) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        answer = send(pool, server)
-        wait_for_running(server, 1)
-        hasty = server.post("/flush_cache")
-        assert hasty.status_code == 400
-        assert "1 requests are running" in hasty.text
-        patient = server.client.post("/flush_cache", params={"timeout": 20})
-        assert patient.status_code == 200
-        assert len(answer.result().json()["output_ids"]) == NUM_NEW
+    def flush(timeout_s: float) -> httpx.Response:
+        return server.client.post("/flush_cache", params={"timeout": timeout_s})
+
+    with ThreadPoolExecutor(2) as pool:
+        answer = send(pool, server, rid="runs", sampling_params=ENDLESS_DEMO)
+        wait_for_running(server, 1, answer)
+        begin = time.monotonic()
+        for timeout_s in (0.0, 0.3):
+            hasty = flush(timeout_s)
+            assert hasty.status_code == 400
+            assert "1 requests are running" in hasty.text
+        assert time.monotonic() - begin >= 0.3
+        patient = pool.submit(flush, 20)
+        assert server.post("/abort_request", {"rid": "runs"}).json() == {"aborted": 1}
+        assert patient.result().status_code == 200
+        assert answer.result().json()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 def test_new_requests_get_503_where_that_is_wanted() -> None:
@@ -199,7 +211,7 @@ def test_a_paused_server_ends_on_request() -> None:
         pause(server, mode="retract")
         with ThreadPoolExecutor(1) as pool:
             waiting = send(pool, server)
-            wait_for_waiting(server, 1)
+            wait_for_waiting(server, 1, waiting)
             server.process.terminate()
             assert server.exit_code() == 0
             assert waiting.result(10).status_code in (200, 503)

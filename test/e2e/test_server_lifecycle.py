@@ -49,13 +49,12 @@ def test_death_of_a_child_ends_the_server_with_an_error(model_dir: Path, victim:
         with server.client.stream("POST", "/generate", json=stream_body()) as response:
             chunks = events(response.iter_lines())
             next(chunks)
-            wait_for_running(server, 2)
+            wait_for_running(server, 2, answer)
             os.kill(children[victim], signal.SIGKILL)
             *_, error, done = chunks
         assert victim in error["error"]["message"]
         assert done == "[DONE]"
-        answer[0].join()
-        assert answer[1][0].status_code == 503
+        assert answer.result().status_code == 503
         assert server.exit_code() == 1
         assert gone(list(children.values()))
 
@@ -65,19 +64,23 @@ def test_sigterm_finishes_what_runs_and_exits_0(model_dir: Path) -> None:
     flags = ("--shutdown-timeout-s", "60", "--skip-server-warmup")
     with running_server(model_dir, *DUMMY, *flags, SGLANG_STRICT_INVARIANTS="0") as server:
         children = list(server.children().values())
-        with server.client.stream("POST", "/generate", json=stream_body()) as response:
-            chunks = events(response.iter_lines())
+        short_body = stream_body(max_new_tokens=500)
+        with (
+            server.client.stream("POST", "/generate", json=stream_body()) as response,
+            server.client.stream("POST", "/generate", json=short_body) as short_response,
+        ):
+            chunks, short = events(response.iter_lines()), events(short_response.iter_lines())
             next(chunks)
-            short = in_background(lambda: server.generate(max_new_tokens=500))
-            wait_for_running(server, 2)
+            next(short)
             server.process.send_signal(signal.SIGTERM)
             while server.client.get("/ready").status_code == 200:
                 time.sleep(0.02)
             assert server.client.get("/health").status_code == 503
             refused = server.generate()
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-            short[0].join()
-            assert short[1][0].json()["meta_info"]["finish_reason"]["type"] == "length"
+            *_, last, done = short
+            assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 500}
+            assert done == "[DONE]"
             server.process.send_signal(signal.SIGTERM)
             *_, last, done = chunks
         assert last["meta_info"]["finish_reason"]["type"] == "abort"
@@ -103,8 +106,7 @@ def test_sigterm_of_a_paused_server_does_not_wait_for_what_is_frozen(model_dir: 
             *_, last, done = chunks
         assert last["meta_info"]["finish_reason"]["type"] == "abort"
         assert done == "[DONE]"
-        joining[0].join()
-        answer = joining[1][0]
+        answer = joining.result()
         assert (answer.status_code, answer.json()["success"]) == (503, False)
         assert "shutting down" in answer.json()["message"]
         assert server.exit_code() == 0

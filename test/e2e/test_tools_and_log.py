@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from serving_utils import RunningServer, running_server
+from serving_utils import RunningServer, open_request, running_server
 from sglang import bench_offline_throughput, bench_one_batch, bench_serving
 
 NUM_SLOW = 20
@@ -96,15 +96,8 @@ def test_request_log_has_one_line_per_sample_and_none_for_no_logs(
 
 def _slow_reader(server: RunningServer) -> socket.socket:
     """A client of a long stream that does not read."""
-    host, port = server.url.removeprefix("http://").split(":")
     params = {"max_new_tokens": 3000, "temperature": 0.9, "ignore_eos": True}
-    body = json.dumps({"text": "def ", "stream": True, "sampling_params": params}).encode()
-    client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    client.connect((host, int(port)))
-    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    client.sendall(head.encode() + body)
-    return client
+    return open_request(server, {"text": "def ", "stream": True, "sampling_params": params})
 
 
 def test_slow_readers_hold_nobody_up_and_grow_no_memory(server: RunningServer) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,16 @@ import safetensors.torch
 import torch
 
 import sglang
-from serving_utils import RunningServer, free_port, running_server, wait_for_running
+from serving_utils import (
+    ENDLESS_DEMO,
+    RunningServer,
+    free_port,
+    in_background,
+    running_server,
+    wait_for_running,
+    wait_for_waiting,
+    wait_until,
+)
 from sglang.srt.model_config import resolve_model_path
 
 PROMPTS = ["def add(a, b):\n    ", "import os\n", "class Queue:\n    def __init__"]
@@ -345,31 +354,54 @@ def sglang_json(line: str) -> dict[str, Any]:
 def test_an_update_without_a_pause_lets_running_requests_finish_first(
     server: RunningServer, other: Path
 ) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        body = {"text": PROMPTS[0], "sampling_params": LONG}
-        future = pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=30)
-        wait_for_running(server, 1)
-        update = {"model_path": str(other), "weight_version": "v2"}
-        assert server.post("/update_weights_from_disk", update).status_code == 200
-        meta = future.result().json()["meta_info"]
-    assert meta["weight_versions"] == [{"version": "default", "start": 0, "end": NUM_NEW}]
+    """Where running requests end: the update waits for it, and so do new requests."""
+    running = endless(server)
+    update = {"model_path": str(other), "weight_version": "v2"}
+    updating = in_background(lambda: server.post("/update_weights_from_disk", update))
+    wait_until(lambda: server.client.get("/ready").status_code == 503, running, updating)
+    assert server.internal_state()["running_batch_size"] == 1
+    newcomer = in_background(lambda: server.generate())
+    wait_for_waiting(server, 1, running, updating, newcomer)
+    meta = end(server, running)
+    count = meta["completion_tokens"]
+    assert meta["weight_versions"] == [{"version": "default", "start": 0, "end": count}]
+    assert updating.result().status_code == 200
+    versions = newcomer.result().json()["meta_info"]["weight_versions"]
+    assert versions == [{"version": "v2", "start": 0, "end": 8}]
+
+
+def endless(server: RunningServer) -> Future[httpx.Response]:
+    """A request that runs until it is aborted."""
+    body = {"text": PROMPTS[0], "rid": "endless", "sampling_params": ENDLESS_DEMO}
+    call = in_background(lambda: server.post("/generate", body))
+    wait_for_running(server, 1, call)
+    return call
+
+
+def end(server: RunningServer, call: Future[httpx.Response]) -> dict[str, Any]:
+    """Aborts it; its `meta_info`."""
+    assert server.post("/abort_request", {"rid": "endless"}).json() == {"aborted": 1}
+    return call.result().json()["meta_info"]
 
 
 def test_a_new_label_aborts_unless_told_otherwise(server: RunningServer) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        for keeps in (True, False):
-            body = {"text": PROMPTS[0], "sampling_params": LONG}
-            future = pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=30)
-            wait_for_running(server, 1)
-            change = {"new_version": f"keeps {keeps}", "abort_all_requests": not keeps}
-            if not keeps:
-                del change["abort_all_requests"]  # the default
-            assert server.post("/update_weight_version", change).status_code == 200
-            meta = future.result().json()["meta_info"]
-            assert meta["finish_reason"]["type"] == ("length" if keeps else "abort")
-            assert meta["completion_tokens"] > 0
+    running = endless(server)
+    change = {"new_version": "keeps", "abort_all_requests": False}
+    assert server.post("/update_weight_version", change).status_code == 200
+    wait_for_steps(server, 2)
+    assert not running.done()
+    assert server.post("/update_weight_version", {"new_version": "aborts"}).status_code == 200
+    meta = running.result().json()["meta_info"]
+    assert meta["finish_reason"]["type"] == "abort"
+    assert [span["version"] for span in meta["weight_versions"]] == ["default", "keeps"]
     answer = server.client.get("/get_weight_version").json()
-    assert answer == {"weight_version": "keeps False"}
+    assert answer == {"weight_version": "aborts"}
+
+
+def wait_for_steps(server: RunningServer, count: int) -> None:
+    """Until so many decode steps have been launched from now on."""
+    start = server.internal_state()["forward_ct_decode"]
+    wait_until(lambda: server.internal_state()["forward_ct_decode"] >= start + count)
 
 
 # ---------------------------------------------------------------- memory
@@ -397,13 +429,11 @@ def test_memory_is_released_and_resumed_by_tag(
 
 
 def test_memory_in_use_is_not_released(server: RunningServer) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        body = {"text": PROMPTS[0], "sampling_params": LONG}
-        future = pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=30)
-        wait_for_running(server, 1)
-        server.post("/pause_generation", {"mode": "in_place"})
-        response = server.post("/release_memory_occupation")
-        assert response.status_code == 400
-        assert "1 requests hold KV" in response.json()["message"]
-        server.post("/continue_generation")
-        assert len(future.result().json()["output_ids"]) == NUM_NEW
+    running = endless(server)
+    server.post("/pause_generation", {"mode": "in_place"})
+    response = server.post("/release_memory_occupation")
+    assert response.status_code == 400
+    assert "1 requests hold KV" in response.json()["message"]
+    server.post("/continue_generation")
+    wait_for_steps(server, 2)
+    end(server, running)

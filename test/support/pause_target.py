@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import httpx
@@ -30,6 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "verified": {"mtp_enabled": True, "mtp_k": 4, "mtp_verify": True, "temperature": 0},
 }
 TIMEOUT_S = 30.0
+POLL_S = 0.002
 
 
 class Target(Protocol):
@@ -97,7 +99,9 @@ class ServerTarget:
     def generate(self, prompt: str, params: dict[str, Any], **fields: Any) -> dict[str, Any]:
         # A client of its own: requests of one test run at the same time.
         body = {"text": prompt, "sampling_params": params, **fields}
-        return httpx.post(f"{self.server.url}/generate", json=body, timeout=TIMEOUT_S).json()
+        response = httpx.post(f"{self.server.url}/generate", json=body, timeout=TIMEOUT_S)
+        assert response.status_code == 200, response.text
+        return response.json()
 
     def _ok(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         response = self.server.post(path, body)
@@ -136,15 +140,23 @@ class Requests:
         ]
 
     @property
-    def num_done(self) -> int:
-        return sum(future.done() for future in self._futures)
+    def ended(self) -> list[Any]:
+        """Results, or errors, of those that have ended."""
+        return [future.exception() or future.result() for future in self._futures if future.done()]
 
-    def wait_until_running(self, num_steps: int = 4) -> dict[str, Any]:
-        """The state once all run and some decode steps have passed."""
-        wanted = len(self._futures)
-        state = wait_for(self._target, lambda state: state["running_batch_size"] == wanted)
-        start = state["forward_ct_decode"]
-        return wait_for(self._target, lambda s: s["forward_ct_decode"] >= start + num_steps)
+    def wait_for(
+        self, target: Target, is_reached: Callable[[dict[str, Any]], bool]
+    ) -> dict[str, Any] | None:
+        """The first state that is as wanted; None if a request ends before."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            ended = self.ended
+            if is_reached(state := target.state()):
+                return state
+            if ended:
+                return None
+            assert time.monotonic() < deadline, state
+            time.sleep(POLL_S)
 
     def results(self) -> list[dict[str, Any]]:
         results = [future.result(TIMEOUT_S) for future in self._futures]
@@ -152,13 +164,57 @@ class Requests:
         return results
 
 
-def wait_for(target: Target, is_reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The first state that is as wanted."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not is_reached(state := target.state()):
-        assert time.monotonic() < deadline, state
-        time.sleep(0.002)
-    return state
+def _continue_for(
+    target: Target, requests: Requests, num_requests: int, num_steps: int
+) -> dict[str, Any] | None:
+    """Lets paused requests run; the state some steps later, or None if one has ended by then."""
+    queued = requests.wait_for(target, lambda s: s["waiting_queue_size"] == num_requests)
+    assert queued is not None, requests.ended
+    last_step = queued["forward_ct_decode"] + num_steps
+    target.resume()
+    return requests.wait_for(target, lambda s: s["forward_ct_decode"] >= last_step)
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """Requests that a pause has caught, all of them.
+
+    Attributes:
+        before: the state some decode steps after all were admitted.
+        reply: of the pause.
+    """
+
+    requests: Requests
+    num_new: int
+    before: dict[str, Any]
+    reply: dict[str, Any]
+
+
+def interrupt(
+    target: Target,
+    kind: str,
+    num_requests: int,
+    num_new: int,
+    mode: str,
+    num_steps: int = 4,
+    **fields: Any,
+) -> Interrupted:
+    """Pauses requests after `num_steps` decode steps, with none that has ended.
+
+    They come while the engine is paused, so one step admits all of them. They run while this
+    process looks; if it was too slow for one of them, all come again with twice as many tokens.
+    """
+    for longer in range(6):
+        target.pause(mode="in_place")
+        requests = Requests(target, kind, num_requests, num_new << longer, **fields)
+        before = _continue_for(target, requests, num_requests, num_steps)
+        if before is not None and before["running_batch_size"] == num_requests:
+            reply = target.pause(mode=mode)
+            if sum(reply[name] for name in ("running", "retracted", "aborted")) == num_requests:
+                return Interrupted(requests, num_new << longer, before, reply)
+            target.resume()
+        requests.results()
+    raise AssertionError(f"Requests of {num_new << longer} tokens end before a pause comes.")
 
 
 def baseline(

@@ -7,9 +7,9 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ READY_LIMIT_S = 60 if TARGET.device == "cpu" else 300  # a GPU's kernels may hav
 HEAD_DIM = 64 if TARGET.attention_backend == "flashinfer" else 16
 LONG = 15_000  # tokens: many seconds of work
 ENDLESS = {"temperature": 0, "max_new_tokens": LONG, "ignore_eos": True}
+ENDLESS_DEMO = {**ENDLESS, "max_new_tokens": 4000}  # nearly the demo model's context
 TEXT = "def main(): return hello world é € 😀 the quick brown fox jumps over the lazy dog"
 
 
@@ -196,17 +197,45 @@ def events(lines: Iterator[str]) -> Iterator[Any]:
             yield data if data == "[DONE]" else json.loads(data)
 
 
-def in_background(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """Runs `work` in a thread; its result is the list's one entry after a join."""
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(work()))
-    thread.start()
-    return thread, results
+def in_background(work: Callable[[], Any]) -> Future[Any]:
+    """Runs `work` in a thread of its own."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    return future
 
 
-def wait_for_running(server: RunningServer, count: int) -> None:
-    """Waits until exactly `count` requests run."""
-    deadline = time.monotonic() + 10
-    while server.internal_state()["running_batch_size"] != count:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def wait_until(is_so: Callable[[], bool], *calls: Future[Any], timeout_s: float = 30.0) -> None:
+    """Waits until something is so. A call that was to go on meanwhile and has ended is an error at
+    once: what is waited for may have been so when nobody looked, and will not be again."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        ended = [call.exception() or call.result() for call in calls if call.done()]
+        if is_so():
+            return
+        assert not ended, f"ended too early: {ended}"
+        assert time.monotonic() < deadline, f"not so after {timeout_s} s"
+        time.sleep(0.01)
+
+
+def wait_for_running(server: RunningServer, count: int, *calls: Future[Any]) -> None:
+    """Waits until `count` requests run; `calls` are those among them that nobody streams. All must
+    run until they are stopped, so that no look comes too late."""
+    wait_until(lambda: server.internal_state()["running_batch_size"] == count, *calls)
+
+
+def wait_for_waiting(server: RunningServer, count: int, *calls: Future[Any]) -> None:
+    """Waits until `count` requests wait, which none of them may end by itself."""
+    wait_until(lambda: server.internal_state()["waiting_queue_size"] == count, *calls)
+
+
+def open_request(server: RunningServer, body: Any, receive_bytes: int = 4096) -> socket.socket:
+    """A client of `/generate` that has sent its request, and reads or leaves when it is told to."""
+    host, port = server.url.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    client.connect((host, int(port)))
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    client.sendall(head.encode() + content)
+    return client
