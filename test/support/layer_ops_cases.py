@@ -1,7 +1,7 @@
 """The conformance table of layer operations, and what compares a set with `TorchOps` in float64.
 
-As a program it runs the table in float32 and float16 on a CPU and prints a line of JSON for each;
-Triton kernels then need TRITON_INTERPRET=1 in the environment, set before Triton is imported:
+As a program it runs `INTERPRETED` in float32 and float16 on a CPU and prints a line of JSON for
+each; Triton kernels then need TRITON_INTERPRET=1 in the environment, set before Triton is imported:
 
     export PYTHONPATH=python:sgl-kernel/python:test
     TRITON_INTERPRET=1 python test/support/layer_ops_cases.py triton
@@ -151,7 +151,15 @@ CASES: dict[str, Case] = {
     "gated product of 64 rows": gated_case(64, 8192, 256),
     "gated product of 65 rows": gated_case(65, 64, 256),
     "rotation of one token": rotation_case(1, 4, 2, 128),
+    "product of 16 rows, few features": product_case(16, 512, 256),
+    "product of 40 rows, few features": product_case(40, 512, 256),
+    "gated product of 16 rows, few features": gated_case(16, 256, 256),
+    "gated product of 64 rows, few features": gated_case(64, 256, 256),
 }
+# So many features choose other tiles on a GPU, but none in the interpreter, where each of these
+# runs as the case of its name with few features.
+MANY_FEATURES = {name.removesuffix(", few features") for name in CASES if "few features" in name}
+INTERPRETED = {name: case for name, case in CASES.items() if name not in MANY_FEATURES}
 
 
 def max_error(name: str, case: Case, device: str, dtype: torch.dtype, seed: int = 0) -> float:
@@ -163,7 +171,7 @@ def max_error(name: str, case: Case, device: str, dtype: torch.dtype, seed: int 
 def main(name: str) -> None:
     torch.set_num_threads(1)
     for dtype in INTERPRETED_TYPES:
-        for case_name, case in CASES.items():
+        for case_name, case in INTERPRETED.items():
             error = max_error(name, case, "cpu", dtype)
             print(json.dumps([f"{case_name}, {dtype}", error]), flush=True)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from interpreted import run_interpreted
-from layer_ops_cases import CASES, INTERPRETED_TYPES, TOLERANCE, max_error
+from layer_ops_cases import CASES, INTERPRETED, INTERPRETED_TYPES, TOLERANCE, max_error
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def test_torch(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", INTERPRETED_TYPES, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", INTERPRETED)
 def test_interpreted_triton(errors: dict[str, float | str], name: str, dtype: torch.dtype) -> None:
     error = errors[f"{name}, {dtype}"]
     assert isinstance(error, float), error
