@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from serving_utils import ENDLESS, environ, in_background, make_model_dir, wait_until
@@ -51,6 +52,17 @@ def test_prompt_ids_and_batch_agree(engine: Engine) -> None:
     by_ids = engine.generate(input_ids=[[0, 5], [0, 6]], sampling_params=[GREEDY, GREEDY])
     assert len(by_ids) == 2
     assert len(engine.generate("hello", {**GREEDY, "n": 3})) == 3
+
+
+def test_list_of_sampling_params_objects_is_one_per_prompt(engine: Engine) -> None:
+    params: list[Any] = [SamplingParams(**GREEDY), {**GREEDY, "max_new_tokens": 2}]
+    answers = engine.generate(["hello", "world"], params)
+    assert [len(answer["output_ids"]) for answer in answers] == [8, 2]
+    dicts = [msgspec.to_builtins(SamplingParams(**GREEDY)), params[1]]
+    expected = engine.generate(["hello", "world"], dicts)
+    assert [a["output_ids"] for a in answers] == [e["output_ids"] for e in expected]
+    with pytest.raises(ValueError, match=r"sampling_params\[1\]"):
+        engine.generate(["hello", "world"], [params[0], 5])  # type: ignore[list-item]
 
 
 def test_stream_is_cumulative_and_ends_like_the_answer(engine: Engine) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from serving_utils import (
     DUMMY,
     ENDLESS,
+    RunningServer,
     environ,
     free_port,
     in_background,
@@ -23,7 +23,7 @@ from serving_utils import (
     wait_for_waiting,
     wait_until,
 )
-from sglang import Engine, SamplingParams
+from sglang import Engine
 from sglang.srt.entrypoints.launch import LaunchError
 
 GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
@@ -34,10 +34,18 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture
-def engine(model_dir: Path) -> Iterator[Engine]:
-    with Engine(model_path=str(model_dir), load_format="dummy") as engine:
-        yield engine
+PREFERRED = ("--preferred-sampling-params", '{"min_new_tokens": 10, "n": 2}')
+
+
+@pytest.fixture(scope="module")
+def unusual_server(
+    model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[RunningServer, Path]]:
+    """With preferred parameters, and a temporary directory too long for sockets."""
+    directory = tmp_path_factory.mktemp("x" * 100)
+    with running_server(model_dir, *DUMMY, *PREFERRED, TMPDIR=str(directory)) as server:
+        yield server, directory
+    assert not list(directory.glob("sglang-*"))
 
 
 # ---------------------------------------------------------------- the server
@@ -64,22 +72,22 @@ LARGEST = [".{2400}\x01", "[a-z]{90}\x01", "(?:a|b){600}\x01", "(?:(?:x?){9}){30
 
 
 def test_server_lives_on_with_the_largest_stop_expressions_and_with_larger_ones(
-    model_dir: Path,
+    unusual_server: tuple[RunningServer, Path],
 ) -> None:
-    with running_server(model_dir, *DUMMY) as server:
-        for expression in (".{999999999}", ".{2000000}", "(?:(?:.{99}){99}){99}"):
-            refused = server.generate(stop_regex=expression)
-            assert refused.status_code == 400
-            assert refused.json()["error"]["param"] == "sampling_params.stop_regex"
-        params = {**ENDLESS, "n": 4, "stop_regex": LARGEST}
-        body = {"text": "hello", "sampling_params": params}
-        call = in_background(lambda: server.post("/generate", body))
-        assert server.client.get("/health").status_code == 200
-        wait_for_running(server, 4, call)
-        assert server.client.get("/health_generate").status_code == 200
-        assert not call.done()
-        server.post("/abort_request", {"abort_all": True})
-        assert call.result().status_code == 200
+    server, _ = unusual_server
+    for expression in (".{999999999}", ".{2000000}", "(?:(?:.{99}){99}){99}"):
+        refused = server.generate(stop_regex=expression, min_new_tokens=0)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "sampling_params.stop_regex"
+    params = {**ENDLESS, "n": 4, "min_new_tokens": 0, "stop_regex": LARGEST}
+    body = {"text": "hello", "sampling_params": params}
+    call = in_background(lambda: server.post("/generate", body))
+    assert server.client.get("/health").status_code == 200
+    wait_for_running(server, 4, call)
+    assert server.client.get("/health_generate").status_code == 200
+    assert not call.done()
+    server.post("/abort_request", {"abort_all": True})
+    assert call.result().status_code == 200
 
 
 def run_to_end(command: list[str], **extra: str) -> subprocess.CompletedProcess[str]:
@@ -99,27 +107,32 @@ def test_pool_without_room_for_a_request_is_one_clear_line(model_dir: Path) -> N
         Engine(model_path=str(model_dir), load_format="dummy", max_total_tokens=1)
 
 
-def test_preferred_parameters_do_not_break_warm_up_and_probes(model_dir: Path) -> None:
-    preferred = '{"min_new_tokens": 10, "n": 2}'
-    flags = ("--preferred-sampling-params", preferred)
-    with running_server(model_dir, *DUMMY, *flags) as server:
-        assert server.client.get("/health_generate").status_code == 200
+def test_preferred_parameters_do_not_break_warm_up_and_probes(
+    unusual_server: tuple[RunningServer, Path],
+) -> None:
+    server, _ = unusual_server
+    assert server.client.get("/health_generate").status_code == 200
+    assert len(server.generate(max_new_tokens=12).json()) == 2
 
 
 def test_server_starts_with_a_temporary_directory_too_long_for_sockets(
-    model_dir: Path, tmp_path: Path
+    unusual_server: tuple[RunningServer, Path],
 ) -> None:
-    directory = tmp_path / ("x" * 100)
-    directory.mkdir()
-    with running_server(model_dir, *DUMMY, TMPDIR=str(directory)) as server:
-        assert server.generate().status_code == 200
-    assert not list(directory.glob("sglang-*"))
+    """The fixture looks at what is left in it."""
+    server, directory = unusual_server
+    assert len(str(directory)) > 108  # bytes of a socket's path
+    assert server.generate(min_new_tokens=0).status_code == 200
 
 
 # ---------------------------------------------------------------- the Engine
 
 
-def test_engine_whose_receiving_ends_answers_everyone(engine: Engine) -> None:
+def test_engine_whose_receiving_ends_answers_everyone(model_dir: Path) -> None:
+    with Engine(model_path=str(model_dir), load_format="dummy") as engine:
+        check_that_everyone_is_answered(engine)
+
+
+def check_that_everyone_is_answered(engine: Engine) -> None:
     call = in_background(lambda: engine.generate("hello", ENDLESS))
     wait_until(
         lambda: engine.get_server_info()["internal_states"][0]["running_batch_size"] == 1, call
@@ -139,14 +152,3 @@ def test_engine_whose_receiving_ends_answers_everyone(engine: Engine) -> None:
 
 async def _ping(manager: Any) -> None:
     await manager.health_ping()
-
-
-def test_list_of_sampling_params_objects_is_one_per_prompt(engine: Engine) -> None:
-    params: list[Any] = [SamplingParams(**GREEDY), {**GREEDY, "max_new_tokens": 2}]
-    answers = engine.generate(["hello", "world"], params)
-    assert [len(answer["output_ids"]) for answer in answers] == [4, 2]
-    dicts = [msgspec.to_builtins(SamplingParams(**GREEDY)), params[1]]
-    expected = engine.generate(["hello", "world"], dicts)
-    assert [a["output_ids"] for a in answers] == [e["output_ids"] for e in expected]
-    with pytest.raises(ValueError, match=r"sampling_params\[1\]"):
-        engine.generate(["hello", "world"], [params[0], 5])  # type: ignore[list-item]

@@ -150,6 +150,14 @@ def test_bad_request_is_400_and_names_the_field(
     assert server.generate(max_new_tokens=1).status_code == 200
 
 
+def test_a_model_without_a_mask_token_says_so(server: RunningServer) -> None:
+    params = {"mtp_enabled": True, "mtp_k": 3}
+    refused = server.post("/generate", {"text": "hello", "sampling_params": params})
+    assert refused.status_code == 400
+    assert "no mask token" in refused.json()["error"]["message"]
+    assert server.generate().status_code == 200
+
+
 def test_prompt_at_the_limit_is_taken_and_one_more_token_is_not(server: RunningServer) -> None:
     limit = server.client.get("/server_info").json()["max_req_len"]
     for length, status in ((limit - 1, 200), (limit, 400)):

@@ -133,9 +133,11 @@ def test_samples_of_one_prompt_share_what_they_are_told(server: RunningServer) -
     assert all("mtp_effective_k" in answer["meta_info"] for answer in answers)
 
 
-def test_clients_that_know_nothing_of_it_get_the_preferred_parameters() -> None:
-    preferred = json.dumps({"mtp_enabled": True, "mtp_verify": True, "mtp_k": 4})
-    with running_server("demo", "--preferred-sampling-params", preferred) as server:
+def test_clients_that_know_nothing_of_it_get_the_preferred_parameters(tmp_path: Path) -> None:
+    """With the mask token of a flag, as of a model that has none itself."""
+    preferred = {"mtp_enabled": True, "mtp_verify": True, "mtp_k": 4, "ignore_eos": True}
+    flags = ("--preferred-sampling-params", json.dumps(preferred), "--mtp-mask-token-id", "2")
+    with running_server(make_model_dir(tmp_path / "model"), *DUMMY, *flags) as server:
         body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 20, "temperature": 0}}
         answer = server.post("/generate", body).json()
         assert sum(answer["meta_info"]["mtp_effective_k"]) == 20
@@ -143,20 +145,10 @@ def test_clients_that_know_nothing_of_it_get_the_preferred_parameters() -> None:
         plain = server.post("/generate", off).json()
         assert "mtp_effective_k" not in plain["meta_info"]
         assert plain["output_ids"] == answer["output_ids"]
-        openai = {"model": "demo", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+        [model] = server.client.get("/v1/models").json()["data"]
+        openai = {"model": model["id"], "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
         completion = server.post("/v1/completions", openai).json()
         assert completion["choices"][0]["text"] == plain["text"]
-
-
-def test_a_model_without_a_mask_token_says_so(tmp_path: Path) -> None:
-    with running_server(make_model_dir(tmp_path / "model"), *DUMMY) as server:
-        refused = server.post("/generate", {"text": "hello", "sampling_params": STATIC})
-        assert refused.status_code == 400
-        assert "no mask token" in refused.json()["error"]["message"]
-        assert server.generate().status_code == 200
-    model = make_model_dir(tmp_path / "other")
-    with running_server(model, *DUMMY, "--mtp-mask-token-id", "2") as server:
-        assert generate(server, "hello", {**STATIC, "ignore_eos": True})["meta_info"]
 
 
 def test_the_engine_takes_the_same_parameters() -> None:

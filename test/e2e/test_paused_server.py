@@ -195,23 +195,21 @@ def test_flush_with_a_timeout_waits_for_running_requests(server: RunningServer) 
         assert answer.result().json()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-def test_new_requests_get_503_where_that_is_wanted() -> None:
-    with running_server("demo", "--paused-requests", "reject") as server:
+def test_new_requests_get_503_where_that_is_wanted_and_a_paused_server_ends_on_request() -> None:
+    flags = ("--paused-requests", "reject", "--shutdown-timeout-s", "0.3")
+    with running_server("demo", *flags) as server, ThreadPoolExecutor(1) as pool:
+        waiting = send(pool, server, sampling_params=ENDLESS_DEMO)
+        wait_for_running(server, 1, waiting)
         pause(server, mode="retract")
+        wait_for_waiting(server, 1, waiting)
         refused = server.generate()
         assert refused.status_code == 503
         assert int(refused.headers["Retry-After"]) > 0
         assert "paused" in refused.text
         resume(server)
         assert server.generate().status_code == 200
-
-
-def test_a_paused_server_ends_on_request() -> None:
-    with running_server("demo", "--shutdown-timeout-s", "0.3") as server:
         pause(server, mode="retract")
-        with ThreadPoolExecutor(1) as pool:
-            waiting = send(pool, server)
-            wait_for_waiting(server, 1, waiting)
-            server.process.terminate()
-            assert server.exit_code() == 0
-            assert waiting.result(10).status_code in (200, 503)
+        wait_for_waiting(server, 1, waiting)
+        server.process.terminate()
+        assert server.exit_code() == 0
+        assert waiting.result(10).status_code in (200, 503)

@@ -79,22 +79,15 @@ def tensors(other: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def outputs_of(path: Path | str) -> list[list[int]]:
-    with sglang.Engine(model_path=str(path)) as engine:
-        return [answer["output_ids"] for answer in engine.generate(PROMPTS, PARAMS)]
-
-
 @pytest.fixture(scope="module")
-def old_outputs() -> list[list[int]]:
-    return outputs_of("demo")
+def engine(other: Path) -> Iterator[sglang.Engine]:
+    """Started with the other weights."""
+    with sglang.Engine(model_path=str(other)) as engine:
+        yield engine
 
 
-@pytest.fixture(scope="module")
-def new_outputs(other: Path, old_outputs: list[list[int]]) -> list[list[int]]:
-    """Of a server that was started with the other weights."""
-    outputs = outputs_of(other)
-    assert all(new != old for new, old in zip(outputs, old_outputs, strict=True))
-    return outputs
+def outputs_of(engine: sglang.Engine) -> list[list[int]]:
+    return [answer["output_ids"] for answer in engine.generate(PROMPTS, PARAMS)]
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +96,22 @@ def running() -> Iterator[RunningServer]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def old_outputs(running: RunningServer) -> list[list[int]]:
+    """Of the weights that the server was started with: `server` asks for them before updates."""
+    return outputs(running)
+
+
+@pytest.fixture(scope="module")
+def new_outputs(engine: sglang.Engine, old_outputs: list[list[int]]) -> list[list[int]]:
+    """Of the weights that the engine was started with; its one test asks for them first."""
+    found = outputs_of(engine)
+    assert all(new != old for new, old in zip(found, old_outputs, strict=True))
+    return found
+
+
 @pytest.fixture
-def server(running: RunningServer) -> Iterator[RunningServer]:
+def server(running: RunningServer, old_outputs: list[list[int]]) -> Iterator[RunningServer]:
     """The server with the demo weights, which it gets back."""
     yield running
     running.post("/rollback_weight_update")
@@ -213,31 +220,29 @@ def test_weights_from_a_trainers_group(
 
 
 def test_weights_through_an_engine(
-    tensors: dict[str, torch.Tensor], other: Path, new_outputs: list[list[int]]
+    engine: sglang.Engine, other: Path, new_outputs: list[list[int]], old_outputs: list[list[int]]
 ) -> None:
-    with sglang.Engine(model_path="demo") as engine:
-
-        def now() -> list[list[int]]:
-            return [answer["output_ids"] for answer in engine.generate(PROMPTS, PARAMS)]
-
-        old = now()
-        engine.begin_weight_update()
-        names = sorted(tensors)
-        engine.update_weights_from_tensor([(name, tensors[name]) for name in names[:5]])
-        engine.update_weights_from_tensor({name: tensors[name] for name in names[5:]})
-        assert now() == old, "Staged weights serve."
-        engine.commit_weight_update(weight_version="v2")
-        assert now() == new_outputs
-        assert engine.get_weight_version() == "v2"
-        engine.update_weights_from_disk(str(DEMO))
-        assert now() == old
-        with pytest.raises(ValueError, match="not a directory"):
-            engine.update_weights_from_disk(str(other / "nothing"))
+    """From the other weights to the demo model's, and back."""
+    demo: dict[str, torch.Tensor] = {}
+    for file in DEMO.glob("*.safetensors"):
+        demo.update(safetensors.torch.load_file(file))
+    engine.begin_weight_update()
+    names = sorted(demo)
+    engine.update_weights_from_tensor([(name, demo[name]) for name in names[:5]])
+    engine.update_weights_from_tensor({name: demo[name] for name in names[5:]})
+    assert outputs_of(engine) == new_outputs, "Staged weights serve."
+    engine.commit_weight_update(weight_version="v2")
+    assert outputs_of(engine) == old_outputs
+    assert engine.get_weight_version() == "v2"
+    engine.update_weights_from_disk(str(other))
+    assert outputs_of(engine) == new_outputs
+    with pytest.raises(ValueError, match="not a directory"):
+        engine.update_weights_from_disk(str(other / "nothing"))
+    engine.release_memory_occupation(["kv_cache"])
+    with pytest.raises(ValueError, match="already"):
         engine.release_memory_occupation(["kv_cache"])
-        with pytest.raises(ValueError, match="already"):
-            engine.release_memory_occupation(["kv_cache"])
-        engine.resume_memory_occupation()
-        assert now() == old
+    engine.resume_memory_occupation()
+    assert outputs_of(engine) == new_outputs
 
 
 # ---------------------------------------------------------------- sessions, failures
