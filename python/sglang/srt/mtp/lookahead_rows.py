@@ -110,9 +110,7 @@ class LookaheadRows:
         """Whether the length policy may choose a smaller k for the row's request."""
         return self._limits_all or self.emits_only_confirmed[row]
 
-    def upcoming_step(
-        self, batch: ScheduleBatch, longest_pending: int | None, is_packed: bool = False
-    ) -> UpcomingStep:
+    def upcoming_step(self, batch: ScheduleBatch, longest_pending: int | None) -> UpcomingStep:
         """What the length policy gets to see of a step; `longest_pending` as for `plan`."""
         emitting: Counter[tuple[Kind | None, int, bool, int]] = Counter()
         kv_tokens = prompt_row_kv = prompt_reqs = 0
@@ -136,7 +134,6 @@ class LookaheadRows:
             prompt_reqs=prompt_reqs,
             prompt_row_kv=prompt_row_kv,
             num_ended=num_ended,
-            is_packed=is_packed,
         )
 
     def _max_pending(self, row: int, num_prompt: int, longest_pending: int | None) -> int:

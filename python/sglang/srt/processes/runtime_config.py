@@ -22,6 +22,7 @@ from sglang.srt.registry import (
 from sglang.srt.scheduling.batch_planner import PlannerConfig
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.step.row_division import MAX_MASKS, MAX_REQUESTS
 
 GPU_STATIC_SHARE = 0.88  # of the GPU's memory for weights and KV, without --mem-fraction-static
 CPU_KV_SHARE = 0.1  # of the available host memory, without --mem-fraction-static
@@ -274,9 +275,17 @@ def _mtp(args: ServerArgs, model: ModelConfig, environ: Environ, device: str) ->
         max_k=args.mtp_max_k,
         limits_unverified=args.mtp_load_aware_k,
         trims_rows=device == "cpu",
+        packs_rows=device != "cpu" and _can_pack(args, device),
         length_policy="full_length" if environ.mtp_fixed_k else "load_aware",
         bypasses_graphs=_captures_graphs(args, device) and args.disable_mtp_cuda_graph,
     )
+
+
+def _can_pack(args: ServerArgs, device: str) -> bool:
+    """Whether the device may divide a step's rows among its requests without a wait."""
+    backend = ATTENTION_BACKENDS.load(_attention_backend(args, device))
+    is_small = args.max_running_requests <= MAX_REQUESTS and args.mtp_max_k - 1 <= MAX_MASKS
+    return is_small and bool(backend.capabilities().reads_q_starts)
 
 
 def _host_kv_budget(args: ServerArgs, platform: Platform) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -71,6 +71,9 @@ class UpcomingStep:
         prompt_reqs: requests that feed prompt tokens and emit nothing yet.
         prompt_row_kv: sum over the prompt rows of the tokens that each sees.
         num_ended: requests that have ended since the step before.
+        confidences: of rows of the page table whose requests had drafts after the last step that
+            was read, how probable each draft is, given those before it; empty unless the policy
+            wants them.
         is_packed: the device divides the step's rows among the requests (`Budget.num_rows`).
     """
 
@@ -81,6 +84,7 @@ class UpcomingStep:
     prompt_reqs: int = 0
     prompt_row_kv: int = 0
     num_ended: int = 0
+    confidences: Mapping[int, Sequence[float]] = field(default_factory=dict)
     is_packed: bool = False
 
     @property
