@@ -112,7 +112,9 @@ class RandomLengths:
         self._random = chooser
 
     def choose(self, upcoming: UpcomingStep) -> Budget:
-        return Budget(self._random.randint(1, upcoming.longest))
+        limit = self._random.randint(1, upcoming.longest)
+        most = upcoming.cuttable_rows(limit)
+        return Budget(limit, self._random.choice([None, self._random.randint(0, most + 1)]))
 
     def observe(self, accepted: Sequence[Accepted], tier: int) -> None: ...
 

@@ -67,7 +67,8 @@ class Round(SchedulerHarness):
             )
         else:
             policy = choose([None, RandomLengths(self.random)])
-            worker = make_mtp_worker(runner, MASK, policy, trims_rows=choose([True, False]))
+            rows = choose([{}, {"trims_rows": True}, {"packs_rows": True}, {"packs_rows": True}])
+            worker = make_mtp_worker(runner, MASK, policy, **rows)
         kv = runner.kv_pool.kv[0]
         worker._state.canary = KVCanary(kv.shape[0], kv.device)
         check = TokenTableCheck(worker)

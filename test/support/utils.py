@@ -45,6 +45,7 @@ from sglang.srt.scheduling.batch_planner import PlannerConfig
 from sglang.srt.scheduling.prompt_budget import DecodeLoad, PromptAllowance, PromptBudget
 from sglang.srt.scheduling.request import HiddenStates, LaunchedStep
 from sglang.srt.speculative.length_policy import FullLength, LengthPolicy
+from sglang.srt.speculative.upcoming_step import Budget, UpcomingStep
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import Worker
 from sglang.srt.tokenizer import StopFinder
@@ -396,6 +397,13 @@ def make_model_worker(path: Path, setup: Setup, context_len: int = CONTEXT_LEN) 
     state = RequestRows(runner.req_to_token_pool, 1, runner.vocab_size)
     mask = load_model_config(str(path)).hf.get("mtp_mask_token_id")
     return TpModelWorker(runner, state, () if mask is None else (int(mask),))
+
+
+class WithRoom(FullLength):
+    """Packs every step with look-ahead, with room for all that requests may need."""
+
+    def choose(self, upcoming: UpcomingStep) -> Budget:
+        return Budget(upcoming.longest, upcoming.cuttable_rows(upcoming.longest))
 
 
 def make_mtp_worker(

@@ -34,6 +34,7 @@ from utils import (
     RandomBudget,
     SchedulerHarness,
     Setup,
+    WithRoom,
     make_mtp_worker,
     make_runner,
 )
@@ -169,7 +170,7 @@ def test_rows_that_follow_what_is_pending_give_the_same(
     name: str, layout: str, prompts: list[list[int]], references: dict[Job, MTPReference]
 ) -> None:
     jobs = jobs_in(name)
-    outcomes = run_jobs(SETUPS[name], prompts, jobs, **{layout: True})
+    outcomes = run_jobs(SETUPS[name], prompts, jobs, policy=WithRoom(), **{layout: True})
     check(outcomes, references, jobs, f"{name}, {layout}")
 
 

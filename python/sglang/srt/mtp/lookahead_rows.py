@@ -31,12 +31,8 @@ class LookaheadPlan:
     looks_ahead: list[bool]
     max_pending: list[int]
 
-    def packed(self, batch: ScheduleBatch, num_rows: int | None) -> LookaheadPlan:
-        """The same with the rows divided by the device.
-
-        Args:
-            num_rows: of requests that may lose look-ahead; None: as many as they could feed.
-        """
+    def packed(self, batch: ScheduleBatch, num_rows: int) -> LookaheadPlan:
+        """The same with the rows divided by the device; `num_rows` as in `Budget`."""
         counts = self.counts
         fixed_rows = fixed_reads = least_rows = most = num_cut = 0
         for i, num_prompt in enumerate(batch.num_prompt_tokens):
@@ -49,7 +45,7 @@ class LookaheadPlan:
             # Unverified requests may have fewer pending tokens than the host expects.
             num_spare = 0 if num_prompt else self.max_pending[i] - 1
             least_rows += counts.q_lens[i] - num_spare
-        given = most if num_rows is None else min(most, max(num_rows, num_cut))
+        given = min(most, max(num_rows, num_cut))
         total = fixed_rows + given
         size = PackedSize(total, fixed_reads + min(most, total - least_rows))
         return replace(self, counts=replace(counts, packed=size))

@@ -38,9 +38,9 @@ class MTPConfig:
             depends on k.
         trims_rows: look at how many tokens are pending and pad to the longest run of the batch, not
             to the longest possible one: for devices where looking costs nothing.
-        packs_rows: the device divides a step's rows among requests, by what is pending then; for
-            attention backends that learn lengths there. If not, each request has the most rows that
-            it may need.
+        packs_rows: where the length policy grants a step fewer rows than requests may need, the
+            device divides them by what is pending then; for attention backends that learn lengths
+            there. If not, each request has the most rows that it may need.
         length_policy: a name in `LENGTH_POLICIES` (registry.py).
         bypasses_graphs: steps of several rows per request replay no captured graph, though steps of
             one row do; the first such step logs a warning.
@@ -139,8 +139,9 @@ class MaskDrafter:
         budget = self._budget(batch, longest)
         limit = config.max_k if budget is None else budget.limit
         plan = lookahead.plan(batch, limit, longest)
-        if config.packs_rows and not plan.counts.is_plain:
-            plan = plan.packed(batch, None if budget is None else budget.num_rows)
+        num_rows = None if budget is None else budget.num_rows
+        if config.packs_rows and num_rows is not None and not plan.counts.is_plain:
+            plan = plan.packed(batch, num_rows)
         self._unread.append(_Unread(batch.rows, plan, budget is not None))
         is_unconfirmed = not all(plan.counts.emits_only_confirmed)
         return RowPlan(

@@ -219,13 +219,14 @@ class LoadAwareLength:
     def _current_shape(self, upcoming: UpcomingStep, limit: int) -> StepShape:
         return upcoming.current_shape(limit, self._share_with_drafts)
 
-    def _num_rows(self, upcoming: UpcomingStep, limit: int) -> int:
+    def _num_rows(self, upcoming: UpcomingStep, limit: int) -> int | None:
         """Rows of requests that can be cut: as many as they will probably need, and as many more as
-        the step's graph has room for."""
+        the step's graph has room for; None if that is enough for all."""
         shape, share = self._current_shape(upcoming, limit), self._share_with_drafts
         key = self._prices.find(shape.num_reqs, shape.widest, shape.num_rows)
         spare = 0 if key is None else key.num_tokens - shape.num_rows
-        return upcoming.cuttable_rows(limit, share) + spare
+        granted = upcoming.cuttable_rows(limit, share) + spare
+        return granted if granted < upcoming.cuttable_rows(limit) else None
 
     def _share_with_drafts(self, kind: Kind, k: int) -> float:
         """Of verified requests that predict k tokens per step: a step whose drafts are not all
