@@ -16,9 +16,9 @@ from sglang.srt.messages.control import EngineStatus
 from sglang.srt.messages.requests import BatchTokenIDOutput
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.processes.scheduler_process import make_resources
+from sglang.srt.processes.worker_factory import check_kv
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.request import Req
-from sglang.srt.step.kv_canary import KVCanary
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.stops import StopSet
 from sglang.srt.tokenizer import StopFinder, Tokenizer
@@ -69,8 +69,7 @@ class Round(SchedulerHarness):
             policy = choose([None, RandomLengths(self.random)])
             rows = choose([{}, {"trims_rows": True}, {"packs_rows": True}, {"packs_rows": True}])
             worker = make_mtp_worker(runner, MASK, policy, **rows)
-        kv = runner.kv_pool.kv[0]
-        worker._state.canary = KVCanary(kv.shape[0], kv.device)
+        check_kv(RunnerGroup([runner]), worker._state)
         check = TokenTableCheck(worker)
         self._executor = LaterExecutor()
         with mock.patch.object(weight_control, "ThreadPoolExecutor", return_value=self._executor):

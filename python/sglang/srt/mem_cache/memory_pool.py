@@ -79,6 +79,8 @@ class MHATokenToKVPool:
         kv: per layer [num_slots + page_size, 2 * num_kv_heads, head_dim]; a slot's K, then its V,
             so that one gather fetches both.
         k, v: per layer [num_slots + page_size, num_kv_heads, head_dim], views of `kv`.
+        tensors: all that have a row per slot: `kv`, and what `add_notes` has made. Whoever moves a
+            slot moves its row of each.
         page_size: tokens that lie side by side.
         is_released: nothing of it may be read or written.
 
@@ -99,8 +101,17 @@ class MHATokenToKVPool:
         self.kv = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.k = [kv[:, :num_kv_heads] for kv in self.kv]
         self.v = [kv[:, num_kv_heads:] for kv in self.kv]
+        self.tensors = list(self.kv)
         self.page_size = page_size
         self.is_released = False
+
+    def add_notes(self, num_columns: int) -> torch.Tensor:
+        """[num_slots + page_size, num_columns] int64, all zero, for debugging: what somebody notes
+        of each slot. It is moved, released and restored with K and V."""
+        shape = (len(self.kv[0]), num_columns)
+        notes = torch.zeros(shape, dtype=torch.int64, device=self.kv[0].device)
+        self.tensors.append(notes)
+        return notes
 
     def release(self) -> None:
         """Gives the memory back; what was stored is lost.
@@ -123,17 +134,17 @@ class MHATokenToKVPool:
         if not self.is_released:
             raise RuntimeError("The KV pool is not released.")
         try:
-            for kv in self.kv:
-                kv.untyped_storage().resize_(kv.nbytes)
-                kv.zero_()
+            for tensor in self.tensors:
+                tensor.untyped_storage().resize_(tensor.nbytes)
+                tensor.zero_()
         except RuntimeError:
             self._free()
             raise
         self.is_released = False
 
     def _free(self) -> None:
-        for kv in self.kv:
-            kv.untyped_storage().resize_(0)
+        for tensor in self.tensors:
+            tensor.untyped_storage().resize_(0)
         hand_back_unused(self.kv[0].device)
 
 

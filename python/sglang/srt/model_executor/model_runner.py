@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -136,6 +137,7 @@ class ModelRunner:
 
     Attributes:
         req_to_token_pool, kv_pool: the memory's page table, and the pool.
+        checks: for debugging; each looks at every batch before it is run, and may raise.
         max_prompt_rows: prompt tokens that a step may feed: as many as are wished, or as the
             device's memory allows beside weights, KV pool and graphs (`warm_up`).
 
@@ -164,6 +166,7 @@ class ModelRunner:
         self._capabilities: AttentionCapabilities = backend.capabilities()
         self._config = config
         self._graphs: CudaGraphRunner[ModelOutput] | None = None
+        self.checks: list[Callable[[ForwardBatch], None]] = []
 
     @property
     def is_whole(self) -> bool:
@@ -280,6 +283,8 @@ class ModelRunner:
         assert not self.weights.is_released, "A step without weights."
         assert not self.kv_pool.is_released, "A step without a KV pool."
         self.req_to_token_pool.raise_if_outside()
+        for check in self.checks:
+            check(batch)
         if self._threads is not None:
             self._threads.use_for(batch.input_ids.shape[0])
         key = None if self._graphs is None else self._graphs.key_of(batch)

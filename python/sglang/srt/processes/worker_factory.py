@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter
@@ -87,10 +88,26 @@ def make_worker(
         needs.max_masks,
     )
     if checks_kv:
-        kv = target.kv_pool.kv[0]
-        state.canary = KVCanary(kv.shape[0], kv.device)
+        check_kv(runners, state, needs.token_shift)
     made: Drafter | None = None
     if drafter is not None:
         kind: DrafterType = DRAFTERS.load(drafter.name)
         made = kind.make(DrafterParts(drafter.options, runners, state, prices))
     return TpModelWorker(target, state, needs.suppressed_token_ids, made, on_step)
+
+
+def check_kv(runners: RunnerGroup, state: RequestRows, token_shift: int = 0) -> None:
+    """Has every runner check in each step what the KV slots hold that it reads. To be called before
+    the worker is made.
+
+    Args:
+        token_shift: of the drafter's models, see `DrafterNeeds`.
+    """
+    canary = KVCanary(
+        state,
+        runners.memory,
+        lambda: sum(runner.weights.num_updates for runner in runners.runners),
+        [0] + [token_shift] * (len(runners.runners) - 1),
+    )
+    for index, runner in enumerate(runners.runners):
+        runner.checks.append(partial(canary.check, index))

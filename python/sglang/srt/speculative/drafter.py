@@ -124,6 +124,8 @@ class DrafterNeeds:
         capture: which hidden states the target gives.
         suppressed_token_ids: ids that the target never emits.
         needs_prices: prices of steps are measured at start-up.
+        token_shift: how many positions ahead the token is that the drafter's models are fed at each
+            position: 1 where they are fed the next one. For debugging alone (`KVCanary`).
     """
 
     max_drafts: int
@@ -133,6 +135,7 @@ class DrafterNeeds:
     capture: HiddenCapture = NO_CAPTURE
     suppressed_token_ids: tuple[int, ...] = ()
     needs_prices: bool = False
+    token_shift: int = 0
 
 
 @dataclass(frozen=True, slots=True)

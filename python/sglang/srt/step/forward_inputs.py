@@ -47,8 +47,6 @@ def build_forward_batch(
         ancestors=None if lookahead is None else lookahead.ancestors,
         q_starts=None if lookahead is None or counts.packed is None else lookahead.q_starts,
     )
-    if state.canary is not None:
-        state.canary.check(inputs, state.tokens, pool.req_to_token)
     return inputs, layout
 
 

@@ -2,73 +2,253 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
-from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.device_copies import to_device
+from sglang.srt.layers.forward_batch import MAX_TREE_ROWS, ForwardBatch
+from sglang.srt.mem_cache.kv_memory import KVMemory
+from sglang.srt.step.request_rows import RequestRows
 
 # Odd numbers of 64 bits, as int64, to mix a token with its position. The first is 2**64 divided by
 # the golden ratio (multiplicative hashing: Knuth, TAOCP volume 3, section 6.4).
 _TOKEN_FACTOR, _POSITION_FACTOR = -7046029254386353131, -4417276706812531889
 
+# What is noted of each slot.
+SUM = 0  # checksum of all tokens that its KV depends on: the token fed, and those that its row saw
+OWN = 1  # the part of the sum that is the token's
+NUM_UPDATES = 2  # how often weights had been replaced when it was written
+NUM_NOTES = 3
+
 
 class KVCanary:
-    """A checksum per slot, of the token whose KV it holds, its position, and all tokens before it.
-    So requests that share a prefix agree on its slots, and nobody else does.
+    """Notes of each slot of each pool behind a page table, whose checksum is of the token that was
+    fed there, its position, and all tokens that it follows: those before it, or the path above it
+    in a tree. Requests that share a prefix agree on the sums of its slots, and nobody else does.
 
-    For debugging: it waits for the device in every step, and reads all KV lengths.
+    A pool's notes are one of its tensors: whoever moves or releases KV does the same to them, and
+    whoever forgets to is found. Below the watermark a slot must have the sum of the sequence in the
+    token table. Behind it, where only the draft steps of one round read what they have written,
+    the sum must be that of the path that the reader sees.
+
+    For debugging: it waits for the device in every step, and reads all KV lengths. Make it before
+    anybody asks a pool for its tensors.
 
     Args:
-        num_slots: of the pool, the dummy page included.
+        state: has the token table and the watermarks.
+        num_updates: says how often weights have been replaced.
+        shifts: of each pool, how many positions ahead the token is that its model is fed: 0, or 1
+            where the model is fed each position's next token.
     """
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        self._sums = torch.zeros(num_slots, dtype=torch.int64, device=device)
+    def __init__(
+        self,
+        state: RequestRows,
+        memory: KVMemory,
+        num_updates: Callable[[], int],
+        shifts: Sequence[int],
+    ) -> None:
+        self._state = state
+        self._page_table = memory.table.req_to_token
+        self._page_size = memory.page_size
+        self._notes = [pool.add_notes(NUM_NOTES) for pool in memory.pools]
+        self._shifts = tuple(shifts)
+        self._num_updates = num_updates
+        # Of each row's request: its number, and `num_updates` at its admission.
+        self._admissions: list[tuple[int, int]] = [(0, 0)] * len(self._page_table)
 
-    def check(self, batch: ForwardBatch, tokens: torch.Tensor, page_table: torch.Tensor) -> None:
-        """Before a step's forward pass: compares the slots that it reads, and notes what it writes
-        to others.
-
-        Args:
-            tokens: [N, width] int32; the token table.
-            page_table: [N, width] int32; the slot of each token of each row.
+    @torch.inference_mode()
+    def check(self, pool: int, batch: ForwardBatch) -> None:
+        """Before a forward pass over a pool: compares the slots that it reads, and notes what it
+        writes to others. The target's pass comes first after a request's admission.
 
         Raises:
-            RuntimeError: if a slot does not hold what its reader takes it to hold, or a row would
-                be written to another slot than the page table says.
+            RuntimeError: if a slot does not hold what its reader takes it to hold, or a row is fed
+                at another position or written to another slot than its place says.
         """
-        rows, kv_lens = batch.rows.tolist(), batch.kv_lens.tolist()
-        for row, kv_len, first, q_len in zip(
-            rows, kv_lens, accumulate(batch.q_lens, initial=0), batch.q_lens, strict=False
-        ):
-            num_read = kv_len - q_len
-            fed = batch.input_ids[first : first + q_len]
-            sums = prefix_sums(torch.cat((tokens[row, :num_read].to(torch.int64), fed)))
-            slots = page_table[row, :kv_len].to(torch.int64)
-            _raise_if_wrong(
-                self._sums[slots[:num_read]] != sums[:num_read], slots, row, 0, "read at"
+        admitted_at = self._admitted_at(batch.rows.tolist())
+        steps = _Columns.of(batch, self._page_table)
+        num_fed = len(steps.fed)
+        if (batch.slots[num_fed:] >= self._page_size).any():
+            raise RuntimeError(f"KV canary: padding is written to a slot of pool {pool}.")
+        if num_fed == 0:
+            return
+        notes = self._notes[pool]
+        stored = notes[steps.slots]
+        paths = None if batch.ancestors is None else _Paths.of(batch, batch.ancestors, steps)
+        positions = steps.columns[steps.fed] if paths is None else paths.positions
+        own = self._own_parts(steps, stored[:, OWN], self._shifts[pool])
+        own[steps.fed] = _mixed(batch.input_ids[:num_fed], positions)
+        sums = steps.sums_of(own)
+        is_read = steps.columns < steps.num_read[steps.requests]
+        if paths is not None:
+            is_read &= steps.columns < paths.first[steps.requests]
+            along = paths.sums_of(own, sums)
+            sums[steps.fed] = torch.where(paths.is_in_tree, along[:, -1], sums[steps.fed])
+            wrong = paths.is_read & (stored[:, SUM][paths.places] != along)
+            steps.refuse(paths.places[wrong], pool, "another token's KV is read at")
+        places = torch.arange(len(own), device=own.device)
+        wrong = is_read & (stored[:, SUM] != sums)
+        steps.refuse(places[wrong], pool, "another token's KV is read at")
+        oldest = to_device(admitted_at, own.device, torch.int64)[steps.requests]
+        wrong = is_read & (stored[:, NUM_UPDATES] < oldest)
+        steps.refuse(places[wrong], pool, "KV of weights before its admission is read at")
+        wrong = batch.positions[:num_fed] != positions
+        steps.refuse(steps.fed[wrong], pool, "a token is fed as if at another position to")
+        written = batch.slots[:num_fed]
+        wrong = written != steps.slots[steps.fed]
+        steps.refuse(steps.fed[wrong], pool, "a token's KV is written beside")
+        now = torch.full_like(written, self._num_updates())
+        notes[written] = torch.stack((sums[steps.fed], own[steps.fed], now), dim=1)
+
+    def _admitted_at(self, rows: list[int]) -> list[int]:
+        """How often weights had been replaced when the requests of `rows` were admitted."""
+        for row in rows:
+            number = self._state.num_admitted[row]
+            if self._admissions[row][0] != number:
+                self._admissions[row] = number, self._num_updates()
+        return [self._admissions[row][1] for row in rows]
+
+    def _own_parts(self, steps: _Columns, stored: torch.Tensor, shift: int) -> torch.Tensor:
+        """[K] int64; what each column's token adds to the sums: below the watermark that of the
+        token table, else the one noted, `stored` [K] int64."""
+        state, rows, columns = self._state, steps.rows, steps.columns
+        last = self._page_table.shape[1] - 1
+        tokens = state.tokens[rows, (columns + shift).clamp(max=last)]
+        return torch.where(columns < state.committed[rows], _mixed(tokens, columns), stored)
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The K entries of the page table that a batch reads or writes, request by request in order:
+    all KV of each of the R requests that feed a row.
+
+    Attributes:
+        requests, rows, columns, slots: [K] int64.
+        starts: [R] int64; place among the K of each request's first.
+        num_read: [R] int64; tokens with KV from before the batch.
+        fed: [T] int64; place among the K of each row fed, padding left out.
+    """
+
+    requests: torch.Tensor
+    rows: torch.Tensor
+    columns: torch.Tensor
+    slots: torch.Tensor
+    starts: torch.Tensor
+    num_read: torch.Tensor
+    fed: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, page_table: torch.Tensor) -> _Columns:
+        q_starts = batch.q_starts
+        if q_starts is None:
+            host = list(accumulate(batch.q_lens, initial=0))
+            q_starts = to_device(host, page_table.device, torch.int64)
+        q_lens = q_starts.diff()
+        lens = torch.where(q_lens > 0, batch.kv_lens, 0)
+        starts = lens.cumsum(0) - lens
+        requests = torch.repeat_interleave(lens)
+        columns = torch.arange(len(requests), device=lens.device) - starts[requests]
+        rows = batch.rows[requests]
+        feeding = torch.repeat_interleave(q_lens)
+        offsets = torch.arange(len(feeding), device=lens.device) - q_starts[feeding]
+        num_read = lens - q_lens
+        return cls(
+            requests=requests,
+            rows=rows,
+            columns=columns,
+            slots=page_table[rows, columns].to(torch.int64),
+            starts=starts,
+            num_read=num_read,
+            fed=(starts + num_read)[feeding] + offsets,
+        )
+
+    def sums_of(self, own: torch.Tensor) -> torch.Tensor:
+        """The checksum [K] of each request's tokens up to each; own [K] int64. Modulo 2**64."""
+        sums = own.cumsum(0)
+        before = (sums - own)[self.starts.clamp(max=len(own) - 1)]
+        return sums - before[self.requests]
+
+    def refuse(self, places: torch.Tensor, pool: int, what: str) -> None:
+        """
+        Raises:
+            RuntimeError: if there are any `places` among the K.
+        """
+        if len(places):
+            first = places.min()
+            raise RuntimeError(
+                f"KV canary: row {int(self.rows[first])}, position {int(self.columns[first])}:"
+                f" {what} slot {int(self.slots[first])} of pool {pool};"
+                f" {len(places.unique())} positions in all."
             )
-            written = batch.slots[first : first + q_len]
-            _raise_if_wrong(written != slots[num_read:], slots, row, num_read, "written beside")
-            self._sums[written] = sums[num_read:]
+
+
+@dataclass(frozen=True, slots=True)
+class _Paths:
+    """Of a batch with `ForwardBatch.ancestors`: what each of its T rows sees of the P =
+    MAX_TREE_ROWS columns that the bits are about. Requests that have more columns from there on
+    are chains.
+
+    Attributes:
+        first: [R] int64; the column of bit 0, and in chains the first that is not read.
+        is_in_tree: [T] bool.
+        is_seen: [T, P] bool; False in chains.
+        is_read: [T, P] bool; seen, and from before the batch.
+        places: [T, P] int64; among the K columns.
+        before: [T] int64; place of the column before bit 0, below 0 if there is none.
+        positions: [T] int64; where each row stands: behind all that it sees.
+    """
+
+    first: torch.Tensor
+    is_in_tree: torch.Tensor
+    is_seen: torch.Tensor
+    is_read: torch.Tensor
+    places: torch.Tensor
+    before: torch.Tensor
+    positions: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, ancestors: torch.Tensor, steps: _Columns) -> _Paths:
+        requests, own_columns = steps.requests[steps.fed], steps.columns[steps.fed]
+        tree_starts = steps.num_read if batch.tree_starts is None else batch.tree_starts
+        has_room = batch.kv_lens - tree_starts <= MAX_TREE_ROWS
+        first = torch.where(has_room, tree_starts, steps.num_read)
+        bits = torch.arange(MAX_TREE_ROWS, device=ancestors.device)
+        columns = first[requests][:, None] + bits
+        is_in_tree = has_room[requests]
+        is_seen = ancestors[: len(requests), None] >> bits & 1 == 1
+        is_seen &= (columns <= own_columns[:, None]) & is_in_tree[:, None]
+        depths = is_seen.sum(1) - 1
+        start = steps.starts[requests]
+        return cls(
+            first=first,
+            is_in_tree=is_in_tree,
+            is_seen=is_seen,
+            is_read=is_seen & (columns < steps.num_read[requests][:, None]),
+            places=(start[:, None] + columns).clamp(max=len(steps.columns) - 1),
+            before=torch.where(first[requests] > 0, start + first[requests] - 1, -1),
+            positions=torch.where(is_in_tree, first[requests] + depths, own_columns),
+        )
+
+    def sums_of(self, own: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+        """[T, P] int64: the checksum of each row's path up to each column.
+
+        Args:
+            own, sums: [K] int64; what each column's token adds, and sums of chains.
+        """
+        base = torch.where(self.before < 0, 0, sums[self.before])
+        return base[:, None] + torch.where(self.is_seen, own[self.places], 0).cumsum(1)
 
 
 def prefix_sums(tokens: torch.Tensor) -> torch.Tensor:
     """[n] int64: the checksum of each prefix of tokens [n] int64, modulo 2**64."""
-    positions = torch.arange(1, len(tokens) + 1, device=tokens.device)
-    mixed = (tokens + 1) * _TOKEN_FACTOR ^ positions * _POSITION_FACTOR
-    return (mixed * _TOKEN_FACTOR).cumsum(0)
+    return _mixed(tokens, torch.arange(len(tokens), device=tokens.device)).cumsum(0)
 
 
-def _raise_if_wrong(
-    is_wrong: torch.Tensor, slots: torch.Tensor, row: int, start: int, what: str
-) -> None:
-    """`is_wrong` is about the slots from `start` on."""
-    if not is_wrong.any():
-        return
-    position = start + int(is_wrong.nonzero()[0])
-    raise RuntimeError(
-        f"KV canary: row {row}, position {position}: another token's KV is {what} slot"
-        f" {int(slots[position])}; {int(is_wrong.sum())} positions in all."
-    )
+def _mixed(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[n] int64; what tokens [n] int32 or int64 at positions [n] int64 add to sums."""
+    mixed = (tokens.to(torch.int64) + 1) * _TOKEN_FACTOR ^ (positions + 1) * _POSITION_FACTOR
+    return mixed * _TOKEN_FACTOR

@@ -14,7 +14,6 @@ from sglang.srt.device_copies import to_device
 from sglang.srt.layers.logit_adjustments import LogitAdjustments
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.step.draft_trees import DraftTrees
-from sglang.srt.step.kv_canary import KVCanary
 from sglang.srt.step.worker import NewRow
 
 PRIOR_CONFIDENCE = 0.7  # of a draft whose drafter says nothing
@@ -66,7 +65,7 @@ class RequestRows:
         confidence: what look-ahead is worth where the device divides a step's rows among requests
             (`RowPacking`); None: it never does.
         trees: the shape of the pending tokens where they may be a tree; None: they are chains.
-        canary: checks the KV of every step; None where nobody debugs.
+        num_admitted: host list of N; requests that have had each row so far.
 
     Args:
         page_table: has the same rows.
@@ -87,9 +86,9 @@ class RequestRows:
         self._vocab_size = vocab_size
         self._device = page_table.req_to_token.device
         self.max_pending = max_pending
-        self.canary: KVCanary | None = None
         self.tokens = torch.zeros_like(page_table.req_to_token)
         num_rows = self.tokens.shape[0]
+        self.num_admitted = [0] * num_rows
         self.trees = DraftTrees(num_rows, max_pending, self._device) if has_trees else None
         self.confidence: Confidence | None = None
         if max_masks is not None:
@@ -114,6 +113,7 @@ class RequestRows:
             return
         integers, floats = [], []
         for new in new_rows:
+            self.num_admitted[new.row] += 1
             self.adjustments.initialize(new.row, new.adjustments)
             params = new.params
             if params.is_greedy:

@@ -44,6 +44,7 @@ class WeightStore:
 
     Attributes:
         is_released: the weights have no memory; no step may run.
+        num_updates: how often weights have been replaced.
 
     Raises:
         WeightUpdateError: by every method, for sources that do not fit, and for calls that do not
@@ -60,6 +61,7 @@ class WeightStore:
         self._storages = list(storages.values())
         self._num_bytes = [storage.nbytes() for storage in self._storages]
         self._copy: _Copy | None = None
+        self.num_updates = 0
 
     @property
     def is_released(self) -> bool:
@@ -125,6 +127,7 @@ class WeightStore:
             raise WeightUpdateError(
                 "The memory of the weights is released; take it again before they are updated."
             )
+        self.num_updates += 1
         with torch.no_grad():
             for name, tensor in staged.items():
                 self._places[name].copy_(tensor)

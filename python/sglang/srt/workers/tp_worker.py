@@ -73,7 +73,8 @@ class TpModelWorker:
         self._sampler = Sampler(state.committed.device, suppressed_token_ids)
         self._kernels = sampling_ops(state.committed.device)
         pools = runner.memory.pools
-        self._kv = KVAddresses([kv for pool in pools for kv in pool.kv]) if state.trees else None
+        tensors = [tensor for pool in pools for tensor in pool.tensors]
+        self._kv = KVAddresses(tensors) if state.trees else None
         runner.step_ops.warm_up(state, self._table)
 
     def step_width(self, params: SamplingParams) -> StepWidth:
