@@ -118,7 +118,8 @@ class KVCanary:
         state, rows, columns = self._state, steps.rows, steps.columns
         last = self._page_table.shape[1] - 1
         tokens = state.tokens[rows, (columns + shift).clamp(max=last)]
-        return torch.where(columns < state.committed[rows], _mixed(tokens, columns), stored)
+        noted = torch.where(stored == 0, 1, stored)  # no sum fits a slot that was never written
+        return torch.where(columns < state.committed[rows], _mixed(tokens, columns), noted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,11 +242,6 @@ class _Paths:
         """
         base = torch.where(self.before < 0, 0, sums[self.before])
         return base[:, None] + torch.where(self.is_seen, own[self.places], 0).cumsum(1)
-
-
-def prefix_sums(tokens: torch.Tensor) -> torch.Tensor:
-    """[n] int64: the checksum of each prefix of tokens [n] int64, modulo 2**64."""
-    return _mixed(tokens, torch.arange(len(tokens), device=tokens.device)).cumsum(0)
 
 
 def _mixed(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
