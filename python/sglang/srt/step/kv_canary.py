@@ -89,18 +89,17 @@ class KVCanary:
             along = paths.sums_of(own, sums)
             sums[steps.fed] = torch.where(paths.is_in_tree, along[:, -1], sums[steps.fed])
             wrong = paths.is_read & (stored[:, SUM][paths.places] != along)
-            steps.refuse(paths.places[wrong], pool, "another token's KV is read at")
-        places = torch.arange(len(own), device=own.device)
+            steps.refuse(wrong, paths.places, pool, "another token's KV is read at")
         wrong = is_read & (stored[:, SUM] != sums)
-        steps.refuse(places[wrong], pool, "another token's KV is read at")
+        steps.refuse(wrong, None, pool, "another token's KV is read at")
         oldest = to_device(admitted_at, own.device, torch.int64)[steps.requests]
         wrong = is_read & (stored[:, NUM_UPDATES] < oldest)
-        steps.refuse(places[wrong], pool, "KV of weights before its admission is read at")
+        steps.refuse(wrong, None, pool, "KV of weights before its admission is read at")
         wrong = batch.positions[:num_fed] != positions
-        steps.refuse(steps.fed[wrong], pool, "a token is fed as if at another position to")
+        steps.refuse(wrong, steps.fed, pool, "a token is fed as if at another position to")
         written = batch.slots[:num_fed]
         wrong = written != steps.slots[steps.fed]
-        steps.refuse(steps.fed[wrong], pool, "a token's KV is written beside")
+        steps.refuse(wrong, steps.fed, pool, "a token's KV is written beside")
         now = torch.full_like(written, self._num_updates())
         notes[written] = torch.stack((sums[steps.fed], own[steps.fed], now), dim=1)
 
@@ -173,18 +172,26 @@ class _Columns:
         before = (sums - own)[self.starts.clamp(max=len(own) - 1)]
         return sums - before[self.requests]
 
-    def refuse(self, places: torch.Tensor, pool: int, what: str) -> None:
+    def refuse(
+        self, wrong: torch.Tensor, places: torch.Tensor | None, pool: int, what: str
+    ) -> None:
         """
+        Args:
+            wrong: bool, of any shape.
+            places: int64, of that shape; place among the K of each; None: all of them in order.
+
         Raises:
-            RuntimeError: if there are any `places` among the K.
+            RuntimeError: if any is wrong.
         """
-        if len(places):
-            first = places.min()
-            raise RuntimeError(
-                f"KV canary: row {int(self.rows[first])}, position {int(self.columns[first])}:"
-                f" {what} slot {int(self.slots[first])} of pool {pool};"
-                f" {len(places.unique())} positions in all."
-            )
+        if not wrong.any():
+            return
+        found = wrong.nonzero()[:, 0] if places is None else places[wrong].unique()
+        first = found[0]
+        raise RuntimeError(
+            f"KV canary: row {int(self.rows[first])}, position {int(self.columns[first])}:"
+            f" {what} slot {int(self.slots[first])} of pool {pool};"
+            f" {len(found)} positions in all."
+        )
 
 
 @dataclass(frozen=True, slots=True)
