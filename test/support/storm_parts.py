@@ -108,6 +108,8 @@ class LaterExecutor:
 class RandomLengths:
     """A length policy that knows no reason; verified output must not depend on it."""
 
+    needs_prices = wants_confidences = False
+
     def __init__(self, chooser: random.Random) -> None:
         self._random = chooser
 
