@@ -112,6 +112,17 @@ def test_all_pools_are_released_and_restored_together(
     assert not group.memory.is_released
 
 
+def test_restored_memory_is_where_its_addresses_say(paths: tuple[Path, Path]) -> None:
+    memory = make_runners(*configs(paths)).memory
+    notes = memory.pools[1].add_notes(1)
+    addresses = memory.addresses()
+    memory.release()
+    addresses.table.zero_()  # memory that was taken again may be anywhere
+    memory.restore()
+    tensors = [*memory.pools[0].kv, *memory.pools[1].kv, notes]
+    assert addresses.table[:, 0].tolist() == [tensor.data_ptr() for tensor in tensors]
+
+
 def test_pools_of_which_one_finds_no_memory_all_stay_released(paths: tuple[Path, Path]) -> None:
     group = make_runners(*configs(paths))
     group.memory.release()

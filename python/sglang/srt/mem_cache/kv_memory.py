@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sgl_kernel import KVAddresses
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_config import ModelConfig
 
@@ -74,6 +75,15 @@ class KVMemory:
         self.table, self.pools, self.size_reason = table, tuple(pools), size_reason
         num_bytes = sum(kv.nbytes for pool in pools for kv in pool.kv)
         self.bytes_per_token = num_bytes // num_slots
+        self._addresses: KVAddresses | None = None
+
+    def addresses(self) -> KVAddresses:
+        """Where all tensors of all pools lie; restored memory too. The first call fixes which they
+        are."""
+        if self._addresses is None:
+            tensors = [tensor for pool in self.pools for tensor in pool.tensors]
+            self._addresses = KVAddresses(tensors)
+        return self._addresses
 
     @property
     def is_released(self) -> bool:
@@ -103,3 +113,5 @@ class KVMemory:
                 pool.restore()
                 undo.callback(pool.release)
             undo.pop_all()
+        if self._addresses is not None:
+            self._addresses.refresh()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from sgl_kernel import KVAddresses, SamplingRows
+from sgl_kernel import SamplingRows
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.logit_adjustments import ExtraTokens
@@ -72,9 +72,7 @@ class TpModelWorker:
         self._on_step = on_step
         self._sampler = Sampler(state.committed.device, suppressed_token_ids)
         self._kernels = sampling_ops(state.committed.device)
-        pools = runner.memory.pools
-        tensors = [tensor for pool in pools for tensor in pool.tensors]
-        self._kv = KVAddresses(tensors) if state.trees else None
+        self._kv = runner.memory.addresses() if state.trees else None
         runner.step_ops.warm_up(state, self._table)
 
     def step_width(self, params: SamplingParams) -> StepWidth:
