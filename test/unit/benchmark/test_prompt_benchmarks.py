@@ -344,6 +344,7 @@ def test_a_pool_is_compared_with_what_fits_beside_the_weights(
 ) -> None:
     resolved = {
         "num_parameters": 1000,
+        "draft_models": [],
         "dtype": "bfloat16",
         "kv_bytes_per_token": 10,
         "max_total_num_tokens": 300,

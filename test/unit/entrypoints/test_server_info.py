@@ -21,6 +21,7 @@ RESOLVED: dict[str, Any] = {
     "kv_bytes_per_token": 8,
     "kv_size_reason": "why",
     "num_parameters": 1,
+    "draft_models": [],
     "context_len": 50,
     "max_queued_requests": None,
     "enable_overlap": True,

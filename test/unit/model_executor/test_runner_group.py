@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,13 @@ import pytest
 import torch
 
 from model_harness import Feeder, sequence
-from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
 from sglang.srt.mem_cache.kv_memory import KVMemory
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.model_runner import ExecutionConfig, ForwardResult, ModelRunner
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.weight_sync.weight_store import WeightUpdateError
-from utils import Setup, make_execution, make_random_model
+from utils import CONTEXT_LEN, Setup, make_execution, make_random_model
 
 TARGET = {"num_hidden_layers": 2}
 DRAFT = {
@@ -197,12 +198,46 @@ def test_all_graphs_are_captured_before_the_first_large_step() -> None:
     for name in ("target", "draft"):
         runner = mock.create_autospec(ModelRunner, instance=True)
         runner.memory, runner.device = calls.memory, torch.device("cuda")
-        runner.max_prompt_rows = {"target": 2048, "draft": 512}[name]
+        runner.max_prompt_rows = 512
         calls.attach_mock(runner.capture_graphs, f"{name}_graphs")
         calls.attach_mock(runner.warm_up, f"{name}_steps")
         runners.append(runner)
     group = RunnerGroup(runners)
     group.prepare()
-    names = [name for name, _, _ in calls.mock_calls]
-    assert names == ["target_graphs", "draft_graphs", "target_steps", "draft_steps"]
+    draft = runners[1]
+    steps = mock.call.target_steps(drafting=(draft,))
+    assert calls.mock_calls == [mock.call.target_graphs(), mock.call.draft_graphs(), steps]
+    assert group.max_prompt_rows == 512
+
+
+def test_the_largest_step_of_all_models_is_run_while_what_the_target_computed_is_held(
+    paths: tuple[Path, Path],
+) -> None:
+    """So it is when a drafter proposes: its model runs while the target's hidden states and logits
+    are still there. What does not fit in one of them makes the steps of all smaller."""
+    group = make_runners(*configs(paths, max_prompt_rows=2048, max_running_requests=3))
+    target, draft = group.runners
+    held: list[weakref.ref[torch.Tensor]] = []
+    run_target, run_draft, rows = target._run_dummy, draft._run_dummy, list[int]()
+
+    def of_target(q_lens: list[int], is_packed: bool = False) -> tuple[ModelOutput, torch.Tensor]:
+        assert not any(each() is not None for each in held), "A step that failed holds memory."
+        output, logits = run_target(q_lens, is_packed)
+        held[:] = [weakref.ref(output.hidden), weakref.ref(logits)]
+        return output, logits
+
+    def of_draft(q_lens: list[int], is_packed: bool = False) -> tuple[ModelOutput, torch.Tensor]:
+        assert sum(q_lens) <= 200 or all(each() is not None for each in held)
+        rows.append(sum(q_lens))
+        if rows[-1] > 600:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return run_draft(q_lens, is_packed)
+
+    with (
+        mock.patch.object(target, "_run_dummy", of_target),
+        mock.patch.object(draft, "_run_dummy", of_draft),
+        mock.patch.object(torch.cuda, "mem_get_info", return_value=(5 << 20, 100 << 20)),
+    ):
+        target.warm_up(drafting=group.runners[1:])
+    assert rows[1:] == [3 * CONTEXT_LEN + 6, 1024 + 1, 512 + 2]
     assert group.max_prompt_rows == 512

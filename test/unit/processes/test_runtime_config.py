@@ -137,7 +137,7 @@ def test_defaults_on_a_gpu(mtp_model: ModelConfig) -> None:
     assert execution.attention_backend == execution.ops == "triton"
     assert execution.kv_budget_bytes is None
     assert 0 < execution.static_memory_share < 1
-    assert execution.max_graph_width == config.max_decode_rows == 15
+    assert execution.max_graph_width == execution.max_decode_rows == 15
     assert execution.max_graph_rows > 0
     assert config.mtp is not None
     assert config.mtp.length_policy == "load_aware"
@@ -425,7 +425,7 @@ def test_the_mask_token_of_the_model_is_never_emitted(model_path: Path, mask: in
     config = resolved(with_mask(model_path, mask))
     assert config.mtp is not None
     assert config.mtp.mask_token_id == mask
-    assert config.max_decode_rows == 15
+    assert config.execution.max_decode_rows == 15
 
 
 def test_a_mask_token_that_is_the_only_end_of_text_id_is_refused(model_path: Path) -> None:

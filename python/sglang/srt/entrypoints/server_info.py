@@ -61,9 +61,9 @@ def describe_start(server_args: ServerArgs, scheduler: SchedulerInfo) -> str:
     """The start-up summary: what was resolved, not what was wished."""
     found = scheduler.resolved
     pool_mib = found["max_total_num_tokens"] * found["kv_bytes_per_token"] >> 20
-    parameters = f"{found['num_parameters'] / 1e6:,.1f} M parameters"
     rows = (
-        ("model", f"{server_args.model_path} ({found['architecture']}, {parameters})"),
+        ("model", _describe_model({"path": server_args.model_path, **found})),
+        *(("draft model", _describe_model(model)) for model in found["draft_models"]),
         ("runs on", f"{found['device']}, {found['dtype']}, {found['num_threads']} threads"),
         ("attention", found["attention_backend"]),
         (
@@ -82,6 +82,11 @@ def describe_start(server_args: ServerArgs, scheduler: SchedulerInfo) -> str:
         ("radix cache", "on" if found["use_radix_cache"] else "off"),
     )
     return "Start-up summary\n" + "\n".join(f"    {name:<12} {value}" for name, value in rows)
+
+
+def _describe_model(model: dict[str, Any]) -> str:
+    parameters = f"{model['num_parameters'] / 1e6:,.1f} M parameters"
+    return f"{model['path']} ({model['architecture']}, {parameters})"
 
 
 def _describe_chunks(schedule: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -173,6 +173,10 @@ class ModelRunner:
         """Whether weights and KV pool have their memory."""
         return not (self.weights.is_released or self.kv_pool.is_released)
 
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
     def _compute(self, batch: ForwardBatch) -> ModelOutput:
         """The model over a planned batch."""
         output: ModelOutput = self.model(batch, self._layers, self._config.capture)
@@ -217,29 +221,33 @@ class ModelRunner:
         self._graphs = graphs
 
     @torch.inference_mode()
-    def warm_up(self, least_rows: int = MIN_PROMPT_ROWS) -> None:
+    def warm_up(
+        self, least_rows: int = MIN_PROMPT_ROWS, drafting: Sequence[ModelRunner] = ()
+    ) -> None:
         """Runs steps that replay no graph, over the dummy slot. A long prompt, a short one and a
         decode, packed too if there may be such steps: what they need is compiled before a request
         waits for it. Then the largest step that may come, whose memory stays reserved: if it does
         not fit, `max_prompt_rows` becomes less, but not less than `least_rows`. Graphs are there by
         then: their memory is fixed, and that of a step is not.
 
+        Args:
+            drafting: runners of a drafter's models, over the same memory. They run the same steps
+                while what this one computed is held, as when drafts are proposed.
+
         Raises:
             MemoryError: if even those rows do not fit.
         """
-        config = self._config
+        runners = (self, *drafting)
         with memory_for("a step", f"{LESS_STATIC_MEMORY}."):
-            q_lens = [min(size, config.row_width) for size in WARM_UP_Q_LENS]
-            self._run_dummy(q_lens)
-            if self._capabilities.reads_q_starts and config.max_decode_rows > 1:
-                self._run_dummy(q_lens, is_packed=True)
+            for runner in runners:
+                runner._run_small()
         wished = self.max_prompt_rows
         if wished == 0:
             return
         what = f"a step of {min(wished, least_rows)} prompt tokens"
         with memory_for(what, f"{LESS_STATIC_MEMORY} or --max-running-requests."):
             self.max_prompt_rows = most_that_fits(
-                self._run_largest, wished, least_rows, self.device
+                lambda rows: _run_largest(runners, rows), wished, least_rows, self.device
             )
         if self.max_prompt_rows < wished:
             logger.warning(
@@ -250,22 +258,24 @@ class ModelRunner:
                 wished,
             )
 
-    def _run_largest(self, prompt_rows: int) -> None:
+    def _run_small(self) -> None:
         config = self._config
-        self._run_dummy(
-            largest_step(
-                prompt_rows, config.max_decode_rows, config.max_running_requests, config.row_width
-            )
-        )
+        q_lens = [min(size, config.row_width) for size in WARM_UP_Q_LENS]
+        self._run_dummy(q_lens)
+        if self._capabilities.reads_q_starts and config.max_decode_rows > 1:
+            self._run_dummy(q_lens, is_packed=True)
 
-    def _run_dummy(self, q_lens: list[int], is_packed: bool = False) -> None:
+    def _run_dummy(
+        self, q_lens: list[int], is_packed: bool = False
+    ) -> tuple[ModelOutput, torch.Tensor]:
         """A step of prompts of these lengths, with all hidden states and as many logits as a step
         may read."""
         config = self._config
         batch = dummy_step(q_lens, self.device, is_packed)
         self._layers.plan(batch)
-        hidden = self._compute(batch).hidden
-        self.compute_logits(hidden[-config.max_running_requests * config.max_decode_rows :])
+        output = self._compute(batch)
+        num_reads = config.max_running_requests * config.max_decode_rows
+        return output, self.compute_logits(output.hidden[-num_reads:])
 
     @property
     def num_graphs(self) -> int:
@@ -313,6 +323,17 @@ class ModelRunner:
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [S, vocab_size], in the model's type, of hidden states [S, hidden_size]."""
         return self.model.compute_logits(hidden, self._layers)
+
+
+def _run_largest(runners: Sequence[ModelRunner], prompt_rows: int) -> None:
+    """The largest step, by each runner while the results of those before it are held."""
+    config = runners[0]._config
+    q_lens = largest_step(
+        prompt_rows, config.max_decode_rows, config.max_running_requests, config.row_width
+    )
+    held = []
+    for runner in runners:
+        held.append(runner._run_dummy(q_lens))
 
 
 class HostThreads:

@@ -80,16 +80,15 @@ class RunnerGroup:
     @property
     def max_prompt_rows(self) -> int:
         """Prompt tokens that a step of every runner may feed."""
-        return min(runner.max_prompt_rows for runner in self.runners)
+        return self.target.max_prompt_rows
 
     def prepare(self) -> None:
         """Does what comes before the first step. All graphs come before the largest steps: their
         memory is fixed, and that of a step is not."""
         for runner in self.runners:
             runner.capture_graphs()
-        for runner in self.runners:
-            if runner.device.type != "cpu":
-                runner.warm_up()
+        if self.target.device.type != "cpu":
+            self.target.warm_up(drafting=self.runners[1:])
 
     def release_weights(self) -> None:
         """Gives the memory of all weights back; their values are kept.
@@ -131,9 +130,8 @@ class RunnerGroup:
         try:
             for runner in self.runners:
                 runner.capture_graphs()
-            for runner in self.runners:
-                if runner.is_whole and runner.device.type != "cpu":
-                    runner.warm_up(least_rows=runner.max_prompt_rows)
+            if self.target.is_whole and self.target.device.type != "cpu":
+                self.target.warm_up(self.target.max_prompt_rows, self.runners[1:])
         except MemoryError as error:
             for runner in self.runners:
                 runner.drop_graphs()

@@ -97,6 +97,7 @@ class MaskDrafter:
             max_masks=options.max_k - 1 if keeps_confidences else None,
             suppressed_token_ids=(options.mask_token_id,),
             needs_prices=policy.needs_prices,
+            bypasses_graphs=options.bypasses_graphs,
         )
 
     @staticmethod

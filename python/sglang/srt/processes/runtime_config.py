@@ -18,10 +18,11 @@ from sglang.srt.registry import (
     ATTENTION_BACKENDS,
     DEFAULT_ATTENTION_BACKENDS,
     DEFAULT_OPERATIONS,
+    DRAFTERS,
 )
 from sglang.srt.scheduling.batch_planner import PlannerConfig
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.speculative.drafter import DrafterConfig, DrafterNeeds, DrafterType
 from sglang.srt.step.row_division import MAX_MASKS, MAX_REQUESTS
 
 GPU_STATIC_SHARE = 0.88  # of the GPU's memory for weights and KV, without --mem-fraction-static
@@ -37,6 +38,7 @@ AUTO = "auto"  # a --chunked-prefill-size: as many prompt tokens as the load all
 MAX_CHUNKS = {"cpu": 2048, "cuda": 8192}
 # Without --max-step-ms. On a CPU one step of a few prompt tokens may take longer than any bound.
 DEFAULT_MAX_STEP_MS = {"cpu": 0.0, "cuda": 40.0}
+NO_DRAFTS = DrafterNeeds(max_drafts=0, max_rows=1)
 
 
 class ConfigError(ValueError):
@@ -48,16 +50,19 @@ class RuntimeConfig:
     """What the processes below the command line get.
 
     Attributes:
-        max_decode_rows: rows of the widest decode step.
-        drafter: None where no request looks ahead.
+        drafter: None where no request looks ahead. `with_drafter` sets it, with what follows.
     """
 
     model: ModelConfig
     execution: ExecutionConfig
     scheduler: SchedulerConfig
     use_radix_cache: bool
-    max_decode_rows: int
-    drafter: DrafterConfig | None
+    drafter: DrafterConfig | None = None
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        """What the drafter needs."""
+        return drafter_needs(self.drafter)
 
     @property
     def mtp(self) -> MTPConfig | None:
@@ -77,8 +82,6 @@ def resolve(
     _check_sizes(args)
     device = _device(args, platform)
     context_len = _context_len(args, model)
-    mtp = _mtp(args, model, environ, device)
-    max_decode_rows = 1 if mtp is None else 2 * mtp.max_k - 1
     captures = _captures_graphs(args, device)
     planner = _planner(args, environ, device, context_len)
     execution = ExecutionConfig(
@@ -91,13 +94,12 @@ def resolve(
         max_total_tokens=args.max_total_tokens,
         max_running_requests=args.max_running_requests,
         context_len=context_len,
-        row_width=row_width(context_len, max_decode_rows, args.page_size),
+        row_width=row_width(context_len, NO_DRAFTS.max_slots, args.page_size),
         kv_budget_bytes=_host_kv_budget(args, platform) if device == "cpu" else None,
         ops=DEFAULT_OPERATIONS[device],
-        max_graph_width=_max_graph_width(args, max_decode_rows) if captures else 0,
-        max_graph_rows=_max_graph_rows(args, mtp) if captures else 0,
+        max_graph_width=1 if captures else 0,
+        max_graph_rows=MAX_GRAPH_ROWS if captures else 0,
         max_prompt_rows=planner.chunked_prefill_size,
-        max_decode_rows=max_decode_rows,
         poisons_graphs=environ.graph_poison,
         static_memory_share=args.mem_fraction_static or GPU_STATIC_SHARE,
         num_threads=args.num_threads or min(platform.num_cores, MAX_CPU_THREADS),
@@ -114,14 +116,44 @@ def resolve(
         low_priority_first=args.schedule_low_priority_values_first,
         refuses_while_stopped=args.paused_requests == "reject",
     )
-    return RuntimeConfig(
+    config = RuntimeConfig(
         model=model,
         execution=execution,
         scheduler=scheduler,
         use_radix_cache=not args.disable_radix_cache,
-        max_decode_rows=max_decode_rows,
-        drafter=None if mtp is None else DrafterConfig("mtp", mtp),
     )
+    mtp = _mtp(args, model, environ, device)
+    return config if mtp is None else with_drafter(config, DrafterConfig("mtp", mtp))
+
+
+def drafter_needs(drafter: DrafterConfig | None) -> DrafterNeeds:
+    """What a drafter needs; `NO_DRAFTS` without one."""
+    if drafter is None:
+        return NO_DRAFTS
+    kind: DrafterType = DRAFTERS.load(drafter.name)
+    return kind.needs(drafter.options)
+
+
+def with_drafter(config: RuntimeConfig, drafter: DrafterConfig) -> RuntimeConfig:
+    """A configuration without a drafter gets one, and all that follows from what it needs.
+
+    Raises:
+        ValueError: for options of the drafter that cannot be had; the text names the remedy.
+    """
+    assert config.drafter is None, "There is a drafter already."
+    needs, execution = drafter_needs(drafter), config.execution
+    captures = execution.max_graph_width > 0
+    execution = replace(
+        execution,
+        row_width=row_width(execution.context_len, needs.max_slots, execution.page_size),
+        max_decode_rows=needs.max_rows,
+        # MIXED graphs would serve steps of several rows too.
+        max_graph_width=needs.max_rows if captures and not needs.bypasses_graphs else int(captures),
+        max_graph_rows=0 if needs.bypasses_graphs else execution.max_graph_rows,
+        capture=needs.capture,
+        captures_trees=needs.has_trees,
+    )
+    return replace(config, execution=execution, drafter=drafter)
 
 
 def with_chunks_that_fit(config: RuntimeConfig, max_prompt_rows: int) -> RuntimeConfig:
@@ -241,17 +273,6 @@ def _planner(args: ServerArgs, environ: Environ, device: str, context_len: int) 
 
 def _captures_graphs(args: ServerArgs, device: str) -> bool:
     return device != "cpu" and not args.disable_cuda_graph
-
-
-def _max_graph_width(args: ServerArgs, max_decode_rows: int) -> int:
-    """Rows of a request in steps without prompts that replay a captured graph."""
-    return 1 if args.disable_mtp_cuda_graph else max_decode_rows
-
-
-def _max_graph_rows(args: ServerArgs, mtp: MTPConfig | None) -> int:
-    """Rows in all of steps with prompts that replay a captured graph; 0 for none: without graphs
-    of multi-token steps, since they would serve those too."""
-    return 0 if mtp and args.disable_mtp_cuda_graph else MAX_GRAPH_ROWS
 
 
 def _mtp(args: ServerArgs, model: ModelConfig, environ: Environ, device: str) -> MTPConfig | None:

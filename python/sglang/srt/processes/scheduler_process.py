@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -21,8 +21,7 @@ from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.mem_cache.radix_cache import NullPrefixCache, RadixCache
 from sglang.srt.messages.ipc import IpcAddresses, Receiver, Sender
 from sglang.srt.messages.requests import ProcessFailed, ProcessReady, SchedulerInfo, ToScheduler
-from sglang.srt.model_config import load_model_config, resolve_model_path
-from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_config import ModelConfig, load_model_config, resolve_model_path
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.mtp.debug_trace import DebugTrace
 from sglang.srt.platform import Platform
@@ -71,10 +70,10 @@ def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, Schedul
     for warning in model.warnings:
         logger.warning("%s", warning)
     config = resolve(args, Platform.probe(), model, environ)
-    runners = make_runners(config.execution, *drafter_models(config.drafter, config.execution))
-    runner = runners.target
+    draft_models = drafter_models(config.drafter, config.execution)
+    runners = make_runners(config.execution, *draft_models)
     config = with_chunks_that_fit(config, runners.max_prompt_rows)
-    prices = measure_prices(config, runner)
+    prices = measure_prices(config, runners.target)
     path = environ.mtp_debug_trace
     trace = None if path is None or config.mtp is None else DebugTrace(path)
     worker = make_worker(
@@ -97,7 +96,7 @@ def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, Schedul
         _debug(environ, trace),
         make_prompt_budget(config, prices),
     )
-    return scheduler, _info(config, runner)
+    return scheduler, _info(config, runners, [each.model for each in draft_models])
 
 
 def _debug(environ: Environ, trace: DebugTrace | None) -> SchedulerDebug:
@@ -140,11 +139,13 @@ def _stop_finders(args: ServerArgs) -> Callable[[SamplingParams], StopFinder]:
     return make
 
 
-def _info(config: RuntimeConfig, runner: ModelRunner) -> SchedulerInfo:
+def _info(
+    config: RuntimeConfig, runners: RunnerGroup, draft_models: Sequence[ModelConfig]
+) -> SchedulerInfo:
     execution = config.execution
-    memory = runner.memory
+    memory, runner = runners.memory, runners.target
     pool = memory.num_pages * execution.page_size
-    in_pool = pool - config.max_decode_rows
+    in_pool = pool - config.needs.max_slots
     if execution.context_len <= in_pool:
         limit, reason = execution.context_len, "the model's context length"
     else:
@@ -169,7 +170,15 @@ def _info(config: RuntimeConfig, runner: ModelRunner) -> SchedulerInfo:
             "architecture": config.model.architecture,
             "kv_bytes_per_token": memory.bytes_per_token,
             "kv_size_reason": memory.size_reason,
-            "num_parameters": sum(p.numel() for p in runner.model.parameters()),
+            "num_parameters": runner.num_parameters,
+            "draft_models": [
+                {
+                    "path": str(model.path),
+                    "architecture": model.architecture,
+                    "num_parameters": drafting.num_parameters,
+                }
+                for model, drafting in zip(draft_models, runners.runners[1:], strict=True)
+            ],
             "context_len": execution.context_len,
             "max_queued_requests": config.scheduler.max_queued_requests,
             "enable_overlap": config.scheduler.enable_overlap,

@@ -8,14 +8,13 @@ from functools import partial
 from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter
 from sglang.srt.model_executor.runner_group import RunnerGroup
-from sglang.srt.processes.runtime_config import RuntimeConfig
+from sglang.srt.processes.runtime_config import RuntimeConfig, drafter_needs
 from sglang.srt.registry import DRAFTERS
 from sglang.srt.scheduling.prompt_budget import PromptBudget, make_budget
 from sglang.srt.speculative.drafter import (
     ComputedStep,
     Drafter,
     DrafterConfig,
-    DrafterNeeds,
     DrafterParts,
     DrafterType,
 )
@@ -24,16 +23,6 @@ from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import Worker
 from sglang.srt.workers.tp_worker import TpModelWorker
-
-NO_DRAFTS = DrafterNeeds(max_drafts=0, max_rows=1)
-
-
-def drafter_needs(drafter: DrafterConfig | None) -> DrafterNeeds:
-    """What a drafter needs; `NO_DRAFTS` without one."""
-    if drafter is None:
-        return NO_DRAFTS
-    kind: DrafterType = DRAFTERS.load(drafter.name)
-    return kind.needs(drafter.options)
 
 
 def drafter_models(
@@ -49,11 +38,11 @@ def drafter_models(
 def measure_prices(config: RuntimeConfig, runner: ModelRunner) -> PriceTable | None:
     """Prices of steps, for all that go by them: how far requests look ahead, how many prompt tokens
     a step feeds. None where nothing does."""
-    looks_ahead = drafter_needs(config.drafter).needs_prices
+    looks_ahead = config.needs.needs_prices
     if not looks_ahead and config.scheduler.planner.max_step_ms == 0:
         return None
     num_rows = runner.req_to_token_pool.req_to_token.shape[0]
-    return PriceMeter(runner, num_rows, config.max_decode_rows).measure()
+    return PriceMeter(runner, num_rows, config.execution.max_decode_rows).measure()
 
 
 def make_prompt_budget(config: RuntimeConfig, prices: PriceTable | None) -> PromptBudget:

@@ -118,6 +118,8 @@ class DrafterNeeds:
     Attributes:
         max_drafts: drafts of a request in a step at most; with trees, nodes but the root.
         max_rows: rows that a request without a prompt feeds in a step at most.
+        extra_slots: slots that such a request needs beyond those of `max_rows`, at most: draft
+            steps write behind the rows that the target keeps (`speculative/draft_steps.py`).
         has_trees: drafts may be trees.
         max_masks: look-ahead rows behind the drafts of a request, at most, if the drafter packs
             steps (`StepCounts.packed`); None: it never does.
@@ -126,16 +128,25 @@ class DrafterNeeds:
         needs_prices: prices of steps are measured at start-up.
         token_shift: how many positions ahead the token is that the drafter's models are fed at each
             position: 1 where they are fed the next one. For debugging alone (`KVCanary`).
+        bypasses_graphs: the target's steps of several rows per request replay no captured graph.
     """
 
     max_drafts: int
     max_rows: int
+    extra_slots: int = 0
     has_trees: bool = False
     max_masks: int | None = None
     capture: HiddenCapture = NO_CAPTURE
     suppressed_token_ids: tuple[int, ...] = ()
     needs_prices: bool = False
     token_shift: int = 0
+    bypasses_graphs: bool = False
+
+    @property
+    def max_slots(self) -> int:
+        """Slots beyond its watermark that a request without a prompt needs, at most:
+        `StepWidth.decode_rows` is no more."""
+        return self.max_rows + self.extra_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +205,14 @@ class Drafter(Protocol):
 
 def verifying_plan(batch: ScheduleBatch, max_drafts: int, max_accepted: int) -> RowPlan:
     """The plan of a step in which prompts are fed, and every other request feeds its certain token
-    and has room for `max_drafts` drafts, of which max_accepted - 1 may be confirmed."""
+    and has room for `max_drafts` drafts, of which max_accepted - 1 may be confirmed; less if it has
+    fewer slots, as requests without look-ahead have."""
     emits, prompts = [int(flag) for flag in batch.emits], batch.num_prompt_tokens
-    if all(prompts):
+    slots = list(zip(prompts, batch.max_q_lens, strict=True))
+    if all(num_prompt or reserved == 1 for num_prompt, reserved in slots):
         return RowPlan(StepCounts.plain(batch))
-    q_lens = [num_prompt or 1 + max_drafts for num_prompt in prompts]
-    num_read = [flag if num else 1 + max_drafts for flag, num in zip(emits, prompts, strict=True)]
+    q_lens = [num_prompt or min(1 + max_drafts, reserved) for num_prompt, reserved in slots]
+    fed = zip(prompts, q_lens, emits, strict=True)
+    num_read = [flag if num_prompt else q_len for num_prompt, q_len, flag in fed]
     counts = StepCounts(q_lens, num_read, emits, [True] * len(emits))
     return RowPlan(counts, max_pending=1 + max_drafts, max_accepted=max_accepted)

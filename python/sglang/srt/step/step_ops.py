@@ -80,7 +80,8 @@ class StepCounts:
     def plain(cls, batch: ScheduleBatch) -> StepCounts:
         """Of a step that predicts one token per request and has one pending token of each."""
         emits = [int(flag) for flag in batch.emits]
-        return cls(batch.max_q_lens, emits, emits, [True] * len(emits), is_plain=True)
+        q_lens = [num_prompt or 1 for num_prompt in batch.num_prompt_tokens]
+        return cls(q_lens, emits, emits, [True] * len(emits), is_plain=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,9 @@ class StepWidth:
     """Rows that one step of a request may take, known before its result is.
 
     Attributes:
-        decode_rows: rows fed by a decode step; also the slots to reserve beyond the watermark.
-        lookahead_rows: rows fed after the last prompt chunk.
+        decode_rows: slots that a decode step needs beyond the watermark: of the rows that it feeds,
+            and of those that a drafter's own steps feed behind the rows that it keeps.
+        lookahead_rows: slots that it needs after the last prompt chunk.
         max_kept: tokens by which a decode step may move the watermark, at most.
     """
 

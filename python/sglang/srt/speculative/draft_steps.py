@@ -1,0 +1,88 @@
+"""The draft steps of a drafter with a model of its own: between two steps of the target, that model
+runs a few times over one row of each request, behind all that the target has kept.
+
+They need slots, which the scheduler reserves for the target's step: for N draft steps behind up to
+K rows kept, `StepWidth.decode_rows` is K + N, `StepWidth.lookahead_rows` is N, and
+`DrafterNeeds.extra_slots` is N. What a draft step writes lies behind the watermark, and the rows of
+the next step overwrite it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.device_copies import to_device
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.speculative.drafter import ComputedStep
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSteps:
+    """N draft steps of the D requests that draft. Step 0 feeds each request's certain token, at its
+    watermark; step j feeds what j drafts later is the last known token.
+
+    Attributes:
+        rows: [D] int64; row of the request-to-token table.
+        positions, slots: [N, D] int64; of the row that each step feeds.
+        kv_lens: [N, D] int64; tokens with KV once it is written.
+        kv_len_upper_bounds: host list of D; at least those of step 0.
+        certain_tokens: [D] int64; what step 0 feeds.
+    """
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    kv_lens: torch.Tensor
+    kv_len_upper_bounds: list[int]
+    certain_tokens: torch.Tensor
+
+    def batch(self, index: int, token_ids: torch.Tensor) -> ForwardBatch:
+        """Step `index`, which feeds token_ids [D] int64. It replays graphs of plain decoding."""
+        return ForwardBatch(
+            input_ids=token_ids,
+            positions=self.positions[index],
+            slots=self.slots[index],
+            rows=self.rows,
+            q_lens=[1] * len(self.kv_len_upper_bounds),
+            kv_lens=self.kv_lens[index],
+            kv_len_upper_bounds=[bound + index for bound in self.kv_len_upper_bounds],
+        )
+
+
+def plan_draft_steps(
+    step: ComputedStep, page_table: ReqToTokenPool, num_steps: int
+) -> DraftSteps | None:
+    """The draft steps behind a step of the target; None where nobody drafts.
+
+    A request drafts if the step emitted tokens of it and it has slots for all draft steps, however
+    many rows the step kept. All others are left out, such as prompts that are read in chunks and
+    requests without look-ahead, so nothing of theirs is read or written, and no column past a
+    row's end, which has no slots. The host knows all that, and nothing here waits for the device.
+    """
+    requests, bounds = [], []
+    batch, table = step.batch, page_table.req_to_token
+    for i, reserved in enumerate(batch.max_q_lens):
+        most_kept = batch.num_prompt_tokens[i] or step.plan.max_accepted
+        if batch.emits[i] and most_kept + num_steps <= reserved:
+            requests.append(i)
+            bounds.append(batch.kv_len_upper_bounds[i] - reserved + most_kept + 1)
+    if not requests or num_steps == 0:
+        return None
+    assert max(bounds) + num_steps - 1 <= table.shape[1], "Slots are reserved past a row's end."
+    rows = step.inputs.rows
+    if len(requests) < len(batch.rows):
+        rows = rows[to_device(requests, rows.device, torch.int64)]
+    count = len(requests)
+    # Each step's numbers begin at a multiple of 16 bytes, which kernels are compiled for.
+    shape = (3, num_steps, count + count % 2)
+    numbers = torch.empty(shape, dtype=torch.int64, device=rows.device)[:, :, :count]
+    positions, slots, kv_lens = numbers
+    ahead = torch.arange(num_steps, device=rows.device)
+    torch.add(step.state.committed[rows], ahead[:, None], out=positions)
+    slots.copy_(table[rows, positions])
+    torch.add(positions, 1, out=kv_lens)
+    certain = step.state.tokens[rows, positions[0]].to(torch.int64)
+    return DraftSteps(rows, positions, slots, kv_lens, bounds, certain)

@@ -1,0 +1,396 @@
+"""Drafts of a second model, with a KV pool of its own behind the target's page table.
+
+Whatever it drafts, the tokens are those of a server without a drafter. How many drafts are right
+says whether its pool holds the right KV: with the target's own weights a draft is what the target
+will say if the draft model sees the same tokens, and a wrong or stale slot gives another draft.
+Since none of those would be rejected, one draft of each proposal is spoiled on purpose: exactly the
+drafts before it must be confirmed. So the KV is right behind confirmed and rejected drafts, chunks
+of prompts, cached prefixes, retractions and pauses alike."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from second_model_drafter import NAME, SecondModel, SecondModelDrafter, registered
+from sglang.srt.messages.control import (
+    AbortReq,
+    ContinueGenerationReq,
+    FromDirectory,
+    MemoryOccupationReq,
+    PauseGenerationReq,
+    UpdateWeightsReq,
+)
+from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
+from sglang.srt.processes.scheduler_process import make_resources
+from sglang.srt.processes.worker_factory import drafter_models, make_worker
+from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig
+from sglang.srt.step.worker import NewRow
+from sglang.srt.workers.tp_worker import TpModelWorker
+from utils import SchedulerHarness, Setup, make_execution, make_random_model
+
+NUM_DRAFTS = 3
+MAX_ROWS = 1 + NUM_DRAFTS
+MAX_SLOTS = MAX_ROWS + NUM_DRAFTS
+CONTEXT = 128
+VOCAB = 24
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.3,
+}
+OTHER_SIZES = {**SIZES, "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 3}
+_call_ids = itertools.count(1)
+
+
+def write_perturbed(path: Path, source: Path) -> Path:
+    """The model at `source` with a little noise on each weight."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * parameter.std() * torch.randn_like(parameter)
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """Models: the target, which also drafts for itself as "same", and others that draft."""
+    folder = tmp_path_factory.mktemp("models")
+    target = make_random_model("llama", folder / "target", 3, **SIZES)
+    make_random_model("llama", folder / "later", 4, **SIZES)
+    make_random_model("qwen3", folder / "random", 5, **OTHER_SIZES)
+    write_perturbed(folder / "perturbed", target)
+    names = ("target", "later", "random", "perturbed")
+    with registered(SpoilingDrafter):
+        yield {"same": target, **{name: folder / name for name in names}}
+
+
+class SpoilingDrafter(SecondModelDrafter):
+    """Spoils a draft of each proposal, another one each time, and at times none; then looks which
+    drafts the target confirmed.
+
+    Attributes:
+        seen: of greedy requests how many proposals were "fed", and of these how many "as foreseen":
+            the drafts before the spoiled one were confirmed and no others. Of all requests how many
+            drafts were "confirmed".
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: Counter[str] = Counter()
+        self._is_greedy: dict[int, bool] = {}
+        self._foreseen: dict[int, int] = {}
+        self._numbers = itertools.count()
+
+    def admit(self, new_rows: list[NewRow]) -> None:
+        for new in new_rows:
+            self._is_greedy[new.row] = new.params.is_greedy
+            self._foreseen.pop(new.row, None)
+
+    def propose(self, step: ComputedStep) -> None:
+        batch, lens = step.batch, step.accepted.accept_lens.tolist()
+        for row, num_prompt, num in zip(batch.rows, batch.num_prompt_tokens, lens, strict=True):
+            if num_prompt:
+                continue
+            self.seen["confirmed"] += num - 1
+            if self._is_greedy[row]:
+                self.seen["fed"] += 1
+                self.seen["as foreseen"] += num - 1 == self._foreseen[row]
+                self.seen[f"{self._foreseen[row]} foreseen"] += 1
+        super().propose(step)
+        for row, emits in zip(batch.rows, batch.emits, strict=True):
+            if emits:
+                self._spoil(row, next(self._numbers) % MAX_ROWS)
+
+    def _spoil(self, row: int, index: int) -> None:
+        self._foreseen[row] = index
+        assert int(self._state.pending_lens[row]) == MAX_ROWS
+        if index < NUM_DRAFTS:
+            column = int(self._state.committed[row]) + 1 + index
+            token = int(self._state.tokens[row, column])
+            self._state.tokens[row, column] = (token + 1) % VOCAB
+
+
+class Drafted(SchedulerHarness):
+    """A scheduler over the target and a drafter, or none; counts are in `seen`."""
+
+    def __init__(self, group: RunnerGroup, drafter: DrafterConfig | None, setup: Setup) -> None:
+        worker = make_worker(group, drafter)
+        assert isinstance(worker, TpModelWorker)
+        made = worker._drafter
+        self.seen = made.seen if isinstance(made, SpoilingDrafter) else Counter[str]()
+        super().__init__(setup, worker, resources=make_resources(group))
+
+    def send(self, kind: type, **fields: Any) -> None:
+        reply = self.call(kind(call_id=next(_call_ids), **fields), max_steps=10_000)
+        assert reply.success, reply
+
+    def pause(self, mode: str) -> None:
+        self.send(PauseGenerationReq, mode=mode)
+
+    def check(self) -> None:
+        """The ledger is exact; it was after each step."""
+        checker, ledger = self.scheduler.checker, self.ledger
+        assert checker.num_violations == checker.num_repairs == 0
+        assert checker.report().is_exact
+        assert ledger.num_used_rows == 0
+        assert ledger.num_free_tokens + ledger.num_tree_tokens == ledger.num_pool_tokens
+
+
+def setup_for(page_size: int = 1, num_tokens: int = 1024, **changes: Any) -> Setup:
+    values = {"context_len": CONTEXT, "max_decode_rows": MAX_SLOTS, **changes}
+    return Setup(num_pages=num_tokens // page_size, page_size=page_size, **values)
+
+
+def drafter_of(path: Path | None) -> DrafterConfig | None:
+    return None if path is None else DrafterConfig(NAME, SecondModel(path, NUM_DRAFTS))
+
+
+@functools.cache
+def group_for(target: Path, draft: Path | None, page_size: int, num_tokens: int) -> RunnerGroup:
+    """Runners whose pools are as the test before left them: full of other requests' KV."""
+    return make_runners_for(target, draft, setup_for(page_size, num_tokens))
+
+
+def make_runners_for(target: Path, draft: Path | None, setup: Setup) -> RunnerGroup:
+    config = make_execution(target, setup, CONTEXT, MAX_ROWS, row_width=setup.row_width)
+    return make_runners(config, *drafter_models(drafter_of(draft), config))
+
+
+def harness_for(target: Path, draft: Path | None, setup: Setup) -> Drafted:
+    num_tokens = setup.num_pages * setup.page_size
+    return Drafted(group_for(target, draft, setup.page_size, num_tokens), drafter_of(draft), setup)
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    """Three begin with the same 34 tokens; lengths are around those of pages and chunks."""
+    chooser = random.Random(0)
+    shared = [chooser.randrange(VOCAB) for _ in range(34)]
+    lengths = (1, 5, 16, 17, 40, 32)
+    alone = [[chooser.randrange(VOCAB) for _ in range(length)] for length in lengths]
+    return alone + [shared + [token] * count for token, count in ((1, 3), (2, 17), (3, 1))]
+
+
+def params_of(index: int) -> dict[str, Any]:
+    num_new = {"max_new_tokens": 8 + index}
+    if index % 3 == 2:
+        return {"temperature": 0.8, "sampling_seed": index, **num_new}
+    return {"temperature": 0.0, **num_new}
+
+
+@functools.cache
+def right_tokens(target: Path) -> list[list[int]]:
+    """Without a drafter, one after the other."""
+    harness = harness_for(target, None, setup_for(use_radix_cache=False, enable_overlap=False))
+    return [
+        harness.generate([prompt], **params_of(index))[0] for index, prompt in enumerate(prompts())
+    ]
+
+
+Disturb = Callable[[Drafted, random.Random], None]
+
+
+def nothing(harness: Drafted, chooser: random.Random) -> None:
+    """Lets them run."""
+
+
+def pause(harness: Drafted, chooser: random.Random) -> None:
+    if chooser.random() < 0.15:
+        harness.pause(chooser.choice(["retract", "in_place", "drain"]))
+        harness.send(ContinueGenerationReq)
+
+
+def abort(harness: Drafted, chooser: random.Random) -> None:
+    if chooser.random() < 0.1:
+        harness.inbox.messages.append(AbortReq(req_ids=[chooser.choice(list(harness.outputs))]))
+
+
+def serve(
+    harness: Drafted, right: list[list[int]], disturb: Disturb = nothing, seed: int = 0
+) -> list[int]:
+    """All prompts twice, some arriving while others run; answers are compared. Gives the numbers of
+    the requests."""
+    chooser, ids = random.Random(seed), []
+    for _ in range(2):
+        for index, prompt in enumerate(prompts()):
+            ids.append(harness.submit(prompt, **params_of(index)))
+            if chooser.random() < 0.4:
+                harness.step()
+                disturb(harness, chooser)
+        while not harness.is_idle:
+            harness.step()
+            disturb(harness, chooser)
+    harness.check()
+    for req_id, tokens in zip(ids, right * 2, strict=True):
+        outcome = harness.outputs[req_id]
+        assert outcome.num_ends == 1
+        assert outcome.finish_reason is not None
+        if disturb is abort and outcome.finish_reason.type == "abort":
+            tokens = tokens[: len(outcome.token_ids)]
+        assert outcome.token_ids == tokens, (harness.setup, req_id)
+    return ids
+
+
+def assert_as_foreseen(seen: Counter[str], least: int = 40) -> None:
+    """The draft model saw the same tokens as the target, whatever was confirmed before."""
+    assert seen["as foreseen"] == seen["fed"] >= least, seen
+    assert all(seen[f"{count} foreseen"] > least // 8 for count in range(MAX_ROWS)), seen
+
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "draft": ("same", "perturbed", "random"),
+    "page_size": (1, 16),
+    "enable_overlap": (True, False),
+    "use_radix_cache": (True, False),
+    "chunked_prefill_size": (6, 2048),
+    "memory": ("ample", "tight", "retracts"),
+    "disturb": (nothing, pause, abort),
+}
+
+
+def pairwise_cases(choices: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """Cases in which each two values of different keys meet at least once."""
+    everything = [dict(zip(choices, values)) for values in itertools.product(*choices.values())]
+    pairs_of = [set(itertools.combinations(case.items(), 2)) for case in everything]
+    missing, cases = set[Any]().union(*pairs_of), []
+    while missing:
+        best = max(range(len(everything)), key=lambda index: len(pairs_of[index] & missing))
+        missing -= pairs_of[best]
+        cases.append(everything[best])
+    return cases
+
+
+CASES = pairwise_cases(CHOICES)
+
+
+def name_of(case: dict[str, Any]) -> str:
+    return "-".join(getattr(value, "__name__", str(value)) for value in case.values())
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_tokens_are_those_without_a_drafter(paths: dict[str, Path], case: dict[str, Any]) -> None:
+    changes = dict(case)
+    draft, memory, disturb = (changes.pop(key) for key in ("draft", "memory", "disturb"))
+    setup = setup_for(
+        num_tokens=128 if memory == "tight" else 1024,
+        retract_interval=3 if memory == "retracts" else 0,
+        **changes,
+    )
+    harness = harness_for(paths["target"], paths[draft], setup)
+    ids = serve(harness, right_tokens(paths["target"]), disturb, seed=CASES.index(case))
+    outcomes = [harness.outputs[req_id] for req_id in ids]
+    if memory == "retracts":
+        assert any(outcome.num_retractions for outcome in outcomes)
+    if case["use_radix_cache"] and disturb is nothing:
+        assert any(outcome.cached_tokens for outcome in outcomes)
+    if draft == "same":
+        assert_as_foreseen(harness.seen)
+    else:
+        assert 0 < harness.seen["as foreseen"] < harness.seen["fed"]
+
+
+def test_memory_is_released_and_taken_again(paths: dict[str, Path]) -> None:
+    """In the middle of requests, and while none run."""
+    target = paths["target"]
+    harness = harness_for(target, paths["same"], setup_for(chunked_prefill_size=16))
+    serve(harness, right_tokens(target))
+    ids = [harness.submit(prompt, **params_of(i)) for i, prompt in enumerate(prompts())]
+    for _ in range(4):
+        harness.step()
+    harness.pause("retract")
+    harness.send(MemoryOccupationReq, action="release")
+    group = group_for(target, paths["same"], 1, 1024)
+    assert all(pool.is_released for pool in group.memory.pools)
+    assert all(runner.weights.is_released for runner in group.runners)
+    harness.send(MemoryOccupationReq, action="resume")
+    assert not any(kv.any() for pool in group.memory.pools for kv in pool.kv)
+    harness.send(ContinueGenerationReq)
+    harness.run()
+    assert [harness.outputs[req_id].token_ids for req_id in ids] == right_tokens(target)
+    harness.check()
+    assert_as_foreseen(harness.seen)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_update_of_the_target_changes_acceptance_and_no_token_of_the_new_weights(
+    paths: dict[str, Path], overlap: bool
+) -> None:
+    """The draft model keeps its weights and its KV, which nobody takes for that of other weights:
+    prefixes are keyed by the epoch. Requests that are retracted go on as the new weights would."""
+    target, later = paths["target"], paths["later"]
+    setup = setup_for(enable_overlap=overlap, chunked_prefill_size=16)
+    group = make_runners_for(target, paths["same"], setup)
+    harness = Drafted(group, drafter_of(paths["same"]), setup)
+    serve(harness, right_tokens(target))
+    before = Counter(harness.seen)
+    ids = [harness.submit(prompt, **params_of(i)) for i, prompt in enumerate(prompts())]
+    for _ in range(4):
+        harness.step()
+    harness.pause("retract")
+    heads = [list(harness.outputs[req_id].token_ids) for req_id in ids]
+    assert any(heads)
+    epoch = harness.ledger.weight_epoch
+    harness.send(UpdateWeightsReq, source=FromDirectory(path=str(later)))
+    assert harness.ledger.weight_epoch > epoch
+    harness.send(ContinueGenerationReq)
+    harness.run()
+    fresh = harness_for(later, None, setup_for())
+    for index, (req_id, head) in enumerate(zip(ids, heads, strict=True)):
+        params = params_of(index)
+        params["max_new_tokens"] -= len(head)
+        tail = []
+        if params["max_new_tokens"]:
+            [tail] = fresh.generate([prompts()[index] + head], **params)
+        assert harness.outputs[req_id].token_ids == head + tail
+    serve(harness, right_tokens(later))
+    after = harness.seen - before
+    assert before["as foreseen"] == before["fed"]
+    assert after["as foreseen"] < after["fed"] / 2
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_requests_that_end_at_the_context(
+    paths: dict[str, Path], page_size: int, overlap: bool
+) -> None:
+    """Up to `MAX_SLOTS` tokens before its end, or at its last token: draft steps go past it, within
+    the row of the page table, over which they may not write."""
+    target = paths["target"]
+    setup = setup_for(page_size, enable_overlap=overlap, max_running_requests=8)
+    chooser = random.Random(page_size)
+    text = [chooser.randrange(VOCAB) for _ in range(CONTEXT)]
+    plain = harness_for(target, None, setup)
+    [right] = plain.generate([text[:100]], temperature=0.0, max_new_tokens=CONTEXT - 100)
+    text = text[:100] + right
+    harness = harness_for(target, paths["same"], setup)
+    table = harness.scheduler.lifecycle.ledger
+    ids = {}
+    for left in range(MAX_SLOTS + 1):
+        for num_new in (1, 2, 9, 28):
+            end = CONTEXT - left
+            start = max(100, end - num_new)
+            req_id = harness.submit(text[:start], temperature=0.0, max_new_tokens=end - start)
+            ids[req_id] = text[start:end]
+    harness.run()
+    harness.check()
+    assert table.num_used_rows == 0
+    for req_id, tokens in ids.items():
+        assert harness.outputs[req_id].token_ids == tokens
+    assert_as_foreseen(harness.seen)
