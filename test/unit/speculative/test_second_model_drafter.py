@@ -128,9 +128,13 @@ class SpoilingDrafter(SecondModelDrafter):
 
 
 class Drafted(SchedulerHarness):
-    """A scheduler over the target and a drafter, or none; counts are in `seen`."""
+    """A scheduler over the target and a drafter, or none; counts are in `seen`. What is in no pool
+    yet is no number there, so whoever reads it shows."""
 
     def __init__(self, group: RunnerGroup, drafter: DrafterConfig | None, setup: Setup) -> None:
+        for pool in group.memory.pools:
+            for kv in pool.kv:
+                kv[pool.page_size :] = float("nan")
         worker = make_worker(group, drafter)
         assert isinstance(worker, TpModelWorker)
         made = worker._drafter
@@ -164,7 +168,6 @@ def drafter_of(path: Path | None) -> DrafterConfig | None:
 
 @functools.cache
 def group_for(target: Path, draft: Path | None, page_size: int, num_tokens: int) -> RunnerGroup:
-    """Runners whose pools are as the test before left them: full of other requests' KV."""
     return make_runners_for(target, draft, setup_for(page_size, num_tokens))
 
 
