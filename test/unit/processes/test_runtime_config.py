@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from sglang.srt.environ import Environ
+from sglang.srt.layers.forward_batch import HiddenCapture
+from sglang.srt.mem_cache.memory_pool import row_width
 from sglang.srt.model_config import ModelConfig, load_model_config, resolve_model_path
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.platform import Platform, memory_for
@@ -22,10 +24,13 @@ from sglang.srt.processes.runtime_config import (
     GPU_STATIC_SHARE,
     MAX_CHUNKS,
     MAX_CPU_THREADS,
+    MAX_GRAPH_ROWS,
+    NO_DRAFTS,
     ConfigError,
     RuntimeConfig,
     resolve,
     with_chunks_that_fit,
+    with_drafter,
 )
 from sglang.srt.processes.worker_factory import (
     make_prompt_budget,
@@ -35,6 +40,7 @@ from sglang.srt.registry import (
     ATTENTION_BACKENDS,
     DEFAULT_ATTENTION_BACKENDS,
     DEFAULT_OPERATIONS,
+    DRAFTERS,
     MODELS,
     OPERATIONS,
     Operations,
@@ -43,6 +49,7 @@ from sglang.srt.registry import (
 )
 from sglang.srt.scheduling.prompt_budget import BoundedBudget
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.drafter import DrafterConfig, DrafterNeeds
 from utils import make_random_llama
 
 GIB = 1 << 30
@@ -442,6 +449,53 @@ def test_a_mask_token_outside_the_vocabulary_is_refused(model_path: Path, mask: 
     message = refusal(with_mask(model_path, mask))
     assert "mtp_mask_token_id" in message
     assert "320" in message
+
+
+class NeedyDrafter:
+    """Its options are what it needs."""
+
+    @staticmethod
+    def needs(options: DrafterNeeds) -> DrafterNeeds:
+        return options
+
+
+NEEDS = DrafterNeeds(
+    max_drafts=7, max_rows=8, extra_slots=5, has_trees=True, capture=HiddenCapture((1,))
+)
+
+
+@pytest.mark.parametrize(
+    ("needs", "flags", "graphs"),
+    [
+        (NEEDS, {}, (8, MAX_GRAPH_ROWS)),
+        (replace(NEEDS, bypasses_graphs=True), {}, (1, 0)),
+        (NEEDS, {"disable_cuda_graph": True}, (0, 0)),
+        (replace(NEEDS, bypasses_graphs=True), {"disable_cuda_graph": True}, (0, 0)),
+    ],
+)
+def test_what_a_drafter_needs_decides_the_sizes_of_steps(
+    model: ModelConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    needs: DrafterNeeds,
+    flags: dict[str, Any],
+    graphs: tuple[int, int],
+) -> None:
+    place = f"{NeedyDrafter.__module__}:{NeedyDrafter.__name__}"
+    monkeypatch.setitem(DRAFTERS._entries, "needy", place)
+    plain = resolved(model, on_a_gpu(), page_size=16, **flags)
+    assert plain.needs == NO_DRAFTS
+    config = with_drafter(plain, DrafterConfig("needy", needs))
+    changes: dict[str, Any] = {
+        "row_width": row_width(model.context_len, 8 + 5, 16),
+        "max_decode_rows": 8,
+        "max_graph_width": graphs[0],
+        "max_graph_rows": graphs[1],
+        "capture": needs.capture,
+        "captures_trees": True,
+    }
+    assert config.execution == replace(plain.execution, **changes)
+    assert config.needs == needs
+    assert config.mtp is None
 
 
 @pytest.mark.parametrize("flags", [{"max_total_tokens": 0}, {"page_size": 64}], ids=str)
