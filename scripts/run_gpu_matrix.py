@@ -53,6 +53,9 @@ SUITES = (
     "test/unit/mtp/test_pause_with_model.py",
     "test/unit/mtp/test_observability.py",
     "test/unit/mtp/test_ledger_matrix.py",
+    "test/unit/mtp/test_packed_steps.py",
+    "test/unit/speculative/test_second_model_drafter.py",
+    "test/unit/speculative/test_toy_drafters.py",
 )
 KERNELS = "kernels"
 KERNEL_SUITES = ("test/gpu", "sgl-kernel/tests/test_kernels_gpu.py")
