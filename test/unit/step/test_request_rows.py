@@ -50,3 +50,16 @@ def test_pending_tokens_are_those_behind_the_watermark() -> None:
 def test_a_sequence_that_is_longer_than_its_row_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="longer than its row"):
         rows().initialize([new_row(0, 0, [1] * (WIDTH + 1))])
+
+
+def test_drafts_without_parents_are_a_chain_where_others_are_trees() -> None:
+    state = RequestRows(ReqToTokenPool(5, WIDTH, "cpu"), 5, vocab_size=100, has_trees=True)
+    assert state.trees is not None
+    tokens, rows, count = torch.arange(8).view(2, 4), torch.tensor([1, 3]), torch.tensor([4, 4])
+    state.write_drafts(rows, tokens, count, torch.tensor([[0, 0, 1, 1]] * 2, dtype=torch.int32))
+    assert state.trees.parents[3].tolist() == [-1, 0, 0, 1, 1]
+    state.write_drafts(rows[1:], tokens[1:], count[1:])
+    assert state.trees.parents[1].tolist() == [-1, 0, 0, 1, 1]
+    assert state.trees.parents[3].tolist() == [-1, 0, 1, 2, 3]
+    assert state.trees.depths[3].tolist() == [0, 1, 2, 3, 4]
+    assert state.trees.ancestors[3].tolist() == [1, 3, 7, 15, 31]

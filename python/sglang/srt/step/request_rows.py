@@ -166,15 +166,17 @@ class RequestRows:
             tokens: [R, D] int64; D is less than `max_pending`.
             num_drafts: [R] int64; the first so many drafts of each, 0 where nothing is to change,
                 as in requests that have not emitted.
-            parents: [R, D] int32, of trees: see `DraftTrees.write`.
+            parents: [R, D] int32, of trees: see `DraftTrees.write`. None: they are chains.
             confidence: [R, D] float32; see `Confidence.drafts`. None: nothing is known.
         """
         width = tokens.shape[1]
         assert width < self.max_pending, "More drafts than may be pending."
-        if parents is not None:
-            assert self.trees is not None, "Drafts are chains here (DrafterNeeds.has_trees)."
-            self.trees.write(rows, parents)
         offsets = torch.arange(width, device=self._device)
+        if self.trees is not None:
+            chain = offsets.to(torch.int32).expand(tokens.shape)
+            self.trees.write(rows, chain if parents is None else parents)
+        else:
+            assert parents is None, "Drafts are chains here (DrafterNeeds.has_trees)."
         first = self.committed[rows][:, None] + 1
         # Columns are named twice where there are fewer drafts; they keep the token that they have.
         exists = offsets < num_drafts[:, None]
