@@ -123,12 +123,14 @@ class Step:
 
     def add(self, kind: str, pending_len: int, max_pending: int, chooser: random.Random) -> None:
         num_prompt = chooser.choice([1, 2, 130, 300]) if kind in ("chunk", "prompt") else 0
-        only_confirmed = kind in ("plain", "tree")
+        only_confirmed = kind in ("plain", "tree", "fewer")
         only_confirmed |= kind != "static" and chooser.random() < 0.5
         emits = kind != "chunk"
-        looks_ahead = kind not in ("plain", "chunk", "tree") and max_pending > 1
+        looks_ahead = kind not in ("plain", "chunk", "tree", "fewer") and max_pending > 1
         k = chooser.randint(1, max_pending) if looks_ahead else int(emits)
         bound = 1 if num_prompt else chooser.randint(pending_len, max_pending)
+        if kind == "fewer":  # rows than are pending
+            bound = chooser.randint(1, pending_len)
         q_len = (num_prompt or bound) + max(k - 1, 0)
         self.q_lens.append(q_len)
         self.num_prompt.append(num_prompt)
@@ -488,6 +490,9 @@ CASES: dict[str, Case] = {
     "packed, with room": step_case(["mtp", "plain"], 9, 8, packed_share=1.0),
     "packed and cut": step_case(["mtp", "plain"], 9, 8, packed_share=0.5),
     "packed, all kinds": step_case(ALL, 13, 4, packed_share=0.8),
+    "fewer rows than are pending": step_case(["fewer", "mtp", "prompt"], 9, 8),
+    "fewer rows than a tree has": step_case(["fewer", "tree"], 9, 8, has_trees=True),
+    "packed, fewer than are pending": step_case(["fewer", "mtp"], 9, 8, packed_share=0.9),
     "packed, one request": step_case(["mtp"], 1, 8, packed_share=0.6),
     "trees": step_case(["tree"], 7, 8, has_trees=True),
     "trees beside prompts": step_case(["tree", "prompt", "chunk"], 9, 16, has_trees=True),

@@ -51,12 +51,14 @@ class TorchRowPacking:
         pending_lens = state.pending_lens[rows]
         is_cut = (num_prompt == 0) & (per_request[EMITS_ONLY_CONFIRMED] > 0)
         num_masks = (per_request[NUM_PREDICTED] - 1).clamp(min=0)
+        most = per_request[Q_LEN] - 1  # of rows that may be lost
+        num_drafts = torch.minimum(pending_lens - 1, most)
         known = torch.where(num_prompt > 0, num_prompt, pending_lens)
         divided = self._division.divide(
             WantedRows(
                 least=torch.where(is_cut, 1, known + num_masks),
-                num_drafts=torch.where(is_cut, pending_lens - 1, 0),
-                num_masks=torch.where(is_cut, num_masks, 0),
+                num_drafts=torch.where(is_cut, num_drafts, 0),
+                num_masks=torch.where(is_cut, torch.minimum(num_masks, most - num_drafts), 0),
                 draft_confidence=state.confidence.drafts,
                 mask_confidence=state.confidence.masks,
                 rows=rows.contiguous(),

@@ -47,11 +47,14 @@ def _wanted_kernel(
     masks = tl.load(own + _NUM_PREDICTED * num_reqs, mask=exists, other=1) - 1
     masks = tl.maximum(masks, 0)
     is_cut = _is_cut(own, num_reqs, exists)
+    most = tl.load(own + _Q_LEN * num_reqs, mask=exists, other=1) - 1
+    drafts = tl.minimum(pending - 1, most)
     known = tl.where(num_prompt > 0, num_prompt, pending)
     out = out_ptr + request
     tl.store(out, tl.where(is_cut, 1, known + masks), mask=exists)
-    tl.store(out + out_stride, tl.where(is_cut, pending - 1, 0), mask=exists)
-    tl.store(out + 2 * out_stride, tl.where(is_cut, masks, 0), mask=exists)
+    tl.store(out + out_stride, tl.where(is_cut, drafts, 0), mask=exists)
+    masks = tl.where(is_cut, tl.minimum(masks, most - drafts), 0)
+    tl.store(out + 2 * out_stride, masks, mask=exists)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "early"])
