@@ -34,6 +34,24 @@ def load_reference(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
+@torch.inference_mode()
+def greedy_over_kv_of(
+    old: Any, new: Any, known: list[int], num_new: int, mask: int | None = None
+) -> list[int]:
+    """What the model `new` says behind `known`, of which `old` has read all but the last token: so
+    it is after weights changed in place. `mask` is never said."""
+    cache = old(torch.tensor([known[:-1]]), use_cache=True).past_key_values
+    tokens: list[int] = []
+    token = known[-1]
+    for _ in range(num_new):
+        logits = new(torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0, -1]
+        if mask is not None:
+            logits[mask] = float("-inf")
+        token = int(logits.argmax())
+        tokens.append(token)
+    return tokens
+
+
 def predict(
     model: Any, certain: list[int], drafts: list[int], k: int, mask: int
 ) -> tuple[list[int], list[float], list[float]]:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from mtp_oracle import load_reference
+from mtp_oracle import greedy_over_kv_of, load_reference
 from sglang.srt.control.control import ModelResources
 from sglang.srt.messages.control import (
     AbortReq,
@@ -176,23 +175,6 @@ def test_retracted_requests_go_on_as_if_the_new_weights_had_read_all_before(
             assert harness.outputs[req_id].weight_spans[-1] == ("v1", len(head))
 
 
-@torch.inference_mode()
-def hybrid_greedy(
-    old: Any, new: Any, prompt: list[int], head: list[int], num_new: int
-) -> list[int]:
-    """The new weights go on over KV of the old ones, whose last token has none yet."""
-    known = prompt + head
-    cache = old(torch.tensor([known[:-1]]), use_cache=True).past_key_values
-    tokens: list[int] = []
-    token = known[-1]
-    for _ in range(num_new):
-        logits = new(torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0, -1]
-        logits[MASK] = float("-inf")
-        token = int(logits.argmax())
-        tokens.append(token)
-    return tokens
-
-
 def test_in_place_keeps_the_old_weights_kv(small_model: Path, other_model: Path) -> None:
     harness = ModelHarness(small_model)
     prompt = PROMPTS[4]
@@ -206,7 +188,7 @@ def test_in_place_keeps_the_old_weights_kv(small_model: Path, other_model: Path)
     harness.resume()
     harness.run()
     old, new = load_reference(small_model), load_reference(other_model)
-    right = head + hybrid_greedy(old, new, prompt, head, NUM_NEW - len(head))
+    right = head + greedy_over_kv_of(old, new, prompt + head, NUM_NEW - len(head), MASK)
     assert harness.outputs[req_id].token_ids == right
     only_new = ModelHarness(other_model)
     [tail] = only_new.generate([prompt + head], max_new_tokens=NUM_NEW - len(head), temperature=0.0)
