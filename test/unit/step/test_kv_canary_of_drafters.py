@@ -286,3 +286,13 @@ def test_a_prefix_of_other_weights_is_found(model_path: Path) -> None:
     for prompt in prompts(0):
         harness.submit(prompt, **GREEDY)
     harness.assert_found(pool=0, what="KV of weights before its admission is read")
+
+
+def test_a_worker_over_the_memory_of_another_has_a_canary_of_its_own(model_path: Path) -> None:
+    first = TwoModels(model_path, "tree")
+    expected = first.generate(prompts(0), **GREEDY)
+    options = DrafterConfig("own model", OwnModelOptions(first.drafter.runner._config, True))
+    for checks_kv in (True, False, True):
+        worker = make_worker(first.runners, options, checks_kv=checks_kv)
+        second = SchedulerHarness(SETUP, worker, resources=make_resources(first.runners))
+        assert second.generate(prompts(0), **GREEDY) == expected

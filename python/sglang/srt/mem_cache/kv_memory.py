@@ -75,15 +75,13 @@ class KVMemory:
         self.table, self.pools, self.size_reason = table, tuple(pools), size_reason
         num_bytes = sum(kv.nbytes for pool in pools for kv in pool.kv)
         self.bytes_per_token = num_bytes // num_slots
-        self._addresses: KVAddresses | None = None
+        self._addresses: list[KVAddresses] = []
 
     def addresses(self) -> KVAddresses:
-        """Where all tensors of all pools lie; restored memory too. The first call fixes which they
-        are."""
-        if self._addresses is None:
-            tensors = [tensor for pool in self.pools for tensor in pool.tensors]
-            self._addresses = KVAddresses(tensors)
-        return self._addresses
+        """Where all tensors that pools now have lie, restored memory too."""
+        addresses = KVAddresses([tensor for pool in self.pools for tensor in pool.tensors])
+        self._addresses.append(addresses)
+        return addresses
 
     @property
     def is_released(self) -> bool:
@@ -113,5 +111,5 @@ class KVMemory:
                 pool.restore()
                 undo.callback(pool.release)
             undo.pop_all()
-        if self._addresses is not None:
-            self._addresses.refresh()
+        for addresses in self._addresses:
+            addresses.refresh()

@@ -107,10 +107,11 @@ class MHATokenToKVPool:
 
     def add_notes(self, num_columns: int) -> torch.Tensor:
         """[num_slots + page_size, num_columns] int64, all zero, for debugging: what somebody notes
-        of each slot. It is moved, released and restored with K and V."""
+        of each slot. It is moved, released and restored with K and V. It takes the place of what
+        was added before."""
         shape = (len(self.kv[0]), num_columns)
         notes = torch.zeros(shape, dtype=torch.int64, device=self.kv[0].device)
-        self.tensors.append(notes)
+        self.tensors = [*self.kv, notes]
         return notes
 
     def release(self) -> None:

@@ -76,6 +76,8 @@ def make_worker(
         needs.has_trees,
         needs.max_masks,
     )
+    for runner in runners.runners:
+        runner.checks.clear()  # of a worker that was made before
     if checks_kv:
         check_kv(runners, state, needs.token_shift)
     made: Drafter | None = None
