@@ -23,7 +23,8 @@ import torch
 from sglang.srt.control.control import ModelResources
 from sglang.srt.messages.requests import LogprobOptions, PositionLogprobs
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
-from sglang.srt.processes.worker_factory import drafter_models, drafter_needs, make_worker
+from sglang.srt.processes.runtime_config import drafter_needs
+from sglang.srt.processes.worker_factory import drafter_models, make_worker
 from sglang.srt.scheduling.request import HiddenStates
 from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig
 from sglang.srt.step.step_ops import EMITS
@@ -95,6 +96,7 @@ def make_drafter_runners(
     """Runners for a drafter, and the set-up with room for it; `changes` are fields of
     `ExecutionConfig`."""
     needs = drafter_needs(drafter)
+    assert needs.extra_slots == 0, "Rows of the page table are as wide as rows fed need."
     setup = replace(setup, max_decode_rows=needs.max_rows)
     execution = make_execution(
         path,
