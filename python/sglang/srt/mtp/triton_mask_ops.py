@@ -10,7 +10,13 @@ from sglang.srt.layers.triton_launch import begin
 from sglang.srt.speculative.drafter import ChosenTokens
 from sglang.srt.step import request_rows, step_ops
 from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.step_ops import AcceptedTokens
+from sglang.srt.step.step_ops import (
+    NUM_COUNTS,
+    AcceptedTokens,
+    LookaheadLayout,
+    ReadRows,
+    RowLayout,
+)
 from sglang.srt.step.triton_commit_run import step_launch, store_inside
 
 _EMITS = tl.constexpr(step_ops.EMITS)
@@ -93,6 +99,18 @@ class TritonMaskOps:
         self._thresholds = thresholds
         self._block = max(2, triton.next_power_of_2(state.max_pending + 1))
         self._launch = step_launch(thresholds.device)
+        self._compile(thresholds.device)
+
+    def _compile(self, device: torch.device) -> None:
+        """Runs each kernel with and without probabilities, for a request that emits nothing."""
+        per_request = torch.zeros((NUM_COUNTS, 1), dtype=torch.int64, device=device)
+        numbers, zero = torch.zeros((5, 1), dtype=torch.int64, device=device), per_request[0]
+        lookahead = LookaheadLayout(numbers.view(-1)[:2], zero, None, None)
+        layout = RowLayout(per_request, zero, zero, zero, zero, ReadRows(*numbers), lookahead)
+        for probs in (None, torch.zeros(1, device=device)):
+            chosen = ChosenTokens(layout, zero, probs)
+            self.num_confident(chosen)
+            self.propose(chosen, AcceptedTokens(zero, zero, zero[:, None]))
 
     def num_confident(self, chosen: ChosenTokens) -> torch.Tensor:
         per_request, probs = chosen.layout.per_request, chosen.probs

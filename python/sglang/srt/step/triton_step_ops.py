@@ -167,7 +167,14 @@ class TritonStepOps:
     def warm_up(self, state: RequestRows, pool: ReqToTokenPool) -> None:
         batch = warm_up_batch()
         layout = self.lay_out(batch, StepCounts.plain(batch), state, pool, 0)
-        self.commit(layout, torch.zeros_like(layout.kv_lens), state)
+        zero = torch.zeros_like(layout.kv_lens)
+        self.commit(layout, zero, state)
+        if state.max_pending == 1:
+            return
+        layout = self.lay_out(batch, StepCounts([1], [1], [1], [True]), state, pool, 0)
+        confirmed = ConfirmedDrafts(zero, zero.view(1, 1).to(torch.int32), zero)
+        for num_unconfirmed in (None, zero + 1):
+            self.commit_run(layout, zero, confirmed, num_unconfirmed, 1, state)
         if state.confidence is not None:
             self._packing = TritonRowPacking(self._device, len(state.committed))
             self._packing.pack(layout.per_request, state, 1)
