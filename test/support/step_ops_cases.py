@@ -123,10 +123,10 @@ class Step:
 
     def add(self, kind: str, pending_len: int, max_pending: int, chooser: random.Random) -> None:
         num_prompt = chooser.choice([1, 2, 130, 300]) if kind in ("chunk", "prompt") else 0
-        only_confirmed = kind in ("plain", "tree", "fewer")
+        only_confirmed = kind in ("plain", "tree", "fewer", "capped")
         only_confirmed |= kind != "static" and chooser.random() < 0.5
         emits = kind != "chunk"
-        looks_ahead = kind not in ("plain", "chunk", "tree", "fewer") and max_pending > 1
+        looks_ahead = kind not in ("plain", "chunk", "tree", "fewer", "capped") and max_pending > 1
         k = chooser.randint(1, max_pending) if looks_ahead else int(emits)
         bound = 1 if num_prompt else chooser.randint(pending_len, max_pending)
         if kind == "fewer":  # rows than are pending
@@ -137,7 +137,7 @@ class Step:
         self.emits.append(emits)
         self.num_predicted.append(k)
         self.num_read.append(q_len if only_confirmed and not num_prompt else k)
-        self.max_accepted.append(bound if only_confirmed else k)
+        self.max_accepted.append(2 if kind == "capped" else bound if only_confirmed else k)
         self.emits_only_confirmed.append(only_confirmed)
 
     def batch(self, chooser: random.Random, num_writes: int = 1) -> ScheduleBatch:
@@ -268,8 +268,10 @@ def step_case(
             mine, his = (commit(side, layout) for side, layout in pairs)
             found += [] if torch.equal(mine.cpu(), his) else ["next_token_ids"]
         else:
-            outcomes = (accept(side, layout, step, seed < 3) for side, layout in pairs)
-            found += differing(*outcomes)
+            accepted, expected = (accept(side, layout, step, seed < 3) for side, layout in pairs)
+            found += differing(accepted, expected)
+            if int(expected.accept_lens.max()) > expected.next_token_ids.shape[1]:
+                found.append("more than may be accepted")
         after = ours.tensors()
         found += [name for name, tensor in right.tensors().items() if not tensor.equal(after[name])]
         found += wrong_sequences(before, after, step, has_trees)
@@ -494,6 +496,7 @@ CASES: dict[str, Case] = {
     "fewer rows than a tree has": step_case(["fewer", "tree"], 9, 8, has_trees=True),
     "packed, fewer than are pending": step_case(["fewer", "mtp"], 9, 8, packed_share=0.9),
     "packed, one request": step_case(["mtp"], 1, 8, packed_share=0.6),
+    "no more is accepted than may be": step_case(["capped"], 9, 8),
     "trees": step_case(["tree"], 7, 8, has_trees=True),
     "trees beside prompts": step_case(["tree", "prompt", "chunk"], 9, 16, has_trees=True),
     "a graph of its size": fill_case(GraphKey(DECODE, 4, 1, 4), [1] * 4),

@@ -227,7 +227,7 @@ class StepOps(Protocol):
         Args:
             layout: with `lookahead`.
             targets: [S] int64; the target's own token after each row read.
-            max_accepted: M; nobody is given more.
+            max_accepted: M; nobody is given more, however many drafts are confirmed.
         """
 
     def fill(self, static: StaticInputs, key: GraphKey, batch: ForwardBatch) -> torch.Tensor | None:

@@ -130,7 +130,8 @@ class TorchStepOps:
         per_request = layout.per_request
         rows, num_prompt, emits = (per_request[row] for row in (ROW, NUM_PROMPT, EMITS))
         only_confirmed = per_request[EMITS_ONLY_CONFIRMED] > 0
-        num_confirmed = torch.where(only_confirmed, confirmed.num_confirmed, 0)
+        num_confirmed = confirmed.num_confirmed.clamp(max=max_accepted - 1)
+        num_confirmed = torch.where(only_confirmed, num_confirmed, 0)
         run, path = num_confirmed + 1, confirmed.path[:, :max_accepted]
         offsets = torch.arange(max_accepted, device=rows.device)
         if num_unconfirmed is not None:

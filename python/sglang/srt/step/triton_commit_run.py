@@ -53,7 +53,8 @@ def commit_run_kernel(
     only_confirmed = tl.load(own + _EMITS_ONLY_CONFIRMED * num_reqs) != 0
     pending_len = tl.load(pending_lens_ptr + row)
     num_tokens = tl.load(num_tokens_ptr + row)
-    num_confirmed = tl.where(only_confirmed, tl.load(num_confirmed_ptr + request), 0)
+    num_confirmed = tl.minimum(tl.load(num_confirmed_ptr + request), max_accepted - 1)
+    num_confirmed = tl.where(only_confirmed, num_confirmed, 0)
     offset = tl.arange(0, BLOCK)
     is_token = offset < max_accepted
     step = tl.load(path_ptr + request * path_width + offset, mask=is_token, other=-1)
