@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.registry import ATTENTION_BACKENDS
+from sglang.srt.speculative.length_policy import FullLength
+from sglang.srt.speculative.upcoming_step import Budget, UpcomingStep
 from sglang.srt.tokenizer import load_tokenizer
+from sglang.srt.workers.tp_worker import TpModelWorker
 from target import MAX_GAPS
-from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner
+from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, WithRoom, make_mtp_worker, make_runner
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -85,8 +89,32 @@ def runner_on(
     )
 
 
-def outputs(runner: ModelRunner, setup: Setup) -> list[list[int]]:
-    harness = SchedulerHarness(setup, make_mtp_worker(runner, MASK))
+class Limited(FullLength):
+    """Mostly says that nobody may look ahead, so that steps with drafts and plain ones alternate."""
+
+    def __init__(self) -> None:
+        self._limits = itertools.cycle((8, 1, 1, 3, 1))
+
+    def choose(self, upcoming: UpcomingStep) -> Budget:
+        return Budget(next(self._limits))
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "limited": {"policy": Limited},
+    "packed": {"policy": WithRoom, "packs_rows": True},
+}
+
+
+def mtp_worker(runner: ModelRunner, layout: str) -> TpModelWorker:
+    """One that lays its steps out in a way of LAYOUTS."""
+    config = dict(LAYOUTS[layout])
+    policy = config.pop("policy", FullLength)
+    return make_mtp_worker(runner, MASK, policy(), **config)
+
+
+def outputs(runner: ModelRunner, setup: Setup, layout: str = "padded") -> list[list[int]]:
+    harness = SchedulerHarness(setup, mtp_worker(runner, layout))
     ids = [
         harness.submit(prompt, max_new_tokens=NUM_NEW, **KINDS[i % len(KINDS)])
         for i, prompt in enumerate(prompts())
@@ -100,16 +128,17 @@ def on_cpu() -> list[list[int]]:
     return outputs(runner_on("cpu"), SETUP)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_are_those_of_the_cpu(
-    on_cpu: list[list[int]], backend: str, graphs: bool, overlap: bool
+    on_cpu: list[list[int]], backend: str, graphs: bool, overlap: bool, layout: str
 ) -> None:
     setup = Setup(num_pages=8000, max_running_requests=32, enable_overlap=overlap)
     width = MTP_MAX_ROWS if graphs else 0
     runner = runner_on("cuda", backend, max_graph_width=width, poisons_graphs=True)
-    found = outputs(runner, setup)
+    found = outputs(runner, setup, layout)
     reference = load_reference(DEMO)
     num_near_ties = 0
     for index, (tokens, right) in enumerate(zip(found, on_cpu, strict=True)):
@@ -131,16 +160,17 @@ def test_tokens_are_those_of_the_cpu(
     assert num_near_ties <= max(1, MAX_SHARE * len(found))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("asks_more", [False, True])
 @pytest.mark.parametrize("width", [0, 1, MTP_MAX_ROWS])
 @pytest.mark.parametrize("backend", NEVER_WAIT)
 def test_the_decode_loop_never_waits_for_the_device(
-    backend: str, width: int, asks_more: bool
+    backend: str, width: int, asks_more: bool, layout: str
 ) -> None:
     """torch raises at every operation that would make the host wait, be it that requests begin, or
     that they ask for log-probabilities, hidden states and penalties."""
     runner = runner_on("cuda", backend, max_graph_width=width)
-    harness = SchedulerHarness(SETUP, make_mtp_worker(runner, MASK))
+    harness = SchedulerHarness(SETUP, mtp_worker(runner, layout))
     for i, prompt in enumerate(prompts()[:12]):
         wishes = WISHES[i - len(KINDS)] if asks_more and i >= len(KINDS) else {}
         kind = KINDS[i % len(KINDS)]

@@ -8,6 +8,9 @@ import torch
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.mtp.triton_mask_ops import _num_confident_kernel, _propose_kernel
 from sglang.srt.registry import OPERATIONS
+from sglang.srt.step import triton_row_division as division
+from sglang.srt.step import triton_row_packing as packing
+from sglang.srt.step import triton_step_ops as steps
 from sglang.srt.step.triton_commit_run import commit_run_kernel
 from sglang.srt.step.triton_layout import lay_out_kernel
 from step_ops_cases import ALL, CASES, OUTSIDE_CASES, step_case
@@ -30,13 +33,23 @@ def test_a_column_outside_of_its_row_is_neither_read_nor_written(case: str) -> N
 def test_sizes_of_steps_compile_nothing_anew() -> None:
     def count() -> int:
         device = torch.cuda.current_device()
-        kernels = (lay_out_kernel, commit_run_kernel, _num_confident_kernel, _propose_kernel)
+        kernels = (
+            *(lay_out_kernel, commit_run_kernel, _num_confident_kernel, _propose_kernel),
+            *(packing._wanted_kernel, packing._packed_counts_kernel, division._divide_kernel),
+            *(steps._commit_kernel, steps._write_table_kernel),
+        )
         return sum(len(kernel.device_caches[device][0]) for kernel in kernels)
 
-    assert step_case(ALL, 5, 8)("triton", "cuda") == []
-    before = count()
-    for num_reqs in (1, 2, 16, 33):
+    def run(num_reqs: int) -> None:
         assert step_case(ALL, num_reqs, 8)("triton", "cuda") == []
+        assert step_case(ALL, num_reqs, 8, plain=True)("triton", "cuda") == []
+        assert step_case(ALL, num_reqs, 8, packed_share=0.7)("triton", "cuda") == []
+
+    for num_reqs in (5, 33):  # the kernels of packed steps are compiled by powers of two
+        run(num_reqs)
+    before = count()
+    for num_reqs in (1, 2, 16, 40):
+        run(num_reqs)
     assert count() == before
 
 

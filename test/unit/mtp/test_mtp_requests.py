@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from mtp_oracle import STATIC, load_reference, predict, unverified_decode
+from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.messages.control import AbortReq
 from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -437,3 +438,25 @@ def test_a_k_of_1_after_several_accepted_tokens_feeds_them_all(
         assert len(out) >= 10
         assert harness.outputs[req_id].token_ids[: len(out)] == out[:40]
     assert len(step_lens) > 2
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_lengths_that_are_called_exact_are_exact(small_model: Path, overlap: bool) -> None:
+    """Also where a step in flight may have kept fewer tokens than the host expects: backends that
+    plan on the host take such bounds for lengths."""
+    setup = Setup(max_running_requests=4, enable_overlap=overlap)
+    runner = make_runner(small_model, setup, setup.context_len, MTP_MAX_ROWS)
+    claims = []
+
+    def check(batch: ForwardBatch) -> None:
+        if batch.bounds_are_exact:
+            assert batch.kv_lens.tolist() == batch.kv_len_upper_bounds
+            claims.append(len(batch.q_lens))
+
+    runner.checks.append(check)
+    harness = SchedulerHarness(setup, make_mtp_worker(runner, MASK, Cycling()))
+    params = {"max_new_tokens": 40, "temperature": 0.0}
+    harness.generate([[1, 2], [3]], mtp_enabled=True, mtp_k=4, mtp_verify=True, **params)
+    num_claims = len(claims)
+    harness.generate([[1, 2], [3]], **params)
+    assert len(claims) >= num_claims + 40

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,7 +37,7 @@ class LookaheadPlan:
         counts = self.counts
         fixed_rows = fixed_reads = least_rows = most = num_cut = 0
         for i, num_prompt in enumerate(batch.num_prompt_tokens):
-            if num_prompt == 0 and counts.emits_only_confirmed[i]:
+            if num_prompt == 0 and counts.emits_only_confirmed[i] and self.looks_ahead[i]:
                 num_cut += 1
                 most += counts.q_lens[i]
                 continue
@@ -106,8 +107,15 @@ class LookaheadRows:
         """Whether the length policy may choose a smaller k for the row's request."""
         return self._limits_all or self.emits_only_confirmed[row]
 
-    def upcoming_step(self, batch: ScheduleBatch, longest_pending: int | None) -> UpcomingStep:
-        """What the length policy gets to see of a step; `longest_pending` as for `plan`."""
+    def upcoming_step(
+        self,
+        batch: ScheduleBatch,
+        longest_pending: int | None,
+        confidences: Mapping[int, Sequence[float]],
+        is_packed: bool,
+    ) -> UpcomingStep:
+        """What the length policy gets to see of a step; `longest_pending` as for `plan`, the rest
+        as there."""
         emitting: Counter[tuple[Kind | None, int, bool, int]] = Counter()
         kv_tokens = prompt_row_kv = prompt_reqs = 0
         for i, row in enumerate(batch.rows):
@@ -130,6 +138,8 @@ class LookaheadRows:
             prompt_reqs=prompt_reqs,
             prompt_row_kv=prompt_row_kv,
             num_ended=num_ended,
+            confidences=confidences,
+            is_packed=is_packed,
         )
 
     def _max_pending(self, row: int, num_prompt: int, longest_pending: int | None) -> int:
@@ -138,18 +148,30 @@ class LookaheadRows:
         return bound if longest_pending is None else min(bound, longest_pending)
 
     def accepted(
-        self, rows: list[int], plan: LookaheadPlan, accept_lens: list[int]
+        self,
+        rows: list[int],
+        plan: LookaheadPlan,
+        accept_lens: list[int],
+        num_drafts: list[int],
     ) -> list[Accepted]:
         """What a step's requests accepted, of those that emit. Called for every step, in order:
-        a request that emits only what is confirmed has the drafts that the step before left it."""
+        a request that emits only what is confirmed has the drafts that the step before left it, of
+        which a packed step may feed fewer. With a threshold those count that were predicted: that
+        some were not sure enough is part of its kind.
+
+        Args:
+            num_drafts: R counts of drafts fed; empty where there were none.
+        """
         found = []
-        for row, predicted, taken in zip(rows, plan.counts.num_predicted, accept_lens, strict=True):
+        for i, (row, taken) in enumerate(zip(rows, accept_lens, strict=True)):
+            tried = predicted = plan.counts.num_predicted[i]
             if predicted == 0:
                 continue
-            tried = predicted
             if self.emits_only_confirmed[row]:
                 tried = max(self._pending_read[row], taken)
                 self._pending_read[row] = predicted if taken == tried else 1
+                if self.host_thresholds[row] == 0:
+                    tried = 1 + (num_drafts[i] if num_drafts else 0)
             found.append(Accepted(self._kinds[row], self.is_adjustable(row), tried, taken, row))
         return found
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.model_executor.model_runner import ExecutionConfig
@@ -128,7 +128,9 @@ class MaskDrafter:
             confidences, pending_lens = (part.tolist() for part in self._copies.popleft().read())
             for row, values, count in zip(step.rows, confidences, pending_lens, strict=True):
                 self._confidences[row] = values[: count - 1]
-        accepted = self._lookahead.accepted(step.rows, step.plan, result.accept_lens)
+        accepted = self._lookahead.accepted(
+            step.rows, step.plan, result.accept_lens, result.num_drafts
+        )
         if step.was_chosen:
             self._policy.observe(accepted, result.tier)
 
@@ -191,7 +193,6 @@ class MaskDrafter:
             for row, emits in zip(batch.rows, batch.emits, strict=True)
         ):
             return None
-        upcoming = rows.upcoming_step(batch, longest_pending)
         told = {row: self._confidences[row] for row in batch.rows if self._confidences.get(row)}
-        upcoming = replace(upcoming, confidences=told, is_packed=self._config.packs_rows)
-        return self._policy.choose(upcoming)
+        is_packed = self._config.packs_rows
+        return self._policy.choose(rows.upcoming_step(batch, longest_pending, told, is_packed))

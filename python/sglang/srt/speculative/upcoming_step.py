@@ -29,8 +29,8 @@ class Budget:
     Attributes:
         limit: the most tokens that an adjustable request may predict; 1 at least.
         num_rows: of a packed step, the rows that requests may feed whose look-ahead can be cut
-            (those that emit only what is confirmed and feed no prompt), all together; None: as many
-            as they could feed, so that there is nothing to divide.
+            (those that look ahead, emit only what is confirmed and feed no prompt), all together;
+            None: as many as they could feed, so that there is nothing to divide.
     """
 
     limit: int

@@ -50,7 +50,7 @@ class AllowedTokens:
     bitmask: torch.Tensor
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [S, V] of which those of tokens that are not allowed are -inf."""
+        """Logits [S, V], overwritten: those of tokens that are not allowed are -inf."""
         if not self.rows:
             return logits
         packed = self.bitmask.pin_memory() if logits.is_cuda else self.bitmask
@@ -58,7 +58,7 @@ class AllowedTokens:
         bits = torch.arange(BITS, dtype=torch.int32, device=logits.device)
         is_allowed = (packed[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[1]] == 1
         rows = to_device(self.rows, logits.device)
-        return logits.index_copy(0, rows, logits[rows].masked_fill(~is_allowed, float("-inf")))
+        return logits.index_copy_(0, rows, logits[rows].masked_fill(~is_allowed, float("-inf")))
 
 
 class TokenConstraint(Protocol):

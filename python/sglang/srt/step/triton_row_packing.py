@@ -9,7 +9,7 @@ import triton.language as tl
 from sglang.srt.layers.triton_launch import begin
 from sglang.srt.step import step_ops
 from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.row_division import WantedRows
+from sglang.srt.step.row_division import MAX_DRAFTS, MAX_MASKS, MAX_REQUESTS, WantedRows
 from sglang.srt.step.triton_commit_run import step_launch
 from sglang.srt.step.triton_row_division import TritonRowDivision
 
@@ -81,6 +81,14 @@ def _packed_counts_kernel(
     tl.store(own + _NUM_PREDICTED * num_reqs, predicted, mask=exists)
     tl.store(own + _NUM_READ * num_reqs, num_read, mask=exists)
     tl.store(own + _READ_START * num_reqs, tl.cumsum(num_read, 0) - num_read, mask=exists)
+
+
+def can_pack(state: RequestRows) -> bool:
+    """Whether device rows with confidences are few enough for the kernels."""
+    assert state.confidence is not None, "Device rows without confidences."
+    drafts, masks = state.confidence.drafts, state.confidence.masks
+    fits = drafts.shape[1] <= MAX_DRAFTS and masks.shape[1] <= MAX_MASKS
+    return fits and len(drafts) <= MAX_REQUESTS
 
 
 class TritonRowPacking:

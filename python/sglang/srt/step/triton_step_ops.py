@@ -35,7 +35,7 @@ from sglang.srt.step.step_ops import (
 )
 from sglang.srt.step.triton_commit_run import commit_run_kernel, step_launch
 from sglang.srt.step.triton_layout import lay_out_kernel
-from sglang.srt.step.triton_row_packing import TritonRowPacking
+from sglang.srt.step.triton_row_packing import TritonRowPacking, can_pack
 from sglang.srt.step.worker import ScheduleBatch
 
 BLOCK = 128
@@ -175,7 +175,7 @@ class TritonStepOps:
         confirmed = ConfirmedDrafts(zero, zero.view(1, 1).to(torch.int32), zero)
         for num_unconfirmed in (None, zero + 1):
             self.commit_run(layout, zero, confirmed, num_unconfirmed, 1, state)
-        if state.confidence is not None:
+        if state.confidence is not None and can_pack(state):
             self._packing = TritonRowPacking(self._device, len(state.committed))
             self._packing.pack(layout.per_request, state, 1)
 
@@ -198,7 +198,7 @@ class TritonStepOps:
         per_request = on_device[: NUM_COUNTS * num_reqs].view(NUM_COUNTS, num_reqs)
         num_tokens, num_read = counts.num_rows, counts.num_reads
         if counts.packed is not None:
-            assert self._packing is not None, "Packed steps need confidences in the device rows."
+            assert self._packing is not None, "Packed steps need confidences, and of no more rows."
             self._packing.pack(per_request, state, num_tokens)
         lookahead = None if counts.is_plain else self._lookahead(num_reqs, num_tokens, state.trees)
         trees = None if lookahead is None else state.trees

@@ -24,8 +24,11 @@ from sglang.srt.speculative.drafter import ChosenTokens, ComputedStep, Drafter, 
 from sglang.srt.step.forward_inputs import build_forward_batch
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import (
+    EMITS,
     EMITS_ONLY_CONFIRMED,
+    Q_LEN,
     READ_START,
+    ROW,
     AcceptedTokens,
     RowLayout,
     StepCounts,
@@ -94,7 +97,9 @@ class TpModelWorker:
             state,
             self._table,
             plan.lookahead_token,
-            bounds_are_exact=plan.is_plain,
+            # Who may keep several tokens has more slots reserved than a plain step feeds rows, and
+            # the step in flight may have kept fewer than the bounds say.
+            bounds_are_exact=plan.is_plain and plan.counts.q_lens == batch.max_q_lens,
         )
         drafted = None if batch.constraint is None else DraftedCopy(layout)
         forward = runner.forward(inputs)
@@ -106,13 +111,17 @@ class TpModelWorker:
         sampling = None if batch.all_greedy else state.sampling(reads.rows, reads.positions)
         chosen, drawn = self._choose(batch, plan, layout, logits, sampling)
         accept = self._accept_one if plan.is_plain else self._accept_run
-        accepted = accept(batch, plan, chosen)
+        accepted = accept(plan, chosen)
         if batch.adjusts_logits:
             self._record(inputs.rows, layout, chosen.targets, accepted)
+        accept_lens, kept_lens = accepted.accept_lens, accepted.kept_lens
+        if plan.is_plain:  # which the host knows: nothing more is copied from the device
+            accept_lens = torch.tensor(batch.emits, dtype=torch.int64)
+            kept_lens = torch.tensor(plan.counts.q_lens)
         result = GenerationBatchResult(
             next_token_ids=accepted.next_token_ids,
-            accept_lens=accepted.accept_lens,
-            kept_lens=accepted.kept_lens,
+            accept_lens=accept_lens,
+            kept_lens=kept_lens,
             emitted_logprobs=self._emitted_logprobs(
                 batch, layout, accepted, logits, sampling, drawn
             ),
@@ -178,20 +187,13 @@ class TpModelWorker:
         tokens = self._sampler.sample(logits, sampling) if drawn is None else drawn.tokens
         return ChosenTokens(layout, tokens, None if best is None else best.logprobs.exp()), drawn
 
-    def _accept_one(
-        self, batch: ScheduleBatch, plan: RowPlan, chosen: ChosenTokens
-    ) -> AcceptedTokens:
+    def _accept_one(self, plan: RowPlan, chosen: ChosenTokens) -> AcceptedTokens:
         """The token behind the last row of each request that emits."""
         tokens = self._runner.step_ops.commit(chosen.layout, chosen.targets, self._state)
-        return AcceptedTokens(
-            accept_lens=torch.tensor(batch.emits, dtype=torch.int64),
-            kept_lens=torch.tensor(plan.counts.q_lens),
-            next_token_ids=tokens,
-        )
+        per_request = chosen.layout.per_request
+        return AcceptedTokens(per_request[EMITS], per_request[Q_LEN], tokens)
 
-    def _accept_run(
-        self, batch: ScheduleBatch, plan: RowPlan, chosen: ChosenTokens
-    ) -> AcceptedTokens:
+    def _accept_run(self, plan: RowPlan, chosen: ChosenTokens) -> AcceptedTokens:
         """Confirmed drafts and the token behind them, of a chain or of a path of a tree."""
         layout, targets, state = chosen.layout, chosen.targets, self._state
         lookahead, per_request = layout.lookahead, layout.per_request
@@ -207,7 +209,7 @@ class TpModelWorker:
             per_request[READ_START],
         )
         if self._kv is not None:
-            rows = per_request[0]
+            rows = per_request[ROW]
             self._kernels.move_kept_kv(
                 self._kv,
                 self._table.req_to_token,
