@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class ModelConfig:
         rope: rotary positions, the same in all layers.
         context_len: `max_position_embeddings` in tokens, and what a RoPE scaling adds to it.
         eos_token_ids: ids that end an output, of generation_config.json or else of config.json.
+        hot_token_ids: of a head that drafts, the only tokens that it drafts; empty for no bound.
         hf: the whole config.json; `flag` and `integer` read what one family needs beside this.
         warnings: lines on what was ignored.
     """
@@ -52,6 +53,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     hf: dict[str, Any]
     warnings: tuple[str, ...] = ()
+    hot_token_ids: tuple[int, ...] = field(default=(), repr=False)
 
     def flag(self, name: str) -> bool:
         """A boolean entry of config.json; missing and null are false."""

@@ -99,3 +99,10 @@ MODELS = Registry(
         "Qwen3ForCausalLM": "sglang.srt.models.qwen3:Qwen3ForCausalLM",
     },
 )
+HEADS = Registry(
+    "head over a target model",
+    {
+        "LlamaForCausalLMEagle": "sglang.srt.models.llama_eagle:LlamaForCausalLMEagle",
+        "LlamaForCausalLMEagle3": "sglang.srt.models.llama_eagle3:LlamaForCausalLMEagle3",
+    },
+)

@@ -95,6 +95,9 @@ class ForwardBatch:
             written to the dummy slot, and nobody reads their results. A request may feed no row.
             Those whose number of rows the host knows, as it does of prompts, come first, and with
             them all whose q_lens is above MAX_TREE_ROWS.
+        hidden: [T, width], in the model's type; what a model reads of each row beside its token,
+            such as a target's hidden states; None for models that read tokens alone. Graphs do not
+            copy it, so a model that reads it runs without.
     """
 
     input_ids: torch.Tensor
@@ -110,6 +113,7 @@ class ForwardBatch:
     ancestors: torch.Tensor | None = None
     tree_starts: torch.Tensor | None = None
     q_starts: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +151,8 @@ class ModelOutput(NamedTuple):
     """What a model computes of a forward batch.
 
     Attributes:
-        hidden: hidden states after the last norm: of the rows `ForwardBatch.read_index`
+        hidden: hidden states after the last norm (what a head over a target carries to its next
+            step, see `DraftHead`): of the rows `ForwardBatch.read_index`
             [S, hidden_size], or of all [T, hidden_size] if that is None or `HiddenCapture.all_rows`
             is set.
         taps: [T, len(layers) * hidden_size]; of each row the inputs of `HiddenCapture.layers`, in
@@ -158,7 +163,12 @@ class ModelOutput(NamedTuple):
     taps: torch.Tensor | None = None
 
 
-def dummy_step(q_lens: list[int], device: torch.device, is_packed: bool = False) -> ForwardBatch:
+def dummy_step(
+    q_lens: list[int],
+    device: torch.device,
+    is_packed: bool = False,
+    hidden: torch.Tensor | None = None,
+) -> ForwardBatch:
     """Prompts of these lengths over row 0 and the dummy slot, to be run before there is a request.
     The results mean nothing, and only the dummy page is written."""
     q_starts = to_device(list(accumulate(q_lens, initial=0)), device) if is_packed else None
@@ -174,4 +184,5 @@ def dummy_step(q_lens: list[int], device: torch.device, is_packed: bool = False)
         kv_len_upper_bounds=q_lens,
         bounds_are_exact=True,
         q_starts=q_starts,
+        hidden=hidden,
     )

@@ -23,6 +23,8 @@ from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphKeys, Replay
 from sglang.srt.model_executor.largest_step import MIN_PROMPT_ROWS, largest_step, most_that_fits
 from sglang.srt.model_loader.loader import load_model
+from sglang.srt.models.draft_head import DraftHead
+from sglang.srt.models.transformer import CausalLM
 from sglang.srt.platform import memory_for
 from sglang.srt.registry import ATTENTION_BACKENDS, OPERATIONS, load
 from sglang.srt.step.step_ops import StepOps
@@ -127,6 +129,17 @@ class LoadedModel:
         self.weights = WeightStore(self.model, config.model)
         self.geometry = KVGeometry.of(config.model, dtype)
 
+    def attach(self, target: LoadedModel) -> None:
+        """Gives a head what it shares with the model that it drafts for; others need nothing.
+
+        Raises:
+            ModelPathError: if the head was trained for a target of other sizes.
+        """
+        if isinstance(self.model, DraftHead):
+            assert isinstance(target.model, CausalLM)
+            self.model.attach(target.model)
+            target.weights.after_update.append(self.model.refresh)
+
 
 class ModelRunner:
     """A model's steps: attention, operations and graphs over one pool of a `KVMemory`. Several
@@ -192,7 +205,8 @@ class ModelRunner:
         addresses."""
         self.drop_graphs()
         config = self._config
-        if not self.is_whole or config.max_graph_width == 0:
+        reads_hidden = self.model.hidden_width > 0  # graphs have no room for it
+        if not self.is_whole or config.max_graph_width == 0 or reads_hidden:
             return
         keys = GraphKeys(
             self._capabilities.graph,
@@ -270,8 +284,10 @@ class ModelRunner:
     ) -> tuple[ModelOutput, torch.Tensor]:
         """A step of prompts of these lengths, with all hidden states and as many logits as a step
         may read."""
-        config = self._config
-        batch = dummy_step(q_lens, self.device, is_packed)
+        config, width = self._config, self.model.hidden_width
+        dtype = getattr(torch, config.dtype)
+        hidden = torch.zeros((sum(q_lens), width), dtype=dtype, device=self.device)
+        batch = dummy_step(q_lens, self.device, is_packed, hidden if width else None)
         self._layers.plan(batch)
         output = self._compute(batch)
         num_reads = config.max_running_requests * config.max_decode_rows

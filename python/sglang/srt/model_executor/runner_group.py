@@ -15,6 +15,7 @@ from sglang.srt.model_executor.model_runner import (
     ModelRunner,
 )
 from sglang.srt.platform import memory_for, static_bytes_left
+from sglang.srt.registry import HEADS
 
 
 def make_runners(config: ExecutionConfig, *others: ExecutionConfig) -> RunnerGroup:
@@ -30,7 +31,13 @@ def make_runners(config: ExecutionConfig, *others: ExecutionConfig) -> RunnerGro
         assert (other.device, other.page_size) == (config.device, config.page_size)
         assert other.row_width == config.row_width
         assert other.max_running_requests == config.max_running_requests
+    if config.model.architecture in HEADS.names:
+        raise config.model.refusal(
+            f"{config.model.architecture} only drafts for another model; serve that one"
+        )
     models = [LoadedModel(each) for each in (config, *others)]
+    for model in models[1:]:
+        model.attach(models[0])
     memory = make_memory(config, models)
     group = RunnerGroup([ModelRunner(model, memory, index) for index, model in enumerate(models)])
     group.prepare()

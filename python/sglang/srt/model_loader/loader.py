@@ -17,17 +17,19 @@ from tqdm import tqdm
 from sglang.srt.layers.linear import FusedLinear
 from sglang.srt.model_config import ModelConfig, ModelPathError
 from sglang.srt.model_loader.weight_copies import WeightCopies
-from sglang.srt.models.transformer import CausalLM
-from sglang.srt.registry import MODELS
+from sglang.srt.models.model import Model
+from sglang.srt.registry import HEADS, MODELS
 
 DUMMY_STD = 0.02
 DUMMY_SEED = 0
 READ_BYTES = 1 << 24
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def load_model(
     config: ModelConfig, load_format: str, max_positions: int, dtype: torch.dtype, device: str
-) -> CausalLM:
+) -> Model:
     """Builds the architecture that config.json names.
 
     Args:
@@ -38,18 +40,18 @@ def load_model(
         ModelPathError: if the architecture is unknown or lacks what config.json asks for, or if
             weights are missing, broken or misshapen.
     """
-    if config.architecture not in MODELS.names:
+    registry = HEADS if config.architecture in HEADS.names else MODELS
+    if config.architecture not in registry.names:
         raise config.refusal(
             f"architecture {config.architecture!r} is not supported; use a checkpoint of one that"
             f" is known: {', '.join(MODELS.names)}"
         )
-    architecture = MODELS.load(config.architecture)
+    architecture = registry.load(config.architecture)
     with torch.device("meta"):
-        model: CausalLM = architecture(config, max_positions)
+        model: Model = architecture(config, max_positions)
     # Each weight gets memory once, in its own type: torch keeps what it ever took from a device.
     model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
-    model.tie_head()
-    model.model.rotary.recompute()  # in float32, whatever the type of the weights
+    model.complete()
     if load_format == "dummy":
         _fill_dummy(model)
     else:
@@ -67,19 +69,24 @@ def _fill_dummy(model: nn.Module) -> None:
         parameter.data.normal_(0.0, DUMMY_STD, generator=generator)
 
 
-def _fill(model: nn.Module, config: ModelConfig) -> None:
+def _fill(model: Model, config: ModelConfig) -> None:
     """Copies every tensor of the checkpoint to its place."""
     places = WeightPlaces(model, config)
     copies = WeightCopies(next(model.parameters()).device)
-    seen = set()
+    seen: set[str] = set()
     try:
         with tqdm(total=places.num_weights, desc="Weights", unit="tensor", disable=None) as bar:
             for name, tensor in read_directory(config.path):
                 place = places.place_of(name, tensor.shape)
-                if place is not None:
-                    copies.copy(place, tensor)
-                    seen.add(name)
-                    bar.update()
+                if place is None:
+                    continue
+                places.check_values(name, tensor)
+                own_name = places.own_name(name)
+                if own_name in seen:
+                    raise WeightMismatch(f"has weight {name!r} twice", "which files belong to it?")
+                copies.copy(place, tensor)
+                seen.add(own_name)
+                bar.update()
         places.check_complete(seen)
     except WeightMismatch as error:
         raise ModelPathError(f"{config.path} {error.problem}; {error.question}") from None
@@ -106,16 +113,21 @@ class WeightPlaces:
     The places are views: they stay valid as long as the model keeps its parameters' storages.
     """
 
-    def __init__(self, model: nn.Module, config: ModelConfig) -> None:
+    def __init__(self, model: Model, config: ModelConfig) -> None:
         self._architecture = config.architecture
-        self._has_tied_head = config.tie_word_embeddings
+        self._names = model.checkpoint_names
+        self._problem_of = model.problem_of
         self._by_name = _targets(model)
-        if self._has_tied_head:
-            self._by_name.pop("lm_head.weight", None)
+        for name in self._names.computed:
+            self._by_name.pop(name)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The place of a weight that is known to have one; no autograd."""
-        return self._by_name[name]
+        return self._by_name[self.own_name(name)]
+
+    def own_name(self, name: str) -> str:
+        """The model's name of a weight, which checkpoints may call otherwise."""
+        return self._names.own_name(name)
 
     @property
     def num_weights(self) -> int:
@@ -128,7 +140,7 @@ class WeightPlaces:
         Raises:
             WeightMismatch: if the model has no such weight, or one of another shape.
         """
-        place = self._by_name.get(name)
+        place = self._by_name.get(self.own_name(name))
         if place is None:
             if self._may_be_ignored(name):
                 return None
@@ -144,9 +156,27 @@ class WeightPlaces:
             )
         return place
 
+    def check_values(self, name: str, tensor: torch.Tensor) -> None:
+        """
+        Raises:
+            WeightMismatch: if the values are of a type that the weight cannot hold, or none that
+                the model can use.
+        """
+        place, problem = self[name], None
+        if not place.is_floating_point() and tensor.dtype not in INTEGERS:
+            problem = f"of type {tensor.dtype}, but it holds integers"
+        problem = problem or self._problem_of(self.own_name(name), tensor)
+        if problem is not None:
+            raise WeightMismatch(f"has a weight {name!r} {problem}", "is the file intact?")
+
+    def zeros_for_missing(self, names: Set[str]) -> dict[str, torch.Tensor]:
+        """Values, on the host, of weights beside `names` that a checkpoint may leave out."""
+        missing = self._names.zero_if_missing - names
+        return {name: torch.zeros_like(self[name], device="cpu") for name in missing}
+
     def check_complete(self, names: Set[str]) -> None:
-        """Raises WeightMismatch if the model has weights beside `names`."""
-        missing = self._by_name.keys() - names
+        """Raises WeightMismatch if the model needs weights beside `names`."""
+        missing = self._by_name.keys() - names - self._names.zero_if_missing
         if missing:
             raise WeightMismatch(
                 f"lacks {len(missing)} weights, such as {min(missing)!r}",
@@ -154,23 +184,31 @@ class WeightPlaces:
             )
 
     def _may_be_ignored(self, name: str) -> bool:
-        """Tensors that some checkpoints carry and that are computed here."""
-        tied_head = self._has_tied_head and name == "lm_head.weight"
-        return tied_head or name.endswith("rotary_emb.inv_freq")
+        """Tensors that some checkpoints carry and that are not read here."""
+        return name in self._names.ignored or name.endswith("rotary_emb.inv_freq")
 
 
 def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Checkpoint name to the tensor (or rows of a fused one) that it fills."""
+    """The model's name of each weight to the tensor (or rows of a fused one) that it fills."""
     targets: dict[str, torch.Tensor] = {}
     for module_name, module in model.named_modules():
+        prefix = f"{module_name}." if module_name else ""
         for name, parameter in module.named_parameters(recurse=False):
             if not isinstance(module, FusedLinear):
-                targets[f"{module_name}.{name}"] = parameter.data
+                targets[prefix + name] = parameter.data
                 continue
-            prefix = module_name.rpartition(".")[0]
+            parent = module_name.rpartition(".")[0]
             for shard in module.shards:
-                targets[f"{prefix}.{shard}.{name}"] = module.shard_of(parameter.data, shard)
-    return targets
+                targets[f"{parent}.{shard}.{name}"] = module.shard_of(parameter.data, shard)
+    return targets | _stored_buffers(model)
+
+
+def _stored_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if not isinstance(value, nn.Parameter)
+    }
 
 
 def read_directory(path: Path, in_memory: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
@@ -252,7 +290,14 @@ def _weight_files(path: Path) -> list[Path]:
     else:
         files = sorted(path.glob("*.safetensors"))
     if not files:
+        pickled = [file.name for file in path.iterdir() if file.suffix in PICKLED]
+        remedy = "convert the weights"
+        if pickled:
+            remedy = (
+                f"{min(pickled)} is not read, since such files can hold code: convert the folder"
+                " with scripts/convert_checkpoint.py"
+            )
         raise ModelPathError(
-            f"{path} has no *.safetensors file; convert the weights, or use --load-format dummy."
+            f"{path} has no *.safetensors file; {remedy}, or use --load-format dummy."
         )
     return files

@@ -12,6 +12,7 @@ from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.layers.linear import FusedLinear, Linear
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_config import ModelConfig
+from sglang.srt.models.model import CheckpointNames, Model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +54,16 @@ class Attention(nn.Module):
     """Grouped-query attention (arXiv 2305.13245) over the paged KV pool, optionally with normalized
     queries and keys (arXiv 2302.05442, section 2.1, there with LayerNorm)."""
 
-    def __init__(self, config: ModelConfig, layer: int, spec: DecoderSpec) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, spec: DecoderSpec, input_size: int | None = None
+    ) -> None:
         super().__init__()
         self.layer = layer
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.qkv_proj = FusedLinear(
-            config.hidden_size,
+            input_size or config.hidden_size,
             ("q_proj", "k_proj", "v_proj"),
             (q_size, kv_size, kv_size),
             spec.qkv_bias,
@@ -78,7 +81,7 @@ class Attention(nn.Module):
         runtime: LayerRuntime,
         wanted: torch.Tensor | None,
     ) -> torch.Tensor:
-        """x [T, hidden_size] gives [T, hidden_size], or [S, hidden_size] of the rows `wanted` [S]
+        """x [T, input_size] gives [T, hidden_size], or [S, hidden_size] of the rows `wanted` [S]
         int64 alone."""
         heads = self.qkv_proj(x, runtime).view(x.shape[0], -1, self.head_dim)
         if self.has_qk_norm:
@@ -106,16 +109,45 @@ class GatedMLP(nn.Module):
         return self.down_proj(runtime.gated_linear(x, gate_up.weight, gate_up.bias), runtime)
 
 
-class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward. Each is added to the residual where the norm behind it
-    reads the sum."""
+class AttentionAndMLP(nn.Module):
+    """A layer behind its first norm. Attention and feed-forward are each added to the residual
+    where the norm behind it reads the sum.
 
-    def __init__(self, config: ModelConfig, layer: int, spec: DecoderSpec) -> None:
+    Args:
+        input_size: features that attention reads; None for the hidden size.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layer: int, spec: DecoderSpec, input_size: int | None = None
+    ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer, spec)
+        self.self_attn = Attention(config, layer, spec, input_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config, spec.mlp_bias)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        rotation: torch.Tensor,
+        runtime: LayerRuntime,
+        wanted: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention reads x [T, input_size] and is added to residual [T, hidden_size]. Returns two
+        tensors whose sum is the layer's output: [T, hidden_size], or [S, hidden_size] of the rows
+        `wanted` [S] int64 alone. K and V of all rows are stored."""
+        x = self.self_attn(x, rotation, runtime, wanted)
+        residual = residual if wanted is None else residual[wanted]
+        x, residual = self.post_attention_layernorm(x, residual, runtime)
+        return self.mlp(x, runtime), residual
+
+
+class DecoderLayer(AttentionAndMLP):
+    """The same with its first norm: pre-norm attention and feed-forward."""
+
+    def __init__(self, config: ModelConfig, layer: int, spec: DecoderSpec) -> None:
+        super().__init__(config, layer, spec)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self,
@@ -125,14 +157,9 @@ class DecoderLayer(nn.Module):
         runtime: LayerRuntime,
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's input is x + residual, both [T, hidden_size] (no residual: x). Returns two
-        tensors whose sum is its output: [T, hidden_size], or [S, hidden_size] of the rows `wanted`
-        [S] int64 alone. K and V of all rows are stored."""
+        """The layer's input is x + residual, both [T, hidden_size] (no residual: x)."""
         x, residual = self.input_layernorm(x, residual, runtime)
-        x = self.self_attn(x, rotation, runtime, wanted)
-        residual = residual if wanted is None else residual[wanted]
-        x, residual = self.post_attention_layernorm(x, residual, runtime)
-        return self.mlp(x, runtime), residual
+        return super().forward(x, residual, rotation, runtime, wanted)
 
 
 class Decoder(nn.Module):
@@ -176,13 +203,8 @@ def _tap(
             torch.add(x, residual, out=taps[:, place])
 
 
-class CausalLM(nn.Module):
-    """A decoder and its output head. Parameters bear the checkpoint's names; for the fused ones see
-    `FusedLinear`.
-
-    Attributes:
-        windows: sliding window of each layer, for the attention backend.
-    """
+class CausalLM(Model):
+    """A decoder and its output head."""
 
     def __init__(self, config: ModelConfig, max_positions: int, spec: DecoderSpec) -> None:
         super().__init__()
@@ -190,22 +212,26 @@ class CausalLM(nn.Module):
         assert len(self.windows) == config.num_layers
         self.model = Decoder(config, max_positions, spec)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.is_tied = config.tie_word_embeddings
-        self.tie_head()
+        self._is_tied = config.tie_word_embeddings
+        self._tie_head()
+        if self._is_tied:
+            head = frozenset({"lm_head.weight"})
+            self.checkpoint_names = CheckpointNames(computed=head, ignored=head)
 
-    def tie_head(self) -> None:
+    def _tie_head(self) -> None:
         """Makes the head share the embedding's memory, if the checkpoint says so."""
-        if self.is_tied:
+        if self._is_tied:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    def complete(self) -> None:
+        self._tie_head()
+        self.model.rotary.recompute()
 
     def forward(
         self, batch: ForwardBatch, runtime: LayerRuntime, capture: HiddenCapture = NO_CAPTURE
     ) -> ModelOutput:
-        """Hidden states of a batch that `runtime` has planned; see `ModelOutput`."""
         output: ModelOutput = self.model(batch, runtime, capture)
         return output
 
     def compute_logits(self, hidden: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
-        """Logits [S, vocab_size], in the model's type, of hidden states [S, hidden_size]: of the
-        rows that somebody reads."""
         return self.lm_head(hidden, runtime)

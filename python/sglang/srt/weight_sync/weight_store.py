@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +21,7 @@ from sglang.srt.model_loader.loader import (
     read_directory,
     read_file,
 )
-from sglang.srt.models.transformer import CausalLM
+from sglang.srt.models.model import Model
 
 # Float8 and smaller are codes that mean nothing without their scales.
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -45,13 +45,14 @@ class WeightStore:
     Attributes:
         is_released: the weights have no memory; no step may run.
         num_updates: how often weights have been replaced.
+        after_update: called whenever they have been, by whoever computes something of them.
 
     Raises:
         WeightUpdateError: by every method, for sources that do not fit, and for calls that do not
             fit the state.
     """
 
-    def __init__(self, model: CausalLM, config: ModelConfig) -> None:
+    def __init__(self, model: Model, config: ModelConfig) -> None:
         self._places = WeightPlaces(model, config)
         # Tied parameters share one. Buffers, such as the rotary table, stay.
         storages = {
@@ -62,6 +63,7 @@ class WeightStore:
         self._num_bytes = [storage.nbytes() for storage in self._storages]
         self._copy: _Copy | None = None
         self.num_updates = 0
+        self.after_update: list[Callable[[], None]] = []
 
     @property
     def is_released(self) -> bool:
@@ -84,7 +86,7 @@ class WeightStore:
             raise WeightUpdateError(
                 f"{path} {error.problem}; send a part of the weights as a file or as tensors."
             ) from None
-        return staged
+        return staged | self._places.zeros_for_missing(staged.keys())
 
     def from_file(self, path: str) -> StagedWeights:
         """Some of the weights: a safetensors file.
@@ -131,6 +133,8 @@ class WeightStore:
         with torch.no_grad():
             for name, tensor in staged.items():
                 self._places[name].copy_(tensor)
+            for tell in self.after_update:
+                tell()
 
     def release(self) -> None:
         """Gives the memory of the weights back. The values are kept: those of an accelerator in
@@ -192,12 +196,14 @@ class WeightStore:
                 place = self._place_of(source, name, tensor.shape)
                 if place is None:
                     continue
-                if name in staged:
+                own_name = self._places.own_name(name)
+                if own_name in staged:
                     raise WeightUpdateError(f"{source} has weight {name!r} twice; send it once.")
-                _check_values(source, name, tensor)
-                staged[name] = torch.empty(place.shape, dtype=place.dtype)
-                staged[name].copy_(tensor.detach())
-                _check_finite(source, name, staged[name])
+                _check_values(source, name, tensor, place)
+                self._check_use(source, name, tensor)
+                staged[own_name] = torch.empty(place.shape, dtype=place.dtype)
+                staged[own_name].copy_(tensor.detach())
+                _check_finite(source, name, staged[own_name])
         except (ModelPathError, OSError) as error:
             raise WeightUpdateError(first_line(error)) from None
         if not staged:
@@ -208,9 +214,13 @@ class WeightStore:
         try:
             return self._places.place_of(name, shape)
         except WeightMismatch as error:
-            raise WeightUpdateError(
-                f"{source} {error.problem}; send weights as the model's own checkpoint has them."
-            ) from None
+            raise _refusal(source, error) from None
+
+    def _check_use(self, source: str, name: str, tensor: torch.Tensor) -> None:
+        try:
+            self._places.check_values(name, tensor)
+        except WeightMismatch as error:
+            raise _refusal(source, error) from None
 
 
 class _Copy(Protocol):
@@ -296,8 +306,14 @@ def _taken_from(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.T
         yield tensors.popitem()
 
 
-def _check_values(source: str, name: str, tensor: torch.Tensor) -> None:
-    if tensor.dtype not in SOURCE_DTYPES:
+def _refusal(source: str, error: WeightMismatch) -> WeightUpdateError:
+    return WeightUpdateError(
+        f"{source} {error.problem}; send weights as the model's own checkpoint has them."
+    )
+
+
+def _check_values(source: str, name: str, tensor: torch.Tensor, place: torch.Tensor) -> None:
+    if place.is_floating_point() and tensor.dtype not in SOURCE_DTYPES:
         raise WeightUpdateError(
             f"{source} has a weight {name!r} of type {tensor.dtype}; send floating point values of"
             " 16 bits at least."

@@ -1,0 +1,71 @@
+"""What a runner runs, and how checkpoints name its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from sglang.srt.layers.forward_batch import NO_CAPTURE, ForwardBatch, HiddenCapture, ModelOutput
+from sglang.srt.layers.layer_runtime import LayerRuntime
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointNames:
+    """Where a checkpoint's tensors are not just the model's parameters and stored buffers.
+
+    Attributes:
+        prefixes: beginnings of names, each with what the model has instead.
+        ignored: tensors that may be there, and are not read.
+        zero_if_missing: weights that may be missing.
+        computed: parameters that no checkpoint holds.
+    """
+
+    prefixes: tuple[tuple[str, str], ...] = ()
+    ignored: frozenset[str] = frozenset()
+    zero_if_missing: frozenset[str] = frozenset()
+    computed: frozenset[str] = frozenset()
+
+    def own_name(self, name: str) -> str:
+        """The model's name of a checkpoint's tensor."""
+        for prefix, own in self.prefixes:
+            if name.startswith(prefix):
+                return own + name.removeprefix(prefix)
+        return name
+
+
+class Model(nn.Module):
+    """A model of any kind. Parameters bear the checkpoint's names, but for `checkpoint_names` and
+    fused ones (`FusedLinear`).
+
+    Attributes:
+        windows: sliding window of each layer, for the attention backend.
+        hidden_width: width of the `ForwardBatch.hidden` that a prompt's rows have; 0 if the model
+            reads tokens alone.
+        checkpoint_names: see there.
+    """
+
+    windows: tuple[int | None, ...]
+    hidden_width: int = 0
+    checkpoint_names = CheckpointNames()
+
+    def complete(self) -> None:
+        """Computes what no checkpoint holds. The model was built without memory and has just got
+        it, in the type of its weights."""
+        raise NotImplementedError
+
+    def problem_of(self, name: str, values: torch.Tensor) -> str | None:
+        """What is wrong with the values of a weight that has the right shape and kind of type."""
+        return None
+
+    def forward(
+        self, batch: ForwardBatch, runtime: LayerRuntime, capture: HiddenCapture = NO_CAPTURE
+    ) -> ModelOutput:
+        """Hidden states of a batch that `runtime` has planned; see `ModelOutput`."""
+        raise NotImplementedError
+
+    def compute_logits(self, hidden: torch.Tensor, runtime: LayerRuntime) -> torch.Tensor:
+        """Logits [S, number of tokens], in the model's type, of hidden states [S, hidden_size] that
+        `forward` gave: of the rows that somebody reads."""
+        raise NotImplementedError

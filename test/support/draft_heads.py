@@ -1,0 +1,210 @@
+"""Folders of draft heads as they are published, small, and an oracle of their forward passes.
+
+The oracle runs a whole sequence at once in plain torch, with an explicit mask and no cache, over
+the tensors of the file. It shares no code with the runtime."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+EAGLE, EAGLE3 = "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"
+FILE = "model.safetensors"
+DRAFT_VOCAB_SIZE = 96
+
+Shapes = dict[str, tuple[torch.dtype, list[int]]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a head; those given are Llama-3.1-8B's."""
+
+    hidden: int = 4096
+    intermediate: int = 14336
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    vocab: int = 128256
+    draft_vocab: int = 32000
+
+
+SMALL = Sizes(64, 96, 4, 2, 16, 320, DRAFT_VOCAB_SIZE)
+
+
+def eagle3_shapes(sizes: Sizes, layer: str = "midlayer.") -> Shapes:
+    """Tensors of yuhuili/EAGLE3-LLaMA3.1-Instruct-8B, at any size."""
+    dtype, size, mlp = torch.float32, sizes.hidden, sizes.intermediate
+    q, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    return {
+        "d2t": (torch.int64, [sizes.draft_vocab]),
+        "t2d": (torch.bool, [sizes.vocab]),
+        "fc.weight": (dtype, [size, 3 * size]),
+        f"{layer}self_attn.q_proj.weight": (dtype, [q, 2 * size]),
+        f"{layer}self_attn.k_proj.weight": (dtype, [kv, 2 * size]),
+        f"{layer}self_attn.v_proj.weight": (dtype, [kv, 2 * size]),
+        f"{layer}self_attn.o_proj.weight": (dtype, [size, q]),
+        f"{layer}mlp.gate_proj.weight": (dtype, [mlp, size]),
+        f"{layer}mlp.up_proj.weight": (dtype, [mlp, size]),
+        f"{layer}mlp.down_proj.weight": (dtype, [size, mlp]),
+        f"{layer}hidden_norm.weight": (dtype, [size]),
+        f"{layer}input_layernorm.weight": (dtype, [size]),
+        f"{layer}post_attention_layernorm.weight": (dtype, [size]),
+        "norm.weight": (dtype, [size]),
+        "lm_head.weight": (dtype, [sizes.draft_vocab, size]),
+    }
+
+
+def eagle_shapes(sizes: Sizes) -> Shapes:
+    """Tensors of yuhuili/EAGLE-LLaMA3.1-Instruct-8B, at any size."""
+    dtype, size, mlp = torch.float32, sizes.hidden, sizes.intermediate
+    q, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    return {
+        "embed_tokens.weight": (dtype, [sizes.vocab, size]),
+        "fc.weight": (dtype, [size, 2 * size]),
+        "layers.0.self_attn.q_proj.weight": (dtype, [q, size]),
+        "layers.0.self_attn.k_proj.weight": (dtype, [kv, size]),
+        "layers.0.self_attn.v_proj.weight": (dtype, [kv, size]),
+        "layers.0.self_attn.o_proj.weight": (dtype, [size, q]),
+        "layers.0.mlp.gate_proj.weight": (dtype, [mlp, size]),
+        "layers.0.mlp.up_proj.weight": (dtype, [mlp, size]),
+        "layers.0.mlp.down_proj.weight": (dtype, [size, mlp]),
+        "layers.0.post_attention_layernorm.weight": (dtype, [size]),
+    }
+
+
+def eagle3_config(sizes: Sizes = SMALL) -> dict[str, Any]:
+    """As published: no rope_theta, and the name of a plain Llama."""
+    return {**_config(sizes), "draft_vocab_size": sizes.draft_vocab}
+
+
+def eagle_config(sizes: Sizes = SMALL) -> dict[str, Any]:
+    return {**_config(sizes), "bias": False, "rope_theta": 500000.0}
+
+
+def _config(sizes: Sizes) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "hidden_act": "silu",
+        "hidden_size": sizes.hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": sizes.intermediate,
+        "max_position_embeddings": 64,
+        "model_type": "llama",
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "num_hidden_layers": 1,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-05,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "vocab_size": sizes.vocab,
+    }
+
+
+def random_tensors(shapes: Shapes, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Draft token i of an EAGLE-3 head is one of the target's tokens 3 i, 3 i + 1, 3 i + 2."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, (dtype, shape) in shapes.items():
+        if name == "d2t":
+            chosen = torch.randint(0, 3, shape, generator=generator)
+            tensors[name] = 2 * torch.arange(shape[0]) + chosen
+        elif dtype == torch.bool:
+            tensors[name] = torch.zeros(shape, dtype=dtype)
+        elif name.endswith("norm.weight"):
+            tensors[name] = 0.5 + torch.rand(shape, generator=generator)
+        else:
+            tensors[name] = torch.randn(shape, generator=generator) * 0.2
+    return tensors
+
+
+def write_head(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / FILE)
+    return folder
+
+
+def write_eagle3(folder: Path, seed: int = 0, layer: str = "midlayer.", **changes: Any) -> Path:
+    config = {**eagle3_config(), **changes}
+    return write_head(folder, config, random_tensors(eagle3_shapes(SMALL, layer), seed))
+
+
+def write_eagle(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    config = {**eagle_config(), **changes}
+    return write_head(folder, config, random_tensors(eagle_shapes(SMALL), seed))
+
+
+class Oracle:
+    """A head of the folder over a target whose embedding and output head are given.
+
+    Args:
+        embedding, output: [vocab, hidden]; the target's.
+    """
+
+    def __init__(self, folder: Path, embedding: torch.Tensor, output: torch.Tensor) -> None:
+        self.config = json.loads((folder / "config.json").read_text())
+        self.tensors = {
+            name.replace("layers.0.", "").replace("midlayer.", ""): tensor
+            for name, tensor in load_file(folder / FILE).items()
+        }
+        self.embedding, self.output = embedding, output
+        self.is_eagle3 = "hidden_norm.weight" in self.tensors
+
+    def combine(self, taps: torch.Tensor) -> torch.Tensor:
+        """The hidden input of a prompt's rows, of a target's hidden states."""
+        return taps @ self.tensors["fc.weight"].T if self.is_eagle3 else taps
+
+    def run(self, tokens: list[int], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Carried hidden states [T, hidden] and logits [T, tokens] of a whole sequence, whose
+        hidden inputs are [T, hidden]."""
+        embedded, weights = self.embedding[tokens], self.tensors
+        if self.is_eagle3:
+            normed = self._norm(embedded, "input_layernorm"), self._norm(hidden, "hidden_norm")
+            x, residual = torch.cat(normed, dim=1), hidden
+        else:
+            x = torch.cat((embedded, hidden), dim=1) @ weights["fc.weight"].T
+            x = residual = x + weights.get("fc.bias", torch.zeros(x.shape[1]))
+        residual = residual + self._attention(x)
+        y = self._norm(residual, "post_attention_layernorm")
+        gate, up = (y @ weights[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        out = residual + (gate * torch.sigmoid(gate) * up) @ weights["mlp.down_proj.weight"].T
+        if not self.is_eagle3:
+            return out, out @ self.output.T
+        normed = self._norm(out, "norm")
+        head = weights.get("lm_head.weight", self.output)
+        return (normed if self.config.get("norm_output") else out), normed @ head.T
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        mean = x.pow(2).mean(dim=1, keepdim=True)
+        return x / (mean + self.config["rms_norm_eps"]).sqrt() * self.tensors[f"{name}.weight"]
+
+    def _attention(self, x: torch.Tensor) -> torch.Tensor:
+        count, config = len(x), self.config
+        num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        q, k, v = (x @ self.tensors[f"self_attn.{name}_proj.weight"].T for name in "qkv")
+        q, k = (self._rotate(each.view(count, -1, q.shape[1] // num_heads)) for each in (q, k))
+        v = v.view(count, num_kv_heads, -1)
+        k, v = (each.repeat_interleave(num_heads // num_kv_heads, dim=1) for each in (k, v))
+        scores = torch.einsum("thd,shd->hts", q, k) / q.shape[2] ** 0.5
+        later = torch.ones(count, count, dtype=torch.bool).triu(1)
+        shares = scores.masked_fill(later, -torch.inf).softmax(dim=2)
+        attended = torch.einsum("hts,shd->thd", shares, v).reshape(count, -1)
+        return attended @ self.tensors["self_attn.o_proj.weight"].T
+
+    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, heads, head_dim] at positions 0 to T - 1: pairs (i, i + head_dim / 2)."""
+        half = x.shape[2] // 2
+        theta = self.config.get("rope_theta", 10000.0)
+        turns = torch.tensor([theta ** (-i / half) for i in range(half)], dtype=torch.float64)
+        angles = torch.arange(len(x), dtype=torch.float64)[:, None] * turns
+        cos, sin = (f(angles).float()[:, None] for f in (torch.cos, torch.sin))
+        first, second = x[..., :half], x[..., half:]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2)

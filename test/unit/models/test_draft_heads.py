@@ -1,0 +1,377 @@
+"""Heads of EAGLE and EAGLE-3 over the paged pool compute what an oracle of theirs does. They use
+the target's modules, and follow its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draft_heads import (
+    DRAFT_VOCAB_SIZE,
+    EAGLE,
+    EAGLE3,
+    FILE,
+    Oracle,
+    write_eagle,
+    write_eagle3,
+)
+from sglang.srt.head_config import load_head_config
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.model_config import ModelPathError
+from sglang.srt.model_executor.model_runner import LoadedModel, ModelRunner
+from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
+from sglang.srt.models.draft_head import DraftHead
+from utils import CONTEXT_LEN, VOCAB_SIZE, Setup, make_execution, make_random_llama
+
+torch.set_num_threads(1)
+HIDDEN_SIZE = 64
+TOLERANCE = 2e-5  # of the largest value: EAGLE's hidden states grow with each step
+WRITERS: dict[str, Callable[..., Path]] = {EAGLE: write_eagle, EAGLE3: write_eagle3}
+WIDTHS = {EAGLE: HIDDEN_SIZE, EAGLE3: 3 * HIDDEN_SIZE}
+BOTH = pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its head is not its embedding: a head that confuses them gives other logits."""
+    folder = tmp_path_factory.mktemp("target")
+    return make_random_llama(folder / "model", num_hidden_layers=8, tie_word_embeddings=False)
+
+
+@dataclass
+class Pair:
+    """A target and a head, and the head's oracle."""
+
+    group: RunnerGroup
+    oracle: Oracle
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self.group.runners[1]
+
+    @property
+    def model(self) -> DraftHead:
+        model = self.runner.model
+        assert isinstance(model, DraftHead)
+        return model
+
+
+def make_pair(
+    target: Path, folder: Path, kind: str, page_size: int = 1, token_map: str | None = None
+) -> Pair:
+    setup = Setup(num_pages=512 // page_size, page_size=page_size)
+    execution = make_execution(target, setup, device="cpu", dtype="float32")
+    head = load_head_config(str(folder), kind, execution.model, token_map)
+    group = make_runners(execution, replace(execution, model=head))
+    weights = load_file(target / FILE)
+    oracle = Oracle(folder, weights["model.embed_tokens.weight"], weights["lm_head.weight"])
+    return Pair(group, oracle)
+
+
+class Feeding:
+    """Feeds requests through the paged pool, and knows what the oracle gets: whole sequences."""
+
+    def __init__(self, pair: Pair, seed: int = 0) -> None:
+        self.pair = pair
+        self.generator = torch.Generator().manual_seed(seed)
+        self.tokens: dict[int, list[int]] = {}
+        self.hidden: dict[int, torch.Tensor] = {}
+        size = pair.group.memory.page_size
+        table = pair.runner.req_to_token_pool.req_to_token
+        pages = 1 + torch.randperm(pair.group.memory.num_pages, generator=self.generator)
+        per_row = -(-160 // size)
+        for row in range(3):
+            first = pages[row * per_row : (row + 1) * per_row, None] * size
+            slots = (first + torch.arange(size)).flatten()
+            table[row, : len(slots)] = slots.to(table.dtype)
+
+    def random(self, count: int, width: int) -> tuple[list[int], torch.Tensor]:
+        tokens = torch.randint(0, VOCAB_SIZE, (count,), generator=self.generator)
+        return tokens.tolist(), torch.randn(count, width, generator=self.generator)
+
+    def feed(
+        self, chunks: dict[int, tuple[list[int], torch.Tensor]], reads: list[int] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step, compared with the oracle: rows to tokens and hidden inputs. Returns carried
+        hidden states and logits of all rows, or of those that `reads` names."""
+        pair, runner, expected = self.pair, self.pair.runner, []
+        table = runner.req_to_token_pool.req_to_token
+        positions, slots, kv_lens = [], [], []
+        for row, (tokens, hidden) in chunks.items():
+            own = pair.oracle.combine(hidden) if hidden.shape[1] != HIDDEN_SIZE else hidden
+            start = len(self.tokens.setdefault(row, []))
+            self.tokens[row] += tokens
+            self.hidden[row] = torch.cat((self.hidden.get(row, own[:0]), own))
+            results = pair.oracle.run(self.tokens[row], self.hidden[row])
+            expected.append([result[start:] for result in results])
+            positions.append(torch.arange(start, start + len(tokens)))
+            slots.append(table[row, positions[-1]].long())
+            kv_lens.append(start + len(tokens))
+        batch = ForwardBatch(
+            input_ids=torch.tensor([token for tokens, _ in chunks.values() for token in tokens]),
+            positions=torch.cat(positions),
+            slots=torch.cat(slots),
+            rows=torch.tensor(list(chunks)),
+            q_lens=[len(tokens) for tokens, _ in chunks.values()],
+            kv_lens=torch.tensor(kv_lens),
+            kv_len_upper_bounds=kv_lens,
+            bounds_are_exact=True,
+            read_index=None if reads is None else torch.tensor(reads),
+            hidden=torch.cat([hidden for _, hidden in chunks.values()]),
+        )
+        hidden = runner.forward(batch).hidden.clone()
+        logits = runner.compute_logits(hidden)
+        chosen = slice(None) if reads is None else reads
+        wanted_hidden, wanted_logits = (torch.cat(each)[chosen] for each in zip(*expected))
+        assert_close(hidden, wanted_hidden)
+        if pair.model.hot_head is not None:
+            wanted_logits = wanted_logits[:, pair.model.hot_ids]
+        assert_close(logits, wanted_logits)
+        return hidden, logits
+
+
+def assert_close(values: torch.Tensor, expected: torch.Tensor) -> None:
+    atol = TOLERANCE * float(expected.abs().max())
+    torch.testing.assert_close(values, expected, rtol=1e-4, atol=atol)
+
+
+def run_a_round(pair: Pair, kind: str) -> None:
+    """Chunks of prompts side by side, then draft steps, then rows of a target's step again."""
+    feeding, width = Feeding(pair), WIDTHS[kind]
+    feeding.feed({0: feeding.random(40, width), 1: feeding.random(5, width)})
+    feeding.feed({1: feeding.random(17, width), 2: feeding.random(1, width)}, reads=[16, 17])
+    hidden, logits = feeding.feed({row: feeding.random(3, width) for row in (0, 1, 2)})
+    hidden, logits = hidden[2::3], logits[2::3]
+    for _ in range(3):
+        tokens = pair.model.to_target_ids(logits.argmax(dim=-1)).tolist()
+        steps = {row: ([tokens[row]], hidden[row : row + 1]) for row in range(3)}
+        hidden, logits = feeding.feed(steps)
+    feeding.feed({1: feeding.random(4, width)}, reads=[3])
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@BOTH
+def test_prompts_chunks_and_draft_steps_equal_the_oracle(
+    target: Path, tmp_path: Path, kind: str, page_size: int
+) -> None:
+    run_a_round(make_pair(target, WRITERS[kind](tmp_path / "head"), kind, page_size), kind)
+
+
+def test_an_output_that_is_carried_behind_the_norm(target: Path, tmp_path: Path) -> None:
+    run_a_round(make_pair(target, write_eagle3(tmp_path / "h", norm_output=True), EAGLE3), EAGLE3)
+
+
+@BOTH
+def test_a_theta_of_its_own_and_positions_beyond_its_own_context(
+    target: Path, tmp_path: Path, kind: str
+) -> None:
+    folder = WRITERS[kind](tmp_path / "head", rope_theta=700.0, max_position_embeddings=8)
+    pair = make_pair(target, folder, kind)
+    feeding = Feeding(pair)
+    feeding.feed({0: feeding.random(150, WIDTHS[kind])})
+    assert len(pair.model.rotary.table) >= CONTEXT_LEN
+
+
+def test_a_missing_theta_is_10000_whatever_the_targets(target: Path, tmp_path: Path) -> None:
+    wide = Path(tmp_path / "target")
+    wide.mkdir()
+    config = json.loads((target / "config.json").read_text())
+    parameters = {"rope_type": "default", "rope_theta": 500000.0}
+    (wide / "config.json").write_text(json.dumps({**config, "rope_parameters": parameters}))
+    (wide / FILE).symlink_to(target / FILE)
+    pair = make_pair(wide, write_eagle3(tmp_path / "head"), EAGLE3)
+    feeding = Feeding(pair)
+    feeding.feed({0: feeding.random(60, WIDTHS[EAGLE3])})
+
+
+def test_a_bias_of_fc_is_added(target: Path, tmp_path: Path) -> None:
+    folder = write_eagle(tmp_path / "head")
+    tensors = load_file(folder / FILE)
+    save_file({**tensors, "fc.bias": torch.linspace(-1, 1, HIDDEN_SIZE)}, folder / FILE)
+    run_a_round(make_pair(target, folder, EAGLE), EAGLE)
+
+
+def test_layers_may_be_called_midlayer_or_layers_0(target: Path, tmp_path: Path) -> None:
+    folder = write_eagle3(tmp_path / "head", layer="layers.0.", architectures=[EAGLE3])
+    run_a_round(make_pair(target, folder, EAGLE3), EAGLE3)
+
+
+# --- tokens --------------------------------------------------------------------------------------
+
+
+def test_draft_tokens_are_the_targets_by_d2t(target: Path, tmp_path: Path) -> None:
+    folder = write_eagle3(tmp_path / "head")
+    model = make_pair(target, folder, EAGLE3).model
+    offsets = load_file(folder / FILE)["d2t"].tolist()
+    ids = torch.arange(DRAFT_VOCAB_SIZE).view(2, -1)
+    expected = [i + offset for i, offset in enumerate(offsets)]
+    assert model.to_target_ids(ids).flatten().tolist() == expected
+    assert model.to_target_ids(ids).dtype == torch.int64
+
+
+def test_without_a_draft_vocabulary_the_targets_head_is_used(target: Path, tmp_path: Path) -> None:
+    folder = write_eagle3(tmp_path / "head", draft_vocab_size=None)
+    tensors = load_file(folder / FILE)
+    for name in ("lm_head.weight", "d2t", "t2d"):
+        del tensors[name]
+    save_file(tensors, folder / FILE)
+    pair = make_pair(target, folder, EAGLE3)
+    run_a_round(pair, EAGLE3)
+    ids = torch.tensor([0, 319])
+    assert torch.equal(pair.model.to_target_ids(ids), ids)
+
+
+def test_a_whole_draft_vocabulary_needs_no_map(target: Path, tmp_path: Path) -> None:
+    folder = write_eagle3(tmp_path / "head", draft_vocab_size=VOCAB_SIZE)
+    tensors = load_file(folder / FILE)
+    del tensors["d2t"]
+    tensors["lm_head.weight"] = torch.randn(VOCAB_SIZE, HIDDEN_SIZE)
+    save_file(tensors, folder / FILE)
+    pair = make_pair(target, folder, EAGLE3)
+    ids = torch.tensor([[0, 319]])
+    assert torch.equal(pair.model.to_target_ids(ids), ids)
+    run_a_round(pair, EAGLE3)
+
+
+def test_hot_tokens_are_rows_of_the_targets_head(target: Path, tmp_path: Path) -> None:
+    hot = [300, 7, 8, 150, 2]
+    (tmp_path / "hot.json").write_text(json.dumps(hot))
+    save_file({"ids": torch.tensor(hot)}, tmp_path / "hot.safetensors")
+    folder = write_eagle(tmp_path / "head")
+    for name in ("hot.json", "hot.safetensors"):
+        pair = make_pair(target, folder, EAGLE, token_map=str(tmp_path / name))
+        assert pair.model.to_target_ids(torch.arange(5)).tolist() == hot
+        run_a_round(pair, EAGLE)
+
+
+# --- what belongs to the target ------------------------------------------------------------------
+
+
+def test_nothing_of_the_target_is_copied(target: Path, tmp_path: Path) -> None:
+    pair = make_pair(target, write_eagle(tmp_path / "head"), EAGLE)
+    head = load_file(tmp_path / "head" / FILE)
+    own = sum(tensor.numel() for name, tensor in head.items() if name != "embed_tokens.weight")
+    assert pair.runner.num_parameters == own + HIDDEN_SIZE  # the missing bias
+    logits = pair.runner.compute_logits(torch.ones(1, HIDDEN_SIZE))
+    pair.group.target.model.get_parameter("lm_head.weight").zero_()
+    assert logits.any()
+    assert not pair.runner.compute_logits(torch.ones(1, HIDDEN_SIZE)).any()
+
+
+@pytest.mark.parametrize("has_map", [False, True])
+def test_an_update_of_the_target_reaches_the_head(
+    target: Path, tmp_path: Path, has_map: bool
+) -> None:
+    (tmp_path / "hot.json").write_text("[5, 1, 250]")
+    token_map = str(tmp_path / "hot.json") if has_map else None
+    pair = make_pair(target, write_eagle(tmp_path / "head"), EAGLE, token_map=token_map)
+    old = pair.runner.compute_logits(torch.ones(1, HIDDEN_SIZE))
+    other = make_random_llama(
+        tmp_path / "other", seed=5, num_hidden_layers=8, tie_word_embeddings=False
+    )
+    weights = pair.group.target.weights
+    weights.apply(weights.from_directory(str(other)))
+    new = load_file(other / FILE)
+    pair.oracle.embedding = new["model.embed_tokens.weight"]
+    pair.oracle.output = new["lm_head.weight"]
+    assert not torch.allclose(pair.runner.compute_logits(torch.ones(1, HIDDEN_SIZE)), old)
+    run_a_round(pair, EAGLE)
+
+
+@BOTH
+def test_released_weights_come_back(target: Path, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "hot.json").write_text("[5, 1, 250]")
+    token_map = str(tmp_path / "hot.json") if kind == EAGLE else None
+    pair = make_pair(target, WRITERS[kind](tmp_path / "head"), kind, token_map=token_map)
+    pair.group.release_weights()
+    assert not any(each.untyped_storage().nbytes() for each in pair.model.parameters())
+    pair.group.restore_weights()
+    run_a_round(pair, kind)
+
+
+@BOTH
+def test_an_update_of_the_head_itself(target: Path, tmp_path: Path, kind: str) -> None:
+    folder = write_eagle(tmp_path / "head")
+    if kind == EAGLE3:
+        folder = write_eagle3(tmp_path / "head")
+    pair = make_pair(target, folder, kind)
+    if kind == EAGLE:
+        pair.model.get_parameter("fc.bias").fill_(1.0)  # which the new checkpoint leaves out
+        other = write_eagle(tmp_path / "other", seed=3)
+    else:
+        other = write_eagle3(tmp_path / "other", seed=3)
+    weights = pair.runner.weights
+    weights.apply(weights.from_directory(str(other)))
+    pair.oracle = Oracle(other, pair.oracle.embedding, pair.oracle.output)
+    run_a_round(pair, kind)
+    if kind == EAGLE3:
+        offsets = load_file(other / FILE)["d2t"]
+        found = pair.model.to_target_ids(torch.arange(DRAFT_VOCAB_SIZE))
+        assert torch.equal(found, torch.arange(DRAFT_VOCAB_SIZE) + offsets)
+
+
+# --- in a group of runners -----------------------------------------------------------------------
+
+
+@BOTH
+def test_its_pool_has_one_layer_behind_the_targets_slots(
+    target: Path, tmp_path: Path, kind: str
+) -> None:
+    folder = WRITERS[kind](tmp_path / "h", num_attention_heads=2, num_key_value_heads=1)
+    group = make_pair(target, folder, kind).group
+    ours, drafts = group.memory.pools
+    assert (len(ours.kv), len(drafts.kv)) == (8, 1)
+    assert len(drafts.kv[0]) == len(ours.kv[0])
+    assert group.memory.bytes_per_token == 2 * 4 * (8 * 2 * 16 + 1 * 1 * 32)
+
+
+@BOTH
+def test_the_largest_step_is_run_beside_the_targets(
+    target: Path, tmp_path: Path, kind: str
+) -> None:
+    pair = make_pair(target, WRITERS[kind](tmp_path / "head"), kind)
+    pair.group.target.warm_up(drafting=[pair.runner])
+    run_a_round(pair, kind)
+
+
+def test_a_head_is_no_target(target: Path, tmp_path: Path) -> None:
+    setup = Setup()
+    execution = make_execution(target, setup, device="cpu", dtype="float32")
+    head = load_head_config(str(write_eagle(tmp_path / "head")), EAGLE, execution.model)
+    with pytest.raises(ModelPathError, match=f"{EAGLE} only drafts.*serve that one"):
+        make_runners(replace(execution, model=head))
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"hidden_size": 128}, {"vocab_size": 256}], ids=["hidden_size", "vocab_size"]
+)
+def test_a_target_of_other_sizes_is_refused_when_it_is_attached(
+    target: Path, tmp_path: Path, sizes: dict[str, Any]
+) -> None:
+    execution = make_execution(target, Setup(), device="cpu", dtype="float32")
+    head = load_head_config(str(write_eagle(tmp_path / "head")), EAGLE, execution.model)
+    other = make_random_llama(tmp_path / "other", num_hidden_layers=1, **sizes)
+    loaded = LoadedModel(make_execution(other, Setup(), device="cpu", dtype="float32"))
+    with pytest.raises(ModelPathError, match=f"{next(iter(sizes))} is .* trained for this target"):
+        LoadedModel(replace(execution, model=head)).attach(loaded)
+
+
+def test_in_bfloat16_ids_stay_integers_and_the_rotary_table_float32(
+    target: Path, tmp_path: Path
+) -> None:
+    execution = make_execution(target, Setup(), device="cpu", dtype="bfloat16")
+    head = load_head_config(str(write_eagle3(tmp_path / "head")), EAGLE3, execution.model)
+    group = make_runners(execution, replace(execution, model=head))
+    model = group.runners[1].model
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+    assert model.get_buffer("d2t").dtype == torch.int64
+    assert model.get_buffer("rotary.table").dtype == torch.float32
+    logits = group.runners[1].compute_logits(torch.ones(2, HIDDEN_SIZE, dtype=torch.bfloat16))
+    assert logits.shape == (2, DRAFT_VOCAB_SIZE)
