@@ -286,7 +286,7 @@ RULES = {
         check_probes, EVERYWHERE, "0", "declare the attribute in a type and read it plainly"
     ),
     "unsafe": Rule(
-        check_unsafe, (PACKAGE,), "0", "use msgspec, JSON or safetensors; never run foreign code"
+        check_unsafe, EVERYWHERE, "0", "use msgspec, JSON or safetensors; never run foreign code"
     ),
     "silent handler": Rule(
         check_silent_handlers, EVERYWHERE, "0", "catch the one expected error, or log and raise"

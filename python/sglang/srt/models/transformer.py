@@ -225,7 +225,7 @@ class CausalLM(Model):
 
     def complete(self) -> None:
         self._tie_head()
-        self.model.rotary.recompute()
+        self.model.rotary.recompute()  # in float32, whatever the type of the weights
 
     def forward(
         self, batch: ForwardBatch, runtime: LayerRuntime, capture: HiddenCapture = NO_CAPTURE
