@@ -102,7 +102,7 @@ def a_small_gpu(runner: ModelRunner, wished: int, room: int) -> Iterator[list[in
         return output
 
     runner.max_prompt_rows = wished
-    fake = mock.Mock(side_effect=run, compute_logits=model.compute_logits)
+    fake = mock.Mock(side_effect=run, compute_logits=model.compute_logits, hidden_width=0)
     with (
         mock.patch.object(runner, "model", fake),
         mock.patch.object(torch.cuda, "mem_get_info", return_value=(5 << 20, 100 << 20)),

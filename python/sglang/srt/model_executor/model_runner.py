@@ -285,9 +285,11 @@ class ModelRunner:
         """A step of prompts of these lengths, with all hidden states and as many logits as a step
         may read."""
         config, width = self._config, self.model.hidden_width
-        dtype = getattr(torch, config.dtype)
-        hidden = torch.zeros((sum(q_lens), width), dtype=dtype, device=self.device)
-        batch = dummy_step(q_lens, self.device, is_packed, hidden if width else None)
+        hidden = None
+        if width:
+            dtype = getattr(torch, config.dtype)
+            hidden = torch.zeros((sum(q_lens), width), dtype=dtype, device=self.device)
+        batch = dummy_step(q_lens, self.device, is_packed, hidden)
         self._layers.plan(batch)
         output = self._compute(batch)
         num_reads = config.max_running_requests * config.max_decode_rows
