@@ -11,6 +11,7 @@ from sglang.srt.rope_config import RopeConfig, parse_rope
 
 DEMO_MODELS_DIR = Path(__file__).resolve().parent.parent / "demo_models"
 SILU_NAMES = ("silu", "swish")
+MAX_SIZE = 1 << 24  # more than any model has of anything
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 DEMO_MODELS = {"demo": "tiny-code"}
 DTYPES = ("float32", "bfloat16", "float16")  # names in torch of what weights and KV may be
@@ -153,11 +154,14 @@ def _check_shape(config: ModelConfig) -> None:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
+        "num_attention_heads * head_dim": config.num_heads * config.head_dim,
         "max_position_embeddings": config.context_len,
     }
     for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} is {size}, but must be at least 1")
+        if not 1 <= size <= MAX_SIZE:
+            raise ValueError(f"{name} is {size}, but must be at least 1 and at most {MAX_SIZE}")
+    if not 0 <= config.rms_norm_eps < 1:
+        raise ValueError(f"rms_norm_eps is {config.rms_norm_eps}, but must be in [0, 1)")
     if config.num_heads % config.num_kv_heads:
         raise ValueError(
             f"num_attention_heads {config.num_heads} is no multiple of num_key_value_heads"

@@ -203,6 +203,10 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     (EAGLE3, {"rope_theta": -1}, "rope_theta"),
     (EAGLE, {"head_dim": 15}, "head_dim"),
     (EAGLE, {"hidden_act": "gelu"}, "hidden_act"),
+    (EAGLE, {"intermediate_size": 10**25}, "intermediate_size"),
+    (EAGLE3, {"num_attention_heads": 1 << 13, "head_dim": 1 << 13}, "num_attention_heads * head"),
+    (EAGLE3, {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+    (EAGLE3, {"rms_norm_eps": -1e-5}, "rms_norm_eps is -1e-05"),
 ]
 
 
@@ -211,6 +215,17 @@ def test_a_config_that_cannot_be_met_is_refused(
     kind: str, changes: dict[str, Any], named: str, tmp_path: Path, target: ModelConfig
 ) -> None:
     assert named in refusal(WRITERS[kind](tmp_path, **changes), kind, target)
+
+
+def test_a_head_that_does_not_fit_into_the_hosts_memory_is_refused(
+    tmp_path: Path, target: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(model: torch.nn.Module, device: str) -> torch.nn.Module:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(torch.nn.Module, "to_empty", full)
+    folder = write_eagle(tmp_path, intermediate_size=1 << 24)
+    assert "take 12 GiB, which this host does not have" in refusal(folder, EAGLE, target)
 
 
 def _d2t_with(index: int, target_id: int) -> Callable[[dict[str, torch.Tensor]], None]:

@@ -49,14 +49,31 @@ def load_model(
     architecture = registry.load(config.architecture)
     with torch.device("meta"):
         model: Model = architecture(config, max_positions)
-    # Each weight gets memory once, in its own type: torch keeps what it ever took from a device.
-    model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+    model = _with_memory(model.to(dtype), config, device).eval().requires_grad_(False)
     model.complete()
     if load_format == "dummy":
         _fill_dummy(model)
     else:
         _fill(model, config)
     return model.to(device)
+
+
+def _with_memory(model: Model, config: ModelConfig, device: str) -> Model:
+    """Each weight gets memory once, in its own type: torch keeps what it ever took from a device.
+
+    Raises:
+        ModelPathError: if the host has too little; for a device it is torch's own error.
+    """
+    try:
+        return model.to_empty(device=device)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or torch.device(device).type != "cpu":
+            raise
+        num_bytes = sum(weight.nbytes for weight in model.parameters())
+        raise config.refusal(
+            f"weights of these sizes take {num_bytes >> 30} GiB, which this host does not have; use"
+            " a smaller model"
+        ) from error
 
 
 def _fill_dummy(model: nn.Module) -> None:
