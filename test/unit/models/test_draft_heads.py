@@ -22,8 +22,8 @@ from draft_heads import (
     write_eagle,
     write_eagle3,
 )
-from sglang.srt.head_config import load_head_config
-from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.head_config import load_head_config, tap_layers
+from sglang.srt.layers.forward_batch import ForwardBatch, HiddenCapture
 from sglang.srt.model_config import ModelPathError
 from sglang.srt.model_executor.model_runner import LoadedModel, ModelRunner
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
@@ -31,6 +31,12 @@ from sglang.srt.models.draft_head import DraftHead
 from utils import CONTEXT_LEN, VOCAB_SIZE, Setup, make_execution, make_random_llama
 
 torch.set_num_threads(1)
+CPU: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "attention_backend": "torch_native",
+    "max_graph_width": 0,
+}
 HIDDEN_SIZE = 64
 TOLERANCE = 2e-5  # of the largest value: EAGLE's hidden states grow with each step
 WRITERS: dict[str, Callable[..., Path]] = {EAGLE: write_eagle, EAGLE3: write_eagle3}
@@ -67,7 +73,7 @@ def make_pair(
     target: Path, folder: Path, kind: str, page_size: int = 1, token_map: str | None = None
 ) -> Pair:
     setup = Setup(num_pages=512 // page_size, page_size=page_size)
-    execution = make_execution(target, setup, device="cpu", dtype="float32")
+    execution = make_execution(target, setup, **CPU)
     head = load_head_config(str(folder), kind, execution.model, token_map)
     group = make_runners(execution, replace(execution, model=head))
     weights = load_file(target / FILE)
@@ -341,9 +347,39 @@ def test_the_largest_step_is_run_beside_the_targets(
     run_a_round(pair, kind)
 
 
+def test_the_targets_taps_are_what_an_eagle3_head_reads(target: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    execution = make_execution(target, Setup(), **CPU)
+    folder = write_eagle3(tmp_path / "head")
+    head = load_head_config(str(folder), EAGLE3, execution.model)
+    capture = HiddenCapture(tap_layers(head, execution.model.num_layers))
+    group = make_runners(replace(execution, capture=capture), replace(execution, model=head))
+    weights = load_file(target / FILE)
+    oracle = Oracle(folder, weights["model.embed_tokens.weight"], weights["lm_head.weight"])
+    feeding = Feeding(Pair(group, oracle))
+    tokens, _ = feeding.random(9, 1)
+    batch = ForwardBatch(
+        input_ids=torch.tensor(tokens),
+        positions=torch.arange(9),
+        slots=group.memory.table.req_to_token[0, :9].long(),
+        rows=torch.tensor([0]),
+        q_lens=[9],
+        kv_lens=torch.tensor([9]),
+        kv_len_upper_bounds=[9],
+    )
+    taps = group.target.forward(batch).taps
+    assert taps is not None
+    reference = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    with torch.inference_mode():
+        states = reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    assert_close(taps, torch.cat([states[layer][0] for layer in (2, 4, 5)], dim=1))
+    feeding.feed({0: (tokens, taps)})
+
+
 def test_a_head_is_no_target(target: Path, tmp_path: Path) -> None:
     setup = Setup()
-    execution = make_execution(target, setup, device="cpu", dtype="float32")
+    execution = make_execution(target, setup, **CPU)
     head = load_head_config(str(write_eagle(tmp_path / "head")), EAGLE, execution.model)
     with pytest.raises(ModelPathError, match=f"{EAGLE} only drafts.*serve that one"):
         make_runners(replace(execution, model=head))
@@ -355,10 +391,10 @@ def test_a_head_is_no_target(target: Path, tmp_path: Path) -> None:
 def test_a_target_of_other_sizes_is_refused_when_it_is_attached(
     target: Path, tmp_path: Path, sizes: dict[str, Any]
 ) -> None:
-    execution = make_execution(target, Setup(), device="cpu", dtype="float32")
+    execution = make_execution(target, Setup(), **CPU)
     head = load_head_config(str(write_eagle(tmp_path / "head")), EAGLE, execution.model)
     other = make_random_llama(tmp_path / "other", num_hidden_layers=1, **sizes)
-    loaded = LoadedModel(make_execution(other, Setup(), device="cpu", dtype="float32"))
+    loaded = LoadedModel(make_execution(other, Setup(), **CPU))
     with pytest.raises(ModelPathError, match=f"{next(iter(sizes))} is .* trained for this target"):
         LoadedModel(replace(execution, model=head)).attach(loaded)
 
@@ -366,7 +402,7 @@ def test_a_target_of_other_sizes_is_refused_when_it_is_attached(
 def test_in_bfloat16_ids_stay_integers_and_the_rotary_table_float32(
     target: Path, tmp_path: Path
 ) -> None:
-    execution = make_execution(target, Setup(), device="cpu", dtype="bfloat16")
+    execution = make_execution(target, Setup(), **{**CPU, "dtype": "bfloat16"})
     head = load_head_config(str(write_eagle3(tmp_path / "head")), EAGLE3, execution.model)
     group = make_runners(execution, replace(execution, model=head))
     model = group.runners[1].model
