@@ -90,7 +90,7 @@ def runner_on(
 
 
 class Limited(FullLength):
-    """Mostly says that nobody may look ahead, so that steps with drafts and plain ones alternate."""
+    """Mostly says that nobody may look ahead: steps with drafts and plain ones alternate."""
 
     def __init__(self) -> None:
         self._limits = itertools.cycle((8, 1, 1, 3, 1))
