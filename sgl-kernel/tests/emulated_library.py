@@ -24,7 +24,8 @@ def compile_emulation(out: Path) -> KernelLibrary:
     # A GPU faults at a misaligned address, so this stops there too.
     command += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
     command += [f"-I{include}", "-Wno-unknown-pragmas"]
-    command += [str(_TESTS / "emulation" / "emulated_kernels.cpp"), "-o", str(library)]
+    sources = sorted((_TESTS / "emulation").glob("*.cpp"))
+    command += [*map(str, sources), "-o", str(library)]
     subprocess.run(command, check=True)
     return KernelLibrary(library)
 

@@ -73,6 +73,14 @@ SGL_INLINE int lowest_bit(uint32_t bits) {
 #endif
 }
 
+SGL_INLINE int count_bits(uint32_t bits) {
+#ifdef __CUDA_ARCH__
+  return __popc(bits);
+#else
+  return __builtin_popcount(bits);
+#endif
+}
+
 // From here on the kernel launched after this one may be placed on the device.
 __device__ __forceinline__ void allow_dependent_launch() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

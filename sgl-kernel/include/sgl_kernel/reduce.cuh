@@ -30,6 +30,25 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
+__device__ __forceinline__ int64_t warp_sum(int64_t value) {
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(kFullWarp, static_cast<long long>(value), offset);
+  }
+  return value;
+}
+
+// Each lane's value and those of the lanes below it.
+__device__ __forceinline__ float warp_running_sum(float value) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+#pragma unroll
+  for (int offset = 1; offset < kWarpSize; offset *= 2) {
+    const float below = __shfl_up_sync(kFullWarp, value, offset);
+    if (lane >= offset) value += below;
+  }
+  return value;
+}
+
 // A token and what it is ranked by; the larger key wins, then the lower token.
 struct Candidate {
   float key;

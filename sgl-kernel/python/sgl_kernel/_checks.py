@@ -6,6 +6,8 @@ import torch
 
 from sgl_kernel._library import DTYPE_CODES
 
+_MAX_ROWS = 2**31 - 33
+
 
 def check_logits(logits: torch.Tensor) -> None:
     """Refuses what is not [S, V] float32, bfloat16 or float16 with adjacent columns."""
@@ -26,6 +28,12 @@ def check_device(name: str, tensor: torch.Tensor) -> None:
     """Refuses what is neither on a CUDA device nor on the CPU."""
     if not (tensor.is_cuda or tensor.is_cpu):
         raise ValueError(f"{name} is on {tensor.device}; move it to a CUDA device or to the CPU")
+
+
+def check_size(name: str, size: int) -> None:
+    """Refuses what the kernels' 32-bit rows cannot count."""
+    if size > _MAX_ROWS:
+        raise ValueError(f"{name} must be at most {_MAX_ROWS}, not {size}; split the call")
 
 
 def check_banned_ids(banned_ids: torch.Tensor | None, device: torch.device) -> None:
@@ -50,7 +58,7 @@ def check_matrix(
     name: str,
     matrix: torch.Tensor,
     dtype: torch.dtype,
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     device: torch.device,
 ) -> None:
     """Refuses what is not a contiguous tensor of `shape` and `dtype` on `device`."""

@@ -37,12 +37,26 @@ _SIGNATURES: dict[str, Sequence[_ArgumentType]] = {
         *(_POINTER,) * 4,
         *(_LONG, _LONG, _POINTER),
     ],
+    "sgl_build_tree": [
+        *(_INT, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG),
+        *(_POINTER, _LONG, _LONG),
+        *(_POINTER,) * 5,
+    ],
+    "sgl_build_ragged_trees": [_INT, *(_POINTER,) * 3],
+    "sgl_verify_trees": [_INT, _POINTER, _POINTER, _LONG, _POINTER, _POINTER],
+    "sgl_verify_ragged_trees": [_INT, _POINTER, _POINTER, _LONG, _POINTER, _POINTER],
+    "sgl_sample_trees": [_INT, _POINTER, _POINTER, _LONG, _POINTER, _POINTER],
+    "sgl_sample_ragged_trees": [_INT, _POINTER, _POINTER, _LONG, _POINTER, _POINTER],
     "sgl_preload_argmax_logprob": [_INT],
     "sgl_preload_sample_tokens": [_INT],
     "sgl_preload_penalize_logits": [_INT],
     "sgl_preload_uniform_noise": [_INT],
     "sgl_preload_confirm_drafts": [_INT],
     "sgl_preload_move_kept_kv": [_INT],
+    "sgl_preload_build_tree": [_INT],
+    "sgl_preload_build_ragged_trees": [_INT],
+    "sgl_preload_verify_trees": [_INT],
+    "sgl_preload_sample_trees": [_INT],
 }
 
 
@@ -51,7 +65,8 @@ class KernelLibrary:
 
     Attributes:
         argmax_logprob, sample_tokens, penalize_logits, uniform_noise, confirm_drafts,
-            move_kept_kv: C functions that return a cudaError.
+            move_kept_kv, build_tree, build_ragged_trees, verify_trees, verify_ragged_trees,
+            sample_trees, sample_ragged_trees: C functions that return a cudaError.
         num_chunks: the workspace's partial results per row, by vocabulary size.
     """
 
@@ -69,6 +84,12 @@ class KernelLibrary:
         self.uniform_noise = self._function("sgl_uniform_noise")
         self.confirm_drafts = self._function("sgl_confirm_drafts")
         self.move_kept_kv = self._function("sgl_move_kept_kv")
+        self.build_tree = self._function("sgl_build_tree")
+        self.build_ragged_trees = self._function("sgl_build_ragged_trees")
+        self.verify_trees = self._function("sgl_verify_trees")
+        self.verify_ragged_trees = self._function("sgl_verify_ragged_trees")
+        self.sample_trees = self._function("sgl_sample_trees")
+        self.sample_ragged_trees = self._function("sgl_sample_ragged_trees")
         self._error_string = self._library["sgl_error_string"]
         self._error_string.argtypes = [_INT]
         self._error_string.restype = ctypes.c_char_p

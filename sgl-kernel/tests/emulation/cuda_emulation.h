@@ -131,13 +131,42 @@ inline int atomicMin(int* address, int value) {
   return before;
 }
 
-inline float __shfl_xor_sync(unsigned, float value, int offset) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &value, sizeof(bits));
-  bits = emulation::warp_operation(
-      bits, [offset](const uint64_t* lanes, unsigned lane) { return lanes[lane ^ offset]; });
-  __builtin_memcpy(&value, &bits, sizeof(bits));
+namespace emulation {
+
+// The value that `source`, a function of the own lane, published.
+template <typename Value, typename Source>
+inline Value shuffle(Value value, Source source) {
+  static_assert(sizeof(Value) <= sizeof(uint64_t), "the exchange holds 64 bits of a lane");
+  uint64_t bits = 0;
+  __builtin_memcpy(&bits, &value, sizeof(value));
+  bits = warp_operation(
+      bits, [source](const uint64_t* lanes, unsigned lane) { return lanes[source(lane)]; });
+  __builtin_memcpy(&value, &bits, sizeof(value));
   return value;
+}
+
+}  // namespace emulation
+
+template <typename Value>
+inline Value __shfl_xor_sync(unsigned, Value value, int offset) {
+  return emulation::shuffle(value, [offset](unsigned lane) { return lane ^ offset; });
+}
+template <typename Value>
+inline Value __shfl_up_sync(unsigned, Value value, unsigned offset) {
+  return emulation::shuffle(value,
+                            [offset](unsigned lane) { return lane < offset ? lane : lane - offset; });
+}
+template <typename Value>
+inline Value __shfl_sync(unsigned, Value value, int source) {
+  return emulation::shuffle(value, [source](unsigned) { return source; });
+}
+
+inline unsigned __ballot_sync(unsigned, int is_set) {
+  return emulation::warp_operation(is_set != 0, [](const uint64_t* lanes, unsigned) {
+    uint64_t bits = 0;
+    for (int i = 0; i < emulation::kLanes; ++i) bits |= lanes[i] << i;
+    return bits;
+  });
 }
 
 template <typename Choose>
