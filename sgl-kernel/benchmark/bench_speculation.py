@@ -4,7 +4,10 @@
 
 `confirm`: chains or trees whose drafts are all confirmed along one branch, the longest walk.
 `move`: the KV of that branch in all layers of a target and one layer of a draft model, bfloat16;
-0 moved is a step whose kept rows lie at the front already. Timed as timing.py says.
+0 moved is a step whose kept rows lie at the front already.
+`build`: trees of equal size from EAGLE's candidates (tree_cases.py). The uniform launch gets the
+candidates selected, the ragged one selects them too. `verify` and `sample`: those trees, from a
+vocabulary of `--vocabulary` tokens; no draft is confirmed. Timed as timing.py says.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from pathlib import Path
 import torch
 from timing import device_time_us, environment, host_time_us
 from tqdm import tqdm
+from tree_cases import DEPTH, TOPK, drafted_trees
 
 import sgl_kernel
 from sgl_kernel import reference
@@ -52,6 +56,9 @@ def main() -> None:
     for requests in tqdm(options.requests, desc="timing", file=sys.stderr):
         timings += [measure_confirm(name, requests, rows, options) for name, rows in confirm]
         timings += [measure_move(name, requests, moved, options) for name, moved in moves]
+    for requests in tqdm(options.tree_requests, desc="timing trees", file=sys.stderr):
+        for rows in options.tree_rows:
+            timings += measure_trees(requests, rows, options)
     print_table(timings)
     if options.out is not None:
         record = {
@@ -66,6 +73,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--moved", type=int, nargs="+", default=[0, 3, 7])
+    parser.add_argument("--tree-requests", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--tree-rows", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--vocabulary", type=int, default=128256)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--heads", type=int, default=8, help="KV heads of 128")
     parser.add_argument("--page-size", type=int, default=16)
@@ -129,6 +139,36 @@ def measure_move(name: str, requests: int, moved: int, options: argparse.Namespa
     rows = int(path[moved or 7]) + 1
     num_bytes = 2 * moved * requests * len(layers) * layers[0][0].nbytes
     return _timed(name, (requests, rows, moved), lambda _: op(*arguments), options, num_bytes)
+
+
+def measure_trees(requests: int, rows: int, options: argparse.Namespace) -> list[Timing]:
+    """Medians of both builds of the same trees, and of both verifications of what they make."""
+    flat, uniform = drafted_trees(requests, rows)
+    num_rows = requests * rows
+    mask = torch.empty(num_rows * rows, dtype=torch.bool, device="cuda")
+    positions = torch.empty(num_rows, dtype=torch.int64, device="cuda")
+    links = [torch.empty(requests, rows, dtype=torch.int64, device="cuda") for _ in range(3)]
+    mode = sgl_kernel.TreeMaskMode.QLEN_ONLY
+    results = (mask, positions, *links, TOPK, DEPTH, rows, mode)
+    built = sgl_kernel.build_ragged_trees(*flat, num_rows)
+    sgl_kernel.build_tree_kernel_efficient(*uniform, *results)
+    assert torch.equal(links[1].flatten(), built.first_child.long()), "the trees differ"
+
+    trees = (built.first_child, built.next_sibling, built.starts)
+    targets = torch.full_like(built.tokens, -1)
+    coins = torch.full((num_rows,), 0.999, device="cuda")
+    probs = torch.full((num_rows, options.vocabulary), 1 / options.vocabulary, device="cuda")
+    sampled = (built.tokens, *trees, coins, coins[:requests], probs, DEPTH + 1)
+    calls: dict[str, Callable[[None], object]] = {
+        "build uniform": lambda _: sgl_kernel.build_tree_kernel_efficient(*uniform, *results),
+        "build ragged": lambda _: sgl_kernel.build_ragged_trees(*flat, num_rows),
+        "verify ragged": lambda _: sgl_kernel.verify_ragged_trees(
+            built.tokens, targets, *trees, DEPTH + 1
+        ),
+        "sample ragged": lambda _: sgl_kernel.sample_ragged_trees(*sampled),
+    }
+    shape = (requests, rows, 0)
+    return [_timed(name, shape, call, options) for name, call in calls.items()]
 
 
 def _timed(
