@@ -164,8 +164,15 @@ def test_tokens_and_steps_equal_the_reference(
     check(run_jobs(SETUPS[name], prompts, jobs), references, jobs, name)
 
 
-@pytest.mark.parametrize("layout", ["trims_rows", "packs_rows"])
-@pytest.mark.parametrize("name", ["eight at once", "alone", "retracted at every third step"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("eight at once", "trims_rows"),
+        ("alone", "trims_rows"),
+        ("retracted at every third step", "trims_rows"),
+        ("retracted at every third step", "packs_rows"),
+    ],
+)
 def test_rows_that_follow_what_is_pending_give_the_same(
     name: str, layout: str, prompts: list[list[int]], references: dict[Job, MTPReference]
 ) -> None:
