@@ -87,7 +87,7 @@ def _check_tokens(expectation: Expectation, rows: Rows, outcome: Collected) -> C
         if token == wanted:
             continue
         require(
-            expectation.is_near_tie(rows.logits[place], token, wanted),
+            expectation.is_near_tie(rows.logits[place], place, token, wanted),
             f"token {place} is {token}, alone it is {wanted}; {tokens}, alone {right}",
         )
         seen["near-ties"] += 1

@@ -289,13 +289,13 @@ class Expectation:
             row[MASK] = float("-inf")
         return logits
 
-    def chosen(self, logits: torch.Tensor) -> list[int]:
-        """The token of each row; [n, V]."""
+    def chosen(self, logits: torch.Tensor, start: int = 0) -> list[int]:
+        """The output tokens from place `start` on, of rows [n, V]."""
         params, size = self.params, len(logits)
         if params.is_greedy or not size:
             return logits.argmax(-1).tolist()
         assert params.sampling_seed is not None
-        first = self._num_prompt
+        first = self._num_prompt + start
         rows = SamplingRows(
             temperature=torch.full((size,), params.temperature),
             top_k=torch.full((size,), VOCAB_SIZE if params.top_k == -1 else params.top_k),
@@ -307,13 +307,16 @@ class Expectation:
         tokens, _ = sampling_reference.sample_tokens(logits, rows)
         return tokens.tolist()
 
-    def is_near_tie(self, logits: torch.Tensor, token: int, other: int) -> bool:
-        """Whether rounding may choose `token` where [V] says `other`."""
+    def is_near_tie(self, logits: torch.Tensor, place: int, token: int, other: int) -> bool:
+        """Whether rounding may choose `token` as the output's at `place`, where [V] says `other`."""
         if self.params.is_greedy:
             return float(logits[other] - logits[token]) <= NEAR_TIE
         # A draw compares products of probabilities and noise, and probabilities with bounds.
         noise = torch.empty_like(logits).uniform_(-NEAR_TIE, NEAR_TIE)
-        return any(self.chosen((logits + sign * noise)[None])[0] == token for sign in (-1, 1))
+        towards = torch.zeros_like(logits)
+        towards[token], towards[other] = NEAR_TIE, -NEAR_TIE
+        others = (logits + change for change in (noise, -noise, towards, -towards))
+        return any(self.chosen(each[None], place) == [token] for each in others)
 
     def logprobs(self, logits: torch.Tensor) -> torch.Tensor:
         """[n, V] of the distribution that tokens are drawn from."""
