@@ -308,7 +308,7 @@ class Expectation:
         return tokens.tolist()
 
     def is_near_tie(self, logits: torch.Tensor, place: int, token: int, other: int) -> bool:
-        """Whether rounding may choose `token` as the output's at `place`, where [V] says `other`."""
+        """Whether rounding may choose `token` at a place of the output where [V] says `other`."""
         if self.params.is_greedy:
             return float(logits[other] - logits[token]) <= NEAR_TIE
         # A draw compares products of probabilities and noise, and probabilities with bounds.
