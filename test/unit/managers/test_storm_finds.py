@@ -206,7 +206,7 @@ DEFECTS: dict[Callable[[Patch], None], int] = {
     leaves_biases_in_a_row: 11,
     leaves_thresholds_in_a_row: 17,
     draws_another_seed_after_a_retraction: 1,
-    hands_logprobs_to_the_next_request: 12,
+    hands_logprobs_to_the_next_request: 524,
     answers_no_abort_of_a_waiting_request: 21,
     answers_no_drain: 10,
     labels_only_what_runs: 2,
