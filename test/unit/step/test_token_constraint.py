@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from drafter_checks import make_drafter_runners
+from ngram_drafter import PLACE, NgramOptions
+from sglang.srt.processes.worker_factory import make_worker
+from sglang.srt.registry import DRAFTERS
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.drafter import DrafterConfig
 from sglang.srt.step.token_constraint import AllowedTokens, DraftedTokens
 from sglang.srt.step.worker import (
     GenerationBatchResult,
@@ -24,6 +29,7 @@ from utils import (
     MTP_MAX_ROWS,
     SchedulerHarness,
     Setup,
+    WithRoom,
     make_model_worker,
     make_mtp_worker,
     make_runner,
@@ -110,8 +116,9 @@ def generate(worker: Worker, setup: Setup, **params: Any) -> tuple[list[list[int
 @pytest.mark.parametrize("enable_overlap", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_grammar_restricts_drafts_as_it_does_single_tokens(
-    small_model: Path, temperature: float, enable_overlap: bool
+    small_model: Path, monkeypatch: pytest.MonkeyPatch, temperature: float, enable_overlap: bool
 ) -> None:
+    """In chains, padded and packed, and in trees."""
     setup = Setup(chunked_prefill_size=3, enable_overlap=enable_overlap)
     params: dict[str, Any] = {"temperature": temperature, "sampling_seed": 7}
     plain, _ = generate(make_model_worker(small_model, setup), setup, **params)
@@ -119,11 +126,20 @@ def test_a_grammar_restricts_drafts_as_it_does_single_tokens(
         for end, token in enumerate(output):
             assert token != MASK
             assert is_allowed([*prompt, *output[:end]], token)
-    runner = make_runner(small_model, setup, setup.context_len, MTP_MAX_ROWS)
-    params |= {"mtp_enabled": True, "mtp_k": 4, "mtp_verify": True}
-    verified, num_drafts = generate(make_mtp_worker(runner, MASK), setup, **params)
-    assert verified == plain
-    assert num_drafts > 20
+    ahead = params | {"mtp_enabled": True, "mtp_k": 4, "mtp_verify": True}
+    for packs_rows in (False, True):
+        runner = make_runner(small_model, setup, setup.context_len, MTP_MAX_ROWS)
+        worker = make_mtp_worker(runner, MASK, WithRoom(), packs_rows=packs_rows)
+        verified, num_drafts = generate(worker, setup, **ahead)
+        assert verified == plain
+        assert num_drafts > 20
+    monkeypatch.setitem(DRAFTERS._entries, "toy", PLACE)
+    drafter = DrafterConfig("toy", NgramOptions(max_drafts=7, max_depth=3))
+    runners, tree_setup = make_drafter_runners(small_model, setup, drafter)
+    plain, _ = generate(make_worker(runners, None), tree_setup, **params)  # may emit token MASK
+    trees, num_drafts = generate(make_worker(runners, drafter), tree_setup, **params)
+    assert trees == plain
+    assert num_drafts > 100
 
 
 def test_rows_without_a_grammar_stay_as_they_are() -> None:
