@@ -106,12 +106,16 @@ def share_with_drafts(before: Estimate, run: Estimate) -> float:
     num_drafts = run.mean - 1.0
     if num_drafts <= 0.0:
         return 0.5
-    last_share = (run.mean - before.mean) / num_drafts
-    return 1.0 / (2.0 - min(1.0, last_share * num_drafts))
+    return _share(num_drafts, (run.mean - before.mean) / num_drafts)
 
 
 def _with_gaps(num_drafts: float, last_share: float) -> float:
-    """Tokens per step, where a step with drafts has `num_drafts` of them accepted on average and
-    a share `last_share` of these complete their run: only then the next step has drafts."""
-    share = 1.0 / (2.0 - min(1.0, last_share * num_drafts))  # of steps that have drafts
-    return 1.0 + share * num_drafts
+    """Tokens per step; arguments as for `_share`."""
+    return 1.0 + _share(num_drafts, last_share) * num_drafts
+
+
+def _share(num_drafts: float, last_share: float) -> float:
+    """Share of steps that have drafts, where a step with drafts has `num_drafts` of them accepted
+    on average and a share `last_share` of these complete their run: only then the next step has
+    drafts."""
+    return 1.0 / (2.0 - min(1.0, last_share * num_drafts))

@@ -198,7 +198,9 @@ class TpModelWorker:
         layout, targets, state = chosen.layout, chosen.targets, self._state
         lookahead, per_request = layout.lookahead, layout.per_request
         assert lookahead is not None, "A step with look-ahead is laid out as one."
-        num_unconfirmed = plan.accepts_unconfirmed and plan.accepts_unconfirmed(chosen)
+        num_unconfirmed = None
+        if plan.accepts_unconfirmed is not None:
+            num_unconfirmed = plan.accepts_unconfirmed(chosen)
         confirmed = self._kernels.confirm_drafts(
             layout.input_ids,
             targets,
