@@ -58,7 +58,11 @@ SUITES = (
     "test/unit/speculative/test_toy_drafters.py",
 )
 KERNELS = "kernels"
-KERNEL_SUITES = ("test/gpu", "sgl-kernel/tests/test_kernels_gpu.py")
+KERNEL_SUITES = (
+    "test/gpu",
+    "sgl-kernel/tests/test_kernels_gpu.py",
+    "sgl-kernel/tests/test_tree_kernels_gpu.py",
+)
 NO_OVERLAP = {"disable_overlap_schedule": True}
 NO_GRAPHS = {"disable_cuda_graph": True}
 TRITON = {"attention_backend": "triton"}
