@@ -231,6 +231,7 @@ def measure_value(
         bound_ms, schedule = public_fields(args).get("max_step_ms"), None
     else:
         with sglang.Engine(args) as engine:
+            keep_out_of_collections()  # of this process, whose pauses are none of the server's
             info = engine.get_server_info()
             schedule = info["resolved"]["schedule"]
             found = asyncio.run(measure(engine, arguments, vocab_size, seeds))

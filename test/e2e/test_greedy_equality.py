@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from oracle import (
+    FEW_NEAR_TIES,
     Reference,
     assert_equal_up_to_near_ties,
     code_snippets,
@@ -146,4 +147,4 @@ def test_seeded_sampling_depends_on_nothing_but_the_seed(
     for variant, changes in VARIANTS.items():
         # Rounding differs with the shape of a batch and can move a draw across a boundary.
         differing = sum(a != b for a, b in zip(alone, run(False, **changes), strict=True))
-        assert differing <= 1, variant
+        assert differing <= max(1, FEW_NEAR_TIES), variant

@@ -14,6 +14,8 @@ from target import TARGET
 
 MAX_GAP = TARGET.max_gap
 MAX_SHARE = 0.02
+# Of few prompts. Two logits of 16 bits lie within MAX_GAP more often than two of 32.
+FEW_NEAR_TIES = 0 if TARGET.dtype == "float32" else 2
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ def transformers_greedy(path: Path, prompts: list[list[int]], num_tokens: int) -
     return references
 
 
+def most_near_ties(num_requests: int) -> float:
+    """How many requests may differ at near-ties."""
+    return max(FEW_NEAR_TIES, MAX_SHARE * num_requests)
+
+
 def assert_equal_up_to_near_ties(
     actual: list[list[int]], references: list[Reference], what: str
 ) -> None:
@@ -71,7 +78,7 @@ def assert_equal_up_to_near_ties(
         )
         num_near_ties += 1
     print(f"{what}: {num_near_ties} near-ties in {len(references)} prompts")
-    assert num_near_ties <= MAX_SHARE * len(references), f"{what}: {num_near_ties} near-ties"
+    assert num_near_ties <= most_near_ties(len(references)), f"{what}: {num_near_ties} near-ties"
 
 
 def first_divergence(left: list[int], right: list[int]) -> int:

@@ -26,6 +26,7 @@ from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
 from sglang.srt.entrypoints.server_info import describe_start
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.frontend.errors import ServiceError
+from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.managers.tokenizer_manager import PROBE, PROBE_PARAMS, TokenizerManager
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelPathError, load_model_config
@@ -197,6 +198,7 @@ class _Server:
         try:
             if not self._args.skip_server_warmup:
                 await _warm_up(manager)
+            keep_out_of_collections()
             self._state.become_ready(manager, info)
             logger.info("%s", describe_start(self._args, info))
             logger.info("Ready after %.1f s: %s", self._state.startup_time_s, self._describe())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 
+from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager, run_loop
 from sglang.srt.messages.control import HealthPing
 from sglang.srt.messages.ipc import Receiver, Sender
@@ -35,6 +36,7 @@ def main() -> int:
         return 1
     receiver: Receiver[ToDetokenizer] = Receiver(child.addresses.detokenizer, ToDetokenizer)
     frontend: Sender[BatchStrOutput | HealthPing] = Sender(child.addresses.frontend)
+    keep_out_of_collections()
     launcher.send(ProcessReady(role="detokenizer"))
     run_loop(receiver, DetokenizerManager(tokenizer, frontend.send))
     return 0
