@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from benchmark.goals import DECODE_MS, HOST_MS, STARTUP_BACKENDS, STARTUP_S, THROUGHPUT_TOK_S
 from benchmark.report.markdown import Result, table, verdict
 
@@ -203,20 +205,28 @@ def return_costs(results: list[Result]) -> str:
 
 
 def before_after(results: list[Result]) -> str:
-    """Two commits in turn on one machine."""
-    result = results[0]
-    before = result["before"]
-    decodes = [run for run in result["runs"] if run["what"] == "decode"]
-    loads = [run for run in result["runs"] if run["what"] == "throughput"]
-    batches = [row["batch"] for row in decodes[0]["rows"]]
-    rows = []
-    for is_before in (True, False):
-        mine = [run for run in decodes if (run["commit"] == before) == is_before]
-        cells = [
-            " / ".join(f"{run['rows'][place]['ms']:.2f}" for run in mine)
-            for place in range(len(batches))
-        ]
-        speeds = [run for run in loads if (run["commit"] == before) == is_before]
-        each = " / ".join(f"{speed:,.0f}" for run in speeds for speed in run["output_tok_s_by_run"])
-        rows.append([f"{mine[0]['commit'][:12]}", *cells, each])
-    return table(["commit", *(f"{b}, ms/step" for b in batches), "full load, tokens/s"], rows)
+    """Two commits in turn on one machine; pairs of commits below each other."""
+    rows, batches = [], [1, 8, 64, 128]
+    for result in results:
+        for is_before in (True, False):
+            mine = [run for run in result["runs"] if _is_before(run, result) == is_before]
+            decodes = [run["rows"] for run in mine if run["what"] == "decode"]
+            assert all([row["batch"] for row in run] == batches for run in decodes)
+            cells = [
+                " / ".join(f"{run[place]['ms']:.2f}" for run in decodes)
+                for place in range(len(batches))
+            ]
+            speeds = [run["output_tok_s_by_run"] for run in mine if run["what"] == "throughput"]
+            loads = " / ".join(f"{speed:,.0f}" for run in speeds for speed in run)
+            starts = [
+                f"{row['seconds']:.1f}"
+                for row in result.get("starts_with_mask_token", {"rows": []})["rows"]
+                if _is_before(row, result) == is_before
+            ]
+            rows.append([mine[0]["commit"][:12], *cells, loads or "-", " / ".join(starts) or "-"])
+    head = ["commit", *(f"{batch}, ms/step" for batch in batches)]
+    return table([*head, "full load, tokens/s", "start with a mask token, s"], rows)
+
+
+def _is_before(run: dict[str, Any], result: Result) -> bool:
+    return bool(run["commit"] == result["before"])

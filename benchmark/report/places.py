@@ -87,7 +87,7 @@ TABLES = {
             ("step_profile", "step_profile.json", performance_tables.step_profile),
             ("layer_ops", "layer_ops.json", performance_tables.layer_ops),
             ("return_costs", "return_costs.json", performance_tables.return_costs),
-            ("before_after", "before_after.json", performance_tables.before_after),
+            ("before_after", "before_after*.json", performance_tables.before_after),
             ("throughput", "throughput*.json", performance_tables.throughput),
             ("startup", "startup*.json", performance_tables.startup),
             ("long_prompts", "long_prompts*.json", prompt_tables.long_prompts),
