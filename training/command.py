@@ -13,8 +13,8 @@ import safetensors
 import tokenizers
 import torch
 import transformers
+from torch import nn
 
-from training.model import Llama
 from training.optim import MuonAdamW
 
 
@@ -24,7 +24,7 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--minutes", type=float, help="training time, compilation not counted")
     add("--out", type=Path, required=True, help="folder for the exported model")
-    add("--results", type=Path, help="results JSON (default: results.json beside --out)")
+    add("--results", type=Path, help="results JSON (default: beside --out)")
     add("--commit", default="uncommitted", help="commit hash to store with the results")
     add("--seed", type=int)
     add("--device", default="auto", help="auto, cuda or cpu")
@@ -54,7 +54,7 @@ def is_compiled(arguments: argparse.Namespace, device: torch.device) -> bool:
     return device.type == "cuda" if arguments.compile is None else bool(arguments.compile)
 
 
-def make_optimizer(arguments: argparse.Namespace, model: Llama) -> MuonAdamW:
+def make_optimizer(arguments: argparse.Namespace, model: nn.Module) -> MuonAdamW:
     """As the options say."""
     return MuonAdamW(
         model,

@@ -1,4 +1,4 @@
-"""Muon for the matrices, AdamW for embedding and norms, under one learning-rate factor.
+"""Muon for the matrices, AdamW for embedding, output head and norms, under one factor of the rates.
 
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/): Nesterov momentum whose
 matrix is replaced by its nearest semi-orthogonal one, approximated by five Newton-Schulz steps.
@@ -29,7 +29,8 @@ class MuonAdamW:
         matrices: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
-            is_matrix = parameter.dim() == 2 and "embed" not in name
+            is_vocabulary = "embed" in name or "lm_head" in name
+            is_matrix = parameter.dim() == 2 and not is_vocabulary
             (matrices if is_matrix else others).append(parameter)
         self._parameters = [*matrices, *others]
         muon = torch.optim.Muon(
