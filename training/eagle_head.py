@@ -109,6 +109,7 @@ class DraftHead(nn.Module):
     cos: Tensor
     sin: Tensor
     target_ids: Tensor  # [V] int64; the target's ids of this head's tokens
+    is_said: Tensor  # [vocab_size] bool; which of the target's tokens those are
 
     def __init__(self, shape: LlamaShape, target_ids: Tensor) -> None:
         super().__init__()
@@ -117,6 +118,9 @@ class DraftHead(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self.register_buffer("target_ids", target_ids, persistent=False)
+        is_said = torch.zeros(shape.vocab_size, dtype=torch.bool)
+        is_said[target_ids] = True
+        self.register_buffer("is_said", is_said, persistent=False)
 
     @property
     def layer(self) -> HeadLayer:
@@ -210,7 +214,7 @@ class EagleHead(DraftHead):
         return features
 
     def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.fc(torch.cat((embedded, hidden.to(embedded.dtype)), dim=-1))
+        x = self.fc(torch.cat((embedded, hidden), dim=-1)).float()  # the residual, under autocast
         return x, x
 
     def logits(self, carried: Tensor, output: Tensor) -> Tensor:
@@ -239,7 +243,7 @@ class Eagle3Head(DraftHead):
         return self.midlayer
 
     def combine(self, features: Tensor) -> Tensor:
-        return self.fc(features)
+        return self.fc(features).float()
 
     def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.midlayer

@@ -91,7 +91,7 @@ def make_own_text(
 ) -> OwnText:
     """Lets the target continue windows of a stream [N] int32, behind prompts of random lengths."""
     start, context = time.perf_counter(), arguments.context
-    size = min(arguments.own_batch, arguments.own_rows)
+    size = min(arguments.own_batch, arguments.own_rows, len(tokens) // context - 1)
     source = training_windows(tokens, context, size, generator)
     is_odd = torch.arange(size, device=tokens.device) % 2 == 1
     temperatures = torch.where(is_odd, TEMPERATURE, 0.0)
@@ -158,9 +158,6 @@ class EagleTrainer:
             wanted = target.logits(normed).masked_fill(is_mask, float("-inf"))
             best = wanted.argmax(dim=-1)
             wanted = wanted[..., head.target_ids]
-            is_known = torch.isin(
-                torch.arange(output.shape[0], device=tokens.device), head.target_ids
-            )
         embedded = target.embed_tokens(tokens[:, 1:])
         given = head.unroll(embedded, head.combine(features[:, :-1]), starts, unrolled)
         loss = normed.new_zeros(())
@@ -171,7 +168,7 @@ class EagleTrainer:
             logits = head.logits(carried, output).float()
             teacher = wanted[:, row].float().softmax(dim=-1)
             nats = -(teacher * logits.log_softmax(dim=-1)).sum(dim=-1)
-            loss = loss + (nats * weight * is_known[best[:, row]]).mean()
+            loss = loss + (nats * weight * head.is_said[best[:, row]]).mean()
             if self.arguments.algorithm == EAGLE:
                 distance = F.smooth_l1_loss(carried, normed[:, row], reduction="none").mean(dim=-1)
                 loss = loss + self.arguments.feature_weight * (distance * weight).mean()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.model_config import (
+    DEMO_HEADS,
     DEMO_MODELS,
     ModelConfig,
     ModelPathError,
@@ -330,6 +331,6 @@ def test_a_home_directory_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert resolve_model_path("~/model") == tmp_path / "model"
 
 
-@pytest.mark.parametrize("name", DEMO_MODELS)
+@pytest.mark.parametrize("name", [*DEMO_MODELS, *DEMO_HEADS])
 def test_demo_names_are_bundled_models(name: str) -> None:
     assert resolve_model_path(name).parent.name == "demo_models"

@@ -1,1 +1,1 @@
-"""Bundled models, as data: `--model-path demo`."""
+"""Bundled models, as data: `--model-path demo`, and draft heads for it, `demo-eagle3`."""

@@ -14,6 +14,7 @@ SILU_NAMES = ("silu", "swish")
 MAX_SIZE = 1 << 24  # more than any model has of anything
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 DEMO_MODELS = {"demo": "tiny-code"}
+DEMO_HEADS = {"demo-eagle": "tiny-code-eagle", "demo-eagle3": "tiny-code-eagle3"}
 DTYPES = ("float32", "bfloat16", "float16")  # names in torch of what weights and KV may be
 
 
@@ -78,13 +79,15 @@ class ModelConfig:
 
 
 def resolve_model_path(model_path: str) -> Path:
-    """The directory that `--model-path` names; `demo` is a bundled model.
+    """The directory that `--model-path` names, or the folder of a head. `demo` is a bundled model;
+    `demo-eagle` and `demo-eagle3` are draft heads for it.
 
     Raises:
         ModelPathError: if there is no such directory.
     """
-    if model_path in DEMO_MODELS:
-        return DEMO_MODELS_DIR / DEMO_MODELS[model_path]
+    bundled = DEMO_MODELS | DEMO_HEADS
+    if model_path in bundled:
+        return DEMO_MODELS_DIR / bundled[model_path]
     path = Path(model_path).expanduser()
     if not path.is_dir():
         names = ", ".join(f"`{name}`" for name in DEMO_MODELS)
