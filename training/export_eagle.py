@@ -175,14 +175,7 @@ def _cells(shares: list[float | None]) -> str:
 
 def head_card(results: dict[str, Any], results_name: str) -> str:
     """README.md of the folder, from the results of train_eagle.py."""
-    training, head, shape = results["training"], results["head"], results["head"]["shape"]
-    settings, found, own = training["settings"], results["acceptance"], results["corpus"]
-    is_eagle3 = head["algorithm"] == EAGLE3
-    vocabulary = (
-        f"| reads | the outputs of layers {head['layer_ids']} |\n"
-        f"| draft vocabulary | {head['draft_vocab_size']:,} tokens, {head['covered']:.1%} of those"
-        " that the target writes |\n"
-    )
+    found, corpus = results["acceptance"], results["corpus"]
     own_rows = [
         f"| {steps} | {row['accept_length'] or 0:.2f} ({row['accept_length_all']:.2f}) |"
         f" {_cells(row['accepted'])} |"
@@ -193,41 +186,10 @@ def head_card(results: dict[str, Any], results_name: str) -> str:
         for context, row in found["real_text"].items()
     ]
     return CARD.format(
-        name=head["name"],
-        what=WHAT[head["algorithm"]],
-        algorithm=head["algorithm"],
-        path="demo-eagle3" if is_eagle3 else "demo-eagle",
-        parameters=head["parameters"] / 1e6,
-        shared="" if is_eagle3 else " and output head",
-        hidden=shape["hidden_size"],
-        heads=shape["num_attention_heads"],
-        kv_heads=shape["num_key_value_heads"],
-        head_dim=shape["head_dim"],
-        mlp=shape["intermediate_size"],
-        theta=shape["rope_theta"],
-        positions=shape["max_position_embeddings"],
-        vocabulary=vocabulary if is_eagle3 else "",
-        megabytes=head["weights_bytes"] / 1e6,
+        **_head_fields(results["head"]),
+        **_training_fields(results),
         steps=found["num_steps"],
         accept=found["own_text"][str(found["num_steps"])]["accept_length"] or 0,
-        command=results["command"],
-        seconds=training["seconds"],
-        device=results["device"],
-        commit=results["commit"],
-        updates=training["steps"],
-        batch=settings["batch_size"],
-        context=settings["context"],
-        own_share=settings["own_share"],
-        temperature=training["temperature"],
-        starts=settings["starts"],
-        unrolled=settings["unrolled"],
-        long_every=settings["long_every"],
-        long_rows=settings["long_rows"],
-        long_context=settings["long_context"],
-        also="" if is_eagle3 else ", and the distance to the target's hidden state",
-        late=training["late_weight"],
-        muon_lr=settings["muon_lr"],
-        adam_lr=settings["adam_lr"],
         results=results_name,
         prompts=found["prompts"],
         new=found["new_tokens"],
@@ -235,7 +197,53 @@ def head_card(results: dict[str, Any], results_name: str) -> str:
         own_rows="\n".join(own_rows),
         num_offsets=len(next(iter(found["real_text"].values()))["alone"]),
         real_rows="\n".join(real_rows),
-        held_out=", ".join(own["held_out"]),
-        train_files=own["train_files"],
-        train_tokens=own["train_tokens"] / 1e6,
+        held_out=", ".join(corpus["held_out"]),
+        train_files=corpus["train_files"],
+        train_tokens=corpus["train_tokens"] / 1e6,
     )
+
+
+def _head_fields(head: dict[str, Any]) -> dict[str, Any]:
+    """What the card says of the head itself."""
+    shape, is_eagle3 = head["shape"], head["algorithm"] == EAGLE3
+    vocabulary = (
+        f"| reads | the outputs of layers {head['layer_ids']} |\n"
+        f"| draft vocabulary | {head['draft_vocab_size']:,} tokens, {head['covered']:.1%} of those"
+        " that the target writes |\n"
+    )
+    return {
+        "name": head["name"],
+        "what": WHAT[head["algorithm"]],
+        "algorithm": head["algorithm"],
+        "path": "demo-eagle3" if is_eagle3 else "demo-eagle",
+        "parameters": head["parameters"] / 1e6,
+        "shared": "" if is_eagle3 else " and output head",
+        "hidden": shape["hidden_size"],
+        "heads": shape["num_attention_heads"],
+        "kv_heads": shape["num_key_value_heads"],
+        "head_dim": shape["head_dim"],
+        "mlp": shape["intermediate_size"],
+        "theta": shape["rope_theta"],
+        "positions": shape["max_position_embeddings"],
+        "vocabulary": vocabulary if is_eagle3 else "",
+        "megabytes": head["weights_bytes"] / 1e6,
+        "also": "" if is_eagle3 else ", and the distance to the target's hidden state",
+    }
+
+
+def _training_fields(results: dict[str, Any]) -> dict[str, Any]:
+    """What the card says of the run."""
+    training = results["training"]
+    names = ("context", "own_share", "starts", "unrolled", "muon_lr", "adam_lr")
+    long = ("long_every", "long_rows", "long_context")
+    return {
+        **{name: training["settings"][name] for name in (*names, *long)},
+        "batch": training["settings"]["batch_size"],
+        "command": results["command"],
+        "seconds": training["seconds"],
+        "device": results["device"],
+        "commit": results["commit"],
+        "updates": training["steps"],
+        "temperature": training["temperature"],
+        "late": training["late_weight"],
+    }
