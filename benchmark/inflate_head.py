@@ -1,0 +1,185 @@
+"""Writes a larger draft head that says over an inflated target what a small one says over its own.
+
+    python -m benchmark.inflate_head --head demo-eagle3 --algorithm EAGLE3 --out DIR
+
+`inflate.py` says what the target's hidden states become: the small model's channels, zeros, and a
+constant in the spare channel. The head's layer is inflated as a layer of the target is. `fc` passes
+the constant on, from the embedding for EAGLE and from the first hidden state for EAGLE-3, since the
+norms behind it count on it. It ignores the spare channel of what the last norm gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from benchmark.inflate import Filling, Inflation, InflationError, plan_inflation
+from benchmark.random_model import LLAMA_8B, Geometry
+from sglang.srt.head_config import EAGLE, EAGLE3, load_head_config
+from sglang.srt.model_config import ModelConfig, ModelPathError, load_model_config
+from sglang.srt.model_loader.loader import read_directory
+
+NAMES = {"EAGLE": EAGLE, "EAGLE3": EAGLE3}
+DRAFT_TO_TARGET, TARGET_TO_DRAFT = "d2t", "t2d"
+IGNORED = "embed_tokens.weight"
+
+
+def inflated_head(
+    small: Mapping[str, torch.Tensor], plan: Inflation, filling: Filling
+) -> dict[str, torch.Tensor]:
+    """Every tensor of the larger head.
+
+    Args:
+        small: those of a head whose sizes are those of its target, from `read_directory`.
+        plan: the inflation of the target.
+
+    Raises:
+        InflationError: if the head's layer has other sizes than the target's.
+    """
+    sizes = plan.small
+    expected = {
+        "q_proj": sizes.num_heads * sizes.head_dim,
+        "k_proj": sizes.num_kv_heads * sizes.head_dim,
+        "gate_proj": sizes.intermediate_size,
+    }
+    made = {}
+    for name, tensor in small.items():
+        kind = name.split(".")[-2] if "." in name else name
+        if tensor.shape[0] != expected.get(kind, tensor.shape[0]):
+            raise InflationError(f"{name} has {tensor.shape[0]} rows, not {expected[kind]}.")
+        if name != IGNORED:
+            made[name] = _inflate(name, kind, tensor, plan, filling)
+    return made
+
+
+def _inflate(
+    name: str, kind: str, tensor: torch.Tensor, plan: Inflation, filling: Filling
+) -> torch.Tensor:
+    d, big_d = plan.small.hidden_size, plan.target.hidden_size
+    if kind == DRAFT_TO_TARGET:
+        return tensor
+    if kind == TARGET_TO_DRAFT:
+        padding = torch.zeros(plan.target.vocab_size - len(tensor), dtype=torch.bool)
+        return torch.cat((tensor, padding))
+    if name == "fc.bias":
+        bias = torch.zeros(big_d, dtype=filling.dtype)
+        bias[:d] = tensor.to(bias)
+        return bias
+    if "norm" in kind:
+        weight = torch.full((big_d,), plan.norm_scale, dtype=torch.float64)
+        weight[:d] = tensor.to(weight) * plan.norm_scale
+        weight[d] = 0.0
+        return weight.to(filling.dtype)
+    if kind == "fc":
+        return _inflate_fc(name, tensor, plan, filling)
+    return _inflate_matrix(name, kind, tensor, plan, filling)
+
+
+def _inflate_fc(name: str, tensor: torch.Tensor, plan: Inflation, filling: Filling) -> torch.Tensor:
+    """[D, n * D] of [d, n * d]."""
+    d, big_d = plan.small.hidden_size, plan.target.hidden_size
+    count = tensor.shape[1] // d
+    weight = filling.silence(name, big_d, count * big_d).view(big_d, count, big_d)
+    weight[:d] = filling.draw(f"{name} rows", d, count, big_d)
+    weight[:d, :, :d] = tensor.view(d, count, d).to(weight)
+    weight[:, :, d] = 0.0
+    weight[d] = 0.0
+    weight[d, 0, d] = 1.0
+    return weight.view(big_d, count * big_d)
+
+
+def _inflate_matrix(
+    name: str, kind: str, tensor: torch.Tensor, plan: Inflation, filling: Filling
+) -> torch.Tensor:
+    """A projection of the layer, or an output head. Inputs of q, k and v may be two hidden states
+    wide."""
+    small, target = plan.small, plan.target
+    d, big_d, head_dim = small.hidden_size, target.hidden_size, target.head_dim
+    if kind in ("o_proj", "down_proj"):
+        inner = target.num_heads * head_dim if kind == "o_proj" else target.intermediate_size
+        weight = filling.silence(name, big_d, inner)
+        if kind == "down_proj":
+            weight[:d, : tensor.shape[1]] = tensor.to(weight)
+            return weight
+        source = tensor.view(d, small.num_kv_heads, -1, head_dim)
+        corner = weight.view(big_d, target.num_kv_heads, -1, head_dim)
+        corner[:d, : source.shape[1], : source.shape[2]] = source.to(weight)
+        return weight
+    count = tensor.shape[1] // d
+    rows = {
+        "q_proj": target.num_heads * head_dim,
+        **dict.fromkeys(("k_proj", "v_proj"), target.num_kv_heads * head_dim),
+        **dict.fromkeys(("gate_proj", "up_proj"), target.intermediate_size),
+        "lm_head": len(tensor),
+    }[kind]
+    weight = filling.draw(name, rows, count * big_d)
+    weight.view(rows, count, big_d)[:, :, d] = 0.0  # no norm keeps the constant from EAGLE's layer
+    if kind == "q_proj":
+        source = tensor.view(small.num_kv_heads, -1, head_dim, count, d)
+        corner = weight.view(target.num_kv_heads, -1, head_dim, count, big_d)
+        corner[: source.shape[0], : source.shape[1], :, :, :d] = source.to(weight)
+    else:
+        weight.view(rows, count, big_d)[: len(tensor), :, :d] = tensor.view(-1, count, d).to(weight)
+    return weight
+
+
+def write_head(head: ModelConfig, out: Path, plan: Inflation, filling: Filling) -> None:
+    """Writes config.json and the weights.
+
+    Raises:
+        InflationError: if there are weights in `out` already, or the head does not fit.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    if stale := sorted(out.glob("*.safetensors*")):
+        raise InflationError(f"{out} has weights already, such as {stale[0].name}; remove them.")
+    tensors = inflated_head(dict(read_directory(head.path)), plan, filling)
+    entries: dict[str, Any] = {
+        **head.hf,
+        **plan.target.hf_config(),
+        "num_hidden_layers": 1,
+        "rms_norm_eps": plan.eps,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(filling.dtype).removeprefix("torch."),
+        "inflated_from": asdict(plan.small),
+    }
+    entries |= {key: head.hf[key] for key in ("architectures", "model_type")}
+    (out / "config.json").write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
+    content = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+    save_file(content, out / "model.safetensors", metadata={"format": "pt"})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Writes a folder; 2 for a head that does not fit."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--head", required=True, help="the small head")
+    parser.add_argument("--algorithm", choices=NAMES, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    parser.add_argument("--model-path", default="demo", help="the small model")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--silent-std", type=float, default=0.0)
+    for field in fields(Geometry):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int)
+    args = parser.parse_args(arguments)
+    given = {field.name: vars(args)[field.name] for field in fields(Geometry)}
+    geometry = replace(LLAMA_8B, **{key: size for key, size in given.items() if size})
+    try:
+        target = load_model_config(args.model_path)
+        head = load_head_config(args.head, NAMES[args.algorithm], target)
+        filling = Filling(seed=args.seed, silent_std=args.silent_std)
+        write_head(head, args.out, plan_inflation(target, geometry), filling)
+    except (InflationError, ModelPathError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
