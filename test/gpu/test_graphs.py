@@ -14,7 +14,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import MIXED, ForwardBatch, GraphKey, HiddenCapture
 from sglang.srt.model_config import resolve_model_path
-from sglang.srt.model_executor.cuda_graph_runner import GraphKeys
+from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.processes.runtime_config import MAX_GRAPH_ROWS
 from sglang.srt.registry import ATTENTION_BACKENDS

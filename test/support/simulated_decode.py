@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import DECODE, MIXED
-from sglang.srt.model_executor.cuda_graph_runner import GraphKeys
+from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.speculative.acceptance_estimate import Kind
 from sglang.srt.speculative.length_policy import LengthPolicy
 from sglang.srt.speculative.upcoming_step import Accepted, Budget, EmittingRequest, UpcomingStep

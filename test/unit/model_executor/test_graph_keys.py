@@ -10,7 +10,8 @@ import torch
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.model_executor.cuda_graph_runner import MAX_WIDE_TOKENS, CudaGraphRunner, GraphKeys
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
+from sglang.srt.model_executor.graph_keys import MAX_WIDE_TOKENS, GraphKeys
 from sglang.srt.processes.runtime_config import MAX_GRAPH_ROWS
 from sglang.srt.step.torch_step_ops import TorchStepOps
 

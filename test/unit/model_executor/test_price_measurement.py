@@ -12,7 +12,7 @@ import torch
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import DECODE, MIXED, RAGGED, ForwardBatch
-from sglang.srt.model_executor.cuda_graph_runner import GraphKeys
+from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.model_executor.model_runner import ForwardResult
 from sglang.srt.model_executor.price_measurement import (
     MANY_ROWS,

@@ -9,7 +9,7 @@ import pytest
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import DECODE, MIXED, GraphKey
-from sglang.srt.model_executor.cuda_graph_runner import GraphKeys
+from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.scheduling.prompt_budget import (
     MAX_EXCESS,
     MIN_PROMPT_TOKENS,

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
-from sglang.srt.model_executor.cuda_graph_runner import GraphKeys
+from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.step.price_table import Curve, PriceTable, StepShape, no_graphs, prompt_pairs
 
 NOTHING = Curve((1,), (0.0,))

@@ -1,28 +1,11 @@
-"""CUDA graphs of what steps compute, captured by shape and replayed by steps that fit.
-
-There are four kinds of graphs (tags of `GraphKey`). A step replays the smallest one that has room
-for its requests and its rows:
-
-- DECODE, if each request feeds one row.
-- RAGGED, if requests feed a few rows each (look-ahead, drafts to verify), in any mix.
-- UNIFORM instead, if the attention backend can only plan the same number of rows for each request:
-  each gets the graph's width, and padding fills the rows that it does not feed.
-- MIXED, if some feed prompts. There are none for so many rows that the device is busy for longer
-  than a launch takes the host; every step of fewer rows finds one.
-
-Steps whose rows are trees (`ForwardBatch.ancestors`) replay graphs of their own, if there are any.
-RAGGED and MIXED graphs for look-ahead read `ForwardBatch.q_starts`, and so serve packed batches,
-of which the device alone knows how many rows each request feeds.
-
-Rows and requests of padding write K and V to the dummy slot, and nobody reads their results.
-"""
+"""CUDA graphs of what steps compute, captured by shape and replayed by steps that fit."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -30,26 +13,12 @@ import torch
 from tqdm import tqdm
 
 from sglang.srt.garbage import no_collections
-from sglang.srt.layers.attention.base_attn_backend import GraphSupport
-from sglang.srt.layers.forward_batch import (
-    DECODE,
-    MIXED,
-    RAGGED,
-    UNIFORM,
-    ForwardBatch,
-    GraphKey,
-)
+from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
+from sglang.srt.model_executor.graph_keys import GraphKeys, kind_of
 from sglang.srt.platform import free_bytes
 from sglang.srt.step.step_ops import StaticInputs, StepOps
 
 logger = logging.getLogger(__name__)
-
-MAX_WIDE_TOKENS = 1024  # of a step of several rows per request: beyond, launching costs little
-UNIFORM_WIDTHS = (3, 7, 15, 31)
-# Rows in all. Up to 128 they cost nearly the same, and beyond a GPU computes in tiles.
-ROWS = (16, 32, 64, 96, *range(128, 320, 32), *range(320, 1025, 64))
-FEW_REQUESTS = 8  # whose KV is split among more programs
-
 
 Results = TypeVar("Results", bound=tuple[torch.Tensor | None, ...])
 
@@ -86,76 +55,6 @@ class _Cost:
     num_graphs: int = 0
     seconds: float = 0.0
     num_bytes: int = 0
-
-
-class GraphKeys:
-    """Which graphs there are, and which one a step fits.
-
-    Args:
-        support: which batches the attention backend can replay.
-        max_requests: of a step.
-        max_width: rows of a request in a step without prompts that replays a graph.
-        max_mixed_rows: rows in all of a step with prompts that does; 0 for none.
-        computes_all_rows: no graph skips rows (`HiddenCapture.all_rows`).
-        with_trees: each graph of several rows per request also exists for steps with `ancestors`.
-    """
-
-    def __init__(
-        self,
-        support: GraphSupport,
-        max_requests: int,
-        max_width: int,
-        max_mixed_rows: int = 0,
-        computes_all_rows: bool = False,
-        with_trees: bool = False,
-    ) -> None:
-        self.all: list[GraphKey] = []
-        self._found: dict[tuple[int, int, int, bool, bool], GraphKey | None] = {}
-        if support is GraphSupport.NEVER:
-            return
-        found = _plain_keys(support, max_requests, max_width, max_mixed_rows)
-        self.all = [replace(key, computes_all_rows=computes_all_rows) for key in found]
-        if with_trees:
-            self.all += [replace(key, has_tree=True) for key in self.all if key.width > 1]
-
-    @property
-    def have_trees(self) -> bool:
-        """Whether there are graphs for trees."""
-        return any(key.has_tree for key in self.all)
-
-    def find(self, q_lens: Sequence[int], has_tree: bool = False) -> GraphKey | None:
-        """The smallest graph with room for the requests, then for their rows."""
-        return self.find_shape(len(q_lens), max(q_lens), sum(q_lens), has_tree)
-
-    def find_shape(
-        self,
-        num_reqs: int,
-        widest: int,
-        num_tokens: int,
-        has_tree: bool = False,
-        is_packed: bool = False,
-    ) -> GraphKey | None:
-        """As `find`, by the number of requests, the most rows that any of them feeds and the rows
-        in all, of which a packed step may have fewer than requests."""
-        shape = num_reqs, widest, num_tokens, has_tree, is_packed
-        if shape not in self._found:
-            self._found[shape] = self._smallest(*shape)
-        return self._found[shape]
-
-    def _smallest(
-        self, num_reqs: int, widest: int, num_tokens: int, has_tree: bool, is_packed: bool
-    ) -> GraphKey | None:
-        fitting = [
-            key
-            for key in self.all
-            if key.has_tree == has_tree
-            and key.num_reqs >= num_reqs
-            and key.num_tokens >= num_tokens
-            and (key.tag == MIXED or key.width >= widest)
-            and (key.is_packed if is_packed else key.tag == DECODE or widest > 1)
-        ]
-        narrow = [key for key in fitting if key.tag != MIXED]
-        return min(narrow or fitting, key=lambda key: (key.num_reqs, key.num_tokens), default=None)
 
 
 class CudaGraphRunner(Generic[Results]):
@@ -336,52 +235,3 @@ class CudaGraphRunner(Generic[Results]):
 def _first(values: torch.Tensor | None, count: int | None) -> torch.Tensor | None:
     """The first `count` values, or None if there are none to be."""
     return None if count is None or values is None else values[:count]
-
-
-def kind_of(key: GraphKey) -> str:
-    """The kind of a graph, for the log."""
-    return f"{key.tag}, trees" if key.has_tree else key.tag
-
-
-def _plain_keys(
-    support: GraphSupport, max_requests: int, max_width: int, max_mixed_rows: int
-) -> list[GraphKey]:
-    keys = [GraphKey(DECODE, n, 1, n) for n in _decode_sizes(max_requests)]
-    if support is GraphSupport.RAGGED_Q:
-        most_requests = min(max_requests, max_mixed_rows)  # each feeds a row at least
-        keys += [
-            GraphKey(MIXED, num_reqs, max_width, rows)
-            for num_reqs in sorted({min(FEW_REQUESTS, most_requests), most_requests})
-            for rows in ROWS
-            if num_reqs <= rows <= max_mixed_rows
-        ]
-    if max_width == 1:
-        return keys
-    sizes = sorted({*_powers_of_two(max_requests), max_requests})
-    if support is GraphSupport.UNIFORM_Q:
-        widths = sorted({*(w for w in UNIFORM_WIDTHS if w < max_width), max_width})
-        wide = [GraphKey(UNIFORM, n, w, n * w) for n in sizes for w in widths]
-    else:
-        wide = [
-            GraphKey(RAGGED, n, max_width, tokens)
-            for n in sizes
-            for tokens in _row_counts(n, n * max_width)
-        ]
-    return keys + [key for key in wide if key.num_tokens <= MAX_WIDE_TOKENS]
-
-
-def _decode_sizes(max_requests: int) -> list[int]:
-    """1, 2, 4, then every eighth up to `max_requests`."""
-    return sorted(
-        {size for size in (1, 2, 4, max_requests) if size <= max_requests}
-        | set(range(8, max_requests + 1, 8))
-    )
-
-
-def _powers_of_two(limit: int) -> list[int]:
-    return [1 << power for power in range(limit.bit_length()) if 1 << power <= limit]
-
-
-def _row_counts(least: int, most: int) -> list[int]:
-    """Numbers of rows for steps of `least` to `most`."""
-    return [rows for rows in ROWS if least < rows < most] + [most]

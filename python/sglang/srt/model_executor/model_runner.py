@@ -20,7 +20,8 @@ from sglang.srt.layers.forward_batch import (
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.mem_cache.kv_memory import KVGeometry, KVMemory
 from sglang.srt.model_config import ModelConfig
-from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphKeys, Replay
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, Replay
+from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.model_executor.largest_step import MIN_PROMPT_ROWS, largest_step, most_that_fits
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.draft_head import DraftHead
