@@ -77,6 +77,7 @@ class ReplayableAttention:
     whole row of the page table, masked."""
 
     support = GraphSupport.RAGGED_Q
+    captures_plans = True
 
     def __init__(
         self,
@@ -100,6 +101,7 @@ class ReplayableAttention:
             needs_host_lens=False,
             tree_masks=True,
             reads_q_starts=True,
+            captures_plans=cls.captures_plans,
         )
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -142,6 +144,7 @@ class UniformAttention(ReplayableAttention):
     """The same where all requests of a graph feed as many rows."""
 
     support = GraphSupport.UNIFORM_Q
+    captures_plans = False
 
 
 @contextmanager

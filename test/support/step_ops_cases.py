@@ -25,6 +25,7 @@ from attention_cases import outside_met
 from sgl_kernel import ConfirmedDrafts, reference
 from sglang.srt.layers.forward_batch import (
     DECODE,
+    DRAFT_STEPS,
     MIXED,
     RAGGED,
     UNIFORM,
@@ -339,6 +340,10 @@ def fill_case(
                 part.clone().to(place) for part in values.split([count] * 3 + [len(q_lens)] * 2)
             )
             reads = None if num_reads is None else torch.arange(num_reads, device=place) * 3 + 1
+            hidden = None
+            if key.hidden_width:  # every second row of a wider tensor
+                both = torch.arange(2.0 * count * key.hidden_width, device=place) + 1
+                hidden = both.view(count, 2, key.hidden_width)[:, 0]
             batch = ForwardBatch(
                 ids,
                 positions,
@@ -351,24 +356,53 @@ def fill_case(
                 ancestors=ids * 7 if trees > 0 else None,
                 tree_starts=kv_lens - 5 if trees > 1 else None,
                 q_starts=None if fed is None else as_starts(fed).to(place),
+                hidden=hidden,
             )
             tokens = torch.full((3, key.num_tokens + 5), -7, device=place)
             requests = torch.full((3, key.num_reqs + 5), -7, device=place)
             static = StaticInputs(
-                tokens, requests, requests[0].clone(), tokens[0].clone(), requests[0].clone()
+                tokens,
+                requests,
+                requests[0].clone(),
+                tokens[0].clone(),
+                requests[0].clone(),
+                torch.full((key.num_tokens * key.hidden_width + 5,), -7.0, device=place),
             )
             index = ops.fill(static, key, batch)
             parts = {"tokens": tokens, "requests": requests, "q_starts": static.q_starts}
             parts |= {"ancestors": static.ancestors, "tree_starts": static.tree_starts}
+            parts |= {"hidden": static.hidden}
             parts |= {} if index is None else {"index": index}
             results.append({what: part.cpu() for what, part in parts.items()})
         mine, his = results
         assert mine.keys() == his.keys()
-        return [what for what in mine if not same(mine[what], his[what])] + wrong_trees(
-            key, q_lens if fed is None else fed, his, trees
+        return (
+            [what for what in mine if not same(mine[what], his[what])]
+            + wrong_trees(key, q_lens if fed is None else fed, his, trees)
+            + wrong_hidden(key, count, num_reads, his)
         )
 
     return run
+
+
+def wrong_hidden(
+    key: GraphKey, count: int, num_reads: int | None, filled: dict[str, torch.Tensor]
+) -> list[str]:
+    """Which inputs of graphs with hidden states are not what a loop over rows gives."""
+    width = key.hidden_width
+    right = torch.zeros(key.num_tokens, width)
+    places = filled.get("index", torch.arange(count)).tolist()
+    for row, place in enumerate(places):
+        right[place] = torch.arange(width) + 1 + 2 * row * width
+    found = filled["hidden"]
+    wrong = [] if found[:-5].equal(right.flatten()) else ["hidden by hand"]
+    if not found[-5:].equal(torch.full((5,), -7.0)):
+        wrong.append("behind the hidden states")
+    if key.reads_one_row and num_reads is not None:
+        reads = [places[3 * read + 1] for read in range(num_reads)]
+        if filled["requests"][2, :num_reads].tolist() != reads:
+            wrong.append("reads by hand")
+    return wrong
 
 
 def as_starts(lens: list[int]) -> torch.Tensor:
@@ -515,6 +549,22 @@ CASES: dict[str, Case] = {
     "a packed step that fills its graph": fill_case(
         GraphKey(RAGGED, 4, 15, 16), [15] * 4, fed=[5, 1, 3, 4]
     ),
+    **{
+        f"hidden states of {width}, {name}": fill_case(
+            dataclasses.replace(key, hidden_width=width, reads_one_row=key.tag != DECODE),
+            q_lens,
+            num_reads,
+            fed,
+        )
+        for width in (7, 1500)
+        for name, key, q_lens, num_reads, fed in (
+            ("a larger graph", GraphKey(DECODE, 8, 1, 8), [1] * 5, None, None),
+            ("draft steps", GraphKey(DRAFT_STEPS, 4, 1, 4, num_steps=3), [1] * 4, None, None),
+            ("mixed", GraphKey(MIXED, 4, 3, 32), [17, 1, 2], 2, None),
+            ("packed", GraphKey(RAGGED, 4, 15, 32), [15] * 3, 3, [3, 0, 15]),
+            ("spread", GraphKey(UNIFORM, 4, 7, 28), [7, 1, 4], 3, None),
+        )
+    },
     **{
         f"{name}, trees {trees}": fill_case(
             dataclasses.replace(key, has_tree=True), q_lens, 1, fed, trees

@@ -38,6 +38,7 @@ class ToyAttention:
             needs_host_lens=True,
             tree_masks=True,
             reads_q_starts=False,
+            captures_plans=False,
         )
 
     def plan(self, batch: ForwardBatch) -> None:

@@ -60,6 +60,7 @@ LAYOUTS = {
     "trees": {"HAS_LOOKAHEAD": True, "HAS_TREE": True},
 }
 TREE_INPUTS = ("ancestors_ptr", "tree_starts_ptr", "ancestors_out_ptr", "tree_starts_out_ptr")
+HIDDEN_INPUTS = ("hidden_ptr", "hidden_out_ptr")
 HEADS = {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128}
 
 
@@ -205,12 +206,16 @@ KERNELS = {
         for guard in ({}, {"outside_ptr": None})
     },
     **{
-        f"inputs of a graph{', packed' * is_packed}{', trees' * has_tree}": Kernel(
+        f"inputs of a graph{', packed' * is_packed}{', trees' * has_tree}"
+        f"{', hidden states' * has_hidden}": Kernel(
             steps._fill_kernel,
             {
                 "BLOCK": 128,
+                "BLOCK_HIDDEN": 1024,
                 "IS_PACKED": is_packed,
                 "HAS_TREE": has_tree,
+                "HAS_HIDDEN": has_hidden,
+                **({} if has_hidden else dict.fromkeys(HIDDEN_INPUTS)),
                 **({} if is_packed else {"q_starts_ptr": None, "q_starts_out_ptr": None}),
                 **({} if has_tree else dict.fromkeys(TREE_INPUTS)),
             },
@@ -218,6 +223,7 @@ KERNELS = {
         )
         for is_packed in (False, True)
         for has_tree in (False, True)
+        for has_hidden in (False, True)
     },
     **{
         f"rows of a step, {kind}, {'not ' if guard else ''}guarded": Kernel(

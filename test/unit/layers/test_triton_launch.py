@@ -7,11 +7,19 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang.srt.layers import triton_launch
 from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.triton_backend import TritonBackend
-from sglang.srt.layers.forward_batch import DECODE, MIXED, RAGGED, ForwardBatch, GraphKey
+from sglang.srt.layers.forward_batch import (
+    DECODE,
+    DRAFT_STEPS,
+    MIXED,
+    RAGGED,
+    ForwardBatch,
+    GraphKey,
+)
 from sglang.srt.layers.triton_launch import ParallelLaunch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
@@ -178,3 +186,47 @@ def test_items_of_a_graph_are_copied_only_where_they_change() -> None:
             assert items.tolist() == fresh.tolist()
             addresses.add(items.data_ptr())
     assert len(addresses) == 1
+
+
+class _Launches(TorchDispatchMode):
+    """What is computed or copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("num_reqs", [1, 4, 64])
+@pytest.mark.usefixtures("hopper")
+def test_draft_steps_are_planned_in_a_capture_and_never_again(num_reqs: int) -> None:
+    """`captures_plans`: once it was called for a key, a plan launches and copies nothing, and the
+    kernels of each step get that step's tensors, the same items and the same splits."""
+    assert TritonBackend.capabilities().captures_plans
+    key = GraphKey(DRAFT_STEPS, num_reqs, 1, num_reqs, hidden_width=64, num_steps=3)
+    kv_pool = MHATokenToKVPool(8, 1, 1, 8, 128, torch.bfloat16, "cpu")
+    backend = TritonBackend(ReqToTokenPool(128, 256, "cpu"), kv_pool, 32, [None])
+
+    def batch(longest: int) -> ForwardBatch:
+        numbers = torch.zeros((2, num_reqs), dtype=torch.int64)
+        ids, lens = numbers
+        ones = [1] * num_reqs
+        bounds = [longest] * num_reqs
+        return ForwardBatch(ids, ids, ids, ids, ones, lens, bounds, graph_key=key)
+
+    backend.plan(batch(1))
+    planned = []
+    for longest in (1, 200, 256):
+        step = batch(longest)
+        with _Launches() as launches:
+            backend.plan(step)
+        assert launches.names in ([], ["aten.slice.Tensor"])
+        assert backend._paged.kv_lens is step.kv_lens
+        [group] = backend.few_rows
+        planned.append((group.items.data_ptr(), len(group.items), group.tiles, group.num_splits))
+    assert planned == [planned[0]] * 3

@@ -12,6 +12,7 @@ import torch
 from sglang.srt.device_copies import to_device
 
 DECODE, UNIFORM, RAGGED, MIXED = "decode", "uniform", "ragged", "mixed"
+DRAFT_STEPS = "draft steps"
 MAX_TREE_ROWS = 64  # that a request may feed as a tree: one bit each
 
 
@@ -22,12 +23,16 @@ class GraphKey:
 
     Attributes:
         tag: DECODE and UNIFORM where every request feeds `width` rows, RAGGED where up to so many,
-            MIXED where some may feed any number, as prompts do.
+            MIXED where some may feed any number, as prompts do; DRAFT_STEPS where every request
+            feeds one row in each of several steps, one after another.
         num_reqs: requests, padding included.
         width: the most rows of a request; in MIXED, of one that does not feed a prompt.
         num_tokens: rows in all, padding included.
         has_tree: steps with `ForwardBatch.ancestors` replay it, and no others.
         computes_all_rows: somebody asked for the last layer of all rows (`HiddenCapture`).
+        hidden_width: width of `ForwardBatch.hidden`; 0 if the model reads tokens alone.
+        reads_one_row: of each request one row is read at most, whatever it feeds.
+        num_steps: steps that the graph runs, one after another.
     """
 
     tag: str
@@ -36,18 +41,22 @@ class GraphKey:
     num_tokens: int
     has_tree: bool = False
     computes_all_rows: bool = False
+    hidden_width: int = 0
+    reads_one_row: bool = False
+    num_steps: int = 1
 
     @property
     def skips_unread_rows(self) -> bool:
         """Whether the graph's last layer computes only the rows of `ForwardBatch.read_index`, which
-        may be up to `num_reqs`: so in steps with prompts of requests that do not look ahead, where
-        one row of each request is read at most."""
-        return self.tag == MIXED and self.width == 1 and not self.computes_all_rows
+        may be up to `num_reqs`: so where one row of each request is read at most, as in steps with
+        prompts of requests that do not look ahead."""
+        reads_one_row = self.reads_one_row or (self.tag == MIXED and self.width == 1)
+        return reads_one_row and not self.computes_all_rows
 
     @property
     def is_uniform(self) -> bool:
         """Whether every request, those of padding too, has `width` rows."""
-        return self.tag in (DECODE, UNIFORM)
+        return self.tag in (DECODE, UNIFORM, DRAFT_STEPS)
 
     @property
     def is_packed(self) -> bool:
@@ -96,8 +105,7 @@ class ForwardBatch:
             Those whose number of rows the host knows, as it does of prompts, come first, and with
             them all whose q_lens is above MAX_TREE_ROWS.
         hidden: [T, width], in the model's type; what a model reads of each row beside its token,
-            such as a target's hidden states; None for models that read tokens alone. Graphs do not
-            copy it, so a model that reads it runs without.
+            such as a target's hidden states; None for models that read tokens alone.
     """
 
     input_ids: torch.Tensor

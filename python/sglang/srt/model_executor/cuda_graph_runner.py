@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Generic, TypeVar
 
 import torch
@@ -57,6 +58,42 @@ class _Cost:
     num_bytes: int = 0
 
 
+class GraphMemory:
+    """The inputs of graphs, as large as the largest needs, and where graphs keep what they compute.
+    `CudaGraphRunner`s may share it: then a replay of one overwrites the inputs and maybe the
+    results of the others.
+
+    Args:
+        keys: of all graphs.
+        hidden_dtype: of `ForwardBatch.hidden`.
+    """
+
+    def __init__(
+        self, keys: Sequence[GraphKey], device: str, hidden_dtype: torch.dtype = torch.float32
+    ) -> None:
+        most_tokens = max(key.num_tokens for key in keys)
+        most_reqs = max(key.num_reqs for key in keys)
+        num_hidden = max(key.num_tokens * key.hidden_width for key in keys)
+        have_trees = any(key.has_tree for key in keys)
+        tokens = torch.zeros((3, most_tokens), dtype=torch.int64, device=device)
+        requests = torch.zeros((3, most_reqs), dtype=torch.int64, device=device)
+        self.static = StaticInputs(
+            tokens,
+            requests,
+            requests.new_zeros(most_reqs + 1),
+            tokens.new_zeros(most_tokens) if have_trees else None,
+            requests.new_zeros(most_reqs) if have_trees else None,
+            torch.zeros(num_hidden, dtype=hidden_dtype, device=device) if num_hidden else None,
+        )
+        self.pool = torch.cuda.graph_pool_handle()
+
+    @cached_property
+    def side(self) -> torch.cuda.Stream:
+        """Where a graph's callable runs before it is captured: one stream for all graphs, since
+        cuBLAS takes memory for each that it sees."""
+        return torch.cuda.Stream()
+
+
 class CudaGraphRunner(Generic[Results]):
     """Captures a callable and replays it.
 
@@ -68,6 +105,7 @@ class CudaGraphRunner(Generic[Results]):
         longest: KV tokens of a request at most.
         poisons: overwrite all inputs and results before each replay, so that whatever a step does
             not fill anew shows.
+        memory: has room for all `keys`; None: the runner takes its own.
     """
 
     def __init__(
@@ -79,26 +117,18 @@ class CudaGraphRunner(Generic[Results]):
         longest: int,
         device: str,
         poisons: bool = False,
+        memory: GraphMemory | None = None,
     ) -> None:
+        memory = memory or GraphMemory(keys.all, device)
         self._plan = plan
         self._compute = compute
         self._ops = ops
         self._keys = keys
         self._longest = longest
         self._poisons = poisons
-        most_tokens = max(key.num_tokens for key in keys.all)
-        most_reqs = max(key.num_reqs for key in keys.all)
-        self._tokens = torch.zeros((3, most_tokens), dtype=torch.int64, device=device)
-        self._requests = torch.zeros((3, most_reqs), dtype=torch.int64, device=device)
-        self._static = StaticInputs(
-            self._tokens,
-            self._requests,
-            self._requests.new_zeros(most_reqs + 1),
-            self._tokens.new_zeros(most_tokens) if keys.have_trees else None,
-            self._requests.new_zeros(most_reqs) if keys.have_trees else None,
-        )
+        self._memory, self._static = memory, memory.static
+        self._tokens, self._requests = memory.static.tokens, memory.static.requests
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[GraphKey, _Captured[Results]] = {}
 
     @property
@@ -113,13 +143,12 @@ class CudaGraphRunner(Generic[Results]):
     def capture(self) -> None:
         """Captures all graphs, the largest first, so that the others fit into its memory."""
         start = time.perf_counter()
-        side = torch.cuda.Stream()  # one for all: cuBLAS takes memory for each stream it sees
         keys = sorted(self._keys.all, key=lambda key: -key.num_tokens)
         costs: defaultdict[str, _Cost] = defaultdict(_Cost)
         with no_collections():  # what Python frees, say an older graph, may call CUDA and end one
             now, free = start, free_bytes(self._device)
             for key in tqdm(keys, desc="Capturing CUDA graphs", unit="graph", disable=None):
-                self._captured[key] = self._capture(key, side)
+                self._captured[key] = self._capture(key)
                 cost, before, was_free = costs[kind_of(key)], now, free
                 now, free = time.perf_counter(), free_bytes(self._device)
                 cost.num_graphs += 1
@@ -136,8 +165,8 @@ class CudaGraphRunner(Generic[Results]):
         logger.info(
             "Captured %d CUDA graphs for up to %d requests and %d rows in %.1f s.",
             len(keys),
-            self._requests.shape[1],
-            self._tokens.shape[1],
+            max(key.num_reqs for key in keys),
+            max(key.num_tokens for key in keys),
             time.perf_counter() - start,
         )
 
@@ -149,6 +178,7 @@ class CudaGraphRunner(Generic[Results]):
             batch.input_ids.shape[0],
             batch.ancestors is not None,
             batch.q_starts is not None,
+            0 if batch.hidden is None else batch.hidden.shape[1],
         )
         if key is None:
             return None
@@ -158,16 +188,19 @@ class CudaGraphRunner(Generic[Results]):
         return key
 
     def run(self, key: GraphKey, batch: ForwardBatch) -> Replay[Results]:
-        """Replays the graph of `key` for a step that it has room for."""
+        """Replays the graph of `key` for a step that it has room for. The step may be fed what the
+        last replay gave."""
         captured = self._captured[key]
         if self._poisons:
-            self._poison(key, captured.results)
+            self._poison_inputs(key)
         places = self._ops.fill(self._static, key, batch)
+        if self._poisons:
+            _poison_results(captured.results)
         self._plan(self._static_batch(key, batch))
         captured.graph.replay()
         return Replay(captured.results, places)
 
-    def _poison(self, key: GraphKey, results: Results) -> None:
+    def _poison_inputs(self, key: GraphKey) -> None:
         self._tokens.fill_(1)
         self._tokens[1].fill_(self._longest - 1)
         self._requests[:2].fill_(self._longest)
@@ -176,9 +209,8 @@ class CudaGraphRunner(Generic[Results]):
         if self._static.ancestors is not None and self._static.tree_starts is not None:
             self._static.ancestors.zero_()
             self._static.tree_starts.zero_()
-        for values in results:
-            if values is not None:
-                values.fill_(float("nan") if values.is_floating_point() else -1)
+        if self._static.hidden is not None:
+            self._static.hidden.fill_(float("nan"))
 
     def _static_batch(self, key: GraphKey, batch: ForwardBatch) -> ForwardBatch:
         """The step as the graph sees it: static buffers with room for padding."""
@@ -201,10 +233,12 @@ class CudaGraphRunner(Generic[Results]):
             ancestors=_first(self._static.ancestors, key.num_tokens if key.has_tree else None),
             tree_starts=_first(self._static.tree_starts, key.num_reqs if key.has_tree else None),
             q_starts=_first(self._static.q_starts, key.num_reqs + 1 if key.is_packed else None),
+            hidden=self._static.hidden_of(key),
         )
 
-    def _capture(self, key: GraphKey, side: torch.cuda.Stream) -> _Captured[Results]:
-        """Runs a step of the key once on `side`, so that all is compiled, then captures it."""
+    def _capture(self, key: GraphKey) -> _Captured[Results]:
+        """Runs a step of the key once on a side stream, so that all is compiled, then captures
+        it."""
         count = key.num_reqs
         share, rest = divmod(key.num_tokens, count)
         empty = self._tokens[0, :0]
@@ -220,6 +254,7 @@ class CudaGraphRunner(Generic[Results]):
         )
         self._ops.fill(self._static, key, replace(shape, q_lens=[]))
         batch = self._static_batch(key, shape)
+        side = self._memory.side
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self._plan(batch)
@@ -227,9 +262,15 @@ class CudaGraphRunner(Generic[Results]):
         torch.cuda.current_stream().wait_stream(side)
         self._plan(batch)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._memory.pool):
             results = self._compute(batch)
         return _Captured(graph, results)
+
+
+def _poison_results(results: tuple[torch.Tensor | None, ...]) -> None:
+    for values in results:
+        if values is not None:
+            values.fill_(float("nan") if values.is_floating_point() else -1)
 
 
 def _first(values: torch.Tensor | None, count: int | None) -> torch.Tensor | None:

@@ -1,6 +1,6 @@
 """Which CUDA graphs there are, and which one a step replays.
 
-There are four kinds of graphs (tags of `GraphKey`). A step replays the smallest one that has room
+There are five kinds of graphs (tags of `GraphKey`). A step replays the smallest one that has room
 for its requests and its rows:
 
 - DECODE, if each request feeds one row.
@@ -9,6 +9,11 @@ for its requests and its rows:
   each gets the graph's width, and padding fills the rows that it does not feed.
 - MIXED, if some feed prompts. There are none for so many rows that the device is busy for longer
   than a launch takes the host; every step of fewer rows finds one.
+
+- DRAFT_STEPS, for several steps of one row per request at once (`draft_passes.py`).
+
+Graphs of a head also differ by the width of the hidden states that they read. Those of several rows
+per request compute one row of each, and so serve only steps that read no more.
 
 Steps whose rows are trees (`ForwardBatch.ancestors`) replay graphs of their own, if there are any.
 RAGGED and MIXED graphs for look-ahead read `ForwardBatch.q_starts`, and so serve packed batches,
@@ -23,12 +28,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
-from sglang.srt.layers.forward_batch import DECODE, MIXED, RAGGED, UNIFORM, GraphKey
+from sglang.srt.layers.forward_batch import DECODE, DRAFT_STEPS, MIXED, RAGGED, UNIFORM, GraphKey
 
 MAX_WIDE_TOKENS = 1024  # of a step of several rows per request: beyond, launching costs little
 UNIFORM_WIDTHS = (3, 7, 15, 31)
 # Rows in all. Up to 128 they cost nearly the same, and beyond a GPU computes in tiles.
 ROWS = (16, 32, 64, 96, *range(128, 320, 32), *range(320, 1025, 64))
+ONE_ROW = (DECODE, DRAFT_STEPS)
 FEW_REQUESTS = 8  # whose KV is split among more programs
 
 
@@ -42,6 +48,9 @@ class GraphKeys:
         max_mixed_rows: rows in all of a step with prompts that does; 0 for none.
         computes_all_rows: no graph skips rows (`HiddenCapture.all_rows`).
         with_trees: each graph of several rows per request also exists for steps with `ancestors`.
+        hidden_width: of what the model reads of each row beside its token; 0: nothing.
+        reads_one_row: no step reads more than one row of a request.
+        draft_hidden_width: the same of draft steps, if each replays a graph of its own; 0: none do.
     """
 
     def __init__(
@@ -52,15 +61,41 @@ class GraphKeys:
         max_mixed_rows: int = 0,
         computes_all_rows: bool = False,
         with_trees: bool = False,
+        hidden_width: int = 0,
+        reads_one_row: bool = False,
+        draft_hidden_width: int = 0,
     ) -> None:
         self.all: list[GraphKey] = []
-        self._found: dict[tuple[int, int, int, bool, bool], GraphKey | None] = {}
+        self._found: dict[tuple[int, int, int, bool, bool, int], GraphKey | None] = {}
         if support is GraphSupport.NEVER:
             return
-        found = _plain_keys(support, max_requests, max_width, max_mixed_rows)
-        self.all = [replace(key, computes_all_rows=computes_all_rows) for key in found]
+        self.all = [
+            replace(
+                key,
+                computes_all_rows=computes_all_rows,
+                hidden_width=hidden_width,
+                reads_one_row=reads_one_row and key.tag != DECODE,
+            )
+            for key in _plain_keys(support, max_requests, max_width, max_mixed_rows)
+        ]
         if with_trees:
             self.all += [replace(key, has_tree=True) for key in self.all if key.width > 1]
+        if draft_hidden_width not in (0, hidden_width):
+            self.all += [
+                replace(key, hidden_width=draft_hidden_width)
+                for key in self.all
+                if key.tag == DECODE
+            ]
+
+    @classmethod
+    def of_draft_steps(cls, max_requests: int, hidden_width: int, num_steps: int) -> GraphKeys:
+        """Graphs of `num_steps` draft steps at once."""
+        keys = cls(GraphSupport.NEVER, max_requests, 1)
+        keys.all = [
+            GraphKey(DRAFT_STEPS, n, 1, n, hidden_width=hidden_width, num_steps=num_steps)
+            for n in _decode_sizes(max_requests)
+        ]
+        return keys
 
     @property
     def have_trees(self) -> bool:
@@ -78,25 +113,33 @@ class GraphKeys:
         num_tokens: int,
         has_tree: bool = False,
         is_packed: bool = False,
+        hidden_width: int = 0,
     ) -> GraphKey | None:
         """As `find`, by the number of requests, the most rows that any of them feeds and the rows
         in all, of which a packed step may have fewer than requests."""
-        shape = num_reqs, widest, num_tokens, has_tree, is_packed
+        shape = num_reqs, widest, num_tokens, has_tree, is_packed, hidden_width
         if shape not in self._found:
             self._found[shape] = self._smallest(*shape)
         return self._found[shape]
 
     def _smallest(
-        self, num_reqs: int, widest: int, num_tokens: int, has_tree: bool, is_packed: bool
+        self,
+        num_reqs: int,
+        widest: int,
+        num_tokens: int,
+        has_tree: bool,
+        is_packed: bool,
+        hidden_width: int,
     ) -> GraphKey | None:
         fitting = [
             key
             for key in self.all
             if key.has_tree == has_tree
+            and key.hidden_width == hidden_width
             and key.num_reqs >= num_reqs
             and key.num_tokens >= num_tokens
             and (key.tag == MIXED or key.width >= widest)
-            and (key.is_packed if is_packed else key.tag == DECODE or widest > 1)
+            and (key.is_packed if is_packed else key.tag in ONE_ROW or widest > 1)
         ]
         narrow = [key for key in fitting if key.tag != MIXED]
         return min(narrow or fitting, key=lambda key: (key.num_reqs, key.num_tokens), default=None)
@@ -104,7 +147,9 @@ class GraphKeys:
 
 def kind_of(key: GraphKey) -> str:
     """The kind of a graph, for the log."""
-    return f"{key.tag}, trees" if key.has_tree else key.tag
+    steps = f"{key.num_steps} {key.tag}" if key.num_steps > 1 else key.tag
+    hidden = f", hidden states of {key.hidden_width}" if key.hidden_width else ""
+    return steps + hidden + ", trees" * key.has_tree
 
 
 def _plain_keys(

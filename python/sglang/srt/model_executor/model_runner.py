@@ -12,7 +12,6 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, Atte
 from sglang.srt.layers.forward_batch import (
     NO_CAPTURE,
     ForwardBatch,
-    GraphKey,
     HiddenCapture,
     ModelOutput,
     dummy_step,
@@ -20,9 +19,12 @@ from sglang.srt.layers.forward_batch import (
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.mem_cache.kv_memory import KVGeometry, KVMemory
 from sglang.srt.model_config import ModelConfig
-from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, Replay
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphMemory
+from sglang.srt.model_executor.draft_passes import DraftPass, Drafts, batches_fed
 from sglang.srt.model_executor.graph_keys import GraphKeys
+from sglang.srt.model_executor.host_threads import HostThreads
 from sglang.srt.model_executor.largest_step import MIN_PROMPT_ROWS, largest_step, most_that_fits
+from sglang.srt.model_executor.runner_graphs import RunnerGraphs, plan_nothing
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.draft_head import DraftHead
 from sglang.srt.models.transformer import CausalLM
@@ -58,6 +60,7 @@ class ExecutionConfig:
             their row of the request-to-token table.
         num_threads: torch threads of a CPU.
         capture: which hidden states a forward pass gives beside those of the rows read.
+        draft_steps: of a head: how many draft steps may follow a step of the target (`draft`).
         captures_trees: steps whose rows are trees also replay graphs, if the attention backend has
             masks for them.
     """
@@ -83,6 +86,7 @@ class ExecutionConfig:
     poisons_graphs: bool = False
     capture: HiddenCapture = NO_CAPTURE
     captures_trees: bool = False
+    draft_steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +183,7 @@ class ModelRunner:
         self.max_prompt_rows = config.max_prompt_rows
         self._capabilities: AttentionCapabilities = backend.capabilities()
         self._config = config
-        self._graphs: CudaGraphRunner[ModelOutput] | None = None
+        self._graphs: RunnerGraphs | None = None
         self.checks: list[Callable[[ForwardBatch], None]] = []
 
     @property
@@ -206,34 +210,50 @@ class ModelRunner:
         addresses."""
         self.drop_graphs()
         config = self._config
-        reads_hidden = self.model.hidden_width > 0  # graphs have no room for it
-        if not self.is_whole or config.max_graph_width == 0 or reads_hidden:
+        if not self.is_whole or config.max_graph_width == 0:
             return
-        keys = GraphKeys(
-            self._capabilities.graph,
-            config.max_running_requests,
-            config.max_graph_width,
-            config.max_graph_rows,
-            config.capture.all_rows,
-            config.captures_trees and self._capabilities.tree_masks,
-        )
+        keys, draft_keys = self._keys(), self._draft_keys()
         if not keys.all:
             return
-        graphs = CudaGraphRunner(
-            self._layers.plan,
-            self._compute,
-            self.step_ops,
-            keys,
-            config.row_width,
-            config.device,
-            config.poisons_graphs,
-        )
+        every = [*keys.all, *(key for each in draft_keys.values() for key in each.all)]
+        ops, plan, drafts = self.step_ops, self._layers.plan, {}
         with memory_for(
             "CUDA graphs",
             f"{LESS_STATIC_MEMORY} or --max-running-requests, or --disable-cuda-graph.",
         ):
+            memory = GraphMemory(every, config.device, getattr(torch, config.dtype))
+            more = config.row_width, config.device, config.poisons_graphs, memory
+            for num_steps, each in draft_keys.items():
+                run = self._draft_pass(num_steps, self._plan_and_compute).run
+                drafts[num_steps] = CudaGraphRunner(plan_nothing, run, ops, each, *more)
+            steps = CudaGraphRunner(plan, self._compute, ops, keys, *more)
+            graphs = RunnerGraphs(steps, drafts, config.capture.all_rows)
             graphs.capture()
         self._graphs = graphs
+
+    def _keys(self) -> GraphKeys:
+        """Of all graphs but those of several draft steps."""
+        config, model, capabilities = self._config, self.model, self._capabilities
+        steps_alone = bool(config.draft_steps) and not capabilities.captures_plans
+        return GraphKeys(
+            capabilities.graph,
+            config.max_running_requests,
+            config.max_graph_width,
+            config.max_graph_rows,
+            config.capture.all_rows,
+            config.captures_trees and capabilities.tree_masks,
+            model.hidden_width,
+            model.reads_one_row,
+            model.draft_hidden_width if steps_alone else 0,
+        )
+
+    def _draft_keys(self) -> dict[int, GraphKeys]:
+        """Of the graphs of so many draft steps each."""
+        config, width = self._config, self.model.draft_hidden_width
+        if not self._capabilities.captures_plans:
+            return {}
+        most = config.max_running_requests
+        return {n: GraphKeys.of_draft_steps(most, width, n) for n in config.draft_steps}
 
     @torch.inference_mode()
     def warm_up(
@@ -303,41 +323,62 @@ class ModelRunner:
 
     @property
     def graph_keys(self) -> GraphKeys | None:
-        """Which graphs were captured, and which one a step replays; None without graphs."""
+        """Which graphs of steps were captured, and which one a step replays; None without
+        graphs."""
         return None if self._graphs is None else self._graphs.keys
+
+    @property
+    def draft_graph_keys(self) -> dict[int, GraphKeys]:
+        """The same of so many draft steps at once."""
+        return {} if self._graphs is None else self._graphs.draft_keys
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardResult:
         """Runs the model; the next call may overwrite the result."""
-        assert not self.weights.is_released, "A step without weights."
-        assert not self.kv_pool.is_released, "A step without a KV pool."
-        self.req_to_token_pool.raise_if_outside()
+        self._assert_ready()
         for check in self.checks:
             check(batch)
         if self._threads is not None:
             self._threads.use_for(batch.input_ids.shape[0])
-        key = None if self._graphs is None else self._graphs.key_of(batch)
-        if self._graphs is not None and key is not None:
-            hidden, taps = self._wanted_rows(key, batch, self._graphs.run(key, batch))
-            return ForwardResult(hidden, True, taps)
+        replayed = None if self._graphs is None else self._graphs.forward(batch)
+        if replayed is not None:
+            return ForwardResult(replayed.hidden, True, replayed.taps)
         with memory_for("a step", f"{LESS_STATIC_MEMORY} or --chunked-prefill-size."):
             self._layers.plan(batch)
             hidden, taps = self._compute(batch)
             return ForwardResult(hidden, False, taps)
 
-    def _wanted_rows(
-        self, key: GraphKey, batch: ForwardBatch, replay: Replay[ModelOutput]
-    ) -> ModelOutput:
-        """What the step would have given without a graph, out of what the graph computed."""
-        hidden, taps = replay.results
-        num_tokens, wanted = batch.input_ids.shape[0], batch.read_index
-        if taps is not None:
-            taps = replay.rows(taps, num_tokens)
-        if wanted is None or self._config.capture.all_rows:
-            return ModelOutput(replay.rows(hidden, num_tokens), taps)
-        if key.skips_unread_rows:
-            return ModelOutput(hidden[: len(wanted)], taps)
-        return ModelOutput(hidden[wanted if replay.places is None else replay.places[wanted]], taps)
+    def _assert_ready(self) -> None:
+        assert not self.weights.is_released, "A step without weights."
+        assert not self.kv_pool.is_released, "A step without a KV pool."
+        self.req_to_token_pool.raise_if_outside()
+
+    @torch.inference_mode()
+    def draft(self, first: ForwardBatch, num_steps: int) -> Drafts:
+        """Runs draft steps of a head, of which `first` is the first one: see `DraftPass`. One graph
+        has all of them if it is one of `ExecutionConfig.draft_steps` and the attention backend
+        `captures_plans`; else each is a step of its own. The next call may overwrite the result."""
+        self._assert_ready()
+        drafts = None if self._graphs is None else self._graphs.draft(first, num_steps)
+        if drafts is None:
+            return self._draft_pass(num_steps, lambda batch: self.forward(batch).hidden).run(first)
+        if self.checks:
+            for batch in batches_fed(first, drafts):
+                for check in self.checks:
+                    check(batch)
+        return drafts
+
+    def _draft_pass(
+        self, num_steps: int, forward: Callable[[ForwardBatch], torch.Tensor]
+    ) -> DraftPass:
+        assert isinstance(self.model, DraftHead), "Only heads over a target draft."
+        table = self.req_to_token_pool.req_to_token
+        return DraftPass(self.model, self._layers, table, forward, num_steps)
+
+    def _plan_and_compute(self, batch: ForwardBatch) -> torch.Tensor:
+        """`ModelOutput.hidden` of a batch that is not planned yet."""
+        self._layers.plan(batch)
+        return self._compute(batch).hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [S, vocab_size], in the model's type, of hidden states [S, hidden_size]."""
@@ -353,19 +394,3 @@ def _run_largest(runners: Sequence[ModelRunner], prompt_rows: int) -> None:
     held = []
     for runner in runners:
         held.append(runner._run_dummy(q_lens))
-
-
-class HostThreads:
-    """Torch threads by the size of a step: waking a second thread for each small operation costs
-    more than it computes."""
-
-    MIN_ROWS_PER_THREAD = 4
-
-    def __init__(self, max_threads: int) -> None:
-        self._max_threads = max_threads
-        torch.set_num_threads(max_threads)
-
-    def use_for(self, num_rows: int) -> None:
-        wanted = max(1, min(self._max_threads, num_rows // self.MIN_ROWS_PER_THREAD))
-        if wanted != torch.get_num_threads():  # which a step of another runner may have changed
-            torch.set_num_threads(wanted)

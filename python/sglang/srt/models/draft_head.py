@@ -39,9 +39,12 @@ class DraftHead(Model):
     Its tokens, the columns of its logits, are those of the target, or fewer: `to_target_ids`.
     """
 
+    reads_one_row = True  # the last that the target keeps
+
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
         super().__init__()
         self.windows = (None,)
+        self.draft_hidden_width = config.hidden_size
         self._config = config
         self.rotary = RotaryEmbedding(config.head_dim, max_positions, config.rope)
         self._shared: SharedModules | None = None

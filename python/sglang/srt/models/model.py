@@ -43,11 +43,15 @@ class Model(nn.Module):
         windows: sliding window of each layer, for the attention backend.
         hidden_width: width of the `ForwardBatch.hidden` that a prompt's rows have; 0 if the model
             reads tokens alone.
+        draft_hidden_width: the same of the rows of draft steps: the width of `ModelOutput.hidden`.
+        reads_one_row: no step reads more than one row of a request, so graphs compute no more.
         checkpoint_names: see there.
     """
 
     windows: tuple[int | None, ...]
     hidden_width: int = 0
+    draft_hidden_width: int = 0
+    reads_one_row: bool = False
     checkpoint_names = CheckpointNames()
 
     def complete(self) -> None:

@@ -172,6 +172,8 @@ class StaticInputs:
         q_starts: [R + 1] int64; for graphs that are packed (`GraphKey.is_packed`).
         ancestors, tree_starts: [T] and [R] int64, of the largest graph for trees; None where there
             is none.
+        hidden: [N], in the model's type, for graphs with a `GraphKey.hidden_width`, see
+            `hidden_of`; None where there is none.
     """
 
     tokens: torch.Tensor
@@ -179,6 +181,16 @@ class StaticInputs:
     q_starts: torch.Tensor
     ancestors: torch.Tensor | None = None
     tree_starts: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+
+    def hidden_of(self, key: GraphKey) -> torch.Tensor | None:
+        """`ForwardBatch.hidden` of a graph, [key.num_tokens, key.hidden_width]; None if it reads
+        tokens alone. Graphs of all widths share the memory."""
+        if key.hidden_width == 0:
+            return None
+        assert self.hidden is not None, "A graph reads hidden states, and there is no room for any."
+        size = key.num_tokens * key.hidden_width
+        return self.hidden[:size].view(key.num_tokens, key.hidden_width)
 
 
 class StepOps(Protocol):
@@ -231,9 +243,10 @@ class StepOps(Protocol):
         """
 
     def fill(self, static: StaticInputs, key: GraphKey, batch: ForwardBatch) -> torch.Tensor | None:
-        """Copies a step and the padding of a graph into the graph's inputs. A graph for trees also
-        serves steps without `tree_starts` (then a tree starts with the rows that its request feeds)
-        and without `ancestors` (then all rows are causal).
+        """Copies a step and the padding of a graph into the graph's inputs; hidden states of
+        padding are zero. A graph for trees also serves steps without `tree_starts` (then a tree
+        starts with the rows that its request feeds) and without `ancestors` (then all rows are
+        causal).
 
         Returns:
             [T] int64, the place of each row of the step in the graph; None: they are its first.
@@ -271,6 +284,13 @@ def places_in_uniform_graph(batch: ForwardBatch, key: GraphKey) -> list[int] | N
         for start, q_len in zip(starts, batch.q_lens, strict=True)
         for row in range(q_len)
     ]
+
+
+def places_of_reads(
+    reads: torch.Tensor, key: GraphKey, places: torch.Tensor | None
+) -> torch.Tensor:
+    """`ForwardBatch.read_index` of the graph, given that of the step and what `fill` returns."""
+    return reads if places is None or not key.skips_unread_rows else places[reads]
 
 
 def rows_before(batch: ForwardBatch) -> list[int]:

@@ -32,6 +32,7 @@ from sglang.srt.step.step_ops import (
     StepCounts,
     pack_for_device,
     places_in_uniform_graph,
+    places_of_reads,
     rows_before,
 )
 from sglang.srt.step.worker import ScheduleBatch
@@ -182,8 +183,13 @@ class TorchStepOps:
         requests[:2, :num_reqs] = torch.stack((batch.rows, lens))
         requests[2, : key.num_reqs] = 0
         if batch.read_index is not None:
-            reads = batch.read_index[: key.num_reqs]
+            reads = places_of_reads(batch.read_index, key, index)[: key.num_reqs]
             requests[2, : len(reads)] = reads
+        hidden = static.hidden_of(key)
+        if hidden is not None:
+            hidden.zero_()
+            if batch.hidden is not None:
+                hidden[slice(num_tokens) if index is None else index] = batch.hidden
         if key.is_packed:
             starts = batch.q_starts
             if starts is None:

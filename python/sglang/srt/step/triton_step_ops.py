@@ -31,6 +31,7 @@ from sglang.srt.step.step_ops import (
     StepCounts,
     pack_for_device,
     places_in_uniform_graph,
+    places_of_reads,
     rows_before,
 )
 from sglang.srt.step.triton_commit_run import commit_run_kernel, step_launch
@@ -39,6 +40,7 @@ from sglang.srt.step.triton_row_packing import TritonRowPacking, can_pack
 from sglang.srt.step.worker import ScheduleBatch
 
 BLOCK = 128
+BLOCK_HIDDEN = 1024
 _NUM_READ = tl.constexpr(step_ops.NUM_READ)
 _READ_START = tl.constexpr(step_ops.READ_START)
 
@@ -91,15 +93,35 @@ def _commit_kernel(
 
 _FILL_NUMBERS = [
     *("num_tokens", "num_reqs", "num_reads", "padded_tokens", "padded_reqs", "width"),
-    "is_spread",
+    *("is_spread", "hidden_stride", "hidden_width"),
 ]
+
+
+@triton.jit
+def _fill_hidden(
+    hidden_ptr, out_ptr, spread_ptr, hidden_stride, hidden_width, num_tokens, padded_tokens,
+    is_spread, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """This program's part of a row of the hidden states [padded_tokens, hidden_width]: of each row
+    there are as many parts as it has blocks, one behind the other."""
+    num_parts = tl.cdiv(hidden_width, BLOCK)
+    place = tl.arange(0, BLOCK)
+    column = tl.program_id(0) % num_parts * BLOCK + place
+    row = tl.program_id(0) // num_parts + place.to(tl.int64) * 0  # the same for all
+    is_inside = (row < padded_tokens) & (column < hidden_width)
+    spreads = row * 0 + is_spread != 0
+    moved = tl.load(spread_ptr + row, mask=is_inside & spreads, other=-1)
+    source = tl.where(spreads, moved, row)
+    exists = is_inside & (source >= 0) & (source < num_tokens)
+    values = tl.load(hidden_ptr + source * hidden_stride + column, mask=exists, other=0.0)
+    tl.store(out_ptr + row * hidden_width + column, values, mask=is_inside)
 
 
 @triton.jit(
     do_not_specialize=[
         *_FILL_NUMBERS,
         *("q_starts_ptr", "ancestors_ptr", "tree_starts_ptr", "num_ancestors", "num_tree_starts"),
-        "early",
+        *("hidden_ptr", "early"),
     ]
 )
 def _fill_kernel(
@@ -108,14 +130,19 @@ def _fill_kernel(
     num_tokens, num_reqs, num_reads, padded_tokens, padded_reqs, width, is_spread,
     q_starts_ptr, q_starts_out_ptr,
     ancestors_ptr, tree_starts_ptr, ancestors_out_ptr, tree_starts_out_ptr,
-    num_ancestors, num_tree_starts,
-    IS_PACKED: tl.constexpr, HAS_TREE: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr, early,
+    num_ancestors, num_tree_starts, hidden_ptr, hidden_out_ptr, hidden_stride, hidden_width,
+    IS_PACKED: tl.constexpr, HAS_TREE: tl.constexpr, HAS_HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_HIDDEN: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
-    """Grid (blocks of the graph's rows, or of its requests and one more, padding included).
-    `spread_ptr`, if `is_spread`: for each of these rows the step's row or -1, then for each request
-    the rows that it lacks."""
+    """Grid (blocks of the graph's rows, or of its requests and one more, padding included; or parts
+    of its hidden states, if there are more). `spread_ptr`, if `is_spread`: for each of these rows
+    the step's row or -1, then for each request the rows that it lacks."""
     begin(PDL, early)
+    if HAS_HIDDEN:
+        _fill_hidden(
+            hidden_ptr, hidden_out_ptr, spread_ptr, hidden_stride, hidden_width, num_tokens,
+            padded_tokens, is_spread, BLOCK_HIDDEN,
+        )  # fmt: skip
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     has_token = place < padded_tokens
     has_request = place < padded_reqs
@@ -283,21 +310,30 @@ class TritonStepOps:
             index = sources[len(packed) :]
         nothing = batch.rows[:0]
         reads = nothing if batch.read_index is None else batch.read_index
+        reads = places_of_reads(reads, key, index)
         starts = (self._q_starts(batch), static.q_starts) if key.is_packed else (None, None)
         ancestors = nothing if batch.ancestors is None else batch.ancestors
         tree_starts = nothing if batch.tree_starts is None else batch.tree_starts
         trees: tuple[torch.Tensor | None, ...] = (None,) * 4
         if key.has_tree:
             trees = ancestors, tree_starts, static.ancestors, static.tree_starts
-        num_entries = max(key.num_tokens, key.num_reqs + key.is_packed)
-        _fill_kernel[(triton.cdiv(num_entries, BLOCK),)](
+        num_programs = triton.cdiv(max(key.num_tokens, key.num_reqs + key.is_packed), BLOCK)
+        hidden_out, hidden = static.hidden_of(key), None
+        if hidden_out is not None:
+            hidden = hidden_out[:0] if batch.hidden is None else batch.hidden
+            assert hidden.stride(1) == 1, "Rows of hidden states lie in one piece."
+            num_parts = triton.cdiv(key.hidden_width, BLOCK_HIDDEN)
+            num_programs = max(num_programs, key.num_tokens * num_parts)
+        _fill_kernel[(num_programs,)](
             batch.input_ids, batch.positions, batch.slots, batch.rows, batch.kv_lens,
             reads, sources,
             static.tokens, static.requests, static.tokens.stride(0), static.requests.stride(0),
             num_tokens, num_reqs, len(reads), key.num_tokens, key.num_reqs, key.width,
             int(places is not None),
             *starts, *trees, len(ancestors), len(tree_starts),
-            IS_PACKED=key.is_packed, HAS_TREE=key.has_tree, **self._launch,
+            hidden, hidden_out, 0 if hidden is None else hidden.stride(0), key.hidden_width,
+            IS_PACKED=key.is_packed, HAS_TREE=key.has_tree, HAS_HIDDEN=hidden_out is not None,
+            BLOCK_HIDDEN=BLOCK_HIDDEN, **self._launch,
         )  # fmt: skip
         return index
 

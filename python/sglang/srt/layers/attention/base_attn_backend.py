@@ -31,6 +31,9 @@ class AttentionCapabilities:
         tree_masks: it heeds `ForwardBatch.ancestors` and `tree_starts`.
         reads_q_starts: `ForwardBatch.q_starts` stays on the device, so a packed batch makes the
             host wait for nothing. Other backends attend packed batches too, but read it first.
+        captures_plans: a plan of one row per request does nothing on the host that depends on more
+            than `ForwardBatch.graph_key` once it was called for that key, so one graph may have
+            several steps, each planned in the capture, and a replay of it plans nothing.
     """
 
     devices: frozenset[str]
@@ -40,6 +43,7 @@ class AttentionCapabilities:
     needs_host_lens: bool
     tree_masks: bool
     reads_q_starts: bool
+    captures_plans: bool
 
     def problems(self, device: str, dtype: torch.dtype, page_size: int) -> list[str]:
         """Reasons why the backend cannot serve this configuration; empty when it can."""

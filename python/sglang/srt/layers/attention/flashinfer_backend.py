@@ -282,6 +282,7 @@ class FlashInferBackend:
             needs_host_lens=True,
             tree_masks=False,
             reads_q_starts=False,
+            captures_plans=False,
         )
 
     def plan(self, batch: ForwardBatch) -> None:

@@ -69,6 +69,7 @@ class TorchNativeBackend:
             needs_host_lens=True,
             tree_masks=True,
             reads_q_starts=False,
+            captures_plans=False,
         )
 
     def plan(self, batch: ForwardBatch) -> None:

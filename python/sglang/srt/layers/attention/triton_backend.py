@@ -201,6 +201,7 @@ class TritonBackend:
             needs_host_lens=False,
             tree_masks=True,
             reads_q_starts=True,
+            captures_plans=True,
         )
 
     @property
@@ -221,8 +222,7 @@ class TritonBackend:
         if batch.graph_key is not None:
             self._plan_graph(batch, batch.graph_key, prompts)
         elif len(set(batch.q_lens)) == 1 and batch.q_lens[0] <= self._limits.few:
-            count, q_len = len(batch.q_lens), batch.q_lens[0]
-            self._plan_uniform(q_len, count, max(batch.kv_len_upper_bounds))
+            self._plan_uniform(batch.q_lens[0], len(batch.q_lens), max(batch.kv_len_upper_bounds))
         else:
             self._plan_ragged(batch, prompts)
 

@@ -1,0 +1,81 @@
+"""The graphs of a model: those of its steps, and those of several draft steps at once."""
+
+from __future__ import annotations
+
+from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey, ModelOutput
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, Replay
+from sglang.srt.model_executor.draft_passes import Drafts
+from sglang.srt.model_executor.graph_keys import GraphKeys
+
+
+class RunnerGraphs:
+    """Replays what there is a graph for. The next replay overwrites the results.
+
+    Args:
+        steps: of a model's forward pass.
+        drafts: by the number of draft steps that each of its graphs runs.
+        all_rows: the last layer computes all rows (`HiddenCapture.all_rows`).
+    """
+
+    def __init__(
+        self,
+        steps: CudaGraphRunner[ModelOutput],
+        drafts: dict[int, CudaGraphRunner[Drafts]],
+        all_rows: bool,
+    ) -> None:
+        self._steps = steps
+        self._drafts = drafts
+        self._all_rows = all_rows
+
+    @property
+    def keys(self) -> GraphKeys:
+        """Of the graphs of steps."""
+        return self._steps.keys
+
+    @property
+    def draft_keys(self) -> dict[int, GraphKeys]:
+        """Of the graphs of so many draft steps each."""
+        return {num_steps: graphs.keys for num_steps, graphs in self._drafts.items()}
+
+    @property
+    def num_graphs(self) -> int:
+        return self._steps.num_graphs + sum(each.num_graphs for each in self._drafts.values())
+
+    def capture(self) -> None:
+        """Captures all graphs."""
+        self._steps.capture()
+        for graphs in self._drafts.values():
+            graphs.capture()
+
+    def forward(self, batch: ForwardBatch) -> ModelOutput | None:
+        """What the model gives of a step; None if no graph fits it."""
+        key = self._steps.key_of(batch)
+        return None if key is None else self._wanted_rows(key, batch, self._steps.run(key, batch))
+
+    def draft(self, first: ForwardBatch, num_steps: int) -> Drafts | None:
+        """What draft steps give, see `DraftPass`; None if no graph fits them."""
+        graphs = self._drafts.get(num_steps)
+        key = None if graphs is None else graphs.key_of(first)
+        if graphs is None or key is None:
+            return None
+        token_ids, logprobs, slots = graphs.run(key, first).results
+        count = len(first.q_lens)
+        return Drafts(token_ids[:count], logprobs[:count], slots[:, :count])
+
+    def _wanted_rows(
+        self, key: GraphKey, batch: ForwardBatch, replay: Replay[ModelOutput]
+    ) -> ModelOutput:
+        """What the step would have given without a graph, out of what the graph computed."""
+        hidden, taps = replay.results
+        num_tokens, wanted = batch.input_ids.shape[0], batch.read_index
+        if taps is not None:
+            taps = replay.rows(taps, num_tokens)
+        if wanted is None or self._all_rows:
+            return ModelOutput(replay.rows(hidden, num_tokens), taps)
+        if key.skips_unread_rows:
+            return ModelOutput(hidden[: len(wanted)], taps)
+        return ModelOutput(hidden[wanted if replay.places is None else replay.places[wanted]], taps)
+
+
+def plan_nothing(batch: ForwardBatch) -> None:
+    """The plan of a callable that plans each of its steps itself."""
