@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "model_loader": "models layers base",
     "weight_sync": "model_loader models mem_cache base",
     "model_executor": "step weight_sync model_loader models layers mem_cache base",
-    "speculative": "model_executor step layers mem_cache base",
+    "speculative": "model_executor models step layers mem_cache base",
     "workers": "speculative model_executor step layers mem_cache base",
     "mtp": "workers speculative model_executor step layers mem_cache base",
     "messages": "base",

@@ -80,6 +80,7 @@ DEFAULT_OPERATIONS = {"cpu": "torch", "cuda": "triton"}  # by device
 DRAFTERS = Registry(
     "drafter",
     {
+        "eagle": "sglang.srt.speculative.eagle_worker:EagleDrafter",
         "mtp": "sglang.srt.mtp.mask_drafter:MaskDrafter",
     },
 )

@@ -21,17 +21,20 @@ from sglang.srt.speculative.drafter import ComputedStep
 
 @dataclass(frozen=True, slots=True)
 class DraftSteps:
-    """N draft steps of the D requests that draft. Step 0 feeds each request's certain token, at its
-    watermark; step j feeds what j drafts later is the last known token.
+    """N draft steps of the D requests that draft, N may be 0. Step j feeds one token of each at
+    its watermark + j: a model of tokens begins with the certain token, and a head that is fed each
+    position's next token (`DrafterNeeds.token_shift`) with the first draft.
 
     Attributes:
+        requests: [D] int64; place of each among the R requests of the step; None: they are all.
         rows: [D] int64; row of the request-to-token table.
         positions, slots: [N, D] int64; of the row that each step feeds.
         kv_lens: [N, D] int64; tokens with KV once it is written.
         kv_len_upper_bounds: host list of D; at least those of step 0.
-        certain_tokens: [D] int64; what step 0 feeds.
+        certain_tokens: [D] int64; the last tokens that are no drafts.
     """
 
+    requests: torch.Tensor | None
     rows: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
@@ -39,8 +42,18 @@ class DraftSteps:
     kv_len_upper_bounds: list[int]
     certain_tokens: torch.Tensor
 
-    def batch(self, index: int, token_ids: torch.Tensor) -> ForwardBatch:
-        """Step `index`, which feeds token_ids [D] int64. It replays graphs of plain decoding."""
+    def of_requests(self, values: torch.Tensor) -> torch.Tensor:
+        """[D, ...]; of values [R, ...] those of the requests that draft."""
+        return values if self.requests is None else values[self.requests]
+
+    def batch(
+        self, index: int, token_ids: torch.Tensor, hidden: torch.Tensor | None = None
+    ) -> ForwardBatch:
+        """Step `index`, which feeds token_ids [D] int64. It replays graphs of plain decoding.
+
+        Args:
+            hidden: [D, width]; see `ForwardBatch.hidden`.
+        """
         return ForwardBatch(
             input_ids=token_ids,
             positions=self.positions[index],
@@ -49,6 +62,7 @@ class DraftSteps:
             q_lens=[1] * len(self.kv_len_upper_bounds),
             kv_lens=self.kv_lens[index],
             kv_len_upper_bounds=[bound + index for bound in self.kv_len_upper_bounds],
+            hidden=hidden,
         )
 
 
@@ -69,20 +83,22 @@ def plan_draft_steps(
         if batch.emits[i] and most_kept + num_steps <= reserved:
             requests.append(i)
             bounds.append(batch.kv_len_upper_bounds[i] - reserved + most_kept + 1)
-    if not requests or num_steps == 0:
+    if not requests:
         return None
     assert max(bounds) + num_steps - 1 <= table.shape[1], "Slots are reserved past a row's end."
-    rows = step.inputs.rows
+    rows, chosen = step.inputs.rows, None
     if len(requests) < len(batch.rows):
-        rows = rows[to_device(requests, rows.device, torch.int64)]
+        chosen = to_device(requests, rows.device, torch.int64)
+        rows = rows[chosen]
     count = len(requests)
     # Each step's numbers begin at a multiple of 16 bytes, which kernels are compiled for.
     shape = (3, num_steps, count + count % 2)
     numbers = torch.empty(shape, dtype=torch.int64, device=rows.device)[:, :, :count]
     positions, slots, kv_lens = numbers
     ahead = torch.arange(num_steps, device=rows.device)
-    torch.add(step.state.committed[rows], ahead[:, None], out=positions)
+    committed = step.state.committed[rows]
+    torch.add(committed, ahead[:, None], out=positions)
     slots.copy_(table[rows, positions])
     torch.add(positions, 1, out=kv_lens)
-    certain = step.state.tokens[rows, positions[0]].to(torch.int64)
-    return DraftSteps(rows, positions, slots, kv_lens, bounds, certain)
+    certain = step.state.tokens[rows, committed].to(torch.int64)
+    return DraftSteps(chosen, rows, positions, slots, kv_lens, bounds, certain)

@@ -1,0 +1,50 @@
+"""What EAGLE's steps hand to each other: chains of D requests, on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.step.request_rows import RequestRows
+
+
+@dataclass(frozen=True, slots=True)
+class EagleDraftInput:
+    """What a draft step of the head feeds: the draft chosen last.
+
+    Attributes:
+        token_ids: [D] int64; the target's ids.
+        hidden_states: [D, hidden_size]; the head's own output that they were chosen from.
+        scores: [D] float32; probability of the chain up to these tokens, by the head.
+    """
+
+    token_ids: torch.Tensor
+    hidden_states: torch.Tensor
+    scores: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class EagleVerifyInput:
+    """Chains that the target verifies in its next step, each behind its request's certain token.
+
+    Attributes:
+        draft_token: [D, S] int64; the target's ids.
+        scores: [D, S] float32; by the head, the probability that a draft and all before it are
+            right: the product of the probabilities along the chain.
+    """
+
+    draft_token: torch.Tensor
+    scores: torch.Tensor
+
+    @property
+    def confidence(self) -> torch.Tensor:
+        """[D, S] float32; that a draft is right, if those before it are (`Confidence.drafts`)."""
+        before = torch.nn.functional.pad(self.scores[:, :-1], (1, 0), value=1.0)
+        return torch.where(before > 0, self.scores / before, 0.0)
+
+    def write(self, state: RequestRows, rows: torch.Tensor) -> None:
+        """Hands the chains to the next step of the target; rows [D] int64, of the token table."""
+        counts = torch.full_like(rows, self.draft_token.shape[1])
+        confidence = None if state.confidence is None else self.confidence
+        state.write_drafts(rows, self.draft_token, counts, confidence=confidence)

@@ -1,0 +1,17 @@
+"""From the steps of a draft model to what the target verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
+
+
+def organize_draft_results(drafts: Sequence[EagleDraftInput]) -> EagleVerifyInput:
+    """The chains of S drafts each, of what the head chose one behind the other."""
+    return EagleVerifyInput(
+        draft_token=torch.stack([each.token_ids for each in drafts], dim=1),
+        scores=torch.stack([each.scores for each in drafts], dim=1),
+    )

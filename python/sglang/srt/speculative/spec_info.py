@@ -1,0 +1,27 @@
+"""The algorithms that `--speculative-algorithm` names, as SGLang does."""
+
+from __future__ import annotations
+
+from sglang.srt.head_config import EAGLE, EAGLE3
+
+# Algorithm: the architecture of its draft model, in `HEADS` (registry.py).
+HEAD_OF_ALGORITHM = {"EAGLE": EAGLE, "EAGLE3": EAGLE3}
+# SGLang has these too.
+NOT_BUILT = ("STANDALONE", "NGRAM", "NEXTN", "DFLASH", "DSPARK")
+
+
+def head_architecture(algorithm: str) -> str:
+    """The draft model's architecture.
+
+    Args:
+        algorithm: in any case.
+
+    Raises:
+        ValueError: for an algorithm that this runtime does not have; the text says which it has.
+    """
+    name = algorithm.upper()
+    if name in HEAD_OF_ALGORITHM:
+        return HEAD_OF_ALGORITHM[name]
+    known = " and ".join(HEAD_OF_ALGORITHM)
+    what = "is not built yet" if name in NOT_BUILT else "is unknown"
+    raise ValueError(f"--speculative-algorithm {algorithm} {what}; there are {known}.")
