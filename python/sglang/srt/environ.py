@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -25,6 +26,9 @@ class Environ:
             should hold, and raise if not; slow (`SGLANG_KV_CANARY`).
         mtp_fixed_k: every step predicts what its requests ask for, whatever the load, so that steps
             can be compared between runs (`SGLANG_MTP_FIXED_K`).
+        simulated_accept_len: for benchmarks, tokens that a request accepts per step of drafts, the
+            model's own one counted, on average and whatever the drafts are; None accepts what the
+            model confirms (`SGLANG_SIMULATE_ACC_LEN`; 0 is None).
     """
 
     test_retract_interval: int = 0
@@ -34,13 +38,14 @@ class Environ:
     graph_poison: bool = False
     kv_canary: bool = False
     mtp_fixed_k: bool = False
+    simulated_accept_len: float | None = None
 
     @classmethod
     def read(cls) -> Environ:
         """Reads `os.environ`.
 
         Raises:
-            ValueError: if a variable holds a value that is no number and no true or false word.
+            ValueError: if a variable holds a value that it cannot have.
         """
         return cls(
             test_retract_interval=_steps("SGLANG_TEST_RETRACT"),
@@ -50,6 +55,7 @@ class Environ:
             graph_poison=_steps("SGLANG_CUDA_GRAPH_POISON") > 0,
             kv_canary=_steps("SGLANG_KV_CANARY") > 0,
             mtp_fixed_k=_steps("SGLANG_MTP_FIXED_K") > 0,
+            simulated_accept_len=_tokens("SGLANG_SIMULATE_ACC_LEN"),
         )
 
 
@@ -64,3 +70,18 @@ def _steps(name: str) -> int:
     raise ValueError(
         f"Environment variable {name}={value!r} is not a number of steps or a boolean."
     )
+
+
+def _tokens(name: str) -> float | None:
+    value = os.environ.get(name, "").strip()
+    try:
+        number = float(value or 0)
+    except ValueError:
+        number = math.nan
+    if number == 0:
+        return None
+    if not 1 <= number < math.inf:
+        raise ValueError(
+            f"Environment variable {name}={value!r} is not a number of tokens, at least 1."
+        )
+    return number

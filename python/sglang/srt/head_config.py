@@ -22,7 +22,11 @@ REFUSED_FLAGS = ("fc_norm", "use_aux_norm", "norm_before_fc", "norm_before_resid
 
 
 def load_head_config(
-    path: str, architecture: str, target: ModelConfig, token_map: str | None = None
+    path: str,
+    architecture: str,
+    target: ModelConfig,
+    token_map: str | None = None,
+    flag: str = "--model-path",
 ) -> ModelConfig:
     """Reads the config.json of a head.
 
@@ -30,13 +34,14 @@ def load_head_config(
         architecture: EAGLE or EAGLE3; published folders may not say which they are.
         target: the model that it drafts for.
         token_map: file of the only target ids that it drafts, see `read_token_map`.
+        flag: what named the path.
 
     Raises:
         ModelPathError: for a folder that cannot be read, that is no such head, or a head of another
             target; the text names the entry.
         ValueError: for a token map that cannot be used.
     """
-    config = load_model_config(path)
+    config = load_model_config(path, flag)
     if config.architecture not in (UNNAMED, architecture):
         raise config.refusal(
             f"architecture {config.architecture!r} is no head of the kind {architecture}; use the"

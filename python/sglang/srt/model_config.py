@@ -78,9 +78,9 @@ class ModelConfig:
         return ModelPathError(f"{self.path / 'config.json'} cannot be used: {reason}.")
 
 
-def resolve_model_path(model_path: str) -> Path:
-    """The directory that `--model-path` names, or the folder of a head. `demo` is a bundled model;
-    `demo-eagle` and `demo-eagle3` are draft heads for it.
+def resolve_model_path(model_path: str, flag: str = "--model-path") -> Path:
+    """The directory that a flag names; `demo` is a bundled model, `demo-eagle` and `demo-eagle3` are
+    draft heads for it.
 
     Raises:
         ModelPathError: if there is no such directory.
@@ -90,21 +90,22 @@ def resolve_model_path(model_path: str) -> Path:
         return DEMO_MODELS_DIR / bundled[model_path]
     path = Path(model_path).expanduser()
     if not path.is_dir():
-        names = ", ".join(f"`{name}`" for name in DEMO_MODELS)
+        known = DEMO_MODELS if flag == "--model-path" else DEMO_HEADS
+        names = ", ".join(f"`{name}`" for name in known)
         raise ModelPathError(
-            f"--model-path {model_path!r} is not a directory. Give a local directory in Hugging"
+            f"{flag} {model_path!r} is not a directory. Give a local directory in Hugging"
             f" Face layout (config.json, *.safetensors, tokenizer.json), or {names}."
         )
     return path
 
 
-def load_model_config(model_path: str) -> ModelConfig:
-    """Reads config.json (and generation_config.json, if there is one).
+def load_model_config(model_path: str, flag: str = "--model-path") -> ModelConfig:
+    """Reads config.json (and generation_config.json, if there is one) of what a flag names.
 
     Raises:
         ModelPathError: if the directory or a file is missing, is not JSON or lacks a needed key.
     """
-    path = resolve_model_path(model_path)
+    path = resolve_model_path(model_path, flag)
     config = _read_json(path / "config.json")
     try:
         parsed = _parse(path, config)

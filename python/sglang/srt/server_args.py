@@ -164,6 +164,36 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
         ' \'{"mtp_enabled": true, "mtp_verify": true, "mtp_k": 8}\'.',
     )
 
+    # Speculative decoding
+    speculative_algorithm: str | None = flag(
+        None,
+        "A head that drafts: `EAGLE` or `EAGLE3`; multi-token prediction is off then."
+        " Default: none.",
+    )
+    speculative_draft_model_path: str | None = flag(
+        None,
+        "Directory of the head, which was trained for this model.",
+        aliases=("--speculative-draft-model",),
+    )
+    speculative_num_steps: int | None = flag(
+        None, "Tokens that the head drafts per step of the model; default: 3."
+    )
+    speculative_eagle_topk: int | None = flag(
+        None, "Drafts that follow each draft; only 1 (chains) so far, the default."
+    )
+    speculative_num_draft_tokens: int | None = flag(
+        None, "Tokens that a step of the model verifies; of chains --speculative-num-steps + 1."
+    )
+    speculative_token_map: str | None = flag(
+        None,
+        "File with the only token ids that the head drafts: a list in .json, or .safetensors with"
+        " one tensor.",
+    )
+    speculative_accept_threshold_single: float = flag(
+        1.0, "Only 1: a draft is accepted where the model itself gives the same token."
+    )
+    speculative_accept_threshold_acc: float = flag(1.0, "Only 1, as above.")
+
     # Limits of one HTTP request
     max_request_bytes: int = flag(32 * 1024 * 1024, "Size of an HTTP body at most.")
     max_weight_bytes: int = flag(
@@ -211,6 +241,7 @@ SECTIONS = {
     "mem_fraction_static": "Memory and schedule",
     "device": "Execution",
     "mtp_max_k": "Multi-token prediction",
+    "speculative_algorithm": "Speculative decoding",
     "max_request_bytes": "Limits of one request",
     "log_level": "Logging",
 }

@@ -171,7 +171,7 @@ def test_a_key_that_nobody_can_send_fails_the_start(flag: str, key: str) -> None
 
 def test_keys_are_in_no_text_that_others_read() -> None:
     args = ServerArgs(model_path="m", **BOTH)
-    resolved = {"schedule": {"chunked_prefill_size": 1}}
+    resolved = {"schedule": {"chunked_prefill_size": 1}, "num_draft_steps": 0}
     info = SchedulerInfo(
         vocab_size=1,
         context_len=1,

@@ -25,6 +25,7 @@ RESOLVED: dict[str, Any] = {
     "context_len": 50,
     "max_queued_requests": None,
     "enable_overlap": True,
+    "num_draft_steps": 0,
     "use_radix_cache": True,
 }
 

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.memory_pool import row_width
 from sglang.srt.model_config import ModelConfig, load_model_config, resolve_model_path
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.platform import Platform, memory_for
+from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.runtime_config import (
     CPU_KV_MAX_BYTES,
     CPU_KV_SHARE,
@@ -26,7 +27,6 @@ from sglang.srt.processes.runtime_config import (
     MAX_CPU_THREADS,
     MAX_GRAPH_ROWS,
     NO_DRAFTS,
-    ConfigError,
     RuntimeConfig,
     resolve,
     with_chunks_that_fit,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sglang.srt.control.engine_state import EngineState
 from sglang.srt.control.pause import PauseController
 from sglang.srt.scheduling.invariants import InvariantChecker
-from sglang.srt.scheduling.request import Req
+from sglang.srt.scheduling.request import LaunchedRow, Req
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 from sglang.srt.scheduling.schedule_policy import NewTokenRatio
 
@@ -18,28 +18,52 @@ class SchedulerStats:
 
     Attributes:
         forward_ct_decode: steps launched with at least one decode row, since start or flush.
-        avg_accept_length: tokens per request and emitting step, since the start.
+
+    Args:
+        num_draft_steps: drafts that a request proposes one behind the other, by the configuration;
+            0 where no drafter says so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_draft_steps: int = 0) -> None:
+        self.num_draft_steps = num_draft_steps
         self.forward_ct_decode = 0
         self.has_current_batch = False
         self.has_last_batch = False
-        self._num_accepted = 0
-        self._num_emits = 0
+        self._num_accepted = self._num_steps = 0
+        self._num_drafts = self._num_confirmed = 0
 
     @property
     def avg_accept_length(self) -> float | None:
-        return self._num_accepted / self._num_emits if self._num_emits else None
+        """Tokens per step of a request that looks ahead, steps with its prompt left out, since the
+        start."""
+        return self._num_accepted / self._num_steps if self._num_steps else None
+
+    @property
+    def avg_accept_rate(self) -> float | None:
+        """Share of the drafts verified that were confirmed, since the start."""
+        return self._num_confirmed / self._num_drafts if self._num_drafts else None
 
     def on_launch(self, has_decode: bool) -> None:
         self.forward_ct_decode += has_decode
         self.has_current_batch = True
 
-    def on_read(self, num_accepted: int, num_emits: int) -> None:
-        self._num_accepted += num_accepted
-        self._num_emits += num_emits
+    def on_read(
+        self, rows: Sequence[LaunchedRow], accept_lens: Sequence[int], num_drafts: Sequence[int]
+    ) -> None:
+        """A step of R requests has been read.
+
+        Args:
+            num_drafts: R counts of drafts verified; empty where there were none.
+        """
         self.has_last_batch = True
+        for row, num_accepted in zip(rows, accept_lens, strict=True):
+            if row.is_decode and row.req.width.decode_rows > 1:
+                self._num_accepted += num_accepted
+                self._num_steps += 1
+        for count, num_accepted in zip(num_drafts, accept_lens, strict=False):
+            if count:
+                self._num_drafts += count
+                self._num_confirmed += num_accepted - 1
 
     def on_idle(self) -> None:
         self.has_current_batch = self.has_last_batch = False
@@ -63,8 +87,10 @@ def read_internal_state(
         "orphan_token_count": report.orphan_token_count,
         "overlap_token_count": report.overlap_token_count,
         "ledger_repair_count": checker.num_repairs,
-        "speculative_num_steps": 0,
+        "speculative_num_steps": stats.num_draft_steps,
+        "speculative_num_draft_tokens": stats.num_draft_steps and stats.num_draft_steps + 1,
         "avg_spec_accept_length": stats.avg_accept_length,
+        "avg_spec_accept_rate": stats.avg_accept_rate,
         "running_batch_size": len(lifecycle.running),
         "running_batch_rids": _rids(lifecycle.running),
         "waiting_queue_size": len(lifecycle.waiting),

@@ -8,7 +8,7 @@ from typing import Any
 from sglang.srt.entrypoints.launch import LaunchError
 from sglang.srt.frontend.body_parsing import parse_json_object
 from sglang.srt.frontend.errors import RequestError, field_error
-from sglang.srt.frontend.request_limits import RequestLimits
+from sglang.srt.frontend.request_limits import NO_MASK_TOKEN, RequestLimits
 from sglang.srt.frontend.sampling_validation import check_sampling_params, check_stop_sizes
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.server_args import ServerArgs
@@ -42,6 +42,7 @@ def limits_from_flags(server_args: ServerArgs, info: SchedulerInfo) -> RequestLi
         max_label_chars=server_args.max_label_chars,
         max_custom_labels=server_args.max_custom_labels,
         mtp_max_k=info.mtp_max_k,
+        mtp_refusal=info.mtp_refusal or NO_MASK_TOKEN,
         max_top_logprobs=server_args.max_top_logprobs,
         max_token_ids_logprob=server_args.max_token_ids_logprob,
         max_cache_key_chars=server_args.max_cache_key_chars,

@@ -45,6 +45,7 @@ def describe_server(
         "tp_size": 1,
         "dp_size": 1,
         "chunked_prefill_size": scheduler.resolved["schedule"]["chunked_prefill_size"],
+        **_chains(scheduler.resolved["num_draft_steps"]),
         "vocab_size": scheduler.vocab_size,
         "context_length": scheduler.context_len,
         "max_total_num_tokens": scheduler.max_total_num_tokens,
@@ -54,6 +55,17 @@ def describe_server(
         "status": "ready",
         "version": __version__,
         "internal_states": [internal_state],
+    }
+
+
+def _chains(num_steps: int) -> dict[str, int]:
+    """What became of SGLang's flags for drafts; nothing without them."""
+    if num_steps == 0:
+        return {}
+    return {
+        "speculative_num_steps": num_steps,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": num_steps + 1,
     }
 
 

@@ -69,6 +69,8 @@ class Sample:
             self._step_lens.extend(output.step_lens)
             num_steps = max(len(self._step_lens), 1)
             self._meta["mtp_avg_effective_k"] = sum(self._step_lens) / num_steps
+        if output.accept_histogram:
+            self._meta.update(draft_meta(output.num_proposed_drafts, output.accept_histogram))
         if output.finish_reason is not None:
             self._meta["e2e_latency"] = time.monotonic() - self.call.start_time
         self.call.on_news(self)
@@ -220,6 +222,30 @@ class GenerateCall:
         if reason.status_code < 500:
             return RequestError(None, message, reason.status_code)
         return ServiceError(message, reason.status_code)
+
+
+def draft_meta(num_proposed: int, histogram: list[int]) -> dict[str, Any]:
+    """What SGLang says of a request's drafts. Only steps that verified drafts count: an accept
+    length is the tokens of such a step, the drafts that the model confirmed and its own.
+
+    Args:
+        num_proposed: drafts that were verified.
+        histogram: see `ReqOutput.accept_histogram`; not empty.
+    """
+    num_steps = sum(histogram)
+    num_confirmed = sum(count * each for count, each in enumerate(histogram))
+    return {
+        "spec_verify_ct": num_steps,
+        "spec_accept_length": 1 + num_confirmed / num_steps,
+        "spec_accept_rate": num_confirmed / num_proposed,
+        "spec_num_correct_drafts": num_confirmed,
+        "spec_num_proposed_drafts": num_proposed,
+        "spec_correct_drafts_histogram": histogram,
+        # Names that earlier releases of SGLang gave to the last three.
+        "spec_accepted_drafts": num_confirmed,
+        "spec_proposed_drafts": num_proposed,
+        "spec_accept_histogram": histogram,
+    }
 
 
 def finish_reason_dict(reason: FinishReason) -> dict[str, Any]:

@@ -12,6 +12,12 @@ from sglang.srt.frontend.errors import RequestError, field_error
 TokenId = Annotated[int, Meta(ge=0)]  # `check_id_lists` knows the vocabulary's size
 
 
+NO_MASK_TOKEN = (
+    "the model has no mask token: start the server with --mtp-mask-token-id, or with a model whose"
+    " config.json has mtp_mask_token_id"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
     """What one request may ask for.
@@ -24,7 +30,8 @@ class RequestLimits:
         max_stop_strings: entries of `stop`, and of `stop_token_ids`, at most.
         max_top_logprobs, max_token_ids_logprob: of one prompt.
         max_cache_key_chars: of `cache_salt`, and of `extra_key`.
-        mtp_max_k: tokens predicted per step at most; 0 for a model that cannot.
+        mtp_max_k: tokens predicted per step at most; 0 where no request may predict several.
+        mtp_refusal: why, and the remedy.
         preferred_sampling_params: what holds where a request says nothing.
     """
 
@@ -45,6 +52,7 @@ class RequestLimits:
     allow_hidden_states: bool
     allow_priority: bool = True
     mtp_max_k: int = 0
+    mtp_refusal: str = NO_MASK_TOKEN
     preferred_sampling_params: dict[str, Any] = field(default_factory=dict)
 
 

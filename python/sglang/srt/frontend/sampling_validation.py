@@ -138,11 +138,7 @@ def _complete_mtp(given: dict[str, Any], limits: RequestLimits, name: str) -> No
             raise field_error(f"{name}.{others[0]}", "needs mtp_enabled: true")
         return
     if limits.mtp_max_k == 0:
-        raise field_error(
-            f"{name}.mtp_enabled",
-            "the model has no mask token: start the server with --mtp-mask-token-id, or with a"
-            " model whose config.json has mtp_mask_token_id",
-        )
+        raise field_error(f"{name}.mtp_enabled", limits.mtp_refusal)
     strategy = given.get("mtp_strategy")
     if strategy is not None and (not isinstance(strategy, list) or not strategy):
         raise field_error(f"{name}.mtp_strategy", MTP_STRATEGY_RULE)

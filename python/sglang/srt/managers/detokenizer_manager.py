@@ -122,6 +122,8 @@ class DetokenizerManager:
             num_retractions=output.num_retractions,
             step_lens=output.step_lens,
             weight_spans=output.weight_spans,
+            num_proposed_drafts=output.num_proposed_drafts,
+            accept_histogram=output.accept_histogram,
             input_logprobs=output.input_logprobs,
             output_logprobs=output.output_logprobs,
             hidden_states=output.hidden_states,

@@ -59,6 +59,7 @@ class SchedulerConfig:
         strict_invariants: check the ledger after every step and raise on a violation.
         low_priority_first: smaller priorities go first.
         refuses_while_stopped: requests that arrive during a pause get 503 instead of waiting.
+        num_draft_steps: see `SchedulerStats`.
         random_seed: begins the sequence of seeds for requests that bring none; None draws one.
     """
 
@@ -72,6 +73,7 @@ class SchedulerConfig:
     stream_interval: int = 1
     low_priority_first: bool = False
     refuses_while_stopped: bool = False
+    num_draft_steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +127,7 @@ class Scheduler:
         self._make_stop_finder = make_stop_finder
         self._arrivals = itertools.count()
         self._seeds = SeedSource(config.random_seed)
-        self.stats = SchedulerStats()
+        self.stats = SchedulerStats(config.num_draft_steps)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self.lifecycle = RequestLifecycle(ledger, debug.release_audit)
         self.checker = InvariantChecker(
@@ -224,8 +226,7 @@ class Scheduler:
     def _read(self, step: LaunchedStep) -> None:
         result = self.processor.process(step)
         self._worker.observe(result)
-        num_accepted = sum(result.accept_lens)
-        self.stats.on_read(num_accepted, sum(row.emits for row in step.rows))
+        self.stats.on_read(step.rows, result.accept_lens, result.num_drafts)
         self.checker.after_step("result read")
 
     def _await_arrival(self) -> None:

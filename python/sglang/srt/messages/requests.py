@@ -100,6 +100,9 @@ class ReqOutput(msgspec.Struct, array_like=True):
         completion_tokens: all tokens generated so far.
         options: only on the first output of a request.
         step_lens: how many of `token_ids` each step gave, if the request wants to know.
+        num_proposed_drafts: drafts that all its steps so far have verified.
+        accept_histogram: of those steps, how many confirmed 0, 1, ... of their drafts; empty where
+            no step has verified any.
         input_logprobs, output_logprobs: new ones, of prompt positions and of `token_ids`.
         hidden_states: new ones; of each row that is returned its float32 values, as they lie in
             memory: as numbers of Python a prompt's would hold up every process.
@@ -120,6 +123,8 @@ class ReqOutput(msgspec.Struct, array_like=True):
     hidden_states: list[bytes] = []
     step_lens: list[int] = []
     weight_spans: list[tuple[str, int]] = []
+    num_proposed_drafts: int = 0
+    accept_histogram: list[int] = []
 
 
 class ReqTextOutput(msgspec.Struct, array_like=True):
@@ -144,6 +149,8 @@ class ReqTextOutput(msgspec.Struct, array_like=True):
     hidden_states: list[bytes] = []
     step_lens: list[int] = []
     weight_spans: list[tuple[str, int]] = []
+    num_proposed_drafts: int = 0
+    accept_histogram: list[int] = []
 
 
 # ---------------------------------------------------------------- front end -> scheduler
@@ -196,7 +203,8 @@ class SchedulerInfo(msgspec.Struct, kw_only=True):
         max_req_len: prompt plus max_new_tokens of one request at most, by context and KV pool.
         max_req_len_reason: which of the two limits it, and the remedy.
         eos_token_ids: ids that end an output.
-        mtp_max_k: tokens that a request may predict per step; 0 for a model that cannot.
+        mtp_max_k: tokens that a request may predict per step; 0 where none may.
+        mtp_refusal: why none may, and the remedy; None: the model has no mask token.
         resolved: the resolved configuration, for `/server_info`.
     """
 
@@ -208,6 +216,7 @@ class SchedulerInfo(msgspec.Struct, kw_only=True):
     max_running_requests: int
     eos_token_ids: list[int]
     mtp_max_k: int = 0
+    mtp_refusal: str | None = None
     resolved: dict[str, Any]
 
 

@@ -13,6 +13,13 @@ METRICS = {
     "engine_paused": ("paused", "gauge", "1 while generation is paused, 0 otherwise."),
     "running_batch_size": ("num_running_reqs", "gauge", "Requests that run."),
     "waiting_queue_size": ("num_queue_reqs", "gauge", "Requests that wait."),
+    "avg_spec_accept_length": (
+        "spec_accept_length",
+        "gauge",
+        "Tokens per step of a request that looks ahead.",
+    ),
+    "avg_spec_accept_rate": ("spec_accept_rate", "gauge", "Share of drafts that were confirmed."),
+    "speculative_num_steps": ("spec_num_steps", "gauge", "Drafts proposed one behind the other."),
     "pause_epoch": ("pause_epoch", "gauge", "Number of the present pause, or of the last one."),
     "num_lease_expiries": ("lease_expired_total", "counter", "Pauses ended by their lease."),
     "weight_epoch": ("weight_epoch", "gauge", "Number of the last change of the weights."),

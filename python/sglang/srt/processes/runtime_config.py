@@ -14,6 +14,8 @@ from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.model_runner import ExecutionConfig
 from sglang.srt.mtp.mask_drafter import MTPConfig
 from sglang.srt.platform import Platform
+from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.processes.speculation_flags import eagle_from_flags
 from sglang.srt.registry import (
     ATTENTION_BACKENDS,
     DEFAULT_ATTENTION_BACKENDS,
@@ -41,10 +43,6 @@ DEFAULT_MAX_STEP_MS = {"cpu": 0.0, "cuda": 40.0}
 NO_DRAFTS = DrafterNeeds(max_drafts=0, max_rows=1)
 
 
-class ConfigError(ValueError):
-    """A flag that cannot be met on this machine or with this model."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
     """What the processes below the command line get.
@@ -66,7 +64,7 @@ class RuntimeConfig:
 
     @property
     def mtp(self) -> MTPConfig | None:
-        """The options of multi-token prediction; None for a model without a mask token."""
+        """The options of multi-token prediction; None where no request may have it."""
         options = None if self.drafter is None else self.drafter.options
         return options if isinstance(options, MTPConfig) else None
 
@@ -122,8 +120,8 @@ def resolve(
         scheduler=scheduler,
         use_radix_cache=not args.disable_radix_cache,
     )
-    mtp = _mtp(args, model, environ, device)
-    return config if mtp is None else with_drafter(config, DrafterConfig("mtp", mtp))
+    drafter = _drafter(args, model, environ, device)
+    return config if drafter is None else with_drafter(config, drafter)
 
 
 def drafter_needs(drafter: DrafterConfig | None) -> DrafterNeeds:
@@ -153,7 +151,8 @@ def with_drafter(config: RuntimeConfig, drafter: DrafterConfig) -> RuntimeConfig
         capture=needs.capture,
         captures_trees=needs.has_trees,
     )
-    return replace(config, execution=execution, drafter=drafter)
+    scheduler = replace(config.scheduler, num_draft_steps=needs.num_steps)
+    return replace(config, execution=execution, scheduler=scheduler, drafter=drafter)
 
 
 def with_chunks_that_fit(config: RuntimeConfig, max_prompt_rows: int) -> RuntimeConfig:
@@ -275,7 +274,19 @@ def _captures_graphs(args: ServerArgs, device: str) -> bool:
     return device != "cpu" and not args.disable_cuda_graph
 
 
-def _mtp(args: ServerArgs, model: ModelConfig, environ: Environ, device: str) -> MTPConfig | None:
+def _drafter(
+    args: ServerArgs, model: ModelConfig, environ: Environ, device: str
+) -> DrafterConfig | None:
+    """That of --speculative-algorithm, else multi-token prediction if the model has a mask token,
+    which is never emitted in either case."""
+    mask = _mask_token(args, model)
+    eagle = eagle_from_flags(args, model, () if mask is None else (mask,))
+    if eagle is not None or mask is None:
+        return eagle
+    return DrafterConfig("mtp", _mtp(args, mask, environ, device))
+
+
+def _mask_token(args: ServerArgs, model: ModelConfig) -> int | None:
     mask, source = args.mtp_mask_token_id, "--mtp-mask-token-id"
     if mask is None:
         mask = model.hf.get("mtp_mask_token_id")
@@ -291,6 +302,10 @@ def _mtp(args: ServerArgs, model: ModelConfig, environ: Environ, device: str) ->
             f"{source}: {mask} is the model's only end-of-text id too, and a mask token is never"
             " drawn, so no output would end; name another mask token."
         )
+    return mask
+
+
+def _mtp(args: ServerArgs, mask: int, environ: Environ, device: str) -> MTPConfig:
     return MTPConfig(
         mask_token_id=mask,
         max_k=args.mtp_max_k,

@@ -38,6 +38,10 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.stops import StopSet
 from sglang.srt.tokenizer import StopFinder, Tokenizer, load_tokenizer
 
+MTP_IS_OFF = (
+    "the server has another drafter (--speculative-algorithm), so multi-token prediction is off:"
+    " leave mtp_enabled out, or start the server without that flag"
+)
 logger = logging.getLogger(__name__)
 
 
@@ -82,6 +86,7 @@ def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, Schedul
         prices,
         None if trace is None else trace.launched,
         environ.kv_canary,
+        environ.simulated_accept_len,
     )
     inbox: Receiver[Any] = Receiver(addresses.scheduler, ToScheduler)
     scheduler = Scheduler(
@@ -159,6 +164,7 @@ def _info(
         max_running_requests=execution.max_running_requests,
         eos_token_ids=list(config.model.eos_token_ids),
         mtp_max_k=0 if config.mtp is None else config.mtp.max_k,
+        mtp_refusal=None if config.drafter is None or config.mtp is not None else MTP_IS_OFF,
         resolved={
             "device": execution.device,
             "dtype": execution.dtype,
@@ -182,6 +188,7 @@ def _info(
             "context_len": execution.context_len,
             "max_queued_requests": config.scheduler.max_queued_requests,
             "enable_overlap": config.scheduler.enable_overlap,
+            "num_draft_steps": config.needs.num_steps,
             "use_radix_cache": config.use_radix_cache,
             "schedule": asdict(config.scheduler.planner),
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -11,10 +12,12 @@ from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.processes.runtime_config import RuntimeConfig, drafter_needs
 from sglang.srt.registry import DRAFTERS
 from sglang.srt.scheduling.prompt_budget import PromptBudget, make_budget
+from sglang.srt.speculative.confirm import ConfirmSoMany
 from sglang.srt.speculative.drafter import (
     ComputedStep,
     Drafter,
     DrafterConfig,
+    DrafterNeeds,
     DrafterParts,
     DrafterType,
 )
@@ -23,6 +26,8 @@ from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import Worker
 from sglang.srt.workers.tp_worker import TpModelWorker
+
+logger = logging.getLogger(__name__)
 
 
 def drafter_models(
@@ -57,6 +62,7 @@ def make_worker(
     prices: PriceTable | None = None,
     on_step: Callable[[ComputedStep], None] | None = None,
     checks_kv: bool = False,
+    simulated_accept_len: float | None = None,
 ) -> Worker:
     """The worker over the target, with the drafter or without one.
 
@@ -65,6 +71,10 @@ def make_worker(
         prices: of steps, where the drafter needs them.
         on_step: see `TpModelWorker`.
         checks_kv: check in each step what the KV slots hold that it reads (`KVCanary`).
+        simulated_accept_len: for benchmarks, see `ConfirmSoMany`.
+
+    Raises:
+        ValueError: if acceptance cannot be simulated with this drafter.
     """
     needs, target = drafter_needs(drafter), runners.target
     # Its token table is not in the sizing of the KV pool: as much as the page table (33 MB for 64
@@ -84,7 +94,24 @@ def make_worker(
     if drafter is not None:
         kind: DrafterType = DRAFTERS.load(drafter.name)
         made = kind.make(DrafterParts(drafter.options, runners, state, prices))
-    return TpModelWorker(target, state, needs.suppressed_token_ids, made, on_step)
+    confirm = _simulated(simulated_accept_len, needs)
+    return TpModelWorker(target, state, needs.suppressed_token_ids, made, on_step, confirm)
+
+
+def _simulated(accept_len: float | None, needs: DrafterNeeds) -> ConfirmSoMany | None:
+    if accept_len is None:
+        return None
+    if needs.has_trees or not 1 <= accept_len <= 1 + needs.max_drafts:
+        raise ValueError(
+            f"SGLANG_SIMULATE_ACC_LEN={accept_len:g} must be between 1 and the"
+            f" {1 + needs.max_drafts} tokens that a step can accept, of drafts in chains; unset it."
+        )
+    logger.warning(
+        "SGLANG_SIMULATE_ACC_LEN: drafts are accepted unseen, %g tokens per step, and outputs mean"
+        " nothing. For benchmarks alone.",
+        accept_len,
+    )
+    return ConfirmSoMany(accept_len)
 
 
 def check_kv(runners: RunnerGroup, state: RequestRows, token_shift: int = 0) -> None:

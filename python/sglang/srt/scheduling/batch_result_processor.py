@@ -69,6 +69,9 @@ class BatchResultProcessor:
                 row.req.input_logprob_news += scores
                 row.req.add_hidden(hidden)
                 num_kept = result.kept_lens[index]
+                if result.num_drafts and result.num_drafts[index]:
+                    num_confirmed = result.accept_lens[index] - 1
+                    row.req.count_drafts(result.num_drafts[index], num_confirmed)
                 num_emitted = self._apply(row, accepted, num_kept, logprobs)
                 if row.ends_prompt:
                     read_prompts.append(row.req)
@@ -157,6 +160,8 @@ class BatchResultProcessor:
                 hidden_states=req.hidden_news,
                 step_lens=req.step_len_news,
                 weight_spans=[] if req.spans_were_sent else list(req.weight_spans),
+                num_proposed_drafts=req.num_proposed_drafts,
+                accept_histogram=list(req.accept_histogram),
             )
         )
         req.input_logprob_news, req.output_logprob_news = [], []

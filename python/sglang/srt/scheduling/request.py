@@ -33,6 +33,7 @@ class Req:
         num_scored, num_scores_read: prompt positions whose logprobs have been launched; read.
         num_hidden: positions whose hidden states have been read.
         input_logprob_news, output_logprob_news, hidden_news, step_len_news: results not sent yet.
+        num_proposed_drafts, accept_histogram: see `ReqOutput`.
         num_sent, was_reported: output tokens that the client has been told of; whether it has
             heard of the request at all.
         weight_spans: labels of the weights that generated the output, each with the index of its
@@ -70,6 +71,8 @@ class Req:
     output_logprob_news: list[PositionLogprobs] = field(default_factory=list)
     hidden_news: list[bytes] = field(default_factory=list)
     step_len_news: list[int] = field(default_factory=list)
+    num_proposed_drafts: int = 0
+    accept_histogram: list[int] = field(default_factory=list)
     num_sent: int = 0
     was_reported: bool = False
     num_cached_tokens: int = 0
@@ -120,6 +123,13 @@ class Req:
         if not self.weight_spans or self.weight_spans[-1][0] != weight_version:
             self.weight_spans.append((weight_version, start))
         self.spans_were_sent = False
+
+    def count_drafts(self, num_drafts: int, num_confirmed: int) -> None:
+        """A step has verified drafts, at least one."""
+        self.num_proposed_drafts += num_drafts
+        missing = num_confirmed + 1 - len(self.accept_histogram)
+        self.accept_histogram += [0] * missing
+        self.accept_histogram[num_confirmed] += 1
 
     def add_hidden(self, states: list[bytes]) -> None:
         """Takes in hidden states of the next positions."""

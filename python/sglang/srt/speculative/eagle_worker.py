@@ -81,6 +81,7 @@ class EagleDrafter:
         return DrafterNeeds(
             max_drafts=count,
             max_rows=1 + count,
+            num_steps=count,
             extra_slots=count - 1,
             capture=options.capture,
             suppressed_token_ids=options.suppressed_token_ids,

@@ -34,6 +34,10 @@ class KVCanary:
     token table. Behind it, where only the draft steps of one round read what they have written,
     the sum must be that of the path that the reader sees.
 
+    Of a model that is fed each position's next token, the last slot of a page in a cached prefix
+    may have another next token: its publisher's. That costs acceptance of drafts and no token, so
+    it is let pass, there alone, and only if all that the slot follows is right.
+
     For debugging: it waits for the device in every step, and reads all KV lengths. Make it before
     anybody asks a pool for its tensors.
 
@@ -57,8 +61,7 @@ class KVCanary:
         self._notes = [pool.add_notes(NUM_NOTES) for pool in memory.pools]
         self._shifts = tuple(shifts)
         self._num_updates = num_updates
-        # Of each row's request: its number, and `num_updates` at its admission.
-        self._admissions: list[tuple[int, int]] = [(0, 0)] * len(self._page_table)
+        self._admissions = [_Admission()] * len(self._page_table)  # of each row's request
 
     @torch.inference_mode()
     def check(self, pool: int, batch: ForwardBatch) -> None:
@@ -69,7 +72,7 @@ class KVCanary:
             RuntimeError: if a slot does not hold what its reader takes it to hold, or a row is fed
                 at another position or written to another slot than its place says.
         """
-        admitted_at = self._admitted_at(batch.rows.tolist())
+        admissions = self._admissions_of(batch.rows.tolist())
         steps = _Columns.of(batch, self._page_table)
         num_fed = len(steps.fed)
         if (batch.slots[num_fed:] >= self._page_size).any():
@@ -90,9 +93,14 @@ class KVCanary:
             sums[steps.fed] = torch.where(paths.is_in_tree, along[:, -1], sums[steps.fed])
             wrong = paths.is_read & (stored[:, SUM][paths.places] != along)
             steps.refuse(wrong, paths.places, pool, "another token's KV is read at")
+        num_cached, oldest = _on_device(admissions, own.device)[:, steps.requests]
         wrong = is_read & (stored[:, SUM] != sums)
+        if self._shifts[pool]:
+            before = stored[:, SUM] - stored[:, OWN]
+            ends_page = (steps.columns + 1) % self._page_size == 0
+            is_publishers = ends_page & (steps.columns < num_cached) & (before == sums - own)
+            wrong &= ~is_publishers
         steps.refuse(wrong, None, pool, "another token's KV is read at")
-        oldest = to_device(admitted_at, own.device, torch.int64)[steps.requests]
         wrong = is_read & (stored[:, NUM_UPDATES] < oldest)
         steps.refuse(wrong, None, pool, "KV of weights before its admission is read at")
         wrong = batch.positions[:num_fed] != positions
@@ -103,13 +111,14 @@ class KVCanary:
         now = torch.full_like(written, self._num_updates())
         notes[written] = torch.stack((sums[steps.fed], own[steps.fed], now), dim=1)
 
-    def _admitted_at(self, rows: list[int]) -> list[int]:
-        """How often weights had been replaced when the requests of `rows` were admitted."""
+    def _admissions_of(self, rows: list[int]) -> list[_Admission]:
+        """Of the requests of `rows`; a new one's KV so far is of its cached prefix."""
         for row in rows:
             number = self._state.num_admitted[row]
-            if self._admissions[row][0] != number:
-                self._admissions[row] = number, self._num_updates()
-        return [self._admissions[row][1] for row in rows]
+            if self._admissions[row].number != number:
+                num_cached = int(self._state.committed[row])
+                self._admissions[row] = _Admission(number, num_cached, self._num_updates())
+        return [self._admissions[row] for row in rows]
 
     def _own_parts(self, steps: _Columns, stored: torch.Tensor, shift: int) -> torch.Tensor:
         """[K] int64; what each column's token adds to the sums: below the watermark that of the
@@ -119,6 +128,27 @@ class KVCanary:
         tokens = state.tokens[rows, (columns + shift).clamp(max=last)]
         noted = torch.where(stored == 0, 1, stored)  # no sum fits a slot that was never written
         return torch.where(columns < state.committed[rows], _mixed(tokens, columns), noted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Admission:
+    """Of a row's request.
+
+    Attributes:
+        number: see `RequestRows.num_admitted`.
+        num_cached: tokens of its cached prefix.
+        num_updates: how often weights had been replaced.
+    """
+
+    number: int = 0
+    num_cached: int = 0
+    num_updates: int = 0
+
+
+def _on_device(admissions: Sequence[_Admission], device: torch.device) -> torch.Tensor:
+    """[2, R] int64; `num_cached` and `num_updates` of each."""
+    values = [[each.num_cached for each in admissions], [each.num_updates for each in admissions]]
+    return to_device(values, device, torch.int64)
 
 
 @dataclass(frozen=True, slots=True)

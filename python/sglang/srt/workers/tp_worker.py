@@ -20,6 +20,7 @@ from sglang.srt.layers.sampler import Sampler, ScoredTokens
 from sglang.srt.layers.sampling_ops import sampling_ops
 from sglang.srt.model_executor.model_runner import ForwardResult, ModelRunner
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.confirm import Confirm, ConfirmEqual
 from sglang.srt.speculative.drafter import ChosenTokens, ComputedStep, Drafter, RowPlan
 from sglang.srt.step.forward_inputs import build_forward_batch
 from sglang.srt.step.request_rows import RequestRows
@@ -57,6 +58,7 @@ class TpModelWorker:
     Args:
         suppressed_token_ids: ids that are never emitted (a model's mask token).
         drafter: made over the same device rows.
+        confirm: which drafts are confirmed; None: those that equal the target's own tokens.
         on_step: is told of every step with the drafter's proposals in place, for debugging.
     """
 
@@ -67,6 +69,7 @@ class TpModelWorker:
         suppressed_token_ids: tuple[int, ...] = (),
         drafter: Drafter | None = None,
         on_step: Callable[[ComputedStep], None] | None = None,
+        confirm: Confirm | None = None,
     ) -> None:
         self._runner = runner
         self._table = runner.req_to_token_pool
@@ -74,6 +77,7 @@ class TpModelWorker:
         self._drafter = drafter
         self._on_step = on_step
         self._sampler = Sampler(state.committed.device, suppressed_token_ids)
+        self._confirm = confirm or ConfirmEqual(state.committed.device)
         self._kernels = sampling_ops(state.committed.device)
         self._kv = runner.memory.addresses() if state.trees else None
         runner.step_ops.warm_up(state, self._table)
@@ -196,22 +200,13 @@ class TpModelWorker:
     def _accept_run(self, plan: RowPlan, chosen: ChosenTokens) -> AcceptedTokens:
         """Confirmed drafts and the token behind them, of a chain or of a path of a tree."""
         layout, targets, state = chosen.layout, chosen.targets, self._state
-        lookahead, per_request = layout.lookahead, layout.per_request
-        assert lookahead is not None, "A step with look-ahead is laid out as one."
         num_unconfirmed = None
         if plan.accepts_unconfirmed is not None:
             num_unconfirmed = plan.accepts_unconfirmed(chosen)
-        confirmed = self._kernels.confirm_drafts(
-            layout.input_ids,
-            targets,
-            lookahead.parents,
-            lookahead.q_starts,
-            lookahead.num_pending,
-            max(plan.max_pending, plan.max_accepted),
-            per_request[READ_START],
-        )
+        most = max(plan.max_pending, plan.max_accepted)
+        confirmed, targets = self._confirm(layout, targets, most)
         if self._kv is not None:
-            rows = per_request[ROW]
+            rows = layout.per_request[ROW]
             self._kernels.move_kept_kv(
                 self._kv,
                 self._table.req_to_token,

@@ -1,0 +1,102 @@
+"""The flags `--speculative-...`: which drafter with a draft model a server has."""
+
+from __future__ import annotations
+
+import logging
+
+from sglang.srt.head_config import load_head_config
+from sglang.srt.model_config import ModelConfig
+from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.speculative.eagle_worker import TOPK, EagleConfig
+from sglang.srt.speculative.spec_info import head_architecture
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_NUM_STEPS = 3
+MAX_NUM_STEPS = 63
+DRAFT_PATH_FLAG = "--speculative-draft-model-path"
+# Flags that mean something only with `--speculative-algorithm`.
+OPTIONS = (
+    "speculative_draft_model_path",
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+    "speculative_token_map",
+)
+THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
+
+
+def eagle_from_flags(
+    args: ServerArgs, model: ModelConfig, suppressed_token_ids: tuple[int, ...]
+) -> DrafterConfig | None:
+    """The drafter that `--speculative-algorithm` names; None without it.
+
+    Args:
+        model: the target.
+        suppressed_token_ids: ids that it never emits.
+
+    Raises:
+        ConfigError: for flags or a head that cannot be had; the text names the flag.
+    """
+    values = vars(args)
+    for name in THRESHOLDS:
+        if values[name] != 1.0:
+            raise ConfigError(
+                f"{_flag(name)} {values[name]:g} is not supported: drafts are accepted only where"
+                " the model itself gives the same token; leave it out."
+            )
+    if args.speculative_algorithm is None:
+        given = [name for name in OPTIONS if values[name] is not None]
+        if given:
+            raise ConfigError(f"{_flag(given[0])} needs --speculative-algorithm.")
+        return None
+    try:
+        architecture = head_architecture(args.speculative_algorithm)
+        num_steps = _num_steps(args)
+        path = args.speculative_draft_model_path
+        if path is None:
+            raise ConfigError(
+                f"--speculative-algorithm {args.speculative_algorithm} needs {DRAFT_PATH_FLAG}, the"
+                " folder of a head that was trained for this model."
+            )
+        head = load_head_config(
+            path, architecture, model, args.speculative_token_map, DRAFT_PATH_FLAG
+        )
+        config = EagleConfig(head, model.num_layers, num_steps, suppressed_token_ids)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return DrafterConfig("eagle", config)
+
+
+def _num_steps(args: ServerArgs) -> int:
+    """Drafts of a chain."""
+    topk, num_draft_tokens = args.speculative_eagle_topk, args.speculative_num_draft_tokens
+    if topk not in (None, TOPK):
+        raise ConfigError(
+            f"--speculative-eagle-topk {topk}: trees of drafts are not built yet; use {TOPK}, which"
+            " drafts chains."
+        )
+    num_steps = args.speculative_num_steps
+    if num_steps is None:
+        num_steps = DEFAULT_NUM_STEPS if num_draft_tokens is None else num_draft_tokens - 1
+    if not 1 <= num_steps <= MAX_NUM_STEPS:
+        source = "steps" if args.speculative_num_steps is not None else "draft-tokens"
+        least = 1 if source == "steps" else 2
+        raise ConfigError(
+            f"--speculative-num-{source} must be {least} to {MAX_NUM_STEPS + least - 1}."
+        )
+    if num_draft_tokens not in (None, num_steps + 1):
+        logger.warning(
+            "--speculative-num-draft-tokens %d: a chain of %d steps has %d tokens, the certain one"
+            " counted; that is used.",
+            num_draft_tokens,
+            num_steps,
+            num_steps + 1,
+        )
+    return num_steps
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
