@@ -139,6 +139,8 @@ class Collected:
     output_logprobs: list[PositionLogprobs] = field(default_factory=list)
     hidden_states: list[list[float]] = field(default_factory=list)
     step_lens: list[int] = field(default_factory=list)
+    num_proposed_drafts: int = 0
+    accept_histogram: list[int] = field(default_factory=list)
     weight_spans: list[tuple[str, int]] = field(default_factory=list)
 
 
@@ -293,6 +295,8 @@ class SchedulerHarness:
             rows = (array("f", row).tolist() for row in output.hidden_states)
             collected.hidden_states.extend(rows)
             collected.step_lens.extend(output.step_lens)
+            collected.num_proposed_drafts = output.num_proposed_drafts
+            collected.accept_histogram = output.accept_histogram
             collected.weight_spans = output.weight_spans or collected.weight_spans
             collected.num_retractions = output.num_retractions
             collected.cached_tokens = output.cached_tokens

@@ -13,35 +13,42 @@ import functools
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from drafted_serving import (
+    VOCAB,
+    Drafted,
+    abort,
+    name_of,
+    nothing,
+    pairwise_cases,
+    params_of,
+    pause,
+    prompts,
+    serve,
+)
 from second_model_drafter import NAME, SecondModel, SecondModelDrafter, registered
 from sglang.srt.messages.control import (
-    AbortReq,
     ContinueGenerationReq,
     FromDirectory,
     MemoryOccupationReq,
-    PauseGenerationReq,
     UpdateWeightsReq,
 )
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
-from sglang.srt.processes.scheduler_process import make_resources
-from sglang.srt.processes.worker_factory import drafter_models, make_worker
+from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig
 from sglang.srt.step.worker import NewRow
-from sglang.srt.workers.tp_worker import TpModelWorker
-from utils import SchedulerHarness, Setup, make_execution, make_random_model
+from utils import Setup, make_execution, make_random_model
 
 NUM_DRAFTS = 3
 MAX_ROWS = 1 + NUM_DRAFTS
 MAX_SLOTS = MAX_ROWS + NUM_DRAFTS
 CONTEXT = 128
-VOCAB = 24
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -52,7 +59,6 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.3,
 }
 OTHER_SIZES = {**SIZES, "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 3}
-_call_ids = itertools.count(1)
 
 
 def write_perturbed(path: Path, source: Path) -> Path:
@@ -127,40 +133,13 @@ class SpoilingDrafter(SecondModelDrafter):
             self._state.tokens[row, column] = (token + 1) % VOCAB
 
 
-class Drafted(SchedulerHarness):
-    """A scheduler over the target and a drafter, or none; counts are in `seen`. What is in no pool
-    yet is no number there, so whoever reads it shows."""
+class Spoiled(Drafted):
+    """Counts are in `seen`."""
 
-    def __init__(
-        self,
-        group: RunnerGroup,
-        drafter: DrafterConfig | None,
-        setup: Setup,
-        checks_kv: bool = False,
-    ) -> None:
-        for pool in group.memory.pools:
-            for kv in pool.kv:
-                kv[pool.page_size :] = float("nan")
-        worker = make_worker(group, drafter, checks_kv=checks_kv)
-        assert isinstance(worker, TpModelWorker)
-        made = worker._drafter
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        made = self.drafter
         self.seen = made.seen if isinstance(made, SpoilingDrafter) else Counter[str]()
-        super().__init__(setup, worker, resources=make_resources(group))
-
-    def send(self, kind: type, **fields: Any) -> None:
-        reply = self.call(kind(call_id=next(_call_ids), **fields), max_steps=10_000)
-        assert reply.success, reply
-
-    def pause(self, mode: str) -> None:
-        self.send(PauseGenerationReq, mode=mode)
-
-    def check(self) -> None:
-        """The ledger is exact; it was after each step."""
-        checker, ledger = self.scheduler.checker, self.ledger
-        assert checker.num_violations == checker.num_repairs == 0
-        assert checker.report().is_exact
-        assert ledger.num_used_rows == 0
-        assert ledger.num_free_tokens + ledger.num_tree_tokens == ledger.num_pool_tokens
 
 
 def setup_for(page_size: int = 1, num_tokens: int = 1024, **changes: Any) -> Setup:
@@ -182,26 +161,9 @@ def make_runners_for(target: Path, draft: Path | None, setup: Setup) -> RunnerGr
     return make_runners(config, *drafter_models(drafter_of(draft), config))
 
 
-def harness_for(target: Path, draft: Path | None, setup: Setup) -> Drafted:
+def harness_for(target: Path, draft: Path | None, setup: Setup) -> Spoiled:
     num_tokens = setup.num_pages * setup.page_size
-    return Drafted(group_for(target, draft, setup.page_size, num_tokens), drafter_of(draft), setup)
-
-
-@functools.cache
-def prompts() -> list[list[int]]:
-    """Three begin with the same 34 tokens; lengths are around those of pages and chunks."""
-    chooser = random.Random(0)
-    shared = [chooser.randrange(VOCAB) for _ in range(34)]
-    lengths = (1, 5, 16, 17, 40, 32)
-    alone = [[chooser.randrange(VOCAB) for _ in range(length)] for length in lengths]
-    return alone + [shared + [token] * count for token, count in ((1, 3), (2, 17), (3, 1))]
-
-
-def params_of(index: int) -> dict[str, Any]:
-    num_new = {"max_new_tokens": 8 + index}
-    if index % 3 == 2:
-        return {"temperature": 0.8, "sampling_seed": index, **num_new}
-    return {"temperature": 0.0, **num_new}
+    return Spoiled(group_for(target, draft, setup.page_size, num_tokens), drafter_of(draft), setup)
 
 
 @functools.cache
@@ -211,50 +173,6 @@ def right_tokens(target: Path) -> list[list[int]]:
     return [
         harness.generate([prompt], **params_of(index))[0] for index, prompt in enumerate(prompts())
     ]
-
-
-Disturb = Callable[[Drafted, random.Random], None]
-
-
-def nothing(harness: Drafted, chooser: random.Random) -> None:
-    """Lets them run."""
-
-
-def pause(harness: Drafted, chooser: random.Random) -> None:
-    if chooser.random() < 0.15:
-        harness.pause(chooser.choice(["retract", "in_place", "drain"]))
-        harness.send(ContinueGenerationReq)
-
-
-def abort(harness: Drafted, chooser: random.Random) -> None:
-    if chooser.random() < 0.1:
-        harness.inbox.messages.append(AbortReq(req_ids=[chooser.choice(list(harness.outputs))]))
-
-
-def serve(
-    harness: Drafted, right: list[list[int]], disturb: Disturb = nothing, seed: int = 0
-) -> list[int]:
-    """All prompts twice, some arriving while others run; answers are compared. Gives the numbers of
-    the requests."""
-    chooser, ids = random.Random(seed), []
-    for _ in range(2):
-        for index, prompt in enumerate(prompts()):
-            ids.append(harness.submit(prompt, **params_of(index)))
-            if chooser.random() < 0.4:
-                harness.step()
-                disturb(harness, chooser)
-        while not harness.is_idle:
-            harness.step()
-            disturb(harness, chooser)
-    harness.check()
-    for req_id, tokens in zip(ids, right * 2, strict=True):
-        outcome = harness.outputs[req_id]
-        assert outcome.num_ends == 1
-        assert outcome.finish_reason is not None
-        if disturb is abort and outcome.finish_reason.type == "abort":
-            tokens = tokens[: len(outcome.token_ids)]
-        assert outcome.token_ids == tokens, (harness.setup, req_id)
-    return ids
 
 
 def assert_as_foreseen(seen: Counter[str], least: int = 40) -> None:
@@ -274,23 +192,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def pairwise_cases(choices: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """Cases in which each two values of different keys meet at least once."""
-    everything = [dict(zip(choices, values)) for values in itertools.product(*choices.values())]
-    pairs_of = [set(itertools.combinations(case.items(), 2)) for case in everything]
-    missing, cases = set[Any]().union(*pairs_of), []
-    while missing:
-        best = max(range(len(everything)), key=lambda index: len(pairs_of[index] & missing))
-        missing -= pairs_of[best]
-        cases.append(everything[best])
-    return cases
-
-
 CASES = pairwise_cases(CHOICES)
-
-
-def name_of(case: dict[str, Any]) -> str:
-    return "-".join(getattr(value, "__name__", str(value)) for value in case.values())
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
@@ -346,7 +248,7 @@ def test_an_update_of_the_target_changes_acceptance_and_no_token_of_the_new_weig
     target, later = paths["target"], paths["later"]
     setup = setup_for(enable_overlap=overlap, chunked_prefill_size=16)
     group = make_runners_for(target, paths["same"], setup)
-    harness = Drafted(group, drafter_of(paths["same"]), setup, checks_kv=True)
+    harness = Spoiled(group, drafter_of(paths["same"]), setup, checks_kv=True)
     serve(harness, right_tokens(target))
     before = Counter(harness.seen)
     ids = [harness.submit(prompt, **params_of(i)) for i, prompt in enumerate(prompts())]
@@ -377,7 +279,7 @@ def test_an_update_of_the_target_changes_acceptance_and_no_token_of_the_new_weig
 def test_the_canary_finds_nothing_wrong_in_either_pool(paths: dict[str, Path]) -> None:
     setup = setup_for(16, chunked_prefill_size=16, retract_interval=3)
     group = make_runners_for(paths["target"], paths["random"], setup)
-    harness = Drafted(group, drafter_of(paths["random"]), setup, checks_kv=True)
+    harness = Spoiled(group, drafter_of(paths["random"]), setup, checks_kv=True)
     serve(harness, right_tokens(paths["target"]), pause)
     assert harness.seen["confirmed"] > 0
 

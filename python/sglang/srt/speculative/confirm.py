@@ -57,7 +57,7 @@ class ConfirmSoMany:
     right as give the wished mean, whatever they are, and are emitted. Outputs mean nothing.
 
     Counts are the floor or the ceiling of the mean, in turn over the requests of a step and over
-    steps, or all drafts where there are fewer.
+    the steps of a request, or all drafts where there are fewer.
 
     Args:
         mean: tokens per request and step, the target's own one counted; at least 1.
@@ -76,7 +76,7 @@ class ConfirmSoMany:
         num_pending, reads = lookahead.num_pending, layout.reads
         device, num_reqs = num_pending.device, len(num_pending)
         turns = torch.arange(num_reqs + 1, dtype=torch.float64, device=device) + self._turn
-        self._turn += num_reqs
+        self._turn += 1
         wished = (turns * self._num_drafts).floor().diff().to(torch.int64)
         count = torch.minimum(wished, num_pending - 1).clamp(max=max_rows - 1)
         offsets = torch.arange(max_rows, device=device)

@@ -1,0 +1,134 @@
+"""Requests to a scheduler over a target and a drafter with a model of its own, left alone, paused
+or aborted, and their answers compared with those without a drafter."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.messages.control import AbortReq, ContinueGenerationReq, PauseGenerationReq
+from sglang.srt.model_executor.runner_group import RunnerGroup
+from sglang.srt.processes.scheduler_process import make_resources
+from sglang.srt.processes.worker_factory import make_worker
+from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.workers.tp_worker import TpModelWorker
+from utils import SchedulerHarness, Setup
+
+VOCAB = 24
+_call_ids = itertools.count(1)
+
+
+class Drafted(SchedulerHarness):
+    """A scheduler over the target and a drafter, or none. What is in no pool yet is no number
+    there, so whoever reads it shows."""
+
+    def __init__(
+        self,
+        group: RunnerGroup,
+        drafter: DrafterConfig | None,
+        setup: Setup,
+        checks_kv: bool = False,
+        **worker_options: Any,
+    ) -> None:
+        for pool in group.memory.pools:
+            for kv in pool.kv:
+                kv[pool.page_size :] = float("nan")
+        worker = make_worker(group, drafter, checks_kv=checks_kv, **worker_options)
+        assert isinstance(worker, TpModelWorker)
+        self.drafter: Any = worker._drafter
+        super().__init__(setup, worker, resources=make_resources(group))
+
+    def send(self, kind: type, **fields: Any) -> None:
+        reply = self.call(kind(call_id=next(_call_ids), **fields), max_steps=10_000)
+        assert reply.success, reply
+
+    def pause(self, mode: str) -> None:
+        self.send(PauseGenerationReq, mode=mode)
+
+    def check(self) -> None:
+        """The ledger is exact; it was after each step."""
+        checker, ledger = self.scheduler.checker, self.ledger
+        assert checker.num_violations == checker.num_repairs == 0
+        assert checker.report().is_exact
+        assert ledger.num_used_rows == 0
+        assert ledger.num_free_tokens + ledger.num_tree_tokens == ledger.num_pool_tokens
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    """Three begin with the same 34 tokens; lengths are around those of pages and chunks."""
+    chooser = random.Random(0)
+    shared = [chooser.randrange(VOCAB) for _ in range(34)]
+    lengths = (1, 5, 16, 17, 40, 32)
+    alone = [[chooser.randrange(VOCAB) for _ in range(length)] for length in lengths]
+    return alone + [shared + [token] * count for token, count in ((1, 3), (2, 17), (3, 1))]
+
+
+def params_of(index: int) -> dict[str, Any]:
+    num_new = {"max_new_tokens": 8 + index}
+    if index % 3 == 2:
+        return {"temperature": 0.8, "sampling_seed": index, **num_new}
+    return {"temperature": 0.0, **num_new}
+
+
+Disturb = Callable[[Drafted, random.Random], None]
+
+
+def nothing(harness: Drafted, chooser: random.Random) -> None:
+    """Lets them run."""
+
+
+def pause(harness: Drafted, chooser: random.Random) -> None:
+    if chooser.random() < 0.15:
+        harness.pause(chooser.choice(["retract", "in_place", "drain"]))
+        harness.send(ContinueGenerationReq)
+
+
+def abort(harness: Drafted, chooser: random.Random) -> None:
+    if chooser.random() < 0.1:
+        harness.inbox.messages.append(AbortReq(req_ids=[chooser.choice(list(harness.outputs))]))
+
+
+def serve(
+    harness: Drafted, right: list[list[int]], disturb: Disturb = nothing, seed: int = 0
+) -> list[int]:
+    """All prompts twice, some arriving while others run; answers are compared. Gives the numbers of
+    the requests."""
+    chooser, ids = random.Random(seed), []
+    for _ in range(2):
+        for index, prompt in enumerate(prompts()):
+            ids.append(harness.submit(prompt, **params_of(index)))
+            if chooser.random() < 0.4:
+                harness.step()
+                disturb(harness, chooser)
+        while not harness.is_idle:
+            harness.step()
+            disturb(harness, chooser)
+    harness.check()
+    for req_id, tokens in zip(ids, right * 2, strict=True):
+        outcome = harness.outputs[req_id]
+        assert outcome.num_ends == 1
+        assert outcome.finish_reason is not None
+        if disturb is abort and outcome.finish_reason.type == "abort":
+            tokens = tokens[: len(outcome.token_ids)]
+        assert outcome.token_ids == tokens, (harness.setup, req_id)
+    return ids
+
+
+def pairwise_cases(choices: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """Cases in which each two values of different keys meet at least once."""
+    everything = [dict(zip(choices, values)) for values in itertools.product(*choices.values())]
+    pairs_of = [set(itertools.combinations(case.items(), 2)) for case in everything]
+    missing, cases = set[Any]().union(*pairs_of), []
+    while missing:
+        best = max(range(len(everything)), key=lambda index: len(pairs_of[index] & missing))
+        missing -= pairs_of[best]
+        cases.append(everything[best])
+    return cases
+
+
+def name_of(case: dict[str, Any]) -> str:
+    return "-".join(getattr(value, "__name__", str(value)) for value in case.values())

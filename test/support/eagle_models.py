@@ -1,0 +1,118 @@
+"""A target and heads that often foresee it, and often do not.
+
+The target's next token depends on its last token for the most part, and a little on all that it
+follows. EAGLE's head hands the embedding of the token that it is fed on, as the target does; that
+of EAGLE-3 gets it through attention, which sees its own row best. Both add some noise, so what they
+say depends on all KV that they read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from draft_heads import (
+    EAGLE,
+    EAGLE3,
+    Sizes,
+    eagle3_config,
+    eagle3_shapes,
+    eagle_config,
+    eagle_shapes,
+    random_tensors,
+    write_head,
+)
+from sglang.srt.head_config import load_head_config
+from sglang.srt.model_config import load_model_config
+from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.speculative.eagle_worker import EagleConfig
+from utils import make_random_llama
+
+VOCAB, HIDDEN, CONTEXT, HEAD_CONTEXT = 24, 32, 128, 16
+SIZES = Sizes(HIDDEN, 48, 2, 2, 16, VOCAB, VOCAB - 2)
+OUTPUTS = ("o_proj.weight", "down_proj.weight")
+EMBEDDING, OUTPUT_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ATTENTION = "midlayer.self_attn."
+
+
+def write_target(path: Path, seed: int = 0, noise: float = 0.028) -> Path:
+    """A Llama of 8 layers: but for them token t would be followed by t + 7, and all sequences would
+    go round. The first number of each embedding is 1."""
+    make_random_llama(
+        path,
+        seed,
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+    )
+    [file] = path.glob("*.safetensors")
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+        if name.endswith(OUTPUTS):
+            tensor *= noise
+    tensors[EMBEDDING][:, 0] = 1.0
+    tensors[OUTPUT_HEAD] = tensors[EMBEDDING].roll(7, 0).clone()
+    save_file(tensors, file, {"format": "pt"})
+    return path
+
+
+def write_eagle_head(path: Path, seed: int = 0, noise: float = 0.1) -> Path:
+    """`fc` hands the embedding on."""
+    tensors = random_tensors(eagle_shapes(SIZES), seed)
+    for name in tensors:
+        if name.endswith((*OUTPUTS, "fc.weight")):
+            tensors[name] *= noise
+    tensors["fc.weight"][:, :HIDDEN] += torch.eye(HIDDEN)
+    config = {**eagle_config(SIZES), "max_position_embeddings": HEAD_CONTEXT}
+    return write_head(path, config, tensors)
+
+
+def write_eagle3_head(path: Path, target: Path, seed: int = 0, noise: float = 0.04) -> Path:
+    """Attention hands the embedding on, and outweighs what it is added to. The number that all
+    embeddings have makes queries and keys that agree best with those of the same position. Two
+    tokens of the target are none of the head's."""
+    tensors = random_tensors(eagle3_shapes(SIZES), seed)
+    for name in tensors:
+        if name.startswith(ATTENTION) or name.endswith("down_proj.weight"):
+            tensors[name] *= noise
+        if name.endswith("norm.weight"):
+            tensors[name].fill_(1.0)
+    for name in ("q_proj", "k_proj"):
+        tensors[f"{ATTENTION}{name}.weight"][:, 0] += 1.2
+    tensors[f"{ATTENTION}v_proj.weight"][:, :HIDDEN] += torch.eye(HIDDEN)
+    tensors[f"{ATTENTION}o_proj.weight"] += 10 * torch.eye(HIDDEN)
+    ids = torch.tensor([token for token in range(VOCAB) if token not in (3, 14)])
+    tensors["d2t"] = ids - torch.arange(len(ids))
+    [file] = target.glob("*.safetensors")
+    tensors["lm_head.weight"] = load_file(file)[OUTPUT_HEAD][ids]
+    config = {**eagle3_config(SIZES), "max_position_embeddings": HEAD_CONTEXT}
+    return write_head(path, {**config, "norm_output": True}, tensors)
+
+
+def write_models(folder: Path) -> dict[str, Path]:
+    """The target, and a head of each kind."""
+    target = write_target(folder / "target")
+    return {
+        "target": target,
+        EAGLE: write_eagle_head(folder / EAGLE),
+        EAGLE3: write_eagle3_head(folder / EAGLE3, target),
+    }
+
+
+def eagle_config_for(
+    target: Path, head: Path, kind: str, num_steps: int, **options: Any
+) -> DrafterConfig:
+    """The drafter with the head of a folder."""
+    model = load_model_config(str(target))
+    config = load_head_config(str(head), kind, model, **options)
+    return DrafterConfig("eagle", EagleConfig(config, model.num_layers, num_steps))
