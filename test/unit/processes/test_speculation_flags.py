@@ -1,0 +1,148 @@
+"""The flags of heads that draft: what a server is made of, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draft_heads import EAGLE, EAGLE3, write_eagle, write_eagle3
+from sglang.srt.environ import Environ
+from sglang.srt.layers.forward_batch import HiddenCapture
+from sglang.srt.model_config import load_model_config
+from sglang.srt.platform import Platform
+from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.processes.runtime_config import RuntimeConfig, resolve
+from sglang.srt.processes.worker_factory import drafter_models
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.eagle_worker import EagleConfig
+from utils import make_random_llama
+
+PLATFORM = Platform(device="cpu", num_cores=4, available_host_bytes=1 << 33, device_name="cpu")
+WRITERS = {"EAGLE": write_eagle, "EAGLE3": write_eagle3}
+CAPTURES = {"EAGLE": HiddenCapture(all_rows=True), "EAGLE3": HiddenCapture((2, 4, 5))}
+BOTH = pytest.mark.parametrize("algorithm", WRITERS)
+PATH = "--speculative-draft-model-path"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_llama(tmp_path_factory.mktemp("target"), num_hidden_layers=8)
+
+
+def resolved(target: Path, **flags: Any) -> RuntimeConfig:
+    shared = {"mtp_mask_token_id"}
+    named = {name if name in shared else f"speculative_{name}": flags[name] for name in flags}
+    args = ServerArgs(model_path=str(target), **named)
+    return resolve(args, PLATFORM, load_model_config(str(target)), Environ())
+
+
+def refusal(target: Path, **flags: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        resolved(target, **flags)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@BOTH
+def test_the_head_and_what_it_needs_follow_from_the_flags(
+    target: Path, tmp_path: Path, algorithm: str
+) -> None:
+    head = WRITERS[algorithm](tmp_path)
+    config = resolved(target, algorithm=algorithm, draft_model_path=str(head))
+    assert config.drafter is not None
+    options = config.drafter.options
+    assert isinstance(options, EagleConfig)
+    assert options.num_steps == 3
+    needs, execution = config.needs, config.execution
+    assert (needs.max_drafts, needs.max_rows, needs.max_slots, needs.token_shift) == (3, 4, 6, 1)
+    assert needs.capture == execution.capture == CAPTURES[algorithm]
+    assert execution.max_decode_rows == 4
+    assert config.scheduler.num_draft_steps == 3
+    [model] = drafter_models(config.drafter, execution)
+    assert model.model.architecture == {"EAGLE": EAGLE, "EAGLE3": EAGLE3}[algorithm]
+    assert model.capture == HiddenCapture()
+    assert model.row_width == execution.row_width
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_steps", "warns"),
+    [
+        ({"num_steps": 5}, 5, False),
+        ({"num_steps": 1, "eagle_topk": 1, "num_draft_tokens": 2}, 1, False),
+        ({"num_steps": 5, "eagle_topk": 1, "num_draft_tokens": 8}, 5, True),
+        ({"num_draft_tokens": 7}, 6, False),
+        ({"eagle_topk": 1}, 3, False),
+        ({"algorithm": "eagle"}, 3, False),
+    ],
+)
+def test_a_chain_has_a_token_more_than_steps(
+    target: Path,
+    tmp_path: Path,
+    flags: dict[str, Any],
+    num_steps: int,
+    warns: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    head = write_eagle(tmp_path)
+    caplog.set_level(logging.WARNING)
+    config = resolved(target, **{"algorithm": "EAGLE", "draft_model_path": str(head), **flags})
+    assert config.needs.max_drafts == num_steps
+    assert ("--speculative-num-draft-tokens 8: a chain of 5 steps has 6" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"algorithm": "NGRAM"}, "--speculative-algorithm NGRAM is not built yet; there are EAGLE"),
+        ({"algorithm": "STANDALONE"}, "STANDALONE is not built yet"),
+        ({"algorithm": "EAGEL"}, "EAGEL is unknown; there are EAGLE and EAGLE3"),
+        ({"algorithm": "EAGLE"}, f"--speculative-algorithm EAGLE needs {PATH}"),
+        ({"num_steps": 3}, "--speculative-num-steps needs --speculative-algorithm"),
+        ({"draft_model_path": "x"}, f"{PATH} needs --speculative-algorithm"),
+        ({"algorithm": "EAGLE", "eagle_topk": 4}, "--speculative-eagle-topk 4: trees of drafts"),
+        ({"algorithm": "EAGLE", "num_steps": 0}, "--speculative-num-steps must be 1 to 63"),
+        ({"algorithm": "EAGLE", "num_draft_tokens": 1}, "num-draft-tokens must be 2 to 64"),
+        ({"accept_threshold_single": 0.5}, "--speculative-accept-threshold-single 0.5 is not"),
+        ({"algorithm": "EAGLE", "accept_threshold_acc": 0.9}, "--speculative-accept-threshold-acc"),
+        ({"algorithm": "EAGLE", "draft_model_path": "no/such"}, f"{PATH} 'no/such' is not a dir"),
+    ],
+)
+def test_flags_that_cannot_be_met_are_named(target: Path, flags: dict[str, Any], said: str) -> None:
+    assert said in refusal(target, **flags)
+
+
+@BOTH
+def test_heads_that_cannot_be_used_are_refused_before_weights_are_loaded(
+    target: Path, tmp_path: Path, algorithm: str
+) -> None:
+    write = WRITERS[algorithm]
+
+    def said(folder: Path, **flags: Any) -> str:
+        return refusal(target, algorithm=algorithm, draft_model_path=str(folder), **flags)
+
+    assert "vocab_size is 99, but that of the target is 320" in said(
+        write(tmp_path / "vocabulary", vocab_size=99)
+    )
+    assert "hidden_size is 32" in said(write(tmp_path / "size", hidden_size=32))
+    assert "no head of the kind" in said(write(tmp_path / "kind", architectures=["Other"]))
+    broken = write(tmp_path / "broken")
+    (broken / "config.json").write_text("[")
+    assert "config.json" in said(broken)
+    (tmp_path / "map.json").write_text(json.dumps([1, 999]))
+    assert "has 999" in said(
+        write(tmp_path / "right", draft_vocab_size=None), token_map=str(tmp_path / "map.json")
+    )
+
+
+def test_a_mask_token_is_suppressed_and_multi_token_prediction_is_off(
+    target: Path, tmp_path: Path
+) -> None:
+    head = str(write_eagle(tmp_path))
+    assert resolved(target, mtp_mask_token_id=7).mtp is not None
+    config = resolved(target, mtp_mask_token_id=7, algorithm="EAGLE", draft_model_path=head)
+    assert config.mtp is None
+    assert config.needs.suppressed_token_ids == (7,)
