@@ -90,7 +90,8 @@ class EagleDrafter:
 
     @staticmethod
     def models(options: EagleConfig, target: ExecutionConfig) -> tuple[ExecutionConfig, ...]:
-        return (replace(target, model=options.head, capture=NO_CAPTURE),)
+        steps = (options.num_steps - 1,) if options.num_steps > 1 else ()
+        return (replace(target, model=options.head, capture=NO_CAPTURE, draft_steps=steps),)
 
     @classmethod
     def make(cls, parts: DrafterParts) -> EagleDrafter:
@@ -139,21 +140,19 @@ class EagleDrafter:
     def draft(self, steps: DraftSteps, hidden: torch.Tensor) -> EagleVerifyInput:
         """Chains behind the certain tokens of the D requests that draft; hidden [D, hidden_size] is
         the head's output at the row before each."""
-        drafts = [self._choose(hidden, None)]
-        for index in range(self._num_steps - 1):
-            hidden = self.draft_forward(steps, index, drafts[-1])
-            drafts.append(self._choose(hidden, drafts[-1].scores))
-        return organize_draft_results(drafts)
-
-    def draft_forward(self, steps: DraftSteps, index: int, drafts: EagleDraftInput) -> torch.Tensor:
-        """Draft step `index` of the head: its output [D, hidden_size]."""
-        batch = steps.batch(index, drafts.token_ids, drafts.hidden_states)
-        return self._runner.forward(batch).hidden
-
-    def _choose(self, hidden: torch.Tensor, scores: torch.Tensor | None) -> EagleDraftInput:
-        logits = self._runner.compute_logits(hidden)
-        token_ids, scores = select_top_k_tokens(logits, scores, TOPK, self._ops)
-        return EagleDraftInput(self._head.to_target_ids(token_ids), hidden, scores)
+        token_ids, scores = select_top_k_tokens(
+            self._runner.compute_logits(hidden), None, TOPK, self._ops
+        )
+        drafts = EagleDraftInput(self._head.to_target_ids(token_ids), hidden, scores)
+        if self._num_steps == 1:
+            return organize_draft_results([drafts])
+        first = steps.batch(0, drafts.token_ids, hidden)
+        more = self._runner.draft(first, self._num_steps - 1)
+        probs = torch.cat((scores[:, None], more.logprobs.exp()), dim=1)
+        return EagleVerifyInput(
+            draft_token=torch.cat((drafts.token_ids[:, None], more.token_ids), dim=1),
+            scores=probs.cumprod(dim=1),
+        )
 
 
 def rows_of_requests(ends: torch.Tensor, inputs: ForwardBatch) -> torch.Tensor:

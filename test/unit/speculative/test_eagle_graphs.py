@@ -1,0 +1,90 @@
+"""EAGLE and EAGLE-3 with graphs of target and head: tokens are those of a plain server."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from draft_heads import EAGLE, EAGLE3
+from drafted_serving import Drafted, params_of, prompts, serve
+from drafter_checks import DraftCounter
+from eagle_models import CONTEXT, eagle_config_for, write_models
+from recorded_graphs import recorded_graphs, replayable_backends
+from sglang.srt.model_executor.runner_graphs import RunnerGraphs
+from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
+from sglang.srt.processes.runtime_config import drafter_needs
+from sglang.srt.processes.worker_factory import drafter_models
+from sglang.srt.speculative.drafter import DrafterConfig
+from utils import Setup, make_execution
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_models(tmp_path_factory.mktemp("eagle"))
+
+
+def runners(target: Path, drafter: DrafterConfig | None, setup: Setup, backend: str) -> RunnerGroup:
+    needs = drafter_needs(drafter)
+    execution = make_execution(
+        target,
+        setup,
+        setup.context_len,
+        needs.max_rows,
+        attention_backend=backend,
+        max_graph_width=needs.max_rows if drafter else 0,
+        row_width=setup.row_width,
+        capture=needs.capture,
+    )
+    execution = replace(execution, max_graph_rows=64 if drafter else 0)
+    return make_runners(execution, *drafter_models(drafter, execution))
+
+
+def harness(
+    group: RunnerGroup, drafter: DrafterConfig | None, setup: Setup
+) -> tuple[Drafted, DraftCounter]:
+    """KV is checked in each step; that of nobody is zero, which a mask makes nothing of."""
+    counter = DraftCounter()
+    made = Drafted(group, drafter, setup, checks_kv=drafter is not None, on_step=counter)
+    for pool in group.memory.pools:
+        for kv in pool.kv:
+            kv.zero_()
+    return made, counter
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("backend", ["ragged", "uniform"])
+@pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
+def test_tokens_with_graphs(
+    paths: dict[str, Path], kind: str, backend: str, page_size: int
+) -> None:
+    setup = Setup(
+        num_pages=1024 // page_size,
+        page_size=page_size,
+        context_len=CONTEXT,
+        max_decode_rows=6,
+        chunked_prefill_size=40,
+    )
+    plain, _ = harness(runners(paths["target"], None, setup, "torch_native"), None, setup)
+    right = [plain.generate([each], **params_of(i))[0] for i, each in enumerate(prompts())]
+    drafter = eagle_config_for(paths["target"], paths[kind], kind, 3)
+    with recorded_graphs(), replayable_backends():
+        group = runners(paths["target"], drafter, setup, backend)
+        head = group.runners[1]
+        with (
+            mock.patch.object(
+                RunnerGraphs, "draft", autospec=True, side_effect=RunnerGraphs.draft
+            ) as draft,
+            mock.patch.object(head, "forward", wraps=head.forward) as forward,
+        ):
+            served, counter = harness(group, drafter, setup)
+            serve(served, right)
+    assert counter.seen["confirmed"] > 30
+    assert counter.seen["fed"] - counter.seen["confirmed"] > 30
+    assert draft.call_count > 20
+    assert (forward.call_count <= served.num_steps) == (backend == "ragged")
