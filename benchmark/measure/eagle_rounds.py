@@ -106,7 +106,9 @@ def measure_kind(
 ) -> dict[str, Any]:
     """One Engine of a kind."""
     flags: dict[str, Any] = {}
+    os.environ.pop(SIMULATED, None)
     if kind == EAGLE:
+        os.environ[SIMULATED] = str(arguments.accept_length)
         flags = {
             "speculative_algorithm": "EAGLE",
             "speculative_draft_model_path": head,
@@ -147,7 +149,6 @@ def summarize(runs: list[dict[str, Any]], sizes: list[int]) -> list[dict[str, An
 def main() -> None:
     """Measures, prints a table, writes the result."""
     arguments = parse()
-    os.environ[SIMULATED] = str(arguments.accept_length)
     runs: list[dict[str, Any]] = []
     with random_model(arguments.geometry) as folder, random_head(folder) as head:
         for number in range(arguments.engines):
