@@ -11,6 +11,7 @@ A drafter of a test is named in the registry first:
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -52,6 +53,38 @@ class Request:
         return harness.submit(
             self.prompt, logprobs=self.logprobs, hidden_states=self.hidden_states, **self.params
         )
+
+
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"top_p": 0.8},
+    {"top_k": 3, "min_p": 0.05},
+    {"frequency_penalty": 0.7},
+    {"presence_penalty": 1.5},
+    {"repetition_penalty": 1.6},
+    {"repetition_penalty": 0.6, "frequency_penalty": -0.4},
+    {"logit_bias": {"1": 2.5, "2": -4.0}},
+    {"min_new_tokens": 9, "stop_token_ids": [0, 1, 2]},
+    {"min_new_tokens": 5, "stop_token_ids": [3], "logit_bias": {"3": 3}},
+    {"stop_token_ids": [2]},
+    {"stop_token_ids": [4], "min_new_tokens": 3},
+]
+
+
+def asking_requests(vocab_size: int) -> list[Request]:
+    """Greedy and seeded ones that ask for each of ASKED, for log-probabilities and hidden
+    states."""
+    chooser = random.Random(5)
+    requests = []
+    for number, asked in enumerate([*ASKED, *ASKED]):
+        prompt = [chooser.randrange(vocab_size) for _ in range(chooser.choice([3, 9, 20]))]
+        params = {"max_new_tokens": chooser.choice([18, 24]), "temperature": 0.0, **asked}
+        if number >= len(ASKED):
+            params |= {"temperature": 0.7, "sampling_seed": number}
+        scores = LogprobOptions(start_len=1, top_num=2, token_ids=[4, 0])
+        states = chooser.choice(["none", "all"])
+        requests.append(Request(prompt, params, chooser.choice([None, scores]), states))
+    return requests
 
 
 @dataclass(frozen=True)
@@ -96,13 +129,13 @@ def make_drafter_runners(
     """Runners for a drafter, and the set-up with room for it; `changes` are fields of
     `ExecutionConfig`."""
     needs = drafter_needs(drafter)
-    assert needs.extra_slots == 0, "Rows of the page table are as wide as rows fed need."
-    setup = replace(setup, max_decode_rows=needs.max_rows)
+    setup = replace(setup, max_decode_rows=needs.max_slots)
     execution = make_execution(
         path,
         setup,
         setup.context_len,
         needs.max_rows,
+        row_width=setup.row_width,
         capture=needs.capture,
         captures_trees=needs.has_trees,
         **changes,

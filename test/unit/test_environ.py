@@ -9,6 +9,7 @@ import pytest
 from sglang.srt.environ import Environ
 
 RETRACT = "SGLANG_TEST_RETRACT"
+ACC_LEN = "SGLANG_SIMULATE_ACC_LEN"
 SWITCHES = {
     "SGLANG_STRICT_INVARIANTS": "strict_invariants",
     "SGLANG_MTP_KV_LEAK_DEBUG": "kv_leak_debug",
@@ -20,7 +21,7 @@ SWITCHES = {
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (RETRACT, *SWITCHES):
+    for name in (RETRACT, ACC_LEN, *SWITCHES):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -60,6 +61,23 @@ def test_anything_else_is_refused_by_name(
     with pytest.raises(ValueError, match=name) as error:
         Environ.read()
     assert repr(text) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("", None), ("0", None), ("3", 3.0), (" 2.5 ", 2.5), ("1", 1.0)]
+)
+def test_a_simulated_length_is_a_number_of_tokens(
+    monkeypatch: pytest.MonkeyPatch, text: str, tokens: float | None
+) -> None:
+    monkeypatch.setenv(ACC_LEN, text)
+    assert Environ.read() == Environ(simulated_accept_len=tokens)
+
+
+@pytest.mark.parametrize("text", ["0.5", "-1", "nan", "inf", "many"])
+def test_a_length_that_no_step_has_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(ACC_LEN, text)
+    with pytest.raises(ValueError, match=rf"{ACC_LEN}='{text}'"):
+        Environ.read()
 
 
 def test_the_environment_is_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import drafter_checks
 from draft_heads import EAGLE, EAGLE3
 from drafted_serving import (
     Drafted,
@@ -23,7 +24,7 @@ from drafted_serving import (
     prompts,
     serve,
 )
-from drafter_checks import DraftCounter
+from drafter_checks import DraftCounter, asking_requests
 from eagle_models import CONTEXT, VOCAB, eagle_config_for, write_models, write_target
 from sglang.srt.messages.control import (
     ContinueGenerationReq,
@@ -130,6 +131,22 @@ def test_tokens_are_those_without_a_drafter(paths: dict[str, Path], case: dict[s
     if case["use_radix_cache"] and disturb is nothing:
         assert any(outcome.cached_tokens for outcome in outcomes)
     harness.assert_many_of_each(least=10)
+
+
+@BOTH
+@pytest.mark.parametrize(("page_size", "overlap", "chunk"), [(1, True, 5), (16, False, 2048)])
+def test_all_that_requests_ask_for_is_what_they_get_without_a_head(
+    paths: dict[str, Path], kind: str, page_size: int, overlap: bool, chunk: int
+) -> None:
+    """Penalties, biases, filters, log-probabilities, hidden states."""
+    drafter = eagle_config_for(paths["target"], paths[kind], kind, 3)
+    setup = setup_for(3, page_size, enable_overlap=overlap, chunked_prefill_size=chunk)
+    requests = asking_requests(VOCAB)
+    plain = drafter_checks.serve(paths["target"], setup, None, requests)
+    served = drafter_checks.serve(paths["target"], setup, drafter, requests)
+    drafter_checks.assert_same(served.outcomes, plain.outcomes)
+    assert served.seen["confirmed"] > 20, served.seen
+    assert served.seen["fed"] - served.seen["confirmed"] > 20, served.seen
 
 
 @BOTH

@@ -35,7 +35,9 @@ from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.registry import DRAFTERS
+from sglang.srt.speculative.draft_steps import DraftSteps
 from sglang.srt.speculative.drafter import ComputedStep, DrafterParts
+from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.eagle_worker import EagleDrafter
 from sglang.srt.step.worker import NewRow
 from utils import Setup, make_execution
@@ -59,6 +61,7 @@ class ComparedDrafter(EagleDrafter):
         self._layers = parts.options.capture.layers
         self._fed = torch.full((len(self._runner.kv_pool.kv[0]),), -1)
         self._num_cached: dict[int, int] = {}
+        self._scores: dict[int, torch.Tensor] = {}
         self._runner.checks.append(self._note)
 
     def _note(self, batch: ForwardBatch) -> None:
@@ -66,6 +69,12 @@ class ComparedDrafter(EagleDrafter):
 
     def admit(self, new_rows: list[NewRow]) -> None:
         self._num_cached.update((new.row, new.num_committed) for new in new_rows)
+
+    def draft(self, steps: DraftSteps, hidden: torch.Tensor) -> EagleVerifyInput:
+        drafts = super().draft(steps, hidden)
+        torch.testing.assert_close(drafts.confidence.cumprod(dim=1), drafts.scores)
+        self._scores = dict(zip(steps.rows.tolist(), drafts.scores, strict=True))
+        return drafts
 
     @torch.inference_mode()
     def propose(self, step: ComputedStep) -> None:
@@ -96,11 +105,14 @@ class ComparedDrafter(EagleDrafter):
         layers = [states[layer][0] for layer in self._layers]
         taps = torch.cat(layers, dim=1) if layers else states[-1][0]
         tokens, hidden = fed.tolist(), self.oracle.combine(taps)
-        for draft in known[end + 1 :].tolist():
+        score = 1.0
+        for draft, told in zip(known[end + 1 :].tolist(), self._scores[row].tolist(), strict=True):
             carried, logits = self.oracle.run(tokens, hidden)
             column = self._column_of(draft)
             gap = float(logits[-1].max() - logits[-1, column])
             assert gap <= TOLERANCE, (row, end, draft, gap)
+            score *= float(logits[-1].softmax(0)[column])
+            assert told == pytest.approx(score, rel=5e-3)
             self.seen["ties"] += int(logits[-1].argmax()) != column
             tokens, hidden = [*tokens, draft], torch.cat((hidden, carried[-1:]))
         self.seen["compared"] += 1

@@ -18,6 +18,7 @@ import toy_attention
 from drafter_checks import (
     Request,
     are_close,
+    asking_requests,
     assert_many_of_each,
     assert_same,
     drafter_harness,
@@ -36,7 +37,6 @@ from sglang.srt.messages.control import (
     PauseMode,
     UpdateWeightsReq,
 )
-from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_executor.model_runner import ForwardResult, ModelRunner
 from sglang.srt.registry import ATTENTION_BACKENDS, DRAFTERS
 from sglang.srt.speculative.drafter import DrafterConfig
@@ -154,44 +154,13 @@ def test_steps_may_feed_more_rows_than_drafts_or_fewer(
 
 # ---------------------------------------------------------------- what requests may ask for
 
-ASKED: list[dict[str, Any]] = [
-    {},
-    {"top_p": 0.8},
-    {"top_k": 3, "min_p": 0.05},
-    {"frequency_penalty": 0.7},
-    {"presence_penalty": 1.5},
-    {"repetition_penalty": 1.6},
-    {"repetition_penalty": 0.6, "frequency_penalty": -0.4},
-    {"logit_bias": {"1": 2.5, "2": -4.0}},
-    {"min_new_tokens": 9, "stop_token_ids": [0, 1, 2]},
-    {"min_new_tokens": 5, "stop_token_ids": [3], "logit_bias": {"3": 3}},
-    {"stop_token_ids": [2]},
-    {"stop_token_ids": [4], "min_new_tokens": 3},
-]
-
-
-def asking_requests() -> list[Request]:
-    """Greedy and seeded ones that ask for each of ASKED, for log-probabilities and hidden
-    states."""
-    chooser = random.Random(5)
-    requests = []
-    for number, asked in enumerate([*ASKED, *ASKED]):
-        prompt = [chooser.randrange(VOCAB) for _ in range(chooser.choice([3, 9, 20]))]
-        params = {"max_new_tokens": chooser.choice([18, 24]), "temperature": 0.0, **asked}
-        if number >= len(ASKED):
-            params |= {"temperature": 0.7, "sampling_seed": number}
-        scores = LogprobOptions(start_len=1, top_num=2, token_ids=[4, 0])
-        states = chooser.choice(["none", "all"])
-        requests.append(Request(prompt, params, chooser.choice([None, scores]), states))
-    return requests
-
 
 @pytest.mark.parametrize("way", WAYS[1:3], ids=str)
 @pytest.mark.parametrize("kind", DRAFTERS_OF_TESTS)
 def test_all_that_requests_ask_for_is_what_they_get_without_drafts(
     small_model: Path, kind: str, way: tuple[bool, bool, int, int, int]
 ) -> None:
-    requests, setup = asking_requests(), setup_of(way)
+    requests, setup = asking_requests(VOCAB), setup_of(way)
     served = serve(small_model, setup, toy(kind), requests)
     assert_same(served.outcomes, plain(small_model, setup, requests))
     assert_many_of_each(served.seen, kind == "tree")
