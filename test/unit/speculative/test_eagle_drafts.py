@@ -65,7 +65,7 @@ class ComparedDrafter(EagleDrafter):
         self._runner.checks.append(self._note)
 
     def _note(self, batch: ForwardBatch) -> None:
-        self._fed[batch.slots] = batch.input_ids
+        self._fed[batch.slots.cpu()] = batch.input_ids.cpu()
 
     def admit(self, new_rows: list[NewRow]) -> None:
         self._num_cached.update((new.row, new.num_committed) for new in new_rows)
