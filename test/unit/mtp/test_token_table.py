@@ -21,12 +21,12 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.mtp.mask_ops import TorchMaskOps
 from sglang.srt.scheduling import step_builder
 from sglang.srt.scheduling.request import Req
+from sglang.srt.speculative import confirm as confirming
 from sglang.srt.speculative.drafter import ChosenTokens
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import EMITS, ROW, AcceptedTokens, RowLayout
 from sglang.srt.step.torch_step_ops import TorchStepOps
 from sglang.srt.step.worker import NewRow
-from sglang.srt.workers import tp_worker
 from sglang.srt.workers.tp_worker import TpModelWorker
 from target import TARGET
 from token_table_check import checked_harness
@@ -172,7 +172,7 @@ def rejects_all_drafts(patch: Patch) -> None:
 
 
 def _take_for_pending(patch: Patch, token: int) -> None:
-    right = tp_worker.sampling_ops
+    right = confirming.sampling_ops
 
     class Kernels:
         """Confirms drafts of another token than those that were fed."""
@@ -186,7 +186,7 @@ def _take_for_pending(patch: Patch, token: int) -> None:
             )
             return found
 
-    patch.setattr(tp_worker, "sampling_ops", Kernels)
+    patch.setattr(confirming, "sampling_ops", Kernels)
 
 
 def writes_into_a_prompt_that_is_read(patch: Patch) -> None:

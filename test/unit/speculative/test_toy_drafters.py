@@ -428,7 +428,7 @@ def test_a_bug_in_trees_is_found(
     found: str,
 ) -> None:
     """By other answers or by the token table; the canary is left out, which would be first."""
-    requests, setup = asking_requests(), setup_of(WAYS[1])
+    requests, setup = asking_requests(VOCAB), setup_of(WAYS[1])
     requests = requests[3:9] + requests[15:21]  # with penalties, biases and others
     right = plain(small_model, setup, requests)
     bug(monkeypatch)
