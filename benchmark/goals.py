@@ -85,3 +85,13 @@ MIN_RATIO_LOAD_AWARE = 0.97
 MIN_RATIO_K_1 = 0.97
 MIN_RATIO_STATIC_GRAPHS = 1.8  # static k=3 with graphs beside its eager bypass, one request
 MIN_PAIRED_MEDIAN, MIN_PAIRED_ROUND = 0.99, 0.97  # of rounds beside plain: never slower
+# By requests at once, ms of a round of EAGLE: 3 steps, 3.0 tokens accepted; the peer with FA3.
+EAGLE_ROUND_MS = {
+    1: Goal(7.7, 8.67),
+    8: Goal(8.4, 12.07),
+    32: Goal(9.2, 11.37),
+    64: Goal(10.8, 12.60),
+    128: Goal(17.3, 18.87),
+}
+EAGLE_LOAD_TOK_S = Goal(6900.0, 6670.0)  # 512 prompts of 512 in, 128 out, at least
+MIN_SPEED_UP_OF_ACCEPT_LENGTH = {1: 0.74, 8: 0.70}  # by requests at once, EAGLE-3 beside plain

@@ -6,6 +6,9 @@
 constant in the spare channel. The head's layer is inflated as a layer of the target is. `fc` passes
 the constant on, from the embedding for EAGLE and from the first hidden state for EAGLE-3, since the
 norms behind it count on it. It ignores the spare channel of what the last norm gives.
+
+`--draft-vocab-size` pads an EAGLE-3 head's own output head to the size of published ones, with
+tokens of the target's padding that are never drafted.
 """
 
 from __future__ import annotations
@@ -21,7 +24,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmark.inflate import Filling, Inflation, InflationError, plan_inflation
+from benchmark.inflate import (
+    PADDED_LOGIT,
+    SPARE_GAIN,
+    Filling,
+    Inflation,
+    InflationError,
+    plan_inflation,
+)
 from benchmark.random_model import LLAMA_8B, Geometry
 from sglang.srt.head_config import EAGLE, EAGLE3, load_head_config
 from sglang.srt.model_config import ModelConfig, ModelPathError, load_model_config
@@ -30,6 +40,7 @@ from sglang.srt.model_loader.loader import read_directory
 NAMES = {"EAGLE": EAGLE, "EAGLE3": EAGLE3}
 DRAFT_TO_TARGET, TARGET_TO_DRAFT = "d2t", "t2d"
 IGNORED = "embed_tokens.weight"
+OUTPUT_HEAD, LAST_NORM = "lm_head.weight", "norm.weight"
 
 
 def inflated_head(
@@ -58,6 +69,32 @@ def inflated_head(
         if name != IGNORED:
             made[name] = _inflate(name, kind, tensor, plan, filling)
     return made
+
+
+def pad_draft_vocabulary(
+    tensors: dict[str, torch.Tensor], num_tokens: int, plan: Inflation, filling: Filling
+) -> None:
+    """Adds tokens to the output head of an inflated EAGLE-3 head, up to `num_tokens`. They hear
+    from the spare channel that they are none, and stand for tokens of the target's padding.
+
+    Raises:
+        InflationError: if the head has no vocabulary of its own, or there are too few tokens.
+    """
+    d, big_d = plan.small.hidden_size, plan.target.hidden_size
+    if DRAFT_TO_TARGET not in tensors:
+        raise InflationError("--draft-vocab-size: this head has the target's vocabulary.")
+    count = len(tensors[DRAFT_TO_TARGET])
+    first, most = plan.small.vocab_size, plan.target.vocab_size - plan.small.vocab_size + count
+    if not count <= num_tokens <= most:
+        raise InflationError(f"--draft-vocab-size must be between {count} and {most}.")
+    weight = filling.draw(f"{OUTPUT_HEAD} padding", num_tokens, big_d)
+    weight[:count] = tensors[OUTPUT_HEAD].to(weight)
+    weight[count:, d] = PADDED_LOGIT
+    tensors[OUTPUT_HEAD] = weight
+    tensors[LAST_NORM][d] = SPARE_GAIN * plan.norm_scale
+    added = torch.full((num_tokens - count,), first - count, dtype=torch.int64)
+    tensors[DRAFT_TO_TARGET] = torch.cat((tensors[DRAFT_TO_TARGET], added))
+    tensors[TARGET_TO_DRAFT][first : first + len(added)] = True
 
 
 def _inflate(
@@ -131,8 +168,17 @@ def _inflate_matrix(
     return weight
 
 
-def write_head(head: ModelConfig, out: Path, plan: Inflation, filling: Filling) -> None:
+def write_head(
+    head: ModelConfig,
+    out: Path,
+    plan: Inflation,
+    filling: Filling,
+    draft_vocab_size: int | None = None,
+) -> None:
     """Writes config.json and the weights.
+
+    Args:
+        draft_vocab_size: see `pad_draft_vocabulary`; None: the small head's.
 
     Raises:
         InflationError: if there are weights in `out` already, or the head does not fit.
@@ -141,6 +187,8 @@ def write_head(head: ModelConfig, out: Path, plan: Inflation, filling: Filling) 
     if stale := sorted(out.glob("*.safetensors*")):
         raise InflationError(f"{out} has weights already, such as {stale[0].name}; remove them.")
     tensors = inflated_head(dict(read_directory(head.path)), plan, filling)
+    if draft_vocab_size is not None:
+        pad_draft_vocabulary(tensors, draft_vocab_size, plan, filling)
     entries: dict[str, Any] = {
         **head.hf,
         **plan.target.hf_config(),
@@ -151,6 +199,8 @@ def write_head(head: ModelConfig, out: Path, plan: Inflation, filling: Filling) 
         "inflated_from": asdict(plan.small),
     }
     entries |= {key: head.hf[key] for key in ("architectures", "model_type")}
+    if draft_vocab_size is not None:
+        entries["draft_vocab_size"] = draft_vocab_size
     (out / "config.json").write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
     content = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
     save_file(content, out / "model.safetensors", metadata={"format": "pt"})
@@ -163,6 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--algorithm", choices=NAMES, required=True)
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--model-path", default="demo", help="the small model")
+    parser.add_argument("--draft-vocab-size", type=int, help="of an EAGLE-3 head; default: its own")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--silent-std", type=float, default=0.0)
     for field in fields(Geometry):
@@ -174,7 +225,8 @@ def main(arguments: list[str] | None = None) -> int:
         target = load_model_config(args.model_path)
         head = load_head_config(args.head, NAMES[args.algorithm], target)
         filling = Filling(seed=args.seed, silent_std=args.silent_std)
-        write_head(head, args.out, plan_inflation(target, geometry), filling)
+        plan = plan_inflation(target, geometry)
+        write_head(head, args.out, plan, filling, args.draft_vocab_size)
     except (InflationError, ModelPathError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmark.goals import DECODE_MS, HOST_MS, STARTUP_BACKENDS, STARTUP_S, THROUGHPUT_TOK_S
+from benchmark.goals import (
+    DECODE_MS,
+    EAGLE_LOAD_TOK_S,
+    EAGLE_ROUND_MS,
+    HOST_MS,
+    STARTUP_BACKENDS,
+    STARTUP_S,
+    THROUGHPUT_TOK_S,
+)
 from benchmark.report.markdown import Result, table, verdict
 
 
@@ -202,6 +210,41 @@ def return_costs(results: list[Result]) -> str:
     text = table(["batch", "every request", "ms/step", "median ratio", "asked, at most"], rows)
     slots, idle_ms = results[0]["kv_slots"], results[0]["idle_scrape_ms"]
     return f"{text}\n{slots:,} KV slots; one scrape of an idle server takes {idle_ms:.1f} ms.\n"
+
+
+def eagle_rounds(results: list[Result]) -> str:
+    """Rounds of EAGLE beside steps of plain decoding."""
+    rows = []
+    for result in results:
+        for row in result["rows"]:
+            goal = EAGLE_ROUND_MS[row["batch"]]
+            per_token = row["round_ms"] / result["accept_length"]
+            rows.append(
+                [
+                    str(row["batch"]),
+                    f"{row['plain_ms']:.2f}",
+                    f"{row['round_ms']:.2f}",
+                    f"{goal.asked:.1f}",
+                    f"{goal.peer:.2f}",
+                    verdict(row["round_ms"], goal.asked, is_least=False),
+                    f"{row['plain_ms'] / per_token:.2f}",
+                ]
+            )
+        speeds = {run["kind"]: run["load_tok_s"] for run in result["runs"]}
+        goal, plain, drafted = EAGLE_LOAD_TOK_S, speeds["plain"], speeds["EAGLE"]
+        rows.append(
+            [
+                "512 x (512 in, 128 out), tokens/s",
+                f"{plain:,.0f}",
+                f"{drafted:,.0f}",
+                f"{goal.asked:,.0f}",
+                f"{goal.peer:,.0f}",
+                verdict(drafted, goal.asked, is_least=True),
+                f"{drafted / plain:.2f}",
+            ]
+        )
+    head = ["requests", "plain step, ms", "round, ms", "asked", "peer", "reached", "speed-up"]
+    return table(head, rows)
 
 
 def before_after(results: list[Result]) -> str:

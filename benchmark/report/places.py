@@ -73,12 +73,16 @@ class Plot:
 
 
 README, MTP, PAUSE = "README.md", "docs/mtp.md", "docs/pause.md"
+SPECULATION = "docs/speculation.md"
 TABLES = {
     "engine_vs_transformers": Table(
         README, "engine_vs_transformers.json", document_tables.engine_vs_transformers
     ),
     "train_mtp": Table(MTP, "train_mtp_tiny_code.json", document_tables.train_mtp),
     "mtp_cpu": Table(MTP, "mtp_cpu.json", document_tables.mtp_cpu),
+    "eagle_rounds": Table(
+        SPECULATION, "eagle_rounds.json", performance_tables.eagle_rounds, has_provenance=True
+    ),
     "pause_latency": Table(PAUSE, "pause_latency_cpu.json", document_tables.pause_latency),
     **{
         name: Table("docs/performance.md", results, make, has_provenance=True)

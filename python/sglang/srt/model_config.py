@@ -79,8 +79,8 @@ class ModelConfig:
 
 
 def resolve_model_path(model_path: str, flag: str = "--model-path") -> Path:
-    """The directory that a flag names; `demo` is a bundled model, `demo-eagle` and `demo-eagle3` are
-    draft heads for it.
+    """The directory that a flag names; `demo` is a bundled model, `demo-eagle` and `demo-eagle3`
+    are draft heads for it.
 
     Raises:
         ModelPathError: if there is no such directory.

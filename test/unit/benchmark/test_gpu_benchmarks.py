@@ -15,7 +15,7 @@ import pytest
 from benchmark import goals, gpu_load, held_out
 from benchmark.command import in_turn
 from benchmark.engine_load import Budget, LoadResult, closed_loop, random_prompts
-from benchmark.measure import mtp_gpu, mtp_paired, startup, throughput
+from benchmark.measure import mtp_gpu, mtp_paired, speculation_paired, startup, throughput
 from benchmark.mtp_checks import FIXED, K_1, KINDS, LOAD_AWARE, PLAIN, Samples, checks_of
 from benchmark.random_model import GEOMETRIES
 from sglang.bench_one_batch import OneBatch
@@ -334,3 +334,16 @@ def test_paired_rounds_are_judged_by_their_median_and_their_lowest() -> None:
         found = mtp_paired.summary(speeds, plain, [1.0] * 5)
         assert found["passed"] == passed
         assert found["lowest"] == pytest.approx(min(speeds) / 100)
+
+
+def test_rounds_of_speculation_are_compared_one_by_one() -> None:
+    engines: dict[str, Any] = {speculation_paired.PLAIN: None, speculation_paired.DRAFTED: None}
+    rounds = speculation_paired.Rounds(engines, [], [4], {})
+    for plain, drafted in ((100.0, 250.0), (120.0, 240.0), (100.0, 210.0)):
+        found = rounds.results[4]
+        found[speculation_paired.PLAIN].append(LoadResult(1.0, plain, 1.0, 4))
+        found[speculation_paired.DRAFTED].append(LoadResult(1.0, drafted, 1.0, 4))
+        rounds.accept_lengths[4].append(2.8)
+    [row] = rounds.rows()
+    assert row["ratios"] == [2.5, 2.0, 2.1]
+    assert (row["median"], row["lowest"], row["of_accept_length"]) == (2.1, 2.0, 0.75)

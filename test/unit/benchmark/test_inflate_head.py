@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmark.inflate import Filling, InflationError, plan_inflation, write_model
-from benchmark.inflate_head import NAMES, inflated_head, write_head
+from benchmark.inflate_head import NAMES, inflated_head, pad_draft_vocabulary, write_head
 from benchmark.random_model import Geometry
 from draft_heads import FILE, Oracle
 from sglang.srt.head_config import load_head_config
@@ -56,8 +56,12 @@ def logits_of(base: Path, folder: Path, algorithm: str) -> tuple[torch.Tensor, t
 
 
 @pytest.mark.parametrize("silent_std", [0.0, 1e-12])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_logits_stay_what_they_were(algorithm: str, silent_std: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "draft_vocab_size"), [*((name, None) for name in ALGORITHMS), (EAGLE3, 40)]
+)
+def test_logits_stay_what_they_were(
+    algorithm: str, draft_vocab_size: int | None, silent_std: float, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     target = Llama(SHAPE)
     head = make_head(algorithm, target, torch.arange(0, 48, 2))
@@ -75,7 +79,7 @@ def test_logits_stay_what_they_were(algorithm: str, silent_std: float, tmp_path:
     filling = Filling(dtype=torch.float32, silent_std=silent_std)
     write_model(config, tmp_path / "big", plan, filling)
     small_head = load_head_config(str(folder), NAMES[algorithm], config)
-    write_head(small_head, tmp_path / "big_head", plan, filling)
+    write_head(small_head, tmp_path / "big_head", plan, filling, draft_vocab_size)
     big = load_model_config(str(tmp_path / "big"))
     loaded = load_head_config(str(tmp_path / "big_head"), NAMES[algorithm], big)
     assert (loaded.hidden_size, loaded.num_heads, loaded.num_layers) == (128, 16, 1)
@@ -85,8 +89,24 @@ def test_logits_stay_what_they_were(algorithm: str, silent_std: float, tmp_path:
     for expected, found in zip(small, large, strict=True):
         count = expected.shape[1]
         torch.testing.assert_close(found[:, :count], expected, rtol=1e-4, atol=1e-4)
-        if algorithm != EAGLE3:
+        if found.shape[1] > count:
             assert found[:, count:].max() < expected.min() - 50  # padding is never drafted
+    if draft_vocab_size is not None:
+        assert large[0].shape[1] == draft_vocab_size
+        tensors = load_file(tmp_path / "big_head" / FILE)
+        ids = tensors["d2t"] + torch.arange(draft_vocab_size)
+        assert ids.tolist() == [*range(0, 48, 2), *range(48, 64)]
+        assert torch.nonzero(tensors["t2d"])[:, 0].tolist() == ids.tolist()
+
+
+def test_a_vocabulary_that_cannot_be_padded_is_refused(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", model_config(Llama(SHAPE)))
+    plan = plan_inflation(load_model_config(str(tmp_path)), LARGE)
+    with pytest.raises(InflationError, match="has the target's vocabulary"):
+        pad_draft_vocabulary({}, 40, plan, Filling())
+    for size in (8, 42):  # 32 tokens of padding
+        with pytest.raises(InflationError, match="must be between 9 and 41"):
+            pad_draft_vocabulary({"d2t": torch.zeros(9)}, size, plan, Filling())
 
 
 def test_a_head_of_other_sizes_is_refused(tmp_path: Path) -> None:
