@@ -109,5 +109,6 @@ TABLES = {
 }
 PLOTS = {
     "mtp_throughput.svg": Plot("mtp_gpu", plots.draw_mtp_throughput),
+    "eagle_rounds.svg": Plot("eagle_rounds", plots.draw_eagle_rounds),
     "step_profile.svg": Plot("step_profile", plots.draw_step_profile),
 }

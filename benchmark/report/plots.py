@@ -116,3 +116,23 @@ def draw_step_profile(result: dict[str, Any], path: Path) -> None:
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     axis.set_title(f"{result['geometry']}, random weights, {gpu_of(result)}", fontsize=10)
     save_svg(figure, path)
+
+
+def draw_eagle_rounds(result: dict[str, Any], path: Path) -> None:
+    """Milliseconds per token of a request, plain and with drafts, by requests at once."""
+    pyplot = load_pyplot()
+    figure, axis = pyplot.subplots(figsize=(7, 4.2))
+    loads = [row["batch"] for row in result["rows"]]
+    accepted = result["accept_length"]
+    per_token = [row["round_ms"] / accepted for row in result["rows"]]
+    axis.plot(loads, [row["plain_ms"] for row in result["rows"]], label=PLAIN, **STYLES[PLAIN])
+    label = f"EAGLE, {result['num_steps']} steps, {accepted:g} tokens per round"
+    axis.plot(loads, per_token, label=label, color="tab:blue", linewidth=2, marker="^")
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(loads, [str(load) for load in loads])
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("requests at once")
+    axis.set_ylabel("ms per token of a request")
+    axis.set_title(gpu_of(result))
+    axis.legend()
+    save_svg(figure, path)
