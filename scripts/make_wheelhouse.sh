@@ -21,6 +21,8 @@ TEXT
 # What the repository or a PyTorch image has (with all that only these need), and tools that no GPU
 # host needs.
 EXCLUDED="sglang-adaptive-kernel torch triton numpy transformers huggingface-hub setuptools ruff mypy pre-commit schemathesis"
+# Of what FlashInfer asks for, what the kernels used here run without: compilers of other kernels.
+EXCLUDED="$EXCLUDED nvidia-cutlass-dsl nvidia-cudnn-frontend cuda-python cuda-bindings"
 FLASHINFER="flashinfer-python==0.6.14 apache-tvm-ffi==0.1.11"
 
 # shellcheck source=scripts/_setup_venv.sh
