@@ -6,6 +6,7 @@ smaller fails too, until its entry is lowered or removed.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,16 @@ def test_allowances_name_existing_rules() -> None:
 def test_no_local_path_or_host_in_any_text_file() -> None:
     messages = judge("local text", TEXT_RULE, project_texts(), {})
     assert not messages, "\n" + "\n".join(messages)
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """They are in no packages, so pytest takes files of one name for the same module."""
+    names = Counter(
+        path.name
+        for folder in ("test", "sgl-kernel/tests")
+        for path in (ROOT / folder).rglob("test_*.py")
+    )
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def test_processes_without_a_model_do_not_load_torch() -> None:
