@@ -190,9 +190,15 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
         " one tensor.",
     )
     speculative_accept_threshold_single: float = flag(
-        1.0, "Only 1: a draft is accepted where the model itself gives the same token."
+        1.0,
+        "0 to 1: a draft of a sampled request is accepted if the model gives it this probability;"
+        " below 1 outputs no longer follow the model's distribution.",
     )
-    speculative_accept_threshold_acc: float = flag(1.0, "Only 1, as above.")
+    speculative_accept_threshold_acc: float = flag(
+        1.0,
+        "0 to 1: a draft of a sampled request is accepted with its probability divided by this;"
+        " likewise.",
+    )
 
     # Limits of one HTTP request
     max_request_bytes: int = flag(32 * 1024 * 1024, "Size of an HTTP body at most.")

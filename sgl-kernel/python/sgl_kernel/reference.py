@@ -6,7 +6,20 @@ import torch
 
 from sgl_kernel.confirmed_drafts import ConfirmedDrafts
 from sgl_kernel.kv_addresses import KVAddresses
+from sgl_kernel.reference_tree_sampling import sample_ragged_trees
 from sgl_kernel.sampling_rows import SamplingRows
+
+__all__ = [
+    "argmax",
+    "argmax_logprob",
+    "confirm_drafts",
+    "kept_tokens",
+    "move_kept_kv",
+    "penalize_logits",
+    "sample_ragged_trees",
+    "sample_tokens",
+    "uniform_noise",
+]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_FIRST = 0xBF58476D1CE4E5B9

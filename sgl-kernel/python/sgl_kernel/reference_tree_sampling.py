@@ -71,11 +71,11 @@ def _sample(
     most_kept: int,
 ) -> tuple[TreeWalk, torch.Tensor]:
     """The walk, and the token drawn behind its last node."""
-    walk, size = TreeWalk(trees, most_kept), probs.shape[1]
+    walk, size, device = TreeWalk(trees, most_kept), probs.shape[1], probs.device
     single, acc = (torch.tensor(value, dtype=torch.float32) for value in thresholds)
-    mass = torch.zeros(len(walk.requests), dtype=torch.float32)
+    mass = torch.zeros(len(walk.requests), dtype=torch.float32, device=device)
     # What the children refused at the current node have used up.
-    is_used = torch.zeros(len(walk.requests), size, dtype=torch.bool)
+    is_used = torch.zeros(len(walk.requests), size, dtype=torch.bool, device=device)
     while bool(walk.is_walking().any()):
         place = trees.places[walk.requests, walk.last]
         token = walk.of_node(trees.tokens)
@@ -99,6 +99,6 @@ def _sample(
     left = torch.where(left.sum(1, keepdim=True) > 0, left, own)
     running = left.cumsum(1)
     is_above = (left > 0) & (running > coins[1].double()[:, None] * running[:, -1:])
-    numbers = torch.arange(size)
+    numbers = torch.arange(size, device=device)
     last_positive = torch.where(left > 0, numbers, 0).amax(1)
     return walk, torch.where(is_above.any(1), is_above.int().argmax(1), last_positive)

@@ -18,6 +18,7 @@ from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.runtime_config import RuntimeConfig, resolve
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.confirm import AcceptThresholds
 from sglang.srt.speculative.eagle_worker import EagleConfig
 from utils import make_random_llama
 
@@ -106,13 +107,29 @@ def test_a_chain_has_a_token_more_than_steps(
         ({"algorithm": "EAGLE", "eagle_topk": 4}, "--speculative-eagle-topk 4: trees of drafts"),
         ({"algorithm": "EAGLE", "num_steps": 0}, "--speculative-num-steps must be 1 to 63"),
         ({"algorithm": "EAGLE", "num_draft_tokens": 1}, "num-draft-tokens must be 2 to 64"),
-        ({"accept_threshold_single": 0.5}, "--speculative-accept-threshold-single 0.5 is not"),
-        ({"algorithm": "EAGLE", "accept_threshold_acc": 0.9}, "--speculative-accept-threshold-acc"),
+        ({"accept_threshold_single": 0.5}, "--speculative-accept-threshold-single needs --spec"),
+        ({"accept_threshold_acc": 0.0}, "--speculative-accept-threshold-acc needs --speculative-a"),
+        ({"accept_threshold_single": -0.1}, "--speculative-accept-threshold-single -0.1 must be"),
+        ({"accept_threshold_acc": 1.1}, "--speculative-accept-threshold-acc 1.1 must be between 0"),
         ({"algorithm": "EAGLE", "draft_model_path": "no/such"}, f"{PATH} 'no/such' is not a dir"),
     ],
 )
 def test_flags_that_cannot_be_met_are_named(target: Path, flags: dict[str, Any], said: str) -> None:
     assert said in refusal(target, **flags)
+
+
+@pytest.mark.parametrize(
+    "thresholds", [{}, {"single": 0.5}, {"acc": 0.25}, {"single": 0, "acc": 0}]
+)
+def test_thresholds_reach_what_confirms_drafts(
+    target: Path, tmp_path: Path, thresholds: dict[str, float]
+) -> None:
+    flags = {f"accept_threshold_{name}": value for name, value in thresholds.items()}
+    head = str(write_eagle(tmp_path))
+    config = resolved(target, algorithm="EAGLE", draft_model_path=head, **flags)
+    assert config.drafter is not None
+    assert config.drafter.thresholds == AcceptThresholds(**thresholds)
+    assert config.drafter.thresholds.is_exact == (not thresholds)
 
 
 @BOTH

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sgl_kernel import SamplingRows
+from sgl_kernel.reference import kept_tokens
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.logprobs import (
     KnownTokens,
@@ -16,6 +17,9 @@ from sglang.srt.layers.logprobs import (
     query_logprobs,
 )
 from sglang.srt.layers.sampling_ops import sampling_ops
+
+# Logits that `Sampler.probs` sorts at once: what it needs beside them takes some 30 bytes of each.
+MAX_SORTED_LOGITS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,50 @@ class Sampler:
         tokens, logprobs = self._ops.sample_tokens(logits, rows, self._banned)
         return ScoredTokens(tokens, logprobs)
 
+    def probs(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        """The distributions that `sample` draws from: at each row's temperature, of the tokens that
+        its filters keep. Sorts all rows, which takes longer than drawing from them.
+
+        Args:
+            logits: [S, V].
+            rows: of greedy rows, what their filters keep at temperature 1 is given.
+
+        Returns:
+            [S, V] float32; each row sums up to 1.
+        """
+        most = max(MAX_SORTED_LOGITS // logits.shape[1], 1)
+        probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        for start in range(0, len(logits), most):
+            end = start + most
+            part = SamplingRows(*(values[start:end] for values in rows))
+            self._write_probs(probs[start:end], logits[start:end], part)
+        return probs
+
+    def _write_probs(self, out: torch.Tensor, logits: torch.Tensor, rows: SamplingRows) -> None:
+        logits = self._without_banned(logits.float())
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        divisor = torch.where(rows.temperature > 0, rows.temperature, 1.0)
+        probs = torch.softmax(ordered / divisor[:, None], dim=-1)
+        kept = torch.where(kept_tokens(probs, rows), probs, 0.0)
+        out.scatter_(1, order, kept / kept.sum(-1, keepdim=True))
+
+    def score(
+        self,
+        logits: torch.Tensor,
+        rows: SamplingRows | None,
+        drawn: ScoredTokens,
+        tokens: torch.Tensor,
+    ) -> ScoredTokens:
+        """How probable other tokens are than those drawn.
+
+        Args:
+            logits: [S, V]; what `drawn` was drawn from, with `rows`.
+            tokens: [S] int64.
+        """
+        known = _known(logits, None if rows is None else rows.temperature, drawn)
+        logprobs = known.logprobs_of(logits.gather(1, tokens[:, None])).squeeze(1)
+        return ScoredTokens(tokens, logprobs)
+
     def query(
         self,
         logits: torch.Tensor,
@@ -87,11 +135,21 @@ class Sampler:
             return LogprobTensors.of_targets(drawn.logprobs)
         if wanted is not None:
             logits = logits[wanted]
-        of_drawn = logits.gather(1, drawn.tokens[:, None]).squeeze(1).float()
-        if self._banned is not None:
-            logits = logits.index_fill(1, self._banned, float("-inf"))
-        scale = None
-        if temperature is not None:
-            scale = 1 / torch.where(temperature == 0, 1.0, temperature)
-        known = KnownTokens(of_drawn, drawn.logprobs, scale)
-        return query_logprobs(logits, drawn.tokens, known, queries)
+        known = _known(logits, temperature, drawn)
+        return query_logprobs(self._without_banned(logits), drawn.tokens, known, queries)
+
+    def _without_banned(self, logits: torch.Tensor) -> torch.Tensor:
+        if self._banned is None:
+            return logits
+        return logits.index_fill(1, self._banned, float("-inf"))
+
+
+def _known(
+    logits: torch.Tensor, temperature: torch.Tensor | None, drawn: ScoredTokens
+) -> KnownTokens:
+    """Tokens drawn from logits [S, V]; temperature [S] float32, None where all rows are greedy."""
+    of_drawn = logits.gather(1, drawn.tokens[:, None]).squeeze(1).float()
+    scale = None
+    if temperature is not None:
+        scale = 1 / torch.where(temperature == 0, 1.0, temperature)
+    return KnownTokens(of_drawn, drawn.logprobs, scale)

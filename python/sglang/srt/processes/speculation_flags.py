@@ -8,6 +8,7 @@ from sglang.srt.head_config import load_head_config
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.confirm import AcceptThresholds
 from sglang.srt.speculative.drafter import DrafterConfig
 from sglang.srt.speculative.eagle_worker import TOPK, EagleConfig
 from sglang.srt.speculative.spec_info import head_architecture
@@ -42,16 +43,15 @@ def eagle_from_flags(
     """
     values = vars(args)
     for name in THRESHOLDS:
-        if values[name] != 1.0:
-            raise ConfigError(
-                f"{_flag(name)} {values[name]:g} is not supported: drafts are accepted only where"
-                " the model itself gives the same token; leave it out."
-            )
+        if not 0 <= values[name] <= 1:
+            raise ConfigError(f"{_flag(name)} {values[name]:g} must be between 0 and 1.")
     if args.speculative_algorithm is None:
         given = [name for name in OPTIONS if values[name] is not None]
+        given += [name for name in THRESHOLDS if values[name] != 1]
         if given:
             raise ConfigError(f"{_flag(given[0])} needs --speculative-algorithm.")
         return None
+    thresholds = AcceptThresholds(*(values[name] for name in THRESHOLDS))
     try:
         architecture = head_architecture(args.speculative_algorithm)
         num_steps = _num_steps(args)
@@ -67,7 +67,7 @@ def eagle_from_flags(
         config = EagleConfig(head, model.num_layers, num_steps, suppressed_token_ids)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return DrafterConfig("eagle", config)
+    return DrafterConfig("eagle", config, thresholds)
 
 
 def _num_steps(args: ServerArgs) -> int:

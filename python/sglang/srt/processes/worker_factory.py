@@ -6,13 +6,15 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+import torch
+
 from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.processes.runtime_config import RuntimeConfig, drafter_needs
 from sglang.srt.registry import DRAFTERS
 from sglang.srt.scheduling.prompt_budget import PromptBudget, make_budget
-from sglang.srt.speculative.confirm import ConfirmSoMany
+from sglang.srt.speculative.confirm import Confirm, ConfirmByThresholds, ConfirmSoMany
 from sglang.srt.speculative.drafter import (
     ComputedStep,
     Drafter,
@@ -74,7 +76,8 @@ def make_worker(
         simulated_accept_len: for benchmarks, see `ConfirmSoMany`.
 
     Raises:
-        ValueError: if acceptance cannot be simulated with this drafter.
+        ValueError: if acceptance cannot be simulated with this drafter, or cannot go by its
+            thresholds.
     """
     needs, target = drafter_needs(drafter), runners.target
     # Its token table is not in the sizing of the KV pool: as much as the page table (33 MB for 64
@@ -94,7 +97,9 @@ def make_worker(
     if drafter is not None:
         kind: DrafterType = DRAFTERS.load(drafter.name)
         made = kind.make(DrafterParts(drafter.options, runners, state, prices))
-    confirm = _simulated(simulated_accept_len, needs)
+    confirm: Confirm | None = _simulated(simulated_accept_len, needs)
+    if confirm is None and drafter is not None:
+        confirm = _by_thresholds(drafter, needs, state.committed.device)
     return TpModelWorker(target, state, needs.suppressed_token_ids, made, on_step, confirm)
 
 
@@ -112,6 +117,19 @@ def _simulated(accept_len: float | None, needs: DrafterNeeds) -> ConfirmSoMany |
         accept_len,
     )
     return ConfirmSoMany(accept_len)
+
+
+def _by_thresholds(
+    drafter: DrafterConfig, needs: DrafterNeeds, device: torch.device
+) -> ConfirmByThresholds | None:
+    if drafter.thresholds.is_exact:
+        return None
+    if needs.has_trees:
+        raise ValueError(
+            "--speculative-accept-threshold-single and --speculative-accept-threshold-acc below 1"
+            " are of chains; leave them out where drafts are trees."
+        )
+    return ConfirmByThresholds(drafter.thresholds, needs.suppressed_token_ids, device)
 
 
 def check_kv(runners: RunnerGroup, state: RequestRows, token_shift: int = 0) -> None:

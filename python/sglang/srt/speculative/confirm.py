@@ -1,31 +1,75 @@
-"""Which drafts of a step are confirmed: those that the target's own tokens equal, or, for
-benchmarks, so many."""
+"""Which drafts of a step are confirmed: those that the target's own tokens equal, those that are
+probable enough, or, for benchmarks, so many."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from sgl_kernel import ConfirmedDrafts
+from sgl_kernel import ConfirmedDrafts, SamplingRows
+from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.sampling_ops import sampling_ops
-from sglang.srt.step.step_ops import READ_START, RowLayout
+from sglang.srt.step.step_ops import READ_START, LookaheadLayout, RowLayout
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptThresholds:
+    """How probable a draft of a sampled request must be: see `ConfirmByThresholds`.
+
+    Attributes:
+        single, acc: 0 to 1; SGLang's --speculative-accept-threshold-single and -acc.
+    """
+
+    single: float = 1.0
+    acc: float = 1.0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether tokens follow the target's own distribution."""
+        return self.single == self.acc == 1.0
+
+
+EXACT = AcceptThresholds()
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRows:
+    """What the target says of a step with look-ahead.
+
+    Attributes:
+        layout: with look-ahead.
+        tokens: [S] int64; the target's own token after each row read.
+        logits: [S, V]; what those were drawn from, after penalties and biases.
+        sampling: how they were drawn; None where all rows are greedy.
+    """
+
+    layout: RowLayout
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    sampling: SamplingRows | None
+
+    @property
+    def lookahead(self) -> LookaheadLayout:
+        assert self.layout.lookahead is not None, "A step with look-ahead is laid out as one."
+        return self.layout.lookahead
 
 
 class Confirm(Protocol):
     """Decides on the drafts of a step, on the device, and may not wait for it."""
 
     def __call__(
-        self, layout: RowLayout, targets: torch.Tensor, max_rows: int
-    ) -> tuple[ConfirmedDrafts, torch.Tensor]:
+        self, target: TargetRows, max_rows: int
+    ) -> tuple[ConfirmedDrafts, torch.Tensor | None]:
         """
         Args:
-            layout: with look-ahead.
-            targets: [S] int64; the target's own token after each row read.
             max_rows: at least the pending rows of any request, and the tokens that it may accept.
 
         Returns:
-            The drafts confirmed, and [S] int64: the token to emit behind each row read.
+            The drafts confirmed, and [S] int64: the token to emit behind each row kept; None where
+            these are the target's own.
         """
 
 
@@ -35,21 +79,85 @@ class ConfirmEqual:
     def __init__(self, device: torch.device) -> None:
         self._ops = sampling_ops(device)
 
-    def __call__(
-        self, layout: RowLayout, targets: torch.Tensor, max_rows: int
-    ) -> tuple[ConfirmedDrafts, torch.Tensor]:
-        lookahead = layout.lookahead
-        assert lookahead is not None, "A step with look-ahead is laid out as one."
+    def __call__(self, target: TargetRows, max_rows: int) -> tuple[ConfirmedDrafts, None]:
+        layout, lookahead = target.layout, target.lookahead
         confirmed = self._ops.confirm_drafts(
             layout.input_ids,
-            targets,
+            target.tokens,
             lookahead.parents,
             lookahead.q_starts,
             lookahead.num_pending,
             max_rows,
             layout.per_request[READ_START],
         )
-        return confirmed, targets
+        return confirmed, None
+
+
+class ConfirmByThresholds:
+    """Confirms drafts of sampled requests that are probable enough; all else as `ConfirmEqual`.
+
+    Let p be the distribution that the target's token is drawn from behind a row: after penalties,
+    temperature and filters. The draft x that follows the row is confirmed if p(x) > 0, and coin <
+    p(x) / acc or p(x) >= single. Behind the last row kept the token is drawn from p, without the
+    draft that was refused there. With thresholds below 1 tokens do not follow p.
+
+    The coin of a draft depends on (seed, position) alone, and the number that the last token is
+    drawn with on (seed, position of the first draft). Where no kernels can be had for a GPU, the
+    reference of `sample_ragged_trees` waits for it.
+
+    Drafts are chains.
+
+    Args:
+        thresholds: one is below 1; with both at 1 `ConfirmEqual` gives seeded requests the tokens
+            that they have without drafts.
+        banned_ids: tokens that are never emitted.
+    """
+
+    def __init__(
+        self, thresholds: AcceptThresholds, banned_ids: Sequence[int], device: torch.device
+    ) -> None:
+        self._thresholds = thresholds
+        self._sampler = Sampler(device, banned_ids)
+        self._equal = ConfirmEqual(device)
+        self._ops = sampling_ops(device)
+
+    def __call__(
+        self, target: TargetRows, max_rows: int
+    ) -> tuple[ConfirmedDrafts, torch.Tensor | None]:
+        equal, _ = self._equal(target, max_rows)
+        if target.sampling is None:
+            return equal, None
+        layout, sampling, reads = target.layout, target.sampling, target.layout.reads
+        lookahead, starts = target.lookahead, layout.per_request[READ_START]
+        assert lookahead.parents is None, "Chains alone."
+        num_reads, num_pending = len(reads.index), lookahead.num_pending
+        first = starts.clamp(max=num_reads - 1)
+        # Without drafts a token is drawn as in a step in which nobody has any.
+        is_drafted = (sampling.temperature[first] > 0) & (num_pending > 1)
+        has_draft = is_drafted[reads.request] & (reads.offset + 1 < num_pending[reads.request])
+        # Sampling has the noise of positions from 0 on: that of the others is used nowhere else.
+        coins = self._ops.uniform_noise(sampling.seeds, ~sampling.positions, 2)
+        fed = layout.input_ids[reads.index]
+        drawn = self._ops.sample_ragged_trees(
+            fed,
+            torch.where(has_draft, reads.offset + 1, -1).to(torch.int32),
+            torch.full_like(reads.index, -1, dtype=torch.int32),
+            torch.nn.functional.pad(starts, (0, 1), value=num_reads),
+            coins[:, 0].contiguous(),
+            coins[first, 1],
+            self._sampler.probs(target.logits, sampling),
+            max_rows,
+            self._thresholds.single,
+            self._thresholds.acc,
+        )
+        confirmed = ConfirmedDrafts(
+            num_confirmed=torch.where(is_drafted, drawn.num_confirmed, equal.num_confirmed),
+            path=torch.where(is_drafted[:, None], drawn.path, equal.path),
+            next_token=torch.where(is_drafted, drawn.next_token, equal.next_token),
+        )
+        is_before = reads.offset < drawn.num_confirmed[reads.request]
+        emitted = torch.where(is_before, fed.roll(-1), drawn.next_token[reads.request])
+        return confirmed, torch.where(is_drafted[reads.request], emitted, target.tokens)
 
 
 class ConfirmSoMany:
@@ -67,11 +175,8 @@ class ConfirmSoMany:
         self._num_drafts = mean - 1
         self._turn = 0
 
-    def __call__(
-        self, layout: RowLayout, targets: torch.Tensor, max_rows: int
-    ) -> tuple[ConfirmedDrafts, torch.Tensor]:
-        lookahead = layout.lookahead
-        assert lookahead is not None, "A step with look-ahead is laid out as one."
+    def __call__(self, target: TargetRows, max_rows: int) -> tuple[ConfirmedDrafts, torch.Tensor]:
+        layout, lookahead = target.layout, target.lookahead
         assert lookahead.parents is None, "Chains alone."
         num_pending, reads = lookahead.num_pending, layout.reads
         device, num_reqs = num_pending.device, len(num_pending)
@@ -82,6 +187,6 @@ class ConfirmSoMany:
         offsets = torch.arange(max_rows, device=device)
         path = torch.where(offsets <= count[:, None], offsets, -1).to(torch.int32)
         following = layout.input_ids[(reads.index + 1).clamp(max=len(layout.input_ids) - 1)]
-        emitted = torch.where(reads.offset < count[reads.request], following, targets)
+        emitted = torch.where(reads.offset < count[reads.request], following, target.tokens)
         last = (layout.per_request[READ_START] + count).clamp(max=len(emitted) - 1)
         return ConfirmedDrafts(count, path, emitted[last]), emitted

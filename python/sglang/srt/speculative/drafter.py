@@ -6,7 +6,7 @@ A step of a worker with a drafter (`workers/tp_worker.py`), the one rule of docs
 2. The rows are laid out on the device, the target runs, and its own token after each row read is
    chosen. The drafts of a request are its pending tokens but the first, which is certain.
 3. Drafts that equal the target's tokens are confirmed, along a chain or a path of a tree, and the
-   watermark moves over them.
+   watermark moves over them. `speculative/confirm.py` has other rules.
 4. `propose`: the drafter writes drafts behind the new certain token, for the next step.
 
 Nothing of this waits for the device; `observe` hears each result one step later.
@@ -24,6 +24,7 @@ from sglang.srt.layers.forward_batch import NO_CAPTURE, ForwardBatch, HiddenCapt
 from sglang.srt.model_executor.model_runner import ExecutionConfig, ForwardResult
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.confirm import EXACT, AcceptThresholds
 from sglang.srt.step.forward_inputs import NO_TOKEN
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.request_rows import RequestRows
@@ -68,7 +69,7 @@ class ChosenTokens:
 
     Attributes:
         layout: the step's rows; `layout.reads` says which row each token follows.
-        targets: [S] int64.
+        targets: [S] int64; once drafts are confirmed, the token to emit behind each row kept.
         probs: [S] float32; probability of each row's best token; None unless
             `RowPlan.wants_probs`.
     """
@@ -105,10 +106,12 @@ class DrafterConfig:
     Attributes:
         name: in `DRAFTERS` (registry.py).
         options: what that drafter takes.
+        thresholds: which of its drafts are accepted.
     """
 
     name: str
     options: Any
+    thresholds: AcceptThresholds = EXACT
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ Without a drafter, or in a step in which nobody looks ahead, each request feeds 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from sgl_kernel import SamplingRows
+from sgl_kernel import ConfirmedDrafts, SamplingRows
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.logit_adjustments import ExtraTokens
@@ -20,7 +21,7 @@ from sglang.srt.layers.sampler import Sampler, ScoredTokens
 from sglang.srt.layers.sampling_ops import sampling_ops
 from sglang.srt.model_executor.model_runner import ForwardResult, ModelRunner
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.confirm import Confirm, ConfirmEqual
+from sglang.srt.speculative.confirm import Confirm, ConfirmEqual, TargetRows
 from sglang.srt.speculative.drafter import ChosenTokens, ComputedStep, Drafter, RowPlan
 from sglang.srt.step.forward_inputs import build_forward_batch
 from sglang.srt.step.request_rows import RequestRows
@@ -114,8 +115,11 @@ class TpModelWorker:
             logits = constraint.allowed(drafted.read(constraint.requests)).apply(logits)
         sampling = None if batch.all_greedy else state.sampling(reads.rows, reads.positions)
         chosen, drawn = self._choose(batch, plan, layout, logits, sampling)
-        accept = self._accept_one if plan.is_plain else self._accept_run
-        accepted = accept(plan, chosen)
+        if plan.is_plain:
+            accepted = self._accept_one(chosen)
+        else:
+            confirmed, chosen, drawn = self._confirm_drafts(plan, chosen, logits, sampling, drawn)
+            accepted = self._accept_run(plan, chosen, confirmed)
         if batch.adjusts_logits:
             self._record(inputs.rows, layout, chosen.targets, accepted)
         accept_lens, kept_lens = accepted.accept_lens, accepted.kept_lens
@@ -191,20 +195,37 @@ class TpModelWorker:
         tokens = self._sampler.sample(logits, sampling) if drawn is None else drawn.tokens
         return ChosenTokens(layout, tokens, None if best is None else best.logprobs.exp()), drawn
 
-    def _accept_one(self, plan: RowPlan, chosen: ChosenTokens) -> AcceptedTokens:
+    def _accept_one(self, chosen: ChosenTokens) -> AcceptedTokens:
         """The token behind the last row of each request that emits."""
         tokens = self._runner.step_ops.commit(chosen.layout, chosen.targets, self._state)
         per_request = chosen.layout.per_request
         return AcceptedTokens(per_request[EMITS], per_request[Q_LEN], tokens)
 
-    def _accept_run(self, plan: RowPlan, chosen: ChosenTokens) -> AcceptedTokens:
+    def _confirm_drafts(
+        self,
+        plan: RowPlan,
+        chosen: ChosenTokens,
+        logits: torch.Tensor,
+        sampling: SamplingRows | None,
+        drawn: ScoredTokens | None,
+    ) -> tuple[ConfirmedDrafts, ChosenTokens, ScoredTokens | None]:
+        """The drafts confirmed, and what is then emitted behind the rows, as `_choose` says it."""
+        target = TargetRows(chosen.layout, chosen.targets, logits, sampling)
+        confirmed, emitted = self._confirm(target, max(plan.max_pending, plan.max_accepted))
+        if emitted is None:
+            return confirmed, chosen, drawn
+        if drawn is not None:
+            drawn = self._sampler.score(logits, sampling, drawn, emitted)
+        return confirmed, replace(chosen, targets=emitted), drawn
+
+    def _accept_run(
+        self, plan: RowPlan, chosen: ChosenTokens, confirmed: ConfirmedDrafts
+    ) -> AcceptedTokens:
         """Confirmed drafts and the token behind them, of a chain or of a path of a tree."""
         layout, targets, state = chosen.layout, chosen.targets, self._state
         num_unconfirmed = None
         if plan.accepts_unconfirmed is not None:
             num_unconfirmed = plan.accepts_unconfirmed(chosen)
-        most = max(plan.max_pending, plan.max_accepted)
-        confirmed, targets = self._confirm(layout, targets, most)
         if self._kv is not None:
             rows = layout.per_request[ROW]
             self._kernels.move_kept_kv(
