@@ -1,4 +1,4 @@
-"""What the start-up summary says."""
+"""What the start-up summary and `/server_info` say."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.entrypoints.server_info import describe_start
+from sglang.srt.entrypoints.server_info import describe_server, describe_start
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.server_args import ServerArgs
 
@@ -30,6 +30,26 @@ RESOLVED: dict[str, Any] = {
 }
 
 
+def info_of(schedule: dict[str, Any]) -> SchedulerInfo:
+    return SchedulerInfo(
+        vocab_size=1,
+        context_len=50,
+        max_total_num_tokens=100,
+        max_req_len=50,
+        max_req_len_reason="",
+        max_running_requests=1,
+        eos_token_ids=[],
+        resolved={**RESOLVED, "schedule": schedule},
+    )
+
+
+def test_server_info_has_accept_thresholds() -> None:
+    args = ServerArgs(model_path="m", speculative_accept_threshold_acc=0.5)
+    found = describe_server(args, info_of({"chunked_prefill_size": 512}), {})
+    assert found["speculative_accept_threshold_single"] == 1.0
+    assert found["speculative_accept_threshold_acc"] == 0.5
+
+
 @pytest.mark.parametrize(
     ("splits_prompts", "max_step_ms", "text"),
     [
@@ -50,15 +70,5 @@ def test_the_summary_says_how_prompts_are_fed(
         "splits_prompts": splits_prompts,
         "max_step_ms": max_step_ms,
     }
-    info = SchedulerInfo(
-        vocab_size=1,
-        context_len=50,
-        max_total_num_tokens=100,
-        max_req_len=50,
-        max_req_len_reason="",
-        max_running_requests=1,
-        eos_token_ids=[],
-        resolved={**RESOLVED, "schedule": schedule},
-    )
-    lines = describe_start(ServerArgs(model_path="m"), info).splitlines()
+    lines = describe_start(ServerArgs(model_path="m"), info_of(schedule)).splitlines()
     assert [line.split(maxsplit=1)[1] for line in lines if "prompts" in line] == [text]

@@ -52,6 +52,49 @@ def rows(
     )
 
 
+def test_probs_are_those_of_the_kept_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of rows sorted at once; rows with other filters stand beside them."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, 11, generator=generator)
+    logits[3, 4:6] = logits[3].max() + 1  # two best ones
+    given = rows(7)._replace(
+        temperature=torch.tensor([0.5, 1.0, 1.5, 1.0, 0.7, 2.0, 0.0]),
+        top_k=torch.tensor([11, 3, 11, 1, 5, 11, 11]),
+        top_p=torch.tensor([1.0, 1.0, 0.6, 1.0, 0.9, 1.0, 1.0]),
+        min_p=torch.tensor([0.0, 0.0, 0.0, 0.0, 0.05, 0.3, 0.0]),
+    )
+    divisor = torch.where(given.temperature > 0, given.temperature, 1.0)
+    allowed = logits.index_fill(1, torch.tensor([0, 8]), -torch.inf)
+    unfiltered = (allowed / divisor[:, None]).softmax(-1)
+    right = filter_probs(unfiltered, given.top_k, given.top_p, given.min_p)
+    right /= right.sum(-1, keepdim=True)
+    sampler = Sampler(torch.device("cpu"), (0, 8))
+    for most in (1, 30, 1 << 22):
+        monkeypatch.setattr("sglang.srt.layers.sampler.MAX_SORTED_LOGITS", most)
+        probs = sampler.probs(logits, given)
+        assert torch.allclose(probs, right, atol=1e-6)
+        assert torch.equal(probs > 0, right > 0)
+    assert probs[3].nonzero()[:, 0].tolist() == [4]
+    seeded = [given._replace(seeds=given.seeds + number) for number in range(300)]
+    drawn = {int(sampler.sample(logits, parameters)[4]) for parameters in seeded}
+    assert drawn == set(probs[4].nonzero()[:, 0].tolist())
+
+
+def test_scores_of_tokens_that_were_not_drawn() -> None:
+    logits = torch.randn(5, 11, generator=torch.Generator().manual_seed(0)) * 3
+    given = rows(5, top_k=3)._replace(temperature=torch.tensor([0.5, 1.0, 2.0, 0.0, 1.0]))
+    sampler = Sampler(torch.device("cpu"), (2,))
+    tokens = torch.tensor([0, 3, 5, 7, 10])
+    allowed = logits.index_fill(1, torch.tensor([2]), -torch.inf)
+    divisor = torch.where(given.temperature > 0, given.temperature, 1.0)
+    for parameters, scale in ((given, divisor), (None, torch.ones(5))):
+        drawn = sampler.sample_scored(logits, parameters)
+        scored = sampler.score(logits, parameters, drawn, tokens)
+        right = (allowed / scale[:, None]).log_softmax(-1)
+        assert torch.equal(scored.tokens, tokens)
+        assert torch.allclose(scored.logprobs, right.gather(1, tokens[:, None])[:, 0], atol=1e-5)
+
+
 # --- noise ---------------------------------------------------------------------------------------
 
 
