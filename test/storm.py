@@ -2,11 +2,13 @@
 
     python test/storm.py --seconds 180           # random rounds; prints the seed of one that fails
     python test/storm.py --seed 12345 --rounds 1 # that round again
+    python test/storm.py --heads --seconds 180   # only rounds with a head of EAGLE or EAGLE-3
 
-A round draws a configuration, then requests and control calls of every kind at random steps. Its
-seed decides all of it: time, threads and what a device would do are part of the draw. After every
-step the ledger must be exact; at the end each request has got one final answer, with the tokens of
-the request run alone (`storm_oracle`), each call one reply, and all memory is free again.
+A round draws a configuration, three of ten with a draft head, then requests and control calls of
+every kind at random steps. Its seed decides all of it: time, threads and what a device would do are
+part of the draw. After every step the ledger must be exact; at the end each request has got one
+final answer, with the tokens of the request run alone (`storm_oracle`), each call one reply, and
+all memory is free again.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from storm_checks import StormFailure
 from storm_parts import TinyModels
-from storm_round import Round
+from storm_round import Round, has_head
 
 
 def run_rounds(
@@ -38,20 +40,22 @@ def run_rounds(
     seconds: float,
     min_rounds: int,
     max_rounds: int | None = None,
+    heads_only: bool = False,
     show: Callable[[str], None] = lambda line: None,
 ) -> Counter[str]:
-    """Rounds of consecutive seeds until the time is up; returns what there was to see.
+    """Rounds of consecutive seeds until the time is up, or of those whose rounds have a draft head;
+    returns what there was to see.
 
     Raises:
         StormFailure: naming the seed of the round.
     """
     seen: Counter[str] = Counter()
     start = last = time.monotonic()
-    for number in itertools.count():
+    seeds = (seed for seed in itertools.count(first_seed) if has_head(seed) or not heads_only)
+    for number, seed in enumerate(seeds):
         now = time.monotonic()
         if (number >= min_rounds and now - start >= seconds) or number == max_rounds:
             return seen
-        seed = first_seed + number
         try:
             storm = Round(seed, models)
             seen += storm.run_round()
@@ -75,6 +79,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--seed", type=int, help="of the first round; drawn if left out")
     parser.add_argument("--rounds", type=int, help="this many instead of a time")
+    parser.add_argument("--heads", action="store_true", help="only rounds with a draft head")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)  # leases that run out
@@ -83,7 +88,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         models = TinyModels(Path(directory))
         try:
-            seen = run_rounds(models, seed, args.seconds, args.rounds or 1, args.rounds, print)
+            seen = run_rounds(
+                models, seed, args.seconds, args.rounds or 1, args.rounds, args.heads, print
+            )
         except StormFailure:
             traceback.print_exc()
             return 1

@@ -31,7 +31,8 @@ from sglang.srt.speculative.eagle_worker import EagleConfig
 from utils import make_random_llama
 
 VOCAB, HIDDEN, CONTEXT, HEAD_CONTEXT = 24, 32, 128, 16
-SIZES = Sizes(HIDDEN, 48, 2, 2, 16, VOCAB, VOCAB - 2)
+FOREIGN = (3, 14)
+SIZES = Sizes(HIDDEN, 48, 2, 2, 16, VOCAB, VOCAB - len(FOREIGN))
 OUTPUTS = ("o_proj.weight", "down_proj.weight")
 EMBEDDING, OUTPUT_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ATTENTION = "midlayer.self_attn."
@@ -66,22 +67,30 @@ def write_target(path: Path, seed: int = 0, noise: float = 0.028) -> Path:
     return path
 
 
-def write_eagle_head(path: Path, seed: int = 0, noise: float = 0.1) -> Path:
+def write_eagle_head(path: Path, seed: int = 0, noise: float = 0.1, sizes: Sizes = SIZES) -> Path:
     """`fc` hands the embedding on."""
-    tensors = random_tensors(eagle_shapes(SIZES), seed)
+    tensors = random_tensors(eagle_shapes(sizes), seed)
     for name in tensors:
         if name.endswith((*OUTPUTS, "fc.weight")):
             tensors[name] *= noise
-    tensors["fc.weight"][:, :HIDDEN] += torch.eye(HIDDEN)
-    config = {**eagle_config(SIZES), "max_position_embeddings": HEAD_CONTEXT}
+    tensors["fc.weight"][:, : sizes.hidden] += torch.eye(sizes.hidden)
+    config = {**eagle_config(sizes), "max_position_embeddings": HEAD_CONTEXT}
     return write_head(path, config, tensors)
 
 
-def write_eagle3_head(path: Path, target: Path, seed: int = 0, noise: float = 0.04) -> Path:
+def write_eagle3_head(
+    path: Path,
+    target: Path,
+    seed: int = 0,
+    noise: float = 0.04,
+    sizes: Sizes = SIZES,
+    foreign: tuple[int, ...] = FOREIGN,
+    **changes: Any,
+) -> Path:
     """Attention hands the embedding on, and outweighs what it is added to. The number that all
-    embeddings have makes queries and keys that agree best with those of the same position. Two
-    tokens of the target are none of the head's."""
-    tensors = random_tensors(eagle3_shapes(SIZES), seed)
+    embeddings have makes queries and keys that agree best with those of the same position. The
+    `foreign` tokens of the target are none of the head's. `changes` go to its config."""
+    tensors = random_tensors(eagle3_shapes(sizes), seed)
     for name in tensors:
         if name.startswith(ATTENTION) or name.endswith("down_proj.weight"):
             tensors[name] *= noise
@@ -89,13 +98,13 @@ def write_eagle3_head(path: Path, target: Path, seed: int = 0, noise: float = 0.
             tensors[name].fill_(1.0)
     for name in ("q_proj", "k_proj"):
         tensors[f"{ATTENTION}{name}.weight"][:, 0] += 1.2
-    tensors[f"{ATTENTION}v_proj.weight"][:, :HIDDEN] += torch.eye(HIDDEN)
-    tensors[f"{ATTENTION}o_proj.weight"] += 10 * torch.eye(HIDDEN)
-    ids = torch.tensor([token for token in range(VOCAB) if token not in (3, 14)])
+    tensors[f"{ATTENTION}v_proj.weight"][:, : sizes.hidden] += torch.eye(sizes.hidden)
+    tensors[f"{ATTENTION}o_proj.weight"] += 10 * torch.eye(sizes.hidden)
+    ids = torch.tensor([token for token in range(sizes.vocab) if token not in foreign])
     tensors["d2t"] = ids - torch.arange(len(ids))
     [file] = target.glob("*.safetensors")
     tensors["lm_head.weight"] = load_file(file)[OUTPUT_HEAD][ids]
-    config = {**eagle3_config(SIZES), "max_position_embeddings": HEAD_CONTEXT}
+    config = {**eagle3_config(sizes), "max_position_embeddings": HEAD_CONTEXT, **changes}
     return write_head(path, {**config, "norm_output": True}, tensors)
 
 

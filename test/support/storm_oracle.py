@@ -74,7 +74,8 @@ class DenseModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, V]."""
-        return hidden @ self.weights["model.embed_tokens.weight"].T
+        output_head = self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
+        return hidden @ output_head.T
 
     def _layer(
         self,

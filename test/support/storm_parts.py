@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from draft_heads import EAGLE, EAGLE3, Sizes
+from eagle_models import EMBEDDING, OUTPUT_HEAD, OUTPUTS, write_eagle3_head, write_eagle_head
+from sglang.srt.head_config import LAYER_IDS, load_head_config
+from sglang.srt.model_config import load_model_config
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.speculative.eagle_worker import EagleConfig
 from sglang.srt.speculative.upcoming_step import Accepted, Budget, UpcomingStep
 from sglang.srt.step.worker import (
     GenerationBatchResult,
@@ -42,30 +48,76 @@ TINY: dict[str, Any] = {
     "tie_word_embeddings": True,
     "mtp_mask_token_id": MASK,
 }
+DRAFTED = {**TINY, "num_hidden_layers": 4, "tie_word_embeddings": False}
+NOISE = 0.06  # of what the layers of a drafted target add, beside its last token's embedding
+FOREIGN = (3, 9)  # tokens that heads do not draft
+HEAD = Sizes(32, 48, 2, 2, 16, VOCAB_SIZE, VOCAB_SIZE - len(FOREIGN))
 
 
-class TinyModels:
-    """Three checkpoints of one shape; a round begins with the first."""
+class Checkpoints:
+    """Three checkpoints of one shape; a round begins with the first.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        make_weights: of a seed, by the names of a checkpoint.
+    """
+
+    def __init__(
+        self, directory: Path, config: dict[str, Any], make_weights: Callable[[int], Weights]
+    ) -> None:
         self.weights: dict[Path, Weights] = {}
         for seed in range(3):
             path = directory / str(seed)
-            path.mkdir()
-            (path / "config.json").write_text(json.dumps(TINY))
-            self.weights[path] = tiny_weights(seed)
+            path.mkdir(parents=True)
+            (path / "config.json").write_text(json.dumps(config))
+            self.weights[path] = make_weights(seed)
             save_file(self.weights[path], path / "model.safetensors")
         self.path, weights = next(iter(self.weights.items()))
-        self.dense = DenseModel(TINY, weights)
+        self.dense = DenseModel(config, weights)
 
 
-def tiny_weights(seed: int) -> Weights:
-    """Random weights of a model as `TINY` says, whose tokens repeat now and then."""
+class TinyModels(Checkpoints):
+    """Those of rounds without a head, and in `drafted` those of rounds with one."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, TINY, tiny_weights)
+        self.drafted = DraftedModels(directory / "drafted")
+
+
+class DraftedModels(Checkpoints):
+    """Targets as `eagle_models` has them, whose heads often foresee them and often do not."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, DRAFTED, drafted_weights)
+        layers = {"eagle_config": {LAYER_IDS: [0, 1, 2]}}
+        self._heads = {
+            EAGLE: write_eagle_head(directory / EAGLE, sizes=HEAD),
+            EAGLE3: write_eagle3_head(
+                directory / EAGLE3, self.path, sizes=HEAD, foreign=FOREIGN, **layers
+            ),
+        }
+        self._token_map = directory / "token_map.json"
+        self._token_map.write_text(json.dumps([i for i in range(VOCAB_SIZE) if i not in FOREIGN]))
+
+    def drafter(self, chooser: random.Random) -> DrafterConfig:
+        """A head of either kind, that drafts one or more tokens."""
+        kind = chooser.choice(list(self._heads))
+        token_map = str(self._token_map) if kind == EAGLE and chooser.random() < 0.3 else None
+        head = load_head_config(
+            str(self._heads[kind]), kind, load_model_config(str(self.path)), token_map
+        )
+        num_steps = chooser.choice([1, 2, 3, 3, 5])
+        return DrafterConfig(
+            "eagle", EagleConfig(head, DRAFTED["num_hidden_layers"], num_steps, (MASK,))
+        )
+
+
+def tiny_weights(seed: int, config: dict[str, Any] = TINY) -> Weights:
+    """Random weights of a model as `config` says, whose tokens repeat now and then."""
     torch.manual_seed(seed)
-    size, inner, head = TINY["hidden_size"], TINY["intermediate_size"], TINY["head_dim"]
-    kv_size, q_size = TINY["num_key_value_heads"] * head, TINY["num_attention_heads"] * head
+    size, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    kv_size, q_size = config["num_key_value_heads"] * head, config["num_attention_heads"] * head
     shapes = {"model.embed_tokens.weight": (VOCAB_SIZE, size), "model.norm.weight": (size,)}
-    for layer in range(TINY["num_hidden_layers"]):
+    for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}."
         shapes |= {
             f"{name}input_layernorm.weight": (size,),
@@ -82,6 +134,21 @@ def tiny_weights(seed: int) -> Weights:
         name: torch.rand(shape) + 0.5 if len(shape) == 1 else torch.randn(shape) * 0.3
         for name, shape in shapes.items()
     }
+
+
+def drafted_weights(seed: int) -> Weights:
+    """A target whose next token depends on its last one for the most part. The first two seeds
+    have the same embeddings, so their heads go on guessing well."""
+    weights = tiny_weights(seed, DRAFTED)
+    for name, tensor in weights.items():
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+        if name.endswith(OUTPUTS):
+            tensor *= NOISE
+    generator = torch.Generator().manual_seed(seed // 2)
+    embedding = torch.randn(weights[EMBEDDING].shape, generator=generator) * 0.3
+    embedding[:, 0] = 1.0
+    return weights | {EMBEDDING: embedding, OUTPUT_HEAD: embedding.roll(7, 0).clone()}
 
 
 class LaterExecutor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections import Counter
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
+from drafter_checks import DraftCounter, make_drafter_runners
 from oracle import first_divergence
 from sglang.srt.control import weight_control
 from sglang.srt.managers.scheduler import SchedulerDebug
@@ -15,8 +16,9 @@ from sglang.srt.mem_cache.kv_audit import ReleaseReport
 from sglang.srt.messages.control import EngineStatus
 from sglang.srt.messages.requests import BatchTokenIDOutput
 from sglang.srt.model_executor.runner_group import RunnerGroup
+from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.scheduler_process import make_resources
-from sglang.srt.processes.worker_factory import check_kv
+from sglang.srt.processes.worker_factory import check_kv, make_worker
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.request import Req
 from sglang.srt.step.request_rows import RequestRows
@@ -26,7 +28,14 @@ from sglang.srt.workers.tp_worker import TpModelWorker
 from storm_checks import Job, StormFailure, check_request, require
 from storm_control import WEIGHT_CALLS, Call, ControlMaker, WeightHistory
 from storm_oracle import MASK, VOCAB_SIZE, Stretch, text_of
-from storm_parts import LaterExecutor, LateWorker, RandomLengths, TinyModels
+from storm_parts import (
+    Checkpoints,
+    DraftedModels,
+    LaterExecutor,
+    LateWorker,
+    RandomLengths,
+    TinyModels,
+)
 from storm_requests import RequestMaker
 from token_table_check import TokenTableCheck
 from utils import (
@@ -42,7 +51,22 @@ from utils import (
 
 MAX_TURNS, MAX_TURNS_TO_END = 500, 20_000
 CONTEXT_LENS = (60, 200)
+HEAD_SHARE = 0.3  # of rounds
 TOKENIZER = Tokenizer(lambda text, special: [], text_of, frozenset())
+
+
+class Parts(NamedTuple):
+    """What a round serves with; `max_k` is the most tokens that a request may predict by masks."""
+
+    max_k: int
+    setup: Setup
+    group: RunnerGroup
+    worker: TpModelWorker
+
+
+def has_head(seed: int) -> bool:
+    """Whether the round of a seed has a draft head."""
+    return random.Random(f"head {seed}").random() < HEAD_SHARE
 
 
 class Asleep(Exception):
@@ -56,21 +80,15 @@ class Round(SchedulerHarness):
         self.random = random.Random(seed)
         self._audits: list[ReleaseReport] = []
         choose = self.random.choice
-        max_k = choose([1, *[MTP_MAX_K] * 5])
-        max_rows = 1 if max_k == 1 else MTP_MAX_ROWS
-        setup = self._draw_setup(max_rows)
-        runner = make_runner(models.path, setup, setup.context_len, max_rows)
-        setup.num_pages = runner.memory.num_pages
-        if max_k == 1:
-            worker = TpModelWorker(
-                runner, RequestRows(runner.req_to_token_pool, 1, VOCAB_SIZE), (MASK,)
-            )
+        self.confirmed: Counter[str] = Counter()
+        checkpoints: Checkpoints = models.drafted if has_head(seed) else models
+        if has_head(seed):
+            max_k, setup, group, worker = self._with_head(models.drafted)
         else:
-            policy = choose([None, RandomLengths(self.random)])
-            rows = choose([{}, {"trims_rows": True}, {"packs_rows": True}, {"packs_rows": True}])
-            worker = make_mtp_worker(runner, MASK, policy, **rows)
-        check_kv(RunnerGroup([runner]), worker._state)
-        check = TokenTableCheck(worker)
+            max_k, setup, group, worker = self._without_head(models)
+        setup.num_pages = group.memory.num_pages
+        max_rows = setup.max_decode_rows
+        check = TokenTableCheck(worker, all_confirm=has_head(seed))
         self._executor = LaterExecutor()
         with mock.patch.object(weight_control, "ThreadPoolExecutor", return_value=self._executor):
             super().__init__(
@@ -79,14 +97,14 @@ class Round(SchedulerHarness):
                 debug=SchedulerDebug(
                     on_step_read=check.on_step_read, release_audit=self._audits.append
                 ),
-                resources=make_resources(RunnerGroup([runner])),
+                resources=make_resources(group),
                 make_stop_finder=_make_stop_finder,
             )
         check.lifecycle = self.scheduler.lifecycle
         self.worker = worker
         self.calls: dict[int, Call] = {}
         self.jobs: dict[int, Job] = {}
-        self.history = WeightHistory(models.dense)
+        self.history = WeightHistory(checkpoints.dense)
         self.inbox.wait = self._wait  # type: ignore[method-assign]
         self._retract = self.scheduler.lifecycle.retract
         self.scheduler.lifecycle.retract = self._on_retract  # type: ignore[method-assign]
@@ -94,12 +112,43 @@ class Round(SchedulerHarness):
         edges = [setup.page_size, setup.chunked_prefill_size]
         self._requests = RequestMaker(self.random, limit, edges, max_k)
         rates = ControlMaker.draw_rates(self.random)
-        self._control = ControlMaker(self.random, models.weights, rates)
+        if has_head(seed):
+            rates["abort"] = choose([rates["abort"], 20.0])
+        self._control = ControlMaker(self.random, checkpoints.weights, rates)
         self._num_turns = choose([20, 60])
         self._num_requests = choose([8, 15, 30])
         self._most_at_once = choose([1, 3, 10, 100])
         self._arrival_rate = choose([0.1, 0.3, 0.9])
         self._haste = choose([0.1, 0.5, 1.0])
+
+    def _without_head(self, models: Checkpoints) -> Parts:
+        choose = self.random.choice
+        max_k = choose([1, *[MTP_MAX_K] * 5])
+        max_rows = 1 if max_k == 1 else MTP_MAX_ROWS
+        setup = self._draw_setup(max_rows)
+        runner = make_runner(models.path, setup, setup.context_len, max_rows)
+        if max_k == 1:
+            worker = TpModelWorker(
+                runner, RequestRows(runner.req_to_token_pool, 1, VOCAB_SIZE), (MASK,)
+            )
+        else:
+            policy = choose([None, RandomLengths(self.random)])
+            rows = choose([{}, {"trims_rows": True}, {"packs_rows": True}, {"packs_rows": True}])
+            worker = make_mtp_worker(runner, MASK, policy, **rows)
+        group = RunnerGroup([runner])
+        check_kv(group, worker._state)
+        return Parts(max_k, setup, group, worker)
+
+    def _with_head(self, models: DraftedModels) -> Parts:
+        """Every request's drafts are those of a head; nobody looks ahead by masks."""
+        drafter = models.drafter(self.random)
+        setup = self._draw_setup(drafter_needs(drafter).max_slots)
+        group, setup = make_drafter_runners(models.path, setup, drafter)
+        counter = DraftCounter()
+        self.confirmed = counter.seen
+        worker = make_worker(group, drafter, on_step=counter, checks_kv=True)
+        assert isinstance(worker, TpModelWorker)
+        return Parts(1, setup, group, worker)
 
     def _draw_setup(self, max_rows: int) -> Setup:
         choose = self.random.choice
@@ -277,6 +326,10 @@ class Round(SchedulerHarness):
             seen["refused calls"] += not getattr(call.reply, "success", True)
         seen["updates"] = self.history.num_updates
         state = self.scheduler.control.internal_state()
+        if self.confirmed:
+            seen["rounds with a head"] = 1
+            seen["drafts fed"] = self.confirmed["fed"]
+            seen["drafts confirmed"] = self.confirmed["confirmed"]
         seen["leases run out"] = state["num_lease_expiries"]
         return seen
 

@@ -346,7 +346,16 @@ def test_no_hidden_state_is_of_a_token_past_the_end(runner: ModelRunner) -> None
         assert len(outcome.hidden_states) == len(PROMPT) + len(outcome.token_ids) - 1
 
 
-def test_the_last_hidden_state_comes_once_per_step(runner: ModelRunner) -> None:
+def test_the_last_hidden_state_comes_once_per_token_that_is_verified(runner: ModelRunner) -> None:
+    for count in range(1, 16):
+        params = {"max_new_tokens": count, "hidden_states": "last", "temperature": 0.0}
+        plain, outcome = run(runner, **params), run(runner, **params, **VERIFIED_4)
+        assert len(outcome.hidden_states) == len(outcome.token_ids) == count
+        for left, right in zip(outcome.hidden_states, plain.hidden_states, strict=True):
+            assert left == pytest.approx(right, abs=1e-3)
+
+
+def test_the_last_hidden_state_comes_once_per_unverified_step(runner: ModelRunner) -> None:
     outcome = run(runner, max_new_tokens=15, hidden_states="last", **STATIC_4)
     assert len(outcome.hidden_states) == len(outcome.step_lens)
 

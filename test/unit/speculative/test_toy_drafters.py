@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -168,19 +167,23 @@ def test_all_that_requests_ask_for_is_what_they_get_without_drafts(
     assert served.seen["clipped"] > 1, "No stop was inside an accepted run."
 
 
-def test_the_last_hidden_state_is_of_the_last_token_that_was_fed(small_model: Path) -> None:
-    """One per step, so fewer than without drafts; each is among those of all tokens."""
+@pytest.mark.parametrize("kind", DRAFTERS_OF_TESTS)
+def test_the_last_hidden_states_are_of_the_rows_that_tokens_were_drawn_from(
+    small_model: Path, kind: str
+) -> None:
+    """One per token, also where a stop cuts off what a step has confirmed."""
     requests = [
-        Request([1, 2, 3], {"max_new_tokens": 25, "temperature": 0.0}, None, states)
+        Request([1, 2, 3], {"max_new_tokens": 25 - cut, "temperature": 0.0}, None, states)
         for states in ("last", "all")
+        for cut in range(4)
     ]
-    last, every = (
-        served.hidden_states for served in serve(small_model, BASE, toy("tree"), requests).outcomes
-    )
-    assert len(last) < len(every)
-    found = [index for row in last for index, one in enumerate(every) if are_close(row, one)]
-    assert len(found) == len(last)
-    assert all(left < right for left, right in pairwise(found))
+    served = serve(small_model, BASE, toy(kind), requests)
+    assert_same(served.outcomes, plain(small_model, BASE, requests))
+    assert served.seen["confirmed"] > 10
+    for last, every in zip(served.outcomes[:4], served.outcomes[4:], strict=True):
+        assert len(last.hidden_states) == len(last.token_ids)
+        pairs = zip(last.hidden_states, every.hidden_states[2:], strict=True)
+        assert all(are_close(left, right) for left, right in pairs)
 
 
 # ---------------------------------------------------------------- ends, aborts, pauses, weights

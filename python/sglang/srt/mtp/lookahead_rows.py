@@ -86,7 +86,7 @@ class LookaheadRows:
             params = new.params
             self.max_predicted[new.row] = params.num_predicted
             self.host_thresholds[new.row] = params.mtp_threshold
-            self.emits_only_confirmed[new.row] = params.mtp_verify or not params.mtp_enabled
+            self.emits_only_confirmed[new.row] = params.emits_only_confirmed
             self._kinds[new.row] = self._kind(new.row)
             self._pending_read[new.row] = 1
             self._num_ended += self._was_used[new.row]

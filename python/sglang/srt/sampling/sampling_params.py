@@ -113,6 +113,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         return self.mtp_k if self.mtp_enabled else 1
 
     @property
+    def emits_only_confirmed(self) -> bool:
+        """Whether each token is one that the model draws behind all those before it."""
+        return self.mtp_verify or not self.mtp_enabled
+
+    @property
     def reports_steps(self) -> bool:
         """Whether the client wants to know how many tokens each step gave."""
         return self.mtp_enabled

@@ -113,13 +113,16 @@ class LogprobsAndHiddenReader:
         return positions_logprobs(self._emitted, first, tokens, req.logprobs)
 
     def take_hidden_states(self, row: LaunchedRow, num_kept: int) -> list[bytes]:
-        """Hidden states of the rows that the step kept of a request, or of the last one of them."""
+        """Hidden states of the rows that the step kept of a request. Of those that it wants only to
+        know what tokens were drawn from: all, where each gave a token, or else the last one."""
         start = self._next_hidden
         self._next_hidden += row.num_hidden
         if row.ends_prompt or not row.emits:
             return self._hidden[start : self._next_hidden]
         kept = self._hidden[start : self._next_hidden][:num_kept]
-        return kept[-1:] if row.req.hidden_states == "last" else kept
+        req = row.req
+        is_last = req.hidden_states == "last" and not req.params.emits_only_confirmed
+        return kept[-1:] if is_last else kept
 
 
 def positions_logprobs(

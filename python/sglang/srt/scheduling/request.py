@@ -137,9 +137,13 @@ class Req:
         self.num_hidden += len(states)
 
     def drop_hidden_past_output(self) -> None:
-        """Drops states of rows that a step kept past the stop: each token but the last has one."""
-        excess = self.num_hidden - (len(self.input_ids) + len(self.output_ids) - 1)
-        if self.hidden_states == "all" and excess > 0:
+        """Drops states of rows that a step kept past the stop: each token but the last has one, and
+        each token of the output was drawn from one."""
+        wanted = max(1, len(self.output_ids))
+        if self.hidden_states == "all":
+            wanted += len(self.input_ids) - 1
+        excess = self.num_hidden - wanted
+        if excess > 0:
             del self.hidden_news[-excess:]
             self.num_hidden -= excess
 
