@@ -116,19 +116,3 @@ def serve(
             tokens = tokens[: len(outcome.token_ids)]
         assert outcome.token_ids == tokens, (harness.setup, req_id)
     return ids
-
-
-def pairwise_cases(choices: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """Cases in which each two values of different keys meet at least once."""
-    everything = [dict(zip(choices, values)) for values in itertools.product(*choices.values())]
-    pairs_of = [set(itertools.combinations(case.items(), 2)) for case in everything]
-    missing, cases = set[Any]().union(*pairs_of), []
-    while missing:
-        best = max(range(len(everything)), key=lambda index: len(pairs_of[index] & missing))
-        missing -= pairs_of[best]
-        cases.append(everything[best])
-    return cases
-
-
-def name_of(case: dict[str, Any]) -> str:
-    return "-".join(getattr(value, "__name__", str(value)) for value in case.values())

@@ -334,3 +334,10 @@ def test_a_home_directory_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path:
 @pytest.mark.parametrize("name", [*DEMO_MODELS, *DEMO_HEADS])
 def test_demo_names_are_bundled_models(name: str) -> None:
     assert resolve_model_path(name).parent.name == "demo_models"
+
+
+@pytest.mark.parametrize("value", [None, "x", [1], {}], ids=str)
+@pytest.mark.parametrize("name", ["rms_norm_eps", "vocab_size", "num_hidden_layers"])
+def test_an_entry_that_is_no_number_is_named(tmp_path: Path, name: str, value: Any) -> None:
+    with pytest.raises(ModelPathError, match=f"{name} must be a number"):
+        load(tmp_path, **{name: value})

@@ -51,6 +51,11 @@ def load_head_config(
         raise config.refusal(f"num_hidden_layers is {config.num_layers}, but a head has 1")
     config = replace(config, architecture=architecture)
     check_fits(config, target.vocab_size, target.hidden_size)
+    if architecture == EAGLE and config.hf.get("draft_vocab_size") is not None:
+        raise config.refusal(
+            "draft_vocab_size says that this is a head of EAGLE-3; use --speculative-algorithm"
+            " EAGLE3"
+        )
     if architecture == EAGLE3:
         entries = Eagle3Config.of(config)
         tap_layers(config, target.num_layers)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sglang.srt.rope_config import RopeConfig, parse_rope
 
@@ -15,6 +16,7 @@ MAX_SIZE = 1 << 24  # more than any model has of anything
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 DEMO_MODELS = {"demo": "tiny-code"}
 DEMO_HEADS = {"demo-eagle": "tiny-code-eagle", "demo-eagle3": "tiny-code-eagle3"}
+Number = TypeVar("Number", int, float)
 DTYPES = ("float32", "bfloat16", "float16")  # names in torch of what weights and KV may be
 
 
@@ -122,30 +124,44 @@ def load_model_config(model_path: str, flag: str = "--model-path") -> ModelConfi
 
 
 def _parse(path: Path, config: dict[str, Any]) -> ModelConfig:
-    num_heads = int(config["num_attention_heads"])
+    num_heads = _number(config, "num_attention_heads", int)
     if not config["architectures"]:
         raise ValueError("`architectures` names no model class")
-    hidden_size = int(config["hidden_size"])
+    hidden_size = _number(config, "hidden_size", int)
     rope = parse_rope(config)
     return ModelConfig(
         path=path,
         architecture=str(config["architectures"][0]),
         model_type=str(config["model_type"]),
-        vocab_size=int(config["vocab_size"]),
+        vocab_size=_number(config, "vocab_size", int),
         hidden_size=hidden_size,
-        intermediate_size=int(config["intermediate_size"]),
-        num_layers=int(config["num_hidden_layers"]),
+        intermediate_size=_number(config, "intermediate_size", int),
+        num_layers=_number(config, "num_hidden_layers", int),
         num_heads=num_heads,
         num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
         head_dim=int(config.get("head_dim") or hidden_size // num_heads),
-        rms_norm_eps=float(config["rms_norm_eps"]),
+        rms_norm_eps=_number(config, "rms_norm_eps", float),
         rope=rope,
-        context_len=int(int(config["max_position_embeddings"]) * rope.context_factor),
+        context_len=int(_number(config, "max_position_embeddings", int) * rope.context_factor),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         eos_token_ids=(),
         hf=config,
     )
+
+
+def _number(config: dict[str, Any], name: str, kind: Callable[[Any], Number]) -> Number:
+    """An entry as an int or a float.
+
+    Raises:
+        KeyError: if there is none.
+        ValueError: if it is no number; the text names it.
+    """
+    value = config[name]
+    try:
+        return kind(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} must be a number, not {value!r:.40}") from None
 
 
 def _check_shape(config: ModelConfig) -> None:

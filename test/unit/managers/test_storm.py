@@ -42,6 +42,7 @@ def test_nothing_is_lost_doubled_or_changed_whatever_happens(
         "FlushCacheReqInput": 5,
         "WeightSessionReq": 1,
         "leases run out": 1,
+        "drafts confirmed": 10,
         "MemoryOccupationReq": 2,
     }
     lacking = {name: seen[name] for name, least in wanted.items() if seen[name] < least}

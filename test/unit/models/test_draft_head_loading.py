@@ -217,6 +217,15 @@ def test_a_config_that_cannot_be_met_is_refused(
     assert named in refusal(WRITERS[kind](tmp_path, **changes), kind, target)
 
 
+@pytest.mark.parametrize(("kind", "right"), [(EAGLE, EAGLE3), (EAGLE3, EAGLE)])
+def test_a_published_head_of_the_other_kind_is_refused_with_the_flag(
+    kind: str, right: str, tmp_path: Path, target: ModelConfig
+) -> None:
+    """Their configs do not say which kind they are."""
+    message = refusal(WRITERS[right](tmp_path), kind, target)
+    assert "--speculative-algorithm" in message
+
+
 def test_a_head_that_does_not_fit_into_the_hosts_memory_is_refused(
     tmp_path: Path, target: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,9 +16,7 @@ from draft_heads import EAGLE, EAGLE3
 from drafted_serving import (
     Drafted,
     abort,
-    name_of,
     nothing,
-    pairwise_cases,
     params_of,
     pause,
     prompts,
@@ -26,6 +24,7 @@ from drafted_serving import (
 )
 from drafter_checks import DraftCounter, asking_requests
 from eagle_models import CONTEXT, VOCAB, eagle_config_for, write_models, write_target
+from pairwise import name_of, pairwise_cases
 from sglang.srt.messages.control import (
     ContinueGenerationReq,
     FromDirectory,

@@ -24,14 +24,13 @@ from drafted_serving import (
     VOCAB,
     Drafted,
     abort,
-    name_of,
     nothing,
-    pairwise_cases,
     params_of,
     pause,
     prompts,
     serve,
 )
+from pairwise import name_of, pairwise_cases
 from second_model_drafter import NAME, SecondModel, SecondModelDrafter, registered
 from sglang.srt.messages.control import (
     ContinueGenerationReq,

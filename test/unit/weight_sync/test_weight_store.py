@@ -410,6 +410,12 @@ def test_a_checkpoint_must_be_complete(tied: Pair, tmp_path: Path, refusal: Refu
     assert str(tmp_path) in message
 
 
+def test_a_bundled_model_goes_by_its_name(refusal: Refusal) -> None:
+    """It is found, and has other shapes than this one."""
+    message = refusal(lambda store: store.from_directory("demo"))
+    assert "tiny-code has a weight" in message
+
+
 def test_a_name_in_two_files_of_a_checkpoint_is_refused(
     tied: Pair, tmp_path: Path, refusal: Refusal
 ) -> None:

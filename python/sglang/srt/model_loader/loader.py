@@ -163,13 +163,14 @@ class WeightPlaces:
                 return None
             raise WeightMismatch(
                 f"has a weight {name!r} that {self._architecture} does not know",
-                "is `architectures` in config.json right?",
+                "is `architectures` in config.json right, or of a draft head"
+                " --speculative-algorithm?",
             )
         if list(place.shape) != list(shape):
             raise WeightMismatch(
                 f"has a weight {name!r} with shape {list(shape)}, but config.json asks for"
                 f" {list(place.shape)}",
-                "do they belong together?",
+                "do they belong together? Of a draft head, is --speculative-algorithm right?",
             )
         return place
 

@@ -14,7 +14,12 @@ import torch
 from safetensors import SafetensorError
 
 from sglang.srt.mem_cache.memory_pool import hand_back_unused
-from sglang.srt.model_config import ModelConfig, ModelPathError
+from sglang.srt.model_config import (
+    DEMO_MODELS,
+    DEMO_MODELS_DIR,
+    ModelConfig,
+    ModelPathError,
+)
 from sglang.srt.model_loader.loader import (
     WeightMismatch,
     WeightPlaces,
@@ -70,11 +75,13 @@ class WeightStore:
         return self._copy is not None
 
     def from_directory(self, path: str) -> StagedWeights:
-        """A complete checkpoint: a local directory with *.safetensors.
+        """A complete checkpoint: a local directory with *.safetensors, or the name of a bundled
+        model.
 
         One file after the other is read into memory: at its peak this takes the bytes of the
         largest file beside what is staged.
         """
+        path = str(DEMO_MODELS_DIR / DEMO_MODELS[path]) if path in DEMO_MODELS else path
         if not os.path.isdir(path):
             raise WeightUpdateError(
                 f"{path!r} is not a directory; give a local one with *.safetensors."
