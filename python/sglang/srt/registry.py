@@ -91,6 +91,13 @@ LENGTH_POLICIES = Registry(
         "load_aware": "sglang.srt.speculative.length_policy:LoadAwareLength",
     },
 )
+TIER_POLICIES = Registry(
+    "tier policy",
+    {
+        "fixed": "sglang.srt.speculative.tier_policy:FixedTier",
+        "load_aware": "sglang.srt.speculative.tier_policy:LoadAwareTier",
+    },
+)
 MODELS = Registry(
     "model architecture",
     {

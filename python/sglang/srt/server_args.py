@@ -189,6 +189,12 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
         "File with the only token ids that the head drafts: a list in .json, or .safetensors with"
         " one tensor.",
     )
+    speculative_load_aware: str | None = flag(
+        None,
+        "Draft fewer tokens, or none, where more would cost more time than they save; outputs are"
+        " the same. `off` always drafts --speculative-num-steps. Default: on.",
+        choices=("on", "off"),
+    )
     speculative_accept_threshold_single: float = flag(
         1.0,
         "0 to 1: a draft of a sampled request is accepted if the model gives it this probability;"

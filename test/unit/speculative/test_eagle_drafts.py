@@ -68,6 +68,7 @@ class ComparedDrafter(EagleDrafter):
         self._fed[batch.slots.cpu()] = batch.input_ids.cpu()
 
     def admit(self, new_rows: list[NewRow]) -> None:
+        super().admit(new_rows)
         self._num_cached.update((new.row, new.num_committed) for new in new_rows)
 
     def draft(self, steps: DraftSteps, hidden: torch.Tensor) -> EagleVerifyInput:

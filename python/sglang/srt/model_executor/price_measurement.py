@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -71,6 +72,7 @@ class PriceMeter:
         self._table = runner.req_to_token_pool.req_to_token
         self._device = self._table.device
         self._is_cpu = self._device.type == "cpu"
+        self._width = runner.model.hidden_width
         self._hidden = self._forward([1])
 
     @torch.inference_mode()
@@ -80,14 +82,14 @@ class PriceMeter:
         keys = self._runner.graph_keys
         prompt_row_kv_ms = self._prompt_attention()
         graphs_ms = {} if keys is None else self._graphs(self._priced(keys.all))
-        eager = self._times_of(self._eager_rows(), self._step, CPU_ROWS_S)
-        head = self._times_of(self._below(READ_ROWS), self._read, CPU_READS_S)
+        eager = self.times_of(self._eager_rows(), self._step, CPU_ROWS_S)
+        head = self.times_of(self._below(READ_ROWS), self._read, CPU_READS_S)
         kv_ms, row_kv_ms = self._attention()
         prices = PriceTable(
-            find=no_graphs if keys is None else keys.find_shape,
+            find=no_graphs if keys is None else partial(keys.find_shape, hidden_width=self._width),
             graphs_ms=graphs_ms,
-            eager=self._without_attention(_shortest(eager), prompt_row_kv_ms),
-            head=_shortest(head),
+            eager=self._without_attention(shortest(eager), prompt_row_kv_ms),
+            head=shortest(head),
             kv_ms=kv_ms,
             row_kv_ms=row_kv_ms,
             prompt_row_kv_ms=prompt_row_kv_ms,
@@ -134,9 +136,16 @@ class PriceMeter:
     # ------------------------------------------------------------ what is timed
 
     def _priced(self, keys: Iterable[GraphKey]) -> list[GraphKey]:
-        """Where nobody looks ahead, only steps with prompts are ever priced; trees never are."""
+        """Where nobody looks ahead, only steps with prompts are ever priced; trees never are, nor
+        draft steps."""
         looks_ahead = self._max_width > 1
-        return [key for key in keys if (key.tag == MIXED or looks_ahead) and not key.has_tree]
+        return [
+            key
+            for key in keys
+            if (key.tag == MIXED or looks_ahead)
+            and not key.has_tree
+            and key.hidden_width == self._width
+        ]
 
     def _graphs(self, keys: Iterable[GraphKey]) -> dict[GraphKey, float]:
         """Milliseconds of each graph. Where more rows seem to cost less than fewer, the dearer one
@@ -151,7 +160,7 @@ class PriceMeter:
                 found[key] = min(found[key], *self._times_ms(self._replay(key), 1))
         return found
 
-    def _times_of(
+    def times_of(
         self, sizes: Sequence[int], launch_of: Callable[[int], Launch], budget_s: float
     ) -> dict[int, list[float]]:
         """Milliseconds of each run, by size; `budget_s` limits them on a CPU."""
@@ -256,14 +265,26 @@ class PriceMeter:
         return launch
 
     def _launch(self, q_lens: list[int], kv_len: int = 0) -> Launch:
-        batch = dummy_step(q_lens, self._device)
+        batch = self._dummy_step(q_lens)
         if kv_len:
             batch = _over_kv(batch, kv_len)
         return lambda: HostCopy([self._runner.forward(batch).hidden[:1, :1].clone()])
 
     def _forward(self, q_lens: list[int]) -> torch.Tensor:
         with torch.inference_mode():
-            return self._runner.forward(dummy_step(q_lens, self._device)).hidden.clone()
+            return self._runner.forward(self._dummy_step(q_lens)).hidden.clone()
+
+    def _dummy_step(self, q_lens: list[int]) -> ForwardBatch:
+        batch = dummy_step(q_lens, self._device, hidden=self.hidden_input(sum(q_lens), self._width))
+        if not self._runner.model.reads_one_row:
+            return batch
+        last = [end - 1 for end in itertools.accumulate(q_lens)]
+        return replace(batch, read_index=to_device(last, self._device))
+
+    def hidden_input(self, num_rows: int, width: int) -> torch.Tensor | None:
+        """Zeros [num_rows, width] for `ForwardBatch.hidden`; None where a model reads none."""
+        dtype = self._runner.kv_pool.kv[0].dtype
+        return torch.zeros((num_rows, width), dtype=dtype, device=self._device) if width else None
 
     def _eager_rows(self) -> list[int]:
         """Sizes that no graph covers: only the largest, where graphs serve steps with prompts. They
@@ -283,7 +304,7 @@ class PriceMeter:
         return [size for size in sizes if size <= most] or [sizes[0]]
 
 
-def _shortest(times: Mapping[int, Sequence[float]]) -> Curve:
+def shortest(times: Mapping[int, Sequence[float]]) -> Curve:
     """The shortest time of each size: what disturbs a measurement makes it longer."""
     return Curve(tuple(times), tuple(min(values) for values in times.values()))
 

@@ -280,7 +280,11 @@ def _drafter(
     """That of --speculative-algorithm, else multi-token prediction if the model has a mask token,
     which is never emitted in either case."""
     mask = _mask_token(args, model)
-    eagle = eagle_from_flags(args, model, () if mask is None else (mask,))
+    suppressed, simulates = (
+        () if mask is None else (mask,),
+        environ.simulated_accept_len is not None,
+    )
+    eagle = eagle_from_flags(args, model, suppressed, simulates)
     if eagle is not None or mask is None:
         return eagle
     return DrafterConfig("mtp", _mtp(args, mask, environ, device))

@@ -25,18 +25,23 @@ OPTIONS = (
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
     "speculative_token_map",
+    "speculative_load_aware",
 )
 THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 
 
 def eagle_from_flags(
-    args: ServerArgs, model: ModelConfig, suppressed_token_ids: tuple[int, ...]
+    args: ServerArgs,
+    model: ModelConfig,
+    suppressed_token_ids: tuple[int, ...],
+    simulates_acceptance: bool = False,
 ) -> DrafterConfig | None:
     """The drafter that `--speculative-algorithm` names; None without it.
 
     Args:
         model: the target.
         suppressed_token_ids: ids that it never emits.
+        simulates_acceptance: a benchmark says how many drafts are accepted, so all are verified.
 
     Raises:
         ConfigError: for flags or a head that cannot be had; the text names the flag.
@@ -64,7 +69,14 @@ def eagle_from_flags(
         head = load_head_config(
             path, architecture, model, args.speculative_token_map, DRAFT_PATH_FLAG
         )
-        config = EagleConfig(head, model.num_layers, num_steps, suppressed_token_ids)
+        is_fixed = simulates_acceptance or args.speculative_load_aware == "off"
+        config = EagleConfig(
+            head,
+            model.num_layers,
+            num_steps,
+            suppressed_token_ids,
+            tier_policy="fixed" if is_fixed else "load_aware",
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return DrafterConfig("eagle", config, thresholds)

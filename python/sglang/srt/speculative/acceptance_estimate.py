@@ -38,9 +38,14 @@ CERTAINTY = 1.64  # standard deviations: 19 of 20 times the truth is above `low`
 class Survival:
     """Chances that a token of a run is accepted, given that the one before it is, as counts of
     trials; entry 0 is the second token of a run, entry j the one after j + 1 others. What was never
-    tried is taken to survive like the entry before it."""
+    tried is taken to survive like the entry before it.
 
-    def __init__(self, max_k: int) -> None:
+    Attributes:
+        window: trials of an entry that are remembered.
+    """
+
+    def __init__(self, max_k: int, window: float = WINDOW) -> None:
+        self.window = window
         self._tried = [0.0] * (max_k - 1)
         self._kept = [0.0] * (max_k - 1)
 
@@ -49,8 +54,8 @@ class Survival:
         for j in range(min(num_tried - 1, num_accepted)):
             self._tried[j] += num_runs
             self._kept[j] += num_runs * (num_accepted >= j + 2)
-            if self._tried[j] > WINDOW:
-                self._scale(j, WINDOW / self._tried[j])
+            if self._tried[j] > self.window:
+                self._scale(j, self.window / self._tried[j])
 
     def forget(self, limit: int) -> None:
         """Forgets a little of the positions that a step of at most `limit` tokens does not try.
@@ -62,6 +67,15 @@ class Survival:
     def _scale(self, j: int, share: float) -> None:
         self._tried[j] *= share
         self._kept[j] *= share
+
+    def mean_lengths(self, longest: int) -> list[float]:
+        """The means of `runs`."""
+        survival, chance, means = PRIOR_SURVIVAL, 1.0, [1.0]
+        for tried, kept in zip(self._tried[: longest - 1], self._kept, strict=False):
+            survival = (kept + PRIOR_TRIALS * survival) / (tried + PRIOR_TRIALS)
+            chance *= survival
+            means.append(means[-1] + chance)
+        return means
 
     def runs(self, longest: int) -> list[Estimate]:
         """Lengths of runs of at most 1, 2, ... `longest` tokens; their variance is that of products

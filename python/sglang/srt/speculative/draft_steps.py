@@ -32,6 +32,7 @@ class DraftSteps:
         kv_lens: [N, D] int64; tokens with KV once it is written.
         kv_len_upper_bounds: host list of D; at least those of step 0.
         certain_tokens: [D] int64; the last tokens that are no drafts.
+        host_rows: `rows` as a host list.
     """
 
     requests: torch.Tensor | None
@@ -41,6 +42,12 @@ class DraftSteps:
     kv_lens: torch.Tensor
     kv_len_upper_bounds: list[int]
     certain_tokens: torch.Tensor
+    host_rows: list[int]
+
+    @property
+    def num_steps(self) -> int:
+        """N."""
+        return self.positions.shape[0]
 
     def of_requests(self, values: torch.Tensor) -> torch.Tensor:
         """[D, ...]; of values [R, ...] those of the requests that draft."""
@@ -101,4 +108,5 @@ def plan_draft_steps(
     slots.copy_(table[rows, positions])
     torch.add(positions, 1, out=kv_lens)
     certain = step.state.tokens[rows, committed].to(torch.int64)
-    return DraftSteps(chosen, rows, positions, slots, kv_lens, bounds, certain)
+    host_rows = [batch.rows[i] for i in requests]
+    return DraftSteps(chosen, rows, positions, slots, kv_lens, bounds, certain, host_rows)

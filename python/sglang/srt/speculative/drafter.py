@@ -14,7 +14,7 @@ Nothing of this waits for the device; `observe` hears each result one step later
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -213,12 +213,31 @@ def verifying_plan(batch: ScheduleBatch, max_drafts: int, max_accepted: int) -> 
     """The plan of a step in which prompts are fed, and every other request feeds its certain token
     and has room for `max_drafts` drafts, of which max_accepted - 1 may be confirmed; less if it has
     fewer slots, as requests without look-ahead have."""
-    emits, prompts = [int(flag) for flag in batch.emits], batch.num_prompt_tokens
-    slots = list(zip(prompts, batch.max_q_lens, strict=True))
+    slots = list(zip(batch.num_prompt_tokens, batch.max_q_lens, strict=True))
     if all(num_prompt or reserved == 1 for num_prompt, reserved in slots):
         return RowPlan(StepCounts.plain(batch))
-    q_lens = [num_prompt or min(1 + max_drafts, reserved) for num_prompt, reserved in slots]
+    room = [0 if num_prompt else min(max_drafts, reserved - 1) for num_prompt, reserved in slots]
+    return RowPlan(_counts(batch, room), max_pending=1 + max_drafts, max_accepted=max_accepted)
+
+
+def plan_of_drafts(batch: ScheduleBatch, num_drafts: Sequence[int]) -> RowPlan:
+    """The plan of a step in which prompts are fed, and every other request feeds its certain token
+    and its drafts, of which the host knows how many there are. It is plain where nobody has any.
+
+    Args:
+        num_drafts: R counts, 0 where a prompt is fed.
+    """
+    most = max(num_drafts)
+    if most == 0:
+        return RowPlan(StepCounts.plain(batch))
+    return RowPlan(_counts(batch, num_drafts), max_pending=1 + most, max_accepted=1 + most)
+
+
+def _counts(batch: ScheduleBatch, num_drafts: Sequence[int]) -> StepCounts:
+    emits, prompts = [int(flag) for flag in batch.emits], batch.num_prompt_tokens
+    q_lens = [
+        num_prompt or 1 + count for num_prompt, count in zip(prompts, num_drafts, strict=True)
+    ]
     fed = zip(prompts, q_lens, emits, strict=True)
     num_read = [flag if num_prompt else q_len for num_prompt, q_len, flag in fed]
-    counts = StepCounts(q_lens, num_read, emits, [True] * len(emits))
-    return RowPlan(counts, max_pending=1 + max_drafts, max_accepted=max_accepted)
+    return StepCounts(q_lens, num_read, emits, [True] * len(emits))

@@ -15,8 +15,10 @@ from sglang.srt.head_config import EAGLE3, tap_layers
 from sglang.srt.layers.forward_batch import NO_CAPTURE, ForwardBatch, HiddenCapture
 from sglang.srt.layers.sampling_ops import sampling_ops
 from sglang.srt.model_config import ModelConfig
+from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
 from sglang.srt.model_executor.model_runner import ExecutionConfig
 from sglang.srt.models.draft_head import DraftHead
+from sglang.srt.registry import TIER_POLICIES
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.draft_steps import DraftSteps, plan_draft_steps
 from sglang.srt.speculative.drafter import (
@@ -24,11 +26,13 @@ from sglang.srt.speculative.drafter import (
     DrafterNeeds,
     DrafterParts,
     RowPlan,
-    verifying_plan,
+    plan_of_drafts,
 )
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.eagle_utils import organize_draft_results
+from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
 from sglang.srt.speculative.spec_utils import select_top_k_tokens
+from sglang.srt.speculative.tier_policy import TierPolicy
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import Q_LEN, Q_START
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
@@ -43,14 +47,28 @@ class EagleConfig:
     Attributes:
         head: of `load_head_config`, for this target.
         num_layers: of the target.
-        num_steps: drafts of a chain, at least 1.
+        num_steps: drafts of a chain at most, at least 1.
         suppressed_token_ids: ids that the target never emits.
+        tier_policy: a name in `TIER_POLICIES` (registry.py).
     """
 
     head: ModelConfig
     num_layers: int
     num_steps: int
     suppressed_token_ids: tuple[int, ...] = ()
+    tier_policy: str = "fixed"
+
+    @property
+    def policy(self) -> type[TierPolicy]:
+        """Chooses how long chains are."""
+        kind: type[TierPolicy] = TIER_POLICIES.load(self.tier_policy)
+        return kind
+
+    @property
+    def pass_lens(self) -> tuple[int, ...]:
+        """How many draft steps may follow a step of the target: the head's output there gives a
+        first draft without any."""
+        return tuple(tier - 1 for tier in self.policy.tiers(self.num_steps) if tier > 1)
 
     @property
     def capture(self) -> HiddenCapture:
@@ -61,7 +79,8 @@ class EagleConfig:
 
 
 class EagleDrafter:
-    """Every request proposes a chain of `num_steps` drafts, whatever its parameters are."""
+    """Every request proposes a chain, whatever its parameters are. All that are proposed in a step
+    have the same length, from 0 on: its tier."""
 
     def __init__(self, parts: DrafterParts) -> None:
         options: EagleConfig = parts.options
@@ -74,6 +93,14 @@ class EagleDrafter:
         self._table = parts.runners.memory.table
         self._state = parts.state
         self._ops = sampling_ops(self._runner.device)
+        num_rows = self._table.req_to_token.shape[0]
+        self._num_pending_drafts = [0] * num_rows  # of each row of the page table
+        kind, rounds = options.policy, None
+        if kind.needs_prices and parts.prices is not None:
+            width = 1 + options.num_steps
+            prices = measure_draft_prices(self._runner, num_rows, width, options.pass_lens)
+            rounds = MeasuredRounds(parts.prices, prices)
+        self._policy = kind(rounds, options.num_steps)
 
     @staticmethod
     def needs(options: EagleConfig) -> DrafterNeeds:
@@ -85,12 +112,13 @@ class EagleDrafter:
             extra_slots=count - 1,
             capture=options.capture,
             suppressed_token_ids=options.suppressed_token_ids,
+            needs_prices=options.policy.needs_prices,
             token_shift=1,
         )
 
     @staticmethod
     def models(options: EagleConfig, target: ExecutionConfig) -> tuple[ExecutionConfig, ...]:
-        steps = (options.num_steps - 1,) if options.num_steps > 1 else ()
+        steps = options.pass_lens
         return (replace(target, model=options.head, capture=NO_CAPTURE, draft_steps=steps),)
 
     @classmethod
@@ -102,20 +130,47 @@ class EagleDrafter:
         return StepWidth(decode_rows=2 * count, lookahead_rows=count - 1, max_kept=1 + count)
 
     def admit(self, new_rows: list[NewRow]) -> None:
-        """Nothing is kept of a request but what the device rows and the pool hold."""
+        for new in new_rows:
+            self._num_pending_drafts[new.row] = 0
 
     def observe(self, result: HostResult) -> None:
-        """Chains have one length, whatever becomes of them."""
+        """Tells the policy of each request that verified drafts how many were confirmed."""
+        outcomes = [
+            (count, taken - 1)
+            for count, taken in zip(result.num_drafts, result.accept_lens, strict=False)
+            if count
+        ]
+        if outcomes:
+            self._policy.observe(outcomes)
 
     def plan(self, batch: ScheduleBatch) -> RowPlan:
-        plan = verifying_plan(batch, self._num_steps, 1 + self._num_steps)
-        return replace(plan, tier=self._num_steps)
+        num_drafts = [
+            0 if num_prompt else self._num_pending_drafts[row]
+            for row, num_prompt in zip(batch.rows, batch.num_prompt_tokens, strict=True)
+        ]
+        return replace(plan_of_drafts(batch, num_drafts), tier=max(num_drafts))
 
     def propose(self, step: ComputedStep) -> None:
         hidden = self.forward_draft_extend(step)
-        steps = plan_draft_steps(step, self._table, self._num_steps - 1)
-        if steps is not None:
-            self.draft(steps, steps.of_requests(hidden)).write(self._state, steps.rows)
+        for row in step.batch.rows:
+            self._num_pending_drafts[row] = 0
+        tier = self._next_tier(step.batch)
+        steps = plan_draft_steps(step, self._table, tier - 1) if tier else None
+        if steps is None:
+            return
+        self.draft(steps, steps.of_requests(hidden)).write(self._state, steps.rows)
+        for row in steps.host_rows:
+            self._num_pending_drafts[row] = tier
+
+    def _next_tier(self, batch: ScheduleBatch) -> int:
+        """Drafts that requests get for their next step, which is taken to have the requests that
+        emit in this one, and no prompts."""
+        bounds, slots = batch.kv_len_upper_bounds, batch.max_q_lens
+        lens = zip(bounds, slots, batch.num_prompt_tokens, batch.emits, strict=True)
+        emitting = [bound - most + num_prompt for bound, most, num_prompt, emits in lens if emits]
+        if not emitting:
+            return 0
+        return self._policy.choose(UpcomingRound(len(emitting), sum(emitting)))
 
     def forward_draft_extend(self, step: ComputedStep) -> torch.Tensor:
         """The head over the rows that the target was fed: of prompts, and of the certain token and
@@ -144,10 +199,10 @@ class EagleDrafter:
             self._runner.compute_logits(hidden), None, TOPK, self._ops
         )
         drafts = EagleDraftInput(self._head.to_target_ids(token_ids), hidden, scores)
-        if self._num_steps == 1:
+        if steps.num_steps == 0:
             return organize_draft_results([drafts])
         first = steps.batch(0, drafts.token_ids, hidden)
-        more = self._runner.draft(first, self._num_steps - 1)
+        more = self._runner.draft(first, steps.num_steps)
         probs = torch.cat((scores[:, None], more.logprobs.exp()), dim=1)
         return EagleVerifyInput(
             draft_token=torch.cat((drafts.token_ids[:, None], more.token_ids), dim=1),

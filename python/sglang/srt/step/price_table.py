@@ -130,3 +130,16 @@ class PriceTable:
         """What a step takes."""
         rows_ms = self.rows_ms(step.num_reqs, step.widest, step.num_rows)
         return rows_ms + self.head.at(step.num_read) + self.attention_ms(step)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPrices:
+    """Prices of a head over a target, in milliseconds.
+
+    Attributes:
+        extend: its pass over the rows that the target was fed, and its logits (`PriceTable.head`).
+        passes: by how many draft steps a pass has, what it takes by requests, with next to no KV.
+    """
+
+    extend: PriceTable
+    passes: Mapping[int, Curve]

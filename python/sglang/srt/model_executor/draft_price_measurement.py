@@ -1,0 +1,55 @@
+"""Measures prices of a head over a target, once at start-up, as those of the target are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from sglang.srt.device_copies import HostCopy
+from sglang.srt.layers.forward_batch import dummy_step
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.price_measurement import Launch, PriceMeter, shortest
+from sglang.srt.step.price_table import DraftPrices
+
+PASS_REQUESTS = (1, 2, 4, *range(8, 129, 8), 256, 512, 1024)
+CPU_PASS_REQUESTS = (1, 2, 4, 8, 16, 32, 64)
+CPU_PASSES_S = 0.2  # for each number of draft steps, whatever the head
+
+
+@torch.inference_mode()
+def measure_draft_prices(
+    runner: ModelRunner,
+    max_requests: int,
+    max_width: int,
+    num_steps: Sequence[int],
+    clock: Callable[[], float] = time.perf_counter,
+) -> DraftPrices:
+    """Prices of the head of a runner: its graphs and larger steps, logits, attention, and passes of
+    draft steps.
+
+    Args:
+        max_requests, max_width, clock: as for `PriceMeter`.
+        num_steps: how many draft steps passes may have.
+    """
+    meter = PriceMeter(runner, max_requests, max_width, clock)
+    device = runner.device
+    sizes = CPU_PASS_REQUESTS if device.type == "cpu" else PASS_REQUESTS
+    sizes = tuple(sorted({*(size for size in sizes if size < max_requests), max_requests}))
+
+    def passes_of(count: int) -> Callable[[int], Launch]:
+        def launch_of(num_reqs: int) -> Launch:
+            hidden = meter.hidden_input(num_reqs, runner.model.draft_hidden_width)
+            first = dummy_step([1] * num_reqs, device, hidden=hidden)
+            return lambda: HostCopy([runner.draft(first, count).token_ids[:1, :1].clone()])
+
+        return launch_of
+
+    return DraftPrices(
+        extend=meter.measure(),
+        passes={
+            count: shortest(meter.times_of(sizes, passes_of(count), CPU_PASSES_S))
+            for count in num_steps
+        },
+    )

@@ -1,0 +1,163 @@
+"""How many drafts requests verify in the next step under the load at hand: its tier.
+
+A `LengthPolicy` grants mask rows to the step that is about to be launched, by what may be pending
+there. A tier is chosen one step earlier, when drafts are proposed, since drafting costs too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Protocol
+
+from sglang.srt.speculative.acceptance_estimate import Survival
+from sglang.srt.speculative.round_prices import RoundPrices, UpcomingRound
+
+MAX_DENSE_TIERS = 5  # with more drafts at most, not every number has graphs
+# Of a position so many trials are remembered, or those of so many steps, since text changes.
+MEMORY_TRIALS, MEMORY_STEPS = 256.0, 16.0
+LEAST_GAIN = 0.01  # share by which drafts must beat none: prices and estimates are not exact
+PROBE_SHARE = 0.004  # share of the time of steps that probes may cost
+PROBE_STEPS = 4.0  # steps whose time may be saved up for probes
+
+
+class TierPolicy(Protocol):
+    """Chooses tiers on the host, while the last two steps may not have been read. Reads no clock.
+
+    Attributes:
+        needs_prices: whether it goes by prices of rounds, which are then measured at start-up.
+    """
+
+    needs_prices: ClassVar[bool]
+
+    @staticmethod
+    def tiers(max_drafts: int) -> tuple[int, ...]:
+        """The tiers that it may choose, ascending, up to `max_drafts`."""
+
+    def __init__(self, prices: RoundPrices | None, max_drafts: int) -> None:
+        """
+        Args:
+            prices: of rounds; None where nobody has measured any.
+            max_drafts: drafts of a request in a step, at least 1.
+        """
+
+    def choose(self, upcoming: UpcomingRound) -> int:
+        """The drafts that each request is given for its next step."""
+
+    def observe(self, outcomes: Sequence[tuple[int, int]]) -> None:
+        """Hears a step in which drafts were verified: of each request that had some, how many, and
+        how many of them were confirmed. Steps come in order."""
+
+
+class FixedTier:
+    """Always all drafts."""
+
+    needs_prices = False
+
+    @staticmethod
+    def tiers(max_drafts: int) -> tuple[int, ...]:
+        return (max_drafts,)
+
+    def __init__(self, prices: RoundPrices | None, max_drafts: int) -> None:
+        self._max_drafts = max_drafts
+
+    def choose(self, upcoming: UpcomingRound) -> int:
+        return self._max_drafts
+
+    def observe(self, outcomes: Sequence[tuple[int, int]]) -> None:
+        """Learns nothing."""
+
+
+class LoadAwareTier:
+    """The tier that gives most tokens per millisecond, by what was confirmed lately.
+
+    Tiers that are not chosen teach nothing. So now and then a step probes a higher one that would
+    be best if all drafts beyond the chosen tier were right, such tiers in turn. Probes are paid
+    from an allowance:
+
+        each step:   allowance = min(allowance + PROBE_SHARE * price, PROBE_STEPS * price)
+        a probe:     allowance -= what its round costs beyond the chosen one
+        its result:  allowance += what the drafts confirmed beyond the chosen tier are worth
+
+    So probes whose drafts are wrong become rare, and those whose drafts are right follow at once.
+    What all of them lose stays within PROBE_SHARE of the time and PROBE_STEPS steps, as far as
+    prices are right.
+    """
+
+    needs_prices = True
+
+    @staticmethod
+    def tiers(max_drafts: int) -> tuple[int, ...]:
+        if max_drafts <= MAX_DENSE_TIERS:
+            return tuple(range(max_drafts + 1))
+        powers = (1 << power for power in range(max_drafts.bit_length()))
+        return (0, 1, *(1 + power for power in powers if 1 + power < max_drafts), max_drafts)
+
+    def __init__(self, prices: RoundPrices | None, max_drafts: int) -> None:
+        assert prices is not None, "Tiers go by prices, and nobody has measured any."
+        self._prices = prices
+        self._tiers = self.tiers(max_drafts)
+        self._least_gain = max(LEAST_GAIN, prices.spread)
+        self._survival = Survival(1 + max_drafts, MEMORY_TRIALS)
+        self._allowance_ms: float | None = None
+        self._num_probes = 0
+        self._best = 0
+        self._token_ms = 0.0  # of the requests' tokens at the best tier
+
+    def choose(self, upcoming: UpcomingRound) -> int:
+        costs = {tier: self._prices.round_ms(upcoming, tier) for tier in self._tiers}
+        self._survival.window = max(MEMORY_TRIALS, MEMORY_STEPS * upcoming.num_reqs)
+        lengths = self._survival.mean_lengths(1 + self._tiers[-1])
+        best = best_tier(lengths, costs, self._least_gain)
+        cost, most_ms = costs[best], PROBE_STEPS * costs[best]
+        self._best, self._token_ms = best, cost / (upcoming.num_reqs * lengths[best])
+        saved_ms = most_ms if self._allowance_ms is None else self._allowance_ms
+        self._allowance_ms = min(saved_ms + PROBE_SHARE * cost, most_ms)
+        hopeful = [
+            tier
+            for tier in hopeful_tiers(lengths, costs, best, self._least_gain)
+            if costs[tier] - cost < most_ms
+        ]
+        if not hopeful:
+            return best
+        probed = hopeful[self._num_probes % len(hopeful)]
+        if costs[probed] - cost > self._allowance_ms:
+            return best
+        self._allowance_ms -= costs[probed] - cost
+        self._num_probes += 1
+        return probed
+
+    def observe(self, outcomes: Sequence[tuple[int, int]]) -> None:
+        num_beyond = 0
+        for (num_drafts, num_confirmed), count in Counter(outcomes).items():
+            self._survival.record(1 + num_drafts, 1 + num_confirmed, count)
+            num_beyond += count * max(0, num_confirmed - self._best)
+        assert self._allowance_ms is not None, "A step that was not chosen for."
+        self._allowance_ms += num_beyond * self._token_ms
+
+
+def best_tier(lengths: Sequence[float], costs: Mapping[int, float], least_gain: float = 0.0) -> int:
+    """The tier that gives most tokens per millisecond, of equal ones the least; 0 unless it beats
+    that by the share `least_gain`.
+
+    Args:
+        lengths: tokens that a request is expected to be given with 0, 1, ... drafts.
+        costs: milliseconds of a round of each tier, tier 0 among them.
+    """
+    best = min(costs, key=lambda tier: (-lengths[tier] / costs[tier], tier))
+    plain = lengths[0] / costs[0]
+    return best if lengths[best] / costs[best] > plain * (1 + least_gain) else 0
+
+
+def hopeful_tiers(
+    lengths: Sequence[float], costs: Mapping[int, float], best: int, least_gain: float
+) -> list[int]:
+    """Tiers above the best one that would beat it if all their further drafts were right; arguments
+    as for `best_tier`."""
+    chance = lengths[best] - lengths[best - 1] if best else 1.0  # that the best tier's are right
+    least = lengths[best] / costs[best] * (1 + least_gain)
+    return [
+        tier
+        for tier in costs
+        if tier > best and (lengths[best] + chance * (tier - best)) / costs[tier] > least
+    ]
