@@ -45,6 +45,7 @@ def server(
     (folder / "map.json").write_text(json.dumps([token]))
     flags = ("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(head))
     chains = ("--speculative-num-steps", "2", "--speculative-eagle-topk", "1")
+    chains += ("--speculative-load-aware", "off")
     token_map = ("--speculative-token-map", str(folder / "map.json"))
     with running_server("demo", *flags, *chains, *token_map, SGLANG_KV_CANARY="1") as server:
         yield server

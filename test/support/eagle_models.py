@@ -119,9 +119,15 @@ def write_models(folder: Path) -> dict[str, Path]:
 
 
 def eagle_config_for(
-    target: Path, head: Path, kind: str, num_steps: int, **options: Any
+    target: Path,
+    head: Path,
+    kind: str,
+    num_steps: int,
+    tier_policy: str = "fixed",
+    **options: Any,
 ) -> DrafterConfig:
-    """The drafter with the head of a folder."""
+    """The drafter with the head of a folder; `options` are of `load_head_config`."""
     model = load_model_config(str(target))
     config = load_head_config(str(head), kind, model, **options)
-    return DrafterConfig("eagle", EagleConfig(config, model.num_layers, num_steps))
+    eagle = EagleConfig(config, model.num_layers, num_steps, tier_policy=tier_policy)
+    return DrafterConfig("eagle", eagle)

@@ -34,11 +34,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_random_llama(tmp_path_factory.mktemp("target"), num_hidden_layers=8)
 
 
-def resolved(target: Path, **flags: Any) -> RuntimeConfig:
+def resolved(target: Path, environ: Environ | None = None, **flags: Any) -> RuntimeConfig:
     shared = {"mtp_mask_token_id"}
     named = {name if name in shared else f"speculative_{name}": flags[name] for name in flags}
     args = ServerArgs(model_path=str(target), **named)
-    return resolve(args, PLATFORM, load_model_config(str(target)), Environ())
+    return resolve(args, PLATFORM, load_model_config(str(target)), environ or Environ())
 
 
 def refusal(target: Path, **flags: Any) -> str:
@@ -96,8 +96,39 @@ def test_a_chain_has_a_token_more_than_steps(
 
 
 @pytest.mark.parametrize(
+    ("flags", "simulated", "policy", "passes"),
+    [
+        ({}, None, "load_aware", (1, 2)),
+        ({"load_aware": "on", "num_steps": 1}, None, "load_aware", ()),
+        ({"num_steps": 20}, None, "load_aware", (1, 2, 4, 8, 16, 19)),
+        ({"load_aware": "off"}, None, "fixed", (2,)),
+        ({"load_aware": "off", "num_steps": 1}, None, "fixed", ()),
+        ({"load_aware": "on"}, 2.5, "fixed", (2,)),
+    ],
+)
+def test_the_number_of_drafts_follows_the_load_unless_it_is_pinned(
+    target: Path,
+    tmp_path: Path,
+    flags: dict[str, Any],
+    simulated: float | None,
+    policy: str,
+    passes: tuple[int, ...],
+) -> None:
+    head = write_eagle(tmp_path)
+    all_flags = {"algorithm": "EAGLE", "draft_model_path": str(head), **flags}
+    environ = Environ(simulated_accept_len=simulated)
+    config = resolved(target, environ=environ, **all_flags)
+    assert config.drafter is not None
+    assert config.drafter.options.tier_policy == policy
+    assert config.needs.needs_prices == (policy == "load_aware")
+    [model] = drafter_models(config.drafter, config.execution)
+    assert model.draft_steps == passes
+
+
+@pytest.mark.parametrize(
     ("flags", "said"),
     [
+        ({"load_aware": "off"}, "--speculative-load-aware needs --speculative-algorithm"),
         ({"algorithm": "NGRAM"}, "--speculative-algorithm NGRAM is not built yet; there are EAGLE"),
         ({"algorithm": "STANDALONE"}, "STANDALONE is not built yet"),
         ({"algorithm": "EAGEL"}, "EAGEL is unknown; there are EAGLE and EAGLE3"),

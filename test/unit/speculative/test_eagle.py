@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from drafted_serving import (
 )
 from drafter_checks import DraftCounter, asking_requests
 from eagle_models import CONTEXT, VOCAB, eagle_config_for, write_models, write_target
+from jumping_tier import JUMPING, jumping_tiers
 from pairwise import name_of, pairwise_cases
 from sglang.srt.messages.control import (
     ContinueGenerationReq,
@@ -35,7 +37,7 @@ from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.models.draft_head import DraftHead
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
-from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig
 from utils import Setup, make_execution
 
 torch.set_num_threads(1)
@@ -46,6 +48,12 @@ BOTH = pytest.mark.parametrize("kind", KINDS)
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write_models(tmp_path_factory.mktemp("eagle"))
+
+
+@pytest.fixture(autouse=True)
+def policies() -> Iterator[None]:
+    with jumping_tiers():
+        yield
 
 
 def setup_for(num_steps: int, page_size: int = 1, num_tokens: int = 1024, **changes: Any) -> Setup:
@@ -80,7 +88,19 @@ class Served(Drafted):
         self.group = group_for(paths["target"], drafter, setup)
         counter = DraftCounter()
         self.seen: Counter[str] = counter.seen
-        super().__init__(self.group, drafter, setup, checks_kv=True, on_step=counter)
+
+        def on_step(step: ComputedStep) -> None:
+            counter(step)
+            self._note_tier(step)
+
+        super().__init__(self.group, drafter, setup, checks_kv=True, on_step=on_step)
+
+    def _note_tier(self, step: ComputedStep) -> None:
+        """A step's tier is the most drafts that any of its requests verifies."""
+        num_drafts = step.accepted.num_drafts
+        assert step.plan.tier == (0 if num_drafts is None else int(num_drafts.max()))
+        if step.plan.is_plain and 0 in step.batch.num_prompt_tokens:
+            self.seen["plain decodes"] += 1
 
     def assert_many_of_each(self, least: int = 30) -> None:
         """Drafts were often right and often wrong."""
@@ -99,6 +119,7 @@ def right_tokens(target: Path) -> list[list[int]]:
 CHOICES: dict[str, tuple[Any, ...]] = {
     "kind": KINDS,
     "num_steps": (1, 3, 5),
+    "tier_policy": ("fixed", JUMPING),
     "page_size": (1, 16),
     "enable_overlap": (True, False),
     "use_radix_cache": (True, False),
@@ -113,8 +134,8 @@ CASES = pairwise_cases(CHOICES)
 def test_tokens_are_those_without_a_drafter(paths: dict[str, Path], case: dict[str, Any]) -> None:
     """Greedy and seeded requests; the ledger is exact and the KV canary silent in each step."""
     changes = dict(case)
-    kind, num_steps, memory, disturb = (
-        changes.pop(key) for key in ("kind", "num_steps", "memory", "disturb")
+    kind, num_steps, policy, memory, disturb = (
+        changes.pop(key) for key in ("kind", "num_steps", "tier_policy", "memory", "disturb")
     )
     setup = setup_for(
         num_steps,
@@ -122,23 +143,28 @@ def test_tokens_are_those_without_a_drafter(paths: dict[str, Path], case: dict[s
         retract_interval=3 if memory == "retracts" else 0,
         **changes,
     )
-    harness = Served(paths, kind, num_steps, setup)
+    harness = Served(paths, kind, num_steps, setup, tier_policy=policy)
     ids = serve(harness, right_tokens(paths["target"]), disturb, seed=CASES.index(case))
     outcomes = [harness.outputs[req_id] for req_id in ids]
     if memory == "retracts":
         assert any(outcome.num_retractions for outcome in outcomes)
     if case["use_radix_cache"] and disturb is nothing:
         assert any(outcome.cached_tokens for outcome in outcomes)
+    if policy == JUMPING:
+        assert harness.seen["plain decodes"] > 10
     harness.assert_many_of_each(least=10)
 
 
 @BOTH
-@pytest.mark.parametrize(("page_size", "overlap", "chunk"), [(1, True, 5), (16, False, 2048)])
+@pytest.mark.parametrize(
+    ("page_size", "overlap", "chunk", "policy"),
+    [(1, True, 5, JUMPING), (16, False, 2048, "fixed")],
+)
 def test_all_that_requests_ask_for_is_what_they_get_without_a_head(
-    paths: dict[str, Path], kind: str, page_size: int, overlap: bool, chunk: int
+    paths: dict[str, Path], kind: str, page_size: int, overlap: bool, chunk: int, policy: str
 ) -> None:
     """Penalties, biases, filters, log-probabilities, hidden states."""
-    drafter = eagle_config_for(paths["target"], paths[kind], kind, 3)
+    drafter = eagle_config_for(paths["target"], paths[kind], kind, 3, policy)
     setup = setup_for(3, page_size, enable_overlap=overlap, chunked_prefill_size=chunk)
     requests = asking_requests(VOCAB)
     plain = drafter_checks.serve(paths["target"], setup, None, requests)

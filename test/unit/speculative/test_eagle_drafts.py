@@ -29,6 +29,7 @@ from eagle_models import (
     write_eagle_head,
     write_target,
 )
+from jumping_tier import JUMPING, jumping_tiers
 from mtp_oracle import load_reference
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.model_executor.runner_group import make_runners
@@ -81,21 +82,26 @@ class ComparedDrafter(EagleDrafter):
     def propose(self, step: ComputedStep) -> None:
         super().propose(step)
         lens = step.accepted.accept_lens.tolist()
+        fed = [0] * len(lens) if step.plan.is_plain else step.accepted.num_drafts.tolist()
         for index, (row, emits) in enumerate(zip(step.batch.rows, step.batch.emits, strict=True)):
             if not emits:
                 self.seen["chunks"] += 1
                 continue
             self._compare(row)
             if step.batch.num_prompt_tokens[index] == 0:
+                self.seen["plain"] += fed[index] == 0
                 self.seen["confirmed"] += lens[index] - 1
-                self.seen["rejected"] += NUM_STEPS - (lens[index] - 1)
+                self.seen["rejected"] += fed[index] - (lens[index] - 1)
             self.seen["behind cached"] += self._num_cached[row] > 0
 
     def _compare(self, row: int) -> None:
         state = self._state
         end = int(state.committed[row])
-        known = state.tokens[row, : end + 1 + NUM_STEPS].long()
+        num_drafts = int(state.pending_lens[row]) - 1
+        known = state.tokens[row, : end + 1 + num_drafts].long()
         assert int(state.num_tokens[row]) == len(known)
+        if num_drafts == 0:
+            return
         fed = self._fed[self._table.req_to_token[row, :end].long()]
         wrong = (fed != known[1 : end + 1]).nonzero()[:, 0]
         size = self._page_size
@@ -136,13 +142,13 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]
     eagle3 = write_eagle3_head(folder / EAGLE3, target, noise=0.2)
     heads = {EAGLE: write_eagle_head(folder / EAGLE, noise=0.2), EAGLE3: eagle3}
     place = f"{ComparedDrafter.__module__}:{ComparedDrafter.__name__}"
-    with mock.patch.dict(DRAFTERS._entries, {"compared": place}):
+    with mock.patch.dict(DRAFTERS._entries, {"compared": place}), jumping_tiers():
         yield {"target": target, **heads}
 
 
-def compared(paths: dict[str, Path], kind: str, setup: Setup) -> Drafted:
+def compared(paths: dict[str, Path], kind: str, setup: Setup, policy: str) -> Drafted:
     target, head = paths["target"], paths[kind]
-    drafter = replace(eagle_config_for(target, head, kind, NUM_STEPS), name="compared")
+    drafter = replace(eagle_config_for(target, head, kind, NUM_STEPS, policy), name="compared")
     needs = drafter_needs(drafter)
     execution = make_execution(
         target, setup, CONTEXT, needs.max_rows, row_width=setup.row_width, capture=needs.capture
@@ -158,8 +164,13 @@ def compared(paths: dict[str, Path], kind: str, setup: Setup) -> Drafted:
 
 @pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
 @pytest.mark.parametrize(
-    ("page_size", "chunk", "retract_interval", "use_radix_cache"),
-    [(1, 6, 0, True), (16, 2048, 3, True), (16, 6, 0, False)],
+    ("page_size", "chunk", "retract_interval", "use_radix_cache", "policy"),
+    [
+        (1, 6, 0, True, "fixed"),
+        (16, 2048, 3, True, "fixed"),
+        (16, 6, 0, False, "fixed"),
+        (1, 6, 0, True, JUMPING),
+    ],
 )
 def test_drafts_are_what_the_head_says_of_the_true_sequence(
     paths: dict[str, Path],
@@ -168,7 +179,9 @@ def test_drafts_are_what_the_head_says_of_the_true_sequence(
     chunk: int,
     retract_interval: int,
     use_radix_cache: bool,
+    policy: str,
 ) -> None:
+    """Also behind steps in which nothing was drafted."""
     setup = Setup(
         num_pages=1024 // page_size,
         page_size=page_size,
@@ -178,7 +191,7 @@ def test_drafts_are_what_the_head_says_of_the_true_sequence(
         context_len=CONTEXT,
         max_decode_rows=2 * NUM_STEPS,
     )
-    harness = compared(paths, kind, setup)
+    harness = compared(paths, kind, setup, policy)
     for index, prompt in enumerate(prompts()):
         harness.submit(prompt, **params_of(index))
         if index % 3 == 2:
@@ -189,9 +202,10 @@ def test_drafts_are_what_the_head_says_of_the_true_sequence(
     harness.run()
     harness.check()
     seen = harness.drafter.seen
-    assert seen["compared"] > 100, seen
+    assert seen["compared"] > (50 if policy == JUMPING else 100), seen
     assert seen["confirmed"] > 20, seen
     assert seen["rejected"] > 20, seen
+    assert (seen["plain"] > 50) == (policy == JUMPING), seen
     assert seen["ties"] <= seen["compared"] // 50, seen
     assert (seen["chunks"] > 10) == (chunk == 6), seen
     assert (seen["behind cached"] > 20) == use_radix_cache, seen

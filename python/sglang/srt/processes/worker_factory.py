@@ -91,12 +91,12 @@ def make_worker(
     )
     for runner in runners.runners:
         runner.checks.clear()  # of a worker that was made before
-    if checks_kv:
-        check_kv(runners, state, needs.token_shift)
     made: Drafter | None = None
     if drafter is not None:
         kind: DrafterType = DRAFTERS.load(drafter.name)
         made = kind.make(DrafterParts(drafter.options, runners, state, prices))
+    if checks_kv:  # from here on: a drafter may have measured steps of nobody
+        check_kv(runners, state, needs.token_shift)
     confirm: Confirm | None = _simulated(simulated_accept_len, needs)
     if confirm is None and drafter is not None:
         confirm = _by_thresholds(drafter, needs, state.committed.device)

@@ -15,10 +15,11 @@ from sglang.srt.speculative.round_prices import RoundPrices, UpcomingRound
 
 MAX_DENSE_TIERS = 5  # with more drafts at most, not every number has graphs
 # Of a position so many trials are remembered, or those of so many steps, since text changes.
-MEMORY_TRIALS, MEMORY_STEPS = 256.0, 16.0
+MEMORY_TRIALS, MEMORY_STEPS = 512.0, 16.0
 LEAST_GAIN = 0.01  # share by which drafts must beat none: prices and estimates are not exact
 PROBE_SHARE = 0.004  # share of the time of steps that probes may cost
-PROBE_STEPS = 4.0  # steps whose time may be saved up for probes
+PROBE_STEPS = 2.5  # steps whose time may be saved up for probes
+FAR_PROBES = 4  # every so many probes one looks further than the cheapest
 
 
 class TierPolicy(Protocol):
@@ -72,8 +73,8 @@ class LoadAwareTier:
     """The tier that gives most tokens per millisecond, by what was confirmed lately.
 
     Tiers that are not chosen teach nothing. So now and then a step probes a higher one that would
-    be best if all drafts beyond the chosen tier were right, such tiers in turn. Probes are paid
-    from an allowance:
+    be best if all drafts beyond the chosen tier were right: mostly the cheapest of these, which
+    teaches what all others need, and the others in turn. Probes are paid from an allowance:
 
         each step:   allowance = min(allowance + PROBE_SHARE * price, PROBE_STEPS * price)
         a probe:     allowance -= what its round costs beyond the chosen one
@@ -120,7 +121,9 @@ class LoadAwareTier:
         ]
         if not hopeful:
             return best
-        probed = hopeful[self._num_probes % len(hopeful)]
+        hopeful.sort(key=lambda tier: costs[tier])
+        turn, is_near = divmod(self._num_probes, FAR_PROBES)
+        probed = hopeful[0 if is_near else turn % len(hopeful)]
         if costs[probed] - cost > self._allowance_ms:
             return best
         self._allowance_ms -= costs[probed] - cost

@@ -1,0 +1,173 @@
+"""How many drafts are verified under the load at hand."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from sglang.srt.layers.attention.base_attn_backend import GraphSupport
+from sglang.srt.model_executor.graph_keys import GraphKeys
+from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
+from sglang.srt.speculative.tier_policy import (
+    PROBE_SHARE,
+    PROBE_STEPS,
+    FixedTier,
+    LoadAwareTier,
+    best_tier,
+    hopeful_tiers,
+)
+from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, StepShape
+from simulated_rounds import H200_MS, ListedRounds, best_ms_per_token, decode
+
+CHANCES = [0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+
+
+def load_aware(num_reqs: int, costs_ms: tuple[float, ...]) -> LoadAwareTier:
+    return LoadAwareTier(ListedRounds({num_reqs: costs_ms}), len(costs_ms) - 1)
+
+
+def random_costs(chooser: random.Random) -> tuple[float, ...]:
+    """A staircase that falls in places; every round with drafts costs more than a plain step."""
+    return (5.0, *(5.0 + chooser.choice([0.2, 1.0, 3.0, 9.0]) * chooser.random() for _ in range(5)))
+
+
+def test_the_best_tier_is_that_of_a_search() -> None:
+    chooser = random.Random(0)
+    for _ in range(500):
+        chances = [chooser.random() for _ in range(5)]
+        lengths = [1 + sum(itertools.accumulate(chances[:n], float.__mul__)) for n in range(6)]
+        costs = dict(enumerate(random_costs(chooser)))
+        best = best_tier(lengths, costs)
+        rates = [lengths[tier] / cost for tier, cost in costs.items()]
+        assert rates[best] == max(rates)
+        gain = chooser.random() / 2
+        least = rates[0] * (1 + gain)
+        assert best_tier(lengths, costs, gain) == (best if rates[best] > least else 0)
+        hopeful = hopeful_tiers(lengths, costs, best, 0.0)
+        chance = lengths[best] - lengths[best - 1] if best else 1.0
+        assert hopeful == [
+            tier
+            for tier in range(best + 1, 6)
+            if (lengths[best] + chance * (tier - best)) / costs[tier] > rates[best]
+        ]
+
+
+def test_of_equal_tiers_the_one_of_fewer_rows_is_taken() -> None:
+    assert best_tier([1.0, 1.5, 2.0], {0: 2.0, 1: 3.0, 2: 4.0}) == 0
+    assert best_tier([1.0, 2.0, 3.0], {0: 4.0, 1: 4.0, 2: 6.0}) == 1
+
+
+@pytest.mark.parametrize("num_reqs", H200_MS)
+def test_on_an_h200_it_is_never_slower_than_plain_and_nearly_as_fast_as_the_best_tier(
+    num_reqs: int,
+) -> None:
+    """A lone request tries few drafts where most are wrong, and so learns slowly."""
+    costs, num_tokens = H200_MS[num_reqs], 6000 if num_reqs == 1 else 1500
+    for chance in CHANCES:
+        policy = load_aware(num_reqs, costs)
+        found = decode(policy, costs, num_reqs, num_tokens, lambda step, chance=chance: chance)
+        assert found.ms_per_token <= 1.01 * costs[0], (chance, found)
+        assert found.ms_per_token <= 1.03 * best_ms_per_token(costs, chance), (chance, found)
+
+
+def test_under_prices_of_any_kind_it_is_not_slower_than_plain() -> None:
+    chooser = random.Random(1)
+    for _ in range(30):
+        costs, num_reqs, chance = random_costs(chooser), chooser.choice([4, 32]), chooser.random()
+        policy = load_aware(num_reqs, costs)
+        found = decode(policy, costs, num_reqs, 1500, lambda step, chance=chance: chance)
+        assert found.ms_per_token <= 1.01 * costs[0], (costs, num_reqs, chance, found)
+
+
+@pytest.mark.parametrize("num_reqs", H200_MS)
+def test_if_nothing_is_ever_right_probes_cost_what_they_may(num_reqs: int) -> None:
+    """Steps that believed the prior are few: what was read of the first ones tells."""
+    costs, num_steps = H200_MS[num_reqs], 4000
+    found = decode(load_aware(num_reqs, costs), costs, num_reqs, num_steps, lambda step: 0.0)
+    lost = found.ms_per_token / costs[0] - 1
+    believed = 12 * (costs[3] / costs[0] - 1) if num_reqs == 1 else 3 * (costs[3] / costs[0] - 1)
+    assert lost <= PROBE_SHARE + (PROBE_STEPS + believed) / num_steps
+    assert sum(count for tier, count in found.tiers.items() if tier) > 5, "it stopped to look"
+
+
+@pytest.mark.parametrize(("num_reqs", "num_steps"), [(1, 1000), (8, 300), (128, 400)])
+@pytest.mark.parametrize(("before", "after"), [(0.0, 0.9), (0.9, 0.0), (0.4, 0.9)])
+def test_it_follows_text_that_changes(
+    num_reqs: int, num_steps: int, before: float, after: float
+) -> None:
+    """After so many steps nearly all have the tier that is best now."""
+    costs = H200_MS[num_reqs]
+    policy = load_aware(num_reqs, costs)
+    decode(policy, costs, num_reqs, 1000, lambda step: before)
+    decode(policy, costs, num_reqs, num_steps, lambda step: after, seed=1)
+    found = decode(policy, costs, num_reqs, 1000, lambda step: after, seed=2)
+    assert found.ms_per_token <= 1.02 * best_ms_per_token(costs, after), found
+
+
+def test_equal_histories_get_equal_answers() -> None:
+    runs = [
+        decode(load_aware(8, H200_MS[8]), H200_MS[8], 8, 300, lambda step: 0.5) for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("max_drafts", [1, 2, 3, 5, 6, 8, 9, 31, 63])
+def test_tiers_reach_from_none_to_all(max_drafts: int) -> None:
+    tiers = LoadAwareTier.tiers(max_drafts)
+    assert list(tiers) == sorted({*tiers})
+    assert tiers[0] == 0
+    assert tiers[-1] == max_drafts
+    assert len(tiers) <= 10, "each has graphs of its own"
+    if max_drafts <= 5:
+        assert tiers == tuple(range(max_drafts + 1))
+    assert FixedTier.tiers(max_drafts) == (max_drafts,)
+    assert FixedTier(None, max_drafts).choose(UpcomingRound(1)) == max_drafts
+
+
+def test_a_round_costs_the_step_the_pass_over_its_rows_and_the_draft_steps() -> None:
+    keys = GraphKeys(GraphSupport.RAGGED_Q, 8, 4, 0)
+    target = PriceTable(
+        find=keys.find_shape,
+        graphs_ms={key: 10.0 + key.num_tokens for key in keys.all},
+        eager=Curve((1,), (1e9,)),
+        head=Curve((1, 100), (1.0, 100.0)),
+        kv_ms=0.5,
+        row_kv_ms=0.25,
+    )
+    extend = PriceTable(
+        find=lambda *rows: None,
+        graphs_ms={},
+        eager=Curve((1, 100), (0.1, 10.0)),
+        head=Curve((1, 100), (3.0, 300.0)),
+        kv_ms=0.02,
+        row_kv_ms=0.01,
+    )
+    passes = {1: Curve((1, 8), (7.0, 7.0)), 2: Curve((1, 8), (14.0, 14.0))}
+    prices = MeasuredRounds(target, DraftPrices(extend, passes))
+    for num_reqs, num_drafts, kv_tokens in itertools.product((1, 3, 8), range(4), (0, 40)):
+        rows = num_reqs * (1 + num_drafts)
+        shape = StepShape(
+            num_reqs, 1 + num_drafts, rows, rows, kv_tokens, (1 + num_drafts) * kv_tokens
+        )
+        cost = target.price_ms(shape) + 0.1 * rows
+        cost += kv_tokens * (0.02 + 0.01 * (1 + num_drafts))
+        if num_drafts:
+            cost += 3.0 * num_reqs + (num_drafts - 1) * (7.0 + 0.03 * kv_tokens)
+        found = prices.round_ms(UpcomingRound(num_reqs, kv_tokens), num_drafts)
+        assert found == pytest.approx(cost)
+
+
+def test_steps_of_fewer_rows_than_the_widest_find_the_smallest_graph_that_has_room() -> None:
+    keys = GraphKeys(GraphSupport.RAGGED_Q, 128, 4, 1024)
+    for num_reqs, num_drafts in itertools.product((1, 5, 32, 100, 128), range(4)):
+        found = keys.find([1 + num_drafts] * num_reqs)
+        assert found is not None
+        rows = num_reqs * (1 + num_drafts)
+        reqs = min(
+            key.num_reqs for key in keys.all if key.tag == found.tag and key.num_reqs >= num_reqs
+        )
+        same = [key for key in keys.all if (key.tag, key.num_reqs) == (found.tag, reqs)]
+        assert found.num_tokens == min(key.num_tokens for key in same if key.num_tokens >= rows)
+        assert (found.tag == "decode") == (num_drafts == 0)
