@@ -13,7 +13,7 @@ from sglang.srt.speculative.tier_policy import TierPolicy
 LAG = 2  # steps that are launched and not read when a tier is chosen
 
 # An 8B model on an H200, by requests: a plain step, and rounds of 1, 2 and 3 drafts. Of these the
-# first and the last were measured; those between are on a line.
+# first and the last were measured; those between are guesses.
 H200_MS = {
     1: (4.39, 5.3, 5.6, 5.95),
     8: (4.42, 5.5, 5.9, 6.46),
