@@ -26,6 +26,10 @@ LONGEST_FIRST = (
     "test/e2e/test_mtp.py",
     "test/e2e/test_front_end_load.py",
     "test/unit/managers/test_storm.py",
+    "test/unit/speculative/test_eagle.py",
+    "test/unit/speculative/test_accept_thresholds.py",
+    "test/unit/speculative/test_sampled_distribution.py",
+    "test/unit/test_demo_heads.py",
 )
 
 use_flags_as_defaults(TARGET)

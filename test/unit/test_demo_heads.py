@@ -59,6 +59,7 @@ class Head:
             model_path="demo",
             speculative_algorithm=self.algorithm,
             speculative_draft_model_path=self.name,
+            speculative_load_aware="off",
         )
         model = load_model_config("demo")
         drafter = eagle_from_flags(args, model, (model.hf["mtp_mask_token_id"],))
