@@ -29,7 +29,7 @@ RESULTS = DEMO_MODELS_DIR.parents[2] / "benchmark" / "results"
 DEMO = resolve_model_path("demo")
 # Held out of the corpus of model and heads: see "Held out" of the cards.
 MODULES = [code, copy, modulefinder, pickletools, reprlib]
-NUM_PROMPTS, NUM_PROMPT_TOKENS, NUM_NEW = 32, 64, 32
+NUM_PROMPTS, NUM_PROMPT_TOKENS, NUM_NEW = 16, 64, 32
 LEAST_ACCEPT_LENGTH = 2.3
 MAX_BYTES = 6e6
 SETUP = Setup(num_pages=6000, max_running_requests=16, context_len=256)
