@@ -280,10 +280,8 @@ def _drafter(
     """That of --speculative-algorithm, else multi-token prediction if the model has a mask token,
     which is never emitted in either case."""
     mask = _mask_token(args, model)
-    suppressed, simulates = (
-        () if mask is None else (mask,),
-        environ.simulated_accept_len is not None,
-    )
+    suppressed = () if mask is None else (mask,)
+    simulates = environ.simulated_accept_len is not None
     eagle = eagle_from_flags(args, model, suppressed, simulates)
     if eagle is not None or mask is None:
         return eagle
