@@ -14,6 +14,7 @@ if sys.platform != "linux":
     pytest.skip("needs Triton", allow_module_level=True)
 
 from sglang.srt.layers.attention.prompt_attention import (
+    MIN_KV_LEN,
     MIN_ROWS,
     NO_REQUEST,
     Prompt,
@@ -49,7 +50,7 @@ def test_prompts_are_the_requests_of_many_rows(seed: int) -> None:
     expected = [
         (request, sum(q_lens[:request]), q_len, kv_lens[request])
         for request, q_len in enumerate(q_lens)
-        if q_len >= MIN_ROWS
+        if q_len >= MIN_ROWS and kv_lens[request] >= MIN_KV_LEN
     ]
     assert prompts_of(q_lens, kv_lens) == expected
 

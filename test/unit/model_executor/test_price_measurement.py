@@ -21,7 +21,7 @@ from sglang.srt.model_executor.price_measurement import (
     rows_of,
     timed_passes,
 )
-from sglang.srt.step.price_table import prompt_pairs
+from sglang.srt.step.price_table import PromptChunk
 from utils import MTP_MAX_ROWS, Setup, make_random_llama, make_runner
 
 
@@ -111,10 +111,12 @@ def test_where_launches_return_at_once_the_device_is_timed_not_the_host(model_pa
     assert meter._times_ms(Late, 3) == pytest.approx([5.0, 5.0, 5.0])
 
 
-@pytest.mark.parametrize("is_cpu", [True, False])
-def test_rows_and_pairs_of_prompts_are_told_apart(model_path: Path, is_cpu: bool) -> None:
+@pytest.mark.parametrize(("is_cpu", "least_rows"), [(True, 1), (False, 1), (False, 300)])
+def test_rows_and_attention_of_prompts_are_told_apart(
+    model_path: Path, is_cpu: bool, least_rows: int
+) -> None:
     """A device whose steps take 1 ms, 0.01 ms a row, and 1e-5 ms for each pair of a row and a token
-    that it sees."""
+    that it sees, where fewer rows of a prompt take as long as `least_rows`."""
     runner = make_runner(model_path, Setup(num_pages=100), 4096, 1, device="cpu")
     runner.max_prompt_rows = 1500
     now, longest, asked = 0.0, 0, set[int]()
@@ -122,7 +124,8 @@ def test_rows_and_pairs_of_prompts_are_told_apart(model_path: Path, is_cpu: bool
     def forward(batch: ForwardBatch) -> ForwardResult:
         nonlocal now, longest
         steps = zip(batch.q_lens, batch.kv_len_upper_bounds, strict=True)
-        num_pairs = sum(prompt_pairs(kv_len - q_len, q_len) for q_len, kv_len in steps)
+        chunks = [PromptChunk(kv_len - q_len, q_len) for q_len, kv_len in steps]
+        num_pairs = sum(max(each.num_rows, least_rows) * each.mean_seen for each in chunks)
         now += (1.0 + 0.01 * sum(batch.q_lens) + 1e-5 * num_pairs) / 1e3
         longest = max(longest, *batch.kv_len_upper_bounds)
         table = runner.req_to_token_pool.req_to_token
@@ -138,10 +141,13 @@ def test_rows_and_pairs_of_prompts_are_told_apart(model_path: Path, is_cpu: bool
 
         with mock.patch.object(meter, "_times_ms", times_ms):
             table = meter.measure()
-    assert table.prompt_row_kv_ms == pytest.approx(1e-5, rel=0.01)
+    for num_rows in (1500, *(512, 128) * (not is_cpu), 64, *(8,) * is_cpu):
+        if num_rows <= table.prompt_kv_ms.sizes[-1]:
+            expected = 1e-5 * max(num_rows, least_rows, table.prompt_kv_ms.sizes[0])
+            assert table.prompt_kv_ms.at(num_rows) == pytest.approx(expected, rel=0.01)
     assert table.eager.sizes[-1] == (1408 if is_cpu else 1500)
     for num_rows, cost_ms in zip(table.eager.sizes, table.eager.costs_ms, strict=True):
-        assert cost_ms == pytest.approx(1.0 + 0.01 * num_rows, rel=0.01)
+        assert cost_ms == pytest.approx(1.0 + 0.01 * num_rows, rel=0.05)
     assert longest > 1000
     assert max(asked) <= 100, "a slot outside of the pool"
     assert not runner.req_to_token_pool.req_to_token.any(), "no request's rows are left written"

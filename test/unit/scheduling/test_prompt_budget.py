@@ -21,7 +21,7 @@ from sglang.srt.scheduling.prompt_budget import (
     PromptAllowance,
     make_budget,
 )
-from sglang.srt.step.price_table import Curve, PriceTable, StepShape, no_graphs, prompt_pairs
+from sglang.srt.step.price_table import Curve, PriceTable, PromptChunk, StepShape, no_graphs
 
 LARGEST = 8192
 HEAD = Curve((1, 128, 1024), (0.4, 0.45, 1.6))
@@ -42,7 +42,7 @@ GPU = PriceTable(
     HEAD,
     kv_ms=5e-5,
     row_kv_ms=1e-6,
-    prompt_row_kv_ms=9e-7,
+    prompt_kv_ms=Curve((128, 512, 2048), (4.2e-4, 4.6e-4, 1.8e-3)),
 )
 CPU = PriceTable(
     no_graphs,
@@ -51,7 +51,7 @@ CPU = PriceTable(
     Curve((1, 64), (0.1, 1.0)),
     kv_ms=1e-4,
     row_kv_ms=1e-5,
-    prompt_row_kv_ms=1e-5,
+    prompt_kv_ms=Curve((8, 64), (8e-5, 6.4e-4)),
 )
 DEARER_FOR_LESS = PriceTable(
     no_graphs, {}, Curve((1, 256, 512, 1024), (9.0, 20.0, 12.0, 30.0)), HEAD
@@ -84,7 +84,7 @@ class Step:
                 num_read=self.decodes.num_read + sum(1 + ahead for _, _, ahead in prompts),
                 kv_tokens=self.decodes.kv_tokens,
                 row_kv=self.decodes.row_kv,
-                prompt_row_kv=sum(prompt_pairs(start, count) for (start, _, _), count in pairs),
+                prompts=tuple(PromptChunk(start, count) for (start, _, _), count in pairs),
             )
         )
 
@@ -127,7 +127,7 @@ def test_of_what_the_bound_allows_a_step_gets_the_most_or_ends_with_a_tile(name:
                 assert allowance.price_ms == pytest.approx(step.ms_with())
             assert allowance.num_taken == num_taken
     assert num_bounded > 10
-    assert num_whole > 5 or name != "gpu"
+    assert num_whole > 3 or name != "gpu"
 
 
 def check_rounding(step: Step, room: int, best: int, num_lookahead: int) -> None:

@@ -17,7 +17,7 @@ from sglang.srt.scheduling.prompt_budget import (
     BoundedBudget,
 )
 from sglang.srt.scheduling.step_builder import ENDING_SHARE
-from sglang.srt.step.price_table import Curve, PriceTable, StepShape, no_graphs, prompt_pairs
+from sglang.srt.step.price_table import Curve, PriceTable, PromptChunk, StepShape, no_graphs
 from sglang.srt.step.worker import GenerationBatchResult, ScheduleBatch
 from utils import SchedulerHarness, Setup
 
@@ -229,7 +229,7 @@ def test_a_step_with_decodes_stays_within_its_bound() -> None:
         Curve((1, 100), (0.1, 0.5)),
         kv_ms=1e-4,
         row_kv_ms=1e-5,
-        prompt_row_kv_ms=2e-6,
+        prompt_kv_ms=Curve((100, 1000), (2e-4, 2e-3)),
     )
     for kind, max_ms in (("plain", 6.0), ("mtp", 6.0), ("verify", 8.0), ("plain", 0.5)):
         setup = Setup(
@@ -263,7 +263,8 @@ def check_prices(steps: list[Fed], prices: PriceTable, max_ms: float) -> None:
             continue
         if num_tokens == 0:
             continue
-        kv_tokens = row_kv = pairs = num_read = 0
+        kv_tokens = row_kv = num_read = 0
+        chunks = list[PromptChunk]()
         for i, num_rows in enumerate(batch.max_q_lens):
             before = batch.kv_len_upper_bounds[i] - num_rows
             if is_decode[i]:
@@ -271,10 +272,10 @@ def check_prices(steps: list[Fed], prices: PriceTable, max_ms: float) -> None:
                 row_kv += num_rows * before
                 num_read += num_rows
             else:
-                pairs += prompt_pairs(before, num_rows)
+                chunks.append(PromptChunk(before, num_rows))
                 num_read += 1 + num_rows - batch.num_prompt_tokens[i]
         num_rows = sum(batch.max_q_lens)
-        shape = StepShape(len(batch.rows), 1, num_rows, num_read, kv_tokens, row_kv, pairs)
+        shape = StepShape(len(batch.rows), 1, num_rows, num_read, kv_tokens, row_kv, tuple(chunks))
         if prices.price_ms(shape) > max_ms:
             assert num_tokens <= MIN_PROMPT_TOKENS
         else:

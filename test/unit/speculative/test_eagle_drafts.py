@@ -98,11 +98,11 @@ class ComparedDrafter(EagleDrafter):
         state = self._state
         end = int(state.committed[row])
         num_drafts = int(state.pending_lens[row]) - 1
-        known = state.tokens[row, : end + 1 + num_drafts].long()
+        known = state.tokens[row, : end + 1 + num_drafts].long().cpu()
         assert int(state.num_tokens[row]) == len(known)
         if num_drafts == 0:
             return
-        fed = self._fed[self._table.req_to_token[row, :end].long()]
+        fed = self._fed[self._table.req_to_token[row, :end].long().cpu()]
         wrong = (fed != known[1 : end + 1]).nonzero()[:, 0]
         size = self._page_size
         assert ((wrong + 1) % size == 0).all(), wrong
@@ -125,7 +125,8 @@ class ComparedDrafter(EagleDrafter):
         self.seen["compared"] += 1
 
     def _column_of(self, token: int) -> int:
-        ids = self._head.to_target_ids(torch.arange(self.oracle.num_tokens))
+        columns = torch.arange(self.oracle.num_tokens, device=self._runner.device)
+        ids = self._head.to_target_ids(columns)
         [column] = (ids == token).nonzero()[:, 0].tolist()
         return column
 

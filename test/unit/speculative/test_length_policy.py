@@ -27,7 +27,7 @@ from sglang.srt.speculative.length_policy import (
     LoadAwareLength,
 )
 from sglang.srt.speculative.upcoming_step import Accepted, Budget, EmittingRequest, UpcomingStep
-from sglang.srt.step.price_table import Curve, PriceTable, no_graphs
+from sglang.srt.step.price_table import Curve, PriceTable, PromptChunk, no_graphs
 from simulated_decode import gpu_prices
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_mtp_worker, make_runner
 
@@ -364,8 +364,8 @@ def test_the_policy_hears_who_is_in_a_step(small_model: Path) -> None:
     assert upcoming.emitting == Counter([plain, static, adaptive, newcomer])
     assert (upcoming.prompt_rows, upcoming.longest_prompt, upcoming.prompt_reqs) == (20, 19, 1)
     assert upcoming.kv_tokens >= 2 + 1 + 1 + 1
-    assert upcoming.prompt_row_kv == 1 + sum(range(1, 20))
-    assert upcoming.current_shape(1).prompt_row_kv == upcoming.prompt_row_kv
+    assert sorted(upcoming.prompts) == [PromptChunk(0, 1), PromptChunk(0, 19)]
+    assert upcoming.current_shape(1).prompts == upcoming.prompts
     assert heard[-1].prompt_rows == 0
     assert heard[-1].emitting[EmittingRequest(None, 5, False, 5)] == 1
     assert all(upcoming.num_ended == 0 for upcoming in heard)

@@ -8,7 +8,7 @@ import pytest
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.model_executor.graph_keys import GraphKeys
-from sglang.srt.step.price_table import Curve, PriceTable, StepShape, no_graphs, prompt_pairs
+from sglang.srt.step.price_table import Curve, PriceTable, PromptChunk, StepShape, no_graphs
 
 NOTHING = Curve((1,), (0.0,))
 KEYS = GraphKeys(GraphSupport.RAGGED_Q, 128, 15, 1024)
@@ -50,15 +50,20 @@ def test_kv_is_paid_by_what_is_read_and_by_rows_that_see_it() -> None:
     assert table.price_ms(StepShape(1, 1, 1, 1, 1000, 3000)) == pytest.approx(2.0 + 1.0 + 0.3)
 
 
-def test_rows_of_prompts_have_a_price_of_their_own_for_what_they_see() -> None:
-    table = PriceTable(no_graphs, {}, Curve((1,), (0.0,)), NOTHING, 1.0, 1.0, prompt_row_kv_ms=1e-4)
-    assert table.price_ms(StepShape(1, 1, 1, 1, prompt_row_kv=5000)) == pytest.approx(0.5)
+def test_chunks_of_prompts_have_a_price_of_their_own_for_what_they_see() -> None:
+    kv_ms = Curve((100, 200, 400), (1e-3, 1e-3, 2e-3))
+    table = PriceTable(no_graphs, {}, Curve((1,), (0.0,)), NOTHING, 1.0, 1.0, prompt_kv_ms=kv_ms)
+    few, many = PromptChunk(5000, 3), PromptChunk(1000, 300)
+    assert table.prompt_ms(few) == pytest.approx(5002 * 1e-3)
+    assert table.prompt_ms(many) == pytest.approx(1150.5 * 1.5e-3)
+    shape = StepShape(1, 1, 1, 1, prompts=(few, many, many))
+    assert table.price_ms(shape) == pytest.approx(table.prompt_ms(few) + 2 * table.prompt_ms(many))
 
 
-@pytest.mark.parametrize(("position", "num_rows"), [(0, 1), (0, 7), (100, 1), (31, 12), (5, 0)])
+@pytest.mark.parametrize(("position", "num_rows"), [(0, 1), (0, 7), (100, 1), (31, 12)])
 def test_a_row_of_a_prompt_sees_what_is_before_it_and_itself(position: int, num_rows: int) -> None:
     seen = [position + row + 1 for row in range(num_rows)]
-    assert prompt_pairs(position, num_rows) == sum(seen)
+    assert PromptChunk(position, num_rows).mean_seen == sum(seen) / num_rows
 
 
 def test_between_the_sizes_of_a_table_prices_are_constant_or_linear() -> None:

@@ -21,7 +21,7 @@ from sglang.srt.layers.forward_batch import (
     dummy_step,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.step.price_table import Curve, PriceTable, no_graphs, prompt_pairs
+from sglang.srt.step.price_table import FREE, Curve, PriceTable, PromptChunk, no_graphs
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +39,13 @@ REPEATS = 2
 DECODE_REPEATS = 3  # what all other steps are compared with
 PLAIN_REPEATS = 7  # that show how much times vary
 KV_REQUESTS, KV_TOKENS, KV_REPEATS = 32, 1024, 3
-# A prompt's chunk and the tokens before it; the pool may be smaller: slots are named repeatedly.
-CHUNK_ROWS, CHUNK_KV_TOKENS, CHUNK_REPEATS = 2048, 16384, 2
+# A prompt's chunks and the tokens before them; the pool may be smaller: slots are named repeatedly.
+CHUNK_ROWS, CPU_CHUNK_ROWS = (128, 512, 2048), (8, 64)
+CHUNK_KV_TOKENS, CHUNK_REPEATS = 16384, 2
 # On a CPU, which computes while it launches: seconds, whatever the model.
 CPU_ROWS_S, CPU_READS_S, CPU_KV_S, CPU_PLAIN_S = 0.4, 0.1, 0.2, 0.1
 CPU_KV_REQUESTS, CPU_KV_TOKENS = 4, 256
-CPU_CHUNK_S, CPU_CHUNK_ROWS, CPU_CHUNK_KV_TOKENS = 0.2, 64, 1024
+CPU_CHUNK_S, CPU_CHUNK_KV_TOKENS = 0.2, 1024
 CPU_MIN_SIZES, CPU_MAX_PASSES = 2, 3
 IMPLAUSIBLE_GROWTH, CPU_RETRIES = 1.5, 2
 
@@ -80,7 +81,7 @@ class PriceMeter:
         """Measures all prices and logs how long that took."""
         start = self._clock()
         keys = self._runner.graph_keys
-        prompt_row_kv_ms = self._prompt_attention()
+        prompt_kv_ms = self._prompt_attention()
         graphs_ms = {} if keys is None else self._graphs(self._priced(keys.all))
         eager = self.times_of(self._eager_rows(), self._step, CPU_ROWS_S)
         head = self.times_of(self._below(READ_ROWS), self._read, CPU_READS_S)
@@ -88,11 +89,11 @@ class PriceMeter:
         prices = PriceTable(
             find=no_graphs if keys is None else partial(keys.find_shape, hidden_width=self._width),
             graphs_ms=graphs_ms,
-            eager=self._without_attention(shortest(eager), prompt_row_kv_ms),
+            eager=self._without_attention(shortest(eager), prompt_kv_ms),
             head=shortest(head),
             kv_ms=kv_ms,
             row_kv_ms=row_kv_ms,
-            prompt_row_kv_ms=prompt_row_kv_ms,
+            prompt_kv_ms=prompt_kv_ms,
             spread=self._spread(),
         )
         logger.info(
@@ -207,39 +208,45 @@ class PriceMeter:
             costs.append(min(self._times_ms(launch, KV_REPEATS)))
         return (costs[1] - costs[0]) / (count * length)
 
-    def _prompt_attention(self) -> float:
-        """`prompt_row_kv_ms` of a `PriceTable`, from a chunk of one prompt with no KV before it and
+    def _prompt_attention(self) -> Curve:
+        """`prompt_kv_ms` of a `PriceTable`, from chunks of one prompt with no KV before them and
         with much."""
-        num_rows, length, repeats = CHUNK_ROWS, CHUNK_KV_TOKENS, CHUNK_REPEATS
+        wished, length, repeats = [*CHUNK_ROWS], CHUNK_KV_TOKENS, CHUNK_REPEATS
         if self._is_cpu:
-            num_rows, length, repeats = CPU_CHUNK_ROWS, CPU_CHUNK_KV_TOKENS, 1
+            wished, length, repeats = [*CPU_CHUNK_ROWS], CPU_CHUNK_KV_TOKENS, 1
         width = self._table.shape[1]
-        num_rows = min(num_rows, self._runner.max_prompt_rows, width // 2)
-        length = min(length, width - num_rows)
-        if num_rows < 1 or length < 1:
-            return 0.0
-        if self._is_cpu and self._once_ms(self._launch([num_rows])) * 4 > CPU_CHUNK_S * 1e3:
-            return 0.0  # a large model: weights outweigh KV
+        most = min(wished[-1], self._runner.max_prompt_rows, width // 2)
+        if most < 1:
+            return FREE
+        length = min(length, width - most)
+        sizes = tuple(sorted({min(size, most) for size in wished}))
+        if self._is_cpu and self._once_ms(self._launch([most])) * 4 > CPU_CHUNK_S * 1e3:
+            return FREE  # a large model: weights outweigh KV
         page_size = self._runner.kv_pool.page_size
         slots = torch.arange(length, device=self._device) % (
             self._runner.memory.num_pages * page_size
         )
         self._table[0, :length] = (slots + page_size).to(self._table.dtype)
         try:
-            costs = [
-                min(self._times_ms(self._launch([num_rows], kv_len), repeats))
-                for kv_len in (0, length)
-            ]
+            costs = [self._chunk_kv_ms(size, length, repeats) for size in sizes]
         finally:
             self._table[0, :length] = 0
-        return max(0.0, (costs[1] - costs[0]) / (num_rows * length))
+        return Curve(sizes, tuple(itertools.accumulate(costs, max)))
 
-    def _without_attention(self, eager: Curve, prompt_row_kv_ms: float) -> Curve:
-        """The curve less what its rows' attention to each other took, which is priced by pairs."""
+    def _chunk_kv_ms(self, num_rows: int, length: int, repeats: int) -> float:
+        """Milliseconds of each token before a chunk of so many rows."""
+        without, with_kv = (
+            min(self._times_ms(self._launch([num_rows], kv_len), repeats)) for kv_len in (0, length)
+        )
+        return max(0.0, (with_kv - without) / length)
+
+    def _without_attention(self, eager: Curve, prompt_kv_ms: Curve) -> Curve:
+        """The curve less what its rows' attention to each other took, which is priced apart."""
         costs = []
         for num_rows, cost_ms in zip(eager.sizes, eager.costs_ms, strict=True):
-            num_pairs = sum(prompt_pairs(0, q_len) for q_len in self._q_lens(num_rows))
-            costs.append(max(cost_ms - prompt_row_kv_ms * num_pairs, cost_ms / 2))
+            chunks = [PromptChunk(0, q_len) for q_len in self._q_lens(num_rows)]
+            seen_ms = sum(prompt_kv_ms.at(chunk.num_rows) * chunk.mean_seen for chunk in chunks)
+            costs.append(max(cost_ms - seen_ms, cost_ms / 2))
         return Curve(eager.sizes, tuple(costs))
 
     def _replay(self, key: GraphKey) -> Launch:

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.device_copies import to_device
 from sglang.srt.speculative.acceptance_estimate import Kind
 from sglang.srt.speculative.upcoming_step import Accepted, EmittingRequest, UpcomingStep
-from sglang.srt.step.price_table import prompt_pairs
+from sglang.srt.step.price_table import PromptChunk
 from sglang.srt.step.step_ops import PackedSize, StepCounts
 from sglang.srt.step.worker import NewRow, ScheduleBatch
 
@@ -117,11 +117,13 @@ class LookaheadRows:
         """What the length policy gets to see of a step; `longest_pending` as for `plan`, the rest
         as there."""
         emitting: Counter[tuple[Kind | None, int, bool, int]] = Counter()
-        kv_tokens = prompt_row_kv = prompt_reqs = 0
+        kv_tokens = prompt_reqs = 0
+        prompts = list[PromptChunk]()
         for i, row in enumerate(batch.rows):
             num_prompt = batch.num_prompt_tokens[i]
             kv_len = batch.kv_len_upper_bounds[i] - batch.max_q_lens[i] + num_prompt
-            prompt_row_kv += prompt_pairs(kv_len - num_prompt, num_prompt)
+            if num_prompt:
+                prompts.append(PromptChunk(kv_len - num_prompt, num_prompt))
             if not batch.emits[i]:
                 prompt_reqs += 1
                 continue
@@ -136,7 +138,7 @@ class LookaheadRows:
             prompt_rows=sum(batch.num_prompt_tokens),
             longest_prompt=max(batch.num_prompt_tokens),
             prompt_reqs=prompt_reqs,
-            prompt_row_kv=prompt_row_kv,
+            prompts=tuple(prompts),
             num_ended=num_ended,
             confidences=confidences,
             is_packed=is_packed,

@@ -8,7 +8,7 @@ import bisect
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from sglang.srt.step.price_table import PriceTable, prompt_pairs
+from sglang.srt.step.price_table import PriceTable, PromptChunk
 
 # However long the step gets, so many prompt tokens are fed in it, so that every prompt is read some
 # time. Up to so many rows a GPU's matrix products are bound by reading the weights: they cost next
@@ -189,7 +189,6 @@ class BoundedStep:
         self._ladders = ladders
         self._max_ms = max_ms
         prices = ladders.prices
-        self._pair_ms = prices.prompt_row_kv_ms
         self._attention_ms = prices.kv_ms * decodes.kv_tokens + prices.row_kv_ms * decodes.row_kv
         self._num_reqs, self._num_rows = decodes.num_reqs, decodes.num_rows
         self._num_read = decodes.num_read
@@ -200,7 +199,7 @@ class BoundedStep:
         self._num_reqs += 1
         self._num_rows += num_rows
         self._num_read += 1 + num_lookahead
-        self._attention_ms += self._pair_ms * prompt_pairs(position, num_rows)
+        self._attention_ms += self._ladders.prices.prompt_ms(PromptChunk(position, num_rows))
 
     @property
     def price_ms(self) -> float:
@@ -214,11 +213,10 @@ class BoundedStep:
         than fit the end of a tile, or of the graph before, may be the better place to stop."""
         rungs = self._ladders.of(self._num_reqs + 1)
         others = self._num_rows + num_lookahead
-        head_ms = self._ladders.prices.head.at(self._num_read + 1 + num_lookahead)
+        prices = self._ladders.prices
+        head_ms = prices.head.at(self._num_read + 1 + num_lookahead)
         left_ms = self._max_ms - self._attention_ms - head_ms
-        offer = _Offer(
-            position, num_lookahead, others, left_ms, self._max_ms - left_ms, self._pair_ms
-        )
+        offer = _Offer(position, num_lookahead, others, left_ms, self._max_ms - left_ms, prices)
         top = bisect.bisect_left(self._ladders.sizes, others + most)
         for index in range(top, -1, -1):
             rung = rungs[index]
@@ -244,7 +242,6 @@ class _Offer:
         others: rows of the step beside these tokens.
         left_ms: what rows and the prompt's attention may cost.
         other_ms: what the step costs beside that.
-        pair_ms: price of a pair of a row and a token that it sees.
     """
 
     position: int
@@ -252,7 +249,7 @@ class _Offer:
     others: int
     left_ms: float
     other_ms: float
-    pair_ms: float
+    prices: PriceTable
 
     def cost_ms(self, count: int, rung: Rung) -> float:
         """Of the step's rows and the prompt's attention."""
@@ -260,7 +257,8 @@ class _Offer:
         if rung.last_ms != rung.first_ms:
             share = (self.others + count - rung.below - 1) / (rung.num_rows - rung.below - 1)
         rows_ms = rung.first_ms + share * (rung.last_ms - rung.first_ms)
-        return rows_ms + self.pair_ms * prompt_pairs(self.position, count + self.num_lookahead)
+        chunk = PromptChunk(self.position, count + self.num_lookahead)
+        return rows_ms + self.prices.prompt_ms(chunk)
 
     def most_on(self, rung: Rung, most: int) -> int:
         """The most tokens with which the step is on this rung and costs no more than it may; 0 if

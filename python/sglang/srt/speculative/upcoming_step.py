@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from sglang.srt.speculative.acceptance_estimate import Kind
-from sglang.srt.step.price_table import StepShape
+from sglang.srt.step.price_table import PromptChunk, StepShape
 
 # Of requests of a kind that predicted so many tokens in the step before: the share that has drafts.
 ShareWithDrafts = Callable[[Kind, int], float]
@@ -69,7 +69,7 @@ class UpcomingStep:
         kv_tokens: tokens with KV of all requests in `emitting`.
         prompt_rows, longest_prompt: prompt tokens fed, in all and by one request.
         prompt_reqs: requests that feed prompt tokens and emit nothing yet.
-        prompt_row_kv: sum over the prompt rows of the tokens that each sees.
+        prompts: the chunks of prompts that it feeds.
         num_ended: requests that have ended since the step before.
         confidences: of rows of the page table whose requests had drafts after the last step that
             was read, how probable each draft is, given those before it; empty unless the policy
@@ -82,7 +82,7 @@ class UpcomingStep:
     prompt_rows: int = 0
     longest_prompt: int = 0
     prompt_reqs: int = 0
-    prompt_row_kv: int = 0
+    prompts: tuple[PromptChunk, ...] = ()
     num_ended: int = 0
     confidences: Mapping[int, Sequence[float]] = field(default_factory=dict)
     is_packed: bool = False
@@ -159,7 +159,7 @@ class UpcomingStep:
             read,
             self.kv_tokens,
             row_kv,
-            self.prompt_row_kv,
+            self.prompts,
         )
 
     def _rows(

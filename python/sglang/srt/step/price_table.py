@@ -13,6 +13,22 @@ from sglang.srt.layers.forward_batch import GraphKey
 FindGraph = Callable[[int, int, int], GraphKey | None]
 
 
+class PromptChunk(NamedTuple):
+    """Rows of a prompt that a step feeds.
+
+    Attributes:
+        position: of the first one, so many tokens are before it.
+    """
+
+    position: int
+    num_rows: int
+
+    @property
+    def mean_seen(self) -> float:
+        """Tokens that a row sees, itself included."""
+        return self.position + (self.num_rows + 1) / 2
+
+
 class StepShape(NamedTuple):
     """What of a step decides its price.
 
@@ -23,7 +39,7 @@ class StepShape(NamedTuple):
         num_read: rows whose logits are read.
         kv_tokens: tokens with KV of all requests that emit; each is read once.
         row_kv: sum over the rows of these requests, prompts aside, of the tokens that each sees.
-        prompt_row_kv: sum over the rows of prompts of the tokens that each sees (`prompt_pairs`).
+        prompts: the chunks of prompts that it feeds.
     """
 
     num_reqs: int
@@ -32,13 +48,7 @@ class StepShape(NamedTuple):
     num_read: int
     kv_tokens: float = 0.0
     row_kv: float = 0.0
-    prompt_row_kv: float = 0.0
-
-
-def prompt_pairs(position: int, num_rows: int) -> int:
-    """Pairs of a row of a prompt and a token that it sees, itself included, if the rows begin at
-    `position`."""
-    return num_rows * position + num_rows * (num_rows + 1) // 2
+    prompts: tuple[PromptChunk, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +82,9 @@ class Curve:
         return costs[right - 1] + share * (costs[right] - costs[right - 1])
 
 
+FREE = Curve((1,), (0.0,))
+
+
 def no_graphs(num_reqs: int, widest: int, num_rows: int) -> None:
     """`FindGraph` where every step is launched kernel by kernel."""
 
@@ -88,8 +101,8 @@ class PriceTable:
         head: logits and what is drawn from them, by rows read.
         kv_ms: each token of KV that is read.
         row_kv_ms: each pair of a row and a token of KV that it sees.
-        prompt_row_kv_ms: the same of rows of prompts, whose attention is bound by arithmetic: they
-            share what they read of KV.
+        prompt_kv_ms: each token that the rows of a prompt's chunk see, by how many rows they are;
+            not falling. They share what they read of KV, and few of them do not occupy a GPU.
         spread: typical deviation of one measurement from another, as a share.
     """
 
@@ -99,7 +112,7 @@ class PriceTable:
     head: Curve
     kv_ms: float = 0.0
     row_kv_ms: float = 0.0
-    prompt_row_kv_ms: float = 0.0
+    prompt_kv_ms: Curve = FREE
     spread: float = 0.0
 
     def replays(self, step: StepShape) -> bool:
@@ -123,8 +136,12 @@ class PriceTable:
         return (
             self.kv_ms * step.kv_tokens
             + self.row_kv_ms * step.row_kv
-            + self.prompt_row_kv_ms * step.prompt_row_kv
+            + sum(self.prompt_ms(chunk) for chunk in step.prompts)
         )
+
+    def prompt_ms(self, chunk: PromptChunk) -> float:
+        """What the attention of a prompt's chunk takes."""
+        return self.prompt_kv_ms.at(chunk.num_rows) * chunk.mean_seen
 
     def price_ms(self, step: StepShape) -> float:
         """What a step takes."""

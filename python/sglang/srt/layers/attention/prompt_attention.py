@@ -27,8 +27,8 @@ from sglang.srt.layers.triton_launch import INTERPRETED
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.platform import has_warp_group_mma
 
-# Fewer rows gain less by the faster kernel than gathering the KV before them costs.
-MIN_ROWS = 256
+# Fewer rows, or rows that see less, gain less by the faster kernel than gathering KV costs.
+MIN_ROWS, MIN_KV_LEN = 128, 512
 MAX_GATHERED_BYTES = 1 << 30  # of a layer's K and V; requests beyond are attended where they lie
 GRAPH_POSITIONS = 1024  # whose programs gather the KV of a request in a graph, whatever its length
 NO_REQUEST = -1
@@ -164,10 +164,10 @@ class PromptAttention:
 
 
 def prompts_of(q_lens: Sequence[int], kv_lens: Sequence[int]) -> list[Prompt]:
-    """Of a step, the requests that feed enough rows."""
+    """Of a step, the requests that feed enough rows over enough KV."""
     starts = accumulate(q_lens, initial=0)
-    rows = zip(starts, q_lens, kv_lens, strict=False)
-    return [Prompt(i, *numbers) for i, numbers in enumerate(rows) if numbers[1] >= MIN_ROWS]
+    prompts = map(Prompt, range(len(q_lens)), starts, q_lens, kv_lens)
+    return [each for each in prompts if each.q_len >= MIN_ROWS and each.kv_len >= MIN_KV_LEN]
 
 
 def choose(prompts: Sequence[Prompt], capacity: int) -> tuple[list[Prompt], list[int]]:
