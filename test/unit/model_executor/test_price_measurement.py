@@ -38,7 +38,7 @@ def test_every_graph_is_timed_by_a_step_that_replays_it(
 ) -> None:
     keys = GraphKeys(support, max_requests, width, 1024)
     for key in keys.all:
-        q_lens = rows_of(key)
+        q_lens = rows_of(key, 1024)
         assert sum(q_lens) == key.num_tokens
         assert min(q_lens) >= 1
         found = keys.find(q_lens)
@@ -48,6 +48,19 @@ def test_every_graph_is_timed_by_a_step_that_replays_it(
             assert found.num_tokens == key.num_tokens
             most = min(key.num_reqs, key.num_tokens - key.width)
             assert keys.find([key.num_tokens - most + 1, *[1] * (most - 1)]) == found
+
+
+@pytest.mark.parametrize("max_requests", [1, 8, 20, 128])
+@pytest.mark.parametrize(("row_width", "width"), [(1, 1), (20, 15), (272, 1), (272, 4), (1000, 15)])
+def test_no_request_of_a_timed_step_is_longer_than_its_row(
+    max_requests: int, row_width: int, width: int
+) -> None:
+    """Of rotations and the page table there is no more."""
+    for key in GraphKeys(GraphSupport.RAGGED_Q, max_requests, width, 1024).all:
+        q_lens = rows_of(key, row_width)
+        assert len(q_lens) <= key.num_reqs
+        assert 1 <= min(q_lens) <= max(q_lens) <= row_width
+        assert sum(q_lens) == min(key.num_tokens, key.num_reqs * row_width)
 
 
 def test_passes_over_all_sizes_end_with_the_budget() -> None:

@@ -250,7 +250,7 @@ class PriceMeter:
         return Curve(eager.sizes, tuple(costs))
 
     def _replay(self, key: GraphKey) -> Launch:
-        return self._launch(rows_of(key))
+        return self._launch(rows_of(key, self._table.shape[1]))
 
     def _step(self, num_rows: int) -> Launch:
         return self._launch(self._q_lens(num_rows))
@@ -273,6 +273,7 @@ class PriceMeter:
 
     def _launch(self, q_lens: list[int], kv_len: int = 0) -> Launch:
         batch = self._dummy_step(q_lens)
+        assert max(q_lens) + kv_len <= self._table.shape[1], "A request is longer than a row."
         if kv_len:
             batch = _over_kv(batch, kv_len)
         return lambda: HostCopy([self._runner.forward(batch).hidden[:1, :1].clone()])
@@ -354,15 +355,21 @@ def timed_passes(
     return times if all(times.values()) else first
 
 
-def rows_of(key: GraphKey) -> list[int]:
-    """Rows of the requests of a step that replays this graph and fills it."""
+def rows_of(key: GraphKey, row_width: int) -> list[int]:
+    """Rows of the requests of a step that replays this graph and fills it, as far as requests of up
+    to `row_width` rows can."""
     if key.is_uniform:
         return [key.width] * key.num_reqs
     if key.tag != MIXED:
         return split(key.num_tokens, key.num_reqs)
-    # One prompt, too long for the other graphs, beside as many decodes as there is room for.
-    others = max(0, min(key.num_reqs - 1, key.num_tokens - key.width - 1))
-    return [key.num_tokens - others, *[1] * others]
+    # As few prompts as possible, too long for the other graphs, beside as many decodes as there is
+    # room for.
+    num_prompts = -(-(key.num_tokens - key.num_reqs) // (row_width - 1)) if row_width > 1 else 1
+    num_prompts = min(max(num_prompts, 1), key.num_reqs)
+    others = key.num_tokens - num_prompts * (key.width + 1)
+    others = max(0, min(key.num_reqs - num_prompts, others))
+    num_rows = min(key.num_tokens - others, num_prompts * row_width)
+    return [*split(num_rows, num_prompts), *[1] * others]
 
 
 def split(num_rows: int, num_reqs: int) -> list[int]:
