@@ -51,7 +51,7 @@ def test_every_graph_is_timed_by_a_step_that_replays_it(
 
 
 @pytest.mark.parametrize("max_requests", [1, 8, 20, 128])
-@pytest.mark.parametrize(("row_width", "width"), [(1, 1), (20, 15), (272, 1), (272, 4), (1000, 15)])
+@pytest.mark.parametrize(("row_width", "width"), [(2, 1), (20, 15), (272, 1), (272, 4), (1000, 15)])
 def test_no_request_of_a_timed_step_is_longer_than_its_row(
     max_requests: int, row_width: int, width: int
 ) -> None:

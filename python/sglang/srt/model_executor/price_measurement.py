@@ -364,7 +364,7 @@ def rows_of(key: GraphKey, row_width: int) -> list[int]:
         return split(key.num_tokens, key.num_reqs)
     # As few prompts as possible, too long for the other graphs, beside as many decodes as there is
     # room for.
-    num_prompts = -(-(key.num_tokens - key.num_reqs) // (row_width - 1)) if row_width > 1 else 1
+    num_prompts = -(-(key.num_tokens - key.num_reqs) // max(row_width - 1, 1))
     num_prompts = min(max(num_prompts, 1), key.num_reqs)
     others = key.num_tokens - num_prompts * (key.width + 1)
     others = max(0, min(key.num_reqs - num_prompts, others))
