@@ -11,12 +11,11 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.confirm import AcceptThresholds
 from sglang.srt.speculative.drafter import DrafterConfig
 from sglang.srt.speculative.eagle_worker import TOPK, EagleConfig
-from sglang.srt.speculative.spec_info import head_architecture
+from sglang.srt.speculative.spec_info import MAX_NUM_STEPS, head_architecture
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_NUM_STEPS = 3
-MAX_NUM_STEPS = 63
 DRAFT_PATH_FLAG = "--speculative-draft-model-path"
 # Flags that mean something only with `--speculative-algorithm`.
 OPTIONS = (

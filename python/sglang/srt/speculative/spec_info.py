@@ -1,4 +1,4 @@
-"""The algorithms that `--speculative-algorithm` names, as SGLang does."""
+"""What `--speculative-algorithm` may name, as in SGLang, and how much may be drafted."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from sglang.srt.head_config import EAGLE, EAGLE3
 HEAD_OF_ALGORITHM = {"EAGLE": EAGLE, "EAGLE3": EAGLE3}
 # SGLang has these too.
 NOT_BUILT = ("STANDALONE", "NGRAM", "NEXTN", "DFLASH", "DSPARK")
+MAX_NUM_STEPS = 63  # tokens drafted one behind the other
 
 
 def head_architecture(algorithm: str) -> str:
