@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 
-from sglang.srt.device_copies import HostCopy
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import DECODE, MIXED, RAGGED, ForwardBatch
 from sglang.srt.model_executor.graph_keys import GraphKeys
@@ -104,24 +103,6 @@ def test_on_a_cpu_rows_reads_and_kv_are_measured_in_little_time(model_path: Path
     assert min(table.eager.costs_ms) > 0
     assert min(table.kv_ms, table.row_kv_ms, table.spread) >= 0
     assert not runner.req_to_token_pool.req_to_token.any(), "no request's rows are left written"
-
-
-def test_where_launches_return_at_once_the_device_is_timed_not_the_host(model_path: Path) -> None:
-    """Copies end 5 ms apart, whenever they were asked for."""
-    runner = make_runner(model_path, Setup(), 128, MTP_MAX_ROWS, device="cpu")
-    now = 0.0
-    meter = PriceMeter(runner, 4, MTP_MAX_ROWS, clock=lambda: now)
-    meter._is_cpu = False
-
-    class Late(HostCopy):
-        def __init__(self) -> None:
-            super().__init__([torch.zeros(1)])
-
-        def wait(self) -> None:
-            nonlocal now
-            now += 0.005
-
-    assert meter._times_ms(Late, 3) == pytest.approx([5.0, 5.0, 5.0])
 
 
 @pytest.mark.parametrize(("is_cpu", "least_rows"), [(True, 1), (False, 1), (False, 300)])

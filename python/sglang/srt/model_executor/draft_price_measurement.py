@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sglang.srt.device_copies import HostCopy
 from sglang.srt.layers.forward_batch import dummy_step
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import Launch, PriceMeter, shortest
@@ -42,7 +41,7 @@ def measure_draft_prices(
         def launch_of(num_reqs: int) -> Launch:
             hidden = meter.hidden_input(num_reqs, runner.model.draft_hidden_width)
             first = dummy_step([1] * num_reqs, device, hidden=hidden)
-            return lambda: HostCopy([runner.draft(first, count).token_ids[:1, :1].clone()])
+            return lambda: runner.draft(first, count)
 
         return launch_of
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from sglang.srt.device_copies import HostCopy, to_device
+from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import (
     DECODE,
     MIXED,
@@ -25,7 +25,7 @@ from sglang.srt.step.price_table import FREE, Curve, PriceTable, PromptChunk, no
 
 logger = logging.getLogger(__name__)
 
-Launch = Callable[[], HostCopy]
+Launch = Callable[[], object]  # what a GPU is to do is in its queue then, maybe not done
 
 # Rows of steps that replay no graph, and rows whose logits are read.
 EAGER_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
@@ -107,17 +107,11 @@ class PriceMeter:
     # ------------------------------------------------------------ time
 
     def _times_ms(self, launch: Launch, repeats: int) -> list[float]:
-        """Milliseconds of each run after a first one. On a GPU all runs are launched before any is
-        waited for, so that no time of the host is in them."""
-        if self._is_cpu:
-            launch()
-            return [self._once_ms(launch) for _ in range(repeats)]
-        copies = [launch() for _ in range(repeats + 1)]
-        ends = []
-        for copy in copies:
-            copy.wait()
-            ends.append(self._clock())
-        return [(end - start) * 1e3 for start, end in itertools.pairwise(ends)]
+        """Milliseconds of each run after a first one."""
+        if not self._is_cpu:
+            return gpu_times_ms(launch, repeats)
+        launch()
+        return [self._once_ms(launch) for _ in range(repeats)]
 
     def _once_ms(self, launch: Launch) -> float:
         start = self._clock()
@@ -265,9 +259,9 @@ class PriceMeter:
     def _read(self, num_rows: int) -> Launch:
         hidden = self._hidden[:1].expand(num_rows, -1).contiguous()
 
-        def launch() -> HostCopy:
+        def launch() -> None:
             logits = self._runner.compute_logits(hidden)
-            return HostCopy([torch.softmax(logits, dim=-1, dtype=torch.float32).max(dim=-1)[1]])
+            torch.softmax(logits, dim=-1, dtype=torch.float32).max(dim=-1)
 
         return launch
 
@@ -276,7 +270,7 @@ class PriceMeter:
         assert max(q_lens) + kv_len <= self._table.shape[1], "A request is longer than a row."
         if kv_len:
             batch = _over_kv(batch, kv_len)
-        return lambda: HostCopy([self._runner.forward(batch).hidden[:1, :1].clone()])
+        return lambda: self._runner.forward(batch)
 
     def _forward(self, q_lens: list[int]) -> torch.Tensor:
         with torch.inference_mode():
@@ -310,6 +304,17 @@ class PriceMeter:
     def _below(self, sizes: Sequence[int]) -> list[int]:
         most = self._max_requests * self._max_width
         return [size for size in sizes if size <= most] or [sizes[0]]
+
+
+def gpu_times_ms(launch: Launch, repeats: int) -> list[float]:
+    """Milliseconds of each run after a first one, by the GPU's own clock. All runs are launched
+    before any is waited for, so that no time of the host is in them."""
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    for end in ends:
+        launch()
+        end.record()
+    ends[-1].synchronize()
+    return [first.elapsed_time(second) for first, second in itertools.pairwise(ends)]
 
 
 def shortest(times: Mapping[int, Sequence[float]]) -> Curve:
