@@ -72,6 +72,16 @@ def random_model(
         yield folder
 
 
+@contextmanager
+def random_head(target: str) -> Iterator[str]:
+    """A folder with the config.json of an EAGLE head for the model in `target`."""
+    config = json.loads((Path(target) / "config.json").read_text(encoding="utf-8"))
+    config |= {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1, "bias": False}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        yield folder
+
+
 def weight_shapes(geometry: Geometry) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The weights of a Llama with a head of its own, by their names in a checkpoint."""
     sizes, hidden = geometry, geometry.hidden_size

@@ -10,13 +10,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -25,7 +20,7 @@ import sglang
 from benchmark.command import in_turn, make_parser, store
 from benchmark.engine_load import batch_wall_s, random_prompts
 from benchmark.environment import describe_environment
-from benchmark.random_model import GEOMETRIES, random_model
+from benchmark.random_model import GEOMETRIES, random_head, random_model
 from sglang.srt.model_config import resolve_model_path
 
 INPUT_LEN, OUTPUT_LEN = 128, 256
@@ -33,16 +28,6 @@ NUM_STEPS = 3
 LOAD = (512, 512, 128)  # prompts, tokens in, tokens out
 PLAIN, EAGLE = "plain", "EAGLE"
 SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
-
-
-@contextmanager
-def random_head(target: str) -> Iterator[str]:
-    """A folder with the config.json of an EAGLE head for the model in `target`."""
-    config = json.loads((Path(target) / "config.json").read_text(encoding="utf-8"))
-    config |= {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1, "bias": False}
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        yield folder
 
 
 class Measured:

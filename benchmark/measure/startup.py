@@ -3,7 +3,8 @@
 Random weights in a large geometry, CUDA graphs for up to --max-running-requests requests, a greedy
 request of 16 tokens as soon as /health says 200. Cold: every cache of compiled code (Triton,
 sgl_kernel, FlashInfer, inductor, the driver's) is an empty folder. Warm: the same folders again.
-So cold less warm is the price of compiling. Files that the system has cached stay cached. The
+So cold less warm is the price of compiling. With --eagle-head each server is also
+started with such a head of random weights. Files that the system has cached stay cached. The
 server is ended by SIGTERM, and all of its processes must be gone.
 """
 
@@ -27,11 +28,13 @@ from tqdm import tqdm
 from benchmark.command import make_parser, store
 from benchmark.environment import describe_environment
 from benchmark.goals import STARTUP_S
-from benchmark.random_model import GEOMETRIES, random_model
+from benchmark.random_model import GEOMETRIES, random_head, random_model
 from benchmark.server_process import ServerLog, StartError, running_server
 from sglang.srt.model_config import resolve_model_path
 
 NUM_TOKENS = 16
+EAGLE = "EAGLE"
+DRAFT_PATH_FLAG = "--speculative-draft-model-path"
 MAX_LOG_LINES = 200
 CACHES = {  # environment variable: folder
     "TRITON_CACHE_DIR": "triton",
@@ -106,15 +109,24 @@ def _generate(port: int, limit_s: float) -> None:
 
 
 def measure_backend(
-    arguments: argparse.Namespace, model: str, backend: str | None, bar: tqdm[Any]
+    arguments: argparse.Namespace,
+    model: str,
+    backend: str | None,
+    bar: tqdm[Any],
+    head: str | None = None,
 ) -> list[dict[str, Any]]:
-    """A cold start and warm ones, --cold-runs times."""
+    """A cold start and warm ones, --cold-runs times.
+
+    Args:
+        head: folder of an EAGLE head; None for a server without a drafter.
+    """
     command = [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", model),
         *("--tokenizer-path", str(resolve_model_path("demo")), "--load-format", "dummy"),
         *("--max-running-requests", str(arguments.max_running_requests)),
         *("--context-length", str(arguments.context_length), "--device", arguments.device),
         *(("--attention-backend", backend) if backend else ()),
+        *(("--speculative-algorithm", EAGLE, DRAFT_PATH_FLAG, head) if head else ()),
         *arguments.server_flags.split(),
     ]
     rows = []
@@ -124,8 +136,12 @@ def measure_backend(
             for path in environ.values():
                 Path(path).mkdir()
             for run in ("cold", *["warm"] * arguments.warm_runs):
-                bar.set_postfix_str(f"{backend or 'default'}, {run}")
-                row = {"attention_backend": backend or "default", "run": run}
+                row = {
+                    "attention_backend": backend or "default",
+                    "drafter": EAGLE if head else None,
+                    "run": run,
+                }
+                bar.set_postfix_str(f"{label_of(row)}, {run}")
                 try:
                     rows.append({**row, **time_start(command, environ, arguments.limit_s)})
                 except StartError as error:  # the other backends can still be measured
@@ -134,22 +150,35 @@ def measure_backend(
     return rows
 
 
+def kind_of(row: dict[str, Any]) -> tuple[str, str | None]:
+    """Backend and drafter of a server; old results have no drafter."""
+    return row["attention_backend"], row.get("drafter")
+
+
+def label_of(row: dict[str, Any]) -> str:
+    """What is printed of `kind_of`."""
+    backend, drafter = kind_of(row)
+    return backend if drafter is None else f"{backend}, {drafter}"
+
+
 def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Medians by backend, and what compiling costs."""
+    """Medians by backend and drafter, and what compiling costs."""
     summary = []
-    for backend in dict.fromkeys(row["attention_backend"] for row in rows):
+    for kind in dict.fromkeys(map(kind_of, rows)):
         medians = {}
         for run in STARTUP_S:
             times = [
                 row["first_answer_s"]
                 for row in rows
-                if (row["attention_backend"], row["run"]) == (backend, run) and "error" not in row
+                if (kind_of(row), row["run"]) == (kind, run) and "error" not in row
             ]
             medians[run] = statistics.median(times) if times else None
         cold, warm = medians["cold"], medians["warm"]
         compile_s = None if cold is None or warm is None else round(cold - warm, 3)
         by_run = {f"{run}_s": value for run, value in medians.items()}
-        summary.append({"attention_backend": backend, **by_run, "compile_s": compile_s})
+        summary.append(
+            {"attention_backend": kind[0], "drafter": kind[1], **by_run, "compile_s": compile_s}
+        )
     return summary
 
 
@@ -163,6 +192,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--cold-runs", type=int, default=1)
     add("--warm-runs", type=int, default=2, help="after each cold one")
     add("--limit-s", type=float, default=240.0, help="of one start")
+    add("--eagle-head", action="store_true", help="also with a head that drafts")
     add("--server-flags", default="", help='more flags, such as "--disable-cuda-graph"')
     add("--device", default="auto")
     return parser.parse_args(argv)
@@ -174,9 +204,16 @@ def main() -> int:
     backends = arguments.attention_backends or [None]
     rows: list[dict[str, Any]] = []
     total = len(backends) * arguments.cold_runs * (1 + arguments.warm_runs)
-    with random_model(arguments.geometry) as folder, tqdm(total=total, unit="start") as bar:
+    total *= 1 + arguments.eagle_head
+    with (
+        random_model(arguments.geometry) as folder,
+        random_head(folder) as head,
+        tqdm(total=total, unit="start") as bar,
+    ):
         for backend in backends:
             rows += measure_backend(arguments, folder, backend, bar)
+            if arguments.eagle_head:
+                rows += measure_backend(arguments, folder, backend, bar, head)
     result = {
         **describe_environment(),
         "geometry": arguments.geometry,
@@ -188,11 +225,11 @@ def main() -> int:
     }
     for row in (row for row in rows if "error" not in row):
         phases = ", ".join(f"{name} {value:.1f}" for name, value in row["phases"].items())
-        label = f"{row['attention_backend']:12} {row['run']:4}"
+        label = f"{label_of(row):12} {row['run']:4}"
         print(f"{label} {row['first_answer_s']:6.1f} s to the first answer ({phases})")
     errors = [row for row in rows if "error" in row]
     for row in errors:
-        print(f"{row['attention_backend']:12} {row['run']:4} FAILED: {row['error']}")
+        print(f"{label_of(row):12} {row['run']:4} FAILED: {row['error']}")
     print(f"asked: {STARTUP_S}")
     store(arguments.out, result)
     return int(bool(errors))

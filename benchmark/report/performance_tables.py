@@ -118,18 +118,19 @@ def throughput(results: list[Result]) -> str:
 
 
 def startup(results: list[Result]) -> str:
-    """One row per attention backend; what compiles with nvcc is not judged. Compiling is what a
-    cold start takes longer."""
+    """One row per attention backend and drafter; what compiles with nvcc is not judged. Compiling
+    is what a cold start takes longer."""
     rows = []
     for line in (line for result in results for line in result["summary"]):
         backend = line["attention_backend"]
-        cells = [backend]
+        drafter = line.get("drafter")
+        cells = [backend if drafter is None else f"{backend}, with a head ({drafter})"]
         for run, asked in STARTUP_S.items():
             value = line[f"{run}_s"]
             if value is None:
                 cells += ["failed", "-"]
             else:
-                is_judged = backend in STARTUP_BACKENDS
+                is_judged = backend in STARTUP_BACKENDS and drafter is None
                 reached = verdict(value, asked, is_least=False) if is_judged else "-"
                 cells += [f"{value:.1f}", reached]
         compile_s = line["compile_s"]
