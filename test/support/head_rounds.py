@@ -18,6 +18,7 @@ from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.model_executor.draft_passes import Drafts
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner_group import make_runners
+from sglang.srt.speculative.adaptive_runtime_state import ALL_BATCH_SIZES
 from utils import VOCAB_SIZE, Setup, make_execution
 
 HIDDEN_SIZE = 64
@@ -38,7 +39,10 @@ def make_head(target: Path, head: Path, kind: str, page_size: int, **changes: An
     config = replace(execution, max_graph_rows=64 if execution.max_graph_width else 0)
     model = load_head_config(str(head), kind, config.model)
     target_config = replace(config, max_graph_width=0, max_graph_rows=0)
-    group = make_runners(target_config, replace(config, model=model, draft_steps=NUM_STEPS))
+    group = make_runners(
+        target_config,
+        replace(config, model=model, draft_steps=dict.fromkeys(NUM_STEPS, ALL_BATCH_SIZES)),
+    )
     table = group.memory.table.req_to_token
     slots = torch.arange(table.numel(), dtype=torch.int32).view_as(table) + page_size
     table.copy_(slots.flip(0))

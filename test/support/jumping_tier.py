@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
 from sglang.srt.registry import TIER_POLICIES
 from sglang.srt.speculative.round_prices import RoundPrices, UpcomingRound
+from sglang.srt.speculative.tier_policy import GraphSize, RoundOutcome, TierOptions, same_size
 
 JUMPING = "jumping"
 
@@ -19,16 +20,25 @@ class JumpingTier:
     needs_prices = False
 
     @staticmethod
-    def tiers(max_drafts: int) -> tuple[int, ...]:
-        return tuple(range(max_drafts + 1))
+    def tiers(options: TierOptions) -> tuple[int, ...]:
+        return tuple(range(options.max_drafts + 1))
 
-    def __init__(self, prices: RoundPrices | None, max_drafts: int) -> None:
-        self._tiers = self.tiers(max_drafts)
-        self._random = random.Random(max_drafts)
+    def __init__(
+        self,
+        options: TierOptions,
+        prices: RoundPrices | None = None,
+        graph_size: GraphSize = same_size,
+    ) -> None:
+        self._tiers = self.tiers(options)
+        self._random = random.Random(options.max_drafts)
         self._num_plain = 0  # steps without drafts that are still to come
-        self._most = max_drafts
+        self._most = self.settled = options.max_drafts
 
     def choose(self, upcoming: UpcomingRound) -> int:
+        self.settled = self._choose()
+        return self.settled
+
+    def _choose(self) -> int:
         if self._num_plain:
             self._num_plain -= 1
             return 0
@@ -36,10 +46,10 @@ class JumpingTier:
             self._num_plain = self._random.choice([2, 5])
         return self._random.choice([*self._tiers, self._most])
 
-    def observe(self, outcomes: Sequence[tuple[int, int]]) -> None:
-        assert all(0 <= right <= count for count, right in outcomes)
-        assert all(0 < count <= self._most for count, _ in outcomes)
-        assert len({count for count, _ in outcomes}) == 1, "A step has one tier."
+    def observe(self, outcome: RoundOutcome) -> None:
+        assert outcome.num_reqs >= len(outcome.verified)
+        assert all(0 <= right <= count for count, right in outcome.verified)
+        assert all(count == outcome.tier for count, _ in outcome.verified), "A step has one tier."
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang.srt.speculative.round_prices import UpcomingRound
-from sglang.srt.speculative.tier_policy import TierPolicy
+from sglang.srt.speculative.tier_policy import RoundOutcome, TierPolicy
 
 LAG = 2  # steps that are launched and not read when a tier is chosen
 
@@ -41,10 +41,14 @@ class Decoded:
     Attributes:
         ms_per_token: of each request.
         tiers: how many steps had each.
+        num_switches: how often another tier was settled on.
+        ms: all in all.
     """
 
     ms_per_token: float
     tiers: Counter[int]
+    num_switches: int
+    ms: float
 
 
 def decode(
@@ -60,26 +64,27 @@ def decode(
     Args:
         chance: of a draft to be right if those before it are, by step.
     """
-    luck, unread = random.Random(seed), deque[list[tuple[int, int]]]()
+    luck, unread = random.Random(seed), deque[RoundOutcome]()
     now_ms, given, tiers = 0.0, 0, Counter[int]()
+    num_switches, settled = 0, policy.settled
     while given < num_tokens * num_reqs:
         tier = policy.choose(UpcomingRound(num_reqs))
+        num_switches += policy.settled != settled
+        settled = policy.settled
         likely = chance(tiers.total())
         outcomes = []
         for _ in range(num_reqs):
             right = 0
             while right < tier and luck.random() < likely:
                 right += 1
-            outcomes.append((tier, right))
+            outcomes += [(tier, right)] * (tier > 0)
             given += 1 + right
         now_ms += costs_ms[tier]
         tiers[tier] += 1
-        unread.append(outcomes)
+        unread.append(RoundOutcome(settled, num_reqs, outcomes))
         if len(unread) > LAG:
-            read = unread.popleft()
-            if read[0][0]:
-                policy.observe(read)
-    return Decoded(now_ms * num_reqs / given, tiers)
+            policy.observe(unread.popleft())
+    return Decoded(now_ms * num_reqs / given, tiers, num_switches, now_ms)
 
 
 def best_ms_per_token(costs_ms: Sequence[float], chance: float) -> float:

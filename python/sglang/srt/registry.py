@@ -94,6 +94,7 @@ LENGTH_POLICIES = Registry(
 TIER_POLICIES = Registry(
     "tier policy",
     {
+        "adaptive": "sglang.srt.speculative.adaptive_runtime_state:AdaptiveController",
         "fixed": "sglang.srt.speculative.tier_policy:FixedTier",
         "load_aware": "sglang.srt.speculative.tier_policy:LoadAwareTier",
     },

@@ -195,6 +195,22 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
         " the same. `off` always drafts --speculative-num-steps. Default: on.",
         choices=("on", "off"),
     )
+    speculative_adaptive: bool = flag(
+        False,
+        "Draft more or fewer tokens as drafts are right or wrong, by the batch's size;"
+        " instead of --speculative-load-aware.",
+    )
+    speculative_adaptive_config: str | None = flag(
+        None,
+        "What --speculative-adaptive goes by: `conservative` (the default), `aggressive`, or a JSON"
+        " file of your own (docs/adaptive.md).",
+    )
+    speculative_adaptive_strategy: str | None = flag(
+        None,
+        "`ema`, the default: by an average of right drafts. `throughput`: by what rounds were"
+        " measured to cost too; without a configuration, from 0 to 7 drafts.",
+        choices=("ema", "throughput"),
+    )
     speculative_accept_threshold_single: float = flag(
         1.0,
         "0 to 1: a draft of a sampled request is accepted if the model gives it this probability;"

@@ -9,12 +9,14 @@ import pytest
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.model_executor.graph_keys import GraphKeys
+from sglang.srt.speculative.adaptive_config import parse_adaptive_config
 from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
 from sglang.srt.speculative.tier_policy import (
     PROBE_SHARE,
     PROBE_STEPS,
     FixedTier,
     LoadAwareTier,
+    TierOptions,
     best_tier,
     hopeful_tiers,
 )
@@ -25,7 +27,7 @@ CHANCES = [0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
 
 
 def load_aware(num_reqs: int, costs_ms: tuple[float, ...]) -> LoadAwareTier:
-    return LoadAwareTier(ListedRounds({num_reqs: costs_ms}), len(costs_ms) - 1)
+    return LoadAwareTier(TierOptions(len(costs_ms) - 1), ListedRounds({num_reqs: costs_ms}))
 
 
 def random_costs(chooser: random.Random) -> tuple[float, ...]:
@@ -113,17 +115,43 @@ def test_equal_histories_get_equal_answers() -> None:
     assert runs[0] == runs[1]
 
 
+@pytest.mark.parametrize("num_reqs", H200_MS)
+@pytest.mark.parametrize("chance", [0.3, 0.45, 0.55, 0.65, 0.75])
+def test_on_text_that_does_not_change_it_settles(num_reqs: int, chance: float) -> None:
+    """Estimates go up and down, and the tiers' gains are nearly equal at some of these."""
+    costs = H200_MS[num_reqs]
+    policy = load_aware(num_reqs, costs)
+    decode(policy, costs, num_reqs, 500, lambda step: chance)
+    found = decode(policy, costs, num_reqs, 3000, lambda step: chance, seed=1)
+    assert found.num_switches < found.ms / 1000
+    assert found.ms_per_token <= 1.02 * best_ms_per_token(costs, chance)
+
+
+def test_of_tiers_that_a_batch_may_have_it_chooses_those_alone() -> None:
+    config = parse_adaptive_config(
+        b'{"1": {"candidate_steps": [1, 3]}, "8": {"candidate_steps": [1]}}', "here"
+    )
+    options = TierOptions(3, 3, config)
+    assert LoadAwareTier.tiers(options) == (0, 1, 3)
+    for num_reqs, allowed in ((1, {0, 1, 3}), (8, {0, 1}), (32, {0, 1})):
+        policy = LoadAwareTier(options, ListedRounds({num_reqs: H200_MS[num_reqs]}))
+        found = decode(policy, H200_MS[num_reqs], num_reqs, 300, lambda step: 0.9)
+        assert set(found.tiers) <= allowed
+        assert found.tiers[max(allowed)] > found.tiers.total() / 2
+
+
 @pytest.mark.parametrize("max_drafts", [1, 2, 3, 5, 6, 8, 9, 31, 63])
 def test_tiers_reach_from_none_to_all(max_drafts: int) -> None:
-    tiers = LoadAwareTier.tiers(max_drafts)
+    options = TierOptions(max_drafts)
+    tiers = LoadAwareTier.tiers(options)
     assert list(tiers) == sorted({*tiers})
     assert tiers[0] == 0
     assert tiers[-1] == max_drafts
     assert len(tiers) <= 10, "each has graphs of its own"
     if max_drafts <= 5:
         assert tiers == tuple(range(max_drafts + 1))
-    assert FixedTier.tiers(max_drafts) == (max_drafts,)
-    assert FixedTier(None, max_drafts).choose(UpcomingRound(1)) == max_drafts
+    assert FixedTier.tiers(options) == (max_drafts,)
+    assert FixedTier(options).choose(UpcomingRound(1)) == max_drafts
 
 
 def test_a_round_costs_the_step_the_pass_over_its_rows_and_the_draft_steps() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,15 +18,20 @@ class SchedulerStats:
     """Counters of the scheduler that clients can read.
 
     Attributes:
+        num_draft_steps: drafts that a request proposes one behind the other in the last step in
+            which requests decoded, steps that try another number aside.
+        num_tier_switches: how often that became each number.
+        has_drafter: whether there is one that says so.
         forward_ct_decode: steps launched with at least one decode row, since start or flush.
 
     Args:
-        num_draft_steps: drafts that a request proposes one behind the other, by the configuration;
-            0 where no drafter says so.
+        num_draft_steps: the first `num_draft_steps`; 0 where no drafter says so.
     """
 
     def __init__(self, num_draft_steps: int = 0) -> None:
         self.num_draft_steps = num_draft_steps
+        self.num_tier_switches = Counter[int]()
+        self.has_drafter = num_draft_steps > 0
         self.forward_ct_decode = 0
         self.has_current_batch = False
         self.has_last_batch = False
@@ -48,14 +54,22 @@ class SchedulerStats:
         self.has_current_batch = True
 
     def on_read(
-        self, rows: Sequence[LaunchedRow], accept_lens: Sequence[int], num_drafts: Sequence[int]
+        self,
+        rows: Sequence[LaunchedRow],
+        accept_lens: Sequence[int],
+        num_drafts: Sequence[int],
+        tier: int = 0,
     ) -> None:
         """A step of R requests has been read.
 
         Args:
             num_drafts: R counts of drafts verified; empty where there were none.
+            tier: see `RowPlan.tier`.
         """
         self.has_last_batch = True
+        if self.has_drafter and any(row.is_decode for row in rows):
+            self.num_tier_switches[tier] += tier != self.num_draft_steps
+            self.num_draft_steps = tier
         for row, num_accepted in zip(rows, accept_lens, strict=True):
             if row.is_decode and row.req.width.decode_rows > 1:
                 self._num_accepted += num_accepted
@@ -88,7 +102,10 @@ def read_internal_state(
         "overlap_token_count": report.overlap_token_count,
         "ledger_repair_count": checker.num_repairs,
         "speculative_num_steps": stats.num_draft_steps,
-        "speculative_num_draft_tokens": stats.num_draft_steps and stats.num_draft_steps + 1,
+        "speculative_num_draft_tokens": stats.num_draft_steps + 1 if stats.has_drafter else 0,
+        "speculative_tier_switches": {
+            str(tier): count for tier, count in sorted((+stats.num_tier_switches).items())
+        },
         "avg_spec_accept_length": stats.avg_accept_length,
         "avg_spec_accept_rate": stats.avg_accept_rate,
         "running_batch_size": len(lifecycle.running),

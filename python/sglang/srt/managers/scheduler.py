@@ -226,7 +226,7 @@ class Scheduler:
     def _read(self, step: LaunchedStep) -> None:
         result = self.processor.process(step)
         self._worker.observe(result)
-        self.stats.on_read(step.rows, result.accept_lens, result.num_drafts)
+        self.stats.on_read(step.rows, result.accept_lens, result.num_drafts, result.tier)
         self.checker.after_step("result read")
 
     def _await_arrival(self) -> None:

@@ -88,12 +88,15 @@ class GraphKeys:
             ]
 
     @classmethod
-    def of_draft_steps(cls, max_requests: int, hidden_width: int, num_steps: int) -> GraphKeys:
-        """Graphs of `num_steps` draft steps at once."""
+    def of_draft_steps(
+        cls, max_requests: int, hidden_width: int, num_steps: int, batch_sizes: Sequence[range]
+    ) -> GraphKeys:
+        """Graphs of `num_steps` draft steps at once, for batches of these sizes."""
         keys = cls(GraphSupport.NEVER, max_requests, 1)
         keys.all = [
             GraphKey(DRAFT_STEPS, n, 1, n, hidden_width=hidden_width, num_steps=num_steps)
             for n in _decode_sizes(max_requests)
+            if any(n in sizes for sizes in batch_sizes)
         ]
         return keys
 
@@ -101,6 +104,11 @@ class GraphKeys:
     def have_trees(self) -> bool:
         """Whether there are graphs for trees."""
         return any(key.has_tree for key in self.all)
+
+    def decode_size(self, num_reqs: int) -> int:
+        """Requests of the graph of so many decodes; as many without one."""
+        key = self.find_shape(num_reqs, 1, num_reqs)
+        return num_reqs if key is None else key.num_reqs
 
     def find(self, q_lens: Sequence[int], has_tree: bool = False) -> GraphKey | None:
         """The smallest graph with room for the requests, then for their rows."""

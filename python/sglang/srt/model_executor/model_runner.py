@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -60,7 +60,8 @@ class ExecutionConfig:
             their row of the request-to-token table.
         num_threads: torch threads of a CPU.
         capture: which hidden states a forward pass gives beside those of the rows read.
-        draft_steps: of a head: how many draft steps may follow a step of the target (`draft`).
+        draft_steps: of a head: how many draft steps may follow a step of the target (`draft`), and
+            in batches of which sizes.
         captures_trees: steps whose rows are trees also replay graphs, if the attention backend has
             masks for them.
     """
@@ -86,7 +87,7 @@ class ExecutionConfig:
     poisons_graphs: bool = False
     capture: HiddenCapture = NO_CAPTURE
     captures_trees: bool = False
-    draft_steps: tuple[int, ...] = ()
+    draft_steps: dict[int, tuple[range, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +254,8 @@ class ModelRunner:
         if not self._capabilities.captures_plans:
             return {}
         most = config.max_running_requests
-        return {n: GraphKeys.of_draft_steps(most, width, n) for n in config.draft_steps}
+        steps = config.draft_steps.items()
+        return {n: GraphKeys.of_draft_steps(most, width, n, sizes) for n, sizes in steps}
 
     @torch.inference_mode()
     def warm_up(

@@ -33,13 +33,22 @@ def metrics_text(internal_state: Mapping[str, Any], num_slots: int, model_name: 
         internal_state: `internal_states[0]` of `/server_info`.
         num_slots: size of the KV pool in tokens.
     """
-    label = f'{{model_name="{_escape(model_name)}"}}'
+    model = f'model_name="{_escape(model_name)}"'
     lines = []
     for name, kind, text, value in _samples(internal_state, num_slots):
         full_name = f"sglang:{name}"
         lines.append(f"# HELP {full_name} {text}")
         lines.append(f"# TYPE {full_name} {kind}")
-        lines.append(f"{full_name}{label} {_number(value)}")
+        lines.append(f"{full_name}{{{model}}} {_number(value)}")
+    switches = internal_state.get("speculative_tier_switches") or {}
+    if switches:
+        full_name = "sglang:spec_tier_switches_total"
+        lines.append(f"# HELP {full_name} Switches to so many drafts.")
+        lines.append(f"# TYPE {full_name} counter")
+        lines += [
+            f'{full_name}{{{model},num_steps="{tier}"}} {_number(count)}'
+            for tier, count in switches.items()
+        ]
     return "".join(f"{line}\n" for line in lines)
 
 

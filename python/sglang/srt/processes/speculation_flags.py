@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 from sglang.srt.head_config import load_head_config
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.adaptive_config import CONFIG_FLAG, read_adaptive_config
 from sglang.srt.speculative.confirm import AcceptThresholds
 from sglang.srt.speculative.drafter import DrafterConfig
 from sglang.srt.speculative.eagle_worker import TOPK, EagleConfig
 from sglang.srt.speculative.spec_info import MAX_NUM_STEPS, head_architecture
+from sglang.srt.speculative.tier_policy import TierOptions
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +28,12 @@ OPTIONS = (
     "speculative_num_draft_tokens",
     "speculative_token_map",
     "speculative_load_aware",
+    "speculative_adaptive_config",
+    "speculative_adaptive_strategy",
 )
+ADAPTIVE = "speculative_adaptive"
+EMA, THROUGHPUT = "ema", "throughput"
+THROUGHPUT_STEPS = 7  # drafts at most, where no configuration says which
 THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 
 
@@ -52,13 +60,14 @@ def eagle_from_flags(
     if args.speculative_algorithm is None:
         given = [name for name in OPTIONS if values[name] is not None]
         given += [name for name in THRESHOLDS if values[name] != 1]
+        given += [ADAPTIVE] * args.speculative_adaptive
         if given:
             raise ConfigError(f"{_flag(given[0])} needs --speculative-algorithm.")
         return None
     thresholds = AcceptThresholds(*(values[name] for name in THRESHOLDS))
     try:
         architecture = head_architecture(args.speculative_algorithm)
-        num_steps = _num_steps(args)
+        tiers = _tiers(args, simulates_acceptance)
         path = args.speculative_draft_model_path
         if path is None:
             raise ConfigError(
@@ -68,17 +77,78 @@ def eagle_from_flags(
         head = load_head_config(
             path, architecture, model, args.speculative_token_map, DRAFT_PATH_FLAG
         )
-        is_fixed = simulates_acceptance or args.speculative_load_aware == "off"
         config = EagleConfig(
             head,
             model.num_layers,
-            num_steps,
+            tiers.options.max_drafts,
             suppressed_token_ids,
-            tier_policy="fixed" if is_fixed else "load_aware",
+            tiers.policy,
+            tiers.options.initial,
+            tiers.options.adaptive,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return DrafterConfig("eagle", config, thresholds)
+
+
+class Tiers(NamedTuple):
+    """A name in `TIER_POLICIES`, and what it chooses from."""
+
+    policy: str
+    options: TierOptions
+
+
+def _tiers(args: ServerArgs, simulates_acceptance: bool) -> Tiers:
+    """How many drafts requests get."""
+    num_steps = _num_steps(args)
+    is_fixed = simulates_acceptance or args.speculative_load_aware == "off"
+    if not args.speculative_adaptive:
+        for name in ("speculative_adaptive_config", "speculative_adaptive_strategy"):
+            if vars(args)[name] is not None:
+                raise ConfigError(f"{_flag(name)} needs {_flag(ADAPTIVE)}.")
+        policy = "fixed" if is_fixed else "load_aware"
+        return Tiers(policy, TierOptions(num_steps, num_steps))
+    if args.speculative_load_aware is not None:
+        raise ConfigError(
+            f"{_flag(ADAPTIVE)} decides how many tokens are drafted; leave out"
+            " --speculative-load-aware."
+        )
+    if simulates_acceptance:
+        logger.warning(
+            "%s: SGLANG_SIMULATE_ACC_LEN says how many drafts are right, so every step verifies"
+            " %d drafts.",
+            _flag(ADAPTIVE),
+            num_steps,
+        )
+        return Tiers("fixed", TierOptions(num_steps, num_steps))
+    return _adaptive_tiers(args, num_steps)
+
+
+def _adaptive_tiers(args: ServerArgs, num_steps: int) -> Tiers:
+    """What `--speculative-adaptive` and its flags say.
+
+    Args:
+        num_steps: of `--speculative-num-steps`, or what is taken without it.
+    """
+    is_ema = args.speculative_adaptive_strategy in (None, EMA)
+    if args.speculative_adaptive_config is None and not is_ema:
+        deepest = max(num_steps, THROUGHPUT_STEPS)
+        return Tiers("load_aware", TierOptions(deepest, num_steps))
+    config = read_adaptive_config(args.speculative_adaptive_config)
+    for warning in config.warnings():
+        logger.warning("%s: %s", CONFIG_FLAG, warning)
+    candidates = config.candidate_steps
+    if candidates == (0,):
+        raise ConfigError(f"{CONFIG_FLAG}: no slot has candidate_steps above 0, so nothing drafts.")
+    if args.speculative_num_steps is None and args.speculative_num_draft_tokens is None:
+        num_steps = candidates[len(candidates) // 2]
+    elif num_steps not in candidates:
+        raise ConfigError(
+            f"--speculative-num-steps {num_steps}: with {_flag(ADAPTIVE)} it must be one of the"
+            f" candidate_steps, {', '.join(map(str, candidates))}; or leave it out."
+        )
+    policy = "adaptive" if is_ema else "load_aware"
+    return Tiers(policy, TierOptions(candidates[-1], num_steps, config))
 
 
 def _num_steps(args: ServerArgs) -> int:

@@ -114,6 +114,25 @@ class AdaptiveConfig:
         above = bisect_right(self.slots, batch_size, key=lambda slot: slot.min_batch_size)
         return max(0, above - 1)
 
+    @property
+    def candidate_steps(self) -> tuple[int, ...]:
+        """Those of all slots, ascending, each once."""
+        return tuple(sorted({steps for slot in self.slots for steps in slot.candidate_steps}))
+
+    def batch_sizes(self, steps: int) -> tuple[range, ...]:
+        """Of the batches that may have so many steps."""
+        first = 1
+        found = []
+        for slot, end in zip(self.slots, [*self._starts[1:], MAX_BATCH_SIZE], strict=True):
+            if steps in slot.candidate_steps:
+                found.append(range(first, end))
+            first = end
+        return tuple(found)
+
+    @property
+    def _starts(self) -> list[int]:
+        return [slot.min_batch_size for slot in self.slots]
+
     def warnings(self) -> list[str]:
         """What is allowed and hardly meant; one line each, that names the slot."""
         return [

@@ -146,12 +146,9 @@ class AdaptiveSpeculativeParams:
             AdaptiveConfigError: a ValueError, for a file that cannot be used.
         """
         self.config = read_adaptive_config(cfg_path) if config is None else config
-        slots = self.config.slots
-        self.candidate_steps = tuple(
-            sorted({steps for slot in slots for steps in slot.candidate_steps})
-        )
+        self.candidate_steps = self.config.candidate_steps
         self.num_switches = 0
-        self._states = [first_state(slot, initial_steps) for slot in slots]
+        self._states = [first_state(slot, initial_steps) for slot in self.config.slots]
 
     def get_steps_for_batch(self, batch_size: int) -> int:
         """Steps of the next round of a batch of so many requests; 0 means a plain step."""

@@ -7,6 +7,7 @@ it, so the head runs behind the target, over the same rows.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +21,8 @@ from sglang.srt.model_executor.model_runner import ExecutionConfig
 from sglang.srt.models.draft_head import DraftHead
 from sglang.srt.registry import TIER_POLICIES
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.adaptive_config import AdaptiveConfig
+from sglang.srt.speculative.adaptive_runtime_state import SpecRuntimeState, runtime_states
 from sglang.srt.speculative.draft_steps import DraftSteps, plan_draft_steps
 from sglang.srt.speculative.drafter import (
     ComputedStep,
@@ -32,7 +35,12 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.eagle_utils import organize_draft_results
 from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
 from sglang.srt.speculative.spec_utils import select_top_k_tokens
-from sglang.srt.speculative.tier_policy import TierPolicy
+from sglang.srt.speculative.tier_policy import (
+    RoundOutcome,
+    TierOptions,
+    TierPolicy,
+    same_size,
+)
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import Q_LEN, Q_START
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
@@ -50,6 +58,8 @@ class EagleConfig:
         num_steps: drafts of a chain at most, at least 1.
         suppressed_token_ids: ids that the target never emits.
         tier_policy: a name in `TIER_POLICIES` (registry.py).
+        initial_steps: drafts of a chain before a policy knows anything; None: all.
+        adaptive: which numbers of drafts batches of each size may have; None: any.
     """
 
     head: ModelConfig
@@ -57,6 +67,13 @@ class EagleConfig:
     num_steps: int
     suppressed_token_ids: tuple[int, ...] = ()
     tier_policy: str = "fixed"
+    initial_steps: int | None = None
+    adaptive: AdaptiveConfig | None = None
+
+    @property
+    def tier_options(self) -> TierOptions:
+        initial = self.num_steps if self.initial_steps is None else self.initial_steps
+        return TierOptions(self.num_steps, initial, self.adaptive)
 
     @property
     def policy(self) -> type[TierPolicy]:
@@ -65,10 +82,15 @@ class EagleConfig:
         return kind
 
     @property
-    def pass_lens(self) -> tuple[int, ...]:
-        """How many draft steps may follow a step of the target: the head's output there gives a
-        first draft without any."""
-        return tuple(tier - 1 for tier in self.policy.tiers(self.num_steps) if tier > 1)
+    def states(self) -> dict[int, SpecRuntimeState]:
+        """Of all tiers."""
+        return runtime_states(self.policy.tiers(self.tier_options), self.adaptive)
+
+    @property
+    def draft_steps(self) -> dict[int, tuple[range, ...]]:
+        """How many draft steps may follow a step of the target, and for batches of which sizes."""
+        states = self.states.values()
+        return {each.num_draft_steps: each.batch_sizes for each in states if each.num_draft_steps}
 
     @property
     def capture(self) -> HiddenCapture:
@@ -97,10 +119,15 @@ class EagleDrafter:
         self._num_pending_drafts = [0] * num_rows  # of each row of the page table
         kind, rounds = options.policy, None
         if kind.needs_prices and parts.prices is not None:
-            width = 1 + options.num_steps
-            prices = measure_draft_prices(self._runner, num_rows, width, options.pass_lens)
+            width, steps = 1 + options.num_steps, tuple(options.draft_steps)
+            prices = measure_draft_prices(self._runner, num_rows, width, steps)
             rounds = MeasuredRounds(parts.prices, prices)
-        self._policy = kind(rounds, options.num_steps)
+        keys = parts.runners.runners[0].graph_keys
+        graph_size = same_size if keys is None else keys.decode_size
+        self._policy = kind(options.tier_options, rounds, graph_size)
+        self._states = options.states
+        self._settled = self._policy.settled  # when the next step was drafted for
+        self._launched = deque[tuple[int, int]]()  # of steps not read: `settled`, decodes
 
     @staticmethod
     def needs(options: EagleConfig) -> DrafterNeeds:
@@ -108,7 +135,7 @@ class EagleDrafter:
         return DrafterNeeds(
             max_drafts=count,
             max_rows=1 + count,
-            num_steps=count,
+            num_steps=options.tier_options.initial,
             extra_slots=count - 1,
             capture=options.capture,
             suppressed_token_ids=options.suppressed_token_ids,
@@ -118,7 +145,7 @@ class EagleDrafter:
 
     @staticmethod
     def models(options: EagleConfig, target: ExecutionConfig) -> tuple[ExecutionConfig, ...]:
-        steps = options.pass_lens
+        steps = options.draft_steps
         return (replace(target, model=options.head, capture=NO_CAPTURE, draft_steps=steps),)
 
     @classmethod
@@ -135,27 +162,30 @@ class EagleDrafter:
 
     def observe(self, result: HostResult) -> None:
         """Tells the policy of each request that verified drafts how many were confirmed."""
-        outcomes = [
+        settled, num_decodes = self._launched.popleft()
+        verified = [
             (count, taken - 1)
             for count, taken in zip(result.num_drafts, result.accept_lens, strict=False)
             if count
         ]
-        if outcomes:
-            self._policy.observe(outcomes)
+        if num_decodes:
+            self._policy.observe(RoundOutcome(settled, num_decodes, verified))
 
     def plan(self, batch: ScheduleBatch) -> RowPlan:
         num_drafts = [
             0 if num_prompt else self._num_pending_drafts[row]
             for row, num_prompt in zip(batch.rows, batch.num_prompt_tokens, strict=True)
         ]
-        return replace(plan_of_drafts(batch, num_drafts), tier=max(num_drafts))
+        self._launched.append((self._settled, batch.num_prompt_tokens.count(0)))
+        return replace(plan_of_drafts(batch, num_drafts), tier=self._settled)
 
     def propose(self, step: ComputedStep) -> None:
         hidden = self.forward_draft_extend(step)
         for row in step.batch.rows:
             self._num_pending_drafts[row] = 0
         tier = self._next_tier(step.batch)
-        steps = plan_draft_steps(step, self._table, tier - 1) if tier else None
+        num_steps = self._states[tier].num_draft_steps
+        steps = plan_draft_steps(step, self._table, num_steps) if tier else None
         if steps is None:
             return
         self.draft(steps, steps.of_requests(hidden)).write(self._state, steps.rows)
@@ -170,7 +200,9 @@ class EagleDrafter:
         emitting = [bound - most + num_prompt for bound, most, num_prompt, emits in lens if emits]
         if not emitting:
             return 0
-        return self._policy.choose(UpcomingRound(len(emitting), sum(emitting)))
+        tier = self._policy.choose(UpcomingRound(len(emitting), sum(emitting)))
+        self._settled = self._policy.settled
+        return tier
 
     def forward_draft_extend(self, step: ComputedStep) -> torch.Tensor:
         """The head over the rows that the target was fed: of prompts, and of the certain token and

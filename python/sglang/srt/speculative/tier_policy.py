@@ -7,10 +7,12 @@ there. A tier is chosen one step earlier, when drafts are proposed, since drafti
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
 
 from sglang.srt.speculative.acceptance_estimate import Survival
+from sglang.srt.speculative.adaptive_config import AdaptiveConfig
 from sglang.srt.speculative.round_prices import RoundPrices, UpcomingRound
 
 MAX_DENSE_TIERS = 5  # with more drafts at most, not every number has graphs
@@ -20,6 +22,53 @@ LEAST_GAIN = 0.01  # share by which drafts must beat none: prices and estimates 
 PROBE_SHARE = 0.004  # share of the time of steps that probes may cost
 PROBE_STEPS = 2.5  # steps whose time may be saved up for probes
 FAR_PROBES = 4  # every so many probes one looks further than the cheapest
+# A tier that seemed best stays for so many milliseconds of rounds, unless another one gains more
+# than this share: estimates go up and down, and what two tiers give may be the same.
+DWELL_MS, URGENT_GAIN = 1000.0, 0.05
+
+
+def same_size(num_reqs: int) -> int:
+    """`GraphSize` without graphs."""
+    return num_reqs
+
+
+# The number of requests that a step of so many is padded to.
+GraphSize = Callable[[int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class TierOptions:
+    """What a policy may choose from.
+
+    Attributes:
+        max_drafts: drafts of a request in a step, at least 1.
+        initial: the tier before anything is known, where a policy has such a one.
+        adaptive: which tiers batches of each size may have; None: nobody says.
+    """
+
+    max_drafts: int
+    initial: int = 0
+    adaptive: AdaptiveConfig | None = None
+
+    def candidates(self, batch_size: int) -> tuple[int, ...] | None:
+        """Of a batch of so many requests, padding included; None: nobody says."""
+        if self.adaptive is None:
+            return None
+        return self.adaptive.slots[self.adaptive.slot_index(batch_size)].candidate_steps
+
+
+class RoundOutcome(NamedTuple):
+    """A step that has been read.
+
+    Attributes:
+        tier: `TierPolicy.settled` when it was chosen for.
+        num_reqs: requests that decoded in it.
+        verified: of each request that had drafts, how many, and how many of them were confirmed.
+    """
+
+    tier: int
+    num_reqs: int
+    verified: Sequence[tuple[int, int]]
 
 
 class TierPolicy(Protocol):
@@ -27,27 +76,33 @@ class TierPolicy(Protocol):
 
     Attributes:
         needs_prices: whether it goes by prices of rounds, which are then measured at start-up.
+        settled: the tier of rounds as they come; that of single rounds may be another one, which is
+            tried. For people and metrics.
     """
 
     needs_prices: ClassVar[bool]
+    settled: int
 
     @staticmethod
-    def tiers(max_drafts: int) -> tuple[int, ...]:
+    def tiers(options: TierOptions) -> tuple[int, ...]:
         """The tiers that it may choose, ascending, up to `max_drafts`."""
 
-    def __init__(self, prices: RoundPrices | None, max_drafts: int) -> None:
+    def __init__(
+        self,
+        options: TierOptions,
+        prices: RoundPrices | None = None,
+        graph_size: GraphSize = same_size,
+    ) -> None:
         """
         Args:
             prices: of rounds; None where nobody has measured any.
-            max_drafts: drafts of a request in a step, at least 1.
         """
 
     def choose(self, upcoming: UpcomingRound) -> int:
         """The drafts that each request is given for its next step."""
 
-    def observe(self, outcomes: Sequence[tuple[int, int]]) -> None:
-        """Hears a step in which drafts were verified: of each request that had some, how many, and
-        how many of them were confirmed. Steps come in order."""
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Hears a step in which requests decoded. Steps come in order."""
 
 
 class FixedTier:
@@ -56,16 +111,21 @@ class FixedTier:
     needs_prices = False
 
     @staticmethod
-    def tiers(max_drafts: int) -> tuple[int, ...]:
-        return (max_drafts,)
+    def tiers(options: TierOptions) -> tuple[int, ...]:
+        return (options.max_drafts,)
 
-    def __init__(self, prices: RoundPrices | None, max_drafts: int) -> None:
-        self._max_drafts = max_drafts
+    def __init__(
+        self,
+        options: TierOptions,
+        prices: RoundPrices | None = None,
+        graph_size: GraphSize = same_size,
+    ) -> None:
+        self.settled = options.max_drafts
 
     def choose(self, upcoming: UpcomingRound) -> int:
-        return self._max_drafts
+        return self.settled
 
-    def observe(self, outcomes: Sequence[tuple[int, int]]) -> None:
+    def observe(self, outcome: RoundOutcome) -> None:
         """Learns nothing."""
 
 
@@ -83,33 +143,78 @@ class LoadAwareTier:
     So probes whose drafts are wrong become rare, and those whose drafts are right follow at once.
     What all of them lose stays within PROBE_SHARE of the time and PROBE_STEPS steps, as far as
     prices are right.
+
+    Where `TierOptions.adaptive` says which tiers batches of a size may have, it chooses from these
+    and 0.
     """
 
     needs_prices = True
 
     @staticmethod
-    def tiers(max_drafts: int) -> tuple[int, ...]:
+    def tiers(options: TierOptions) -> tuple[int, ...]:
+        if options.adaptive is not None:
+            return tuple(sorted({0, *options.adaptive.candidate_steps}))
+        max_drafts = options.max_drafts
         if max_drafts <= MAX_DENSE_TIERS:
             return tuple(range(max_drafts + 1))
         powers = (1 << power for power in range(max_drafts.bit_length()))
         return (0, 1, *(1 + power for power in powers if 1 + power < max_drafts), max_drafts)
 
-    def __init__(self, prices: RoundPrices | None, max_drafts: int) -> None:
+    def __init__(
+        self,
+        options: TierOptions,
+        prices: RoundPrices | None = None,
+        graph_size: GraphSize = same_size,
+    ) -> None:
         assert prices is not None, "Tiers go by prices, and nobody has measured any."
         self._prices = prices
-        self._tiers = self.tiers(max_drafts)
+        self._options = options
+        self._graph_size = graph_size
+        self._tiers = self.tiers(options)
         self._least_gain = max(LEAST_GAIN, prices.spread)
-        self._survival = Survival(1 + max_drafts, MEMORY_TRIALS)
+        self._survival = Survival(1 + options.max_drafts, MEMORY_TRIALS)
+        self._held: dict[int, _Held] = {}  # by the size of batches
+        self._now_ms = 0.0
+        self.settled = 0
         self._allowance_ms: float | None = None
         self._num_probes = 0
         self._best = 0
         self._token_ms = 0.0  # of the requests' tokens at the best tier
 
     def choose(self, upcoming: UpcomingRound) -> int:
-        costs = {tier: self._prices.round_ms(upcoming, tier) for tier in self._tiers}
+        size = self._graph_size(upcoming.num_reqs)
+        allowed = self._options.candidates(size)
+        tiers = self._tiers if allowed is None else sorted({0, *allowed})
+        costs = {tier: self._prices.round_ms(upcoming, tier) for tier in tiers}
         self._survival.window = max(MEMORY_TRIALS, MEMORY_STEPS * upcoming.num_reqs)
-        lengths = self._survival.mean_lengths(1 + self._tiers[-1])
-        best = best_tier(lengths, costs, self._least_gain)
+        lengths = self._survival.mean_lengths(1 + tiers[-1])
+        best = self._settle(size, best_tier(lengths, costs, self._least_gain), lengths, costs)
+        self.settled = best
+        chosen = self._with_probes(upcoming, lengths, costs, best)
+        self._now_ms += costs[chosen]
+        return chosen
+
+    def _settle(
+        self, size: int, best: int, lengths: Sequence[float], costs: Mapping[int, float]
+    ) -> int:
+        """The best tier, or for a while the one that was best for batches of this size before."""
+        held = self._held.get(size)
+        if held is not None and held.tier != best:
+            gain = lengths[best] / costs[best] / (lengths[held.tier] / costs[held.tier]) - 1
+            if gain < URGENT_GAIN and self._now_ms - held.since_ms < DWELL_MS:
+                return held.tier
+        if held is None or held.tier != best:
+            self._held[size] = _Held(best, self._now_ms)
+        return best
+
+    def _with_probes(
+        self,
+        upcoming: UpcomingRound,
+        lengths: Sequence[float],
+        costs: Mapping[int, float],
+        best: int,
+    ) -> int:
+        """The best tier, or one that is probed."""
         cost, most_ms = costs[best], PROBE_STEPS * costs[best]
         self._best, self._token_ms = best, cost / (upcoming.num_reqs * lengths[best])
         saved_ms = most_ms if self._allowance_ms is None else self._allowance_ms
@@ -130,13 +235,21 @@ class LoadAwareTier:
         self._num_probes += 1
         return probed
 
-    def observe(self, outcomes: Sequence[tuple[int, int]]) -> None:
+    def observe(self, outcome: RoundOutcome) -> None:
         num_beyond = 0
-        for (num_drafts, num_confirmed), count in Counter(outcomes).items():
+        for (num_drafts, num_confirmed), count in Counter(outcome.verified).items():
             self._survival.record(1 + num_drafts, 1 + num_confirmed, count)
             num_beyond += count * max(0, num_confirmed - self._best)
-        assert self._allowance_ms is not None, "A step that was not chosen for."
-        self._allowance_ms += num_beyond * self._token_ms
+        if num_beyond:
+            assert self._allowance_ms is not None, "A step that was not chosen for."
+            self._allowance_ms += num_beyond * self._token_ms
+
+
+class _Held(NamedTuple):
+    """A tier that stays for a while, from this moment of `_now_ms` on."""
+
+    tier: int
+    since_ms: float
 
 
 def best_tier(lengths: Sequence[float], costs: Mapping[int, float], least_gain: float = 0.0) -> int:

@@ -1,0 +1,95 @@
+"""Adaptive steps in a server: the rule of `adaptive_spec_params.py` as a tier policy, and what each
+tier owns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sglang.srt.speculative.adaptive_config import MAX_BATCH_SIZE, AdaptiveConfig
+from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
+from sglang.srt.speculative.round_prices import RoundPrices, UpcomingRound
+from sglang.srt.speculative.tier_policy import GraphSize, RoundOutcome, TierOptions, same_size
+
+ALL_BATCH_SIZES = (range(1, MAX_BATCH_SIZE),)
+
+
+@dataclass(frozen=True, slots=True)
+class SpecRuntimeState:
+    """What a tier owns. A tier of S drafts has the first one from the head's pass over the rows of
+    the target, and the others from S - 1 draft steps, whose graphs are its own. The graphs of that
+    pass and of verification are chosen by their number of rows, so tiers share them.
+
+    Attributes:
+        speculative_num_steps: S.
+        batch_sizes: of the batches that may have the tier: for these its graphs are captured.
+    """
+
+    speculative_num_steps: int
+    batch_sizes: tuple[range, ...] = ALL_BATCH_SIZES
+
+    @property
+    def speculative_num_draft_tokens(self) -> int:
+        """Rows of a request that the target verifies, the certain token's counted."""
+        return 1 + self.speculative_num_steps
+
+    @property
+    def num_draft_steps(self) -> int:
+        """Draft steps behind the first draft."""
+        return max(0, self.speculative_num_steps - 1)
+
+
+def runtime_states(
+    tiers: Sequence[int], adaptive: AdaptiveConfig | None
+) -> dict[int, SpecRuntimeState]:
+    """The states of all tiers, made once, before the first round."""
+    return {
+        tier: SpecRuntimeState(
+            tier, ALL_BATCH_SIZES if adaptive is None else adaptive.batch_sizes(tier)
+        )
+        for tier in tiers
+    }
+
+
+class AdaptiveController:
+    """The tier policy of `--speculative-adaptive`: before each draft the steps of the batch's slot,
+    after each verification the slot's average. A round keeps the tier that it was drafted with: a
+    new one counts from the next draft on."""
+
+    needs_prices = False
+
+    @staticmethod
+    def tiers(options: TierOptions) -> tuple[int, ...]:
+        assert options.adaptive is not None, "Slots are read before a policy is made."
+        return options.adaptive.candidate_steps
+
+    def __init__(
+        self,
+        options: TierOptions,
+        prices: RoundPrices | None = None,
+        graph_size: GraphSize = same_size,
+    ) -> None:
+        self.params = AdaptiveSpeculativeParams(options.initial, config=options.adaptive)
+        self._graph_size = graph_size
+        self.settled = self.activate_step_by_batch(1)
+
+    def activate_step_by_batch(self, batch_size: int) -> int:
+        """The tier of the next round of so many requests: that of the size they are padded to."""
+        self.settled = self.params.get_steps_for_batch(self._graph_size(batch_size))
+        return self.settled
+
+    def on_verify_complete(
+        self, num_correct_drafts_per_req: Sequence[int], batch_size: int, steps: int
+    ) -> None:
+        """Hears a round that was drafted with so many steps."""
+        size = self._graph_size(batch_size)
+        self.params.on_verify_complete(num_correct_drafts_per_req, size, steps=steps)
+
+    def choose(self, upcoming: UpcomingRound) -> int:
+        return self.activate_step_by_batch(upcoming.num_reqs)
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        correct = [num_correct for _, num_correct in outcome.verified]
+        if outcome.tier == 0:
+            correct = [0] * outcome.num_reqs
+        self.on_verify_complete(correct, outcome.num_reqs, outcome.tier)
