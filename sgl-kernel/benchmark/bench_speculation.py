@@ -6,7 +6,8 @@
 `move`: the KV of that branch in all layers of a target and one layer of a draft model, bfloat16;
 0 moved is a step whose kept rows lie at the front already.
 `build`: trees of equal size from EAGLE's candidates (tree_cases.py). The uniform launch gets the
-candidates selected, the ragged one selects them too. `verify` and `sample`: those trees, from a
+candidates selected, the ragged one selects them too; `select, build uniform` does as much, with
+torch's topk and sort. `verify` and `sample`: those trees, from a
 vocabulary of `--vocabulary` tokens; no draft is confirmed. Timed as timing.py says.
 """
 
@@ -159,7 +160,14 @@ def measure_trees(requests: int, rows: int, options: argparse.Namespace) -> list
     coins = torch.full((num_rows,), 0.999, device="cuda")
     probs = torch.full((num_rows, options.vocabulary), 1 / options.vocabulary, device="cuda")
     sampled = (built.tokens, *trees, coins, coins[:requests], probs, DEPTH + 1)
+    scores = flat[1].view(requests, -1)
+
+    def select_and_build(_: None) -> None:
+        selected = torch.topk(scores, rows - 1, dim=1).indices.sort(dim=1).values
+        sgl_kernel.build_tree_kernel_efficient(uniform[0], selected, uniform[2], *results)
+
     calls: dict[str, Callable[[None], object]] = {
+        "select, build uniform": select_and_build,
         "build uniform": lambda _: sgl_kernel.build_tree_kernel_efficient(*uniform, *results),
         "build ragged": lambda _: sgl_kernel.build_ragged_trees(*flat, num_rows),
         "verify ragged": lambda _: sgl_kernel.verify_ragged_trees(
@@ -190,11 +198,11 @@ def _timed(
 
 
 def print_table(timings: list[Timing]) -> None:
-    names = f"{'op':<20}{'requests':>9}{'rows':>6}{'moved':>6}"
+    names = f"{'op':<22}{'requests':>9}{'rows':>6}{'moved':>6}"
     print(f"{names}{'device us':>11}{'host us':>9}{'GB/s':>8}")
     for timing in timings:
         print(
-            f"{timing.op:<20}{timing.requests:>9}{timing.rows:>6}{timing.moved:>6}"
+            f"{timing.op:<22}{timing.requests:>9}{timing.rows:>6}{timing.moved:>6}"
             f"{timing.device_us:>11.2f}{timing.host_us:>9.2f}{timing.gigabytes_per_s:>8.0f}"
         )
 
