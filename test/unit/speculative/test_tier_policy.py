@@ -108,6 +108,17 @@ def test_it_follows_text_that_changes(
     assert found.ms_per_token <= 1.02 * best_ms_per_token(costs, after), found
 
 
+@pytest.mark.parametrize(("num_reqs", "num_tokens"), [(1, 200), (8, 60), (32, 60), (128, 20)])
+def test_drafts_that_are_suddenly_wrong_are_noticed_at_once(num_reqs: int, num_tokens: int) -> None:
+    """However long they were right: after so many tokens of each request."""
+    costs = H200_MS[num_reqs]
+    policy = load_aware(num_reqs, costs)
+    decode(policy, costs, num_reqs, 2000, lambda step: 0.95)
+    decode(policy, costs, num_reqs, num_tokens, lambda step: 0.1, seed=1)
+    found = decode(policy, costs, num_reqs, 100, lambda step: 0.1, seed=2)
+    assert found.ms_per_token <= 1.02 * best_ms_per_token(costs, 0.1), found
+
+
 def test_equal_histories_get_equal_answers() -> None:
     runs = [
         decode(load_aware(8, H200_MS[8]), H200_MS[8], 8, 300, lambda step: 0.5) for _ in range(2)

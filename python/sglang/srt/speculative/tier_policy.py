@@ -18,6 +18,9 @@ from sglang.srt.speculative.round_prices import RoundPrices, UpcomingRound
 MAX_DENSE_TIERS = 5  # with more drafts at most, not every number has graphs
 # Of a position so many trials are remembered, or those of so many steps, since text changes.
 MEMORY_TRIALS, MEMORY_STEPS = 512.0, 16.0
+# Of the last of these, which tell whether text has changed: if what a tier gives by them is so many
+# times their own uncertainty away from what all tell, all but a few are forgotten.
+RECENT_TRIALS, RECENT_STEPS, CHANGE, KEPT_TRIALS = 32.0, 2.0, 2.0, 8.0
 LEAST_GAIN = 0.01  # share by which drafts must beat none: prices and estimates are not exact
 PROBE_SHARE = 0.004  # share of the time of steps that probes may cost
 PROBE_STEPS = 2.5  # steps whose time may be saved up for probes
@@ -173,6 +176,7 @@ class LoadAwareTier:
         self._tiers = self.tiers(options)
         self._least_gain = max(LEAST_GAIN, prices.spread)
         self._survival = Survival(1 + options.max_drafts, MEMORY_TRIALS)
+        self._recent = Survival(1 + options.max_drafts, RECENT_TRIALS)
         self._held: dict[int, _Held] = {}  # by the size of batches
         self._now_ms = 0.0
         self.settled = 0
@@ -187,6 +191,7 @@ class LoadAwareTier:
         tiers = self._tiers if allowed is None else sorted({0, *allowed})
         costs = {tier: self._prices.round_ms(upcoming, tier) for tier in tiers}
         self._survival.window = max(MEMORY_TRIALS, MEMORY_STEPS * upcoming.num_reqs)
+        self._recent.window = max(RECENT_TRIALS, RECENT_STEPS * upcoming.num_reqs)
         lengths = self._survival.mean_lengths(1 + tiers[-1])
         best = self._settle(size, best_tier(lengths, costs, self._least_gain), lengths, costs)
         self.settled = best
@@ -238,11 +243,23 @@ class LoadAwareTier:
     def observe(self, outcome: RoundOutcome) -> None:
         num_beyond = 0
         for (num_drafts, num_confirmed), count in Counter(outcome.verified).items():
-            self._survival.record(1 + num_drafts, 1 + num_confirmed, count)
+            for survival in (self._survival, self._recent):
+                survival.record(1 + num_drafts, 1 + num_confirmed, count)
             num_beyond += count * max(0, num_confirmed - self._best)
+        if outcome.verified:
+            self._notice_change(max(num_drafts for num_drafts, _ in outcome.verified))
         if num_beyond:
             assert self._allowance_ms is not None, "A step that was not chosen for."
             self._allowance_ms += num_beyond * self._token_ms
+
+    def _notice_change(self, num_drafts: int) -> None:
+        """Forgets what was before text changed, as far as so many drafts tell."""
+        recent = self._recent.runs(1 + num_drafts)[-1]
+        before = self._survival.mean_lengths(1 + num_drafts)[-1]
+        uncertainty = max(recent.mean - recent.low, recent.high - recent.mean)
+        if abs(recent.mean - before) > CHANGE * uncertainty:
+            self._recent.keep(KEPT_TRIALS)
+            self._survival = self._recent.copy()
 
 
 class _Held(NamedTuple):
