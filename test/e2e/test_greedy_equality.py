@@ -25,7 +25,7 @@ from sglang.srt.model_config import load_model_config, resolve_model_path
 from sglang.srt.tokenizer import load_tokenizer
 from utils import RandomBudget, SchedulerHarness, Setup, make_model_worker
 
-NUM_PROMPTS, NUM_TOKENS = 50, 32
+NUM_PROMPTS, NUM_TOKENS = 30, 32
 CONTEXT_LEN = 512
 LENGTHS = [8, 40, 90, 200, 400]  # of prompts, in characters, in turn
 NUM_SHARED, NUM_CROWDED = 20, 10  # prompts of a variant, and where steps are many
@@ -39,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "other chunks in every step": {"make_budget": partial(RandomBudget, 50)},
     "page size 16": {"page_size": 16, "num_pages": 1024},
     "retraction every 3 steps": {"retract_interval": 3},
-    "small pool": {"num_pages": 600},
+    "small pool": {"num_pages": 400},
     "lpm": {"schedule_policy": "lpm"},
     "everything at once": {
         "page_size": 16,
