@@ -29,8 +29,7 @@ from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.processes.worker_factory import make_worker
 from sglang.srt.step.worker import GenerationBatchResult, ScheduleBatch
 
-LENGTHS = (1, 511, 512, 513, 2047, 2049)
-LONG = 2047  # takes steps of 512 and of 1000
+LENGTHS = (1, 511, 512, 513, 4095, 8193)
 PREFIXES = (1, 15, 16, 17, 511, WINDOW - 1, WINDOW, 999, 1000, 1001, 2047, 2599)
 
 
@@ -40,7 +39,7 @@ def serving(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Serving(path, context_len=8192 + 64, num_slots=26_000)
 
 
-@pytest.mark.parametrize("chunk", [512, 1000, 2048])
+@pytest.mark.parametrize("chunk", [512, 1000, 2048, 8192])
 def test_tokens_and_logprobs_of_any_length_in_any_company(serving: Serving, chunk: int) -> None:
     check_lengths(serving, LENGTHS, chunk)
 
@@ -63,14 +62,14 @@ def test_logprobs_and_hidden_states_from_the_middle_of_a_chunk(
 def test_a_prompt_retracted_in_its_middle_begins_anew(
     serving: Serving, chunk: int, retraction: str
 ) -> None:
-    check_retraction(serving, LONG, chunk, retraction)
+    check_retraction(serving, 4095, chunk, retraction)
 
 
 @pytest.mark.parametrize(("chunk", "overlap"), [(512, True), (1000, True), (1000, False)])
 def test_a_prompt_aborted_in_its_middle_leaves_nothing_and_harms_nobody(
     serving: Serving, chunk: int, overlap: bool
 ) -> None:
-    check_abort(serving, LONG, chunk, overlap)
+    check_abort(serving, 4095, chunk, overlap)
 
 
 def test_no_step_asks_for_more_logits_than_a_few_rows_of_a_prompt(serving: Serving) -> None:
@@ -94,7 +93,7 @@ def test_no_step_asks_for_more_logits_than_a_few_rows_of_a_prompt(serving: Servi
 
     harness = serving.harness(8192, worker=worker)
     options = LogprobOptions(start_len=0, top_num=TOP_NUM, token_ids=[3, 4, 5])
-    lengths = (500, 1000)
+    lengths = (1500, 3000)
     with (
         mock.patch.object(runner, "compute_logits", recording),
         mock.patch.object(worker, "forward_batch_generation", checking),
