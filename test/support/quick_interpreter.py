@@ -20,9 +20,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import triton
 from triton import language
 from triton.runtime import interpreter
 
+KNOWN = "3.9."  # version whose private names these are; others run as they come
 MODULES = (language, language.core)  # that a function may name, and that are then prepared
 
 
@@ -56,6 +58,14 @@ class PreparedOnce:
 
 
 def main(program: str, *arguments: str) -> None:
+    if triton.__version__.startswith(KNOWN):
+        shorten()
+    sys.argv = [program, *arguments]
+    runpy.run_path(program, run_name="__main__")
+
+
+def shorten() -> None:
+    """Leaves out what is done in vain."""
     interpreter._patch_lang = PreparedOnce(interpreter._patch_lang)
     numpy_dtype = interpreter._get_np_dtype
     of_numbers = functools.cache(numpy_dtype)  # other types have no hash
@@ -65,8 +75,6 @@ def main(program: str, *arguments: str) -> None:
     builder = interpreter.interpreter_builder
     assert not builder.options.debug, "overflows would be told: look for them"
     builder.options = replace(builder.options, sanitize_overflow=False)
-    sys.argv = [program, *arguments]
-    runpy.run_path(program, run_name="__main__")
 
 
 if __name__ == "__main__":
