@@ -112,10 +112,12 @@ class Work:
     def batches(self, phase: Phase, number: int) -> list[tuple[list[list[int]], dict[str, Any]]]:
         """Batches one after the other, each of the phase's requests, with their parameters."""
         arguments = self._arguments
-        per_request = arguments.phase_tokens // phase.requests
+        per_request = arguments.phase_tokens // phase.requests  # no rest: `parse`
         num_batches = -(-per_request // arguments.new_tokens)
+        while per_request % num_batches:
+            num_batches += 1
         params: dict[str, Any] = {"ignore_eos": True, "temperature": 0}
-        params["max_new_tokens"] = -(-per_request // num_batches)
+        params["max_new_tokens"] = per_request // num_batches
         count = num_batches * phase.requests
         seed = 1000 * number + phase.number
         if phase.kind == PREDICTABLE:
@@ -229,15 +231,14 @@ def start_engines(
 
     def start(name: str) -> sglang.Engine:
         drafter = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head}
-        return sglang.Engine(**flags, **(drafter if name != PLAIN else {}), **WAYS[name])
+        engine = sglang.Engine(**flags, **(drafter if name != PLAIN else {}), **WAYS[name])
+        stack.callback(engine.shutdown)
+        return engine
 
     order = sorted(names, key=lambda name: name != "throughput")
     engines = {order[0]: start(order[0])}
-    stack.callback(engines[order[0]].shutdown)
     with ThreadPoolExecutor(max(1, len(order) - 1)) as pool:
-        for name, engine in zip(order[1:], pool.map(start, order[1:]), strict=True):
-            engines[name] = engine
-            stack.callback(engine.shutdown)
+        engines |= zip(order[1:], pool.map(start, order[1:]), strict=True)
     return {name: engines[name] for name in names}
 
 
@@ -285,12 +286,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_mtp_parser(__doc__, "adaptive_steps")
     add = parser.add_argument
     add("--walk", type=int, nargs="+", default=[1, 8, 32, 96, 8, 1], help="requests at once")
-    add("--phase-tokens", type=int, default=1024, help="new tokens of a phase")
+    add("--phase-tokens", type=int, default=1536, help="new tokens of a phase")
     add("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS), metavar="WAY")
     parser.set_defaults(budget_s=345.0, prompt_tokens=64, algorithm="EAGLE3")
     arguments = parser.parse_args(argv)
-    if not {"fixed 3", PLAIN} <= {*arguments.ways}:
-        parser.error(f"--ways: 'fixed 3' and '{PLAIN}' are what the others are compared with.")
+    if not {"fixed 3", PLAIN} <= {*arguments.ways} or not {*ADAPTIVE} & {*arguments.ways}:
+        parser.error(f"--ways: 'fixed 3', '{PLAIN}' and an adaptive one, which is compared.")
+    if any(arguments.phase_tokens % requests for requests in arguments.walk):
+        parser.error("--phase-tokens must be a multiple of each number of --walk.")
     return arguments
 
 

@@ -208,7 +208,8 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     speculative_adaptive_strategy: str | None = flag(
         None,
         "`ema`, the default: by an average of right drafts. `throughput`: by what rounds were"
-        " measured to cost too; without a configuration, from 0 to 7 drafts.",
+        " measured to cost too; without a configuration, from 0 to 7 drafts, or to"
+        " --speculative-num-steps if that is more.",
         choices=("ema", "throughput"),
     )
     speculative_accept_threshold_single: float = flag(

@@ -20,7 +20,7 @@ class SchedulerStats:
     Attributes:
         num_draft_steps: drafts that a request proposes one behind the other in the last step in
             which requests decoded, steps that try another number aside.
-        num_tier_switches: how often that became each number.
+        num_tier_switches: how often that became each number, also as batches of another size came.
         has_drafter: whether there is one that says so.
         forward_ct_decode: steps launched with at least one decode row, since start or flush.
 
@@ -31,6 +31,7 @@ class SchedulerStats:
     def __init__(self, num_draft_steps: int = 0) -> None:
         self.num_draft_steps = num_draft_steps
         self.num_tier_switches = Counter[int]()
+        self._has_decoded = False
         self.has_drafter = num_draft_steps > 0
         self.forward_ct_decode = 0
         self.has_current_batch = False
@@ -68,8 +69,9 @@ class SchedulerStats:
         """
         self.has_last_batch = True
         if self.has_drafter and any(row.is_decode for row in rows):
-            self.num_tier_switches[tier] += tier != self.num_draft_steps
+            self.num_tier_switches[tier] += self._has_decoded and tier != self.num_draft_steps
             self.num_draft_steps = tier
+            self._has_decoded = True
         for row, num_accepted in zip(rows, accept_lens, strict=True):
             if row.is_decode and row.req.width.decode_rows > 1:
                 self._num_accepted += num_accepted

@@ -21,7 +21,14 @@ from sglang.srt.layers.forward_batch import (
     dummy_step,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.step.price_table import FREE, Curve, PriceTable, PromptChunk, no_graphs
+from sglang.srt.step.price_table import (
+    FREE,
+    Curve,
+    PriceTable,
+    PromptChunk,
+    chunk_ms,
+    no_graphs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -235,11 +242,16 @@ class PriceMeter:
         return max(0.0, (with_kv - without) / length)
 
     def _without_attention(self, eager: Curve, prompt_kv_ms: Curve) -> Curve:
-        """The curve less what its rows' attention to each other took, which is priced apart."""
+        """The curve less what its rows' attention to each other took, which is priced apart; of
+        requests of fewer rows than were measured that is next to nothing."""
         costs = []
         for num_rows, cost_ms in zip(eager.sizes, eager.costs_ms, strict=True):
             chunks = [PromptChunk(0, q_len) for q_len in self._q_lens(num_rows)]
-            seen_ms = sum(prompt_kv_ms.at(chunk.num_rows) * chunk.mean_seen for chunk in chunks)
+            seen_ms = sum(
+                chunk_ms(prompt_kv_ms, chunk)
+                for chunk in chunks
+                if chunk.num_rows >= prompt_kv_ms.sizes[0]
+            )
             costs.append(max(cost_ms - seen_ms, cost_ms / 2))
         return Curve(eager.sizes, tuple(costs))
 
@@ -308,7 +320,8 @@ class PriceMeter:
 
 def gpu_times_ms(launch: Launch, repeats: int) -> list[float]:
     """Milliseconds of each run after a first one, by the GPU's own clock. All runs are launched
-    before any is waited for, so that no time of the host is in them."""
+    before any is waited for: the host's time is in them only where it
+    launches more slowly than the GPU computes."""
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     for end in ends:
         launch()

@@ -43,7 +43,8 @@ def metrics_text(internal_state: Mapping[str, Any], num_slots: int, model_name: 
     switches = internal_state.get("speculative_tier_switches") or {}
     if switches:
         full_name = "sglang:spec_tier_switches_total"
-        lines.append(f"# HELP {full_name} Switches to so many drafts.")
+        text = "Times that steps came to have so many drafts: by decisions and batch sizes."
+        lines.append(f"# HELP {full_name} {text}")
         lines.append(f"# TYPE {full_name} counter")
         lines += [
             f'{full_name}{{{model},num_steps="{tier}"}} {_number(count)}'

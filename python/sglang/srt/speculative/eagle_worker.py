@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -126,8 +127,8 @@ class EagleDrafter:
         graph_size = same_size if keys is None else keys.decode_size
         self._policy = kind(options.tier_options, rounds, graph_size)
         self._states = options.states
-        self._settled = self._policy.settled  # when the next step was drafted for
-        self._launched = deque[tuple[int, int]]()  # of steps not read: `settled`, decodes
+        self._next_round = _Round(self._policy.settled, 0)
+        self._launched = deque[_Round | None]()  # of steps not read; None: nobody decodes in it
 
     @staticmethod
     def needs(options: EagleConfig) -> DrafterNeeds:
@@ -163,30 +164,32 @@ class EagleDrafter:
 
     def observe(self, result: HostResult) -> None:
         """Tells the policy of each request that verified drafts how many were confirmed."""
-        settled, num_decodes = self._launched.popleft()
+        launched = self._launched.popleft()
         verified = [
             (count, taken - 1)
             for count, taken in zip(result.num_drafts, result.accept_lens, strict=False)
             if count
         ]
-        if num_decodes:
-            self._policy.observe(RoundOutcome(settled, num_decodes, verified))
+        if launched is not None:
+            self._policy.observe(RoundOutcome(*launched, verified))
 
     def plan(self, batch: ScheduleBatch) -> RowPlan:
         num_drafts = [
             0 if num_prompt else self._num_pending_drafts[row]
             for row, num_prompt in zip(batch.rows, batch.num_prompt_tokens, strict=True)
         ]
-        self._launched.append((self._settled, batch.num_prompt_tokens.count(0)))
-        return replace(plan_of_drafts(batch, num_drafts), tier=self._settled)
+        has_decodes = 0 in batch.num_prompt_tokens
+        self._launched.append(self._next_round if has_decodes else None)
+        return replace(plan_of_drafts(batch, num_drafts), tier=self._next_round.tier)
 
     def propose(self, step: ComputedStep) -> None:
         hidden = self.forward_draft_extend(step)
         for row in step.batch.rows:
             self._num_pending_drafts[row] = 0
         tier = self._next_tier(step.batch)
-        num_steps = self._states[tier].num_draft_steps
-        steps = plan_draft_steps(step, self._table, num_steps) if tier else None
+        if tier == 0:
+            return
+        steps = plan_draft_steps(step, self._table, self._states[tier].num_draft_steps)
         if steps is None:
             return
         self.draft(steps, steps.of_requests(hidden)).write(self._state, steps.rows)
@@ -195,14 +198,14 @@ class EagleDrafter:
 
     def _next_tier(self, batch: ScheduleBatch) -> int:
         """Drafts that requests get for their next step, which is taken to have the requests that
-        emit in this one, and no prompts."""
+        emit in this one, and no prompts; 0 if nobody emits, whatever tiers there are."""
         bounds, slots = batch.kv_len_upper_bounds, batch.max_q_lens
         lens = zip(bounds, slots, batch.num_prompt_tokens, batch.emits, strict=True)
         emitting = [bound - most + num_prompt for bound, most, num_prompt, emits in lens if emits]
         if not emitting:
             return 0
         tier = self._policy.choose(UpcomingRound(len(emitting), sum(emitting)))
-        self._settled = self._policy.settled
+        self._next_round = _Round(self._policy.settled, len(emitting))
         return tier
 
     def forward_draft_extend(self, step: ComputedStep) -> torch.Tensor:
@@ -241,6 +244,18 @@ class EagleDrafter:
             draft_token=torch.cat((drafts.token_ids[:, None], more.token_ids), dim=1),
             scores=probs.cumprod(dim=1),
         )
+
+
+class _Round(NamedTuple):
+    """What was drafted for.
+
+    Attributes:
+        tier: see `TierPolicy.settled`.
+        num_reqs: requests that were to be drafted for.
+    """
+
+    tier: int
+    num_reqs: int
 
 
 def rows_of_requests(ends: torch.Tensor, inputs: ForwardBatch) -> torch.Tensor:

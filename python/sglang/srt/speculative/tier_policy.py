@@ -65,7 +65,7 @@ class RoundOutcome(NamedTuple):
 
     Attributes:
         tier: `TierPolicy.settled` when it was chosen for.
-        num_reqs: requests that decoded in it.
+        num_reqs: requests that it was chosen for; fewer may have decoded in it.
         verified: of each request that had drafts, how many, and how many of them were confirmed.
     """
 
@@ -147,6 +147,9 @@ class LoadAwareTier:
     What all of them lose stays within PROBE_SHARE of the time and PROBE_STEPS steps, as far as
     prices are right.
 
+    A tier that is best stays for DWELL_MS of batches of one size, unless another one gains
+    URGENT_GAIN or the best is none.
+
     Where `TierOptions.adaptive` says which tiers batches of a size may have, it chooses from these
     and 0.
     """
@@ -204,7 +207,7 @@ class LoadAwareTier:
     ) -> int:
         """The best tier, or for a while the one that was best for batches of this size before."""
         held = self._held.get(size)
-        if held is not None and held.tier != best:
+        if held is not None and best not in (0, held.tier):
             gain = lengths[best] / costs[best] / (lengths[held.tier] / costs[held.tier]) - 1
             if gain < URGENT_GAIN and self._now_ms - held.since_ms < DWELL_MS:
                 return held.tier

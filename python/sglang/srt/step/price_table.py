@@ -85,6 +85,15 @@ class Curve:
 FREE = Curve((1,), (0.0,))
 
 
+def chunk_ms(kv_ms: Curve, chunk: PromptChunk) -> float:
+    """What the attention of a prompt's chunk takes.
+
+    Args:
+        kv_ms: see `PriceTable.prompt_kv_ms`.
+    """
+    return kv_ms.at(chunk.num_rows) * chunk.mean_seen
+
+
 def no_graphs(num_reqs: int, widest: int, num_rows: int) -> None:
     """`FindGraph` where every step is launched kernel by kernel."""
 
@@ -141,7 +150,7 @@ class PriceTable:
 
     def prompt_ms(self, chunk: PromptChunk) -> float:
         """What the attention of a prompt's chunk takes."""
-        return self.prompt_kv_ms.at(chunk.num_rows) * chunk.mean_seen
+        return chunk_ms(self.prompt_kv_ms, chunk)
 
     def price_ms(self, step: StepShape) -> float:
         """What a step takes."""

@@ -13,7 +13,7 @@ PLACE_SIZE = 3
 BLOCK_ROWS, BLOCK_COLUMNS = 32, 512
 
 
-@triton.jit(do_not_specialize=["places_ptr", "early"])  # often a slice
+@triton.jit(do_not_specialize=["places_ptr", "early"])  # places are part of another tensor
 def _gather_kv_kernel(
     kv_ptr, out_ptr, places_ptr, table_ptr, outside_ptr, rows_ptr, kv_lens_ptr,
     kv_slot, table_width,
