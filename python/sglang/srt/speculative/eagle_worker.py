@@ -184,8 +184,9 @@ class EagleDrafter:
         for row in step.batch.rows:
             self._num_pending_drafts[row] = 0
         tier = self._next_tier(step.batch)
-        num_steps = self._states[tier].num_draft_steps
-        steps = plan_draft_steps(step, self._table, num_steps) if tier else None
+        if tier == 0:
+            return
+        steps = plan_draft_steps(step, self._table, self._states[tier].num_draft_steps)
         if steps is None:
             return
         self.draft(steps, steps.of_requests(hidden)).write(self._state, steps.rows)
