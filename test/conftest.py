@@ -8,7 +8,7 @@ import pytest
 
 from target import TARGET, use_flags_as_defaults
 
-# Their fixture `target`, two engines and two servers, is made once where one process runs them all.
+# Their fixture `target`, two engines and a server, is made once where one process runs them all.
 SHARE_SERVERS = (
     "test/e2e/test_engine_determine_generation.py",
     "test/e2e/test_engine_flush_cache.py",
@@ -17,18 +17,27 @@ SHARE_SERVERS = (
 # Files that take longest, the longest first. Processes that begin with them end at about the same
 # time; the order of files by their number of tests, xdist's own, leaves the longest to one process.
 LONGEST_FIRST = (
-    "test/unit/mtp/test_ledger_matrix.py",
     *SHARE_SERVERS,
-    "test/unit/layers/test_triton_attention.py",
     "test/e2e/test_server_lifecycle.py",
+    "test/e2e/test_greedy_equality.py",
     "test/e2e/test_tools_and_log.py",
-    "test/e2e/test_weight_updates.py",
     "test/e2e/test_mtp.py",
-    "test/e2e/test_front_end_load.py",
-    "test/unit/managers/test_storm.py",
+    "sgl-kernel/tests/test_build.py",
+    "test/e2e/test_logprobs_and_penalties.py",
+    "test/unit/mtp/test_mtp_equality.py",
+    "test/unit/layers/test_triton_attention.py",
+    "test/unit/step/test_triton_step_ops.py",
+    "test/e2e/test_weight_updates.py",
+    "test/unit/mtp/test_ledger_matrix.py",
     "test/unit/speculative/test_eagle.py",
+    "test/e2e/test_paused_server.py",
+    "test/e2e/test_http_storm.py",
+    "test/unit/speculative/test_toy_drafters.py",
+    "test/unit/speculative/test_second_model_drafter.py",
+    "test/e2e/test_front_end_load.py",
     "test/unit/speculative/test_accept_thresholds.py",
-    "test/unit/speculative/test_sampled_distribution.py",
+    "test/unit/managers/test_storm.py",
+    "test/unit/layers/test_attention.py",
     "test/unit/test_demo_heads.py",
 )
 

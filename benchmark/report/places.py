@@ -14,6 +14,7 @@ from benchmark.report import (
     performance_tables,
     plots,
     prompt_tables,
+    speculation_tables,
 )
 from benchmark.report.markdown import Result, provenance
 
@@ -73,7 +74,7 @@ class Plot:
 
 
 README, MTP, PAUSE = "README.md", "docs/mtp.md", "docs/pause.md"
-SPECULATION = "docs/speculation.md"
+SPECULATION, ADAPTIVE = "docs/speculation.md", "docs/adaptive.md"
 TABLES = {
     "engine_vs_transformers": Table(
         README, "engine_vs_transformers.json", document_tables.engine_vs_transformers
@@ -82,6 +83,15 @@ TABLES = {
     "mtp_cpu": Table(MTP, "mtp_cpu.json", document_tables.mtp_cpu),
     "eagle_rounds": Table(
         SPECULATION, "eagle_rounds.json", performance_tables.eagle_rounds, has_provenance=True
+    ),
+    "speculation_paired": Table(
+        SPECULATION,
+        "speculation_paired*.json",
+        speculation_tables.speculation_paired,
+        has_provenance=True,
+    ),
+    "adaptive_steps": Table(
+        ADAPTIVE, "adaptive_steps*.json", speculation_tables.adaptive_steps, has_provenance=True
     ),
     "pause_latency": Table(PAUSE, "pause_latency_cpu.json", document_tables.pause_latency),
     **{
@@ -109,6 +119,7 @@ TABLES = {
 }
 PLOTS = {
     "mtp_throughput.svg": Plot("mtp_gpu", plots.draw_mtp_throughput),
+    "adaptive_steps.svg": Plot("adaptive_steps", plots.draw_adaptive_steps),
     "eagle_rounds.svg": Plot("eagle_rounds", plots.draw_eagle_rounds),
     "step_profile.svg": Plot("step_profile", plots.draw_step_profile),
 }

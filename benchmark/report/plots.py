@@ -136,3 +136,28 @@ def draw_eagle_rounds(result: dict[str, Any], path: Path) -> None:
     axis.set_title(gpu_of(result))
     axis.legend()
     save_svg(figure, path)
+
+
+def draw_adaptive_steps(result: dict[str, Any], path: Path) -> None:
+    """Phase by phase: tokens per second beside the slowest way, tokens per step with drafts, and
+    the steps at each phase's end."""
+    pyplot = load_pyplot()
+    figure, axes = pyplot.subplots(3, 1, figsize=(9, 8), sharex=True)
+    names = [phase["phase"].split(": ")[1] for phase in result["rows"][0]["phases"]]
+    places = range(len(names))
+    slowest = [min(way["phases"][place]["tok_s"] for way in result["rows"]) for place in places]
+    for way in result["rows"]:
+        phases = way["phases"]
+        speeds = [phase["tok_s"] / least for phase, least in zip(phases, slowest, strict=True)]
+        is_fixed = way["way"].startswith(("fixed", "no "))
+        style = {"linestyle": "--" if is_fixed else "-", "linewidth": 1.2 if is_fixed else 2.2}
+        axes[0].plot(places, speeds, marker="o", label=way["way"], **style)
+        axes[1].plot(places, [phase["accept_length"] for phase in phases], marker="o", **style)
+        axes[2].plot(places, [phase["steps_at_end"][-1] for phase in phases], marker="o", **style)
+    axes[0].set_ylabel("tokens/s beside the slowest")
+    axes[0].legend(fontsize="small")
+    axes[1].set_ylabel("tokens per step with drafts")
+    axes[2].set_ylabel("steps at the phase's end")
+    axes[2].set_xticks(places, names, rotation=30, ha="right")
+    axes[0].set_title(gpu_of(result))
+    save_svg(figure, path)

@@ -131,9 +131,13 @@ def test_noise_bits(library: KernelLibrary) -> None:
 
 # Types differ in how a row is read, spreads in how many tokens the filters keep.
 @pytest.mark.parametrize(
-    ("dtype", "spread"), [*product(DTYPES, [0.3]), (torch.float32, 0.0), (torch.float32, 3.0)]
+    ("size", "dtype", "spread"),
+    [
+        *product([1, 7, 300, 4097], DTYPES, [0.3]),
+        (9001, torch.float32, 0.3),  # a third chunk is read as the second one
+        *product([300, 9001], [torch.float32], [0.0, 3.0]),
+    ],
 )
-@pytest.mark.parametrize("size", [1, 7, 300, 4097, 9001])
 def test_samples_are_the_filtered_winners(
     library: KernelLibrary, size: int, dtype: torch.dtype, spread: float
 ) -> None:

@@ -25,8 +25,10 @@ from sglang.srt.model_config import load_model_config, resolve_model_path
 from sglang.srt.tokenizer import load_tokenizer
 from utils import RandomBudget, SchedulerHarness, Setup, make_model_worker
 
-NUM_PROMPTS, NUM_TOKENS = 50, 32
+NUM_PROMPTS, NUM_TOKENS = 30, 32
 CONTEXT_LEN = 512
+LENGTHS = [8, 40, 90, 200, 400]  # of prompts, in characters, in turn
+NUM_SHARED, NUM_CROWDED = 20, 10  # prompts of a variant, and where steps are many
 BASE = Setup(num_pages=16384, max_running_requests=8)
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -37,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "other chunks in every step": {"make_budget": partial(RandomBudget, 50)},
     "page size 16": {"page_size": 16, "num_pages": 1024},
     "retraction every 3 steps": {"retract_interval": 3},
-    "small pool": {"num_pages": 600},
+    "small pool": {"num_pages": 400},
     "lpm": {"schedule_policy": "lpm"},
     "everything at once": {
         "page_size": 16,
@@ -58,9 +60,17 @@ def model_path() -> Path:
 def references(model_path: Path) -> list[Reference]:
     tokenizer = load_tokenizer(model_path)
     modules = [argparse, dataclasses, heapq, json.decoder, textwrap]
-    texts = code_snippets(modules, NUM_PROMPTS, [8, 40, 90, 200, 400])
+    texts = code_snippets(modules, NUM_PROMPTS, LENGTHS)
     prompts = [tokenizer.encode(text) for text in texts]
     return transformers_greedy(model_path, prompts, NUM_TOKENS)
+
+
+def some(references: list[Reference], variant: str, count: int) -> list[Reference]:
+    """Prompts side by side, of all lengths equally often; those of the next variant overlap them by
+    half, so that together all are used."""
+    assert count % len(LENGTHS) == 0
+    first = list(VARIANTS).index(variant) * NUM_CROWDED
+    return [references[(first + place) % NUM_PROMPTS] for place in range(count)]
 
 
 def make_harness(model_path: Path, **changes: Any) -> SchedulerHarness:
@@ -76,15 +86,18 @@ def generate(harness: SchedulerHarness, references: list[Reference]) -> list[lis
 
 def test_alone(model_path: Path, references: list[Reference]) -> None:
     harness = make_harness(model_path)
-    actual = [generate(harness, [reference])[0] for reference in references]
-    assert_equal_up_to_near_ties(actual, references, "alone")
+    chosen = some(references, "normal", NUM_SHARED)
+    actual = [generate(harness, [reference])[0] for reference in chosen]
+    assert_equal_up_to_near_ties(actual, chosen, "alone")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_eight_at_once(model_path: Path, references: list[Reference], variant: str) -> None:
+    """All prompts as it is by default, some in each other way."""
     harness = make_harness(model_path, **VARIANTS[variant])
-    actual = generate(harness, references)
-    assert_equal_up_to_near_ties(actual, references, f"8 at once, {variant}")
+    chosen = references if variant == "overlap" else some(references, variant, NUM_SHARED)
+    actual = generate(harness, chosen)
+    assert_equal_up_to_near_ties(actual, chosen, f"8 at once, {variant}")
     if "retract_interval" in VARIANTS[variant]:
         assert all(output.num_retractions >= 5 for output in harness.outputs.values())
     if "small pool" in variant:
@@ -97,25 +110,28 @@ def test_eight_at_once(model_path: Path, references: list[Reference], variant: s
 def test_mixed_arrival(model_path: Path, references: list[Reference], variant: str) -> None:
     """A request every other step, so prompts and decodes share batches all the time."""
     harness = make_harness(model_path, **VARIANTS[variant])
+    count = NUM_CROWDED if variant == "everything at once" else NUM_SHARED
+    chosen = some(references, variant, count)
     ids = []
-    for reference in references:
+    for reference in chosen:
         ids.append(harness.submit(reference.prompt, max_new_tokens=NUM_TOKENS, temperature=0.0))
         harness.step()
         harness.step()
     harness.run()
     actual = [harness.outputs[req_id].token_ids for req_id in ids]
-    assert_equal_up_to_near_ties(actual, references, f"mixed arrival, {variant}")
+    assert_equal_up_to_near_ties(actual, chosen, f"mixed arrival, {variant}")
 
 
 def test_a_second_run_from_the_cache_gives_the_same_tokens(
     model_path: Path, references: list[Reference]
 ) -> None:
     harness = make_harness(model_path)
-    generate(harness, references)
-    actual = generate(harness, references)
-    assert_equal_up_to_near_ties(actual, references, "from the radix cache")
-    again = [harness.outputs[NUM_PROMPTS + 1 + i].cached_tokens for i in range(NUM_PROMPTS)]
-    assert again == [len(reference.prompt) - 1 for reference in references]
+    chosen = some(references, "overlap", NUM_SHARED)
+    generate(harness, chosen)
+    actual = generate(harness, chosen)
+    assert_equal_up_to_near_ties(actual, chosen, "from the radix cache")
+    again = [harness.outputs[NUM_SHARED + 1 + i].cached_tokens for i in range(NUM_SHARED)]
+    assert again == [len(reference.prompt) - 1 for reference in chosen]
 
 
 def test_seeded_sampling_depends_on_nothing_but_the_seed(
@@ -123,14 +139,14 @@ def test_seeded_sampling_depends_on_nothing_but_the_seed(
 ) -> None:
     """Alone, batched, chunked, paged and retracted: the same tokens for the same seed."""
     params = {
-        "max_new_tokens": 24,
+        "max_new_tokens": 16,
         "temperature": 0.8,
         "top_p": 0.95,
         "top_k": 50,
         "min_p": 0.01,
         "ignore_eos": True,
     }
-    prompts = [reference.prompt for reference in references[:12]]
+    prompts = [reference.prompt for reference in references[:NUM_CROWDED]]
 
     def run(alone: bool, **changes: Any) -> list[list[int]]:
         harness = make_harness(model_path, **changes)

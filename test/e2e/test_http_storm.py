@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from http_storm import storm_over_http
 
-SECONDS = 5.0
+SECONDS = 3.0
 
 
 def test_texts_and_memory_survive_a_storm_over_http() -> None:

@@ -16,8 +16,8 @@ from sglang import bench_offline_throughput, bench_one_batch, bench_serving
 
 NUM_SLOW = 20
 # Bodies of each kind, positive or negative, for a route; these two have many fields, others a few.
-NUM_BODIES = {"/generate": 50, "/v1/completions": 50}
-NUM_OTHER_BODIES = 20
+NUM_BODIES = {"/generate": 30, "/v1/completions": 30}
+NUM_OTHER_BODIES = 10
 
 
 @pytest.fixture(scope="module")

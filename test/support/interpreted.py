@@ -18,7 +18,7 @@ def run_interpreted(program: str, name: str) -> dict[str, float | str]:
     wrong with it."""
     paths = (ROOT, ROOT / "python", ROOT / "sgl-kernel/python", ROOT / "test/support")
     process = subprocess.run(
-        [sys.executable, ROOT / "test" / program, name],
+        [sys.executable, ROOT / "test/support/quick_interpreter.py", ROOT / "test" / program, name],
         env={
             **os.environ,
             "TRITON_INTERPRET": "1",

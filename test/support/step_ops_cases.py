@@ -232,7 +232,8 @@ def step_case(
     """A step of requests of random kinds: laid out, then accepted or, if `plain`, committed.
 
     Of few requests there are several steps: each number of writes to the page table, with and
-    without probabilities where tokens are accepted. Many are a sample already: one step for each.
+    without probabilities where tokens are accepted; both together on a GPU alone, since no kernel
+    sees both. Many are a sample already: one step for each.
 
     Args:
         packed_share: the step is packed and has this share of the rows that it could need, if it
@@ -278,9 +279,11 @@ def step_case(
         found += wrong_sequences(before, after, step, has_trees)
         return found + written_elsewhere(before, after, step.rows)
 
-    return lambda name, device: [
-        f"seed {seed}: {what}" for seed in seeds for what in run_once(name, device, seed)
-    ]
+    def run(name: str, device: str) -> list[str]:
+        few = [0, 1, 5] if device == "cpu" and len(seeds) == 6 else seeds
+        return [f"seed {seed}: {what}" for seed in few for what in run_once(name, device, seed)]
+
+    return run
 
 
 def drawn(layout: RowLayout) -> tuple[torch.Tensor, torch.Tensor]:

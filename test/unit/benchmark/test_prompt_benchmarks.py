@@ -345,6 +345,8 @@ def test_a_pool_is_compared_with_what_fits_beside_the_weights(
     resolved = {
         "num_parameters": 1000,
         "draft_models": [],
+        "draft_tiers": [],
+        "num_draft_steps": 0,
         "dtype": "bfloat16",
         "kv_bytes_per_token": 10,
         "max_total_num_tokens": 300,

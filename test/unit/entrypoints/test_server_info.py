@@ -22,6 +22,7 @@ RESOLVED: dict[str, Any] = {
     "kv_size_reason": "why",
     "num_parameters": 1,
     "draft_models": [],
+    "draft_tiers": [],
     "context_len": 50,
     "max_queued_requests": None,
     "enable_overlap": True,
@@ -72,3 +73,21 @@ def test_the_summary_says_how_prompts_are_fed(
     }
     lines = describe_start(ServerArgs(model_path="m"), info_of(schedule)).splitlines()
     assert [line.split(maxsplit=1)[1] for line in lines if "prompts" in line] == [text]
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "tiers", "text"),
+    [
+        (3, [3], ["3 in each step"]),
+        (3, [0, 1, 3, 7], ["3 at first; 0, 1, 3 or 7 in a step"]),
+        (1, [0, 1], ["1 at first; 0 or 1 in a step"]),
+        (0, [], []),
+    ],
+)
+def test_the_summary_says_how_many_drafts_there_are(
+    num_steps: int, tiers: list[int], text: list[str]
+) -> None:
+    info = info_of({"chunked_prefill_size": 512, "splits_prompts": True, "max_step_ms": 0.0})
+    info.resolved.update(num_draft_steps=num_steps, draft_tiers=tiers)
+    lines = describe_start(ServerArgs(model_path="m"), info).splitlines()
+    assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("    drafts ")] == text

@@ -16,7 +16,7 @@ from sglang.srt.step.worker import GenerationBatchResult, ScheduleBatch
 from utils import RandomBudget, SchedulerHarness, Setup
 
 KINDS = ("plain", "verify", "mtp")
-NUM_SEEDS = 110  # per kind
+NUM_SEEDS = 50  # per kind
 K = 4
 WIDEST_STEP = {"plain": 1, "verify": 1 + K, "mtp": 2 * K - 1}  # rows of a request
 CONTEXT = 108

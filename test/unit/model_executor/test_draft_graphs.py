@@ -70,9 +70,15 @@ def rounds(folders: Path, kind: str, backend: str = "ragged", page_size: int = 1
     return Rounds(graphs, eager, TOLERANCE, max_prompt=MAX_ROWS if backend == "uniform" else 7)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("backend", ["ragged", "uniform"])
-@BOTH
+@pytest.mark.parametrize(
+    ("kind", "backend", "page_size"),
+    [
+        (EAGLE, "ragged", 1),
+        (EAGLE3, "ragged", 16),
+        (EAGLE, "uniform", 16),
+        (EAGLE3, "uniform", 1),
+    ],
+)
 def test_rounds_with_graphs_equal_rounds_without(
     folders: Path, kind: str, backend: str, page_size: int
 ) -> None:

@@ -29,7 +29,9 @@ from utils import (
 
 MASK = 5
 CONTEXT = 48
-LEFT = range(41)  # tokens between a request's last one and the end of the context
+# Tokens between a request's last one and the end of the context: each number that is less than the
+# widest step has rows, and some beyond.
+LEFT = (*range(MTP_MAX_ROWS + 2), *range(20, 41, 4))
 PAGE_SIZES = (1, 4, 16, 64)
 MAX_NEW = 9
 EQUALITY_MARGIN = 1e-4

@@ -2,14 +2,16 @@
 and 8, under arrivals, aborts, retractions and little memory. The ledger must be exact after every
 step and nothing may ever need repair; re-introducing the bug that the matrix is about must show.
 
-Each cell runs half of all combinations of `SETTINGS`, so that it has every combination of any five
-of the six, and each combination of all six is in half of the cells. Seeds vary the rest.
+The six cells of a number of requests share all combinations of `SETTINGS`: each is run once. A cell
+has every combination of any four of the settings with two values, and every pair of any two. Seeds
+vary the rest.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -74,19 +76,40 @@ def reference(path: Path, index: int, k: int, tau: float, verify: bool) -> MTPRe
 
 
 def settings_of_cell(k: int, tau: float, concurrency: int) -> list[dict[str, Any]]:
-    """Combinations of which the places of the values, with the cell's own, add up to an even sum;
-    a few of them where requests are many, or on a GPU."""
-    own = KS.index(k) + (tau == TAU) + CONCURRENCIES.index(concurrency)
+    """A sixth of all combinations; three of them where requests are many."""
     places = itertools.product(*(range(len(values)) for values in SETTINGS.values()))
     found = [
         {name: values[i] for (name, values), i in zip(SETTINGS.items(), combination, strict=True)}
         for combination in places
-        if (sum(combination) + own) % 2 == 0
+        if cell_of(*combination) == ((tau == TAU), KS.index(k))
     ]
-    chooser = random.Random(own)
     if concurrency > 8:
-        return chooser.sample(found, 6)
-    return found if ON_CPU else chooser.sample(found, 20)
+        return random.Random(k + (tau == TAU)).sample(found, 3)
+    return found
+
+
+def cell_of(page: int, memory: int, *others: int) -> tuple[int, int]:
+    """Of a combination, by the places of its values: that of tau by the parity of the five settings
+    with two values, that of k by the memory and three of them."""
+    radix, overlap, chunk, retract = others
+    parity = (page + radix + overlap + chunk + retract) % 2
+    return parity, (memory + page + radix + overlap) % 3
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+def test_cells_share_all_combinations_and_each_has_all_pairs(concurrency: int) -> None:
+    cells = [settings_of_cell(k, tau, concurrency) for k in KS for tau in (STATIC, TAU)]
+    assert len({tuple(each.items()) for cell in cells for each in cell}) == sum(map(len, cells))
+    assert sum(map(len, cells)) == math.prod(map(len, SETTINGS.values()))
+    pairs = {
+        pair
+        for one, other in itertools.combinations(SETTINGS, 2)
+        for pair in itertools.product(
+            [(one, value) for value in SETTINGS[one]], [(other, value) for value in SETTINGS[other]]
+        )
+    }
+    for cell in cells:
+        assert pairs == {pair for each in cell for pair in itertools.combinations(each.items(), 2)}
 
 
 class MatrixRun:

@@ -35,7 +35,7 @@ from utils import MTP_MAX_ROWS, Setup, make_mtp_worker, make_runner
 MASK = 5
 CONTEXT = 64
 NUM_REQUESTS = 14
-SEEDS = range(16 if TARGET.device == "cpu" else 6)
+SEEDS = range(8 if TARGET.device == "cpu" else 6)
 KINDS = ("plain", "mtp")
 MTP = {"mtp_enabled": True, "temperature": 0.0}
 MODES: tuple[dict[str, Any], ...] = (

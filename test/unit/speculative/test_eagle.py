@@ -81,10 +81,9 @@ def test_tokens_are_those_without_a_drafter(paths: dict[str, Path], case: dict[s
     harness.assert_many_of_each(least=10)
 
 
-@BOTH
 @pytest.mark.parametrize(
-    ("page_size", "overlap", "chunk", "policy"),
-    [(1, True, 5, JUMPING), (16, False, 2048, "fixed")],
+    ("kind", "page_size", "overlap", "chunk", "policy"),
+    [(EAGLE, 1, True, 5, JUMPING), (EAGLE3, 16, False, 2048, "fixed")],
 )
 def test_all_that_requests_ask_for_is_what_they_get_without_a_head(
     paths: dict[str, Path], kind: str, page_size: int, overlap: bool, chunk: int, policy: str
@@ -121,8 +120,7 @@ def test_a_stop_within_an_accepted_run_clips_it(paths: dict[str, Path], kind: st
     assert num_clipped > 5
 
 
-@BOTH
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("kind", "page_size"), [(EAGLE, 16), (EAGLE3, 1)])
 def test_requests_that_end_at_the_context(
     paths: dict[str, Path], kind: str, page_size: int
 ) -> None:
@@ -187,8 +185,9 @@ def test_an_update_of_the_target_reaches_the_head(
         harness.assert_many_of_each()
 
 
-@BOTH
-@pytest.mark.parametrize("mean", [1.0, 2.5, 3.0, 4.0])
+@pytest.mark.parametrize(
+    ("kind", "mean"), [(EAGLE, 1.0), (EAGLE3, 2.5), (EAGLE, 3.0), (EAGLE3, 4.0)]
+)
 def test_acceptance_can_be_simulated(paths: dict[str, Path], kind: str, mean: float) -> None:
     """So many tokens per step on average, also where drafts are wrong; KV is that of the tokens
     that clients get."""

@@ -283,8 +283,7 @@ def test_the_canary_finds_nothing_wrong_in_either_pool(paths: dict[str, Path]) -
     assert harness.seen["confirmed"] > 0
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("page_size", "overlap"), [(1, False), (16, True)])
 def test_requests_that_end_at_the_context(
     paths: dict[str, Path], page_size: int, overlap: bool
 ) -> None:

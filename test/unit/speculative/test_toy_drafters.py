@@ -66,6 +66,9 @@ WAYS = [
     (True, False, 1, 3, 0),
     (False, True, 16, 2048, 2),
 ]
+# A chain is a tree without siblings, and what EAGLE's heads draft in `test_eagle.py`.
+KINDS_AND_WAYS = [*(("tree", way) for way in WAYS), *(("chain", way) for way in WAYS[2:4])]
+CROSSED = [("tree", WAYS[1]), ("chain", WAYS[2])]
 
 
 @pytest.fixture(autouse=True)
@@ -117,8 +120,7 @@ def plain(path: Path, setup: Setup, requests: list[Request], **changes: Any) -> 
     return _served_plainly[key]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("kind", DRAFTERS_OF_TESTS)
+@pytest.mark.parametrize(("kind", "way"), KINDS_AND_WAYS, ids=str)
 def test_drafts_change_no_token(
     small_model: Path, kind: str, way: tuple[bool, bool, int, int, int]
 ) -> None:
@@ -154,8 +156,7 @@ def test_steps_may_feed_more_rows_than_drafts_or_fewer(
 # ---------------------------------------------------------------- what requests may ask for
 
 
-@pytest.mark.parametrize("way", WAYS[1:3], ids=str)
-@pytest.mark.parametrize("kind", DRAFTERS_OF_TESTS)
+@pytest.mark.parametrize(("kind", "way"), CROSSED, ids=str)
 def test_all_that_requests_ask_for_is_what_they_get_without_drafts(
     small_model: Path, kind: str, way: tuple[bool, bool, int, int, int]
 ) -> None:
@@ -208,8 +209,7 @@ def test_requests_end_at_the_last_token_of_the_context(
     assert served.seen["confirmed"] > 10
 
 
-@pytest.mark.parametrize("way", WAYS[1:3], ids=str)
-@pytest.mark.parametrize("kind", DRAFTERS_OF_TESTS)
+@pytest.mark.parametrize(("kind", "way"), CROSSED, ids=str)
 def test_aborts_at_any_step_give_a_prefix_and_disturb_nobody(
     small_model: Path, kind: str, way: tuple[bool, bool, int, int, int]
 ) -> None:

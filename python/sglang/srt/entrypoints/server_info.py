@@ -76,6 +76,7 @@ def describe_start(server_args: ServerArgs, scheduler: SchedulerInfo) -> str:
     rows = (
         ("model", _describe_model({"path": server_args.model_path, **found})),
         *(("draft model", _describe_model(model)) for model in found["draft_models"]),
+        *_describe_tiers(found["num_draft_steps"], found["draft_tiers"]),
         ("runs on", f"{found['device']}, {found['dtype']}, {found['num_threads']} threads"),
         ("attention", found["attention_backend"]),
         (
@@ -94,6 +95,14 @@ def describe_start(server_args: ServerArgs, scheduler: SchedulerInfo) -> str:
         ("radix cache", "on" if found["use_radix_cache"] else "off"),
     )
     return "Start-up summary\n" + "\n".join(f"    {name:<12} {value}" for name, value in rows)
+
+
+def _describe_tiers(num_steps: int, tiers: list[int]) -> list[tuple[str, str]]:
+    """How many drafts a request gets; nothing without a head."""
+    if len(tiers) <= 1:
+        return [("drafts", f"{steps} in each step") for steps in tiers]
+    numbers = f"{', '.join(map(str, tiers[:-1]))} or {tiers[-1]}"
+    return [("drafts", f"{num_steps} at first; {numbers} in a step")]
 
 
 def _describe_model(model: dict[str, Any]) -> str:

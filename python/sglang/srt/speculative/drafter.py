@@ -122,7 +122,8 @@ class DrafterNeeds:
         max_drafts: drafts of a request in a step at most; with trees, nodes but the root.
         max_rows: rows that a request without a prompt feeds in a step at most.
         num_steps: drafts that are proposed one behind the other, for clients to know
-            (`speculative_num_steps`); 0 where that is no fixed number.
+            (`speculative_num_steps`), at first; 0 where that is no fixed number.
+        tiers: all numbers that it may become, for people to know.
         extra_slots: slots that such a request needs beyond those of `max_rows`, at most: draft
             steps write behind the rows that the target keeps (`speculative/draft_steps.py`).
         has_trees: drafts may be trees.
@@ -139,6 +140,7 @@ class DrafterNeeds:
     max_drafts: int
     max_rows: int
     num_steps: int = 0
+    tiers: tuple[int, ...] = ()
     extra_slots: int = 0
     has_trees: bool = False
     max_masks: int | None = None

@@ -136,6 +136,7 @@ class EagleDrafter:
             max_drafts=count,
             max_rows=1 + count,
             num_steps=options.tier_options.initial,
+            tiers=tuple(options.states),
             extra_slots=count - 1,
             capture=options.capture,
             suppressed_token_ids=options.suppressed_token_ids,
