@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import random
 import statistics
 import sys
 import time
@@ -121,8 +122,7 @@ class Work:
         count = num_batches * phase.requests
         seed = 1000 * number + phase.number
         if phase.kind == PREDICTABLE:
-            first = seed * count
-            prompts = [self._code[(first + i) % len(self._code)] for i in range(count)]
+            prompts = random.Random(seed).sample(self._code, count)
         else:
             length = arguments.prompt_tokens
             prompts = random_prompts(count, length, self._vocab_size, seed)

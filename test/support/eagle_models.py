@@ -26,6 +26,7 @@ from draft_heads import (
 )
 from sglang.srt.head_config import load_head_config
 from sglang.srt.model_config import load_model_config
+from sglang.srt.speculative.adaptive_config import AdaptiveConfig
 from sglang.srt.speculative.drafter import DrafterConfig
 from sglang.srt.speculative.eagle_worker import EagleConfig
 from utils import make_random_llama
@@ -124,10 +125,20 @@ def eagle_config_for(
     kind: str,
     num_steps: int,
     tier_policy: str = "fixed",
+    initial_steps: int | None = None,
+    adaptive: AdaptiveConfig | None = None,
     **options: Any,
 ) -> DrafterConfig:
-    """The drafter with the head of a folder; `options` are of `load_head_config`."""
+    """The drafter with the head of a folder; `options` are of `load_head_config`, the others of
+    `EagleConfig`."""
     model = load_model_config(str(target))
     config = load_head_config(str(head), kind, model, **options)
-    eagle = EagleConfig(config, model.num_layers, num_steps, tier_policy=tier_policy)
+    eagle = EagleConfig(
+        config,
+        model.num_layers,
+        num_steps,
+        tier_policy=tier_policy,
+        initial_steps=initial_steps,
+        adaptive=adaptive,
+    )
     return DrafterConfig("eagle", eagle)

@@ -1,4 +1,4 @@
-"""A tier policy that knows nothing: any number of drafts in each step, none in many."""
+"""Tier policies that know nothing: any number of drafts in each step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang.srt.registry import TIER_POLICIES
 from sglang.srt.speculative.round_prices import RoundPrices, UpcomingRound
 from sglang.srt.speculative.tier_policy import GraphSize, RoundOutcome, TierOptions, same_size
 
-JUMPING = "jumping"
+JUMPING, CHANGING = "jumping", "changing"
 
 
 class JumpingTier:
@@ -52,9 +52,17 @@ class JumpingTier:
         assert all(count == outcome.tier for count, _ in outcome.verified), "A step has one tier."
 
 
+class ChangingTier(JumpingTier):
+    """Chooses another tier than the last one in each step."""
+
+    def _choose(self) -> int:
+        return self._random.choice([tier for tier in self._tiers if tier != self.settled])
+
+
 @contextmanager
 def jumping_tiers() -> Iterator[None]:
-    """While this lasts `JUMPING` is a tier policy."""
-    place = f"{JumpingTier.__module__}:{JumpingTier.__name__}"
-    with mock.patch.dict(TIER_POLICIES._entries, {JUMPING: place}):
+    """While this lasts `JUMPING` and `CHANGING` are tier policies."""
+    kinds = {JUMPING: JumpingTier, CHANGING: ChangingTier}
+    places = {name: f"{kind.__module__}:{kind.__name__}" for name, kind in kinds.items()}
+    with mock.patch.dict(TIER_POLICIES._entries, places):
         yield

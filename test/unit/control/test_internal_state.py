@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from fake_worker import FakeWorker
+from sglang.srt.control.internal_state import SchedulerStats
 from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.scheduling.invariants import InvariantChecker
+from sglang.srt.scheduling.request import LaunchedRow
 from utils import FakeInbox, SchedulerHarness, Setup
 
 
@@ -91,3 +93,62 @@ def test_a_slot_that_is_lost_is_found_as_soon_as_the_scheduler_is_idle() -> None
     harness.ledger._allocator.allocate(2)
     scheduler._wait_for_message()
     assert scheduler.checker.num_repairs == 1
+
+
+def row(is_decode: bool) -> LaunchedRow:
+    """Of a running request, whose prompt ends or which decodes."""
+    [req] = running_harness().scheduler.lifecycle.running
+    return LaunchedRow(req, max_kept=1, emits=True, ends_prompt=not is_decode)
+
+
+def switches_after(stats: SchedulerStats, *tiers: int, is_decode: bool = True) -> dict[int, int]:
+    for tier in tiers:
+        stats.on_read([row(is_decode)], [1], [], tier)
+    return dict(+stats.num_tier_switches)
+
+
+def test_switches_are_counted_by_the_tier_that_they_lead_to() -> None:
+    stats = SchedulerStats(3)
+    assert stats.num_draft_steps == 3
+    assert switches_after(stats, 3, 3) == {}, "as it began"
+    assert switches_after(stats, 1, 1, 0, 1) == {1: 2, 0: 1}
+    assert stats.num_draft_steps == 1
+    assert switches_after(stats, 3) == {1: 2, 0: 1, 3: 1}
+    stats.reset()
+    assert switches_after(stats, 3) == {1: 2, 0: 1, 3: 1}, "since the start, also after a flush"
+
+
+def test_a_step_without_decodes_switches_nothing() -> None:
+    """The drafter chose for no request of it."""
+    stats = SchedulerStats(3)
+    assert switches_after(stats, 0, 2, is_decode=False) == {}
+    stats.on_read([], [], [], 0)
+    assert (stats.num_draft_steps, stats.num_tier_switches.total()) == (3, 0)
+    stats.on_read([row(False), row(True)], [1, 1], [], 2)
+    assert (stats.num_draft_steps, stats.num_tier_switches.total()) == (2, 1)
+
+
+def test_without_a_drafter_that_says_its_steps_there_is_no_tier() -> None:
+    stats = SchedulerStats()
+    assert switches_after(stats, 0, 5, 3) == {}
+    assert (stats.num_draft_steps, stats.has_drafter) == (0, False)
+
+
+def test_the_state_shows_the_tier_and_the_switches() -> None:
+    harness = running_harness()
+    control, stats = harness.scheduler.control, harness.scheduler.stats
+    keys = (
+        "speculative_num_steps",
+        "speculative_num_draft_tokens",
+        "speculative_tier_switches",
+    )
+
+    def shown() -> list[Any]:
+        state = control.internal_state()
+        return [state[key] for key in keys]
+
+    assert shown() == [0, 0, {}]
+    stats.has_drafter, stats.num_draft_steps = True, 3
+    assert shown() == [3, 4, {}]
+    switches_after(stats, 1, 0, 1)
+    assert shown() == [1, 2, {"0": 1, "1": 2}]

@@ -66,3 +66,25 @@ def test_names_of_models_are_escaped() -> None:
     text = metrics_text(STATE, 100, 'a"b\\c\nd')
     assert r'model_name="a\"b\\c\nd"' in text
     assert len(samples(STATE, 'a"b\\c\nd')) == 9
+
+
+def test_steps_of_drafters_are_there_with_their_switches() -> None:
+    state = {
+        "speculative_num_steps": 3,
+        "speculative_tier_switches": {"0": 1, "3": 12},
+    }
+    text = metrics_text(state, 100, 'a"b')
+    assert 'sglang:spec_num_steps{model_name="a\\"b"} 3\n' in text
+    name = "sglang:spec_tier_switches_total"
+    assert text.count(f"# HELP {name} ") == text.count(f"# TYPE {name} counter\n") == 1
+    switches = [line for line in text.splitlines() if line.startswith(name)]
+    assert switches == [
+        f'{name}{{model_name="a\\"b",num_steps="0"}} 1',
+        f'{name}{{model_name="a\\"b",num_steps="3"}} 12',
+    ]
+    assert text.splitlines()[-3].startswith(f"# TYPE {name} "), "samples follow their type"
+
+
+def test_without_switches_their_metric_is_left_out() -> None:
+    for state in ({}, {"speculative_tier_switches": {}}):
+        assert "spec_tier_switches" not in metrics_text({**STATE, **state}, 100, "m")

@@ -12,40 +12,15 @@ import pytest
 from draft_heads import EAGLE, EAGLE3, write_eagle, write_eagle3
 from sglang.srt.environ import Environ
 from sglang.srt.layers.forward_batch import HiddenCapture
-from sglang.srt.model_config import load_model_config
-from sglang.srt.platform import Platform
-from sglang.srt.processes.config_error import ConfigError
-from sglang.srt.processes.runtime_config import RuntimeConfig, resolve
 from sglang.srt.processes.worker_factory import drafter_models
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.confirm import AcceptThresholds
 from sglang.srt.speculative.eagle_worker import EagleConfig
-from utils import make_random_llama
+from speculation_flags_cases import refusal, resolved
 
-PLATFORM = Platform(device="cpu", num_cores=4, available_host_bytes=1 << 33, device_name="cpu")
 WRITERS = {"EAGLE": write_eagle, "EAGLE3": write_eagle3}
 CAPTURES = {"EAGLE": HiddenCapture(all_rows=True), "EAGLE3": HiddenCapture((2, 4, 5))}
 BOTH = pytest.mark.parametrize("algorithm", WRITERS)
 PATH = "--speculative-draft-model-path"
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_llama(tmp_path_factory.mktemp("target"), num_hidden_layers=8)
-
-
-def resolved(target: Path, environ: Environ | None = None, **flags: Any) -> RuntimeConfig:
-    shared = {"mtp_mask_token_id"}
-    named = {name if name in shared else f"speculative_{name}": flags[name] for name in flags}
-    args = ServerArgs(model_path=str(target), **named)
-    return resolve(args, PLATFORM, load_model_config(str(target)), environ or Environ())
-
-
-def refusal(target: Path, **flags: Any) -> str:
-    with pytest.raises(ConfigError) as error:
-        resolved(target, **flags)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 @BOTH

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,17 +12,10 @@ import torch
 
 import drafter_checks
 from draft_heads import EAGLE, EAGLE3
-from drafted_serving import (
-    Drafted,
-    abort,
-    nothing,
-    params_of,
-    pause,
-    prompts,
-    serve,
-)
-from drafter_checks import DraftCounter, asking_requests
+from drafted_serving import Drafted, abort, nothing, params_of, pause, prompts, serve
+from drafter_checks import asking_requests
 from eagle_models import CONTEXT, VOCAB, eagle_config_for, write_models, write_target
+from eagle_serving import Served, group_for, right_tokens, setup_for
 from jumping_tier import JUMPING, jumping_tiers
 from pairwise import name_of, pairwise_cases
 from sglang.srt.messages.control import (
@@ -33,12 +24,7 @@ from sglang.srt.messages.control import (
     MemoryOccupationReq,
     UpdateWeightsReq,
 )
-from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.models.draft_head import DraftHead
-from sglang.srt.processes.runtime_config import drafter_needs
-from sglang.srt.processes.worker_factory import drafter_models
-from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig
-from utils import Setup, make_execution
 
 torch.set_num_threads(1)
 KINDS = (EAGLE, EAGLE3)
@@ -54,66 +40,6 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def policies() -> Iterator[None]:
     with jumping_tiers():
         yield
-
-
-def setup_for(num_steps: int, page_size: int = 1, num_tokens: int = 1024, **changes: Any) -> Setup:
-    """Room for `num_steps` drafts per step."""
-    values = {"context_len": CONTEXT, "max_decode_rows": 2 * max(num_steps, 1), **changes}
-    return Setup(num_pages=num_tokens // page_size, page_size=page_size, **values)
-
-
-def group_for(target: Path, drafter: DrafterConfig | None, setup: Setup) -> RunnerGroup:
-    needs = drafter_needs(drafter)
-    assert needs.max_slots <= setup.max_decode_rows
-    execution = make_execution(
-        target,
-        setup,
-        setup.context_len,
-        needs.max_rows,
-        row_width=setup.row_width,
-        capture=needs.capture,
-    )
-    return make_runners(execution, *drafter_models(drafter, execution))
-
-
-class Served(Drafted):
-    """A target with a head, or alone; counts are in `seen`."""
-
-    def __init__(
-        self, paths: dict[str, Path], kind: str | None, num_steps: int, setup: Setup, **options: Any
-    ) -> None:
-        drafter = None
-        if kind is not None:
-            drafter = eagle_config_for(paths["target"], paths[kind], kind, num_steps, **options)
-        self.group = group_for(paths["target"], drafter, setup)
-        counter = DraftCounter()
-        self.seen: Counter[str] = counter.seen
-
-        def on_step(step: ComputedStep) -> None:
-            counter(step)
-            self._note_tier(step)
-
-        super().__init__(self.group, drafter, setup, checks_kv=True, on_step=on_step)
-
-    def _note_tier(self, step: ComputedStep) -> None:
-        """A step's tier is the most drafts that any of its requests verifies."""
-        num_drafts = step.accepted.num_drafts
-        assert step.plan.tier == (0 if num_drafts is None else int(num_drafts.max()))
-        if step.plan.is_plain and 0 in step.batch.num_prompt_tokens:
-            self.seen["plain decodes"] += 1
-
-    def assert_many_of_each(self, least: int = 30) -> None:
-        """Drafts were often right and often wrong."""
-        assert self.seen["confirmed"] > least, self.seen
-        assert self.seen["fed"] - self.seen["confirmed"] > least, self.seen
-
-
-@functools.cache
-def right_tokens(target: Path) -> list[list[int]]:
-    """Without a drafter, one after the other."""
-    setup = setup_for(0, use_radix_cache=False, enable_overlap=False)
-    harness = Served({"target": target}, None, 0, setup)
-    return [harness.generate([prompt], **params_of(i))[0] for i, prompt in enumerate(prompts())]
 
 
 CHOICES: dict[str, tuple[Any, ...]] = {

@@ -9,7 +9,11 @@ from sglang.srt.head_config import load_head_config
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.adaptive_config import CONFIG_FLAG, read_adaptive_config
+from sglang.srt.speculative.adaptive_config import (
+    CONFIG_FLAG,
+    DEFAULT_PRESET,
+    read_adaptive_config,
+)
 from sglang.srt.speculative.confirm import AcceptThresholds
 from sglang.srt.speculative.drafter import DrafterConfig
 from sglang.srt.speculative.eagle_worker import TOPK, EagleConfig
@@ -130,22 +134,34 @@ def _adaptive_tiers(args: ServerArgs, num_steps: int) -> Tiers:
     Args:
         num_steps: of `--speculative-num-steps`, or what is taken without it.
     """
-    is_ema = args.speculative_adaptive_strategy in (None, EMA)
+    strategy = args.speculative_adaptive_strategy or EMA
+    if strategy not in (EMA, THROUGHPUT):
+        raise ConfigError(
+            f"--speculative-adaptive-strategy {strategy!r} is unknown; there are {EMA} and"
+            f" {THROUGHPUT}."
+        )
+    is_ema = strategy == EMA
     if args.speculative_adaptive_config is None and not is_ema:
         deepest = max(num_steps, THROUGHPUT_STEPS)
         return Tiers("load_aware", TierOptions(deepest, num_steps))
     config = read_adaptive_config(args.speculative_adaptive_config)
+    place = f"{CONFIG_FLAG} {args.speculative_adaptive_config or DEFAULT_PRESET}"
     for warning in config.warnings():
-        logger.warning("%s: %s", CONFIG_FLAG, warning)
+        logger.warning("%s: %s", place, warning)
     candidates = config.candidate_steps
     if candidates == (0,):
-        raise ConfigError(f"{CONFIG_FLAG}: no slot has candidate_steps above 0, so nothing drafts.")
+        raise ConfigError(f"{place}: no slot has candidate_steps above 0, so nothing drafts.")
     if args.speculative_num_steps is None and args.speculative_num_draft_tokens is None:
         num_steps = candidates[len(candidates) // 2]
     elif num_steps not in candidates:
+        one = "one of"
+        given = f"--speculative-num-steps {num_steps}"
+        if args.speculative_num_steps is None:
+            one = "one more than one of"
+            given = f"--speculative-num-draft-tokens {num_steps + 1}"
         raise ConfigError(
-            f"--speculative-num-steps {num_steps}: with {_flag(ADAPTIVE)} it must be one of the"
-            f" candidate_steps, {', '.join(map(str, candidates))}; or leave it out."
+            f"{given}: with {_flag(ADAPTIVE)} it must be {one} the candidate_steps,"
+            f" {', '.join(map(str, candidates))}; or leave it out."
         )
     policy = "adaptive" if is_ema else "load_aware"
     return Tiers(policy, TierOptions(candidates[-1], num_steps, config))

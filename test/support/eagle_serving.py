@@ -1,0 +1,86 @@
+"""A scheduler over a target of `eagle_models.py` with a head, or alone."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from drafted_serving import Drafted, params_of, prompts
+from drafter_checks import DraftCounter
+from eagle_models import CONTEXT, eagle_config_for
+from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
+from sglang.srt.processes.runtime_config import drafter_needs
+from sglang.srt.processes.worker_factory import drafter_models
+from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig
+from utils import Setup, make_execution
+
+
+def setup_for(num_steps: int, page_size: int = 1, num_tokens: int = 1024, **changes: Any) -> Setup:
+    """Room for `num_steps` drafts per step."""
+    values = {"context_len": CONTEXT, "max_decode_rows": 2 * max(num_steps, 1), **changes}
+    return Setup(num_pages=num_tokens // page_size, page_size=page_size, **values)
+
+
+def group_for(target: Path, drafter: DrafterConfig | None, setup: Setup) -> RunnerGroup:
+    needs = drafter_needs(drafter)
+    assert needs.max_slots <= setup.max_decode_rows
+    execution = make_execution(
+        target,
+        setup,
+        setup.context_len,
+        needs.max_rows,
+        row_width=setup.row_width,
+        capture=needs.capture,
+    )
+    return make_runners(execution, *drafter_models(drafter, execution))
+
+
+class Served(Drafted):
+    """A target with a head, or alone; counts are in `seen`, and steps by their tier in `tiers`."""
+
+    def __init__(
+        self,
+        paths: dict[str, Path],
+        kind: str | None,
+        num_steps: int,
+        setup: Setup,
+        checks_kv: bool = True,
+        **options: Any,
+    ) -> None:
+        drafter = None
+        if kind is not None:
+            drafter = eagle_config_for(paths["target"], paths[kind], kind, num_steps, **options)
+        self.group = group_for(paths["target"], drafter, setup)
+        counter = DraftCounter()
+        self.seen: Counter[str] = counter.seen
+        self.tiers = Counter[int]()
+
+        def on_step(step: ComputedStep) -> None:
+            counter(step)
+            self._note_tier(step)
+
+        super().__init__(self.group, drafter, setup, checks_kv=checks_kv, on_step=on_step)
+
+    def _note_tier(self, step: ComputedStep) -> None:
+        """The tier of a step with decodes is the most drafts that any of them verifies."""
+        num_drafts = step.accepted.num_drafts
+        most = 0 if num_drafts is None else int(num_drafts.max())
+        has_decodes = 0 in step.batch.num_prompt_tokens
+        assert most == (step.plan.tier if has_decodes else 0)
+        self.tiers[most] += has_decodes
+        self.seen["plain decodes"] += has_decodes and step.plan.is_plain
+
+    def assert_many_of_each(self, least: int = 30) -> None:
+        """Drafts were often right and often wrong."""
+        assert self.seen["confirmed"] > least, self.seen
+        assert self.seen["fed"] - self.seen["confirmed"] > least, self.seen
+
+
+@functools.cache
+def right_tokens(target: Path) -> list[list[int]]:
+    """Without a drafter, one after the other."""
+    setup = setup_for(0, use_radix_cache=False, enable_overlap=False)
+    harness = Served({"target": target}, None, 0, setup)
+    return [harness.generate([prompt], **params_of(i))[0] for i, prompt in enumerate(prompts())]

@@ -1,0 +1,33 @@
+"""What the flags `--speculative-...` make of a server, or why they are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.srt.environ import Environ
+from sglang.srt.model_config import load_model_config
+from sglang.srt.platform import Platform
+from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.processes.runtime_config import RuntimeConfig, resolve
+from sglang.srt.server_args import ServerArgs
+
+PLATFORM = Platform(device="cpu", num_cores=4, available_host_bytes=1 << 33, device_name="cpu")
+
+
+def resolved(target: Path, environ: Environ | None = None, **flags: Any) -> RuntimeConfig:
+    """Of a server over this model; flags are named without `speculative_`."""
+    shared = {"mtp_mask_token_id"}
+    named = {name if name in shared else f"speculative_{name}": flags[name] for name in flags}
+    args = ServerArgs(model_path=str(target), **named)
+    return resolve(args, PLATFORM, load_model_config(str(target)), environ or Environ())
+
+
+def refusal(target: Path, **flags: Any) -> str:
+    """The one line that the server ends with."""
+    with pytest.raises(ConfigError) as error:
+        resolved(target, **flags)
+    assert "\n" not in str(error.value)
+    return str(error.value)
