@@ -290,8 +290,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS), metavar="WAY")
     parser.set_defaults(budget_s=345.0, prompt_tokens=64, algorithm="EAGLE3")
     arguments = parser.parse_args(argv)
-    if not {"fixed 3", PLAIN} <= {*arguments.ways} or not {*ADAPTIVE} & {*arguments.ways}:
-        parser.error(f"--ways: 'fixed 3', '{PLAIN}' and an adaptive one, which is compared.")
+    if not {"fixed 3", PLAIN} <= {*arguments.ways}:
+        parser.error(f"--ways: 'fixed 3' and '{PLAIN}' are what the others are compared with.")
+    if not {*ADAPTIVE} & {*arguments.ways}:
+        parser.error(f"--ways: none of {', '.join(ADAPTIVE)}, which are what is compared.")
     if any(arguments.phase_tokens % requests for requests in arguments.walk):
         parser.error("--phase-tokens must be a multiple of each number of --walk.")
     return arguments

@@ -306,15 +306,23 @@ def test_stored_logs_hold_no_path_of_the_machine() -> None:
 
 
 def test_compiling_is_what_a_cold_start_takes_longer() -> None:
-    times = [("triton", "cold", 40.0), ("triton", "warm", 20.0), ("triton", "warm", 22.0)]
+    times = [
+        (None, "cold", 40.0),
+        (None, "warm", 20.0),
+        (None, "warm", 22.0),
+        ("EAGLE", "cold", 50.0),
+        ("EAGLE", "warm", 30.0),
+    ]
     rows: list[dict[str, Any]] = [
-        {"attention_backend": backend, "run": run, "first_answer_s": value}
-        for backend, run, value in times
+        {"attention_backend": "triton", "drafter": drafter, "run": run, "first_answer_s": value}
+        for drafter, run, value in times
     ]
     rows.append({"attention_backend": "flashinfer", "run": "cold", "error": "no nvcc"})
-    assert startup.summarize(rows) == [
-        {"attention_backend": "triton", "cold_s": 40.0, "warm_s": 21.0, "compile_s": 19.0},
-        {"attention_backend": "flashinfer", "cold_s": None, "warm_s": None, "compile_s": None},
+    found = [tuple(line.values()) for line in startup.summarize(rows)]
+    assert found == [
+        ("triton", None, 40.0, 21.0, 19.0),
+        ("triton", "EAGLE", 50.0, 30.0, 20.0),
+        ("flashinfer", None, None, None, None),
     ]
 
 

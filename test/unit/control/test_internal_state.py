@@ -125,7 +125,9 @@ def test_a_step_without_decodes_switches_nothing() -> None:
     stats.on_read([], [], [], 0)
     assert (stats.num_draft_steps, stats.num_tier_switches.total()) == (3, 0)
     stats.on_read([row(False), row(True)], [1, 1], [], 2)
-    assert (stats.num_draft_steps, stats.num_tier_switches.total()) == (2, 1)
+    assert (stats.num_draft_steps, stats.num_tier_switches.total()) == (2, 0), "the first tier"
+    stats.on_read([row(False), row(True)], [1, 1], [], 1)
+    assert (stats.num_draft_steps, stats.num_tier_switches.total()) == (1, 1)
 
 
 def test_without_a_drafter_that_says_its_steps_there_is_no_tier() -> None:
@@ -151,4 +153,4 @@ def test_the_state_shows_the_tier_and_the_switches() -> None:
     stats.has_drafter, stats.num_draft_steps = True, 3
     assert shown() == [3, 4, {}]
     switches_after(stats, 1, 0, 1)
-    assert shown() == [1, 2, {"0": 1, "1": 2}]
+    assert shown() == [1, 2, {"0": 1, "1": 1}]

@@ -12,12 +12,12 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import DECODE, MIXED, RAGGED, ForwardBatch
 from sglang.srt.model_executor.graph_keys import GraphKeys
+from sglang.srt.model_executor.measured_rows import rows_of
 from sglang.srt.model_executor.model_runner import ForwardResult
 from sglang.srt.model_executor.price_measurement import (
     MANY_ROWS,
     Launch,
     PriceMeter,
-    rows_of,
     timed_passes,
 )
 from sglang.srt.step.price_table import PromptChunk
@@ -141,7 +141,7 @@ def test_rows_and_attention_of_prompts_are_told_apart(
             assert table.prompt_kv_ms.at(num_rows) == pytest.approx(expected, rel=0.01)
     assert table.eager.sizes[-1] == (1408 if is_cpu else 1500)
     for num_rows, cost_ms in zip(table.eager.sizes, table.eager.costs_ms, strict=True):
-        assert cost_ms == pytest.approx(1.0 + 0.01 * num_rows, rel=0.05)
+        assert cost_ms == pytest.approx(1.0 + 0.01 * num_rows, rel=0.08)
     assert longest > 1000
     assert max(asked) <= 100, "a slot outside of the pool"
     assert not runner.req_to_token_pool.req_to_token.any(), "no request's rows are left written"
