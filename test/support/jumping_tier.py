@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from unittest import mock
 
 from sglang.srt.registry import TIER_POLICIES
-from sglang.srt.speculative.round_prices import RoundPrices, UpcomingRound
-from sglang.srt.speculative.tier_policy import GraphSize, RoundOutcome, TierOptions, same_size
+from sglang.srt.speculative.round_prices import UpcomingRound
+from sglang.srt.speculative.tier_policy import RoundOutcome, TierOptions, TierParts
 
 JUMPING, CHANGING = "jumping", "changing"
 
@@ -23,12 +23,8 @@ class JumpingTier:
     def tiers(options: TierOptions) -> tuple[int, ...]:
         return tuple(range(options.max_drafts + 1))
 
-    def __init__(
-        self,
-        options: TierOptions,
-        prices: RoundPrices | None = None,
-        graph_size: GraphSize = same_size,
-    ) -> None:
+    def __init__(self, parts: TierParts) -> None:
+        options = parts.options
         self._tiers = self.tiers(options)
         self._random = random.Random(options.max_drafts)
         self._num_plain = 0  # steps without drafts that are still to come

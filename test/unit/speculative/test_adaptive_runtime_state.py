@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from sglang.srt.speculative.adaptive_runtime_state import (
 )
 from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
 from sglang.srt.speculative.round_prices import UpcomingRound
-from sglang.srt.speculative.tier_policy import GraphSize, RoundOutcome, TierOptions, same_size
+from sglang.srt.speculative.tier_policy import RoundOutcome, TierOptions, TierParts, same_size
 from simulated_rounds import LAG
 
 EACH_ROUND = {"ema_alpha": 1, "warmup_batches": 0, "update_interval": 1}
@@ -40,10 +40,10 @@ def config(slots: dict[int, Sequence[int]], **numbers: Any) -> AdaptiveConfig:
 
 
 def controller(
-    adaptive: AdaptiveConfig, initial: int, graph_size: GraphSize = same_size
+    adaptive: AdaptiveConfig, initial: int, graph_size: Callable[[int], int] = same_size
 ) -> AdaptiveController:
     most = adaptive.candidate_steps[-1]
-    return AdaptiveController(TierOptions(most, initial, adaptive), None, graph_size)
+    return AdaptiveController(TierParts(TierOptions(most, initial, adaptive), None, graph_size))
 
 
 def graph_keys(max_requests: int = MAX_REQUESTS) -> GraphKeys:

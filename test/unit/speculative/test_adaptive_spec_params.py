@@ -309,7 +309,7 @@ def test_a_batch_belongs_to_the_slot_at_or_below_its_size() -> None:
         b16={"candidate_steps": [1]},
         b100={"candidate_steps": [0, 1]},
     )
-    served = {size: adaptive.candidates_for_batch(size) for size in (4, 15, 16, 99, 100, 10**9)}
+    served = {size: adaptive.config.candidates(size) for size in (4, 15, 16, 99, 100, 10**9)}
     assert list(served.values()) == [(2, 7), (2, 7), (1,), (1,), (0, 1), (0, 1)]
     assert adaptive.candidate_steps == (0, 1, 2, 7)
 

@@ -17,6 +17,7 @@ from sglang.srt.speculative.tier_policy import (
     FixedTier,
     LoadAwareTier,
     TierOptions,
+    TierParts,
     best_tier,
     hopeful_tiers,
 )
@@ -27,7 +28,8 @@ CHANCES = [0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
 
 
 def load_aware(num_reqs: int, costs_ms: tuple[float, ...]) -> LoadAwareTier:
-    return LoadAwareTier(TierOptions(len(costs_ms) - 1), ListedRounds({num_reqs: costs_ms}))
+    options = TierOptions(len(costs_ms) - 1)
+    return LoadAwareTier(TierParts(options, ListedRounds({num_reqs: costs_ms})))
 
 
 def random_costs(chooser: random.Random) -> tuple[float, ...]:
@@ -145,7 +147,7 @@ def test_of_tiers_that_a_batch_may_have_it_chooses_those_alone() -> None:
     options = TierOptions(3, 3, config)
     assert LoadAwareTier.tiers(options) == (0, 1, 3)
     for num_reqs, allowed in ((1, {0, 1, 3}), (8, {0, 1}), (32, {0, 1})):
-        policy = LoadAwareTier(options, ListedRounds({num_reqs: H200_MS[num_reqs]}))
+        policy = LoadAwareTier(TierParts(options, ListedRounds({num_reqs: H200_MS[num_reqs]})))
         found = decode(policy, H200_MS[num_reqs], num_reqs, 300, lambda step: 0.9)
         assert set(found.tiers) <= allowed
         assert found.tiers[max(allowed)] > found.tiers.total() / 2
@@ -162,7 +164,7 @@ def test_tiers_reach_from_none_to_all(max_drafts: int) -> None:
     if max_drafts <= 5:
         assert tiers == tuple(range(max_drafts + 1))
     assert FixedTier.tiers(options) == (max_drafts,)
-    assert FixedTier(options).choose(UpcomingRound(1)) == max_drafts
+    assert FixedTier(TierParts(options)).choose(UpcomingRound(1)) == max_drafts
 
 
 def test_a_round_costs_the_step_the_pass_over_its_rows_and_the_draft_steps() -> None:

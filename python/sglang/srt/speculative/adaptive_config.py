@@ -114,6 +114,10 @@ class AdaptiveConfig:
         above = bisect_right(self.slots, batch_size, key=lambda slot: slot.min_batch_size)
         return max(0, above - 1)
 
+    def candidates(self, batch_size: int) -> tuple[int, ...]:
+        """All steps that batches of so many requests may ever have, ascending."""
+        return self.slots[self.slot_index(batch_size)].candidate_steps
+
     @property
     def candidate_steps(self) -> tuple[int, ...]:
         """Those of all slots, ascending, each once."""

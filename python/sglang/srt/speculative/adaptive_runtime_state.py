@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from sglang.srt.speculative.adaptive_config import MAX_BATCH_SIZE, AdaptiveConfig
 from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
-from sglang.srt.speculative.round_prices import RoundPrices, UpcomingRound
-from sglang.srt.speculative.tier_policy import GraphSize, RoundOutcome, TierOptions, same_size
+from sglang.srt.speculative.round_prices import UpcomingRound
+from sglang.srt.speculative.tier_policy import RoundOutcome, TierOptions, TierParts
 
 ALL_BATCH_SIZES = (range(1, MAX_BATCH_SIZE),)
 
@@ -63,14 +63,10 @@ class AdaptiveController:
         assert options.adaptive is not None, "Slots are read before a policy is made."
         return options.adaptive.candidate_steps
 
-    def __init__(
-        self,
-        options: TierOptions,
-        prices: RoundPrices | None = None,
-        graph_size: GraphSize = same_size,
-    ) -> None:
+    def __init__(self, parts: TierParts) -> None:
+        options = parts.options
         self.params = AdaptiveSpeculativeParams(options.initial, config=options.adaptive)
-        self._graph_size = graph_size
+        self._graph_size = parts.graph_size
         self.settled = self.activate_step_by_batch(1)
 
     def activate_step_by_batch(self, batch_size: int) -> int:

@@ -157,11 +157,6 @@ class AdaptiveSpeculativeParams:
     def state_for_batch(self, batch_size: int) -> SlotState:
         return self._states[self.config.slot_index(batch_size)]
 
-    def candidates_for_batch(self, batch_size: int) -> tuple[int, ...]:
-        """All steps that batches of so many requests may ever have, ascending: no others need
-        graphs of this size."""
-        return self.config.slots[self.config.slot_index(batch_size)].candidate_steps
-
     def on_verify_complete(
         self,
         num_correct_drafts_per_req: Sequence[int],

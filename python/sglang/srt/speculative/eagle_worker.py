@@ -39,6 +39,7 @@ from sglang.srt.speculative.spec_utils import select_top_k_tokens
 from sglang.srt.speculative.tier_policy import (
     RoundOutcome,
     TierOptions,
+    TierParts,
     TierPolicy,
     same_size,
 )
@@ -125,7 +126,7 @@ class EagleDrafter:
             rounds = MeasuredRounds(parts.prices, prices)
         keys = parts.runners.runners[0].graph_keys
         graph_size = same_size if keys is None else keys.decode_size
-        self._policy = kind(options.tier_options, rounds, graph_size)
+        self._policy = kind(TierParts(options.tier_options, rounds, graph_size))
         self._states = options.states
         self._next_round = _Round(self._policy.settled, 0)
         self._launched = deque[_Round | None]()  # of steps not read; None: nobody decodes in it

@@ -31,12 +31,8 @@ DWELL_MS, URGENT_GAIN = 1000.0, 0.05
 
 
 def same_size(num_reqs: int) -> int:
-    """`GraphSize` without graphs."""
+    """`TierParts.graph_size` without graphs."""
     return num_reqs
-
-
-# The number of requests that a step of so many is padded to.
-GraphSize = Callable[[int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +51,21 @@ class TierOptions:
 
     def candidates(self, batch_size: int) -> tuple[int, ...] | None:
         """Of a batch of so many requests, padding included; None: nobody says."""
-        if self.adaptive is None:
-            return None
-        return self.adaptive.slots[self.adaptive.slot_index(batch_size)].candidate_steps
+        return None if self.adaptive is None else self.adaptive.candidates(batch_size)
+
+
+@dataclass(frozen=True, slots=True)
+class TierParts:
+    """What a policy is made of.
+
+    Attributes:
+        prices: of rounds; None where nobody has measured any.
+        graph_size: the number of requests that a step of so many is padded to.
+    """
+
+    options: TierOptions
+    prices: RoundPrices | None = None
+    graph_size: Callable[[int], int] = same_size
 
 
 class RoundOutcome(NamedTuple):
@@ -90,16 +98,7 @@ class TierPolicy(Protocol):
     def tiers(options: TierOptions) -> tuple[int, ...]:
         """The tiers that it may choose, ascending, up to `max_drafts`."""
 
-    def __init__(
-        self,
-        options: TierOptions,
-        prices: RoundPrices | None = None,
-        graph_size: GraphSize = same_size,
-    ) -> None:
-        """
-        Args:
-            prices: of rounds; None where nobody has measured any.
-        """
+    def __init__(self, parts: TierParts) -> None: ...
 
     def choose(self, upcoming: UpcomingRound) -> int:
         """The drafts that each request is given for its next step."""
@@ -117,13 +116,8 @@ class FixedTier:
     def tiers(options: TierOptions) -> tuple[int, ...]:
         return (options.max_drafts,)
 
-    def __init__(
-        self,
-        options: TierOptions,
-        prices: RoundPrices | None = None,
-        graph_size: GraphSize = same_size,
-    ) -> None:
-        self.settled = options.max_drafts
+    def __init__(self, parts: TierParts) -> None:
+        self.settled = parts.options.max_drafts
 
     def choose(self, upcoming: UpcomingRound) -> int:
         return self.settled
@@ -166,16 +160,12 @@ class LoadAwareTier:
         powers = (1 << power for power in range(max_drafts.bit_length()))
         return (0, 1, *(1 + power for power in powers if 1 + power < max_drafts), max_drafts)
 
-    def __init__(
-        self,
-        options: TierOptions,
-        prices: RoundPrices | None = None,
-        graph_size: GraphSize = same_size,
-    ) -> None:
+    def __init__(self, parts: TierParts) -> None:
+        options, prices = parts.options, parts.prices
         assert prices is not None, "Tiers go by prices, and nobody has measured any."
         self._prices = prices
         self._options = options
-        self._graph_size = graph_size
+        self._graph_size = parts.graph_size
         self._tiers = self.tiers(options)
         self._least_gain = max(LEAST_GAIN, prices.spread)
         self._survival = Survival(1 + options.max_drafts, MEMORY_TRIALS)
