@@ -19,7 +19,8 @@ from sglang.srt.mem_cache.kv_ledger import KVLedger, RequestKV
 from sglang.srt.mem_cache.memory_pool import row_width
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.model_config import load_model_config
-from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
+from sglang.srt.model_executor.execution_config import ExecutionConfig
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.step.request_rows import RequestRows

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sglang.srt.device_copies import to_device
-from sglang.srt.model_executor.model_runner import ExecutionConfig
+from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import (
     ComputedStep,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.model_executor.model_runner import ExecutionConfig
+from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import ComputedStep, DrafterNeeds, DrafterParts, RowPlan
 from sglang.srt.step.step_ops import StepCounts

@@ -16,7 +16,7 @@ import torch
 
 from sglang.srt.layers.forward_batch import NO_CAPTURE
 from sglang.srt.model_config import load_model_config
-from sglang.srt.model_executor.model_runner import ExecutionConfig
+from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.registry import DRAFTERS
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.draft_steps import plan_draft_steps

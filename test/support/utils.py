@@ -34,7 +34,8 @@ from sglang.srt.messages.requests import (
     TokenizedGenerateReqInput,
 )
 from sglang.srt.model_config import load_model_config
-from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
+from sglang.srt.model_executor.execution_config import ExecutionConfig
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.mtp.debug_trace import DebugTrace
 from sglang.srt.mtp.mask_drafter import MaskDrafter, MTPConfig

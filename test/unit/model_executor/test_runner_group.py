@@ -15,7 +15,8 @@ from model_harness import Feeder, sequence
 from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
 from sglang.srt.mem_cache.kv_memory import KVMemory
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.model_runner import ExecutionConfig, ForwardResult, ModelRunner
+from sglang.srt.model_executor.execution_config import ExecutionConfig
+from sglang.srt.model_executor.model_runner import ForwardResult, ModelRunner
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.weight_sync.weight_store import WeightUpdateError
 from utils import CONTEXT_LEN, Setup, make_execution, make_random_model

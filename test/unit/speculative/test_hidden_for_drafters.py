@@ -15,7 +15,7 @@ import torch
 
 from mtp_oracle import load_reference
 from sglang.srt.layers.forward_batch import HiddenCapture
-from sglang.srt.model_executor.model_runner import ExecutionConfig
+from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.processes.worker_factory import make_worker
 from sglang.srt.registry import DRAFTERS

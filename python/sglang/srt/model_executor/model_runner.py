@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionCapabilities
-from sglang.srt.layers.forward_batch import (
-    NO_CAPTURE,
-    ForwardBatch,
-    HiddenCapture,
-    ModelOutput,
-    dummy_step,
-)
+from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput, dummy_step
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.mem_cache.kv_memory import KVGeometry, KVMemory
-from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphMemory
 from sglang.srt.model_executor.draft_passes import DraftPass, Drafts, batches_fed
+from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.model_executor.host_threads import HostThreads
 from sglang.srt.model_executor.largest_step import MIN_PROMPT_ROWS, largest_step, most_that_fits
@@ -37,57 +31,6 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_Q_LENS = (128, 8, 1)
 LESS_STATIC_MEMORY = "Lower --mem-fraction-static, --max-total-tokens"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExecutionConfig:
-    """What a model runner and its KV memory need to know. Runners over one memory have the same
-    `device`, `page_size`, `row_width` and `max_running_requests`.
-
-    Attributes:
-        dtype: one of `DTYPES`, the type of weights and KV.
-        row_width: tokens that a row of the request-to-token table holds, in whole pages.
-        kv_budget_bytes: memory for the KV pool; None for what the weights leave of
-            `static_memory_share` of the device's memory.
-        ops: name of the set in `OPERATIONS` (registry.py).
-        max_graph_width: rows of a request in steps without prompts that replay a captured graph,
-            where the attention backend can; 0 for no graphs, 1 for plain decoding alone.
-        max_graph_rows: rows in all of steps with prompts that do; 0 for none.
-        max_prompt_rows: prompt tokens that a step may feed, as wished; 0 reserves no memory for
-            them.
-        max_decode_rows: rows that a request without a prompt feeds at most.
-        poisons_graphs: for tests, see `CudaGraphRunner`; kernels also tell of columns outside of
-            their row of the request-to-token table.
-        num_threads: torch threads of a CPU.
-        capture: which hidden states a forward pass gives beside those of the rows read.
-        draft_steps: of a head: how many draft steps may follow a step of the target (`draft`), and
-            in batches of which sizes.
-        captures_trees: steps whose rows are trees also replay graphs, if the attention backend has
-            masks for them.
-    """
-
-    model: ModelConfig
-    load_format: str
-    device: str
-    dtype: str
-    attention_backend: str
-    page_size: int
-    max_total_tokens: int | None
-    max_running_requests: int
-    context_len: int
-    row_width: int
-    kv_budget_bytes: int | None
-    num_threads: int
-    static_memory_share: float = 0.0
-    ops: str = "torch"
-    max_graph_width: int = 0
-    max_graph_rows: int = 0
-    max_prompt_rows: int = 0
-    max_decode_rows: int = 1
-    poisons_graphs: bool = False
-    capture: HiddenCapture = NO_CAPTURE
-    captures_trees: bool = False
-    draft_steps: dict[int, tuple[range, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,8 @@ from contextlib import ExitStack
 from sglang.srt.mem_cache.kv_memory import KVMemory
 from sglang.srt.mem_cache.kv_sizing import KVSizing
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.model_executor.model_runner import (
-    LESS_STATIC_MEMORY,
-    ExecutionConfig,
-    LoadedModel,
-    ModelRunner,
-)
+from sglang.srt.model_executor.execution_config import ExecutionConfig
+from sglang.srt.model_executor.model_runner import LESS_STATIC_MEMORY, LoadedModel, ModelRunner
 from sglang.srt.platform import memory_for, static_bytes_left
 from sglang.srt.registry import HEADS
 

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from sglang.srt.device_copies import HostCopy
-from sglang.srt.model_executor.model_runner import ExecutionConfig
+from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.mtp.lookahead_rows import LookaheadPlan, LookaheadRows
 from sglang.srt.mtp.mask_ops import MaskOps
 from sglang.srt.registry import LENGTH_POLICIES, load

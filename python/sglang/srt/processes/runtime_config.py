@@ -11,7 +11,7 @@ from sglang.srt.environ import Environ
 from sglang.srt.managers.scheduler import SchedulerConfig
 from sglang.srt.mem_cache.memory_pool import row_width
 from sglang.srt.model_config import ModelConfig
-from sglang.srt.model_executor.model_runner import ExecutionConfig
+from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.mtp.mask_drafter import MTPConfig
 from sglang.srt.platform import Platform
 from sglang.srt.processes.config_error import ConfigError

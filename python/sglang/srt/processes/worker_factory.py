@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 
-from sglang.srt.model_executor.model_runner import ExecutionConfig, ModelRunner
+from sglang.srt.model_executor.execution_config import ExecutionConfig
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.processes.runtime_config import RuntimeConfig, drafter_needs

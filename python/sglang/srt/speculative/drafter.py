@@ -21,7 +21,8 @@ from typing import Any, Protocol
 import torch
 
 from sglang.srt.layers.forward_batch import NO_CAPTURE, ForwardBatch, HiddenCapture
-from sglang.srt.model_executor.model_runner import ExecutionConfig, ForwardResult
+from sglang.srt.model_executor.execution_config import ExecutionConfig
+from sglang.srt.model_executor.model_runner import ForwardResult
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.confirm import EXACT, AcceptThresholds

@@ -18,7 +18,7 @@ from sglang.srt.layers.forward_batch import NO_CAPTURE, ForwardBatch, HiddenCapt
 from sglang.srt.layers.sampling_ops import sampling_ops
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
-from sglang.srt.model_executor.model_runner import ExecutionConfig
+from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.models.draft_head import DraftHead
 from sglang.srt.registry import TIER_POLICIES
 from sglang.srt.sampling.sampling_params import SamplingParams
