@@ -39,6 +39,17 @@ FIXED = [name for name in WAYS if name.startswith("fixed")]
 ADAPTIVE = [name for name in WAYS if name not in (PLAIN, *FIXED)]
 
 
+def configured_ways(config: str | None) -> dict[str, dict[str, Any]]:
+    """Both strategies over the slots of a `--speculative-adaptive-config`; none for None."""
+    if config is None:
+        return {}
+    flags = {"speculative_adaptive": True, "speculative_adaptive_config": config}
+    return {
+        "EMA, configured": flags,
+        "throughput, configured": {**flags, "speculative_adaptive_strategy": "throughput"},
+    }
+
+
 def params_of(kind: str, num_new: int, seed: int) -> dict[str, Any]:
     """Sampling parameters of a kind of text: code is greedy, random prompts are sampled hot.
 
@@ -65,8 +76,8 @@ def switches_of(engine: sglang.Engine) -> int:
 def start_engines(
     stack: ExitStack, ways: Mapping[str, dict[str, Any]], flags: dict[str, Any], head: str
 ) -> dict[str, sglang.Engine]:
-    """An Engine per way. Those that measure prices start one after the other, so that they are alone
-    on the GPU; then all others together.
+    """An Engine per way. Those that measure prices start one by one, alone on the GPU; then all
+    others together.
 
     Args:
         stack: shuts them down.

@@ -86,8 +86,9 @@ async def closed_loop(
     """Keeps `num_clients` requests running: each client sends the next prompt when its answer is
     there. A lap is one pass through the prompts.
 
-    A lap ends when the first prompt of the next one is sent. An answer that lies only partly in the laps that
-    count gives as many tokens as its share of the time, so a slow last request distorts nothing.
+    A lap ends when the first prompt of the next one is sent. An answer that lies only partly in the
+    laps that count gives as many tokens as its share of the time, so a slow last request distorts
+    nothing.
 
     Args:
         num_laps: that count.

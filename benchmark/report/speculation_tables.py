@@ -10,6 +10,9 @@ from benchmark.goals import (
     MIN_PAIRED_MEDIAN,
     MIN_PAIRED_ROUND,
     MIN_SPEED_UP_OF_ACCEPT_LENGTH,
+    STATIONARY_OVER_BEST_FIXED,
+    SWITCHES_PER_S,
+    is_steady,
 )
 from benchmark.report.markdown import Result, table, verdict
 
@@ -68,3 +71,41 @@ def adaptive_steps(results: list[Result]) -> str:
                 f"Beside {what}: {shown} (asked of the better one {asked:.2f}: {reached}).\n"
             )
     return "\n".join(lines)
+
+
+def adaptive_stationary(results: list[Result]) -> str:
+    """One row per load and adaptive way, beside no drafts and the load's best fixed number."""
+    rows, num_rounds = [], []
+    for result in results:
+        num_rounds.append(result["rounds"])
+        for load in result["rows"]:
+            speeds = {way["way"]: f"{way['tok_s']:,.0f}" for way in load["ways"]}
+            best = load["best_fixed"]
+            for way in (way for way in load["ways"] if way["is_adaptive"]):
+                rows.append(
+                    [
+                        f"{load['requests']} {load['kind']}",
+                        way["way"],
+                        speeds[way["way"]],
+                        f"{speeds[best]} ({best})",
+                        f"{way['over_best_fixed']:.3f}",
+                        f"{way['over_plain']:.3f}",
+                        f"{way['lowest_over_plain']:.3f}",
+                        f"{way['switches_per_s']:.2f}",
+                        "yes" if is_steady(way) else "**no**",
+                    ]
+                )
+    head = ["requests at once", "way", "tokens/s", "best fixed number", "beside that"]
+    head += ["beside no drafts", "lowest round", "switches/s", "reached"]
+    asked = [
+        f"Asked: beside the best fixed number {STATIONARY_OVER_BEST_FIXED:.2f}, beside no drafts",
+        f"{MIN_PAIRED_MEDIAN:.2f} and in no round below {MIN_PAIRED_ROUND:.2f}, fewer than",
+        f"{SWITCHES_PER_S:g} switches per second. Medians of {_span(num_rounds)} rounds in turn.",
+    ]
+    return f"{table(head, rows)}\n{' '.join(asked)}\n"
+
+
+def _span(numbers: list[int]) -> str:
+    """Such as 5, or 3 to 5."""
+    least, most = min(numbers), max(numbers)
+    return f"{least}" if least == most else f"{least} to {most}"
