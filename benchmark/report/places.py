@@ -99,6 +99,9 @@ TABLES = {
         speculation_tables.adaptive_stationary,
         has_provenance=True,
     ),
+    "adaptive_costs": Table(
+        ADAPTIVE, "adaptive_costs*.json", speculation_tables.adaptive_costs, has_provenance=True
+    ),
     "pause_latency": Table(PAUSE, "pause_latency_cpu.json", document_tables.pause_latency),
     **{
         name: Table("docs/performance.md", results, make, has_provenance=True)

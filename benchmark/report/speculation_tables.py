@@ -11,7 +11,9 @@ from benchmark.goals import (
     MIN_PAIRED_ROUND,
     MIN_SPEED_UP_OF_ACCEPT_LENGTH,
     STATIONARY_OVER_BEST_FIXED,
+    SWITCH_US,
     SWITCHES_PER_S,
+    TIERS_MEMORY_RATIO,
     is_steady,
 )
 from benchmark.report.markdown import Result, table, verdict
@@ -109,3 +111,24 @@ def _span(numbers: list[int]) -> str:
     """Such as 5, or 3 to 5."""
     least, most = min(numbers), max(numbers)
     return f"{least}" if least == most else f"{least} to {most}"
+
+
+def adaptive_costs(results: list[Result]) -> str:
+    """Host time of a switch by batch size, and memory of graphs by configuration."""
+    times, memory = [], []
+    for result in results:
+        for row in result["rows"]:
+            switches, policies = row["switch_us"], row["policy_us"]
+            cells = [*switches.values(), *policies.values(), row["most_us"]]
+            reached = "yes" if row["most_us"] < SWITCH_US else "**no**"
+            times.append([str(row["batch"]), *(f"{us:.1f}" for us in cells), reached])
+        for row in result["memory"]:
+            sizes = [f"{row[key]:,} MiB" for key in ("deepest_mib", "all_mib")]
+            reached = verdict(row["ratio"], TIERS_MEMORY_RATIO, is_least=False)
+            memory.append([row["config"], *sizes, f"{row['ratio']:.2f}", reached])
+    head = [f"between {pair}" for pair in switches] + [f"policy `{name}`" for name in policies]
+    asked = f"most, asked below {SWITCH_US:g}"
+    text = table(["requests; microseconds of the host", *head, asked, "reached"], times)
+    names = ["configuration", "graphs of the deepest tier alone", "of all tiers"]
+    names += [f"asked up to {TIERS_MEMORY_RATIO:g}", "reached"]
+    return f"{text}\n{table(names, memory)}" if memory else text
