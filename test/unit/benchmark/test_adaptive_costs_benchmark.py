@@ -14,6 +14,7 @@ from benchmark.measure import adaptive_costs
 from benchmark.measure.adaptive_costs import (
     PAIRS,
     Measured,
+    graph_bytes,
     measure,
     memory_rows,
     parse,
@@ -23,6 +24,8 @@ from benchmark.measure.adaptive_costs import (
 from benchmark.random_model import random_head, random_model
 from benchmark.report.speculation_tables import adaptive_costs as table_of
 from benchmark.scheduled_tiers import TIERS, ScheduledTier
+from recorded_graphs import recorded_graphs, replayable_backends
+from sglang.srt.processes import runtime_config
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.round_prices import UpcomingRound
 from sglang.srt.speculative.tier_policy import RoundOutcome, TierOptions, TierParts
@@ -126,6 +129,44 @@ def test_a_real_worker_is_measured_at_the_tiers_that_were_set(
     [row] = result["rows"]
     assert all(us > 0 for us in row["launch_us"].values())
     assert set(row["policy_us"]) == {"ema", "throughput"}
+
+
+def test_bytes_of_graphs_are_those_of_target_and_head(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With recorded graphs, of which each takes the made-up GPU a MiB or two. All tiers verify in
+    the target's graphs; of the head's, those of 2 and of 6 draft steps are more than of 6 alone."""
+    monkeypatch.setattr(runtime_config, "_captures_graphs", lambda args, device: True)
+    monkeypatch.setattr(runtime_config, "MAX_GRAPH_ROWS", 16)
+    slots = tmp_path / "slots.json"
+    slots.write_text(json.dumps({"1": {"candidate_steps": [1, 3, 7]}}))
+    fixed = {"speculative_num_steps": 7, "speculative_load_aware": "off"}
+    adaptive = {"speculative_adaptive": True, "speculative_adaptive_config": str(slots)}
+    found = []
+    with (
+        random_model("tiny") as folder,
+        random_head(folder) as head,
+        recorded_graphs(),
+        replayable_backends(),
+    ):
+        for choosing in (fixed, adaptive):
+            args = ServerArgs(
+                model_path=folder,
+                load_format="dummy",
+                device="cpu",
+                attention_backend="ragged",
+                max_running_requests=2,
+                context_length=32,
+                max_total_tokens=256,
+                speculative_algorithm="EAGLE",
+                speculative_draft_model_path=head,
+                **choosing,
+            )
+            found.append(graph_bytes(args))
+    alone, every = found
+    assert alone["target"] == every["target"] > 0
+    assert every["head_graphs"] - alone["head_graphs"] == 2, "of 2 draft steps: 1 and 2 requests"
+    assert 2 * MIB <= every["head"] - alone["head"] <= 4 * MIB
 
 
 def test_memory_is_beside_that_of_the_deepest_tier_which_is_measured_once(
