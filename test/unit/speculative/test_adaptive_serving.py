@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import cycle
@@ -26,6 +27,7 @@ from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 torch.set_num_threads(1)
 NUM_ROUNDS = int(os.environ.get("ADAPTIVE_STORM_ROUNDS", "1000"))  # 10,000 by hand
 WARM_ROUNDS = 200  # after which nothing may become more
+PARTS = 5  # of the storm, whose times are printed
 MOST_MORE = 600  # objects or blocks, less than one in each of the other rounds
 NUM_RUNNING = 4
 EACH_ROUND = {"ema_alpha": 1, "warmup_batches": 0, "update_interval": 1}
@@ -144,13 +146,20 @@ class Storm:
 
 
 def test_a_storm_of_switches_loses_nothing_and_leaves_nothing(paths: dict[str, Path]) -> None:
-    """Another tier in every round."""
+    """Another tier in every round. With -s it prints how long rounds take: in later parts no longer
+    than in the first ones."""
     setup = setup_for(3, use_radix_cache=False)
     harness = Served(paths, EAGLE3, 3, setup, checks_kv=False, tier_policy=CHANGING)
     storm = Storm(harness, right_tokens(paths["target"]))
     storm.run(WARM_ROUNDS)
-    before = living()
-    storm.run(NUM_ROUNDS)
+    before, start = living(), time.perf_counter()
+    for part in range(1, PARTS + 1):
+        num_before = harness.tiers.total()
+        storm.run(max(WARM_ROUNDS, part * NUM_ROUNDS // PARTS))
+        num_rounds, now = harness.tiers.total() - num_before, time.perf_counter()
+        if num_rounds:
+            print(f"part {part} of {PARTS}: {1e3 * (now - start) / num_rounds:.1f} ms a round")
+        start = now
     after = living()
     assert after.num_tensors == before.num_tensors
     assert after.num_objects - before.num_objects < MOST_MORE, (before, after)
