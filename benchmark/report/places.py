@@ -93,6 +93,15 @@ TABLES = {
     "adaptive_steps": Table(
         ADAPTIVE, "adaptive_steps*.json", speculation_tables.adaptive_steps, has_provenance=True
     ),
+    "adaptive_stationary": Table(
+        ADAPTIVE,
+        "adaptive_stationary*.json",
+        speculation_tables.adaptive_stationary,
+        has_provenance=True,
+    ),
+    "adaptive_costs": Table(
+        ADAPTIVE, "adaptive_costs*.json", speculation_tables.adaptive_costs, has_provenance=True
+    ),
     "pause_latency": Table(PAUSE, "pause_latency_cpu.json", document_tables.pause_latency),
     **{
         name: Table("docs/performance.md", results, make, has_provenance=True)

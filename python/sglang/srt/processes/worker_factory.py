@@ -32,6 +32,9 @@ from sglang.srt.workers.tp_worker import TpModelWorker
 
 logger = logging.getLogger(__name__)
 
+# As `make_worker`, of its first three arguments.
+WorkerMaker = Callable[[RunnerGroup, DrafterConfig | None, PriceTable | None], Worker]
+
 
 def drafter_models(
     drafter: DrafterConfig | None, target: ExecutionConfig
