@@ -85,17 +85,18 @@ class Served:
         if step is None:
             self.num_pieces += 1
             return None
-        num_drafts = step.accepted.num_drafts
-        assert num_drafts is not None
-        assert num_drafts.tolist() == [plan.max_pending - 1] * len(batch.rows)
+        num_drafts, num_fed = step.accepted.num_drafts, plan.max_pending - 1
+        fed = [0] * len(batch.rows) if num_drafts is None else num_drafts.tolist()
+        assert fed == [num_fed] * len(batch.rows)
         right = int((step.accepted.accept_lens - 1).sum())
         self.seen["right"] += right
-        self.seen["wrong"] += int(num_drafts.sum()) - right
-        self.rounds.append((len(batch.rows), plan.max_pending - 1))
+        self.seen["wrong"] += sum(fed) - right
+        self.rounds.append((len(batch.rows), num_fed))
         # A GPU's results are copied before the next replay; results on a CPU are not.
         taken = step.accepted
-        fields = {name: getattr(taken, name).clone() for name in AcceptedTokens.__slots__}
-        return replace(step, accepted=AcceptedTokens(**fields))
+        parts = [getattr(taken, name) for name in AcceptedTokens.__slots__]
+        copies = [None if part is None else part.clone() for part in parts]
+        return replace(step, accepted=AcceptedTokens(*copies))
 
     def watch(self) -> None:
         self._replay = self.graphs.replay

@@ -289,9 +289,9 @@ def step_case(
 
 
 def padding_case(num_reqs: int, num_padding: int, width: int) -> Case:
-    """Steps in which each request feeds `width` pending rows, and further ones, all in the row for
-    padding, as many: what requests get is what they get without padding, and the watermark of the
-    padding stays 0."""
+    """Steps in which each request feeds `width` pending rows (plain steps if that is 1), and
+    further ones, all in the row for padding, as many: what requests get is what they get without
+    padding, and the watermark of the padding stays 0."""
 
     def run(name: str, device: str) -> list[str]:
         found = []
@@ -308,10 +308,15 @@ def padding_case(num_reqs: int, num_padding: int, width: int) -> Case:
                 for _ in step.rows:
                     step.add("tree", width, width, random.Random(0))
                 batch = step.batch(random.Random(0), 0)
-                layout = side.ops.lay_out(batch, step.counts(False), side.state, side.pool, MASK)
+                counts = step.counts(width == 1)
+                layout = side.ops.lay_out(batch, counts, side.state, side.pool, MASK)
                 layouts.append([values[: num_reqs * width].cpu() for values in _tokens_of(layout)])
-                taken = accept(side, layout, step, has_probs=False)
-                accepted.append([values[:num_reqs].cpu() for values in _numbers_of(taken)])
+                if width == 1:
+                    given = [commit(side, layout)]
+                else:
+                    taken = accept(side, layout, step, has_probs=False)
+                    given = [taken.accept_lens, taken.kept_lens, taken.next_token_ids]
+                accepted.append([values[:num_reqs].cpu() for values in given])
             found += [] if all(map(torch.equal, *layouts)) else ["layout"]
             found += [] if all(map(torch.equal, *accepted)) else ["accepted"]
             mine, his = ours.tensors(), right.tensors()
@@ -324,10 +329,6 @@ def padding_case(num_reqs: int, num_padding: int, width: int) -> Case:
 
 def _tokens_of(layout: RowLayout) -> tuple[torch.Tensor, ...]:
     return layout.input_ids, layout.positions, layout.slots
-
-
-def _numbers_of(accepted: AcceptedTokens) -> tuple[torch.Tensor, ...]:
-    return accepted.accept_lens, accepted.kept_lens, accepted.next_token_ids
 
 
 def drawn(layout: RowLayout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -579,6 +580,7 @@ CASES: dict[str, Case] = {
     "packed, one request": step_case(["mtp"], 1, 8, packed_share=0.6),
     "no more is accepted than may be": step_case(["capped"], 9, 8),
     "padding behind a request": padding_case(1, 3, 4),
+    "padding behind decodes": padding_case(5, 3, 1),
     "padding behind requests": padding_case(5, 2, 3),
     "trees": step_case(["tree"], 7, 8, has_trees=True),
     "trees beside prompts": step_case(["tree", "prompt", "chunk"], 9, 16, has_trees=True),

@@ -90,6 +90,8 @@ def test_tokens_with_graphs(
             mock.patch.object(head, "forward", wraps=head.forward) as forward,
         ):
             served, counter = harness(group, drafter, setup)
+            draft.reset_mock()  # rounds were captured
+            forward.reset_mock()
             serve(served, right)
     assert counter.seen["confirmed"] > 30
     assert counter.seen["fed"] - counter.seen["confirmed"] > 30

@@ -30,7 +30,7 @@ def test_each_new_row_gets_all_tokens_that_are_known_and_no_other_row_changes() 
     state = rows()
     sequences = {3: [1, 2, 3, 4], 0: [5], 4: list(range(10, 10 + WIDTH))}
     state.initialize([new_row(row, 0, tokens) for row, tokens in sequences.items()])
-    right = torch.full((5, WIDTH), LEFT, dtype=torch.int32)
+    right = torch.full_like(state.tokens, LEFT)
     for row, tokens in sequences.items():
         right[row, : len(tokens)] = torch.tensor(tokens)
         assert int(state.num_tokens[row]) == len(tokens)

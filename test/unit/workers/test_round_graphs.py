@@ -108,11 +108,11 @@ def test_graphs_are_captured_anew_with_memory(
 ) -> None:
     served = serving(paths, setup=setup_of(use_radix_cache=False))
     submit_all(served)
-    before, num_rounds = dict(served.graphs._captured[NUM_STEPS]), len(served.rounds)
+    before, num_rounds = dict(served.graphs._captured[NUM_STEPS, NUM_STEPS]), len(served.rounds)
     served.group.memory.release()
     served.group.restore_kv()
     zero(served.group)
-    after = served.graphs._captured[NUM_STEPS]
+    after = served.graphs._captured[NUM_STEPS, NUM_STEPS]
     assert before.keys() == after.keys()
     assert all(before[size].graph is not after[size].graph for size in after)
     ids = submit_all(served)
@@ -130,17 +130,15 @@ def test_while_memory_is_released_there_are_none(paths: dict[str, Path]) -> None
     assert served.graphs.num_graphs > 0
 
 
-def test_there_is_a_graph_for_each_tier_and_the_sizes_that_reach_it(paths: dict[str, Path]) -> None:
-    served = serving(paths, policy=JUMPING)
-    sizes = [
-        1,
-        2,
-        4,
-        8,
-        *([setup_of().max_running_requests] * (setup_of().max_running_requests > 8)),
-    ]
-    captured = {count: sorted(graphs) for count, graphs in served.graphs._captured.items()}
-    assert captured == dict.fromkeys((1, 2, 3), sizes)
+def test_small_batches_have_graphs_of_steps_that_change_the_tier(paths: dict[str, Path]) -> None:
+    setup = setup_of(max_running_requests=12)
+    served = serving(paths, setup=setup, policy=JUMPING)
+    captured = {shape: sorted(graphs) for shape, graphs in served.graphs._captured.items()}
+    tiers = range(NUM_STEPS + 1)
+    few, all_sizes = [1, 2, 4, 8], [1, 2, 4, 8, 12]
+    assert captured == {
+        (fed, given): all_sizes if fed == given else few for fed in tiers for given in tiers
+    }
 
 
 def test_with_checks_of_kv_there_is_none(paths: dict[str, Path], right: list[list[int]]) -> None:

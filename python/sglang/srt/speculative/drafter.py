@@ -140,10 +140,10 @@ class DrafterNeeds:
         token_shift: how many positions ahead the token is that the drafter's models are fed at each
             position: 1 where they are fed the next one. For debugging alone (`KVCanary`).
         bypasses_graphs: the target's steps of several rows per request replay no captured graph.
-        rounds: numbers of drafts, each with the batch sizes for which a whole step may be captured
-            in which every request verifies so many drafts and is given as many. Then `propose`
-            does nothing on the host that depends on more than the numbers in its step, and the
-            plan of a step has `RowPlan.next_drafts`. Empty: none may be.
+        rounds: numbers of drafts that every request may verify, and be given, in steps that may be
+            captured as a whole, each with the batch sizes that have it. Then `propose` does nothing
+            on the host that depends on more than the numbers in its step, and the plan of a step
+            has `RowPlan.next_drafts`. Empty: no step may be.
     """
 
     max_drafts: int

@@ -144,7 +144,7 @@ class EagleDrafter:
             suppressed_token_ids=options.suppressed_token_ids,
             needs_prices=options.policy.needs_prices,
             token_shift=1,
-            rounds={tier: each.batch_sizes for tier, each in options.states.items() if tier},
+            rounds={tier: each.batch_sizes for tier, each in options.states.items()},
         )
 
     @staticmethod

@@ -233,7 +233,8 @@ class StepOps(Protocol):
 
     def commit(self, layout: RowLayout, tokens: torch.Tensor, state: RequestRows) -> torch.Tensor:
         """Ends a step that read at most one row of each request: all KV is kept, and the token
-        drawn, one of `tokens` [S] int64, is pending.
+        drawn, one of `tokens` [S] int64, is pending. The watermark of `RequestRows.padding_row`
+        stays where it is.
 
         Returns:
             [R, 1] int64; the token behind each request's new watermark: the one drawn or, where

@@ -124,7 +124,7 @@ class TorchStepOps:
 
     def commit(self, layout: RowLayout, tokens: torch.Tensor, state: RequestRows) -> torch.Tensor:
         rows, reads = layout.per_request[ROW], layout.reads
-        state.committed[rows] = layout.kv_lens
+        state.committed[rows] = torch.where(rows == state.padding_row, 0, layout.kv_lens)
         state.tokens[reads.rows, reads.positions] = tokens.to(torch.int32)
         state.num_tokens[reads.rows] = reads.positions + 1
         if len(tokens) < len(rows):

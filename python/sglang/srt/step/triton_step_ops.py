@@ -64,11 +64,11 @@ def _write_table_kernel(
     tl.store(table_ptr + row * table_width + column, slot.to(tl.int32), mask=mask & is_inside)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "early"])
+@triton.jit(do_not_specialize=["num_reqs", "padding_row", "early"])
 def _commit_kernel(
     per_request_ptr, kv_lens_ptr, tokens_ptr,
     committed_ptr, num_tokens_ptr, token_table_ptr, outside_ptr, out_ptr,
-    num_reqs, table_width,
+    num_reqs, table_width, padding_row,
     BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
     """Grid (blocks of requests). A token that would be outside of its row is not stored."""
@@ -78,7 +78,7 @@ def _commit_kernel(
     own = per_request_ptr + request
     row = tl.load(own, mask=exists, other=0)
     kv_len = tl.load(kv_lens_ptr + request, mask=exists, other=0)
-    tl.store(committed_ptr + row, kv_len, mask=exists)
+    tl.store(committed_ptr + row, kv_len, mask=exists & (row != padding_row))
     is_read = tl.load(own + _NUM_READ * num_reqs, mask=exists, other=0) > 0
     start = tl.load(own + _READ_START * num_reqs, mask=exists, other=0)
     drawn = tl.load(tokens_ptr + start, mask=is_read, other=0)
@@ -289,7 +289,7 @@ class TritonStepOps:
         _commit_kernel[(triton.cdiv(num_reqs, BLOCK),)](
             layout.per_request, layout.kv_lens, tokens,
             state.committed, state.num_tokens, state.tokens, state.outside, out,
-            num_reqs, state.tokens.shape[1], **self._launch,
+            num_reqs, state.tokens.shape[1], state.padding_row, **self._launch,
         )  # fmt: skip
         return out
 

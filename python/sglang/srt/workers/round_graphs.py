@@ -2,13 +2,15 @@
 and the next drafts are proposed, all in one launch.
 
 Only steps of one shape are captured: every request verifies the same number of drafts and is given
-as many (`DrafterNeeds.rounds`), and nobody asks for anything that the host must look at, such as
+as many for its next step, or another number in small batches, whose steps are short
+(`DrafterNeeds.rounds`); and nobody asks for anything that the host must look at, such as
 log-probabilities. All others run piece by piece (`TpModelWorker`).
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +34,8 @@ from sglang.srt.step.worker import ScheduleBatch
 
 logger = logging.getLogger(__name__)
 
+MAX_CHANGING_REQS = 8  # of steps that give another number of drafts than they verify
+Shape = tuple[int, int]  # drafts that each request verifies, and that it is given
 RunStep = Callable[[ScheduleBatch, RowPlan, torch.Tensor], ComputedStep]
 
 
@@ -74,8 +78,8 @@ class RoundGraphs:
         self._rounds = rounds
         self._slots = slots
         self._run = run
-        self._captured: dict[int, dict[int, _Captured]] = {}  # by drafts, then by requests
-        self._sizes: dict[int, list[int]] = {}
+        self._captured: dict[Shape, dict[int, _Captured]] = {}  # then by requests
+        self._sizes: dict[Shape, list[int]] = {}
 
     @property
     def num_graphs(self) -> int:
@@ -97,26 +101,28 @@ class RoundGraphs:
             memory_for("CUDA graphs of rounds", f"{LESS_STATIC_MEMORY} or --max-running-requests."),
             no_collections(),
         ):
-            for num_drafts, num_reqs in tqdm(
-                keys, desc="Capturing rounds", unit="graph", disable=None
-            ):
-                found = self._capture(num_reqs, num_drafts)
-                self._captured.setdefault(num_drafts, {})[num_reqs] = found
-        self._sizes = {drafts: sorted(graphs) for drafts, graphs in self._captured.items()}
+            for shape, num_reqs in tqdm(keys, desc="Capturing rounds", unit="graph", disable=None):
+                found = self._capture(num_reqs, *shape)
+                self._captured.setdefault(shape, {})[num_reqs] = found
+        self._sizes = {shape: sorted(graphs) for shape, graphs in self._captured.items()}
         seconds = time.perf_counter() - start
         logger.info("Captured %d CUDA graphs of rounds in %.1f s.", len(keys), seconds)
 
-    def _keys(self) -> list[tuple[int, int]]:
-        """Drafts and requests of each graph."""
-        keys = [
-            (num_drafts, size)
-            for num_drafts, sizes in self._rounds.items()
-            for size in decode_sizes(self._table.num_rows)
-            if any(size in each for each in sizes) and size * (1 + num_drafts) <= MAX_WIDE_TOKENS
-        ]
-        return sorted(keys, key=lambda key: -key[1] * (1 + key[0]))
+    def _keys(self) -> list[tuple[Shape, int]]:
+        """Drafts and requests of each graph, those of most rows first."""
+        keys = []
+        for size in decode_sizes(self._table.num_rows):
+            counts = [
+                count
+                for count, sizes in self._rounds.items()
+                if any(size in each for each in sizes) and size * (1 + count) <= MAX_WIDE_TOKENS
+            ]
+            for shape in itertools.product(counts, counts):
+                if shape[0] == shape[1] or size <= MAX_CHANGING_REQS:
+                    keys.append((shape, size))
+        return sorted(keys, key=lambda key: -key[1] * (1 + key[0][0]))
 
-    def _capture(self, num_reqs: int, num_drafts: int) -> _Captured:
+    def _capture(self, num_reqs: int, num_drafts: int, num_next: int) -> _Captured:
         rows = [self._table.padding_row] * num_reqs
         batch = ScheduleBatch(
             rows=rows,
@@ -128,8 +134,8 @@ class RoundGraphs:
             table_writes=PageTableWrites(np.zeros((3, 0), dtype=np.int64)),
             all_greedy=False,  # greedy requests are drawn for as well
         )
-        drafts = [num_drafts] * num_reqs
-        plan = replace(plan_of_drafts(batch, drafts), next_drafts=drafts)
+        plan = plan_of_drafts(batch, [num_drafts] * num_reqs)
+        plan = replace(plan, next_drafts=[num_next] * num_reqs)
         packed = to_device(pack_for_device(batch, plan.counts), self._table.req_to_token.device)
         per_request = packed.view(NUM_COUNTS, num_reqs)
         memory = self._runners.target.graph_memory
@@ -159,22 +165,21 @@ class RoundGraphs:
         return replace(found.step, batch=batch, plan=plan, chosen=chosen, accepted=accepted)
 
     def _find(self, batch: ScheduleBatch, plan: RowPlan) -> _Captured | None:
-        num_reqs, num_drafts = len(batch.rows), plan.max_pending - 1
-        sizes = self._sizes.get(num_drafts)
-        if sizes is None or num_reqs > sizes[-1] or not _is_round(batch, plan, num_drafts):
+        num_reqs, shape = len(batch.rows), (plan.max_pending - 1, max(plan.next_drafts, default=0))
+        sizes = self._sizes.get(shape)
+        if sizes is None or num_reqs > sizes[-1] or not _is_round(batch, plan, shape):
             return None
         if any(runner.checks for runner in self._runners.runners):
             return None
-        return self._captured[num_drafts][sizes[bisect.bisect_left(sizes, num_reqs)]]
+        return self._captured[shape][sizes[bisect.bisect_left(sizes, num_reqs)]]
 
 
-def _is_round(batch: ScheduleBatch, plan: RowPlan, num_drafts: int) -> bool:
-    """Whether every request verifies so many drafts and is given as many, and nobody asks for
-    more."""
-    drafts = [num_drafts] * len(batch.rows)
+def _is_round(batch: ScheduleBatch, plan: RowPlan, shape: Shape) -> bool:
+    """Whether every request verifies and is given so many drafts, and nobody asks for more."""
+    num_reqs = len(batch.rows)
     return (
-        list(plan.next_drafts) == drafts
-        and plan.counts.q_lens == [1 + count for count in drafts]
+        list(plan.next_drafts) == [shape[1]] * num_reqs
+        and plan.counts.q_lens == [1 + shape[0]] * num_reqs
         and plan.counts.packed is None
         and not any(batch.num_prompt_tokens)
         and all(batch.emits)
