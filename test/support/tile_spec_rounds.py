@@ -14,7 +14,7 @@ from sglang.srt.speculative import eagle_worker
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.tile_spec.budget import TileSpec
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
-from sglang.srt.step.worker import HostResult, ScheduleBatch
+from sglang.srt.step.worker import HostResult
 
 FLAT = Curve((1,), (1e-9,))
 MAX_STEPS = 7
@@ -50,7 +50,7 @@ class RandomBudgets:
         self._generator = torch.Generator().manual_seed(seed)
         self.outcomes = Counter[tuple[int, int]]()  # drafts that requests had, and how many right
 
-    def num_verified(self, batch: ScheduleBatch, num_drafts: list[int]) -> int:
+    def num_verified(self, num_drafts: list[int]) -> int:
         most = sum(num_drafts)
         return self._random.choice([0, most, *(self._random.randint(0, most) for _ in range(4))])
 
@@ -73,8 +73,11 @@ class RandomBudgets:
 
         with (
             free_drafts(),
-            mock.patch.object(TileSpec, "wants_scores", return_value=True),
-            mock.patch.object(TileSpec, "num_verified", lambda _, *args: self.num_verified(*args)),
+            mock.patch.object(
+                TileSpec,
+                "num_verified",
+                lambda _, table, counts, num_decodes: self.num_verified(counts),
+            ),
             mock.patch.object(TileSpec, "observe", noted),
         ):
             yield

@@ -137,10 +137,7 @@ class EagleDrafter:
             rounds = _measured_rounds(parts, parts.prices)
         self._tile_spec: TileSpec | None = None
         if options.tile_spec_cache is not None:
-            assert rounds is not None, "Rows go by prices, and nobody has measured any."
-            backend = ATTENTION_BACKENDS.load(self._runner.config.attention_backend)
-            packs_in_graphs = backend.capabilities().reads_q_starts
-            self._tile_spec = TileSpec(RoundTables(rounds, packs_in_graphs))
+            self._tile_spec = _tile_spec(parts, rounds)
         keys = parts.runners.runners[0].graph_keys
         graph_size = same_size if keys is None else keys.decode_size
         self._policy = kind(TierParts(options.tier_options, rounds, graph_size))
@@ -216,10 +213,7 @@ class EagleDrafter:
         steps = plan_draft_steps(step, self._table, self._states[tier].num_draft_steps)
         if steps is None:
             return
-        drafts = self.draft(steps, steps.of_requests(hidden))
-        drafts.write(self._state, steps.rows)
-        if self._tile_spec is not None:
-            self._tile_spec.proposed(steps.host_rows, steps.kv_len_upper_bounds, drafts.scores)
+        self.draft(steps, steps.of_requests(hidden)).write(self._state, steps.rows)
         for row in steps.host_rows:
             self._num_pending_drafts[row] = tier
 
@@ -283,6 +277,15 @@ def _measured_rounds(parts: DrafterParts, target_prices: PriceTable) -> Measured
         return MeasuredRounds(target_prices, measure())
     profiler = TileSpecProfiler(options.tile_spec_cache, parts.runners.target)
     return MeasuredRounds(target_prices, profiler.head(head, target_prices, measure))
+
+
+def _tile_spec(parts: DrafterParts, rounds: MeasuredRounds | None) -> TileSpec:
+    confidence = parts.state.confidence
+    assert rounds is not None, "Rows go by prices, and nobody has measured any."
+    assert confidence is not None, "Rows are divided by confidences (DrafterNeeds.max_masks)."
+    backend = ATTENTION_BACKENDS.load(parts.runners.target.config.attention_backend)
+    packs_in_graphs = backend.capabilities().reads_q_starts
+    return TileSpec(RoundTables(rounds, packs_in_graphs), confidence.drafts)
 
 
 class _Round(NamedTuple):

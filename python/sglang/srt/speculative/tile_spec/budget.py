@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.speculative.drafter import RowPlan
@@ -95,31 +95,27 @@ def _without_graphs(prices: PriceTable) -> PriceTable:
     return replace(prices, find=no_graphs)
 
 
-class _Proposed:
-    """Chains that wait for the next step, with their scores on the way to the host.
-
-    Args:
-        rows: of the page table, of the D requests that have one each.
-        scores: [D, S] float32; nobody else may write to its memory.
-    """
-
-    def __init__(self, rows: Sequence[int], scores: torch.Tensor) -> None:
-        self.places = {row: place for place, row in enumerate(rows)}
-        self._copy = HostCopy([scores])
-
-    def read(self) -> Floats:
-        """[D, S]."""
-        return np.asarray(self._copy.read()[0].numpy(), np.float64)
-
-
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step that has not been read: the drafts that its requests had, fed or not, and their
-    scores, if they were asked for."""
+    """A step that has not been read.
+
+    Attributes:
+        rows: R rows of the page table.
+        num_drafts: R counts of drafts that its requests had, fed or not.
+        confidence: `Confidence.drafts` on its way to the host, if it was asked for.
+    """
 
     rows: list[int]
     num_drafts: list[int]
-    proposed: _Proposed | None
+    confidence: HostCopy | None
+
+    def scores(self) -> Floats | None:
+        """[R, S]; of each request's drafts, and of what it had before where there are fewer."""
+        if self.confidence is None:
+            return None
+        [table] = self.confidence.read()
+        chains = table.numpy()[self.rows, : max(self.num_drafts)]
+        return np.cumprod(chains, axis=1, dtype=np.float64)
 
 
 class TileSpec:
@@ -130,73 +126,59 @@ class TileSpec:
 
     Args:
         tables: what rounds cost.
+        confidence: `Confidence.drafts`, on the device.
         least_gain: see `compute_optimal_k`.
     """
 
-    def __init__(self, tables: RoundTables, least_gain: float = LEAST_GAIN) -> None:
+    def __init__(
+        self, tables: RoundTables, confidence: torch.Tensor, least_gain: float = LEAST_GAIN
+    ) -> None:
         self._tables = tables
+        self._confidence = confidence
         self._least_gain = least_gain
         self._calibration = Calibration()
-        self._scores: Floats | None = None  # [D, S], of the last step read that had any
-        self._proposed: _Proposed | None = None  # for the step that is planned next
+        self._scores: Floats | None = None  # [D, S], of the drafts of the last step read
         self._launched = deque[_Launched]()
         self._lots = random.Random(0)
 
-    def wants_scores(self, upcoming: UpcomingRound, num_drafts: int) -> bool:
-        """Whether fewer than so many drafts of each request could pay at all. Where rows cost next
-        to nothing they cannot, and then nothing is copied from the device."""
-        return self._tables.table(upcoming, num_drafts).most_gain > self._least_gain
-
-    def proposed(
-        self, rows: Sequence[int], kv_len_upper_bounds: Sequence[int], scores: torch.Tensor
-    ) -> None:
-        """Hears what is proposed for the next step; rows and scores as for `_Proposed`.
-
-        Args:
-            kv_len_upper_bounds: of the D requests.
-        """
-        upcoming = UpcomingRound(len(rows), sum(kv_len_upper_bounds))
-        if self.wants_scores(upcoming, scores.shape[1]):
-            self._proposed = _Proposed(rows, scores)
-
     def cut(self, batch: ScheduleBatch, num_drafts: list[int], plan: RowPlan) -> RowPlan:
-        """The step with the rows that pay, or as it is planned. Called once for each step.
+        """The step with the rows that pay, or as it is planned. Called once for each step, when all
+        before it have been launched.
 
         Args:
             num_drafts: R counts of drafts that requests have, 0 where a prompt is fed.
             plan: feeds all of them.
         """
-        proposed, self._proposed = self._proposed, None
-        has_drafts = [row for row, count in zip(batch.rows, num_drafts, strict=True) if count]
-        if proposed is not None and not proposed.places.keys() >= {*has_drafts}:
-            proposed = None  # drafts of an earlier step are among them
-        self._launched.append(_Launched(batch.rows, num_drafts, proposed))
-        if proposed is None or not has_drafts:
-            return plan
         most = sum(num_drafts)
-        num_verified = self.num_verified(batch, num_drafts)
+        table = self.table(batch, num_drafts) if most else None
+        if table is None or table.most_gain <= self._least_gain:
+            self._launched.append(_Launched(batch.rows, num_drafts, None))
+            return plan
+        copy = HostCopy([self._confidence.clone()])
+        self._launched.append(_Launched(batch.rows, num_drafts, copy))
+        num_verified = self.num_verified(table, num_drafts, batch.num_prompt_tokens.count(0))
         if num_verified < most:
             spare = self._spare_rows(plan, most - num_verified)
             num_verified = min(most, num_verified + spare)
         return plan if num_verified == most else _packed(plan, most - num_verified)
 
-    def num_verified(self, batch: ScheduleBatch, num_drafts: list[int]) -> int:
-        """How many of the drafts pay. Beside prompts as many as in a step without them: the time
-        that their rows take is spent in any case."""
-        most, longest = sum(num_drafts), max(num_drafts)
+    def table(self, batch: ScheduleBatch, num_drafts: list[int]) -> LatencyTable:
+        """What the step's round costs. Prompts are left out: the time that their rows take is spent
+        in any case, so beside them as many drafts pay as without."""
+        lens = zip(
+            batch.kv_len_upper_bounds, batch.max_q_lens, batch.num_prompt_tokens, strict=True
+        )
+        decodes = [bound - reserved for bound, reserved, num_prompt in lens if not num_prompt]
+        return self._tables.table(UpcomingRound(len(decodes), sum(decodes)), max(num_drafts))
+
+    def num_verified(self, table: LatencyTable, num_drafts: list[int], num_decodes: int) -> int:
+        """How many of the drafts of so many requests pay; all while nothing is known of any."""
+        most = sum(num_drafts)
         if self._scores is None:
             return most
-        decodes = [
-            bound - reserved
-            for bound, reserved, num_prompt in zip(
-                batch.kv_len_upper_bounds, batch.max_q_lens, batch.num_prompt_tokens, strict=True
-            )
-            if num_prompt == 0
-        ]
-        upcoming = UpcomingRound(len(decodes), sum(decodes))
-        table = self._tables.table(upcoming, longest)
-        chances = self._calibration.predict(resampled(self._scores, longest, most))
-        return compute_optimal_k(chances, len(decodes), table, self._least_gain)
+        scores = resampled(self._scores, max(num_drafts), most)
+        chances = self._calibration.predict(scores)
+        return compute_optimal_k(chances, num_decodes, table, self._least_gain)
 
     def _spare_rows(self, plan: RowPlan, num_cut: int) -> int:
         """Rows that padding would take if so many drafts were cut."""
@@ -205,7 +187,8 @@ class TileSpec:
         return self._tables.room(len(q_lens), max(q_lens), num_rows) - num_rows
 
     def observe(self, result: HostResult) -> list[tuple[int, int]]:
-        """Hears the result of the oldest step that it has not heard of.
+        """Hears the result of the oldest step that it has not heard of. The scores were copied
+        before that step ran, so nothing is waited for.
 
         Returns:
             Of each request that had drafts, how many, and how many of them were right. A chain that
@@ -214,22 +197,24 @@ class TileSpec:
             drafts are takes no cut draft for a wrong one, nor learns from the likely ones alone.
         """
         launched = self._launched.popleft()
-        chances = np.empty((0, 0))
-        if launched.proposed is not None:
-            self._scores = launched.proposed.read()
-            chances = self._calibration.predict(self._scores)
-            self._calibrate(launched, launched.proposed, result)
-        verified = []
+        scores = launched.scores()
+        chances = None if scores is None else self._calibration.predict(scores)
+        verified, drafting, num_fed = [], [], []
         fed = result.num_drafts or launched.num_drafts
         for index, count in enumerate(launched.num_drafts):
             if count == 0:
                 continue
             num_right = result.accept_lens[index] - 1
+            drafting.append(index)
+            num_fed.append(fed[index])
             if num_right == fed[index] < count:
-                assert launched.proposed is not None, "A step is cut by scores."
-                chain = chances[launched.proposed.places[launched.rows[index]]]
-                num_right = self._continued(chain[:count], num_right)
+                assert chances is not None, "A step is cut by scores."
+                num_right = self._continued(chances[index, :count], num_right)
             verified.append((count, num_right))
+        if scores is not None:
+            self._scores = scores[drafting]
+            confirmed = [result.accept_lens[index] - 1 for index in drafting]
+            self._calibrate(self._scores, np.array(num_fed), np.array(confirmed))
         return verified
 
     def _continued(self, chain: Floats, num_right: int) -> int:
@@ -241,24 +226,18 @@ class TileSpec:
             num_right += 1
         return num_right
 
-    def _calibrate(self, launched: _Launched, proposed: _Proposed, result: HostResult) -> None:
-        """Tells which of the drafts that were fed were confirmed, and all before them."""
-        if not result.num_drafts or self._scores is None:
-            return
-        told = [
-            (proposed.places[row], fed, accepted - 1)
-            for row, fed, accepted in zip(
-                launched.rows, result.num_drafts, result.accept_lens, strict=True
-            )
-            if fed
-        ]
-        if not told:
-            return
-        places, fed, confirmed = np.array(told).T
-        scores = self._scores[places]
+    def _calibrate(
+        self, scores: Floats, num_fed: NDArray[np.int64], num_confirmed: NDArray[np.int64]
+    ) -> None:
+        """Tells which of the drafts that were fed were confirmed, and all before them.
+
+        Args:
+            scores: [D, S].
+            num_fed, num_confirmed: [D].
+        """
         position = np.arange(scores.shape[1])
-        was_fed = position < fed[:, None]
-        was_confirmed = position < confirmed[:, None]
+        was_fed = position < num_fed[:, None]
+        was_confirmed = position < num_confirmed[:, None]
         self._calibration.observe(scores[was_fed], was_confirmed[was_fed])
 
 
