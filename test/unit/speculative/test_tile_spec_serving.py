@@ -186,5 +186,10 @@ def test_figures_count_the_drafts_that_were_fed(paths: dict[str, Path], tmp_path
         harness.run()
     state = harness.scheduler.control.internal_state()
     assert state["avg_spec_accept_rate"] == harness.seen["confirmed"] / harness.seen["fed"]
+    num_steps = (
+        state["avg_spec_accept_length"]
+        - state["avg_spec_accept_rate"] * (state["avg_spec_verified_drafts"])
+    )
+    assert num_steps == pytest.approx(1.0), "each step gives a token beside its right drafts"
     proposed = sum(harness.outputs[req_id].num_proposed_drafts for req_id in ids)
     assert 0 < proposed <= harness.seen["fed"]
