@@ -203,9 +203,10 @@ def print_result(result: dict[str, Any]) -> None:
         print("No round fitted into --budget-s.")
         return
     names = [*result["rows"][0]["tok_s"]]
-    width = max(map(len, names))
+    head = "tokens/s, requests at once"
+    width = max(len(name) for name in (head, *names))
     loads = "".join(f"{row['requests']:>10d}" for row in result["rows"])
-    print(f"\n{'tokens/s, requests at once':{width}}{loads}")
+    print(f"\n{head:{width}}{loads}")
     for name in names:
         speeds = [statistics.median(row["tok_s"][name]) for row in result["rows"]]
         print(f"{name:{width}}" + "".join(f"{speed:10,.0f}" for speed in speeds))
