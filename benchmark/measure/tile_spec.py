@@ -56,9 +56,9 @@ DEFAULT_WAYS = [
     PLAIN,
     "static 1",
     "static 3",
-    "load-aware 3",
-    "TileSpec, static 3",
-    "TileSpec, load-aware 3",
+    f"static {MOST_STEPS}",
+    f"load-aware {MOST_STEPS}",
+    f"TileSpec, load-aware {MOST_STEPS}",
 ]
 MIN_PROMPTS = 4  # of a lap
 

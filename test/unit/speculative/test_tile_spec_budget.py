@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
-from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.speculative.drafter import RowPlan, plan_of_drafts
 from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
@@ -19,7 +18,8 @@ from sglang.srt.speculative.tile_spec.budget import RoundTables, TileSpec, resam
 from sglang.srt.speculative.tile_spec.core import LatencyTable
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
 from sglang.srt.step.step_ops import PackedSize
-from sglang.srt.step.worker import HostResult, ScheduleBatch
+from sglang.srt.step.worker import HostResult
+from tile_spec_decode import Decode, Text, batch_of
 from tile_spec_rounds import DEAR_ROWS, FREE_DRAFTS, FREE_ROWS
 
 FREE = Curve((1, 1 << 20), (0.0, 0.0))
@@ -79,21 +79,6 @@ def test_resampled_scores_are_distributed_as_those_read() -> None:
             assert abs(found.mean() - scores[:, :longest].mean()) < 0.03
         else:
             assert found.mean() < scores.mean()
-
-
-def batch_of(num_drafts: Sequence[int], num_prompts: int = 0) -> ScheduleBatch:
-    count = num_prompts + len(num_drafts)
-    prompts = [10] * num_prompts
-    return ScheduleBatch(
-        rows=list(range(count)),
-        max_q_lens=[*prompts, *([2 * DEPTH] * len(num_drafts))],
-        num_prompt_tokens=[*prompts, *([0] * len(num_drafts))],
-        emits=[True] * count,
-        kv_len_upper_bounds=[50] * count,
-        new_rows=[],
-        table_writes=PageTableWrites(()),
-        all_greedy=True,
-    )
 
 
 def cut(tile_spec: TileSpec, num_drafts: Sequence[int], num_prompts: int = 0) -> RowPlan:
@@ -167,3 +152,28 @@ def test_a_table_has_a_price_for_each_bucket() -> None:
     for rows, costs in (((), ()), ((1,), (1.0, 2.0)), ((1,), (0.0,))):
         with pytest.raises(AssertionError):
             LatencyTable(rows, costs)
+
+
+SAYINGS = {"true": 1.0, "too sure": 2.0, "too humble": 0.5}
+
+
+@pytest.mark.parametrize("saying", SAYINGS)
+@pytest.mark.parametrize(("num_reqs", "least"), [(1, 0.98), (8, 0.99), (64, 1.05), (128, 1.05)])
+def test_simulated_it_beats_the_best_static_number_where_rows_cost_time(
+    num_reqs: int, least: float, saying: str
+) -> None:
+    """And loses nothing where they do not, whether the head is as sure as it may be or not. Probes
+    and luck are in the figures."""
+    text = Text(0.6, power=SAYINGS[saying])
+    assert Decode(num_reqs, text).rate(200 if num_reqs > 8 else 800) > least * (
+        text.best_static_rate(num_reqs)
+    )
+
+
+@pytest.mark.parametrize("num_reqs", [8, 64, 128])
+def test_simulated_a_head_that_says_the_same_of_all_drafts_makes_nothing_slower(
+    num_reqs: int,
+) -> None:
+    """Right ones and wrong ones: there is no order to choose by."""
+    text = Text(1.0, easy=0.6, hard=0.6)
+    assert Decode(num_reqs, text).rate(200) > 0.98 * text.best_static_rate(num_reqs)

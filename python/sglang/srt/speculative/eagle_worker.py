@@ -36,7 +36,7 @@ from sglang.srt.speculative.drafter import (
 )
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.eagle_utils import organize_draft_results
-from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
+from sglang.srt.speculative.round_prices import MeasuredRounds, RoundPrices, UpcomingRound
 from sglang.srt.speculative.spec_utils import select_top_k_tokens
 from sglang.srt.speculative.tier_policy import (
     RoundOutcome,
@@ -45,7 +45,7 @@ from sglang.srt.speculative.tier_policy import (
     TierPolicy,
     same_size,
 )
-from sglang.srt.speculative.tile_spec.budget import RoundTables, TileSpec
+from sglang.srt.speculative.tile_spec.budget import CutRounds, RoundTables, TileSpec
 from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.request_rows import RequestRows
@@ -132,15 +132,18 @@ class EagleDrafter:
         self._ops = sampling_ops(self._runner.device)
         num_rows = self._table.req_to_token.shape[0]
         self._num_pending_drafts = [0] * num_rows  # of each row of the page table
-        kind, rounds = options.policy, None
+        rounds = None
         if options.needs_prices and parts.prices is not None:
             rounds = _measured_rounds(parts, parts.prices)
         self._tile_spec: TileSpec | None = None
+        prices: RoundPrices | None = rounds
         if options.tile_spec_cache is not None:
+            assert rounds is not None, "Rows go by prices, and nobody has measured any."
             self._tile_spec = _tile_spec(parts, rounds)
+            prices = CutRounds(rounds, self._tile_spec)
         keys = parts.runners.runners[0].graph_keys
         graph_size = same_size if keys is None else keys.decode_size
-        self._policy = kind(TierParts(options.tier_options, rounds, graph_size))
+        self._policy = options.policy(TierParts(options.tier_options, prices, graph_size))
         self._states = options.states
         self._next_round = _Round(self._policy.settled, 0)
         self._launched = deque[_Round | None]()  # of steps not read; None: nobody decodes in it
@@ -279,9 +282,8 @@ def _measured_rounds(parts: DrafterParts, target_prices: PriceTable) -> Measured
     return MeasuredRounds(target_prices, profiler.head(head, target_prices, measure))
 
 
-def _tile_spec(parts: DrafterParts, rounds: MeasuredRounds | None) -> TileSpec:
+def _tile_spec(parts: DrafterParts, rounds: MeasuredRounds) -> TileSpec:
     confidence = parts.state.confidence
-    assert rounds is not None, "Rows go by prices, and nobody has measured any."
     assert confidence is not None, "Rows are divided by confidences (DrafterNeeds.max_masks)."
     backend = ATTENTION_BACKENDS.load(parts.runners.target.config.attention_backend)
     packs_in_graphs = backend.capabilities().reads_q_starts

@@ -23,6 +23,7 @@ from sglang.srt.speculative.tile_spec.core import (
     Calibration,
     Floats,
     LatencyTable,
+    best_cut,
     compute_optimal_k,
 )
 from sglang.srt.step.price_table import PriceTable, no_graphs
@@ -32,6 +33,7 @@ from sglang.srt.step.worker import HostResult, ScheduleBatch
 
 LEAST_GAIN = 0.01  # share by which fewer drafts must beat all: prices and chances are not exact
 MAX_KEPT_TABLES = 4096
+GAIN_STEPS = 16  # after so many steps it is computed anew what cutting gains
 
 
 class RoundTables:
@@ -140,6 +142,8 @@ class TileSpec:
         self._scores: Floats | None = None  # [D, S], of the drafts of the last step read
         self._launched = deque[_Launched]()
         self._lots = random.Random(0)
+        self._gains: dict[tuple[int, int], float] = {}  # by requests and drafts of each
+        self._num_read = 0
 
     def cut(self, batch: ScheduleBatch, num_drafts: list[int], plan: RowPlan) -> RowPlan:
         """The step with the rows that pay, or as it is planned. Called once for each step, when all
@@ -180,6 +184,19 @@ class TileSpec:
         chances = self._calibration.predict(scores)
         return compute_optimal_k(chances, num_decodes, table, self._least_gain)
 
+    def gain(self, upcoming: UpcomingRound, num_drafts: int) -> float:
+        """How many times as many tokens per millisecond rounds give that verify the drafts that
+        pay, of chains of so many, as rounds that verify all. Looked at again every GAIN_STEPS."""
+        key = upcoming.num_reqs, num_drafts
+        if self._scores is None or num_drafts == 0:
+            return 1.0
+        if key not in self._gains:
+            table = self._tables.table(upcoming, num_drafts)
+            scores = resampled(self._scores, num_drafts, upcoming.num_reqs * num_drafts)
+            chances = self._calibration.predict(scores)
+            self._gains[key] = best_cut(chances, upcoming.num_reqs, table, self._least_gain).gain
+        return self._gains[key]
+
     def _spare_rows(self, plan: RowPlan, num_cut: int) -> int:
         """Rows that padding would take if so many drafts were cut."""
         q_lens = plan.counts.q_lens
@@ -197,6 +214,9 @@ class TileSpec:
             drafts are takes no cut draft for a wrong one, nor learns from the likely ones alone.
         """
         launched = self._launched.popleft()
+        self._num_read += 1
+        if self._num_read % GAIN_STEPS == 0:
+            self._gains.clear()
         scores = launched.scores()
         chances = None if scores is None else self._calibration.predict(scores)
         verified, drafting, num_fed = [], [], []
@@ -262,3 +282,20 @@ def _packed(plan: RowPlan, num_cut: int) -> RowPlan:
     counts = plan.counts
     size = PackedSize(counts.num_rows - num_cut, counts.num_reads - num_cut)
     return replace(plan, counts=replace(counts, packed=size))
+
+
+class CutRounds:
+    """`RoundPrices` for those who choose how many drafts there are: a round that is cut gives fewer
+    tokens in less time, and is priced as one that gives all in as much less as it gains."""
+
+    def __init__(self, rounds: MeasuredRounds, tile_spec: TileSpec) -> None:
+        self._rounds = rounds
+        self._tile_spec = tile_spec
+
+    @property
+    def spread(self) -> float:
+        return self._rounds.spread
+
+    def round_ms(self, upcoming: UpcomingRound, num_drafts: int) -> float:
+        whole_ms = self._rounds.round_ms(upcoming, num_drafts)
+        return whole_ms / self._tile_spec.gain(upcoming, num_drafts)

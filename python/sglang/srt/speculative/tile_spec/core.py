@@ -11,6 +11,7 @@ import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -215,18 +216,33 @@ def compute_optimal_k(
     Returns:
         0 to n. Of equally good numbers the largest; so all where rows cost nothing.
     """
+    return best_cut(chances, num_requests, table, least_gain).num_drafts
+
+
+class Cut(NamedTuple):
+    """How many drafts to verify, and how many times as many tokens per millisecond that gives as
+    verifying all."""
+
+    num_drafts: int
+    gain: float
+
+
+def best_cut(
+    chances: ArrayLike, num_requests: int, table: LatencyTable, least_gain: float = 0.0
+) -> Cut:
+    """As `compute_optimal_k`, with its gain: 1 or more."""
     ordered = np.sort(np.asarray(chances, np.float64), axis=None)[::-1]
     most = ordered.size
     if most == 0:
-        return 0
+        return Cut(0, 1.0)
     tokens = num_requests + np.concatenate(([0.0], np.cumsum(ordered)))
     room = np.asarray(table.rows) - num_requests
     fits = room >= 0
     if not fits.any():
-        return most
+        return Cut(most, 1.0)
     counts = np.minimum(room[fits], most)
     rates = tokens[counts] / np.asarray(table.costs_ms)[fits]
     best = int(np.flatnonzero(rates == rates.max())[-1])
     if rates[best] <= rates[-1] * (1.0 + least_gain):
-        return int(counts[-1])
-    return int(counts[best])
+        return Cut(int(counts[-1]), 1.0)
+    return Cut(int(counts[best]), float(rates[best] / rates[-1]))
