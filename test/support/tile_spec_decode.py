@@ -1,5 +1,5 @@
-"""A simulated decode of an 8B model on an H100, with chains of drafts: steps of more rows cost more,
-and a device divides rows by what the head says of each draft."""
+"""A simulated decode of an 8B model on an H100, with chains of drafts: steps of more rows cost
+more, and a device divides rows by what the head says of each draft."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.speculative.tile_spec import profiler
-from sglang.srt.speculative.tile_spec.profiler import FILE_NAME, TileSpecProfiler, folder_of
+from sglang.srt.speculative.tile_spec.profiler import FILE_NAME, TileSpecProfiler, cliffs, folder_of
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
 from utils import Setup, make_execution, make_random_llama
 
@@ -90,6 +91,20 @@ def test_the_second_start_measures_nothing_and_has_the_same_prices(
     assert not warnings_of(caplog)
     assert [path.name for path in tmp_path.iterdir()] == ["some-model_cpu_tp1"]
     assert [path.name for path in (tmp_path / "some-model_cpu_tp1").iterdir()] == [FILE_NAME]
+
+
+def test_cliffs_are_those_of_the_cheapest_graph_of_each_size(model: Path) -> None:
+    keys = runner_of(model).graph_keys
+    costs = {key: 10.0 * key.num_reqs + (5 if key.num_tokens > 24 else 1) for key in keys.all}
+    eager = Curve((1, 96), (500.0, 30.0))
+    prices = PriceTable(keys.find_shape, costs, eager, CURVE)
+    least: dict[int, float] = {1: 500.0, 96: 30.0}
+    for rows in {key.num_tokens for key in keys.all}:
+        least[rows] = min(cost for key, cost in costs.items() if key.num_tokens == rows)
+    sizes = sorted(least)
+    expected = [a for a, b in pairwise(sizes) if least[b] > 1.15 * least[a]]
+    assert cliffs(prices) == expected
+    assert len(expected) > 1
 
 
 def test_a_graph_is_found_with_prices_from_the_cache(

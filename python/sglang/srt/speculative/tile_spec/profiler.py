@@ -29,6 +29,7 @@ from sglang.srt.layers.forward_batch import GraphKey
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import graph_finder, priced_graphs
 from sglang.srt.platform import Platform, driver_version
+from sglang.srt.speculative.tile_spec.core import PiecewiseLinearLatency
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,8 @@ class TileSpecProfiler:
         Args:
             target_prices: what `target` returned.
         """
+        ends = cliffs(target_prices)
+        logger.info("--tile-spec: steps take far longer behind %s rows.", ends or "no number of")
         try:
             # Whatever is wrong with the target's part has been told.
             kept_target = _or_none(lambda: self._kept(TARGET, self._target))
@@ -143,6 +146,17 @@ class TileSpecProfiler:
                 self._path.parent,
                 reason,
             )
+
+
+def cliffs(prices: PriceTable) -> list[int]:
+    """Numbers of rows behind which steps take far longer, by the cheapest graph of each size and by
+    larger steps."""
+    by_rows = dict(zip(prices.eager.sizes, prices.eager.costs_ms, strict=True))
+    dearest_first = sorted(prices.graphs_ms.items(), key=lambda each: -each[1])
+    by_rows |= {key.num_tokens: cost_ms for key, cost_ms in dearest_first}
+    sizes = sorted(by_rows)
+    costs = [by_rows[size] for size in sizes]
+    return list(PiecewiseLinearLatency.fit(sizes, costs).ends[:-1])
 
 
 def folder_of(cache_dir: Path, target: ModelRunner) -> Path:
