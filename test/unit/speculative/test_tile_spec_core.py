@@ -17,6 +17,7 @@ from sglang.srt.speculative.tile_spec.core import (
     Calibration,
     LatencyTable,
     PiecewiseLinearLatency,
+    best_cut,
     compute_optimal_k,
     isotonic,
 )
@@ -64,6 +65,9 @@ def test_the_number_of_drafts_is_that_of_a_search_over_all_numbers() -> None:
         ordered = sorted(itertools.chain.from_iterable(chances), reverse=True)
         rates = [rate_of(k, ordered, num_reqs, table) for k in range(len(ordered) + 1)]
         assert rates[found] == pytest.approx(max(rates), rel=1e-12)
+        full = (num_reqs + math.fsum(ordered)) / table.costs_ms[-1]
+        gain = best_cut(chances, num_reqs, table).gain
+        assert gain == pytest.approx(max(rates) / full)
         numbers.add("none" if found == 0 else "all" if found == len(ordered) else "some")
     assert numbers == {"none", "some", "all"}
 
