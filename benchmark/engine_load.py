@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -80,23 +80,29 @@ async def closed_loop(
     num_clients: int,
     num_laps: int = 1,
     clock: Callable[[], float] = time.perf_counter,
+    lead_laps: int | None = None,
+    on_edge: Callable[[], Awaitable[None]] | None = None,
 ) -> LoadResult:
     """Keeps `num_clients` requests running: each client sends the next prompt when its answer is
     there. A lap is one pass through the prompts.
 
-    A lap ends when the first prompt of the next one is sent. Several clients first run a lap that
-    does not count, in which the load builds up. An answer that lies only partly in the laps that
-    count gives as many tokens as its share of the time, so a slow last request distorts nothing.
+    A lap ends when the first prompt of the next one is sent. An answer that lies only partly in the
+    laps that count gives as many tokens as its share of the time, so a slow last request distorts
+    nothing.
 
     Args:
         num_laps: that count.
+        lead_laps: that are run before and do not count; None: one, in which the load builds up, or
+            none of a client alone.
+        on_edge: is awaited beside the load when the laps that count begin, and when they end.
 
     Raises:
         ValueError: if there are fewer prompts than clients.
     """
     if len(prompts) < num_clients:
         raise ValueError(f"{num_clients} clients need as many prompts, not {len(prompts)}.")
-    first = 0 if num_clients == 1 else 1
+    first = int(num_clients > 1) if lead_laps is None else lead_laps
+    edges: list[asyncio.Future[None]] = []
     starts: list[float] = []
     spans: list[_Span] = []
     num_taken = 0
@@ -107,6 +113,8 @@ async def closed_loop(
             place, start = num_taken % len(prompts), clock()
             if place == 0:
                 starts.append(start)
+                if on_edge is not None and len(starts) - 1 in (first, first + num_laps):
+                    edges.append(asyncio.ensure_future(on_edge()))
                 if len(starts) > first + num_laps:
                     await engine.async_abort_request(abort_all=True)
                     return
@@ -115,6 +123,7 @@ async def closed_loop(
             spans.append(_Span(start, answer=await request, end=clock()))
 
     await asyncio.gather(*(client() for _ in range(num_clients)))
+    await asyncio.gather(*edges)
     begin, end = starts[first], starts[-1]
     return LoadResult(
         end - begin,

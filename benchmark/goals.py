@@ -5,7 +5,7 @@ Llama-3.1-8B geometry, random bfloat16 weights, greedy, no radix cache.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Goal(NamedTuple):
@@ -97,3 +97,22 @@ EAGLE_LOAD_TOK_S = Goal(6900.0, 6670.0)  # 512 prompts of 512 in, 128 out, at le
 MIN_SPEED_UP_OF_ACCEPT_LENGTH = {1: 0.74, 8: 0.70}  # by requests at once, EAGLE-3 beside plain
 # All tokens/s of work that changes: adaptive steps beside the best fixed number, and beside 3.
 ADAPTIVE_OVER_BEST_FIXED, ADAPTIVE_OVER_FIXED_3 = 1.05, 1.15
+# Of adaptive steps on work that stays the same, at each number of requests at once.
+STATIONARY_OVER_BEST_FIXED = 0.99  # speed beside the best fixed number, at least
+SWITCHES_PER_S = 1.0  # fewer than this
+SWITCH_US = 100.0  # host time that a switch of tiers adds, less than this
+TIERS_MEMORY_RATIO = 1.3  # of the graphs of all tiers to those of the deepest alone, at most
+
+
+def is_steady(way: dict[str, Any]) -> bool:
+    """Whether an adaptive way did on work that stays the same what is asked.
+
+    Args:
+        way: of `benchmark.measure.adaptive_stationary`.
+    """
+    return bool(
+        way["over_best_fixed"] >= STATIONARY_OVER_BEST_FIXED
+        and way["switches_per_s"] < SWITCHES_PER_S
+        and way["over_plain"] >= MIN_PAIRED_MEDIAN
+        and way["lowest_over_plain"] >= MIN_PAIRED_ROUND
+    )

@@ -20,7 +20,6 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +27,17 @@ from typing import Any
 from tqdm import tqdm
 
 import sglang
+from benchmark.adaptive_ways import (
+    ADAPTIVE,
+    FIXED,
+    KINDS,
+    PLAIN,
+    PREDICTABLE,
+    WAYS,
+    params_of,
+    start_engines,
+    switches_of,
+)
 from benchmark.command import in_turn, store
 from benchmark.engine_load import Budget, random_prompts
 from benchmark.environment import describe_environment
@@ -36,35 +46,6 @@ from benchmark.held_out import held_out_prompts
 from benchmark.measure.speculation_paired import head_path_of
 from benchmark.mtp_model import engine_flags, make_mtp_parser, model_path_of, settings
 from sglang.srt.model_config import load_model_config, resolve_model_path
-
-PREDICTABLE, UNPREDICTABLE = "predictable", "unpredictable"
-KINDS = (PREDICTABLE, UNPREDICTABLE)
-HOT = 1.5  # temperature
-PLAIN = "no drafts"
-WAYS: dict[str, dict[str, Any]] = {
-    PLAIN: {},
-    **{
-        f"fixed {steps}": {"speculative_num_steps": steps, "speculative_load_aware": "off"}
-        for steps in (1, 3, 7)
-    },
-    "EMA, conservative": {
-        "speculative_adaptive": True,
-        "speculative_adaptive_config": "conservative",
-        "speculative_num_steps": 3,
-    },
-    "EMA, aggressive": {
-        "speculative_adaptive": True,
-        "speculative_adaptive_config": "aggressive",
-        "speculative_num_steps": 3,
-    },
-    "throughput": {
-        "speculative_adaptive": True,
-        "speculative_adaptive_strategy": "throughput",
-        "speculative_num_steps": 3,
-    },
-}
-FIXED = [name for name in WAYS if name.startswith("fixed")]
-ADAPTIVE = [name for name in WAYS if name not in (PLAIN, *FIXED)]
 
 
 @dataclass(frozen=True)
@@ -117,16 +98,14 @@ class Work:
         num_batches = -(-per_request // arguments.new_tokens)
         while per_request % num_batches:
             num_batches += 1
-        params: dict[str, Any] = {"ignore_eos": True, "temperature": 0}
-        params["max_new_tokens"] = per_request // num_batches
         count = num_batches * phase.requests
         seed = 1000 * number + phase.number
+        params = params_of(phase.kind, per_request // num_batches, seed)
         if phase.kind == PREDICTABLE:
             prompts = random.Random(seed).sample(self._code, count)
         else:
             length = arguments.prompt_tokens
             prompts = random_prompts(count, length, self._vocab_size, seed)
-            params |= {"temperature": HOT, "sampling_seed": seed}
         size = phase.requests
         return [(prompts[first : first + size], params) for first in range(0, count, size)]
 
@@ -145,11 +124,6 @@ def run_phase(engine: sglang.Engine, work: Work, phase: Phase, number: int, foun
     state = engine.get_server_info()["internal_states"][0]
     found.steps_at_end.append(state["speculative_num_steps"])
     found.num_switches.append(switches_of(engine) - before)
-
-
-def switches_of(engine: sglang.Engine) -> int:
-    state = engine.get_server_info()["internal_states"][0]
-    return sum(state["speculative_tier_switches"].values())
 
 
 class Rounds:
@@ -224,24 +198,6 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def start_engines(
-    stack: ExitStack, names: Sequence[str], flags: dict[str, Any], head: str
-) -> dict[str, sglang.Engine]:
-    """One per way. The first one, whose prices are measured, starts alone; the others together."""
-
-    def start(name: str) -> sglang.Engine:
-        drafter = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head}
-        engine = sglang.Engine(**flags, **(drafter if name != PLAIN else {}), **WAYS[name])
-        stack.callback(engine.shutdown)
-        return engine
-
-    order = sorted(names, key=lambda name: name != "throughput")
-    engines = {order[0]: start(order[0])}
-    with ThreadPoolExecutor(max(1, len(order) - 1)) as pool:
-        engines |= zip(order[1:], pool.map(start, order[1:]), strict=True)
-    return {name: engines[name] for name in names}
-
-
 def measure(
     arguments: argparse.Namespace, model_path: str, head: str, budget: Budget
 ) -> dict[str, Any]:
@@ -253,7 +209,8 @@ def measure(
     result |= {"walk": arguments.walk, "phase_tokens": arguments.phase_tokens, "ways": WAYS}
     with ExitStack() as stack:
         flags = engine_flags(arguments, model_path)
-        engines = start_engines(stack, arguments.ways, flags, head)
+        ways = {name: WAYS[name] for name in arguments.ways}
+        engines = start_engines(stack, ways, flags, head)
         result["started_s"] = round(time.perf_counter() - budget.start_s, 1)
         rounds = Rounds(engines, work, phases, arguments.phase_tokens)
         rounds.run(0)

@@ -5,7 +5,8 @@ runs, as in the server: random weights in a large geometry, 128 tokens in. Also 
 host takes to launch a step. --mixed adds steps of a full load: 128 requests at once, prompts of 512
 tokens and 128 new ones each, so that prompts and decodes share every step. --mtp adds steps in
 which requests feed what they predicted and masks (k=8: fifteen rows each), for few requests at
-once; all steps then run as those of a model with a mask token.
+once; all steps then run as those of a model with a mask token. --eagle profiles rounds of an EAGLE
+head instead, 3 drafts of each request, of which hardly any is right with random weights.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from benchmark.engine_load import random_prompts
 from benchmark.environment import describe_environment
 from benchmark.kernel_times import events_of, print_times, sums
 from benchmark.measure.decode_steps import INPUT_LEN
-from benchmark.random_model import GEOMETRIES, random_model
+from benchmark.random_model import GEOMETRIES, random_head, random_model
 from sglang.bench_one_batch import OneBatch
 from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -33,6 +34,11 @@ NUM_STEPS, WARM_STEPS = 20, 12
 CHUNK = 512  # prompt tokens of a step
 MASK_TOKEN, MTP_K = 2, 8
 MTP_BATCH_SIZES = (1, 4)
+EAGLE: dict[str, Any] = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_steps": 3,
+    "speculative_load_aware": "off",
+}
 
 
 @dataclass(frozen=True)
@@ -108,9 +114,11 @@ def main() -> None:
     parser.add_argument("--attention-backend")
     parser.add_argument("--mixed", action="store_true", help="also steps of prompts and decodes")
     parser.add_argument("--mtp", action="store_true", help="also steps of several rows per request")
+    parser.add_argument("--eagle", action="store_true", help="rounds of an EAGLE head")
     arguments = parser.parse_args()
     geometry = GEOMETRIES[arguments.geometry]
-    with random_model(arguments.geometry) as folder:
+    with random_model(arguments.geometry) as folder, random_head(folder) as head:
+        drafter = {**EAGLE, "speculative_draft_model_path": head} if arguments.eagle else {}
         batch = OneBatch(
             ServerArgs(
                 model_path=folder,
@@ -121,6 +129,7 @@ def main() -> None:
                 chunked_prefill_size=CHUNK,
                 context_length=2048 if arguments.mtp else 1024,
                 mtp_mask_token_id=MASK_TOKEN if arguments.mtp else None,
+                **drafter,
             )
         )
         keep_out_of_collections()
@@ -133,7 +142,8 @@ def main() -> None:
     for row in rows:
         print(f"{row['load']}: wall {row['wall_us']:.0f} us, host {row['host_us']:.0f} us,")
         print_times(row)
-    result = {**describe_environment(), "geometry": arguments.geometry, "rows": rows}
+    result = {**describe_environment(), "geometry": arguments.geometry, "eagle": arguments.eagle}
+    result["rows"] = rows
     store(arguments.out, result)
 
 

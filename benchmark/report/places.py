@@ -97,6 +97,15 @@ TABLES = {
     "tile_spec": Table(
         TILESPEC, "tile_spec*.json", speculation_tables.tile_spec, has_provenance=True
     ),
+    "adaptive_stationary": Table(
+        ADAPTIVE,
+        "adaptive_stationary*.json",
+        speculation_tables.adaptive_stationary,
+        has_provenance=True,
+    ),
+    "adaptive_costs": Table(
+        ADAPTIVE, "adaptive_costs*.json", speculation_tables.adaptive_costs, has_provenance=True
+    ),
     "pause_latency": Table(PAUSE, "pause_latency_cpu.json", document_tables.pause_latency),
     **{
         name: Table("docs/performance.md", results, make, has_provenance=True)

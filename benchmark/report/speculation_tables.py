@@ -10,6 +10,11 @@ from benchmark.goals import (
     MIN_PAIRED_MEDIAN,
     MIN_PAIRED_ROUND,
     MIN_SPEED_UP_OF_ACCEPT_LENGTH,
+    STATIONARY_OVER_BEST_FIXED,
+    SWITCH_US,
+    SWITCHES_PER_S,
+    TIERS_MEMORY_RATIO,
+    is_steady,
 )
 from benchmark.report.markdown import Result, table, verdict
 
@@ -92,3 +97,62 @@ def tile_spec(results: list[Result]) -> str:
         if ends:
             lines.append(f"Steps take 15 % longer or more behind so many rows: {ends}.\n")
     return "\n".join(lines)
+
+
+def adaptive_stationary(results: list[Result]) -> str:
+    """One row per load and adaptive way, beside no drafts and the load's best fixed number."""
+    rows, num_rounds = [], []
+    for result in results:
+        num_rounds.append(result["rounds"])
+        for load in result["rows"]:
+            speeds = {way["way"]: f"{way['tok_s']:,.0f}" for way in load["ways"]}
+            best = load["best_fixed"]
+            for way in (way for way in load["ways"] if way["is_adaptive"]):
+                rows.append(
+                    [
+                        f"{load['requests']} {load['kind']}",
+                        way["way"],
+                        speeds[way["way"]],
+                        f"{speeds[best]} ({best})",
+                        f"{way['over_best_fixed']:.3f}",
+                        f"{way['over_plain']:.3f}",
+                        f"{way['lowest_over_plain']:.3f}",
+                        f"{way['switches_per_s']:.2f}",
+                        "yes" if is_steady(way) else "**no**",
+                    ]
+                )
+    head = ["requests at once", "way", "tokens/s", "best fixed number", "beside that"]
+    head += ["beside no drafts", "lowest round", "switches/s", "reached"]
+    asked = [
+        f"Asked: beside the best fixed number {STATIONARY_OVER_BEST_FIXED:.2f}, beside no drafts",
+        f"{MIN_PAIRED_MEDIAN:.2f} and in no round below {MIN_PAIRED_ROUND:.2f}, fewer than",
+        f"{SWITCHES_PER_S:g} switches per second. Medians of {_span(num_rounds)} rounds in turn.",
+    ]
+    return f"{table(head, rows)}\n{' '.join(asked)}\n"
+
+
+def _span(numbers: list[int]) -> str:
+    """Such as 5, or 3 to 5."""
+    least, most = min(numbers), max(numbers)
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
+def adaptive_costs(results: list[Result]) -> str:
+    """Host time of a switch by batch size, and memory of graphs by configuration."""
+    times, memory = [], []
+    for result in results:
+        for row in result["rows"]:
+            switches, policies = row["switch_us"], row["policy_us"]
+            cells = [*switches.values(), *policies.values(), row["most_us"]]
+            reached = "yes" if row["most_us"] < SWITCH_US else "**no**"
+            times.append([str(row["batch"]), *(f"{us:.1f}" for us in cells), reached])
+        for row in result["memory"]:
+            sizes = [f"{row[key]:,} MiB" for key in ("deepest_mib", "all_mib")]
+            reached = verdict(row["ratio"], TIERS_MEMORY_RATIO, is_least=False)
+            memory.append([row["config"], *sizes, f"{row['ratio']:.2f}", reached])
+    head = [f"between {pair}" for pair in switches] + [f"policy `{name}`" for name in policies]
+    asked = f"most, asked below {SWITCH_US:g}"
+    text = table(["requests; microseconds of the host", *head, asked, "reached"], times)
+    names = ["configuration", "graphs of the deepest tier alone", "of all tiers"]
+    names += [f"asked up to {TIERS_MEMORY_RATIO:g}", "reached"]
+    return f"{text}\n{table(names, memory)}" if memory else text

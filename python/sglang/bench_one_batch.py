@@ -26,6 +26,7 @@ from sglang.srt.platform import Platform
 from sglang.srt.processes.runtime_config import resolve, with_chunks_that_fit
 from sglang.srt.processes.scheduler_process import make_ledger, make_resources
 from sglang.srt.processes.worker_factory import (
+    WorkerMaker,
     drafter_models,
     make_prompt_budget,
     make_worker,
@@ -70,15 +71,18 @@ class OneBatch:
 
     Attributes:
         outputs: token ids of each request of the last batch.
+
+    Args:
+        make: makes the worker.
     """
 
-    def __init__(self, args: ServerArgs) -> None:
+    def __init__(self, args: ServerArgs, make: WorkerMaker = make_worker) -> None:
         config = resolve(args, Platform.probe(), load_model_config(args.model_path), Environ.read())
         runners = make_runners(config.execution, *drafter_models(config.drafter, config.execution))
         runner = runners.target
         config = with_chunks_that_fit(config, runners.max_prompt_rows)
         prices = measure_prices(config, runner)
-        worker = make_worker(runners, config.drafter, prices)
+        worker = make(runners, config.drafter, prices)
         self.vocab_size = runner.vocab_size
         self._inbox = LocalInbox()
         self.outputs: dict[int, list[int]] = {}

@@ -43,7 +43,7 @@ def make_head(target: Path, head: Path, kind: str, page_size: int, **changes: An
         target_config,
         replace(config, model=model, draft_steps=dict.fromkeys(NUM_STEPS, ALL_BATCH_SIZES)),
     )
-    table = group.memory.table.req_to_token
+    table = group.memory.table.req_to_token[:MAX_REQUESTS]
     slots = torch.arange(table.numel(), dtype=torch.int32).view_as(table) + page_size
     table.copy_(slots.flip(0))
     return group.runners[1]

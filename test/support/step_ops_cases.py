@@ -83,11 +83,13 @@ class Side:
         self.ops: StepOps = load(OPERATIONS[name].step)(self.device)
         self.ops.warm_up(self.state, self.pool)
         self.masks: MaskOps = load(OPERATIONS[name].masks)(self.state, thresholds)
-        self.state.committed.copy_(numbers(0, WIDTH - 400, num_rows))
-        self.state.tokens.copy_(numbers(0, VOCAB_SIZE, num_rows, WIDTH))
-        self.state.pending_lens.copy_(numbers(1, max_pending + 1, num_rows))
-        self.state.num_tokens.copy_(numbers(0, WIDTH, num_rows))
-        self.pool.req_to_token.copy_(numbers(0, 1 << 20, num_rows, WIDTH))
+        self.state.committed[:num_rows] = numbers(0, WIDTH - 400, num_rows).to(device)
+        tokens = numbers(0, VOCAB_SIZE, num_rows, WIDTH)
+        self.state.tokens[:num_rows] = tokens.to(device, torch.int32)
+        self.state.pending_lens[:num_rows] = numbers(1, max_pending + 1, num_rows).to(device)
+        self.state.num_tokens[:num_rows] = numbers(0, WIDTH, num_rows).to(device)
+        slots = numbers(0, 1 << 20, num_rows, WIDTH).to(device, torch.int32)
+        self.pool.req_to_token[:num_rows] = slots
         if self.state.confidence is not None:
             for table in (self.state.confidence.drafts, self.state.confidence.masks):
                 table.copy_(numbers(0, 9, *table.shape) / 8)
@@ -284,6 +286,48 @@ def step_case(
         return [f"seed {seed}: {what}" for seed in few for what in run_once(name, device, seed)]
 
     return run
+
+
+def padding_case(num_reqs: int, num_padding: int, width: int) -> Case:
+    """Steps in which each request feeds `width` pending rows, and further ones, all in the row for
+    padding, as many: what requests get is what they get without padding, and the watermark of the
+    padding stays 0."""
+
+    def run(name: str, device: str) -> list[str]:
+        found = []
+        ours, right = (
+            Side(side, place, num_reqs + 1, width, 3)
+            for side, place in ((name, device), ("torch", "cpu"))
+        )
+        for number in range(3):
+            rows = random.Random(number).sample(range(num_reqs + 1), num_reqs)
+            layouts, accepted = [], []
+            for side, padding in ((ours, num_padding), (right, 0)):
+                side.state.pending_lens[rows] = width
+                step = Step(rows + [side.pool.padding_row] * padding)
+                for _ in step.rows:
+                    step.add("tree", width, width, random.Random(0))
+                batch = step.batch(random.Random(0), 0)
+                layout = side.ops.lay_out(batch, step.counts(False), side.state, side.pool, MASK)
+                layouts.append([values[: num_reqs * width].cpu() for values in _tokens_of(layout)])
+                taken = accept(side, layout, step, has_probs=False)
+                accepted.append([values[:num_reqs].cpu() for values in _numbers_of(taken)])
+            found += [] if all(map(torch.equal, *layouts)) else ["layout"]
+            found += [] if all(map(torch.equal, *accepted)) else ["accepted"]
+            mine, his = ours.tensors(), right.tensors()
+            found += [key for key in mine if not torch.equal(mine[key][:-1], his[key][:-1])]
+            found += ["watermark"] if mine["committed"][-1] != 0 else []
+        return found
+
+    return run
+
+
+def _tokens_of(layout: RowLayout) -> tuple[torch.Tensor, ...]:
+    return layout.input_ids, layout.positions, layout.slots
+
+
+def _numbers_of(accepted: AcceptedTokens) -> tuple[torch.Tensor, ...]:
+    return accepted.accept_lens, accepted.kept_lens, accepted.next_token_ids
 
 
 def drawn(layout: RowLayout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -495,7 +539,7 @@ def outside_end_case(committed: int, is_guarded: bool, num_drawn: int) -> Case:
             count = zero + num_drawn
             side.ops.commit_run(layout, drawn, confirmed, count, num_drawn, side.state)
         num_inside = WIDTH - committed - 1
-        right = torch.full((3, WIDTH), 9, dtype=torch.int32)
+        right = torch.full_like(side.state.tokens, 9, device="cpu")
         right[1, committed + 1 :] = torch.arange(num_inside)
         told, columns = outside_met(side.pool), range(WIDTH, WIDTH + num_drawn - num_inside)
         is_told = any(f"met column {column} of" in told for column in columns)
@@ -534,6 +578,8 @@ CASES: dict[str, Case] = {
     "packed, fewer than are pending": step_case(["fewer", "mtp"], 9, 8, packed_share=0.9),
     "packed, one request": step_case(["mtp"], 1, 8, packed_share=0.6),
     "no more is accepted than may be": step_case(["capped"], 9, 8),
+    "padding behind a request": padding_case(1, 3, 4),
+    "padding behind requests": padding_case(5, 2, 3),
     "trees": step_case(["tree"], 7, 8, has_trees=True),
     "trees beside prompts": step_case(["tree", "prompt", "chunk"], 9, 16, has_trees=True),
     "a graph of its size": fill_case(GraphKey(DECODE, 4, 1, 4), [1] * 4),

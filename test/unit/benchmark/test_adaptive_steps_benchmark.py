@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmark.measure import adaptive_steps
-from benchmark.measure.adaptive_steps import (
+from benchmark.adaptive_ways import (
     ADAPTIVE,
     FIXED,
     HOT,
@@ -18,13 +17,10 @@ from benchmark.measure.adaptive_steps import (
     PLAIN,
     PREDICTABLE,
     UNPREDICTABLE,
-    Phase,
-    Rounds,
-    Work,
-    parse,
-    phases_of,
-    summarize,
+    WAYS,
 )
+from benchmark.measure import adaptive_steps
+from benchmark.measure.adaptive_steps import Phase, Rounds, Work, parse, phases_of, summarize
 from sglang.srt.server_args import ServerArgs
 
 PROMPT_TOKENS = 6
@@ -183,9 +179,9 @@ def test_ratios_are_medians_of_rounds_beside_the_best_fixed_way() -> None:
 
 def test_the_ways_are_those_that_are_compared_and_their_flags_exist() -> None:
     assert "fixed 3" in FIXED
-    assert {PLAIN, *FIXED, *ADAPTIVE} == set(adaptive_steps.WAYS)
+    assert {PLAIN, *FIXED, *ADAPTIVE} == set(WAYS)
     assert len(ADAPTIVE) == 3
-    for flags in adaptive_steps.WAYS.values():
+    for flags in WAYS.values():
         ServerArgs(model_path="x", **flags)
 
 
@@ -193,7 +189,7 @@ def test_the_ways_are_those_that_are_compared_and_their_flags_exist() -> None:
 def test_what_others_are_compared_with_is_always_measured(
     way: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    others = [name for name in adaptive_steps.WAYS if name != way]
+    others = [name for name in WAYS if name != way]
     with pytest.raises(SystemExit):
         parse(["--ways", *others])
     assert "are what the others are compared with" in capsys.readouterr().err

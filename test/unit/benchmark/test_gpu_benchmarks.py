@@ -118,6 +118,32 @@ def test_a_client_alone_goes_through_all_prompts_once() -> None:
     assert result.seconds == pytest.approx(1 + 30 + 9 + 48 + 24 + 12, abs=1)
 
 
+@pytest.mark.parametrize("num_clients", [1, 3])
+def test_laps_before_those_that_count_are_as_many_as_asked_for(num_clients: int) -> None:
+    """Of requests that take 52 turns each: edges are heard where the laps that count begin and
+    end."""
+
+    async def run() -> tuple[LoadResult, list[int]]:
+        engine, edges = FakeEngine(), list[int]()
+        ticking = asyncio.create_task(engine.turn_around())
+
+        async def on_edge() -> None:
+            edges.append(engine.now)
+
+        prompts, clock = [[4, 1]] * 3, lambda: engine.now
+        load = closed_loop(engine, prompts, {}, num_clients, 2, clock, 3, on_edge)
+        result = await load
+        engine.is_over = True
+        await ticking
+        return result, edges
+
+    result, (begin, end) = asyncio.run(run())
+    lap = 3 * 52 / num_clients
+    assert begin == pytest.approx(3 * lap, rel=0.05)
+    assert end - begin == pytest.approx(2 * lap, rel=0.05)
+    assert result.seconds == pytest.approx(2 * lap, rel=0.05)
+
+
 def test_a_load_needs_a_prompt_per_client() -> None:
     with pytest.raises(ValueError, match="3 clients"):
         load_of([[4, 1]] * 2, num_clients=3)

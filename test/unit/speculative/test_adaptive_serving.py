@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import cycle
@@ -19,13 +20,14 @@ from draft_heads import EAGLE, EAGLE3
 from drafted_serving import params_of, prompts, serve
 from eagle_models import write_models
 from eagle_serving import Served, right_tokens, setup_for
-from jumping_tier import CHANGING, jumping_tiers
+from jumping_tier import CHANGING, jumping_tiers, resting
 from sglang.srt.speculative.adaptive_config import parse_adaptive_config
 from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 
 torch.set_num_threads(1)
 NUM_ROUNDS = int(os.environ.get("ADAPTIVE_STORM_ROUNDS", "1000"))  # 10,000 by hand
 WARM_ROUNDS = 200  # after which nothing may become more
+PARTS = 5  # of the storm, whose times are printed
 MOST_MORE = 600  # objects or blocks, less than one in each of the other rounds
 NUM_RUNNING = 4
 EACH_ROUND = {"ema_alpha": 1, "warmup_batches": 0, "update_interval": 1}
@@ -117,7 +119,12 @@ class Storm:
     def run(self, num_rounds: int) -> None:
         """Until so many rounds were had in all; then until all requests have ended."""
         harness = self.harness
-        while harness.tiers.total() < num_rounds:
+        first = before = harness.tiers.total()
+        start = time.perf_counter()
+        while (now := harness.tiers.total()) < num_rounds:
+            if (now - before) * PARTS >= num_rounds - first:
+                self._print_time(before, start)
+                before, start = now, time.perf_counter()
             while len(self._running) < NUM_RUNNING:
                 index = next(self._indices)
                 number = harness.submit(prompts()[index], **params_of(index))
@@ -126,9 +133,24 @@ class Storm:
             self._compare()
         harness.run()
         self._compare()
+        self._print_time(before, start)
         assert not self._running, "A request was lost."
         assert not harness.outputs
         harness.check()
+
+    def run_last(self) -> None:
+        """A step that is always the same, so that what is kept of the last one is too."""
+        with resting(self.harness.drafter._policy):
+            number = self.harness.submit([1, 2, 3], max_new_tokens=1, temperature=0.0)
+            self.harness.run()
+        assert len(self.harness.outputs.pop(number).token_ids) == 1
+
+    def _print_time(self, before: int, start: float) -> None:
+        """Of the rounds behind the first `before`, which began at `start`."""
+        now = self.harness.tiers.total()
+        if now > before:
+            ms = 1e3 * (time.perf_counter() - start) / (now - before)
+            print(f"rounds {before} to {now}: {ms:.1f} ms each")
 
     def _compare(self) -> None:
         """Takes the answers that are whole."""
@@ -144,13 +166,16 @@ class Storm:
 
 
 def test_a_storm_of_switches_loses_nothing_and_leaves_nothing(paths: dict[str, Path]) -> None:
-    """Another tier in every round."""
+    """Another tier in every round. With -s it prints how long rounds take: in later parts no longer
+    than in the first ones."""
     setup = setup_for(3, use_radix_cache=False)
     harness = Served(paths, EAGLE3, 3, setup, checks_kv=False, tier_policy=CHANGING)
     storm = Storm(harness, right_tokens(paths["target"]))
     storm.run(WARM_ROUNDS)
+    storm.run_last()
     before = living()
     storm.run(NUM_ROUNDS)
+    storm.run_last()
     after = living()
     assert after.num_tensors == before.num_tensors
     assert after.num_objects - before.num_objects < MOST_MORE, (before, after)

@@ -21,15 +21,20 @@ class ReqToTokenPool:
     """Slot of each token of each running request.
 
     Attributes:
-        req_to_token: [num_rows, width] int32; entry [r, i] is the slot of token i of row r. Rows
-            are `row_width` wide. Entries that were never written point to the dummy slot 0.
+        num_rows: rows that requests may have.
+        padding_row: a further one, behind them, of requests that only pad a step which was captured
+            as a whole (`RoundGraphs`). All its entries stay the dummy slot.
+        req_to_token: [num_rows + 1, width] int32; entry [r, i] is the slot of token i of row r.
+            Rows are `row_width` wide. Entries that were never written point to the dummy slot 0.
         outside: [1] int64; a column outside of its row, of this table or of the token table, which
             is as wide, that a kernel was told to read or write; 0 if there was none. Kernels never
             do it; None if they are not to report it either.
     """
 
     def __init__(self, num_rows: int, width: int, device: str, is_guarded: bool = False) -> None:
-        self.req_to_token = torch.zeros((num_rows, width), dtype=torch.int32, device=device)
+        self.num_rows = self.padding_row = num_rows
+        shape = (num_rows + 1, width)
+        self.req_to_token = torch.zeros(shape, dtype=torch.int32, device=device)
         self.outside: torch.Tensor | None = None
         if is_guarded:
             self.outside = torch.zeros(1, dtype=torch.int64, device=device)

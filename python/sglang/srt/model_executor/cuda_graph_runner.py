@@ -22,6 +22,7 @@ from sglang.srt.step.step_ops import StaticInputs, StepOps
 logger = logging.getLogger(__name__)
 
 Results = TypeVar("Results", bound=tuple[torch.Tensor | None, ...])
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,30 @@ class GraphMemory:
         """Where a graph's callable runs before it is captured: one stream for all graphs, since
         cuBLAS takes memory for each that it sees."""
         return torch.cuda.Stream()
+
+
+def capture_graph(
+    memory: GraphMemory, run: Callable[[], Found], prepare: Callable[[], None] = lambda: None
+) -> tuple[torch.cuda.CUDAGraph, Found]:
+    """Calls `run` once on a side stream, so that all is compiled, then captures it.
+
+    Args:
+        prepare: called before each, and no part of the graph.
+
+    Returns:
+        The graph, and what `run` gave in it.
+    """
+    side = memory.side
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        prepare()
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    prepare()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=memory.pool):
+        found = run()
+    return graph, found
 
 
 class CudaGraphRunner(Generic[Results]):
@@ -237,8 +262,7 @@ class CudaGraphRunner(Generic[Results]):
         )
 
     def _capture(self, key: GraphKey) -> _Captured[Results]:
-        """Runs a step of the key once on a side stream, so that all is compiled, then captures
-        it."""
+        """Captures a step of the key."""
         count = key.num_reqs
         share, rest = divmod(key.num_tokens, count)
         empty = self._tokens[0, :0]
@@ -254,17 +278,9 @@ class CudaGraphRunner(Generic[Results]):
         )
         self._ops.fill(self._static, key, replace(shape, q_lens=[]))
         batch = self._static_batch(key, shape)
-        side = self._memory.side
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._plan(batch)
-            self._compute(batch)
-        torch.cuda.current_stream().wait_stream(side)
-        self._plan(batch)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory.pool):
-            results = self._compute(batch)
-        return _Captured(graph, results)
+        return _Captured(
+            *capture_graph(self._memory, lambda: self._compute(batch), lambda: self._plan(batch))
+        )
 
 
 def _poison_results(results: tuple[torch.Tensor | None, ...]) -> None:

@@ -28,7 +28,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
-from sglang.srt.layers.forward_batch import DECODE, DRAFT_STEPS, MIXED, RAGGED, UNIFORM, GraphKey
+from sglang.srt.layers.forward_batch import (
+    DECODE,
+    DRAFT_STEPS,
+    MIXED,
+    RAGGED,
+    UNIFORM,
+    ForwardBatch,
+    GraphKey,
+)
 
 MAX_WIDE_TOKENS = 1024  # of a step of several rows per request: beyond, launching costs little
 UNIFORM_WIDTHS = (3, 7, 15, 31)
@@ -95,7 +103,7 @@ class GraphKeys:
         keys = cls(GraphSupport.NEVER, max_requests, 1)
         keys.all = [
             GraphKey(DRAFT_STEPS, n, 1, n, hidden_width=hidden_width, num_steps=num_steps)
-            for n in _decode_sizes(max_requests)
+            for n in decode_sizes(max_requests)
             if any(n in sizes for sizes in batch_sizes)
         ]
         return keys
@@ -153,6 +161,16 @@ class GraphKeys:
         return min(narrow or fitting, key=lambda key: (key.num_reqs, key.num_tokens), default=None)
 
 
+def uniform_key(batch: ForwardBatch) -> GraphKey:
+    """The key of a step in which each request feeds as many rows, where it is a part of a larger
+    graph."""
+    count, width = len(batch.q_lens), batch.q_lens[0]
+    assert batch.q_lens == [width] * count, "Requests feed different numbers of rows."
+    hidden_width = 0 if batch.hidden is None else batch.hidden.shape[1]
+    tag = DECODE if width == 1 else UNIFORM
+    return GraphKey(tag, count, width, count * width, hidden_width=hidden_width)
+
+
 def kind_of(key: GraphKey) -> str:
     """The kind of a graph, for the log."""
     steps = f"{key.num_steps} {key.tag}" if key.num_steps > 1 else key.tag
@@ -163,7 +181,7 @@ def kind_of(key: GraphKey) -> str:
 def _plain_keys(
     support: GraphSupport, max_requests: int, max_width: int, max_mixed_rows: int
 ) -> list[GraphKey]:
-    keys = [GraphKey(DECODE, n, 1, n) for n in _decode_sizes(max_requests)]
+    keys = [GraphKey(DECODE, n, 1, n) for n in decode_sizes(max_requests)]
     if support is GraphSupport.RAGGED_Q:
         most_requests = min(max_requests, max_mixed_rows)  # each feeds a row at least
         keys += [
@@ -187,7 +205,7 @@ def _plain_keys(
     return keys + [key for key in wide if key.num_tokens <= MAX_WIDE_TOKENS]
 
 
-def _decode_sizes(max_requests: int) -> list[int]:
+def decode_sizes(max_requests: int) -> list[int]:
     """1, 2, 4, then every eighth up to `max_requests`."""
     return sorted(
         {size for size in (1, 2, 4, max_requests) if size <= max_requests}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +16,7 @@ from sglang.srt.mem_cache.kv_memory import KVGeometry, KVMemory
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphMemory
 from sglang.srt.model_executor.draft_passes import DraftPass, Drafts, batches_fed
 from sglang.srt.model_executor.execution_config import ExecutionConfig
-from sglang.srt.model_executor.graph_keys import GraphKeys
+from sglang.srt.model_executor.graph_keys import GraphKeys, uniform_key
 from sglang.srt.model_executor.host_threads import HostThreads
 from sglang.srt.model_executor.largest_step import MIN_PROMPT_ROWS, largest_step, most_that_fits
 from sglang.srt.model_executor.runner_graphs import RunnerGraphs, plan_nothing
@@ -128,6 +129,7 @@ class ModelRunner:
         self._capabilities: AttentionCapabilities = backend.capabilities()
         self._config = config
         self._graphs: RunnerGraphs | None = None
+        self._is_part_of_graph = False
         self.checks: list[Callable[[ForwardBatch], None]] = []
 
     @property
@@ -176,7 +178,7 @@ class ModelRunner:
                 run = self._draft_pass(num_steps, self._plan_and_compute).run
                 drafts[num_steps] = CudaGraphRunner(plan_nothing, run, ops, each, *more)
             steps = CudaGraphRunner(plan, self._compute, ops, keys, *more)
-            graphs = RunnerGraphs(steps, drafts, config.capture.all_rows)
+            graphs = RunnerGraphs(steps, drafts, config.capture.all_rows, memory)
             graphs.capture()
         self._graphs = graphs
 
@@ -282,9 +284,37 @@ class ModelRunner:
         """The same of so many draft steps at once."""
         return {} if self._graphs is None else self._graphs.draft_keys
 
+    @property
+    def graph_memory(self) -> GraphMemory | None:
+        """Of its graphs; None without any."""
+        return None if self._graphs is None else self._graphs.memory
+
+    @property
+    def can_be_part_of_graph(self) -> bool:
+        """Whether steps may run in `as_part_of_graph` now."""
+        return self._graphs is not None and self._capabilities.captures_plans and self.is_whole
+
+    @contextmanager
+    def as_part_of_graph(self) -> Iterator[None]:
+        """In this block steps, of as many rows for each request, are part of a larger graph that
+        is being captured: they replay no graph of their own and are not checked."""
+        self._is_part_of_graph = True
+        try:
+            yield
+        finally:
+            self._is_part_of_graph = False
+
+    def _forward_part(self, batch: ForwardBatch) -> ForwardResult:
+        """A step as part of a larger graph."""
+        self._layers.plan(replace(batch, graph_key=uniform_key(batch)))
+        hidden, taps = self._compute(batch)
+        return ForwardResult(hidden, True, taps)
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardResult:
         """Runs the model; the next call may overwrite the result."""
+        if self._is_part_of_graph:
+            return self._forward_part(batch)
         self._assert_ready()
         for check in self.checks:
             check(batch)
@@ -308,8 +338,10 @@ class ModelRunner:
         """Runs draft steps of a head, of which `first` is the first one: see `DraftPass`. One graph
         has all of them if it is one of `ExecutionConfig.draft_steps` and the attention backend
         `captures_plans`; else each is a step of its own. The next call may overwrite the result."""
-        self._assert_ready()
-        drafts = None if self._graphs is None else self._graphs.draft(first, num_steps)
+        drafts = None
+        if not self._is_part_of_graph:
+            self._assert_ready()
+            drafts = None if self._graphs is None else self._graphs.draft(first, num_steps)
         if drafts is None:
             return self._draft_pass(num_steps, lambda batch: self.forward(batch).hidden).run(first)
         if self.checks:

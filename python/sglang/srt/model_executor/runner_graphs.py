@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey, ModelOutput
-from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, Replay
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphMemory, Replay
 from sglang.srt.model_executor.draft_passes import Drafts
 from sglang.srt.model_executor.graph_keys import GraphKeys
 
@@ -15,6 +15,7 @@ class RunnerGraphs:
         steps: of a model's forward pass.
         drafts: by the number of draft steps that each of its graphs runs.
         all_rows: the last layer computes all rows (`HiddenCapture.all_rows`).
+        memory: of all of them.
     """
 
     def __init__(
@@ -22,10 +23,12 @@ class RunnerGraphs:
         steps: CudaGraphRunner[ModelOutput],
         drafts: dict[int, CudaGraphRunner[Drafts]],
         all_rows: bool,
+        memory: GraphMemory,
     ) -> None:
         self._steps = steps
         self._drafts = drafts
         self._all_rows = all_rows
+        self.memory = memory
 
     @property
     def keys(self) -> GraphKeys:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Protocol
 
 from sglang.srt.mem_cache.kv_memory import KVMemory
 from sglang.srt.mem_cache.kv_sizing import KVSizing
@@ -63,6 +64,13 @@ def make_memory(config: ExecutionConfig, models: Sequence[LoadedModel]) -> KVMem
     return KVMemory(table, pools, sizing.reason)
 
 
+class GraphOwner(Protocol):
+    """Captures graphs in which runners are parts (`ModelRunner.as_part_of_graph`)."""
+
+    def capture(self) -> None:
+        """Captures them anew; none where not all runners can be parts of one."""
+
+
 class RunnerGroup:
     """Runners over one KV memory, the target's first. Their memory is given back and taken again
     together.
@@ -74,6 +82,7 @@ class RunnerGroup:
     def __init__(self, runners: Sequence[ModelRunner]) -> None:
         self.runners = tuple(runners)
         self.memory = runners[0].memory
+        self._graph_owners: list[GraphOwner] = []
         assert all(runner.memory is self.memory for runner in runners)
 
     @property
@@ -92,6 +101,23 @@ class RunnerGroup:
             runner.capture_graphs()
         if self.target.device.type != "cpu":
             self.target.warm_up(drafting=self.runners[1:])
+
+    def capture_with(self, owner: GraphOwner) -> None:
+        """Has `owner` capture its graphs now, and again whenever the runners' are captured.
+
+        Raises:
+            MemoryError: if the device has too little memory; the text says for what.
+        """
+        self._graph_owners.append(owner)
+        owner.capture()
+
+    @contextmanager
+    def as_parts_of_graph(self) -> Iterator[None]:
+        """`ModelRunner.as_part_of_graph` of all runners."""
+        with ExitStack() as stack:
+            for runner in self.runners:
+                stack.enter_context(runner.as_part_of_graph())
+            yield
 
     def release_weights(self) -> None:
         """Gives the memory of all weights back; their values are kept.
@@ -133,10 +159,14 @@ class RunnerGroup:
         try:
             for runner in self.runners:
                 runner.capture_graphs()
+            for owner in self._graph_owners:
+                owner.capture()
             if self.target.is_whole and self.target.device.type != "cpu":
                 self.target.warm_up(self.target.max_prompt_rows, self.runners[1:])
         except MemoryError as error:
             for runner in self.runners:
                 runner.drop_graphs()
+            for owner in self._graph_owners:
+                owner.capture()  # which then has none
             give_back()
             raise RuntimeError(str(error)) from error

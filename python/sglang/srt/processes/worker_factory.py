@@ -33,6 +33,9 @@ from sglang.srt.workers.tp_worker import TpModelWorker
 
 logger = logging.getLogger(__name__)
 
+# As `make_worker`, of its first three arguments.
+WorkerMaker = Callable[[RunnerGroup, DrafterConfig | None, PriceTable | None], Worker]
+
 
 def drafter_models(
     drafter: DrafterConfig | None, target: ExecutionConfig
@@ -50,7 +53,7 @@ def measure_prices(config: RuntimeConfig, runner: ModelRunner) -> PriceTable | N
     looks_ahead = config.needs.needs_prices
     if not looks_ahead and config.scheduler.planner.max_step_ms == 0:
         return None
-    num_rows = runner.req_to_token_pool.req_to_token.shape[0]
+    num_rows = runner.req_to_token_pool.num_rows
     measure = PriceMeter(runner, num_rows, config.execution.max_decode_rows).measure
     cache = config.needs.price_cache
     return measure() if cache is None else TileSpecProfiler(cache, runner).target(measure)
@@ -101,13 +104,17 @@ def make_worker(
         made = kind.make(DrafterParts(drafter.options, runners, state, prices))
     if checks_kv:  # from here on: a drafter may have measured steps of nobody
         check_kv(runners, state, needs.token_shift)
-    confirm: Confirm | None = _simulated(simulated_accept_len, needs)
+    confirm: Confirm | None = _simulated(simulated_accept_len, needs, state.committed.device)
     if confirm is None and drafter is not None:
         confirm = _by_thresholds(drafter, needs, state.committed.device)
-    return TpModelWorker(target, state, needs.suppressed_token_ids, made, on_step, confirm)
+    worker = TpModelWorker(target, state, needs.suppressed_token_ids, made, on_step, confirm)
+    worker.capture_rounds(runners, needs)
+    return worker
 
 
-def _simulated(accept_len: float | None, needs: DrafterNeeds) -> ConfirmSoMany | None:
+def _simulated(
+    accept_len: float | None, needs: DrafterNeeds, device: torch.device
+) -> ConfirmSoMany | None:
     if accept_len is None:
         return None
     if needs.has_trees or not 1 <= accept_len <= 1 + needs.max_drafts:
@@ -120,7 +127,7 @@ def _simulated(accept_len: float | None, needs: DrafterNeeds) -> ConfirmSoMany |
         " nothing. For benchmarks alone.",
         accept_len,
     )
-    return ConfirmSoMany(accept_len)
+    return ConfirmSoMany(accept_len, device)
 
 
 def _by_thresholds(

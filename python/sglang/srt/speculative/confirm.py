@@ -58,7 +58,13 @@ class TargetRows:
 
 
 class Confirm(Protocol):
-    """Decides on the drafts of a step, on the device, and may not wait for it."""
+    """Decides on the drafts of a step, on the device, and may not wait for it.
+
+    Attributes:
+        can_be_captured: nothing that it does on the host depends on the step.
+    """
+
+    can_be_captured: bool
 
     def __call__(
         self, target: TargetRows, max_rows: int
@@ -75,6 +81,8 @@ class Confirm(Protocol):
 
 class ConfirmEqual:
     """Lossless: a draft is confirmed if the target, reading the row before it, gives that token."""
+
+    can_be_captured = True
 
     def __init__(self, device: torch.device) -> None:
         self._ops = sampling_ops(device)
@@ -112,6 +120,8 @@ class ConfirmByThresholds:
             that they have without drafts.
         banned_ids: tokens that are never emitted.
     """
+
+    can_be_captured = False  # the reference may wait
 
     def __init__(
         self, thresholds: AcceptThresholds, banned_ids: Sequence[int], device: torch.device
@@ -171,9 +181,11 @@ class ConfirmSoMany:
         mean: tokens per request and step, the target's own one counted; at least 1.
     """
 
-    def __init__(self, mean: float) -> None:
+    can_be_captured = True
+
+    def __init__(self, mean: float, device: torch.device) -> None:
         self._num_drafts = mean - 1
-        self._turn = 0
+        self._turn = torch.zeros(1, dtype=torch.float64, device=device)
 
     def __call__(self, target: TargetRows, max_rows: int) -> tuple[ConfirmedDrafts, torch.Tensor]:
         layout, lookahead = target.layout, target.lookahead

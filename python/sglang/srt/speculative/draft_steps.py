@@ -17,6 +17,7 @@ from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.speculative.drafter import ComputedStep
+from sglang.srt.step.worker import ScheduleBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,6 @@ class DraftSteps:
         kv_lens: [N, D] int64; tokens with KV once it is written.
         kv_len_upper_bounds: host list of D; at least those of step 0.
         certain_tokens: [D] int64; the last tokens that are no drafts.
-        host_rows: `rows` as a host list.
     """
 
     requests: torch.Tensor | None
@@ -42,7 +42,6 @@ class DraftSteps:
     kv_lens: torch.Tensor
     kv_len_upper_bounds: list[int]
     certain_tokens: torch.Tensor
-    host_rows: list[int]
 
     @property
     def num_steps(self) -> int:
@@ -73,25 +72,37 @@ class DraftSteps:
         )
 
 
+def who_drafts(batch: ScheduleBatch, max_accepted: int, num_steps: int) -> list[int]:
+    """Which of the R requests of a step draft behind it.
+
+    A request drafts if the step emits tokens of it and it has slots for all draft steps, however
+    many rows the step keeps. All others are left out, such as prompts that are read in chunks and
+    requests without look-ahead, so nothing of theirs is read or written, and no column past a
+    row's end, which has no slots.
+
+    Args:
+        max_accepted: see `RowPlan`.
+    """
+    return [
+        i
+        for i, reserved in enumerate(batch.max_q_lens)
+        if batch.emits[i] and (batch.num_prompt_tokens[i] or max_accepted) + num_steps <= reserved
+    ]
+
+
 def plan_draft_steps(
     step: ComputedStep, page_table: ReqToTokenPool, num_steps: int
 ) -> DraftSteps | None:
-    """The draft steps behind a step of the target; None where nobody drafts.
-
-    A request drafts if the step emitted tokens of it and it has slots for all draft steps, however
-    many rows the step kept. All others are left out, such as prompts that are read in chunks and
-    requests without look-ahead, so nothing of theirs is read or written, and no column past a
-    row's end, which has no slots. The host knows all that, and nothing here waits for the device.
-    """
-    requests, bounds = [], []
+    """The draft steps behind a step of the target, of those `who_drafts`; None where nobody does.
+    Nothing here waits for the device."""
     batch, table = step.batch, page_table.req_to_token
-    for i, reserved in enumerate(batch.max_q_lens):
-        most_kept = batch.num_prompt_tokens[i] or step.plan.max_accepted
-        if batch.emits[i] and most_kept + num_steps <= reserved:
-            requests.append(i)
-            bounds.append(batch.kv_len_upper_bounds[i] - reserved + most_kept + 1)
+    requests = who_drafts(batch, step.plan.max_accepted, num_steps)
     if not requests:
         return None
+    bounds = []
+    for i in requests:
+        most_kept = batch.num_prompt_tokens[i] or step.plan.max_accepted
+        bounds.append(batch.kv_len_upper_bounds[i] - batch.max_q_lens[i] + most_kept + 1)
     assert max(bounds) + num_steps - 1 <= table.shape[1], "Slots are reserved past a row's end."
     rows, chosen = step.inputs.rows, None
     if len(requests) < len(batch.rows):
@@ -108,5 +119,4 @@ def plan_draft_steps(
     slots.copy_(table[rows, positions])
     torch.add(positions, 1, out=kv_lens)
     certain = step.state.tokens[rows, committed].to(torch.int64)
-    host_rows = [batch.rows[i] for i in requests]
-    return DraftSteps(chosen, rows, positions, slots, kv_lens, bounds, certain, host_rows)
+    return DraftSteps(chosen, rows, positions, slots, kv_lens, bounds, certain)

@@ -14,8 +14,8 @@ Nothing of this waits for the device; `observe` hears each result one step later
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,6 +49,8 @@ class RowPlan:
             how many tokens are accepted: [R] int64, 1 at least, from the step's choice; what it
             says of other requests is not looked at. None: there are no such requests.
         tier: what a length policy chose; results carry it.
+        next_drafts: R counts of drafts that `propose` gives, where the host knows them; empty: it
+            does not.
     """
 
     counts: StepCounts
@@ -58,6 +60,7 @@ class RowPlan:
     wants_probs: bool = False
     accepts_unconfirmed: Callable[[ChosenTokens], torch.Tensor] | None = None
     tier: int = 0
+    next_drafts: Sequence[int] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -140,6 +143,10 @@ class DrafterNeeds:
         token_shift: how many positions ahead the token is that the drafter's models are fed at each
             position: 1 where they are fed the next one. For debugging alone (`KVCanary`).
         bypasses_graphs: the target's steps of several rows per request replay no captured graph.
+        rounds: numbers of drafts, each with the batch sizes for which a whole step may be captured
+            in which every request verifies so many drafts and is given as many. Then `propose`
+            does nothing on the host that depends on more than the numbers in its step, and the
+            plan of a step has `RowPlan.next_drafts`. Empty: none may be.
     """
 
     max_drafts: int
@@ -155,6 +162,7 @@ class DrafterNeeds:
     price_cache: Path | None = None
     token_shift: int = 0
     bypasses_graphs: bool = False
+    rounds: Mapping[int, Sequence[range]] = field(default_factory=dict)
 
     @property
     def max_slots(self) -> int:

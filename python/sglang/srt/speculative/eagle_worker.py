@@ -26,7 +26,7 @@ from sglang.srt.registry import ATTENTION_BACKENDS, TIER_POLICIES
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.adaptive_config import AdaptiveConfig
 from sglang.srt.speculative.adaptive_runtime_state import SpecRuntimeState, runtime_states
-from sglang.srt.speculative.draft_steps import DraftSteps, plan_draft_steps
+from sglang.srt.speculative.draft_steps import DraftSteps, plan_draft_steps, who_drafts
 from sglang.srt.speculative.drafter import (
     ComputedStep,
     DrafterNeeds,
@@ -130,7 +130,7 @@ class EagleDrafter:
         self._table = parts.runners.memory.table
         self._state = parts.state
         self._ops = sampling_ops(self._runner.device)
-        num_rows = self._table.req_to_token.shape[0]
+        num_rows = self._table.num_rows
         self._num_pending_drafts = [0] * num_rows  # of each row of the page table
         rounds = None
         if options.needs_prices and parts.prices is not None:
@@ -163,6 +163,7 @@ class EagleDrafter:
             needs_prices=options.needs_prices,
             price_cache=options.tile_spec_cache,
             token_shift=1,
+            rounds={tier: each.batch_sizes for tier, each in options.states.items() if tier},
         )
 
     @staticmethod
@@ -204,21 +205,30 @@ class EagleDrafter:
         has_decodes = 0 in batch.num_prompt_tokens
         self._launched.append(self._next_round if has_decodes else None)
         plan = replace(plan_of_drafts(batch, num_drafts), tier=self._next_round.tier)
-        return plan if self._tile_spec is None else self._tile_spec.cut(batch, num_drafts, plan)
+        if self._tile_spec is not None:
+            plan = self._tile_spec.cut(batch, num_drafts, plan)
+        next_drafts = self._next_drafts(batch, plan.max_accepted)
+        for row, count in zip(batch.rows, next_drafts, strict=True):
+            self._num_pending_drafts[row] = count
+        return replace(plan, next_drafts=next_drafts)
+
+    def _next_drafts(self, batch: ScheduleBatch, max_accepted: int) -> list[int]:
+        """Drafts that each request of a step is given for its next one."""
+        counts, tier = [0] * len(batch.rows), self._next_tier(batch)
+        if tier:
+            num_steps = self._states[tier].num_draft_steps
+            for i in who_drafts(batch, max_accepted, num_steps):
+                counts[i] = tier
+        return counts
 
     def propose(self, step: ComputedStep) -> None:
         hidden = self.forward_draft_extend(step)
-        for row in step.batch.rows:
-            self._num_pending_drafts[row] = 0
-        tier = self._next_tier(step.batch)
+        tier = max(step.plan.next_drafts)
         if tier == 0:
             return
         steps = plan_draft_steps(step, self._table, self._states[tier].num_draft_steps)
-        if steps is None:
-            return
+        assert steps is not None, "Drafts are planned, and nobody drafts."
         self.draft(steps, steps.of_requests(hidden)).write(self._state, steps.rows)
-        for row in steps.host_rows:
-            self._num_pending_drafts[row] = tier
 
     def _next_tier(self, batch: ScheduleBatch) -> int:
         """Drafts that requests get for their next step, which is taken to have the requests that
@@ -273,7 +283,7 @@ class EagleDrafter:
 def _measured_rounds(parts: DrafterParts, target_prices: PriceTable) -> MeasuredRounds:
     """Prices of rounds, of which those of the head are measured here or taken from the cache."""
     options: EagleConfig = parts.options
-    head, num_rows = parts.runners.runners[1], parts.runners.memory.table.req_to_token.shape[0]
+    head, num_rows = parts.runners.runners[1], parts.runners.memory.table.num_rows
     width, steps = 1 + options.num_steps, tuple(options.draft_steps)
     measure = partial(measure_draft_prices, head, num_rows, width, steps)
     if options.tile_spec_cache is None:

@@ -32,9 +32,16 @@ def build_forward_batch(
     that the host has not read.
     """
     layout = ops.lay_out(batch, counts, state, pool, lookahead_token)
+    return forward_batch_of(batch, counts, layout, bounds_are_exact), layout
+
+
+def forward_batch_of(
+    batch: ScheduleBatch, counts: StepCounts, layout: RowLayout, bounds_are_exact: bool = False
+) -> ForwardBatch:
+    """The T rows of a step that is laid out."""
     q_lens, lookahead = counts.q_lens, layout.lookahead
     trimmed = zip(batch.kv_len_upper_bounds, batch.max_q_lens, q_lens, strict=True)
-    inputs = ForwardBatch(
+    return ForwardBatch(
         input_ids=layout.input_ids,
         positions=layout.positions,
         slots=layout.slots,
@@ -47,7 +54,6 @@ def build_forward_batch(
         ancestors=None if lookahead is None else lookahead.ancestors,
         q_starts=None if lookahead is None or counts.packed is None else lookahead.q_starts,
     )
-    return inputs, layout
 
 
 def _may_skip_rows(batch: ScheduleBatch, counts: StepCounts) -> bool:

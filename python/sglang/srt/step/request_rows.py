@@ -55,6 +55,8 @@ class RequestRows:
       looks for tokens of the request must stop at num_tokens[r].
 
     Attributes:
+        num_rows: rows that requests may have. N is one more: `padding_row` is behind them, whose
+            watermark is always 0 (`ReqToTokenPool`).
         tokens: [N, width] int32, the token table; as wide as the page table, which has room for all
             that steps can add at the end of the context.
         num_tokens: [N] int64; tokens that are known.
@@ -87,7 +89,8 @@ class RequestRows:
         self._device = page_table.req_to_token.device
         self.max_pending = max_pending
         self.tokens = torch.zeros_like(page_table.req_to_token)
-        num_rows = self.tokens.shape[0]
+        self.num_rows, self.padding_row = page_table.num_rows, page_table.padding_row
+        num_rows = self.num_rows + 1
         self.num_admitted = [0] * num_rows
         self.trees = DraftTrees(num_rows, max_pending, self._device) if has_trees else None
         self.confidence: Confidence | None = None
@@ -98,6 +101,7 @@ class RequestRows:
         self._integers = torch.ones(shape, dtype=torch.int64, device=self._device)
         numbers = self._integers[:, :num_rows]
         self.committed, self.pending_lens, self.num_tokens, self._seeds, self._top_k = numbers
+        self.committed[self.padding_row] = 0
         # The fields of SamplingParams that are floats of SamplingRows.
         self._floats = torch.zeros((len(FLOATS), num_rows), device=self._device)
         self.adjustments = LogitAdjustments(num_rows, vocab_size, str(self._device))

@@ -14,6 +14,7 @@ import torch
 
 from sgl_kernel.confirmed_drafts import ConfirmedDrafts
 from sglang.srt.layers.forward_batch import UNIFORM, ForwardBatch, GraphKey
+from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import ScheduleBatch
@@ -209,9 +210,26 @@ class StepOps(Protocol):
         pool: ReqToTokenPool,
         lookahead_token: int,
     ) -> RowLayout:
-        """Writes the step's entries of the page table, then gathers its T rows: a request's tokens
-        behind the watermark, those of its prompt that the step feeds or else the pending ones, then
-        `lookahead_token`."""
+        """Tells the device what the host knows of a step, and writes its entries of the page table
+        (`write_table`); then `lay_out_rows`."""
+
+    def write_table(self, writes: PageTableWrites, pool: ReqToTokenPool) -> None:
+        """Writes a step's entries of the page table."""
+
+    def lay_out_rows(
+        self,
+        per_request: torch.Tensor,
+        counts: StepCounts,
+        state: RequestRows,
+        pool: ReqToTokenPool,
+        lookahead_token: int,
+    ) -> RowLayout:
+        """Gathers a step's T rows: a request's tokens behind the watermark, those of its prompt
+        that the step feeds or else the pending ones, then `lookahead_token`.
+
+        Args:
+            per_request: [NUM_COUNTS, R] int64, contiguous; what `counts` says, on the device.
+        """
 
     def commit(self, layout: RowLayout, tokens: torch.Tensor, state: RequestRows) -> torch.Tensor:
         """Ends a step that read at most one row of each request: all KV is kept, and the token
@@ -234,7 +252,8 @@ class StepOps(Protocol):
         """Ends a step with look-ahead. A request that emits only what is confirmed is given its
         confirmed drafts and the target's token behind them, and keeps the KV of the rows that they
         follow, which lie in front; that token alone is pending. Another is given its first
-        `num_unconfirmed` [R] int64 targets; they are pending, and what was pending is kept.
+        `num_unconfirmed` [R] int64 targets; they are pending, and what was pending is kept. The
+        watermark of `RequestRows.padding_row` stays where it is.
 
         Args:
             layout: with `lookahead`.

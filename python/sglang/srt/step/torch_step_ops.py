@@ -10,6 +10,7 @@ import torch
 from sgl_kernel import ConfirmedDrafts
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
+from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.step.draft_trees import DraftTrees
 from sglang.srt.step.request_rows import RequestRows
@@ -54,11 +55,23 @@ class TorchStepOps:
         pool: ReqToTokenPool,
         lookahead_token: int,
     ) -> RowLayout:
-        pool.write(batch.table_writes.entries)
-        table = pool.req_to_token
-        num_reqs = len(batch.rows)
-        packed = to_device(pack_for_device(batch, counts), table.device)
-        per_request = packed.view(NUM_COUNTS, num_reqs)
+        self.write_table(batch.table_writes, pool)
+        packed = to_device(pack_for_device(batch, counts), pool.req_to_token.device)
+        per_request = packed.view(NUM_COUNTS, len(batch.rows))
+        return self.lay_out_rows(per_request, counts, state, pool, lookahead_token)
+
+    def write_table(self, writes: PageTableWrites, pool: ReqToTokenPool) -> None:
+        pool.write(writes.entries)
+
+    def lay_out_rows(
+        self,
+        per_request: torch.Tensor,
+        counts: StepCounts,
+        state: RequestRows,
+        pool: ReqToTokenPool,
+        lookahead_token: int,
+    ) -> RowLayout:
+        table, num_reqs = pool.req_to_token, per_request.shape[1]
         rows = per_request[ROW]
         committed = state.committed[rows]
         kv_lens = committed + per_request[Q_LEN]
@@ -143,7 +156,7 @@ class TorchStepOps:
         kept = torch.where(only_confirmed, run, state.pending_lens[rows])
         kept = torch.where(num_prompt > 0, num_prompt, kept)
         committed = state.committed[rows] + kept
-        state.committed[rows] = committed
+        state.committed[rows] = torch.where(rows == state.padding_row, 0, committed)
         pending = torch.where(only_confirmed, 1, run)
         state.pending_lens[rows] = torch.where(emits > 0, pending, 1)
         ends = torch.where(emits > 0, committed + pending, state.num_tokens[rows])

@@ -29,12 +29,14 @@ def store_inside(row_ptr, column, token, mask, table_width, outside_ptr):
     tl.store(row_ptr + column, token, mask=mask & is_inside)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_read", "path_width", "max_accepted", "early"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_read", "path_width", "max_accepted", "padding_row", "early"]
+)
 def commit_run_kernel(
     per_request_ptr, num_pending_ptr, targets_ptr, num_confirmed_ptr, path_ptr,
     num_unconfirmed_ptr, committed_ptr, pending_lens_ptr, num_tokens_ptr, token_table_ptr,
     outside_ptr, out_ptr, out_path_ptr,
-    num_reqs, num_read, path_width, max_accepted, table_width,
+    num_reqs, num_read, path_width, max_accepted, table_width, padding_row,
     HAS_UNCONFIRMED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
     """Grid (requests). See `StepOps.commit_run`.
@@ -70,7 +72,7 @@ def commit_run_kernel(
     kept = tl.where(num_prompt > 0, num_prompt, kept)
     committed = tl.load(committed_ptr + row) + kept
     pending = tl.where(only_confirmed, 1, run)
-    tl.store(committed_ptr + row, committed)
+    tl.store(committed_ptr + row, committed, mask=row != padding_row)
     tl.store(pending_lens_ptr + row, tl.where(emits != 0, pending, 1))
     tl.store(num_tokens_ptr + row, tl.where(emits != 0, committed + pending, num_tokens))
     column = committed - num_confirmed + offset

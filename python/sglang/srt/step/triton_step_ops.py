@@ -203,7 +203,7 @@ class TritonStepOps:
         for num_unconfirmed in (None, zero + 1):
             self.commit_run(layout, zero, confirmed, num_unconfirmed, 1, state)
         if state.confidence is not None and can_pack(state):
-            self._packing = TritonRowPacking(self._device, len(state.committed))
+            self._packing = TritonRowPacking(self._device, state.num_rows)
             self._packing.pack(layout.per_request, state, 1)
 
     def lay_out(
@@ -214,15 +214,38 @@ class TritonStepOps:
         pool: ReqToTokenPool,
         lookahead_token: int,
     ) -> RowLayout:
-        num_reqs, table = len(batch.rows), pool.req_to_token
-        packed, entries = pack_for_device(batch, counts), batch.table_writes.entries
-        start, count = len(packed), entries.shape[1]
-        on_device = to_device(np.concatenate((packed, entries.ravel())), self._device)
+        packed = pack_for_device(batch, counts)
+        on_device = self._upload(packed, batch.table_writes, pool)
+        per_request = on_device[: len(packed)].view(NUM_COUNTS, len(batch.rows))
+        return self.lay_out_rows(per_request, counts, state, pool, lookahead_token)
+
+    def write_table(self, writes: PageTableWrites, pool: ReqToTokenPool) -> None:
+        if writes.entries.shape[1]:
+            self._upload(np.empty(0, dtype=np.int64), writes, pool)
+
+    def _upload(
+        self, numbers: np.ndarray, writes: PageTableWrites, pool: ReqToTokenPool
+    ) -> torch.Tensor:
+        """Copies numbers [N] int64 and, behind them, the writes to the device, and carries these
+        out."""
+        entries, table = writes.entries, pool.req_to_token
+        start, count = len(numbers), entries.shape[1]
+        on_device = to_device(np.concatenate((numbers, entries.ravel())), self._device)
         if count:
             _write_table_kernel[(triton.cdiv(count, BLOCK),)](
                 on_device, table, pool.outside, start, count, table.shape[1], **self._launch
             )
-        per_request = on_device[: NUM_COUNTS * num_reqs].view(NUM_COUNTS, num_reqs)
+        return on_device
+
+    def lay_out_rows(
+        self,
+        per_request: torch.Tensor,
+        counts: StepCounts,
+        state: RequestRows,
+        pool: ReqToTokenPool,
+        lookahead_token: int,
+    ) -> RowLayout:
+        num_reqs, table = per_request.shape[1], pool.req_to_token
         num_tokens, num_read = counts.num_rows, counts.num_reads
         if counts.packed is not None:
             assert self._packing is not None, "Packed steps need confidences, and of no more rows."
@@ -234,7 +257,7 @@ class TritonStepOps:
         reads = self._aligned(5, num_read, is_packed)
         kv_lens = torch.empty(num_reqs, dtype=torch.int64, device=self._device)
         lay_out_kernel[(num_reqs, triton.cdiv(max(counts.q_lens), BLOCK))](
-            on_device, state.committed, state.pending_lens, state.tokens, table, pool.outside,
+            per_request, state.committed, state.pending_lens, state.tokens, table, pool.outside,
             *((None,) * 3 if trees is None else (trees.parents, trees.depths, trees.ancestors)),
             tokens, kv_lens, reads,
             *((None,) * 4 if lookahead is None else (lookahead.q_starts, lookahead.num_pending,
@@ -288,7 +311,7 @@ class TritonStepOps:
             confirmed.num_confirmed, confirmed.path, num_unconfirmed,
             state.committed, state.pending_lens, state.num_tokens, state.tokens, state.outside,
             out, path, num_reqs, len(targets), confirmed.path.shape[1], width,
-            state.tokens.shape[1],
+            state.tokens.shape[1], state.padding_row,
             HAS_UNCONFIRMED=num_unconfirmed is not None,
             BLOCK=max(2, triton.next_power_of_2(state.max_pending)), num_warps=1,
             **step_launch(self._device),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -20,10 +21,17 @@ from sglang.srt.layers.logprobs import LogprobQueries, LogprobTensors
 from sglang.srt.layers.sampler import Sampler, ScoredTokens
 from sglang.srt.layers.sampling_ops import sampling_ops
 from sglang.srt.model_executor.model_runner import ForwardResult, ModelRunner
+from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.confirm import Confirm, ConfirmEqual, TargetRows
-from sglang.srt.speculative.drafter import ChosenTokens, ComputedStep, Drafter, RowPlan
-from sglang.srt.step.forward_inputs import build_forward_batch
+from sglang.srt.speculative.drafter import (
+    ChosenTokens,
+    ComputedStep,
+    Drafter,
+    DrafterNeeds,
+    RowPlan,
+)
+from sglang.srt.step.forward_inputs import build_forward_batch, forward_batch_of
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import (
     EMITS,
@@ -49,6 +57,21 @@ from sglang.srt.step.worker import (
     ScheduleBatch,
     StepWidth,
 )
+from sglang.srt.workers.round_graphs import RoundGraphs
+
+
+class _Drawing(NamedTuple):
+    """How the tokens of S rows were chosen.
+
+    Attributes:
+        logits: [S, V]; after penalties and biases.
+        sampling: None where all rows are greedy.
+        drawn: None where nobody wants log-probabilities.
+    """
+
+    logits: torch.Tensor
+    sampling: SamplingRows | None
+    drawn: ScoredTokens | None
 
 
 class TpModelWorker:
@@ -79,6 +102,7 @@ class TpModelWorker:
         self._on_step = on_step
         self._sampler = Sampler(state.committed.device, suppressed_token_ids)
         self._confirm = confirm or ConfirmEqual(state.committed.device)
+        self._rounds: RoundGraphs | None = None
         self._kernels = sampling_ops(state.committed.device)
         self._kv = runner.memory.addresses() if state.trees else None
         runner.step_ops.warm_up(state, self._table)
@@ -90,30 +114,77 @@ class TpModelWorker:
         if self._drafter is not None:
             self._drafter.observe(result)
 
+    def capture_rounds(self, runners: RunnerGroup, needs: DrafterNeeds) -> None:
+        """Captures whole steps of `DrafterNeeds.rounds`, if there are any that can be."""
+        if needs.rounds and self._confirm.can_be_captured:
+            self._rounds = RoundGraphs(runners, needs.rounds, needs.max_slots, self._run_round)
+            runners.capture_with(self._rounds)
+
     @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        state, runner = self._state, self._runner
-        state.initialize(batch.new_rows)
+        self._state.initialize(batch.new_rows)
         plan = self._plan(batch)
+        step = None if self._rounds is None else self._rounds.replay(batch, plan)
+        if step is not None:
+            result = _result(step)
+        else:
+            step, result = self._run_pieces(batch, plan)
+        if self._drafter is not None and self._on_step is not None:
+            self._on_step(step)
+        return result
+
+    def _run_pieces(
+        self, batch: ScheduleBatch, plan: RowPlan
+    ) -> tuple[ComputedStep, GenerationBatchResult]:
+        """A step whose models replay graphs of their own, if there are any for it."""
+        runner = self._runner
         inputs, layout = build_forward_batch(
             runner.step_ops,
             batch,
             plan.counts,
-            state,
+            self._state,
             self._table,
             plan.lookahead_token,
             # Who may keep several tokens has more slots reserved than a plain step feeds rows, and
             # the step in flight may have kept fewer than the bounds say.
             bounds_are_exact=plan.is_plain and plan.counts.q_lens == batch.max_q_lens,
         )
+        step, drawing = self._accept(batch, plan, inputs, layout)
+        result = _result(
+            step,
+            self._emitted_logprobs(step, drawing),
+            self._prompt_logprobs(batch, layout, inputs, step.forward),
+            hidden_states(batch, inputs, layout, step.accepted, step.forward.hidden),
+        )
+        if self._drafter is not None:
+            self._drafter.propose(step)
+        return step, result
+
+    def _run_round(
+        self, batch: ScheduleBatch, plan: RowPlan, per_request: torch.Tensor
+    ) -> ComputedStep:
+        """A step of `RoundGraphs`; per_request: see `RowLayout`."""
+        assert self._drafter is not None
+        layout = self._runner.step_ops.lay_out_rows(
+            per_request, plan.counts, self._state, self._table, plan.lookahead_token
+        )
+        inputs = forward_batch_of(batch, plan.counts, layout)
+        step, _ = self._accept(batch, plan, inputs, layout)
+        self._drafter.propose(step)
+        return step
+
+    def _accept(
+        self, batch: ScheduleBatch, plan: RowPlan, inputs: ForwardBatch, layout: RowLayout
+    ) -> tuple[ComputedStep, _Drawing]:
+        """Runs the target, and accepts what follows from its tokens."""
         drafted = None if batch.constraint is None else DraftedCopy(layout)
-        forward = runner.forward(inputs)
+        forward = self._runner.forward(inputs)
         reads = layout.reads
         logits = self._logits(batch, inputs, layout, forward.hidden)
         if batch.constraint is not None and drafted is not None:
             constraint = batch.constraint
             logits = constraint.allowed(drafted.read(constraint.requests)).apply(logits)
-        sampling = None if batch.all_greedy else state.sampling(reads.rows, reads.positions)
+        sampling = None if batch.all_greedy else self._state.sampling(reads.rows, reads.positions)
         chosen, drawn = self._choose(batch, plan, layout, logits, sampling)
         if plan.is_plain:
             accepted = self._accept_one(chosen)
@@ -122,28 +193,8 @@ class TpModelWorker:
             accepted = self._accept_run(plan, chosen, confirmed)
         if batch.adjusts_logits:
             self._record(inputs.rows, layout, chosen.targets, accepted)
-        accept_lens, kept_lens = accepted.accept_lens, accepted.kept_lens
-        if plan.is_plain:  # which the host knows: nothing more is copied from the device
-            accept_lens = torch.tensor(batch.emits, dtype=torch.int64)
-            kept_lens = torch.tensor(plan.counts.q_lens)
-        result = GenerationBatchResult(
-            next_token_ids=accepted.next_token_ids,
-            accept_lens=accept_lens,
-            kept_lens=kept_lens,
-            emitted_logprobs=self._emitted_logprobs(
-                batch, layout, accepted, logits, sampling, drawn
-            ),
-            prompt_logprobs=self._prompt_logprobs(batch, layout, inputs, forward),
-            hidden_states=hidden_states(batch, inputs, layout, accepted, forward.hidden),
-            num_drafts=accepted.num_drafts,
-            tier=plan.tier,
-        )
-        if self._drafter is not None:
-            step = ComputedStep(batch, plan, state, inputs, forward, chosen, accepted)
-            self._drafter.propose(step)
-            if self._on_step is not None:
-                self._on_step(step)
-        return result
+        step = ComputedStep(batch, plan, self._state, inputs, forward, chosen, accepted)
+        return step, _Drawing(logits, sampling, drawn)
 
     def _plan(self, batch: ScheduleBatch) -> RowPlan:
         if self._drafter is None:
@@ -258,18 +309,13 @@ class TpModelWorker:
         repeated = rows[:, None].expand_as(tokens)
         adjustments.record(repeated.flatten(), tokens.flatten(), counts.flatten())
 
-    def _emitted_logprobs(
-        self,
-        batch: ScheduleBatch,
-        layout: RowLayout,
-        accepted: AcceptedTokens,
-        logits: torch.Tensor,
-        sampling: SamplingRows | None,
-        drawn: ScoredTokens | None,
-    ) -> LogprobTensors | None:
+    def _emitted_logprobs(self, step: ComputedStep, drawing: _Drawing) -> LogprobTensors | None:
+        batch, drawn = step.batch, drawing.drawn
         if batch.logprobs is None or drawn is None or not batch.scores_emitted:
             return None
+        layout, accepted = step.chosen.layout, step.accepted
         queries, wanted = _emitted_queries(batch.logprobs, layout, accepted)
+        logits, sampling = drawing.logits, drawing.sampling
         return self._sampler.query(logits, sampling, drawn, queries, wanted)
 
     def _prompt_logprobs(
@@ -283,6 +329,30 @@ class TpModelWorker:
             return None
         compute = self._runner.compute_logits
         return prompt_logprobs(batch.logprobs, forward.hidden, inputs.q_lens, compute)
+
+
+def _result(
+    step: ComputedStep,
+    emitted_logprobs: LogprobTensors | None = None,
+    prompt_logprobs: LogprobTensors | None = None,
+    hidden: torch.Tensor | None = None,
+) -> GenerationBatchResult:
+    """What the scheduler is told of a step. Its copy to the host begins here."""
+    plan, accepted = step.plan, step.accepted
+    accept_lens, kept_lens = accepted.accept_lens, accepted.kept_lens
+    if plan.is_plain:  # which the host knows: nothing more is copied from the device
+        accept_lens = torch.tensor(step.batch.emits, dtype=torch.int64)
+        kept_lens = torch.tensor(plan.counts.q_lens)
+    return GenerationBatchResult(
+        next_token_ids=accepted.next_token_ids,
+        accept_lens=accept_lens,
+        kept_lens=kept_lens,
+        emitted_logprobs=emitted_logprobs,
+        prompt_logprobs=prompt_logprobs,
+        hidden_states=hidden,
+        num_drafts=accepted.num_drafts,
+        tier=plan.tier,
+    )
 
 
 def _emitted_queries(

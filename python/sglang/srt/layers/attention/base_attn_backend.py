@@ -31,9 +31,9 @@ class AttentionCapabilities:
         tree_masks: it heeds `ForwardBatch.ancestors` and `tree_starts`.
         reads_q_starts: `ForwardBatch.q_starts` stays on the device, so a packed batch makes the
             host wait for nothing. Other backends attend packed batches too, but read it first.
-        captures_plans: a plan of one row per request does nothing on the host that depends on more
-            than `ForwardBatch.graph_key` once it was called for that key, so one graph may have
-            several steps, each planned in the capture, and a replay of it plans nothing.
+        captures_plans: a plan for a graph whose `GraphKey.is_uniform` does nothing on the host
+            that depends on more than the key once it was called for it, so one graph may have
+            several such steps, each planned in the capture, and a replay of it plans nothing.
     """
 
     devices: frozenset[str]

@@ -1,0 +1,91 @@
+"""Tiers that a benchmark chooses, and a worker whose launches it times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import ClassVar
+
+import torch
+
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.eagle_worker import EagleConfig
+from sglang.srt.speculative.round_prices import UpcomingRound
+from sglang.srt.speculative.tier_policy import RoundOutcome, TierOptions, TierParts, TierPolicy
+from sglang.srt.step.worker import (
+    GenerationBatchResult,
+    HostResult,
+    ScheduleBatch,
+    StepWidth,
+    Worker,
+)
+
+TIERS = (0, 1, 3, 7)
+
+
+class ScheduledTier:
+    """A tier policy for measuring: some tiers in turn, whatever is confirmed.
+
+    Attributes:
+        turns: the tiers of the steps to come, again and again; set from outside.
+    """
+
+    needs_prices = False
+    turns: ClassVar[Sequence[int]] = (TIERS[-1],)
+
+    @staticmethod
+    def tiers(options: TierOptions) -> tuple[int, ...]:
+        return TIERS
+
+    def __init__(self, parts: TierParts) -> None:
+        self.settled = TIERS[-1]
+        self._number = 0
+
+    def choose(self, upcoming: UpcomingRound) -> int:
+        self._number += 1
+        self.settled = self.turns[self._number % len(self.turns)]
+        return self.settled
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Learns nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledConfig(EagleConfig):
+    """With `ScheduledTier`, whatever `tier_policy` names."""
+
+    @property
+    def policy(self) -> type[TierPolicy]:
+        return ScheduledTier
+
+    @classmethod
+    def of(cls, config: EagleConfig) -> ScheduledConfig:
+        return cls(**{entry.name: getattr(config, entry.name) for entry in fields(config)})
+
+
+@dataclass
+class TimedWorker:
+    """Another worker, whose launches are timed. Each waits first until the device is idle: else a
+    launch may wait for room in the device's queue.
+
+    Attributes:
+        launch_ns: of each step.
+    """
+
+    worker: Worker
+    launch_ns: list[int] = field(default_factory=list)
+
+    def step_width(self, params: SamplingParams) -> StepWidth:
+        return self.worker.step_width(params)
+
+    def observe(self, result: HostResult) -> None:
+        self.worker.observe(result)
+
+    def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        result = self.worker.forward_batch_generation(batch)
+        self.launch_ns.append(time.perf_counter_ns() - start)
+        return result

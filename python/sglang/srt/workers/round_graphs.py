@@ -1,0 +1,197 @@
+"""Whole steps as CUDA graphs: rows are laid out, the target verifies drafts, tokens are accepted
+and the next drafts are proposed, all in one launch.
+
+Only steps of one shape are captured: every request verifies the same number of drafts and is given
+as many (`DrafterNeeds.rounds`), and nobody asks for anything that the host must look at, such as
+log-probabilities. All others run piece by piece (`TpModelWorker`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from sglang.srt.device_copies import overwrite, to_device
+from sglang.srt.garbage import no_collections
+from sglang.srt.mem_cache.kv_ledger import PageTableWrites
+from sglang.srt.model_executor.cuda_graph_runner import capture_graph
+from sglang.srt.model_executor.graph_keys import MAX_WIDE_TOKENS, decode_sizes
+from sglang.srt.model_executor.model_runner import LESS_STATIC_MEMORY
+from sglang.srt.model_executor.runner_group import RunnerGroup
+from sglang.srt.platform import memory_for
+from sglang.srt.speculative.drafter import ComputedStep, RowPlan, plan_of_drafts
+from sglang.srt.step.step_ops import NUM_COUNTS, ROW, AcceptedTokens, pack_for_device
+from sglang.srt.step.worker import ScheduleBatch
+
+logger = logging.getLogger(__name__)
+
+RunStep = Callable[[ScheduleBatch, RowPlan, torch.Tensor], ComputedStep]
+
+
+@dataclass(slots=True)
+class _Captured:
+    """A graph of steps of so many requests.
+
+    Attributes:
+        per_request: [NUM_COUNTS, R] int64; what the graph reads of its requests, of which `ROW`
+            alone changes.
+        rows: what `per_request[ROW]` holds.
+        step: what the graph computes; the next replay overwrites it.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    per_request: torch.Tensor
+    rows: list[int]
+    step: ComputedStep
+
+
+class RoundGraphs:
+    """Captures steps and replays them.
+
+    Args:
+        runners: of the target and the drafter's models.
+        rounds: see `DrafterNeeds`.
+        slots: of each request in a step (`DrafterNeeds.max_slots`).
+        run: a step, from `RowLayout.per_request` on to the next drafts.
+    """
+
+    def __init__(
+        self,
+        runners: RunnerGroup,
+        rounds: Mapping[int, Sequence[range]],
+        slots: int,
+        run: RunStep,
+    ) -> None:
+        self._runners = runners
+        self._table = runners.memory.table
+        self._rounds = rounds
+        self._slots = slots
+        self._run = run
+        self._captured: dict[int, dict[int, _Captured]] = {}  # by drafts, then by requests
+        self._sizes: dict[int, list[int]] = {}
+
+    @property
+    def num_graphs(self) -> int:
+        return sum(map(len, self._captured.values()))
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Captures all graphs anew, if the runners can be part of any now; the largest first, so
+        that the others fit into its memory.
+
+        Raises:
+            MemoryError: if the device has too little memory; the text says for what.
+        """
+        self._captured, self._sizes = {}, {}
+        if not all(runner.can_be_part_of_graph for runner in self._runners.runners):
+            return
+        start, keys = time.perf_counter(), self._keys()
+        with (
+            memory_for("CUDA graphs of rounds", f"{LESS_STATIC_MEMORY} or --max-running-requests."),
+            no_collections(),
+        ):
+            for num_drafts, num_reqs in tqdm(
+                keys, desc="Capturing rounds", unit="graph", disable=None
+            ):
+                found = self._capture(num_reqs, num_drafts)
+                self._captured.setdefault(num_drafts, {})[num_reqs] = found
+        self._sizes = {drafts: sorted(graphs) for drafts, graphs in self._captured.items()}
+        seconds = time.perf_counter() - start
+        logger.info("Captured %d CUDA graphs of rounds in %.1f s.", len(keys), seconds)
+
+    def _keys(self) -> list[tuple[int, int]]:
+        """Drafts and requests of each graph."""
+        keys = [
+            (num_drafts, size)
+            for num_drafts, sizes in self._rounds.items()
+            for size in decode_sizes(self._table.num_rows)
+            if any(size in each for each in sizes) and size * (1 + num_drafts) <= MAX_WIDE_TOKENS
+        ]
+        return sorted(keys, key=lambda key: -key[1] * (1 + key[0]))
+
+    def _capture(self, num_reqs: int, num_drafts: int) -> _Captured:
+        rows = [self._table.padding_row] * num_reqs
+        batch = ScheduleBatch(
+            rows=rows,
+            max_q_lens=[self._slots] * num_reqs,
+            num_prompt_tokens=[0] * num_reqs,
+            emits=[True] * num_reqs,
+            kv_len_upper_bounds=[self._slots] * num_reqs,
+            new_rows=[],
+            table_writes=PageTableWrites(np.zeros((3, 0), dtype=np.int64)),
+            all_greedy=False,  # greedy requests are drawn for as well
+        )
+        drafts = [num_drafts] * num_reqs
+        plan = replace(plan_of_drafts(batch, drafts), next_drafts=drafts)
+        packed = to_device(pack_for_device(batch, plan.counts), self._table.req_to_token.device)
+        per_request = packed.view(NUM_COUNTS, num_reqs)
+        memory = self._runners.target.graph_memory
+        assert memory is not None, "The target has graphs."
+        with self._runners.as_parts_of_graph():
+            graph, step = capture_graph(memory, lambda: self._run(batch, plan, per_request))
+        return _Captured(graph, per_request, rows, step)
+
+    def replay(self, batch: ScheduleBatch, plan: RowPlan) -> ComputedStep | None:
+        """Runs a step of the worker, whose new rows have their state; None if there is no graph
+        for it. Of the result `batch`, `plan`, `accepted` and `RowLayout.per_request` are of the
+        step's requests, and all else has padding behind them."""
+        found = self._find(batch, plan)
+        if found is None:
+            return None
+        target, num_reqs = self._runners.target, len(batch.rows)
+        self._table.raise_if_outside()
+        target.step_ops.write_table(batch.table_writes, self._table)
+        rows = batch.rows + [self._table.padding_row] * (len(found.rows) - num_reqs)
+        if rows != found.rows:
+            overwrite(found.per_request[ROW], rows)
+            found.rows = rows
+        found.graph.replay()
+        accepted, chosen = _first(found.step.accepted, num_reqs), found.step.chosen
+        layout = replace(chosen.layout, per_request=chosen.layout.per_request[:, :num_reqs])
+        chosen = replace(chosen, layout=layout)
+        return replace(found.step, batch=batch, plan=plan, chosen=chosen, accepted=accepted)
+
+    def _find(self, batch: ScheduleBatch, plan: RowPlan) -> _Captured | None:
+        num_reqs, num_drafts = len(batch.rows), plan.max_pending - 1
+        sizes = self._sizes.get(num_drafts)
+        if sizes is None or num_reqs > sizes[-1] or not _is_round(batch, plan, num_drafts):
+            return None
+        if any(runner.checks for runner in self._runners.runners):
+            return None
+        return self._captured[num_drafts][sizes[bisect.bisect_left(sizes, num_reqs)]]
+
+
+def _is_round(batch: ScheduleBatch, plan: RowPlan, num_drafts: int) -> bool:
+    """Whether every request verifies so many drafts and is given as many, and nobody asks for
+    more."""
+    drafts = [num_drafts] * len(batch.rows)
+    return (
+        list(plan.next_drafts) == drafts
+        and plan.counts.q_lens == [1 + count for count in drafts]
+        and plan.counts.packed is None
+        and not any(batch.num_prompt_tokens)
+        and all(batch.emits)
+        and not batch.adjusts_logits
+        and batch.logprobs is None
+        and not batch.hidden_rows
+        and batch.constraint is None
+    )
+
+
+def _first(accepted: AcceptedTokens, count: int) -> AcceptedTokens:
+    """What the first `count` requests are given."""
+    path, num_drafts = accepted.path, accepted.num_drafts
+    return AcceptedTokens(
+        accepted.accept_lens[:count],
+        accepted.kept_lens[:count],
+        accepted.next_token_ids[:count],
+        None if path is None else path[:count],
+        None if num_drafts is None else num_drafts[:count],
+    )

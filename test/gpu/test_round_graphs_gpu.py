@@ -1,0 +1,93 @@
+"""Whole rounds as CUDA graphs: tokens are those of a server without a head, whatever the sizes of
+batches, and nothing waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from draft_heads import EAGLE, EAGLE3
+from drafted_serving import Disturb, abort, nothing, params_of, pause, prompts, serve
+from eagle_models import write_models
+from jumping_tier import JUMPING, jumping_tiers
+from round_serving import NUM_STEPS, On, right_tokens, serving, setup_of, submit_all, zero
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+ON_GPU = On("cuda", "triton")
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_models(tmp_path_factory.mktemp("eagle"))
+
+
+@pytest.fixture(autouse=True)
+def with_policies() -> Iterator[None]:
+    with jumping_tiers():
+        yield
+
+
+@cache
+def right(target: Path) -> list[list[int]]:
+    return right_tokens({"target": target}, ON_GPU)
+
+
+@pytest.mark.parametrize(
+    ("kind", "page_size", "policy", "disturb"),
+    [
+        (EAGLE, 1, "fixed", nothing),
+        (EAGLE, 16, JUMPING, pause),
+        (EAGLE3, 1, JUMPING, abort),
+        (EAGLE3, 16, "fixed", nothing),
+    ],
+)
+def test_tokens(
+    paths: dict[str, Path], kind: str, page_size: int, policy: str, disturb: Disturb
+) -> None:
+    served = serving(paths, kind, setup_of(page_size), policy, ON_GPU)
+    serve(served.harness, right(paths["target"]), disturb)
+    assert served.seen["right"] > 10
+    assert served.seen["wrong"] > 10
+    sizes = {count for count, _ in served.rounds}
+    assert sizes - {1, 2, 4, 8}, "Some have padding."
+    assert served.num_pieces > 3
+
+
+def test_graphs_are_captured_anew_with_memory(paths: dict[str, Path]) -> None:
+    served = serving(paths, setup=setup_of(use_radix_cache=False), on=ON_GPU)
+    for _ in range(2):
+        ids = submit_all(served)
+        tokens = [served.harness.outputs[each].token_ids for each in ids]
+        assert tokens == right(paths["target"])
+        served.group.release_weights()
+        served.group.memory.release()
+        served.group.restore_kv()
+        served.group.restore_weights()
+        zero(served.group)
+        assert served.graphs.num_graphs == 4
+
+
+def test_rounds_neither_wait_nor_allocate(paths: dict[str, Path]) -> None:
+    served = serving(paths, on=ON_GPU)
+    harness = served.harness
+    params = params_of(0) | {"max_new_tokens": 90, "ignore_eos": True}
+    ids = [harness.submit(each[:9], **params) for each in prompts()[:5]]
+    while len(served.rounds) < 3:
+        harness.step()
+    torch.cuda.synchronize()
+    allocated, graphs = torch.cuda.memory_allocated(), served.graphs.num_graphs
+    for _ in range(8):
+        harness.step()
+    torch.cuda.synchronize()
+    assert len(served.rounds) > 8
+    assert {count for _, count in served.rounds} == {NUM_STEPS}
+    assert abs(torch.cuda.memory_allocated() - allocated) < 1 << 16
+    assert served.graphs.num_graphs == graphs
+    harness.run()
+    assert all(len(harness.outputs[each].token_ids) == 90 for each in ids)

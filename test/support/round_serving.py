@@ -1,0 +1,145 @@
+"""A scheduler with an EAGLE head whose rounds are graphs (`RoundGraphs`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from draft_heads import EAGLE3
+from drafted_serving import Drafted, params_of, prompts
+from eagle_models import CONTEXT, eagle_config_for
+from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
+from sglang.srt.processes.runtime_config import drafter_needs
+from sglang.srt.processes.worker_factory import drafter_models
+from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig, RowPlan
+from sglang.srt.step.step_ops import AcceptedTokens
+from sglang.srt.step.worker import ScheduleBatch
+from sglang.srt.workers.round_graphs import RoundGraphs
+from utils import Setup, make_execution
+
+NUM_STEPS = 3
+
+
+class On(NamedTuple):
+    """Where it runs."""
+
+    device: str
+    backend: str
+
+
+ON_CPU = On("cpu", "ragged")
+
+
+def setup_of(page_size: int = 1, **changes: Any) -> Setup:
+    fields = {"max_decode_rows": 2 * NUM_STEPS, "chunked_prefill_size": 40, **changes}
+    return Setup(num_pages=1024 // page_size, page_size=page_size, context_len=CONTEXT, **fields)
+
+
+def runners(
+    paths: dict[str, Path], drafter: DrafterConfig | None, setup: Setup, on: On = ON_CPU
+) -> RunnerGroup:
+    needs = drafter_needs(drafter)
+    execution = make_execution(
+        paths["target"],
+        setup,
+        setup.context_len,
+        needs.max_rows,
+        attention_backend=on.backend,
+        device=on.device,
+        max_graph_width=needs.max_rows if drafter else 0,
+        row_width=setup.row_width,
+        capture=needs.capture,
+        poisons_graphs=True,
+    )
+    execution = replace(execution, max_graph_rows=64 if drafter else 0)
+    return make_runners(execution, *drafter_models(drafter, execution))
+
+
+@dataclass
+class Served:
+    """A scheduler with a head, whose rounds are graphs.
+
+    Attributes:
+        rounds: requests and drafts of each of each step that was one graph.
+        num_pieces: steps that were not.
+        seen: drafts that were right and wrong, of graphs alone.
+    """
+
+    harness: Drafted
+    group: RunnerGroup
+    rounds: list[tuple[int, int]] = field(default_factory=list)
+    num_pieces: int = 0
+    seen: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def graphs(self) -> RoundGraphs:
+        worker: Any = self.harness.scheduler._worker
+        graphs: RoundGraphs = worker._rounds
+        return graphs
+
+    def replay(self, batch: ScheduleBatch, plan: RowPlan) -> ComputedStep | None:
+        """Notes what `RoundGraphs.replay` does."""
+        step = self._replay(batch, plan)
+        if step is None:
+            self.num_pieces += 1
+            return None
+        num_drafts = step.accepted.num_drafts
+        assert num_drafts is not None
+        assert num_drafts.tolist() == [plan.max_pending - 1] * len(batch.rows)
+        right = int((step.accepted.accept_lens - 1).sum())
+        self.seen["right"] += right
+        self.seen["wrong"] += int(num_drafts.sum()) - right
+        self.rounds.append((len(batch.rows), plan.max_pending - 1))
+        # A GPU's results are copied before the next replay; results on a CPU are not.
+        taken = step.accepted
+        fields = {name: getattr(taken, name).clone() for name in AcceptedTokens.__slots__}
+        return replace(step, accepted=AcceptedTokens(**fields))
+
+    def watch(self) -> None:
+        self._replay = self.graphs.replay
+        vars(self.graphs)["replay"] = self.replay
+
+
+def zero(group: RunnerGroup) -> None:
+    """KV of nobody is a number, of which a mask makes nothing."""
+    for pool in group.memory.pools:
+        for kv in pool.kv:
+            kv.zero_()
+
+
+def serving(
+    paths: dict[str, Path],
+    kind: str = EAGLE3,
+    setup: Setup | None = None,
+    policy: str = "fixed",
+    on: On = ON_CPU,
+    **options: Any,
+) -> Served:
+    """`options` are of `Drafted`."""
+    setup = setup or setup_of()
+    drafter = eagle_config_for(paths["target"], paths[kind], kind, NUM_STEPS, policy)
+    group = runners(paths, drafter, setup, on)
+    served = Served(Drafted(group, drafter, setup, **options), group)
+    zero(group)
+    served.watch()
+    return served
+
+
+def right_tokens(paths: dict[str, Path], on: On = ON_CPU) -> list[list[int]]:
+    """Without a head, one request after the other."""
+    setup = setup_of(use_radix_cache=False, enable_overlap=False)
+    group = runners(paths, None, setup, on)
+    plain = Drafted(group, None, setup)
+    zero(group)
+    return [plain.generate([each], **params_of(i))[0] for i, each in enumerate(prompts())]
+
+
+def submit_all(served: Served, **more: Any) -> list[int]:
+    """All prompts at once; gives their numbers."""
+    harness = served.harness
+    ids = [harness.submit(each, **(params_of(i) | more)) for i, each in enumerate(prompts())]
+    harness.run()
+    harness.check()
+    return ids

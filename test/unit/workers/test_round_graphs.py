@@ -1,0 +1,167 @@
+"""Whole rounds as graphs, as a CPU can have them: tokens, ledger and token table are those of steps
+that run piece by piece, and everything that a graph cannot do runs so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draft_heads import EAGLE, EAGLE3
+from drafted_serving import Disturb, Drafted, abort, nothing, params_of, pause, prompts, serve
+from eagle_models import eagle_config_for, write_models
+from jumping_tier import JUMPING, jumping_tiers
+from recorded_graphs import recorded_graphs, replayable_backends
+from round_serving import NUM_STEPS, right_tokens, runners, serving, setup_of, submit_all, zero
+from sglang.srt.messages.requests import LogprobOptions
+from sglang.srt.speculative.confirm import AcceptThresholds
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_models(tmp_path_factory.mktemp("eagle"))
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu() -> Iterator[None]:
+    with recorded_graphs(), replayable_backends(), jumping_tiers():
+        yield
+
+
+@pytest.fixture(scope="module")
+def right(paths: dict[str, Path]) -> list[list[int]]:
+    with recorded_graphs(), replayable_backends():
+        return right_tokens(paths)
+
+
+@pytest.mark.parametrize(
+    ("kind", "page_size", "policy", "disturb"),
+    [
+        (EAGLE, 1, JUMPING, nothing),
+        (EAGLE, 16, "fixed", pause),
+        (EAGLE3, 1, "fixed", abort),
+        (EAGLE3, 16, JUMPING, nothing),
+    ],
+)
+def test_tokens(
+    paths: dict[str, Path],
+    right: list[list[int]],
+    kind: str,
+    page_size: int,
+    policy: str,
+    disturb: Disturb,
+) -> None:
+    served = serving(paths, kind, setup_of(page_size), policy)
+    serve(served.harness, right, disturb)
+    assert served.seen["right"] > 10
+    assert served.seen["wrong"] > 10
+    assert served.num_pieces > 3
+    sizes = {count for count, _ in served.rounds}
+    assert sizes - {1, 2, 4, 8}, "Some have padding."
+    drafts = {count for _, count in served.rounds}
+    assert len(drafts) > 1 if policy == JUMPING else drafts == {NUM_STEPS}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"logprobs": LogprobOptions(start_len=-1, top_num=2)},
+        {"frequency_penalty": 0.01},
+        {"hidden_states": "all"},
+    ],
+    ids=["logprobs", "penalties", "hidden states"],
+)
+def test_what_a_graph_cannot_do_runs_piece_by_piece(
+    paths: dict[str, Path], right: list[list[int]], asked: dict[str, Any]
+) -> None:
+    served = serving(paths)
+    ids = submit_all(served, **asked)
+    assert not served.rounds
+    assert served.num_pieces > 10
+    assert [served.harness.outputs[each].token_ids for each in ids] == right
+
+
+def test_one_that_asks_for_more_takes_the_others_with_it_only_while_it_runs(
+    paths: dict[str, Path], right: list[list[int]]
+) -> None:
+    served = serving(paths)
+    harness = served.harness
+    asking = harness.submit(prompts()[0], **params_of(0), logprobs=LogprobOptions(start_len=-1))
+    others = [harness.submit(each, **params_of(i)) for i, each in enumerate(prompts())]
+    while harness.outputs[asking].finish_reason is None:
+        harness.step()
+    before = len(served.rounds)
+    harness.run()
+    assert before <= 1, "One may have been launched before the end was read."
+    assert len(served.rounds) > 2
+    assert [harness.outputs[each].token_ids for each in others] == right
+
+
+def test_graphs_are_captured_anew_with_memory(
+    paths: dict[str, Path], right: list[list[int]]
+) -> None:
+    served = serving(paths, setup=setup_of(use_radix_cache=False))
+    submit_all(served)
+    before, num_rounds = dict(served.graphs._captured[NUM_STEPS]), len(served.rounds)
+    served.group.memory.release()
+    served.group.restore_kv()
+    zero(served.group)
+    after = served.graphs._captured[NUM_STEPS]
+    assert before.keys() == after.keys()
+    assert all(before[size].graph is not after[size].graph for size in after)
+    ids = submit_all(served)
+    assert [served.harness.outputs[each].token_ids for each in ids] == right
+    assert len(served.rounds) > num_rounds
+
+
+def test_while_memory_is_released_there_are_none(paths: dict[str, Path]) -> None:
+    served = serving(paths)
+    served.group.release_weights()
+    served.group.memory.release()
+    served.group.restore_kv()  # weights are still missing
+    assert served.graphs.num_graphs == 0
+    served.group.restore_weights()
+    assert served.graphs.num_graphs > 0
+
+
+def test_there_is_a_graph_for_each_tier_and_the_sizes_that_reach_it(paths: dict[str, Path]) -> None:
+    served = serving(paths, policy=JUMPING)
+    sizes = [
+        1,
+        2,
+        4,
+        8,
+        *([setup_of().max_running_requests] * (setup_of().max_running_requests > 8)),
+    ]
+    captured = {count: sorted(graphs) for count, graphs in served.graphs._captured.items()}
+    assert captured == dict.fromkeys((1, 2, 3), sizes)
+
+
+def test_with_checks_of_kv_there_is_none(paths: dict[str, Path], right: list[list[int]]) -> None:
+    served = serving(paths, checks_kv=True)
+    submit_all(served)
+    assert not served.rounds
+
+
+def test_thresholds_are_for_pieces(paths: dict[str, Path]) -> None:
+    drafter = eagle_config_for(paths["target"], paths[EAGLE], EAGLE, NUM_STEPS)
+    drafter = replace(drafter, thresholds=AcceptThresholds(0.5, 0.5))
+    harness = Drafted(runners(paths, drafter, setup_of()), drafter, setup_of())
+    worker: Any = harness.scheduler._worker
+    assert worker._rounds is None
+
+
+def test_simulated_acceptance_goes_on_from_graph_to_graph(paths: dict[str, Path]) -> None:
+    served = serving(paths, simulated_accept_len=2.5)
+    params = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
+    [tokens] = served.harness.generate([prompts()[0]], **params)
+    assert len(tokens) == 60
+    drafts = served.seen["right"] / len(served.rounds)
+    assert len(served.rounds) > 15
+    assert abs(drafts - 1.5) < 0.1
