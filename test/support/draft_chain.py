@@ -46,7 +46,7 @@ class DraftChain:
         )
         pages = torch.randperm(num_pages, generator=self.generator) + 1
         slots = pages[:, None] * page_size + torch.arange(page_size)
-        self.table.req_to_token.copy_(slots.view(num_rows, width))
+        self.table.req_to_token[:num_rows] = slots.view(num_rows, width)
         for kv in self.pool.kv:
             kv[page_size:] = float("nan")
             for row, context in enumerate(CONTEXTS):

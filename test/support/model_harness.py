@@ -67,9 +67,10 @@ class Model:
 
 
 def _ledger(runner: ModelRunner, page_size: int) -> KVLedger:
-    num_rows, width = runner.req_to_token_pool.req_to_token.shape
+    table = runner.req_to_token_pool
     allocator = PageAllocator(runner.memory.num_pages, page_size)
-    return KVLedger(num_rows, allocator, RadixCache(page_size), width)
+    width = table.req_to_token.shape[1]
+    return KVLedger(table.num_rows, allocator, RadixCache(page_size), width)
 
 
 def plain_worker(

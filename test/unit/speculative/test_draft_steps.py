@@ -46,8 +46,8 @@ def planned(
     pool = ReqToTokenPool(NUM_ROWS, WIDTH, "cpu")
     state = RequestRows(pool, 1 + NUM_DRAFTS, 1000)
     numbers = torch.arange(NUM_ROWS)[:, None] * 100 + torch.arange(WIDTH)
-    pool.req_to_token.copy_(numbers + 1)
-    state.tokens.copy_(numbers)
+    pool.req_to_token[:NUM_ROWS] = numbers + 1
+    state.tokens[:NUM_ROWS] = numbers
     plan = verifying_plan(batch, NUM_DRAFTS, MAX_KEPT)
     inputs, _ = build_forward_batch(
         TorchStepOps(torch.device("cpu")), batch, plan.counts, state, pool

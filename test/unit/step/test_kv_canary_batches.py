@@ -29,7 +29,7 @@ class Rows:
     def __init__(self) -> None:
         table = ReqToTokenPool(NUM_ROWS, WIDTH, "cpu")
         slots = torch.arange(NUM_ROWS * WIDTH, dtype=torch.int32) + PAGE_SIZE
-        table.req_to_token[:] = slots.view(NUM_ROWS, WIDTH)
+        table.req_to_token[:NUM_ROWS] = slots.view(NUM_ROWS, WIDTH)
         pools = [
             MHATokenToKVPool(NUM_ROWS * WIDTH, PAGE_SIZE, 1, 1, 2, torch.float32, "cpu")
             for _ in range(2)
