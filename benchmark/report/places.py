@@ -75,6 +75,7 @@ class Plot:
 
 README, MTP, PAUSE = "README.md", "docs/mtp.md", "docs/pause.md"
 SPECULATION, ADAPTIVE = "docs/speculation.md", "docs/adaptive.md"
+TILESPEC = "docs/tilespec.md"
 TABLES = {
     "engine_vs_transformers": Table(
         README, "engine_vs_transformers.json", document_tables.engine_vs_transformers
@@ -92,6 +93,9 @@ TABLES = {
     ),
     "adaptive_steps": Table(
         ADAPTIVE, "adaptive_steps*.json", speculation_tables.adaptive_steps, has_provenance=True
+    ),
+    "tile_spec": Table(
+        TILESPEC, "tile_spec*.json", speculation_tables.tile_spec, has_provenance=True
     ),
     "adaptive_stationary": Table(
         ADAPTIVE,
@@ -129,6 +133,7 @@ TABLES = {
 PLOTS = {
     "mtp_throughput.svg": Plot("mtp_gpu", plots.draw_mtp_throughput),
     "adaptive_steps.svg": Plot("adaptive_steps", plots.draw_adaptive_steps),
+    "tile_spec.svg": Plot("tile_spec", plots.draw_tile_spec),
     "eagle_rounds.svg": Plot("eagle_rounds", plots.draw_eagle_rounds),
     "step_profile.svg": Plot("step_profile", plots.draw_step_profile),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmark.mtp_checks import FIXED, K_1, KINDS, LOAD_AWARE, PLAIN, STATIC_3, VERIFIED
@@ -160,4 +161,32 @@ def draw_adaptive_steps(result: dict[str, Any], path: Path) -> None:
     axes[2].set_ylabel("steps at the phase's end")
     axes[2].set_xticks(places, names, rotation=30, ha="right")
     axes[0].set_title(gpu_of(result))
+    save_svg(figure, path)
+
+
+def draw_tile_spec(result: dict[str, Any], path: Path) -> None:
+    """Each way's speed beside no drafts, or beside the first way, by requests at once; and
+    milliseconds of a step by rows."""
+    pyplot = load_pyplot()
+    figure, (speeds, times) = pyplot.subplots(2, 1, figsize=(8, 8))
+    rows = result["rows"]
+    loads, names = [row["requests"] for row in rows], [*rows[0]["tok_s"]]
+    base = "plain" if "plain" in names else names[0]
+    for name in names:
+        beside = [median(row["tok_s"][name]) / median(row["tok_s"][base]) for row in rows]
+        is_tiled = name.startswith("TileSpec")
+        style = {"linestyle": "-" if is_tiled else "--", "linewidth": 2.2 if is_tiled else 1.2}
+        speeds.plot(loads, beside, marker="o", label=name, **style)
+    speeds.set_xlabel("requests at once")
+    speeds.set_ylabel(f"tokens/s beside {base}")
+    speeds.set_title(gpu_of(result))
+    speeds.legend(fontsize="small")
+    for key, label in (("graphs_ms", "graphs"), ("eager_ms", "without graphs")):
+        measured = result["row_times"].get(key) or [[0, 0.0]]
+        times.plot(*zip(*measured, strict=True), marker=".", label=label)
+    for _, last in result["row_times"].get("segments", [])[:-1]:
+        times.axvline(last, color="gray", linestyle=":")
+    times.set_xlabel("rows of a step")
+    times.set_ylabel("ms")
+    times.legend(fontsize="small")
     save_svg(figure, path)

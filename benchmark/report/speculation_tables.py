@@ -75,6 +75,30 @@ def adaptive_steps(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
+def tile_spec(results: list[Result]) -> str:
+    """Ways down, requests at once across: tokens per second and, with TileSpec, beside the best
+    fixed number of drafts."""
+    lines = []
+    for result in results:
+        rows, figures = result["rows"], []
+        for way in rows[0]["tok_s"]:
+            cells = []
+            for row in rows:
+                beside = row["tile_spec"].get(way, {}).get("over_best_static")
+                speed = f"{statistics.median(row['tok_s'][way]):,.0f}"
+                cells.append(speed if beside is None else f"{speed} ({beside:.3f})")
+            figures.append([way, *cells])
+        head = ["tokens/s", *(f"{row['requests']} at once" for row in rows)]
+        lines.append(table(head, figures))
+        best = ", ".join(f"{row['requests']}: {row['best_static']}" for row in rows)
+        lines.append(f"In brackets: beside the best fixed number of drafts ({best}).\n")
+        segments = result["row_times"].get("segments", [])
+        ends = ", ".join(str(last) for _, last in segments[:-1])
+        if ends:
+            lines.append(f"Steps take 15 % longer or more behind so many rows: {ends}.\n")
+    return "\n".join(lines)
+
+
 def adaptive_stationary(results: list[Result]) -> str:
     """One row per load and adaptive way, beside no drafts and the load's best fixed number."""
     rows, num_rounds = [], []

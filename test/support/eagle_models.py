@@ -127,6 +127,7 @@ def eagle_config_for(
     tier_policy: str = "fixed",
     initial_steps: int | None = None,
     adaptive: AdaptiveConfig | None = None,
+    tile_spec_cache: Path | None = None,
     **options: Any,
 ) -> DrafterConfig:
     """The drafter with the head of a folder; `options` are of `load_head_config`, the others of
@@ -140,5 +141,6 @@ def eagle_config_for(
         tier_policy=tier_policy,
         initial_steps=initial_steps,
         adaptive=adaptive,
+        tile_spec_cache=tile_spec_cache,
     )
     return DrafterConfig("eagle", eagle)

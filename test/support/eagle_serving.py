@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig
+from sglang.srt.step.price_table import PriceTable
 from utils import Setup, make_execution
 
 
@@ -38,7 +40,8 @@ def group_for(target: Path, drafter: DrafterConfig | None, setup: Setup) -> Runn
 
 
 class Served(Drafted):
-    """A target with a head, or alone; counts are in `seen`, and steps by their tier in `tiers`."""
+    """A target with a head, or alone; counts are in `seen`, and steps by their tier in `tiers`.
+    `listeners` are told of each step."""
 
     def __init__(
         self,
@@ -47,6 +50,7 @@ class Served(Drafted):
         num_steps: int,
         setup: Setup,
         checks_kv: bool = True,
+        prices: PriceTable | None = None,
         **options: Any,
     ) -> None:
         drafter = None
@@ -56,20 +60,27 @@ class Served(Drafted):
         counter = DraftCounter()
         self.seen: Counter[str] = counter.seen
         self.tiers = Counter[int]()
+        self.listeners: list[Callable[[ComputedStep], None]] = []
 
         def on_step(step: ComputedStep) -> None:
             counter(step)
             self._note_tier(step)
+            for listener in self.listeners:
+                listener(step)
 
-        super().__init__(self.group, drafter, setup, checks_kv=checks_kv, on_step=on_step)
+        more = {"checks_kv": checks_kv, "on_step": on_step, "prices": prices}
+        super().__init__(self.group, drafter, setup, **more)
 
     def _note_tier(self, step: ComputedStep) -> None:
-        """The tier of a step with decodes is the most drafts that any of them verifies."""
+        """The tier of a step with decodes is the most drafts that any of them verifies, if none
+        are cut off."""
         num_drafts = step.accepted.num_drafts
         most = 0 if num_drafts is None else int(num_drafts.max())
         has_decodes = 0 in step.batch.num_prompt_tokens
-        assert most == (step.plan.tier if has_decodes else 0)
-        self.tiers[most] += has_decodes
+        tier, is_cut = step.plan.tier if has_decodes else 0, step.plan.counts.packed is not None
+        assert most == tier or (is_cut and most < tier)
+        self.tiers[tier] += has_decodes
+        self.seen["cut steps"] += is_cut
         self.seen["plain decodes"] += has_decodes and step.plan.is_plain
 
     def assert_many_of_each(self, least: int = 30) -> None:

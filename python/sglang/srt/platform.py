@@ -43,6 +43,15 @@ class Platform:
         )
 
 
+def driver_version() -> str:
+    """Of NVIDIA's kernel module; empty without one, or where the system does not say."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return text.split("\n")[0].strip()
+
+
 @cache
 def num_multiprocessors(device: torch.device) -> int:
     """Of a CUDA GPU."""

@@ -212,6 +212,14 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
         " --speculative-num-steps if that is more.",
         choices=("ema", "throughput"),
     )
+    tile_spec: bool = flag(
+        False,
+        "Verify only as many drafts of a step as pay by the measured times of its rows, the"
+        " likeliest of all requests; outputs are the same (docs/tilespec.md).",
+    )
+    tile_spec_cache_dir: str | None = flag(
+        None, "Where --tile-spec keeps measured times; default: tile_spec/cache."
+    )
     speculative_accept_threshold_single: float = flag(
         1.0,
         "0 to 1: a draft of a sampled request is accepted if the model gives it this probability;"

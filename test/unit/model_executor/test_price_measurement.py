@@ -18,6 +18,7 @@ from sglang.srt.model_executor.price_measurement import (
     MANY_ROWS,
     Launch,
     PriceMeter,
+    priced_graphs,
     timed_passes,
 )
 from sglang.srt.step.price_table import PromptChunk
@@ -174,7 +175,8 @@ def test_steps_that_nobody_prices_are_not_measured(
     model_path: Path, max_width: int, tags: set[str]
 ) -> None:
     runner = make_runner(model_path, Setup(), 512, 1, device="cpu")
-    keys = GraphKeys(GraphSupport.RAGGED_Q, 8, max_width, 64).all
-    priced = PriceMeter(runner, 8, max_width)._priced(keys)
+    keys = GraphKeys(GraphSupport.RAGGED_Q, 8, max_width, 64)
+    with mock.patch.object(type(runner), "graph_keys", keys):
+        priced = priced_graphs(runner, max_width)
     assert {key.tag for key in priced} == tags
-    assert priced == [key for key in keys if key.tag in tags]
+    assert priced == [key for key in keys.all if key.tag in tags]

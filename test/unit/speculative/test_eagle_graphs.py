@@ -19,7 +19,11 @@ from sglang.srt.model_executor.runner_graphs import RunnerGraphs
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
-from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig, RowPlan
+from sglang.srt.step.price_table import PriceTable
+from sglang.srt.step.worker import ScheduleBatch
+from sglang.srt.workers.round_graphs import RoundGraphs
+from tile_spec_rounds import DEAR_ROWS, RandomBudgets
 from utils import Setup, make_execution
 
 torch.set_num_threads(1)
@@ -47,11 +51,17 @@ def runners(target: Path, drafter: DrafterConfig | None, setup: Setup, backend: 
 
 
 def harness(
-    group: RunnerGroup, drafter: DrafterConfig | None, setup: Setup
+    group: RunnerGroup,
+    drafter: DrafterConfig | None,
+    setup: Setup,
+    prices: PriceTable | None = None,
+    checks_kv: bool = True,
 ) -> tuple[Drafted, DraftCounter]:
-    """KV is checked in each step; that of nobody is zero, which a mask makes nothing of."""
+    """KV of nobody is zero, which a mask makes nothing of; that of requests is checked in each step
+    if it is to be."""
     counter = DraftCounter()
-    made = Drafted(group, drafter, setup, checks_kv=drafter is not None, on_step=counter)
+    more = {"checks_kv": checks_kv and drafter is not None, "on_step": counter, "prices": prices}
+    made = Drafted(group, drafter, setup, **more)
     for pool in group.memory.pools:
         for kv in pool.kv:
             kv.zero_()
@@ -97,3 +107,49 @@ def test_tokens_with_graphs(
     assert counter.seen["fed"] - counter.seen["confirmed"] > 30
     assert draft.call_count > 10
     assert (forward.call_count <= served.num_steps) == (backend == "ragged")
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "policy", "checks_kv"),
+    [
+        (EAGLE, "ragged", JUMPING, True),
+        (EAGLE3, "uniform", "fixed", True),
+        (EAGLE3, "ragged", "fixed", False),
+    ],
+)
+def test_tokens_with_graphs_of_steps_that_verify_some_of_the_drafts(
+    paths: dict[str, Path], tmp_path: Path, kind: str, backend: str, policy: str, checks_kv: bool
+) -> None:
+    """Ragged graphs serve them; with uniform ones they run without, the head too. Between them
+    whole rounds replay a graph, where KV is not checked; they leave drafts with scores too."""
+    setup = Setup(num_pages=1024, context_len=CONTEXT, max_decode_rows=6, chunked_prefill_size=40)
+    plain, _ = harness(runners(paths["target"], None, setup, "torch_native"), None, setup)
+    right = [plain.generate([each], **params_of(i))[0] for i, each in enumerate(prompts())]
+    drafter = eagle_config_for(
+        paths["target"], paths[kind], kind, 3, policy, tile_spec_cache=tmp_path
+    )
+    budgets, replayed, rounds = RandomBudgets(3), list[bool](), list[bool]()
+    replay = RoundGraphs.replay
+
+    def noted(graphs: RoundGraphs, batch: ScheduleBatch, plan: RowPlan) -> ComputedStep | None:
+        step = replay(graphs, batch, plan)
+        rounds.append(step is not None)
+        return step
+
+    def note(step: ComputedStep) -> None:
+        counter(step)
+        if checks_kv:
+            budgets.scramble(step)
+        if step.plan.counts.packed is not None:
+            replayed.append(step.forward.used_graph)
+
+    with recorded_graphs(), replayable_backends(), jumping_tiers(), budgets.chosen():
+        group = runners(paths["target"], drafter, setup, backend)
+        with mock.patch.object(RoundGraphs, "replay", noted):
+            served, counter = harness(group, drafter, setup, DEAR_ROWS, checks_kv)
+            served.scheduler._worker._on_step = note
+            serve(served, right)
+    assert len(replayed) > 10
+    assert all(replayed) if backend == "ragged" else not any(replayed)
+    assert counter.seen["confirmed"] > 10
+    assert (sum(rounds) > 3) != checks_kv

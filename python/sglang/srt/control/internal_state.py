@@ -50,6 +50,11 @@ class SchedulerStats:
         """Share of the drafts verified that were confirmed, since the start."""
         return self._num_confirmed / self._num_drafts if self._num_drafts else None
 
+    @property
+    def avg_num_drafts(self) -> float | None:
+        """Drafts verified per step of a request that looks ahead, as for `avg_accept_length`."""
+        return self._num_drafts / self._num_steps if self._num_steps else None
+
     def on_launch(self, has_decode: bool) -> None:
         self.forward_ct_decode += has_decode
         self.has_current_batch = True
@@ -110,6 +115,7 @@ def read_internal_state(
         },
         "avg_spec_accept_length": stats.avg_accept_length,
         "avg_spec_accept_rate": stats.avg_accept_rate,
+        "avg_spec_verified_drafts": stats.avg_num_drafts,
         "running_batch_size": len(lifecycle.running),
         "running_batch_rids": _rids(lifecycle.running),
         "waiting_queue_size": len(lifecycle.waiting),

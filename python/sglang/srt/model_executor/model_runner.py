@@ -133,6 +133,11 @@ class ModelRunner:
         self.checks: list[Callable[[ForwardBatch], None]] = []
 
     @property
+    def config(self) -> ExecutionConfig:
+        """What it was made with."""
+        return self._config
+
+    @property
     def is_whole(self) -> bool:
         """Whether weights and KV pool have their memory."""
         return not (self.weights.is_released or self.kv_pool.is_released)

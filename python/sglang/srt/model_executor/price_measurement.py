@@ -6,7 +6,7 @@ import itertools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -25,6 +25,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.step.price_table import (
     FREE,
     Curve,
+    FindGraph,
     PriceTable,
     PromptChunk,
     chunk_ms,
@@ -88,14 +89,13 @@ class PriceMeter:
     def measure(self) -> PriceTable:
         """Measures all prices and logs how long that took."""
         start = self._clock()
-        keys = self._runner.graph_keys
         prompt_kv_ms = self._prompt_attention()
-        graphs_ms = {} if keys is None else self._graphs(self._priced(keys.all))
+        graphs_ms = self._graphs(priced_graphs(self._runner, self._max_width))
         eager = self.times_of(self._eager_rows(), self._step, CPU_ROWS_S)
         head = self.times_of(self._below(READ_ROWS), self._read, CPU_READS_S)
         kv_ms, row_kv_ms = self._attention()
         prices = PriceTable(
-            find=no_graphs if keys is None else partial(keys.find_shape, hidden_width=self._width),
+            find=graph_finder(self._runner),
             graphs_ms=graphs_ms,
             eager=self._without_attention(shortest(eager), prompt_kv_ms),
             head=shortest(head),
@@ -138,19 +138,7 @@ class PriceMeter:
 
     # ------------------------------------------------------------ what is timed
 
-    def _priced(self, keys: Iterable[GraphKey]) -> list[GraphKey]:
-        """Where nobody looks ahead, only steps with prompts are ever priced; trees never are, nor
-        draft steps."""
-        looks_ahead = self._max_width > 1
-        return [
-            key
-            for key in keys
-            if (key.tag == MIXED or looks_ahead)
-            and not key.has_tree
-            and key.hidden_width == self._width
-        ]
-
-    def _graphs(self, keys: Iterable[GraphKey]) -> dict[GraphKey, float]:
+    def _graphs(self, keys: Sequence[GraphKey]) -> dict[GraphKey, float]:
         """Milliseconds of each graph. Where more rows seem to cost less than fewer, the dearer one
         is timed again: it may have met a slow moment."""
         found = {}
@@ -317,6 +305,31 @@ class PriceMeter:
     def _below(self, sizes: Sequence[int]) -> list[int]:
         most = self._max_requests * self._max_width
         return [size for size in sizes if size <= most] or [sizes[0]]
+
+
+def graph_finder(runner: ModelRunner) -> FindGraph:
+    """`PriceTable.find` of a runner's steps."""
+    keys = runner.graph_keys
+    if keys is None:
+        return no_graphs
+    return partial(keys.find_shape, hidden_width=runner.model.hidden_width)
+
+
+def priced_graphs(runner: ModelRunner, max_width: int) -> list[GraphKey]:
+    """Graphs with a price of their own. Where nobody looks ahead, only steps with prompts are ever
+    priced; trees never are, nor draft steps.
+
+    Args:
+        max_width: rows that a request feeds, at most.
+    """
+    keys, looks_ahead = runner.graph_keys, max_width > 1
+    return [
+        key
+        for key in ([] if keys is None else keys.all)
+        if (key.tag == MIXED or looks_ahead)
+        and not key.has_tree
+        and key.hidden_width == runner.model.hidden_width
+    ]
 
 
 def gpu_times_ms(launch: Launch, repeats: int) -> list[float]:

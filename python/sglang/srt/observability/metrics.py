@@ -19,6 +19,11 @@ METRICS = {
         "Tokens per step of a request that looks ahead.",
     ),
     "avg_spec_accept_rate": ("spec_accept_rate", "gauge", "Share of drafts that were confirmed."),
+    "avg_spec_verified_drafts": (
+        "spec_verified_drafts",
+        "gauge",
+        "Drafts verified per step of a request that looks ahead.",
+    ),
     "speculative_num_steps": ("spec_num_steps", "gauge", "Drafts proposed one behind the other."),
     "pause_epoch": ("pause_epoch", "gauge", "Number of the present pause, or of the last one."),
     "num_lease_expiries": ("lease_expired_total", "counter", "Pauses ended by their lease."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import NamedTuple
 
 from sglang.srt.head_config import load_head_config
@@ -19,6 +20,7 @@ from sglang.srt.speculative.drafter import DrafterConfig
 from sglang.srt.speculative.eagle_worker import TOPK, EagleConfig
 from sglang.srt.speculative.spec_info import MAX_NUM_STEPS, head_architecture
 from sglang.srt.speculative.tier_policy import TierOptions
+from sglang.srt.step.row_division import MAX_REQUESTS
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,8 @@ OPTIONS = (
 ADAPTIVE = "speculative_adaptive"
 EMA, THROUGHPUT = "ema", "throughput"
 THROUGHPUT_STEPS = 7  # drafts at most, where no configuration says which
+TILE_SPEC, TILE_SPEC_CACHE = "tile_spec", "tile_spec_cache_dir"
+DEFAULT_TILE_SPEC_CACHE = "tile_spec/cache"
 THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 
 
@@ -64,7 +68,8 @@ def eagle_from_flags(
     if args.speculative_algorithm is None:
         given = [name for name in OPTIONS if values[name] is not None]
         given += [name for name in THRESHOLDS if values[name] != 1]
-        given += [ADAPTIVE] * args.speculative_adaptive
+        given += [ADAPTIVE] * args.speculative_adaptive + [TILE_SPEC] * args.tile_spec
+        given += [TILE_SPEC_CACHE] * (args.tile_spec_cache_dir is not None)
         if given:
             raise ConfigError(f"{_flag(given[0])} needs --speculative-algorithm.")
         return None
@@ -89,6 +94,7 @@ def eagle_from_flags(
             tiers.policy,
             tiers.options.initial,
             tiers.options.adaptive,
+            _tile_spec_cache(args, simulates_acceptance),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -165,6 +171,28 @@ def _adaptive_tiers(args: ServerArgs, num_steps: int) -> Tiers:
         )
     policy = "adaptive" if is_ema else "load_aware"
     return Tiers(policy, TierOptions(candidates[-1], num_steps, config))
+
+
+def _tile_spec_cache(args: ServerArgs, simulates_acceptance: bool) -> Path | None:
+    """Where `--tile-spec` keeps prices; None without it."""
+    if not args.tile_spec:
+        if args.tile_spec_cache_dir is not None:
+            raise ConfigError("--tile-spec-cache-dir needs --tile-spec.")
+        return None
+    if args.max_running_requests > MAX_REQUESTS:
+        raise ConfigError(
+            f"--tile-spec divides rows among {MAX_REQUESTS} requests at most; lower"
+            f" --max-running-requests {args.max_running_requests}."
+        )
+    if simulates_acceptance:
+        logger.warning(
+            "--tile-spec: SGLANG_SIMULATE_ACC_LEN says how many drafts are right, so all are"
+            " verified."
+        )
+        return None
+    if args.tile_spec_cache_dir == "":
+        raise ConfigError("--tile-spec-cache-dir must name a folder.")
+    return Path(args.tile_spec_cache_dir or DEFAULT_TILE_SPEC_CACHE)
 
 
 def _num_steps(args: ServerArgs) -> int:

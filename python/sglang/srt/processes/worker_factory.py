@@ -24,6 +24,7 @@ from sglang.srt.speculative.drafter import (
     DrafterParts,
     DrafterType,
 )
+from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler
 from sglang.srt.step.kv_canary import KVCanary
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.request_rows import RequestRows
@@ -53,7 +54,9 @@ def measure_prices(config: RuntimeConfig, runner: ModelRunner) -> PriceTable | N
     if not looks_ahead and config.scheduler.planner.max_step_ms == 0:
         return None
     num_rows = runner.req_to_token_pool.num_rows
-    return PriceMeter(runner, num_rows, config.execution.max_decode_rows).measure()
+    measure = PriceMeter(runner, num_rows, config.execution.max_decode_rows).measure
+    cache = config.needs.price_cache
+    return measure() if cache is None else TileSpecProfiler(cache, runner).target(measure)
 
 
 def make_prompt_budget(config: RuntimeConfig, prices: PriceTable | None) -> PromptBudget:

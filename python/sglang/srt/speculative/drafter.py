@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -137,6 +138,8 @@ class DrafterNeeds:
         capture: which hidden states the target gives.
         suppressed_token_ids: ids that the target never emits.
         needs_prices: prices of steps are measured at start-up.
+        price_cache: folder where these are kept for the next start (`TileSpecProfiler`); None: they
+            are not.
         token_shift: how many positions ahead the token is that the drafter's models are fed at each
             position: 1 where they are fed the next one. For debugging alone (`KVCanary`).
         bypasses_graphs: the target's steps of several rows per request replay no captured graph.
@@ -156,6 +159,7 @@ class DrafterNeeds:
     capture: HiddenCapture = NO_CAPTURE
     suppressed_token_ids: tuple[int, ...] = ()
     needs_prices: bool = False
+    price_cache: Path | None = None
     token_shift: int = 0
     bypasses_graphs: bool = False
     rounds: Mapping[int, Sequence[range]] = field(default_factory=dict)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,7 +22,7 @@ from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.models.draft_head import DraftHead
-from sglang.srt.registry import TIER_POLICIES
+from sglang.srt.registry import ATTENTION_BACKENDS, TIER_POLICIES
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.adaptive_config import AdaptiveConfig
 from sglang.srt.speculative.adaptive_runtime_state import SpecRuntimeState, runtime_states
@@ -34,7 +36,7 @@ from sglang.srt.speculative.drafter import (
 )
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.eagle_utils import organize_draft_results
-from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
+from sglang.srt.speculative.round_prices import MeasuredRounds, RoundPrices, UpcomingRound
 from sglang.srt.speculative.spec_utils import select_top_k_tokens
 from sglang.srt.speculative.tier_policy import (
     RoundOutcome,
@@ -43,6 +45,9 @@ from sglang.srt.speculative.tier_policy import (
     TierPolicy,
     same_size,
 )
+from sglang.srt.speculative.tile_spec.budget import CutRounds, RoundTables, TileSpec
+from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler
+from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import Q_LEN, Q_START
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
@@ -62,6 +67,8 @@ class EagleConfig:
         tier_policy: a name in `TIER_POLICIES` (registry.py).
         initial_steps: drafts of a chain before a policy knows anything; None: all.
         adaptive: which numbers of drafts batches of each size may have; None: any.
+        tile_spec_cache: steps are cut to the rows that pay (`TileSpec`); the folder where prices
+            are kept. None: all drafts are verified.
     """
 
     head: ModelConfig
@@ -71,6 +78,7 @@ class EagleConfig:
     tier_policy: str = "fixed"
     initial_steps: int | None = None
     adaptive: AdaptiveConfig | None = None
+    tile_spec_cache: Path | None = None
 
     @property
     def tier_options(self) -> TierOptions:
@@ -82,6 +90,11 @@ class EagleConfig:
         """Chooses how long chains are."""
         kind: type[TierPolicy] = TIER_POLICIES.load(self.tier_policy)
         return kind
+
+    @property
+    def needs_prices(self) -> bool:
+        """Whether anything goes by prices of rounds."""
+        return self.policy.needs_prices or self.tile_spec_cache is not None
 
     @property
     def states(self) -> dict[int, SpecRuntimeState]:
@@ -119,14 +132,18 @@ class EagleDrafter:
         self._ops = sampling_ops(self._runner.device)
         num_rows = self._table.num_rows
         self._num_pending_drafts = [0] * num_rows  # of each row of the page table
-        kind, rounds = options.policy, None
-        if kind.needs_prices and parts.prices is not None:
-            width, steps = 1 + options.num_steps, tuple(options.draft_steps)
-            prices = measure_draft_prices(self._runner, num_rows, width, steps)
-            rounds = MeasuredRounds(parts.prices, prices)
+        rounds = None
+        if options.needs_prices and parts.prices is not None:
+            rounds = _measured_rounds(parts, parts.prices)
+        self._tile_spec: TileSpec | None = None
+        prices: RoundPrices | None = rounds
+        if options.tile_spec_cache is not None:
+            assert rounds is not None, "Rows go by prices, and nobody has measured any."
+            self._tile_spec = _tile_spec(parts, rounds)
+            prices = CutRounds(rounds, self._tile_spec)
         keys = parts.runners.runners[0].graph_keys
         graph_size = same_size if keys is None else keys.decode_size
-        self._policy = kind(TierParts(options.tier_options, rounds, graph_size))
+        self._policy = options.policy(TierParts(options.tier_options, prices, graph_size))
         self._states = options.states
         self._next_round = _Round(self._policy.settled, 0)
         self._launched = deque[_Round | None]()  # of steps not read; None: nobody decodes in it
@@ -142,7 +159,9 @@ class EagleDrafter:
             extra_slots=count - 1,
             capture=options.capture,
             suppressed_token_ids=options.suppressed_token_ids,
-            needs_prices=options.policy.needs_prices,
+            max_masks=None if options.tile_spec_cache is None else 0,
+            needs_prices=options.needs_prices,
+            price_cache=options.tile_spec_cache,
             token_shift=1,
             rounds={tier: each.batch_sizes for tier, each in options.states.items()},
         )
@@ -167,11 +186,14 @@ class EagleDrafter:
     def observe(self, result: HostResult) -> None:
         """Tells the policy of each request that verified drafts how many were confirmed."""
         launched = self._launched.popleft()
-        verified = [
-            (count, taken - 1)
-            for count, taken in zip(result.num_drafts, result.accept_lens, strict=False)
-            if count
-        ]
+        if self._tile_spec is not None:
+            verified = self._tile_spec.observe(result)
+        else:
+            verified = [
+                (count, taken - 1)
+                for count, taken in zip(result.num_drafts, result.accept_lens, strict=False)
+                if count
+            ]
         if launched is not None:
             self._policy.observe(RoundOutcome(*launched, verified))
 
@@ -183,6 +205,8 @@ class EagleDrafter:
         has_decodes = 0 in batch.num_prompt_tokens
         self._launched.append(self._next_round if has_decodes else None)
         plan = replace(plan_of_drafts(batch, num_drafts), tier=self._next_round.tier)
+        if self._tile_spec is not None:
+            plan = self._tile_spec.cut(batch, num_drafts, plan)
         next_drafts = self._next_drafts(batch, plan.max_accepted)
         for row, count in zip(batch.rows, next_drafts, strict=True):
             self._num_pending_drafts[row] = count
@@ -254,6 +278,26 @@ class EagleDrafter:
             draft_token=torch.cat((drafts.token_ids[:, None], more.token_ids), dim=1),
             scores=probs.cumprod(dim=1),
         )
+
+
+def _measured_rounds(parts: DrafterParts, target_prices: PriceTable) -> MeasuredRounds:
+    """Prices of rounds, of which those of the head are measured here or taken from the cache."""
+    options: EagleConfig = parts.options
+    head, num_rows = parts.runners.runners[1], parts.runners.memory.table.num_rows
+    width, steps = 1 + options.num_steps, tuple(options.draft_steps)
+    measure = partial(measure_draft_prices, head, num_rows, width, steps)
+    if options.tile_spec_cache is None:
+        return MeasuredRounds(target_prices, measure())
+    profiler = TileSpecProfiler(options.tile_spec_cache, parts.runners.target)
+    return MeasuredRounds(target_prices, profiler.head(head, target_prices, measure))
+
+
+def _tile_spec(parts: DrafterParts, rounds: MeasuredRounds) -> TileSpec:
+    confidence = parts.state.confidence
+    assert confidence is not None, "Rows are divided by confidences (DrafterNeeds.max_masks)."
+    backend = ATTENTION_BACKENDS.load(parts.runners.target.config.attention_backend)
+    packs_in_graphs = backend.capabilities().reads_q_starts
+    return TileSpec(RoundTables(rounds, packs_in_graphs), confidence.drafts)
 
 
 class _Round(NamedTuple):

@@ -35,11 +35,15 @@ class RoundPrices(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Cost:
+class RoundCost:
     """Milliseconds of a round without KV, and of each token of KV."""
 
     rows_ms: float
     kv_ms: float
+
+    def at(self, kv_tokens: int) -> float:
+        """Milliseconds with so many tokens of KV."""
+        return self.rows_ms + self.kv_ms * kv_tokens
 
 
 class MeasuredRounds:
@@ -50,26 +54,26 @@ class MeasuredRounds:
     """
 
     def __init__(self, target: PriceTable, head: DraftPrices) -> None:
-        self._target = target
-        self._head = head
-        self._costs: dict[tuple[int, int], _Cost] = {}
+        self.target = target
+        self.head = head
+        self._costs: dict[tuple[int, int], RoundCost] = {}
 
     @property
     def spread(self) -> float:
-        return self._target.spread
+        return self.target.spread
 
     def round_ms(self, upcoming: UpcomingRound, num_drafts: int) -> float:
         key = upcoming.num_reqs, num_drafts
         if key not in self._costs:
-            self._costs[key] = self._cost(*key)
-        cost = self._costs[key]
-        return cost.rows_ms + cost.kv_ms * upcoming.kv_tokens
+            self._costs[key] = self.cost(*key, upcoming.num_reqs * (1 + num_drafts))
+        return self._costs[key].at(upcoming.kv_tokens)
 
-    def _cost(self, num_reqs: int, num_drafts: int) -> _Cost:
-        target, head = self._target, self._head
-        width = 1 + num_drafts
-        rows = num_reqs, width, num_reqs * width
-        shape = StepShape(*rows, num_read=num_reqs * width, kv_tokens=1.0, row_kv=width)
+    def cost(self, num_reqs: int, num_drafts: int, num_rows: int) -> RoundCost:
+        """Of a round in which so many rows are verified, `num_drafts` of a request at most, and
+        each request is given as many drafts for the next one."""
+        target, head = self.target, self.head
+        rows = num_reqs, 1 + num_drafts, num_rows
+        shape = StepShape(*rows, num_read=num_rows, kv_tokens=1.0, row_kv=num_rows / num_reqs)
         rows_ms = target.rows_ms(*rows) + target.head.at(shape.num_read)
         rows_ms += head.extend.rows_ms(*rows)
         kv_ms = target.attention_ms(shape) + head.extend.attention_ms(shape)
@@ -78,4 +82,4 @@ class MeasuredRounds:
         if num_drafts > 1:
             rows_ms += head.passes[num_drafts - 1].at(num_reqs)
             kv_ms += (num_drafts - 1) * (head.extend.kv_ms + head.extend.row_kv_ms)
-        return _Cost(rows_ms, kv_ms)
+        return RoundCost(rows_ms, kv_ms)

@@ -88,7 +88,7 @@ def can_pack(state: RequestRows) -> bool:
     assert state.confidence is not None, "Device rows without confidences."
     drafts, masks = state.confidence.drafts, state.confidence.masks
     fits = drafts.shape[1] <= MAX_DRAFTS and masks.shape[1] <= MAX_MASKS
-    return fits and len(drafts) <= MAX_REQUESTS
+    return fits and state.num_rows <= MAX_REQUESTS
 
 
 class TritonRowPacking:

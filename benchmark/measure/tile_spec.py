@@ -1,0 +1,242 @@
+"""Do drafts that are cut to the rows that pay beat every fixed number of drafts, at every load?
+
+The bundled model and its EAGLE-3 head in Llama-3.1-8B's geometry (`inflate.py`, `inflate_head.py`),
+prompts of held-out code, greedy. One Engine per way, all side by side on one GPU: no drafts, fixed
+numbers of drafts, numbers that follow the load or what was right, and `--tile-spec` over some of
+these. They take turns at each number of requests at once. Beside speeds the result has the measured
+milliseconds of the target's steps by rows, and their segments. Stored after each round.
+
+    python -m tile_spec.run_bench --model-dir FOLDER      on a GPU
+    python -m tile_spec.run_bench --model-path demo --device cpu --concurrency 1 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+import sglang
+from benchmark.command import in_turn, median_ratio, ratios, store
+from benchmark.engine_load import Budget, LoadResult, closed_loop
+from benchmark.environment import describe_environment
+from benchmark.goals import MIN_PAIRED_MEDIAN, MIN_PAIRED_ROUND
+from benchmark.held_out import held_out_prompts
+from benchmark.measure.speculation_paired import HEADS, head_path_of
+from benchmark.mtp_model import engine_flags, make_mtp_parser, model_path_of, settings
+from sglang.srt.model_config import resolve_model_path
+from sglang.srt.speculative.tile_spec.core import PiecewiseLinearLatency
+
+PLAIN = "plain"
+MOST_STEPS = 7
+STATIC = {
+    f"static {steps}": {"speculative_num_steps": steps, "speculative_load_aware": "off"}
+    for steps in range(1, MOST_STEPS + 1)
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "load-aware 3": {"speculative_num_steps": 3},
+    f"load-aware {MOST_STEPS}": {"speculative_num_steps": MOST_STEPS},
+    "adaptive": {"speculative_adaptive": True},
+}
+TILED = {
+    f"TileSpec, {name}": {**flags, "tile_spec": True} for name, flags in (OTHERS | STATIC).items()
+}
+WAYS: dict[str, dict[str, Any]] = {PLAIN: {}, **STATIC, **OTHERS, **TILED}
+DEFAULT_WAYS = [
+    PLAIN,
+    "static 1",
+    "static 3",
+    f"static {MOST_STEPS}",
+    f"load-aware {MOST_STEPS}",
+    f"TileSpec, load-aware {MOST_STEPS}",
+]
+MIN_PROMPTS = 4  # of a lap
+
+
+class Rounds:
+    """Speeds of all ways at each number of requests at once, one per round."""
+
+    def __init__(
+        self,
+        engines: Mapping[str, sglang.Engine],
+        prompts: list[list[int]],
+        loads: Sequence[int],
+        params: dict[str, Any],
+    ) -> None:
+        self._engines = engines
+        self._prompts = prompts
+        self._params = params
+        pairs = itertools.product(loads, engines)
+        self._found: dict[tuple[int, str], list[LoadResult]] = {pair: [] for pair in pairs}
+        self._verified: dict[tuple[int, str], float | None] = {}
+
+    def run(self, number: int) -> float:
+        """One round; round 0 warms up and is not counted. Seconds."""
+        start = time.perf_counter()
+        loads = {load: None for load, _ in self._found}
+        runs = [*itertools.product(loads, in_turn(self._engines, number))]
+        for load, name in tqdm(runs, desc=f"round {number}", unit="run", mininterval=2.0):
+            engine, prompts = self._engines[name], self._prompts[: max(MIN_PROMPTS, load)]
+            result = asyncio.run(closed_loop(engine, prompts, self._params, load))
+            if number:
+                self._found[load, name].append(result)
+                state = engine.get_server_info()["internal_states"][0]
+                self._verified[load, name] = state["avg_spec_verified_drafts"]
+        return time.perf_counter() - start
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Of each number of requests, what each way did."""
+        rows: dict[int, dict[str, Any]] = {}
+        for (load, name), results in self._found.items():
+            row = rows.setdefault(load, {"requests": load, "tok_s": {}, "verified_drafts": {}})
+            row["tok_s"][name] = [round(result.tok_s, 1) for result in results]
+            row["verified_drafts"][name] = self._verified.get((load, name))
+        return [row | summarize(row["tok_s"]) for row in rows.values()]
+
+
+def summarize(tok_s: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Of one number of requests: the best fixed number of drafts, and each way with TileSpec beside
+    it, beside the same without, and beside no drafts; medians of the rounds' ratios.
+
+    Args:
+        tok_s: by way, one of each round.
+    """
+    fixed = [name for name in tok_s if name in STATIC]
+    best = max(fixed, key=lambda name: statistics.median(tok_s[name]), default=None)
+    found: dict[str, Any] = {"best_static": best, "tile_spec": {}}
+    for name in (name for name in tok_s if name in TILED):
+        without = name.removeprefix("TileSpec, ")
+        beside = {"over_best_static": best, "over_the_same": without, "over_plain": PLAIN}
+        figures = {
+            key: round(median_ratio(tok_s[name], tok_s[other]), 4)
+            for key, other in beside.items()
+            if other in tok_s
+        }
+        if PLAIN in tok_s:
+            figures["lowest_over_plain"] = round(min(ratios(tok_s[name], tok_s[PLAIN])), 4)
+        found["tile_spec"][name] = figures
+    return found
+
+
+def row_times(cache: Path) -> dict[str, Any]:
+    """Milliseconds of the target's steps by rows, of all graphs and larger steps, and the segments
+    between their cliffs, from the prices that a server has kept; empty without any."""
+    files = sorted(cache.rglob("prices.json"))
+    if not files:
+        return {}
+    prices = json.loads(files[0].read_text(encoding="utf-8"))["target"]["prices"]
+    graphs: dict[int, float] = {}
+    for _tag, _num_reqs, _width, num_rows, *_rest, cost_ms in prices["graphs_ms"]:
+        graphs[num_rows] = min(cost_ms, graphs.get(num_rows, cost_ms))
+    by_rows = {**dict(prices["eager"]), **graphs}
+    sizes = sorted(by_rows)
+    latency = PiecewiseLinearLatency.fit(sizes, [by_rows[size] for size in sizes])
+    return {
+        "graphs_ms": [[rows, round(graphs[rows], 4)] for rows in sorted(graphs)],
+        "eager_ms": [[rows, round(cost_ms, 4)] for rows, cost_ms in prices["eager"]],
+        "segments": [[each.first, each.last] for each in latency.segments],
+    }
+
+
+def start_engines(
+    stack: ExitStack, names: Sequence[str], flags: dict[str, Any], head: str, caches: Path
+) -> tuple[dict[str, sglang.Engine], dict[str, float]]:
+    """One per way, one after the other, and the seconds that each took to start. Each with TileSpec
+    keeps its prices in a folder of its own."""
+    engines, started_s = {}, {}
+    for name in names:
+        drafter = dict[str, Any]()
+        if name != PLAIN:
+            drafter = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head}
+        if name in TILED:
+            drafter["tile_spec_cache_dir"] = str(caches / name)
+        begin = time.perf_counter()
+        engines[name] = sglang.Engine(**flags, **drafter, **WAYS[name])
+        stack.callback(engines[name].shutdown)
+        started_s[name] = round(time.perf_counter() - begin, 1)
+    return engines, started_s
+
+
+def measure(
+    arguments: argparse.Namespace, model_path: str, head: str, budget: Budget
+) -> dict[str, Any]:
+    """All rounds; the result is stored after each."""
+    loads = arguments.concurrency
+    prompts, source = held_out_prompts(
+        resolve_model_path(model_path),
+        max(MIN_PROMPTS, *loads),
+        arguments.prompt_tokens,
+        arguments.seed,
+    )
+    result = {**describe_environment(), **settings(arguments), "prompts": source}
+    params = {"temperature": 0, "max_new_tokens": arguments.new_tokens, "ignore_eos": True}
+    with ExitStack() as stack:
+        caches = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        flags = engine_flags(arguments, model_path)
+        engines, result["startup_s"] = start_engines(stack, arguments.ways, flags, head, caches)
+        result["row_times"] = row_times(caches)
+        rounds = Rounds(engines, prompts, loads, params)
+        rounds.run(0)
+        last_s, number = 0.0, 0
+        while budget.has_room(number, arguments.rounds, last_s):
+            number += 1
+            last_s = rounds.run(number)
+            result |= {"rounds": number, "rows": rounds.rows()}
+            result["seconds"] = round(time.perf_counter() - budget.start_s, 1)
+            store(arguments.out, result)
+    return result
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """A table of speeds, then the ratios."""
+    if "rows" not in result:
+        print("No round fitted into --budget-s.")
+        return
+    names = [*result["rows"][0]["tok_s"]]
+    head = "tokens/s, requests at once"
+    width = max(len(name) for name in (head, *names))
+    loads = "".join(f"{row['requests']:>10d}" for row in result["rows"])
+    print(f"\n{head:{width}}{loads}")
+    for name in names:
+        speeds = [statistics.median(row["tok_s"][name]) for row in result["rows"]]
+        print(f"{name:{width}}" + "".join(f"{speed:10,.0f}" for speed in speeds))
+    for row in result["rows"]:
+        for name, figures in row["tile_spec"].items():
+            lowest = figures.get("lowest_over_plain", 1.0)
+            is_safe = figures.get("over_plain", 1.0) >= MIN_PAIRED_MEDIAN
+            mark = "ok  " if is_safe and lowest >= MIN_PAIRED_ROUND else "MISS"
+            shown = ", ".join(f"{key} {value:.3f}" for key, value in figures.items())
+            print(f"{mark} {row['requests']:3d} at once, {name}: {shown}")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = make_mtp_parser(__doc__, "tile_spec")
+    add = parser.add_argument
+    add("--concurrency", type=int, nargs="+", default=[1, 8, 32, 48, 64, 96, 128])
+    add("--ways", nargs="+", choices=tuple(WAYS), default=DEFAULT_WAYS, metavar="WAY")
+    parser.set_defaults(budget_s=345.0, algorithm="EAGLE3")
+    arguments = parser.parse_args(argv)
+    assert arguments.algorithm in HEADS
+    return arguments
+
+
+def main() -> None:
+    """Measures, prints the table and the ratios, writes the result."""
+    arguments = parse()
+    budget = Budget(arguments.budget_s, time.perf_counter())
+    with model_path_of(arguments) as model_path, head_path_of(arguments) as head:
+        print_result(measure(arguments, model_path, head, budget))
+
+
+if __name__ == "__main__":
+    main()

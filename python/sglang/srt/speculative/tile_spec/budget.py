@@ -1,0 +1,301 @@
+"""How many rows a step of drafts gets, chosen on the host from what it read last.
+
+The head has drafted a chain of the same length for each request. Where fewer drafts give more
+tokens per millisecond, the step is packed: it gets the rows of so many drafts, and the device
+divides them among the requests by the scores of these very drafts (`RowPacking`). Where all of them
+pay, the step is the one that it would be without this.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sglang.srt.device_copies import HostCopy
+from sglang.srt.speculative.drafter import RowPlan
+from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
+from sglang.srt.speculative.tile_spec.core import (
+    Calibration,
+    Floats,
+    LatencyTable,
+    best_cut,
+    compute_optimal_k,
+)
+from sglang.srt.step.price_table import PriceTable, no_graphs
+from sglang.srt.step.request_rows import PRIOR_CONFIDENCE
+from sglang.srt.step.step_ops import PackedSize
+from sglang.srt.step.worker import HostResult, ScheduleBatch
+
+LEAST_GAIN = 0.01  # share by which fewer drafts must beat all: prices and chances are not exact
+MAX_KEPT_TABLES = 4096
+GAIN_STEPS = 16  # after so many steps it is computed anew what cutting gains
+
+
+class RoundTables:
+    """What rounds cost by rows, for any number of requests and drafts.
+
+    Args:
+        rounds: prices of rounds.
+        packs_in_graphs: packed steps replay graphs. If not, they are priced without.
+    """
+
+    def __init__(self, rounds: MeasuredRounds, packs_in_graphs: bool) -> None:
+        self._uniform = self._packed = rounds
+        if not packs_in_graphs:
+            head = replace(rounds.head, extend=_without_graphs(rounds.head.extend))
+            self._packed = MeasuredRounds(_without_graphs(rounds.target), head)
+        self._sizes = self._packed.target.sizes
+        self._kept: dict[tuple[int, int], _Buckets] = {}
+
+    def table(self, upcoming: UpcomingRound, num_drafts: int) -> LatencyTable:
+        """Of rounds in which each request has so many drafts, 1 at least; its last bucket is the
+        round that verifies all of them."""
+        key = upcoming.num_reqs, num_drafts
+        if key not in self._kept:
+            if len(self._kept) >= MAX_KEPT_TABLES:
+                self._kept.clear()
+            self._kept[key] = self._buckets(*key)
+        buckets = self._kept[key]
+        costs_ms = buckets.rows_ms + buckets.kv_ms * upcoming.kv_tokens
+        return LatencyTable(buckets.rows, tuple(costs_ms.tolist()))
+
+    def room(self, num_reqs: int, widest: int, num_rows: int) -> int:
+        """Rows that a packed step of so many has room for; arguments as for `PriceTable.find`."""
+        key = self._packed.target.find(num_reqs, widest, num_rows)
+        return num_rows if key is None else key.num_tokens
+
+    def _buckets(self, num_reqs: int, num_drafts: int) -> _Buckets:
+        width = 1 + num_drafts
+        most = num_reqs * width
+        least = [num_reqs, *(size for size in self._sizes if num_reqs < size < most)]
+        rooms = {self.room(num_reqs, width, num_rows) for num_rows in least}
+        rows = sorted(room for room in rooms if room < most)
+        costs = [self._packed.cost(num_reqs, num_drafts, each) for each in rows]
+        costs.append(self._uniform.cost(num_reqs, num_drafts, most))
+        return _Buckets(
+            (*rows, most),
+            np.array([cost.rows_ms for cost in costs]),
+            np.array([cost.kv_ms for cost in costs]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Buckets:
+    """A `LatencyTable` before KV is known: milliseconds without, and of each token of it."""
+
+    rows: tuple[int, ...]
+    rows_ms: Floats
+    kv_ms: Floats
+
+
+def _without_graphs(prices: PriceTable) -> PriceTable:
+    return replace(prices, find=no_graphs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that has not been read.
+
+    Attributes:
+        rows: R rows of the page table.
+        num_drafts: R counts of drafts that its requests had, fed or not.
+        confidence: `Confidence.drafts` on its way to the host, if it was asked for.
+    """
+
+    rows: list[int]
+    num_drafts: list[int]
+    confidence: HostCopy | None
+
+    def scores(self) -> Floats | None:
+        """[R, S]; of each request's drafts, and of what it had before where there are fewer."""
+        if self.confidence is None:
+            return None
+        [table] = self.confidence.read()
+        chains = table.numpy()[self.rows, : max(self.num_drafts)]
+        return np.cumprod(chains, axis=1, dtype=np.float64)
+
+
+class TileSpec:
+    """Cuts steps of drafts to the rows that pay.
+
+    What it goes by is one round old: the scores of the last step that was read, whose distribution
+    is taken for that of the drafts at hand, and how often drafts of such scores were confirmed.
+
+    Args:
+        tables: what rounds cost.
+        confidence: `Confidence.drafts`, on the device.
+        least_gain: see `compute_optimal_k`.
+    """
+
+    def __init__(
+        self, tables: RoundTables, confidence: torch.Tensor, least_gain: float = LEAST_GAIN
+    ) -> None:
+        self._tables = tables
+        self._confidence = confidence
+        self._least_gain = least_gain
+        self._calibration = Calibration()
+        self._scores: Floats | None = None  # [D, S], of the drafts of the last step read
+        self._launched = deque[_Launched]()
+        self._lots = random.Random(0)
+        self._gains: dict[tuple[int, int], float] = {}  # by requests and drafts of each
+        self._num_read = 0
+
+    def cut(self, batch: ScheduleBatch, num_drafts: list[int], plan: RowPlan) -> RowPlan:
+        """The step with the rows that pay, or as it is planned. Called once for each step, when all
+        before it have been launched.
+
+        Args:
+            num_drafts: R counts of drafts that requests have, 0 where a prompt is fed.
+            plan: feeds all of them.
+        """
+        most = sum(num_drafts)
+        table = self.table(batch, num_drafts) if most else None
+        if table is None or table.most_gain <= self._least_gain:
+            self._launched.append(_Launched(batch.rows, num_drafts, None))
+            return plan
+        copy = HostCopy([self._confidence.clone()])
+        self._launched.append(_Launched(batch.rows, num_drafts, copy))
+        num_verified = self.num_verified(table, num_drafts, batch.num_prompt_tokens.count(0))
+        if num_verified < most:
+            spare = self._spare_rows(plan, most - num_verified)
+            num_verified = min(most, num_verified + spare)
+        return plan if num_verified == most else _packed(plan, most - num_verified)
+
+    def table(self, batch: ScheduleBatch, num_drafts: list[int]) -> LatencyTable:
+        """What the step's round costs. Prompts are left out: the time that their rows take is spent
+        in any case, so beside them as many drafts pay as without."""
+        lens = zip(
+            batch.kv_len_upper_bounds, batch.max_q_lens, batch.num_prompt_tokens, strict=True
+        )
+        decodes = [bound - reserved for bound, reserved, num_prompt in lens if not num_prompt]
+        return self._tables.table(UpcomingRound(len(decodes), sum(decodes)), max(num_drafts))
+
+    def num_verified(self, table: LatencyTable, num_drafts: list[int], num_decodes: int) -> int:
+        """How many of the drafts of so many requests pay; all while nothing is known of any."""
+        most = sum(num_drafts)
+        if self._scores is None:
+            return most
+        scores = resampled(self._scores, max(num_drafts), most)
+        chances = self._calibration.predict(scores)
+        return compute_optimal_k(chances, num_decodes, table, self._least_gain)
+
+    def gain(self, upcoming: UpcomingRound, num_drafts: int) -> float:
+        """How many times as many tokens per millisecond rounds give that verify the drafts that
+        pay, of chains of so many, as rounds that verify all. Looked at again every GAIN_STEPS."""
+        key = upcoming.num_reqs, num_drafts
+        if self._scores is None or num_drafts == 0:
+            return 1.0
+        if key not in self._gains:
+            table = self._tables.table(upcoming, num_drafts)
+            scores = resampled(self._scores, num_drafts, upcoming.num_reqs * num_drafts)
+            chances = self._calibration.predict(scores)
+            self._gains[key] = best_cut(chances, upcoming.num_reqs, table, self._least_gain).gain
+        return self._gains[key]
+
+    def _spare_rows(self, plan: RowPlan, num_cut: int) -> int:
+        """Rows that padding would take if so many drafts were cut."""
+        q_lens = plan.counts.q_lens
+        num_rows = sum(q_lens) - num_cut
+        return self._tables.room(len(q_lens), max(q_lens), num_rows) - num_rows
+
+    def observe(self, result: HostResult) -> list[tuple[int, int]]:
+        """Hears the result of the oldest step that it has not heard of. The scores were copied
+        before that step ran, so nothing is waited for.
+
+        Returns:
+            Of each request that had drafts, how many, and how many of them were right. A chain that
+            was cut, and was right as far as it was fed, is continued by lot: each further draft is
+            right with its chance, given those before it. So whoever learns from this how good
+            drafts are takes no cut draft for a wrong one, nor learns from the likely ones alone.
+        """
+        launched = self._launched.popleft()
+        self._num_read += 1
+        if self._num_read % GAIN_STEPS == 0:
+            self._gains.clear()
+        scores = launched.scores()
+        chances = None if scores is None else self._calibration.predict(scores)
+        verified, drafting, num_fed = [], [], []
+        fed = result.num_drafts or launched.num_drafts
+        for index, count in enumerate(launched.num_drafts):
+            if count == 0:
+                continue
+            num_right = result.accept_lens[index] - 1
+            drafting.append(index)
+            num_fed.append(fed[index])
+            if num_right == fed[index] < count:
+                assert chances is not None, "A step is cut by scores."
+                num_right = self._continued(chances[index, :count], num_right)
+            verified.append((count, num_right))
+        if scores is not None:
+            self._scores = scores[drafting]
+            confirmed = [result.accept_lens[index] - 1 for index in drafting]
+            self._calibrate(self._scores, np.array(num_fed), np.array(confirmed))
+        return verified
+
+    def _continued(self, chain: Floats, num_right: int) -> int:
+        """Drafts of a chain that are right, if the first so many are; chain [S] of chances."""
+        while num_right < len(chain):
+            before = chain[num_right - 1] if num_right else 1.0
+            if self._lots.random() * before >= chain[num_right]:
+                break
+            num_right += 1
+        return num_right
+
+    def _calibrate(
+        self, scores: Floats, num_fed: NDArray[np.int64], num_confirmed: NDArray[np.int64]
+    ) -> None:
+        """Tells which of the drafts that were fed were confirmed, and all before them.
+
+        Args:
+            scores: [D, S].
+            num_fed, num_confirmed: [D].
+        """
+        position = np.arange(scores.shape[1])
+        was_fed = position < num_fed[:, None]
+        was_confirmed = position < num_confirmed[:, None]
+        self._calibration.observe(scores[was_fed], was_confirmed[was_fed])
+
+
+def resampled(scores: Floats, longest: int, count: int) -> Floats:
+    """[count]; scores that are distributed as those of the first `longest` drafts of each chain.
+    Chains that are shorter are thought of as going on.
+
+    Args:
+        scores: [D, S], D and S at least 1.
+        count: at least 1.
+    """
+    lacking = longest - scores.shape[1]
+    if lacking > 0:
+        further = PRIOR_CONFIDENCE ** np.arange(1, lacking + 1)
+        scores = np.concatenate((scores, scores[:, -1:] * further), axis=1)
+    ordered = np.sort(scores[:, :longest], axis=None)
+    return ordered[((np.arange(count) + 0.5) * (ordered.size / count)).astype(np.int64)]
+
+
+def _packed(plan: RowPlan, num_cut: int) -> RowPlan:
+    """The plan with so many drafts less; the device decides which."""
+    counts = plan.counts
+    size = PackedSize(counts.num_rows - num_cut, counts.num_reads - num_cut)
+    return replace(plan, counts=replace(counts, packed=size))
+
+
+class CutRounds:
+    """`RoundPrices` for those who choose how many drafts there are: a round that is cut gives fewer
+    tokens in less time, and is priced as one that gives all in as much less as it gains."""
+
+    def __init__(self, rounds: MeasuredRounds, tile_spec: TileSpec) -> None:
+        self._rounds = rounds
+        self._tile_spec = tile_spec
+
+    @property
+    def spread(self) -> float:
+        return self._rounds.spread
+
+    def round_ms(self, upcoming: UpcomingRound, num_drafts: int) -> float:
+        whole_ms = self._rounds.round_ms(upcoming, num_drafts)
+        return whole_ms / self._tile_spec.gain(upcoming, num_drafts)

@@ -1,0 +1,83 @@
+"""Rounds whose prices are given, and steps that verify any number of drafts."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from sglang.srt.speculative import eagle_worker
+from sglang.srt.speculative.drafter import ComputedStep
+from sglang.srt.speculative.tile_spec.budget import TileSpec
+from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
+from sglang.srt.step.worker import HostResult
+
+FLAT = Curve((1,), (1e-9,))
+MAX_STEPS = 7
+
+
+def prices_of(sizes: Sequence[int], costs_ms: Sequence[float]) -> PriceTable:
+    """Of steps by rows; logits and KV cost nothing."""
+    curve = Curve(tuple(sizes), tuple(costs_ms))
+    return PriceTable(no_graphs, {}, curve, Curve((1, 1 << 20), (0.0, 0.0)))
+
+
+FREE_ROWS = prices_of((1, 1024), (1.0, 1.0))
+DEAR_ROWS = prices_of((1, 1024), (1.0, 1024.0))
+FREE_DRAFTS = DraftPrices(
+    prices_of((1, 1024), (1e-9, 1e-9)),
+    {count: Curve((1, 1024), (0.0, 0.0)) for count in range(1, MAX_STEPS)},
+)
+
+
+@contextmanager
+def free_drafts() -> Iterator[None]:
+    """While this lasts the head's steps cost nothing, and nobody measures them."""
+    with mock.patch.object(eagle_worker, "measure_draft_prices", return_value=FREE_DRAFTS):
+        yield
+
+
+class RandomBudgets:
+    """Any number of drafts of each step is verified, often none or all; with `scramble` as a
+    listener any of them."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._generator = torch.Generator().manual_seed(seed)
+        self.outcomes = Counter[tuple[int, int]]()  # drafts that requests had, and how many right
+
+    def num_verified(self, num_drafts: list[int]) -> int:
+        most = sum(num_drafts)
+        return self._random.choice([0, most, *(self._random.randint(0, most) for _ in range(4))])
+
+    def scramble(self, step: ComputedStep) -> None:
+        """What the device divides rows by has nothing to do with the drafts; often it is 0 or 1."""
+        confidence = step.state.confidence
+        assert confidence is not None
+        values = torch.rand(confidence.drafts.shape, generator=self._generator)
+        confidence.drafts.copy_((2 * values - 0.5).clamp(0, 1))
+
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        """While this lasts."""
+        observe = TileSpec.observe
+
+        def noted(tile_spec: TileSpec, result: HostResult) -> list[tuple[int, int]]:
+            found = observe(tile_spec, result)
+            self.outcomes.update(found)
+            return found
+
+        with (
+            free_drafts(),
+            mock.patch.object(
+                TileSpec,
+                "num_verified",
+                lambda _, table, counts, num_decodes: self.num_verified(counts),
+            ),
+            mock.patch.object(TileSpec, "observe", noted),
+        ):
+            yield

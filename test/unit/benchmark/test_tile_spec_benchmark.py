@@ -1,0 +1,104 @@
+"""The pure parts of the benchmark of TileSpec: its ways, its summary, its table and its plot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmark.measure.tile_spec import (
+    DEFAULT_WAYS,
+    PLAIN,
+    STATIC,
+    TILED,
+    WAYS,
+    parse,
+    print_result,
+    row_times,
+    summarize,
+)
+from benchmark.report import plots
+from benchmark.report.speculation_tables import tile_spec
+from sglang.srt.server_args import ServerArgs
+
+SPEEDS = {
+    PLAIN: [100.0, 110.0, 120.0],
+    "static 1": [130.0, 130.0, 130.0],
+    "static 3": [120.0, 143.0, 150.0],
+    "TileSpec, static 3": [132.0, 130.0, 165.0],
+}
+
+
+def write_prices(folder: Path) -> None:
+    """As a server keeps them; of two graphs of 64 rows the one of fewer requests is cheaper."""
+    graphs = [["ragged", 8, 4, 32, False, False, 0, False, 1, 5.25]]
+    graphs += [
+        ["ragged", n, 4, 64, False, False, 0, False, 1, cost] for n, cost in ((16, 5.5), (32, 6))
+    ]
+    prices = {"graphs_ms": graphs, "eager": [[1, 5.0], [64, 50.0], [96, 8.0], [128, 8.5]]}
+    folder.mkdir()
+    text = json.dumps({"target": {"prices": prices}})
+    (folder / "prices.json").write_text(text, encoding="utf-8")
+
+
+def result_of(tmp_path: Path) -> dict[str, Any]:
+    write_prices(tmp_path / "model")
+    return {
+        "machine": {"cpu": "c", "cores": 2},
+        "rows": [
+            {"requests": load, "tok_s": SPEEDS, "verified_drafts": {}, **summarize(SPEEDS)}
+            for load in (1, 64)
+        ],
+        "row_times": row_times(tmp_path),
+    }
+
+
+def test_every_way_is_a_set_of_flags_that_there_are() -> None:
+    for name, flags in WAYS.items():
+        ServerArgs(model_path="demo", **flags)
+        assert flags.get("tile_spec", False) == (name in TILED)
+    assert len(STATIC) == 7
+    assert {*DEFAULT_WAYS} <= {*WAYS}
+    assert parse([]).ways == DEFAULT_WAYS
+    assert parse(["--ways", PLAIN, "static 7"]).ways == [PLAIN, "static 7"]
+    with pytest.raises(SystemExit):
+        parse(["--ways", "static 8"])
+
+
+def test_tile_spec_stands_beside_the_best_static_number_the_same_and_no_drafts() -> None:
+    found = summarize(SPEEDS)
+    assert found["best_static"] == "static 3"
+    figures = found["tile_spec"]["TileSpec, static 3"]
+    assert figures["over_best_static"] == figures["over_the_same"] == pytest.approx(1.1)
+    assert figures["over_plain"] == pytest.approx(1.32)
+    assert figures["lowest_over_plain"] == pytest.approx(1.1818, abs=1e-4)
+    alone = summarize({"TileSpec, adaptive": [1.0]})
+    assert alone == {"best_static": None, "tile_spec": {"TileSpec, adaptive": {}}}
+
+
+def test_times_of_rows_come_from_the_prices_that_a_server_keeps(tmp_path: Path) -> None:
+    assert row_times(tmp_path) == {}
+    found = result_of(tmp_path)["row_times"]
+    assert found["graphs_ms"] == [[32, 5.25], [64, 5.5]]
+    assert found["segments"] == [[1, 64], [96, 128]]
+
+
+def test_the_table_has_speeds_ratios_and_cliffs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = result_of(tmp_path)
+    text = tile_spec([result])
+    assert "| TileSpec, static 3 | 132 (1.100) | 132 (1.100) |" in text
+    assert "behind so many rows: 64." in text
+    print_result(result)
+    assert "ok    64 at once, TileSpec, static 3: over_best_static 1.100" in capsys.readouterr().out
+    print_result({})
+    assert "No round" in capsys.readouterr().out
+
+
+def test_the_plot_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plots.draw_tile_spec(result_of(tmp_path), tmp_path / "plot.svg")
+    assert (tmp_path / "plot.svg").read_text(encoding="utf-8").startswith("<?xml")

@@ -1,0 +1,179 @@
+"""Tables of rounds, and what is learnt from steps of which drafts were cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from sglang.srt.layers.attention.base_attn_backend import GraphSupport
+from sglang.srt.model_executor.graph_keys import GraphKeys
+from sglang.srt.speculative.drafter import RowPlan, plan_of_drafts
+from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
+from sglang.srt.speculative.tile_spec.budget import RoundTables, TileSpec, resampled
+from sglang.srt.speculative.tile_spec.core import LatencyTable
+from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
+from sglang.srt.step.step_ops import PackedSize
+from sglang.srt.step.worker import HostResult
+from tile_spec_decode import Decode, Text, batch_of
+from tile_spec_rounds import DEAR_ROWS, FREE_DRAFTS, FREE_ROWS
+
+FREE = Curve((1, 1 << 20), (0.0, 0.0))
+DEPTH = 3
+
+
+def with_graphs(support: GraphSupport, max_requests: int = 64) -> MeasuredRounds:
+    """A graph's price is its rows, but for those of 192 rows, which cost as 96; eager steps are
+    dearer. The head costs a tenth."""
+    keys = GraphKeys(support, max_requests, 1 + DEPTH, 0)
+
+    def table(scale: float) -> PriceTable:
+        costs = {key: scale * (96 if key.num_tokens == 192 else key.num_tokens) for key in keys.all}
+        eager = Curve((1, 1024), (scale * 1000, scale * 2023))
+        return PriceTable(keys.find_shape, costs, eager, FREE, 1e-6, 1e-7)
+
+    return MeasuredRounds(table(1.0), DraftPrices(table(0.1), {1: FREE, 2: FREE}))
+
+
+def test_buckets_are_the_graphs_that_a_step_may_replay() -> None:
+    tables = RoundTables(with_graphs(GraphSupport.RAGGED_Q), packs_in_graphs=True)
+    found = tables.table(UpcomingRound(64), DEPTH)
+    assert found.rows == (96, 128, 160, 192, 224, 256)
+    assert found.costs_ms == pytest.approx([1.1 * rows for rows in (96, 128, 160, 96, 224, 256)])
+    few = tables.table(UpcomingRound(5), 1)
+    assert few.rows[-1] == 10, "all drafts, whatever room the graph has"
+    assert few.most_gain == 0.0, "one graph serves any number of them"
+
+
+def test_each_token_of_kv_is_priced_by_how_many_rows_see_it() -> None:
+    tables = RoundTables(with_graphs(GraphSupport.RAGGED_Q), packs_in_graphs=True)
+    without, with_kv = (tables.table(UpcomingRound(64, kv), DEPTH) for kv in (0, 64_000))
+    more = np.subtract(with_kv.costs_ms, without.costs_ms)
+    # The target and the head over so many rows, then two draft steps over one row of each request.
+    each = [2 * (1e-6 + 1e-7 * rows / 64) + 2 * (1e-6 + 1e-7) for rows in without.rows]
+    assert more == pytest.approx([64_000 * kv_ms for kv_ms in each])
+    assert all(fewer < more for fewer, more in pairwise(more.tolist()))
+
+
+def test_where_packed_steps_replay_no_graph_they_are_priced_without() -> None:
+    """Uniform graphs serve steps of all drafts alone."""
+    tables = RoundTables(with_graphs(GraphSupport.UNIFORM_Q), packs_in_graphs=False)
+    found = tables.table(UpcomingRound(64), DEPTH)
+    assert found.costs_ms[-1] == pytest.approx(1.1 * 256)
+    assert min(found.costs_ms[:-1]) > 1000
+    assert found.most_gain == 0.0
+
+
+def test_resampled_scores_are_distributed_as_those_read() -> None:
+    rng = np.random.default_rng(0)
+    scores = np.cumprod(rng.random((40, DEPTH)), axis=1)
+    assert sorted(resampled(scores, DEPTH, 120)) == sorted(scores.flatten())
+    for longest, count in ((1, 7), (2, 200), (5, 333)):
+        found = resampled(scores, longest, count)
+        assert found.shape == (count,)
+        if longest <= DEPTH:
+            assert abs(found.mean() - scores[:, :longest].mean()) < 0.03
+        else:
+            assert found.mean() < scores.mean()
+
+
+def cut(tile_spec: TileSpec, num_drafts: Sequence[int], num_prompts: int = 0) -> RowPlan:
+    batch = batch_of(num_drafts, num_prompts)
+    counts = [*([0] * num_prompts), *num_drafts]
+    return tile_spec.cut(batch, counts, plan_of_drafts(batch, counts))
+
+
+def result_of(fed: Sequence[int], right: Sequence[int]) -> HostResult:
+    taken = [1 + count for count in right]
+    return HostResult([[]] * len(taken), taken, taken, num_drafts=list(fed))
+
+
+def tile_spec_over(rounds: MeasuredRounds, confidence: float = 0.5) -> TileSpec:
+    tables = RoundTables(rounds, packs_in_graphs=True)
+    return TileSpec(tables, torch.full((64, DEPTH), confidence))
+
+
+def test_a_step_is_cut_to_the_rows_of_a_graph_once_scores_are_known() -> None:
+    tile_spec = tile_spec_over(with_graphs(GraphSupport.RAGGED_Q))
+    assert cut(tile_spec, [DEPTH] * 64).counts.packed is None
+    tile_spec.observe(result_of([DEPTH] * 64, [1] * 64))
+    plan = cut(tile_spec, [DEPTH] * 64)
+    assert plan.counts.packed == PackedSize(192, 192), "as cheap as 96 rows"
+    assert plan.max_accepted == 1 + DEPTH
+
+
+def test_beside_prompts_as_many_drafts_are_verified_and_prompts_are_fed_whole() -> None:
+    tile_spec = tile_spec_over(MeasuredRounds(DEAR_ROWS, FREE_DRAFTS), 0.05)
+    cut(tile_spec, [DEPTH] * 4)
+    tile_spec.observe(result_of([DEPTH] * 4, [0] * 4))
+    plan = cut(tile_spec, [DEPTH] * 4, num_prompts=2)
+    assert plan.counts.packed == PackedSize(2 * 10 + 4, 2 + 4)
+
+
+def test_where_rows_are_free_nothing_is_copied_and_nothing_is_cut() -> None:
+    tile_spec = tile_spec_over(MeasuredRounds(FREE_ROWS, FREE_DRAFTS), 0.0)
+    for _ in range(3):
+        assert cut(tile_spec, [DEPTH] * 4).counts.packed is None
+        assert tile_spec._launched[-1].confidence is None
+        found = tile_spec.observe(result_of([DEPTH] * 4, [0, 1, 2, 3]))
+        assert found == [(DEPTH, 0), (DEPTH, 1), (DEPTH, 2), (DEPTH, 3)]
+
+
+def test_steps_of_requests_without_drafts_say_nothing() -> None:
+    tile_spec = tile_spec_over(MeasuredRounds(DEAR_ROWS, FREE_DRAFTS))
+    assert cut(tile_spec, [0, 0]).is_plain
+    assert tile_spec.observe(HostResult([[1], [2]], [1, 1], [1, 1])) == []
+
+
+@pytest.mark.parametrize("chance", [0.3, 0.8])
+def test_who_learns_from_cut_steps_learns_what_uncut_ones_would_have_told(chance: float) -> None:
+    """Drafts are right with the chance that the head says; any number of each chain is fed."""
+    luck = random.Random(5)
+    tile_spec = tile_spec_over(MeasuredRounds(DEAR_ROWS, FREE_DRAFTS), chance)
+    told = np.zeros(1 + DEPTH)
+    for _ in range(400):
+        cut(tile_spec, [DEPTH] * 8)
+        fed = [luck.randint(0, DEPTH) for _ in range(8)]
+        whole = [next(i for i in range(9) if i == DEPTH or luck.random() >= chance) for _ in fed]
+        right = [min(count, most) for count, most in zip(whole, fed, strict=True)]
+        for count, num_right in tile_spec.observe(result_of(fed, right)):
+            assert count == DEPTH
+            told[num_right] += 1
+    expected = [chance**n * (1 - chance * (n < DEPTH)) for n in range(1 + DEPTH)]
+    expected[DEPTH] = chance**DEPTH
+    assert told / told.sum() == pytest.approx(expected, abs=0.04)
+
+
+def test_a_table_has_a_price_for_each_bucket() -> None:
+    for rows, costs in (((), ()), ((1,), (1.0, 2.0)), ((1,), (0.0,))):
+        with pytest.raises(AssertionError):
+            LatencyTable(rows, costs)
+
+
+SAYINGS = {"true": 1.0, "too sure": 2.0, "too humble": 0.5}
+
+
+@pytest.mark.parametrize("saying", SAYINGS)
+@pytest.mark.parametrize(("num_reqs", "least"), [(1, 0.98), (8, 0.99), (64, 1.05), (128, 1.05)])
+def test_simulated_it_beats_the_best_static_number_where_rows_cost_time(
+    num_reqs: int, least: float, saying: str
+) -> None:
+    """And loses nothing where they do not, whether the head is as sure as it may be or not. Probes
+    and luck are in the figures."""
+    text = Text(0.6, power=SAYINGS[saying])
+    assert Decode(num_reqs, text).rate(200 if num_reqs > 8 else 800) > least * (
+        text.best_static_rate(num_reqs)
+    )
+
+
+@pytest.mark.parametrize("num_reqs", [8, 64, 128])
+def test_simulated_a_head_that_says_the_same_of_all_drafts_makes_nothing_slower(
+    num_reqs: int,
+) -> None:
+    """Right ones and wrong ones: there is no order to choose by."""
+    text = Text(1.0, easy=0.6, hard=0.6)
+    assert Decode(num_reqs, text).rate(200) > 0.98 * text.best_static_rate(num_reqs)

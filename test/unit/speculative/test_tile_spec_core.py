@@ -1,0 +1,228 @@
+"""How many drafts a step should verify: the arithmetic against searches and planted curves."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from sglang.srt.speculative.tile_spec.core import (
+    JUMP,
+    LEAST_CHANCE,
+    MOST_CHANCE,
+    Calibration,
+    LatencyTable,
+    PiecewiseLinearLatency,
+    best_cut,
+    compute_optimal_k,
+    isotonic,
+)
+
+# Milliseconds of all matrix products of an 8B model on an H100, by rows.
+STAIRCASE = {
+    1: 5.64, 64: 5.85, 128: 6.12, 192: 6.68, 256: 7.30, 264: 7.86, 288: 9.24, 320: 8.40,
+    384: 9.77, 416: 11.5, 448: 14.9, 480: 12.2, 512: 12.4, 576: 13.8,
+}  # fmt: skip
+
+
+def random_chains(chooser: random.Random, num_reqs: int, depth: int) -> list[list[float]]:
+    """Chances that never rise along a chain; some are equal, some 0 or 1."""
+    steps = [0.0, 0.5, 0.5, 0.8, 1.0, 1.0]
+    return [
+        list(itertools.accumulate((chooser.choice(steps) for _ in range(depth)), float.__mul__))
+        if chooser.random() < 0.5
+        else sorted((chooser.random() for _ in range(depth)), reverse=True)
+        for _ in range(num_reqs)
+    ]
+
+
+def random_table(chooser: random.Random, num_reqs: int, num_drafts: int) -> LatencyTable:
+    """Falls in places; some buckets have no room for the requests, some more than is needed."""
+    most = num_reqs + num_drafts
+    rows = {chooser.randint(1, most + 9) for _ in range(chooser.randint(0, 6))} | {most}
+    costs = [chooser.choice([1.0, 2.0, 5.0 * chooser.random() + 0.1]) for _ in rows]
+    return LatencyTable(tuple(sorted(rows)), tuple(costs))
+
+
+def rate_of(k: int, ordered: list[float], num_reqs: int, table: LatencyTable) -> float:
+    """Tokens per millisecond with k drafts, in the cheapest bucket that has room for them."""
+    tokens = num_reqs + math.fsum(ordered[:k])
+    priced = zip(table.rows, table.costs_ms, strict=True)
+    return max((tokens / cost for rows, cost in priced if rows >= num_reqs + k), default=0.0)
+
+
+def test_the_number_of_drafts_is_that_of_a_search_over_all_numbers() -> None:
+    chooser, numbers = random.Random(0), set[str]()
+    for _ in range(2000):
+        num_reqs, depth = chooser.randint(1, 8), chooser.randint(1, 5)
+        chances = random_chains(chooser, num_reqs, depth)
+        table = random_table(chooser, num_reqs, num_reqs * depth)
+        found = compute_optimal_k(chances, num_reqs, table)
+        ordered = sorted(itertools.chain.from_iterable(chances), reverse=True)
+        rates = [rate_of(k, ordered, num_reqs, table) for k in range(len(ordered) + 1)]
+        assert rates[found] == pytest.approx(max(rates), rel=1e-12)
+        full = (num_reqs + math.fsum(ordered)) / table.costs_ms[-1]
+        gain = best_cut(chances, num_reqs, table).gain
+        assert gain == pytest.approx(max(rates) / full)
+        numbers.add("none" if found == 0 else "all" if found == len(ordered) else "some")
+    assert numbers == {"none", "some", "all"}
+
+
+def test_what_gains_too_little_is_not_done() -> None:
+    chooser, num_cut = random.Random(1), 0
+    for _ in range(500):
+        chances = random_chains(chooser, 4, 3)
+        table = random_table(chooser, 4, 12)
+        ordered = sorted(itertools.chain.from_iterable(chances), reverse=True)
+        gain = chooser.random()
+        best, found = (compute_optimal_k(chances, 4, table, least) for least in (0.0, gain))
+        full = (4 + math.fsum(ordered)) / table.costs_ms[-1]
+        if rate_of(best, ordered, 4, table) > full * (1 + gain):
+            assert found == best
+            num_cut += found < 12
+        else:
+            assert found == 12
+        if found < 12:
+            assert table.most_gain > gain, "what `wants_scores` would have missed"
+    assert num_cut > 50
+
+
+@pytest.mark.parametrize("cost", [0.5, 7.0])
+def test_where_rows_cost_nothing_all_drafts_are_taken(cost: float) -> None:
+    for chance in (0.0, 0.01, 0.5):
+        table = LatencyTable((8, 16, 32), (cost,) * 3)
+        assert compute_optimal_k(np.full((8, 3), chance), 8, table) == 24
+    assert table.most_gain == 0.0
+
+
+def test_drafts_that_are_wrong_are_not_verified_where_rows_cost_time() -> None:
+    assert compute_optimal_k(np.zeros((8, 3)), 8, LatencyTable((8, 32), (1.0, 1.001))) == 0
+    assert compute_optimal_k(np.ones((8, 3)), 8, LatencyTable((8, 32), (1.0, 3.999))) == 24
+    assert compute_optimal_k(np.ones((8, 3)), 8, LatencyTable((8, 32), (1.0, 4.001))) == 0
+    assert compute_optimal_k([], 8, LatencyTable((8,), (1.0,))) == 0
+
+
+def test_a_larger_bucket_that_is_cheaper_is_filled() -> None:
+    """As 448 rows and 480 on an H100."""
+    rows = (416, 448, 480, 512)
+    table = LatencyTable(rows, tuple(STAIRCASE[each] for each in rows))
+    chances = np.full((128, 3), 0.6)
+    assert compute_optimal_k(chances, 128, table) + 128 == 512
+    rare = np.sort(np.linspace(0.0, 0.9, 384).reshape(128, 3))[:, ::-1]
+    assert compute_optimal_k(rare, 128, LatencyTable(rows[:3], table.costs_ms[:3])) + 128 in (
+        416,
+        480,
+    )
+
+
+CURVES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "right": lambda score: score,
+    "too sure": lambda score: score**2,
+    "too humble": lambda score: np.sqrt(score),
+    "step": lambda score: np.where(score < 0.5, 0.1, 0.8),
+    "line": lambda score: 0.2 + 0.5 * score,
+}
+
+
+def draw(
+    rng: np.random.Generator, curve: Callable[[np.ndarray], np.ndarray], count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    scores = rng.random(count)
+    return scores, rng.random(count) < curve(scores)
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_calibration_finds_a_planted_curve(name: str) -> None:
+    rng, calibration = np.random.default_rng(0), Calibration()
+    for _ in range(100):
+        calibration.observe(*draw(rng, CURVES[name], 200))
+    scores = np.linspace(0.02, 0.98, 97)
+    scores = scores[np.abs(scores - 0.5) > 0.04]  # not at the step itself
+    off = np.abs(calibration.predict(scores) - CURVES[name](scores))
+    assert off.mean() < 0.03
+    assert off.max() < 0.12
+    whole = calibration.predict(np.linspace(0, 1, 1001))
+    assert (np.diff(whole) >= 0).all()
+    assert whole.min() >= LEAST_CHANCE
+    assert whole.max() <= MOST_CHANCE
+
+
+def test_which_drafts_are_told_by_their_scores_does_not_change_what_is_found() -> None:
+    """Only the likely ones, as cut steps verify them."""
+    rng, calibration = np.random.default_rng(1), Calibration()
+    for _ in range(100):
+        scores, confirmed = draw(rng, CURVES["too sure"], 200)
+        calibration.observe(scores[scores > 0.4], confirmed[scores > 0.4])
+    scores = np.linspace(0.45, 0.95, 20)
+    assert np.abs(calibration.predict(scores) - scores**2).mean() < 0.03
+
+
+def test_a_score_is_its_own_chance_at_first_and_old_trials_are_forgotten() -> None:
+    rng, calibration = np.random.default_rng(2), Calibration()
+    scores = np.linspace(0.05, 0.95, 10)
+    np.testing.assert_allclose(calibration.predict(scores), scores, atol=0.02)
+    calibration.observe([], [])
+    for curve in (CURVES["too sure"], CURVES["too humble"]):
+        for _ in range(200):
+            calibration.observe(*draw(rng, curve, 200))
+    assert np.abs(calibration.predict(scores) - CURVES["too humble"](scores)).mean() < 0.03
+
+
+def test_scores_that_are_no_probabilities_do_no_harm() -> None:
+    calibration = Calibration()
+    calibration.observe([math.nan, math.inf, -1.0, 2.0], [True, False, True, False])
+    found = calibration.predict([0.0, 0.5, 1.0])
+    assert np.isfinite(found).all()
+
+
+def test_pooling_gives_the_closest_values_that_never_fall() -> None:
+    """No other such values on a grid are closer."""
+    chooser = random.Random(3)
+    grid = [each / 6 for each in range(7)]
+    for _ in range(60):
+        values = np.array([chooser.choice(grid) for _ in range(4)])
+        weights = np.array([chooser.choice([1.0, 2.0, 5.0]) for _ in range(4)])
+        found = isotonic(values, weights)
+        assert (np.diff(found) >= -1e-12).all()
+        least = (weights * (found - values) ** 2).sum()
+        for other in itertools.combinations_with_replacement(grid, 4):
+            assert least <= (weights * (np.array(other) - values) ** 2).sum() + 1e-12
+
+
+def test_segments_of_an_h100_begin_at_its_cliffs() -> None:
+    latency = PiecewiseLinearLatency.fit([*STAIRCASE], [*STAIRCASE.values()])
+    assert latency.ends == (264, 320, 384, 416, 576)
+    costs = [*STAIRCASE.items()]
+    cliffs = [
+        (rows, larger)
+        for (rows, cost), (larger, more) in itertools.pairwise(costs)
+        if more > (1 + JUMP) * cost
+    ]
+    assert [rows for rows, _ in cliffs] == [*latency.ends[:-1]]
+    assert [segment.first for segment in latency.segments[1:]] == [large for _, large in cliffs]
+    for rows in (1, 64, 128, 192, 256):
+        assert latency.at(rows) == pytest.approx(STAIRCASE[rows], rel=0.06)
+    assert latency.at(270) > latency.at(264) * (1 + JUMP / 2), "a whole tile is computed"
+
+
+def test_planted_segments_are_found() -> None:
+    chooser = random.Random(4)
+    for _ in range(50):
+        sizes, costs, ends = [], [], []
+        size, level = 0, 4.0
+        for _ in range(chooser.randint(1, 5)):
+            slope = chooser.random() * 0.002
+            for _ in range(chooser.randint(1, 6)):
+                size += chooser.choice([8, 16, 32])
+                sizes.append(size)
+                costs.append(level + slope * size)
+            ends.append(size)
+            level = costs[-1] * 1.4
+        found = PiecewiseLinearLatency.fit(sizes, costs)
+        assert found.ends == tuple(ends)
+        for each, cost in zip(sizes, costs, strict=True):
+            assert found.at(each) == pytest.approx(cost)

@@ -1,0 +1,265 @@
+"""Prices of steps are kept for the next start, and whatever else is in the cache does no harm."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from sglang.srt.layers.attention.base_attn_backend import GraphSupport
+from sglang.srt.model_executor.graph_keys import GraphKeys
+from sglang.srt.speculative.tile_spec import profiler
+from sglang.srt.speculative.tile_spec.profiler import FILE_NAME, TileSpecProfiler, cliffs, folder_of
+from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
+from utils import Setup, make_execution, make_random_llama
+
+CURVE = Curve((1, 8, 64), (1.5, 1.25, 9.0))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "some model"
+    make_random_llama(path, 0)
+    return path
+
+
+def runner_of(model: Path, hidden_width: int = 0, **changes: Any) -> Any:
+    """What the profiler looks at of a runner with graphs."""
+    execution = make_execution(model, Setup(), 64, 4)
+    keys = GraphKeys(GraphSupport.RAGGED_Q, 8, 4, 64, hidden_width=hidden_width)
+    return SimpleNamespace(
+        config=replace(execution, max_decode_rows=4, draft_steps={1: (), 2: ()}, **changes),
+        graph_keys=keys,
+        model=SimpleNamespace(hidden_width=hidden_width),
+    )
+
+
+def measured(runner: Any) -> PriceTable:
+    keys = runner.graph_keys.all
+    costs = {key: 1.0 + key.num_tokens / 7 for key in keys}
+    return PriceTable(runner.graph_keys.find_shape, costs, CURVE, CURVE, 1e-6, 3e-9, CURVE, 0.01)
+
+
+def contents(prices: PriceTable) -> tuple[Any, ...]:
+    """All that was measured."""
+    return tuple(getattr(prices, name) for name in PriceTable.__slots__ if name != "find")
+
+
+class Start:
+    """A server that starts: what it measured, and the prices that it goes by."""
+
+    def __init__(self, cache: Path, target: Any, head: Any) -> None:
+        self.measured: list[str] = []
+        prices = TileSpecProfiler(cache, target).target(self._measure("target", measured(target)))
+        self.target = contents(prices)
+        drafts = DraftPrices(measured(head), {1: CURVE, 2: Curve((4,), (2.0,))})
+        found = TileSpecProfiler(cache, target).head(head, prices, self._measure("head", drafts))
+        self.head = contents(found.extend), found.passes
+
+    def _measure(self, name: str, prices: Any) -> Callable[[], Any]:
+        def measure() -> Any:
+            self.measured.append(name)
+            return prices
+
+        return measure
+
+
+@pytest.fixture
+def runners(model: Path) -> tuple[Any, Any]:
+    return runner_of(model), runner_of(model, hidden_width=32)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+def test_the_second_start_measures_nothing_and_has_the_same_prices(
+    tmp_path: Path, runners: tuple[Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (Start(tmp_path, *runners) for _ in range(2))
+    assert (first.measured, second.measured) == (["target", "head"], [])
+    assert (second.target, second.head) == (first.target, first.head)
+    assert not warnings_of(caplog)
+    assert [path.name for path in tmp_path.iterdir()] == ["some-model_cpu_tp1"]
+    assert [path.name for path in (tmp_path / "some-model_cpu_tp1").iterdir()] == [FILE_NAME]
+
+
+def test_cliffs_are_those_of_the_cheapest_graph_of_each_size(model: Path) -> None:
+    keys = runner_of(model).graph_keys
+    costs = {key: 10.0 * key.num_reqs + (5 if key.num_tokens > 24 else 1) for key in keys.all}
+    eager = Curve((1, 96), (500.0, 30.0))
+    prices = PriceTable(keys.find_shape, costs, eager, CURVE)
+    least: dict[int, float] = {1: 500.0, 96: 30.0}
+    for rows in {key.num_tokens for key in keys.all}:
+        least[rows] = min(cost for key, cost in costs.items() if key.num_tokens == rows)
+    sizes = sorted(least)
+    expected = [a for a, b in pairwise(sizes) if least[b] > 1.15 * least[a]]
+    assert cliffs(prices) == expected
+    assert len(expected) > 1
+
+
+def test_a_graph_is_found_with_prices_from_the_cache(
+    tmp_path: Path, runners: tuple[Any, Any]
+) -> None:
+    Start(tmp_path, *runners)
+    target = runners[0]
+    prices = TileSpecProfiler(tmp_path, target).target(lambda: pytest.fail("measured"))
+    for shape in ((1, 4, 4), (3, 2, 5), (8, 4, 32)):
+        assert prices.rows_ms(*shape) == measured(target).rows_ms(*shape)
+
+
+def test_a_model_may_be_called_anything(tmp_path: Path, model: Path) -> None:
+    for name in ("..", "a/b", "x" * 400, "_é\n", "."):
+        target = runner_of(model)
+        path = SimpleNamespace(name=name)
+        target.config = SimpleNamespace(model=SimpleNamespace(path=path), device="cpu")
+        folder = folder_of(tmp_path, target)
+        assert folder.parent == tmp_path
+        folder.mkdir(exist_ok=True)
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "type": {"dtype": "bfloat16"},
+    "page": {"page_size": 16},
+    "requests": {"max_running_requests": 9},
+    "backend": {"attention_backend": "triton"},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_prices_of_another_setting_are_measured_again_with_a_warning(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    Start(tmp_path, runner_of(model), runner_of(model, 32))
+    others = [runner_of(model, width, **CHANGES[change]) for width in (0, 32)]
+    assert Start(tmp_path, *others).measured == ["target", "head"]
+    [warning] = warnings_of(caplog)
+    assert "measured with another setting; measured again" in warning
+    assert Start(tmp_path, *others).measured == []
+
+
+@pytest.mark.parametrize("name", ["driver_version", "_code_digest", "_version"])
+def test_so_are_those_of_another_driver_or_kernels(
+    tmp_path: Path, runners: tuple[Any, Any], caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    Start(tmp_path, *runners)
+    with mock.patch.object(profiler, name, return_value="other"):
+        assert Start(tmp_path, *runners).measured == ["target", "head"]
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_another_head_alone_is_measured_again(
+    tmp_path: Path, model: Path, runners: tuple[Any, Any]
+) -> None:
+    Start(tmp_path, *runners)
+    other = runner_of(model, 32)
+    other.config = replace(other.config, draft_steps={1: (), 2: (), 3: ()})
+    assert Start(tmp_path, runners[0], other).measured == ["head"]
+
+
+def entry(path: list[Any], value: Any) -> Callable[[Path], None]:
+    """Writes a value into the file, at a place of its JSON."""
+
+    def spoil(file: Path) -> None:
+        whole = json.loads(file.read_text())
+        place = whole
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+        file.write_text(json.dumps(whole))
+
+    return spoil
+
+
+def text(value: bytes) -> Callable[[Path], None]:
+    return lambda file: [file.write_bytes(value)].clear()
+
+
+def instead(make: Callable[[Path], None]) -> Callable[[Path], None]:
+    def spoil(file: Path) -> None:
+        file.unlink()
+        make(file)
+
+    return spoil
+
+
+PRICES = ["target", "prices"]
+SPOILED: dict[str, Callable[[Path], None]] = {
+    "empty": text(b""),
+    "no text": text(bytes(range(256))),
+    "cut off": lambda file: os.truncate(file, 200),
+    "no object": text(b"[1, 2]"),
+    "a number": text(b"1"),
+    "deep": text(b"[" * 200_000),
+    "huge": text(b" " * (5 << 20)),
+    "another format": entry(["format"], 99),
+    "no prices": entry(["target"], 5),
+    "no key": entry(["target", "measured_with"], None),
+    "foreign": entry(["target", "measured_with", "model"], "another"),
+    "not a number": entry([*PRICES, "kv_ms"], float("nan")),
+    "infinite": entry([*PRICES, "kv_ms"], float("inf")),
+    "negative": entry([*PRICES, "spread"], -1),
+    "a very large number": entry([*PRICES, "kv_ms"], 10**400),
+    "a flag": entry([*PRICES, "kv_ms"], True),
+    "words": entry([*PRICES, "eager"], "__import__('os')"),
+    "free rows": entry([*PRICES, "eager"], [[1, 0.0]]),
+    "no sizes": entry([*PRICES, "eager"], []),
+    "sizes that fall": entry([*PRICES, "head"], [[8, 1.0], [4, 1.0]]),
+    "graphs lack": entry([*PRICES, "graphs_ms"], []),
+    "graphs that are none": entry([*PRICES, "graphs_ms", 0], ["ragged", 1]),
+    "graphs of lists": entry([*PRICES, "graphs_ms", 0], [[], {}]),
+    "one graph twice": lambda file: entry(
+        [*PRICES, "graphs_ms", 0],
+        json.loads(file.read_text())["target"]["prices"]["graphs_ms"][1],
+    )(file),
+    "more entries": entry([*PRICES, "more"], 1),
+    "passes lack": entry(["head", "prices", "passes"], {"1": [[1, 1.0]]}),
+    "the head's graphs lack": entry(["head", "prices", "extend", "graphs_ms"], []),
+    "a pipe": instead(os.mkfifo),
+    "a device": instead(lambda file: file.symlink_to("/dev/zero")),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_spoiled_cache_is_measured_again_with_one_warning_and_replaced(
+    tmp_path: Path, runners: tuple[Any, Any], caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    first = Start(tmp_path, *runners)
+    [file] = tmp_path.rglob(FILE_NAME)
+    SPOILED[name](file)
+    second = Start(tmp_path, *runners)
+    assert "head" in second.measured
+    assert (second.target, second.head) == (first.target, first.head)
+    [warning] = warnings_of(caplog)
+    assert "\n" not in warning
+    assert Start(tmp_path, *runners).measured == []
+
+
+@pytest.mark.parametrize("name", ["a file", "a part of a file", "full", "read only"])
+def test_where_nothing_can_be_kept_there_is_one_warning(
+    tmp_path: Path, runners: tuple[Any, Any], caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    cache = tmp_path / "cache"
+    errors: dict[str, OSError] = {
+        "full": OSError(28, "No space left on device"),
+        "read only": PermissionError(30, "Read-only file system"),
+    }
+    if name in errors:
+        with mock.patch.object(profiler.os, "replace", side_effect=errors[name]):
+            start = Start(cache, *runners)
+        assert not [*cache.rglob(".*")], "A part of a file was left."
+    else:
+        cache.write_text("")
+        start = Start(cache / "below" if name == "a part of a file" else cache, *runners)
+    assert start.measured == ["target", "head"]
+    [warning] = warnings_of(caplog)
+    assert "--tile-spec-cache-dir" in warning
