@@ -19,6 +19,7 @@ import logging
 import pickletools
 import reprlib
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ def choices_on(device: str, backends: list[str]) -> dict[str, tuple[Any, ...]]:
         "speculative_algorithm": tuple(HEADS),
         "speculative_num_steps": (1, 3, 5),
         "speculative_load_aware": ("off", "on"),
+        "tile_spec": (False, True),
         "attention_backend": tuple(backends),
         "disable_radix_cache": (False, True),
         "disable_overlap_schedule": (False, True),
@@ -121,20 +123,18 @@ def engine(device: str, flags: dict[str, Any]) -> sglang.Engine:
 
 
 def check(device: str, case: dict[str, Any], texts: list[str], reference: Reference) -> str:
-    """Serves the texts twice, so that the second time finds prefixes; returns a row's end.
+    """Serves the texts twice, so that the second time finds prefixes. Gives a row's end.
 
     Raises:
         AssertionError: for other tokens.
     """
     head = HEADS[case["speculative_algorithm"]]
     start = time.monotonic()
-    with engine(device, {**case, "speculative_draft_model_path": head}) as drafted:
-        for _ in range(2):
-            results = drafted.generate(texts, GREEDY)
-            problem = reference.problem_of([result["output_ids"] for result in results])
-            if problem:
-                raise AssertionError(problem)
-    infos = [result["meta_info"] for result in results]
+    flags = {**case, "speculative_draft_model_path": head}
+    with tempfile.TemporaryDirectory() as cache:
+        if case["tile_spec"]:
+            flags["tile_spec_cache_dir"] = cache
+        infos = serve(device, flags, texts, reference)
     is_fixed = case["speculative_load_aware"] == "off"
     num_cached = sum(info["cached_tokens"] for info in infos)
     if bool(num_cached) == case["disable_radix_cache"]:
@@ -147,12 +147,26 @@ def check(device: str, case: dict[str, Any], texts: list[str], reference: Refere
     return f"ok       {found}, {time.monotonic() - start:.0f} s"
 
 
+def serve(
+    device: str, flags: dict[str, Any], texts: list[str], reference: Reference
+) -> list[dict[str, Any]]:
+    """`meta_info` of the texts, served the second time."""
+    with engine(device, flags) as drafted:
+        for _ in range(2):
+            results = drafted.generate(texts, GREEDY)
+            problem = reference.problem_of([result["output_ids"] for result in results])
+            if problem:
+                raise AssertionError(problem)
+    return [result["meta_info"] for result in results]
+
+
 def shown(case: dict[str, Any]) -> str:
     """A row's beginning."""
     words = [
         f"{case['speculative_algorithm']:6}",
         f"steps {case['speculative_num_steps']}",
         "load-aware" if case["speculative_load_aware"] == "on" else "fixed     ",
+        "TileSpec  " if case["tile_spec"] else "all drafts",
         f"{case['attention_backend']:12}",
         "no radix  " if case["disable_radix_cache"] else "radix     ",
         "no overlap" if case["disable_overlap_schedule"] else "overlap   ",
