@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sglang.srt.layers.forward_batch import dummy_step
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import Launch, PriceMeter, shortest
 from sglang.srt.step.price_table import DraftPrices
@@ -33,14 +32,12 @@ def measure_draft_prices(
         num_steps: how many draft steps passes may have.
     """
     meter = PriceMeter(runner, max_requests, max_width, clock)
-    device = runner.device
-    sizes = CPU_PASS_REQUESTS if device.type == "cpu" else PASS_REQUESTS
+    sizes = CPU_PASS_REQUESTS if runner.device.type == "cpu" else PASS_REQUESTS
     sizes = tuple(sorted({*(size for size in sizes if size < max_requests), max_requests}))
 
     def passes_of(count: int) -> Callable[[int], Launch]:
         def launch_of(num_reqs: int) -> Launch:
-            hidden = meter.hidden_input(num_reqs, runner.model.draft_hidden_width)
-            first = dummy_step([1] * num_reqs, device, hidden=hidden)
+            first = meter.random_step([1] * num_reqs, runner.model.draft_hidden_width)
             return lambda: runner.draft(first, count)
 
         return launch_of

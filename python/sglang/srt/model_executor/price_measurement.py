@@ -1,4 +1,8 @@
-"""Measures prices of steps, once at start-up, over rows and slots that no request has yet."""
+"""Measures prices of steps, once at start-up, over rows and slots that no request has yet.
+
+Rows are fed random tokens, and heads random hidden states: a GPU multiplies equal rows, and zeros,
+faster than others, since it takes less power for them.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +46,7 @@ EAGER_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 # and more rows may cost less.
 MANY_ROWS = (*range(1152, 2049, 128), 2560, 4096, 8192)
 SLOW_ROWS = MANY_ROWS[0]  # from here on a step takes so long that one run tells its price
+READ_STATES = 64  # different hidden states whose logits are computed
 READ_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 PROMPT_ROWS = 512  # of a request in a step of many rows
 REPEATS = 2
@@ -83,7 +88,8 @@ class PriceMeter:
         self._device = self._table.device
         self._is_cpu = self._device.type == "cpu"
         self._width = runner.model.hidden_width
-        self._hidden = self._forward([1])
+        self._generator = torch.Generator(self._device).manual_seed(0)
+        self._hidden = self._forward([1] * min(READ_STATES, max_requests))
 
     @torch.inference_mode()
     def measure(self) -> PriceTable:
@@ -258,7 +264,8 @@ class PriceMeter:
         return split(num_rows, -(-num_rows // width))
 
     def _read(self, num_rows: int) -> Launch:
-        hidden = self._hidden[:1].expand(num_rows, -1).contiguous()
+        repeats = -(-num_rows // len(self._hidden))
+        hidden = self._hidden.repeat(repeats, 1)[:num_rows]
 
         def launch() -> None:
             logits = self._runner.compute_logits(hidden)
@@ -278,16 +285,24 @@ class PriceMeter:
             return self._runner.forward(self._dummy_step(q_lens)).hidden.clone()
 
     def _dummy_step(self, q_lens: list[int]) -> ForwardBatch:
-        batch = dummy_step(q_lens, self._device, hidden=self.hidden_input(sum(q_lens), self._width))
+        batch = self.random_step(q_lens, self._width)
         if not self._runner.model.reads_one_row:
             return batch
         last = [end - 1 for end in itertools.accumulate(q_lens)]
         return replace(batch, read_index=to_device(last, self._device))
 
-    def hidden_input(self, num_rows: int, width: int) -> torch.Tensor | None:
-        """Zeros [num_rows, width] for `ForwardBatch.hidden`; None where a model reads none."""
-        dtype = self._runner.kv_pool.kv[0].dtype
-        return torch.zeros((num_rows, width), dtype=dtype, device=self._device) if width else None
+    def random_step(self, q_lens: list[int], hidden_width: int) -> ForwardBatch:
+        """`dummy_step` of random tokens, and of hidden states [T, hidden_width] if that is not
+        0."""
+        count, device, hidden = sum(q_lens), self._device, None
+        if hidden_width:
+            dtype, shape = self._runner.kv_pool.kv[0].dtype, (count, hidden_width)
+            hidden = torch.randn(shape, generator=self._generator, device=device).to(dtype)
+        batch = dummy_step(q_lens, device, hidden=hidden)
+        ids = torch.randint(
+            self._runner.vocab_size, (count,), generator=self._generator, device=device
+        )
+        return replace(batch, input_ids=ids)
 
     def _eager_rows(self) -> list[int]:
         """Sizes that no graph covers: only the largest, where graphs serve steps with prompts. They
