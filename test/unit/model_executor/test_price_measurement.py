@@ -92,6 +92,23 @@ def test_passes_over_all_sizes_end_with_the_budget() -> None:
     assert runs == [1, 10, 100] * 4
 
 
+def test_rows_of_measured_steps_are_fed_different_tokens(model_path: Path) -> None:
+    """Equal ones take a GPU less power, and so less time."""
+    setup = Setup(num_pages=300, max_running_requests=4)
+    runner = make_runner(model_path, setup, 100, MTP_MAX_ROWS, device="cpu")
+    fed, forward = list[torch.Tensor](), runner.forward
+
+    def note(batch: ForwardBatch) -> ForwardResult:
+        fed.append(batch.input_ids)
+        return forward(batch)
+
+    with mock.patch.object(runner, "forward", note):
+        PriceMeter(runner, 4, MTP_MAX_ROWS).measure()
+    wide = [ids for ids in fed if len(ids) >= 16]
+    assert wide
+    assert all(len(ids.unique()) > len(ids) // 4 for ids in wide)
+
+
 def test_on_a_cpu_rows_reads_and_kv_are_measured_in_little_time(model_path: Path) -> None:
     setup = Setup(max_running_requests=4)
     runner = make_runner(model_path, setup, 128, MTP_MAX_ROWS, device="cpu")
