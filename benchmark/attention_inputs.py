@@ -129,7 +129,7 @@ class DecodeInputs:
         self.pool = heads.pool(num_slots, num_layers=1)
         self.requests = ReqToTokenPool(num_rows, context_len, str(device))
         slots = 1 + torch.randperm(num_slots, device=device).view(num_rows, kv_len)
-        self.requests.req_to_token[:, :kv_len] = slots
+        self.requests.req_to_token[:num_rows, :kv_len] = slots
         self.q = heads.queries(count)
         kv_lens = torch.full((count,), kv_len, device=device)
         self.batches = [

@@ -135,7 +135,7 @@ def policies_over(
 ) -> dict[str, TierPolicy]:
     """The policies of both strategies, over a drafter's models."""
     target, head = runners.runners
-    num_rows = runners.memory.table.req_to_token.shape[0]
+    num_rows = runners.memory.table.num_rows
     width, steps = 1 + options.num_steps, tuple(options.draft_steps)
     rounds = MeasuredRounds(prices, measure_draft_prices(head, num_rows, width, steps))
     keys = target.graph_keys
@@ -190,8 +190,9 @@ def rows_of(measured: Measured, arguments: argparse.Namespace) -> list[dict[str,
 
 
 def graph_bytes(args: ServerArgs) -> dict[str, int]:
-    """What graphs take: of the target, and of the head with those of its draft steps. Captured once
-    more, so that all that is loaded or compiled is there already."""
+    """What graphs take: of the target, of the head with those of its draft steps, and of whole
+    rounds with the worker's device rows. Those of the models are captured once more, so that all
+    that is loaded or compiled is there already."""
     model = load_model_config(args.model_path)
     config = resolve(args, Platform.probe(), model, Environ.read())
     runners = make_runners(config.execution, *drafter_models(config.drafter, config.execution))
@@ -204,6 +205,9 @@ def graph_bytes(args: ServerArgs) -> dict[str, int]:
         runner.capture_graphs()
         found[name] = before - free_bytes(config.execution.device)
         found[f"{name}_graphs"] = runner.num_graphs
+    before = free_bytes(config.execution.device)
+    make_worker(runners, config.drafter)
+    found["rounds"] = before - free_bytes(config.execution.device)
     return found
 
 
@@ -230,7 +234,8 @@ def memory_rows(flags: dict[str, Any], configs: dict[str, str]) -> list[dict[str
         slots = {"speculative_adaptive": True, "speculative_adaptive_config": config}
         every = graph_bytes(ServerArgs(**flags, **slots))
         _free_all()
-        mib = [(each["target"] + each["head"]) / MIB for each in (alone[deepest], every)]
+        parts = ("target", "head", "rounds")
+        mib = [sum(each[part] for part in parts) / MIB for each in (alone[deepest], every)]
         rows.append(
             {
                 "config": name,

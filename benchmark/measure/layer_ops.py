@@ -173,7 +173,7 @@ def attention_case(setting: Setting, rows: int, kv_len: int) -> Case:
         pool.kv *= geometry.num_layers  # one memory; torch_native keeps what it keeps of a model
         slots = 1 + torch.randperm(num_slots, device=device).view(rows, kv_len)
         requests = ReqToTokenPool(rows, MAX_POSITIONS, device)
-        requests.req_to_token[:, :kv_len] = slots
+        requests.req_to_token[: len(slots), :kv_len] = slots
         kv_lens = torch.full((rows,), kv_len, device=device)
         batch = ForwardBatch(
             input_ids=torch.zeros_like(kv_lens),

@@ -80,9 +80,9 @@ class OneBatch:
         config = resolve(args, Platform.probe(), load_model_config(args.model_path), Environ.read())
         runners = make_runners(config.execution, *drafter_models(config.drafter, config.execution))
         runner = runners.target
-        config = with_chunks_that_fit(config, runners.max_prompt_rows)
         prices = measure_prices(config, runner)
         worker = make(runners, config.drafter, prices)
+        config = with_chunks_that_fit(config, runners.max_prompt_rows)
         self.vocab_size = runner.vocab_size
         self._inbox = LocalInbox()
         self.outputs: dict[int, list[int]] = {}

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from sglang.srt.model_executor.price_measurement import gpu_times_ms
+from sglang.srt.model_executor.measured_times import gpu_times_ms
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)

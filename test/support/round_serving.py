@@ -13,7 +13,7 @@ from eagle_models import CONTEXT, eagle_config_for
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
-from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig, RowPlan
+from sglang.srt.speculative.drafter import DrafterConfig, RowPlan
 from sglang.srt.step.step_ops import AcceptedTokens
 from sglang.srt.step.worker import ScheduleBatch
 from sglang.srt.workers.round_graphs import RoundGraphs
@@ -57,6 +57,13 @@ def runners(
     return make_runners(execution, *drafter_models(drafter, execution))
 
 
+def copied(taken: AcceptedTokens) -> AcceptedTokens:
+    """What a graph gave, for a CPU: a GPU's results are on their way to the host before the next
+    replay, and those of a CPU are not copied."""
+    parts = [getattr(taken, name) for name in AcceptedTokens.__slots__]
+    return AcceptedTokens(*[None if part is None else part.clone() for part in parts])
+
+
 @dataclass
 class Served:
     """A scheduler with a head, whose rounds are graphs.
@@ -79,24 +86,20 @@ class Served:
         graphs: RoundGraphs = worker._rounds
         return graphs
 
-    def replay(self, batch: ScheduleBatch, plan: RowPlan) -> ComputedStep | None:
+    def replay(self, batch: ScheduleBatch, plan: RowPlan) -> AcceptedTokens | None:
         """Notes what `RoundGraphs.replay` does."""
-        step = self._replay(batch, plan)
-        if step is None:
+        taken = self._replay(batch, plan)
+        if taken is None:
             self.num_pieces += 1
             return None
-        num_drafts, num_fed = step.accepted.num_drafts, plan.max_pending - 1
+        num_drafts, num_fed = taken.num_drafts, plan.max_pending - 1
         fed = [0] * len(batch.rows) if num_drafts is None else num_drafts.tolist()
         assert fed == [num_fed] * len(batch.rows)
-        right = int((step.accepted.accept_lens - 1).sum())
+        right = int((taken.accept_lens - 1).sum())
         self.seen["right"] += right
         self.seen["wrong"] += sum(fed) - right
         self.rounds.append((len(batch.rows), num_fed))
-        # A GPU's results are copied before the next replay; results on a CPU are not.
-        taken = step.accepted
-        parts = [getattr(taken, name) for name in AcceptedTokens.__slots__]
-        copies = [None if part is None else part.clone() for part in parts]
-        return replace(step, accepted=AcceptedTokens(*copies))
+        return copied(taken)
 
     def watch(self) -> None:
         self._replay = self.graphs.replay

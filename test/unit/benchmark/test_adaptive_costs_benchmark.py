@@ -181,7 +181,7 @@ def test_memory_is_beside_that_of_the_deepest_tier_which_is_measured_once(
     def graph_bytes(args: ServerArgs) -> dict[str, int]:
         asked.append(args)
         mib = 12 if args.speculative_adaptive else args.speculative_num_steps or 0
-        return {"target": 10 * MIB, "head": mib * MIB}
+        return {"target": 10 * MIB, "head": mib * MIB, "rounds": 0}
 
     monkeypatch.setattr(adaptive_costs, "graph_bytes", graph_bytes)
     monkeypatch.setattr(adaptive_costs, "_free_all", lambda: None)

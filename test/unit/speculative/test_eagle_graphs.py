@@ -15,12 +15,14 @@ from drafter_checks import DraftCounter
 from eagle_models import CONTEXT, eagle_config_for, write_models
 from jumping_tier import JUMPING, jumping_tiers
 from recorded_graphs import recorded_graphs, replayable_backends
+from round_serving import copied
 from sglang.srt.model_executor.runner_graphs import RunnerGraphs
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig, RowPlan
 from sglang.srt.step.price_table import PriceTable
+from sglang.srt.step.step_ops import AcceptedTokens
 from sglang.srt.step.worker import ScheduleBatch
 from sglang.srt.workers.round_graphs import RoundGraphs
 from tile_spec_rounds import DEAR_ROWS, RandomBudgets
@@ -58,9 +60,11 @@ def harness(
     checks_kv: bool = True,
 ) -> tuple[Drafted, DraftCounter]:
     """KV of nobody is zero, which a mask makes nothing of; that of requests is checked in each step
-    if it is to be."""
+    if it is to be. Then, and only then, steps are counted."""
     counter = DraftCounter()
-    more = {"checks_kv": checks_kv and drafter is not None, "on_step": counter, "prices": prices}
+    more = {"checks_kv": checks_kv and drafter is not None, "prices": prices}
+    if checks_kv:
+        more["on_step"] = counter
     made = Drafted(group, drafter, setup, **more)
     for pool in group.memory.pools:
         for kv in pool.kv:
@@ -131,10 +135,10 @@ def test_tokens_with_graphs_of_steps_that_verify_some_of_the_drafts(
     budgets, replayed, rounds = RandomBudgets(3), list[bool](), list[bool]()
     replay = RoundGraphs.replay
 
-    def noted(graphs: RoundGraphs, batch: ScheduleBatch, plan: RowPlan) -> ComputedStep | None:
-        step = replay(graphs, batch, plan)
-        rounds.append(step is not None)
-        return step
+    def noted(graphs: RoundGraphs, batch: ScheduleBatch, plan: RowPlan) -> AcceptedTokens | None:
+        taken = replay(graphs, batch, plan)
+        rounds.append(taken is not None)
+        return None if taken is None else copied(taken)
 
     def note(step: ComputedStep) -> None:
         counter(step)

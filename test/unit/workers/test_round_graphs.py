@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from jumping_tier import JUMPING, jumping_tiers
 from recorded_graphs import recorded_graphs, replayable_backends
 from round_serving import NUM_STEPS, right_tokens, runners, serving, setup_of, submit_all, zero
 from sglang.srt.messages.requests import LogprobOptions
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.speculative.confirm import AcceptThresholds
 
 torch.set_num_threads(1)
@@ -163,3 +165,40 @@ def test_simulated_acceptance_goes_on_from_graph_to_graph(paths: dict[str, Path]
     drafts = served.seen["right"] / len(served.rounds)
     assert len(served.rounds) > 15
     assert abs(drafts - 1.5) < 0.1
+
+
+def test_old_graphs_are_gone_before_new_ones_are_captured(paths: dict[str, Path]) -> None:
+    """Or memory would have to hold both."""
+    served, seen = serving(paths), list[int]()
+    capture = ModelRunner.capture_graphs
+
+    def note(runner: ModelRunner) -> None:
+        others = (each.num_graphs for each in served.group.runners)
+        seen.append(served.graphs.num_graphs + max(others))
+        capture(runner)
+        seen.append(runner.num_graphs)
+
+    served.group.memory.release()
+    with mock.patch.object(ModelRunner, "capture_graphs", note):
+        served.group.restore_kv()
+    assert seen[0] == 0
+    assert min(seen[1::2]) > 0
+    assert served.graphs.num_graphs > 0
+
+
+def test_a_replay_without_memory_is_a_bug_that_shows(paths: dict[str, Path]) -> None:
+    served = serving(paths, setup=setup_of(use_radix_cache=False))
+    served.harness.submit(prompts()[0], **params_of(0))
+    while not served.rounds:
+        served.harness.step()
+    served.group.memory.release()
+    with pytest.raises(AssertionError, match="without a KV pool"):
+        served.harness.run()
+
+
+def test_who_is_told_of_each_step_gets_no_graphs(paths: dict[str, Path]) -> None:
+    drafter = eagle_config_for(paths["target"], paths[EAGLE], EAGLE, NUM_STEPS)
+    group = runners(paths, drafter, setup_of())
+    harness = Drafted(group, drafter, setup_of(), on_step=lambda step: None)
+    worker: Any = harness.scheduler._worker
+    assert worker._rounds is None

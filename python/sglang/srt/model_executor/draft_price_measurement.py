@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from sglang.srt.model_executor.measured_times import Launch, shortest
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.model_executor.price_measurement import Launch, PriceMeter, shortest
+from sglang.srt.model_executor.price_measurement import PriceMeter
 from sglang.srt.step.price_table import DraftPrices
 
 PASS_REQUESTS = (1, 2, 4, *range(8, 129, 8), 256, 512, 1024)

@@ -315,7 +315,7 @@ class ModelRunner:
         """Runs the model; the next call may overwrite the result."""
         if self._is_part_of_graph:
             return self._forward_part(batch)
-        self._assert_ready()
+        self.assert_ready()
         for check in self.checks:
             check(batch)
         if self._threads is not None:
@@ -328,7 +328,12 @@ class ModelRunner:
             hidden, taps = self._compute(batch)
             return ForwardResult(hidden, False, taps)
 
-    def _assert_ready(self) -> None:
+    def assert_ready(self) -> None:
+        """That a step may be launched.
+
+        Raises:
+            RuntimeError: if a kernel met a column outside of its row (`ReqToTokenPool.outside`).
+        """
         assert not self.weights.is_released, "A step without weights."
         assert not self.kv_pool.is_released, "A step without a KV pool."
         self.req_to_token_pool.raise_if_outside()
@@ -340,7 +345,7 @@ class ModelRunner:
         `captures_plans`; else each is a step of its own. The next call may overwrite the result."""
         drafts = None
         if not self._is_part_of_graph:
-            self._assert_ready()
+            self.assert_ready()
             drafts = None if self._graphs is None else self._graphs.draft(first, num_steps)
         if drafts is None:
             return self._draft_pass(num_steps, lambda batch: self.forward(batch).hidden).run(first)

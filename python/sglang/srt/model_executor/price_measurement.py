@@ -10,7 +10,7 @@ import itertools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -25,6 +25,12 @@ from sglang.srt.layers.forward_batch import (
     dummy_step,
 )
 from sglang.srt.model_executor.measured_rows import rows_of, split
+from sglang.srt.model_executor.measured_times import (
+    Launch,
+    gpu_times_ms,
+    shortest,
+    timed_passes,
+)
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.step.price_table import (
     FREE,
@@ -37,8 +43,6 @@ from sglang.srt.step.price_table import (
 )
 
 logger = logging.getLogger(__name__)
-
-Launch = Callable[[], object]  # what a GPU is to do is in its queue then, maybe not done
 
 # Rows of steps that replay no graph, and rows whose logits are read.
 EAGER_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
@@ -60,8 +64,6 @@ CHUNK_KV_TOKENS, CHUNK_REPEATS = 16384, 2
 CPU_ROWS_S, CPU_READS_S, CPU_KV_S, CPU_PLAIN_S = 0.4, 0.1, 0.2, 0.1
 CPU_KV_REQUESTS, CPU_KV_TOKENS = 4, 256
 CPU_CHUNK_S, CPU_CHUNK_KV_TOKENS = 0.2, 1024
-CPU_MIN_SIZES, CPU_MAX_PASSES = 2, 3
-IMPLAUSIBLE_GROWTH, CPU_RETRIES = 1.5, 2
 
 
 class PriceMeter:
@@ -345,61 +347,6 @@ def priced_graphs(runner: ModelRunner, max_width: int) -> list[GraphKey]:
         and not key.has_tree
         and key.hidden_width == runner.model.hidden_width
     ]
-
-
-def gpu_times_ms(launch: Launch, repeats: int) -> list[float]:
-    """Milliseconds of each run after a first one, by the GPU's own clock. All runs are launched
-    before any is waited for: the host's time is in them only where it
-    launches more slowly than the GPU computes."""
-    ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    for end in ends:
-        launch()
-        end.record()
-    ends[-1].synchronize()
-    return [first.elapsed_time(second) for first, second in itertools.pairwise(ends)]
-
-
-def shortest(times: Mapping[int, Sequence[float]]) -> Curve:
-    """The shortest time of each size: what disturbs a measurement makes it longer."""
-    return Curve(tuple(times), tuple(min(values) for values in times.values()))
-
-
-def timed_passes(
-    launches: Mapping[int, Launch],
-    budget_s: float,
-    once_ms: Callable[[Launch], float],
-    clock: Callable[[], float],
-) -> dict[int, list[float]]:
-    """Milliseconds of each size, ascending, from passes over all of them, so that a slow moment
-    meets one run of many. The first pass warms up, and counts only if no other fits the budget;
-    once it has spent half of that, larger sizes are left out."""
-    start, first = clock(), dict[int, list[float]]()
-    spent_s, last_size, last_ms = 0.0, 0, 0.0
-    for size, launch in launches.items():
-        if len(first) >= CPU_MIN_SIZES and spent_s > budget_s / 2:
-            break
-        taken_ms = once_ms(launch)
-        # Cost that grows faster than size was a slow moment: it must not end the pass.
-        most_ms = IMPLAUSIBLE_GROWTH * last_ms * size / max(last_size, 1)
-        for _ in range(CPU_RETRIES):
-            if not 0 < most_ms < taken_ms or clock() - start > 2 * budget_s:
-                break
-            taken_ms = min(taken_ms, once_ms(launch))
-        first[size] = [taken_ms]
-        spent_s += taken_ms / 1e3
-        last_size, last_ms = size, taken_ms
-    for size, larger in itertools.pairwise(first):
-        for _ in range(CPU_RETRIES * (first[size] > first[larger])):
-            if clock() - start > 2 * budget_s:
-                break
-            first[size] = [min(*first[size], once_ms(launches[size]))]
-    times: dict[int, list[float]] = {size: [] for size in first}
-    for _ in range(CPU_MAX_PASSES):
-        if clock() - start + spent_s > 1.2 * budget_s:
-            break
-        for size, values in times.items():
-            values.append(once_ms(launches[size]))
-    return times if all(times.values()) else first
 
 
 def _over_kv(batch: ForwardBatch, kv_len: int) -> ForwardBatch:

@@ -68,7 +68,10 @@ class GraphOwner(Protocol):
     """Captures graphs in which runners are parts (`ModelRunner.as_part_of_graph`)."""
 
     def capture(self) -> None:
-        """Captures them anew; none where not all runners can be parts of one."""
+        """Captures them; none where not all runners can be parts of one."""
+
+    def drop(self) -> None:
+        """Gives their memory back."""
 
 
 class RunnerGroup:
@@ -99,17 +102,28 @@ class RunnerGroup:
         memory is fixed, and that of a step is not."""
         for runner in self.runners:
             runner.capture_graphs()
+        self._warm_up()
+
+    def _warm_up(self) -> None:
         if self.target.device.type != "cpu":
             self.target.warm_up(drafting=self.runners[1:])
 
     def capture_with(self, owner: GraphOwner) -> None:
-        """Has `owner` capture its graphs now, and again whenever the runners' are captured.
+        """Has `owner` capture its graphs now, and again whenever the runners' are captured. Then
+        the largest step must fit beside them, so `max_prompt_rows` may become less.
 
         Raises:
             MemoryError: if the device has too little memory; the text says for what.
         """
         self._graph_owners.append(owner)
         owner.capture()
+        self._warm_up()
+
+    def _drop_graphs(self) -> None:
+        for each in self._graph_owners:
+            each.drop()
+        for runner in self.runners:
+            runner.drop_graphs()
 
     @contextmanager
     def as_parts_of_graph(self) -> Iterator[None]:
@@ -156,6 +170,7 @@ class RunnerGroup:
     def _resume_steps(self, give_back: Callable[[], None]) -> None:
         """Does what comes before the first step, unless other memory is still released. The planner
         counts on `max_prompt_rows`, so there must be room for as many as before."""
+        self._drop_graphs()
         try:
             for runner in self.runners:
                 runner.capture_graphs()
@@ -164,9 +179,6 @@ class RunnerGroup:
             if self.target.is_whole and self.target.device.type != "cpu":
                 self.target.warm_up(self.target.max_prompt_rows, self.runners[1:])
         except MemoryError as error:
-            for runner in self.runners:
-                runner.drop_graphs()
-            for owner in self._graph_owners:
-                owner.capture()  # which then has none
+            self._drop_graphs()
             give_back()
             raise RuntimeError(str(error)) from error

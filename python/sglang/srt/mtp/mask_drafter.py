@@ -79,7 +79,7 @@ class MaskDrafter:
         self._state = state
         self._config = config
         self._policy = policy
-        num_rows, device = state.committed.shape[0], str(state.committed.device)
+        num_rows, device = state.num_rows, str(state.committed.device)
         self._lookahead = LookaheadRows(num_rows, device, config.limits_unverified)
         self._ops = ops(state, self._lookahead.thresholds)
         self._unread: deque[_Unread] = deque()

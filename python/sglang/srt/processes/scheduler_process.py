@@ -76,7 +76,6 @@ def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, Schedul
     config = resolve(args, Platform.probe(), model, environ)
     draft_models = drafter_models(config.drafter, config.execution)
     runners = make_runners(config.execution, *draft_models)
-    config = with_chunks_that_fit(config, runners.max_prompt_rows)
     prices = measure_prices(config, runners.target)
     path = environ.mtp_debug_trace
     trace = None if path is None or config.mtp is None else DebugTrace(path)
@@ -88,6 +87,7 @@ def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, Schedul
         environ.kv_canary,
         environ.simulated_accept_len,
     )
+    config = with_chunks_that_fit(config, runners.max_prompt_rows)
     inbox: Receiver[Any] = Receiver(addresses.scheduler, ToScheduler)
     scheduler = Scheduler(
         config.scheduler,

@@ -219,7 +219,8 @@ class Drafter(Protocol):
 
     def propose(self, step: ComputedStep) -> None:
         """Writes drafts behind the certain token of requests that emitted
-        (`RequestRows.write_drafts`). Called for every step, also for those without drafts."""
+        (`RequestRows.write_drafts`). Called for every step, also for those without drafts, but for
+        those that replay a graph of a whole step (`DrafterNeeds.rounds`)."""
 
     def observe(self, result: HostResult) -> None:
         """Hears the result of the oldest step that it has not heard of."""

@@ -28,7 +28,7 @@ from sglang.srt.model_executor.graph_keys import MAX_WIDE_TOKENS, decode_sizes
 from sglang.srt.model_executor.model_runner import LESS_STATIC_MEMORY
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.platform import memory_for
-from sglang.srt.speculative.drafter import ComputedStep, RowPlan, plan_of_drafts
+from sglang.srt.speculative.drafter import RowPlan, plan_of_drafts
 from sglang.srt.step.step_ops import NUM_COUNTS, ROW, AcceptedTokens, pack_for_device
 from sglang.srt.step.worker import ScheduleBatch
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CHANGING_REQS = 8  # of steps that give another number of drafts than they verify
 Shape = tuple[int, int]  # drafts that each request verifies, and that it is given
-RunStep = Callable[[ScheduleBatch, RowPlan, torch.Tensor], ComputedStep]
+RunStep = Callable[[ScheduleBatch, RowPlan, torch.Tensor], AcceptedTokens]
 
 
 @dataclass(slots=True)
@@ -47,13 +47,13 @@ class _Captured:
         per_request: [NUM_COUNTS, R] int64; what the graph reads of its requests, of which `ROW`
             alone changes.
         rows: what `per_request[ROW]` holds.
-        step: what the graph computes; the next replay overwrites it.
+        accepted: what the graph gives; the next replay overwrites it.
     """
 
     graph: torch.cuda.CUDAGraph
     per_request: torch.Tensor
     rows: list[int]
-    step: ComputedStep
+    accepted: AcceptedTokens
 
 
 class RoundGraphs:
@@ -78,12 +78,17 @@ class RoundGraphs:
         self._rounds = rounds
         self._slots = slots
         self._run = run
+        self._poisons = runners.target.config.poisons_graphs
         self._captured: dict[Shape, dict[int, _Captured]] = {}  # then by requests
         self._sizes: dict[Shape, list[int]] = {}
 
     @property
     def num_graphs(self) -> int:
         return sum(map(len, self._captured.values()))
+
+    def drop(self) -> None:
+        """Gives the graphs' memory back; steps run piece by piece until they are captured again."""
+        self._captured, self._sizes = {}, {}
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -93,12 +98,15 @@ class RoundGraphs:
         Raises:
             MemoryError: if the device has too little memory; the text says for what.
         """
-        self._captured, self._sizes = {}, {}
+        self.drop()
         if not all(runner.can_be_part_of_graph for runner in self._runners.runners):
             return
         start, keys = time.perf_counter(), self._keys()
         with (
-            memory_for("CUDA graphs of rounds", f"{LESS_STATIC_MEMORY} or --max-running-requests."),
+            memory_for(
+                "CUDA graphs of rounds",
+                f"{LESS_STATIC_MEMORY} or --max-running-requests, or --disable-cuda-graph.",
+            ),
             no_collections(),
         ):
             for shape, num_reqs in tqdm(keys, desc="Capturing rounds", unit="graph", disable=None):
@@ -141,28 +149,27 @@ class RoundGraphs:
         memory = self._runners.target.graph_memory
         assert memory is not None, "The target has graphs."
         with self._runners.as_parts_of_graph():
-            graph, step = capture_graph(memory, lambda: self._run(batch, plan, per_request))
-        return _Captured(graph, per_request, rows, step)
+            graph, accepted = capture_graph(memory, lambda: self._run(batch, plan, per_request))
+        return _Captured(graph, per_request, rows, accepted)
 
-    def replay(self, batch: ScheduleBatch, plan: RowPlan) -> ComputedStep | None:
+    def replay(self, batch: ScheduleBatch, plan: RowPlan) -> AcceptedTokens | None:
         """Runs a step of the worker, whose new rows have their state; None if there is no graph
-        for it. Of the result `batch`, `plan`, `accepted` and `RowLayout.per_request` are of the
-        step's requests, and all else has padding behind them."""
+        for it. The next replay overwrites the result."""
         found = self._find(batch, plan)
         if found is None:
             return None
         target, num_reqs = self._runners.target, len(batch.rows)
-        self._table.raise_if_outside()
+        for runner in self._runners.runners:
+            runner.assert_ready()
         target.step_ops.write_table(batch.table_writes, self._table)
         rows = batch.rows + [self._table.padding_row] * (len(found.rows) - num_reqs)
         if rows != found.rows:
             overwrite(found.per_request[ROW], rows)
             found.rows = rows
+        if self._poisons:
+            found.accepted.next_token_ids.fill_(-1)
         found.graph.replay()
-        accepted, chosen = _first(found.step.accepted, num_reqs), found.step.chosen
-        layout = replace(chosen.layout, per_request=chosen.layout.per_request[:, :num_reqs])
-        chosen = replace(chosen, layout=layout)
-        return replace(found.step, batch=batch, plan=plan, chosen=chosen, accepted=accepted)
+        return _first(found.accepted, num_reqs)
 
     def _find(self, batch: ScheduleBatch, plan: RowPlan) -> _Captured | None:
         num_reqs, shape = len(batch.rows), (plan.max_pending - 1, max(plan.next_drafts, default=0))

@@ -115,8 +115,9 @@ class TpModelWorker:
             self._drafter.observe(result)
 
     def capture_rounds(self, runners: RunnerGroup, needs: DrafterNeeds) -> None:
-        """Captures whole steps of `DrafterNeeds.rounds`, if there are any that can be."""
-        if needs.rounds and self._confirm.can_be_captured:
+        """Captures whole steps of `DrafterNeeds.rounds`, if there are any that can be. With
+        `on_step` there are none: nobody could tell it what is inside."""
+        if needs.rounds and self._confirm.can_be_captured and self._on_step is None:
             self._rounds = RoundGraphs(runners, needs.rounds, needs.max_slots, self._run_round)
             runners.capture_with(self._rounds)
 
@@ -124,18 +125,12 @@ class TpModelWorker:
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
         self._state.initialize(batch.new_rows)
         plan = self._plan(batch)
-        step = None if self._rounds is None else self._rounds.replay(batch, plan)
-        if step is not None:
-            result = _result(step)
-        else:
-            step, result = self._run_pieces(batch, plan)
-        if self._drafter is not None and self._on_step is not None:
-            self._on_step(step)
-        return result
+        accepted = None if self._rounds is None else self._rounds.replay(batch, plan)
+        if accepted is not None:
+            return _result(batch, plan, accepted)
+        return self._run_pieces(batch, plan)
 
-    def _run_pieces(
-        self, batch: ScheduleBatch, plan: RowPlan
-    ) -> tuple[ComputedStep, GenerationBatchResult]:
+    def _run_pieces(self, batch: ScheduleBatch, plan: RowPlan) -> GenerationBatchResult:
         """A step whose models replay graphs of their own, if there are any for it."""
         runner = self._runner
         inputs, layout = build_forward_batch(
@@ -151,18 +146,22 @@ class TpModelWorker:
         )
         step, drawing = self._accept(batch, plan, inputs, layout)
         result = _result(
-            step,
+            batch,
+            plan,
+            step.accepted,
             self._emitted_logprobs(step, drawing),
             self._prompt_logprobs(batch, layout, inputs, step.forward),
             hidden_states(batch, inputs, layout, step.accepted, step.forward.hidden),
         )
         if self._drafter is not None:
             self._drafter.propose(step)
-        return step, result
+            if self._on_step is not None:
+                self._on_step(step)
+        return result
 
     def _run_round(
         self, batch: ScheduleBatch, plan: RowPlan, per_request: torch.Tensor
-    ) -> ComputedStep:
+    ) -> AcceptedTokens:
         """A step of `RoundGraphs`; per_request: see `RowLayout`."""
         assert self._drafter is not None
         layout = self._runner.step_ops.lay_out_rows(
@@ -171,7 +170,7 @@ class TpModelWorker:
         inputs = forward_batch_of(batch, plan.counts, layout)
         step, _ = self._accept(batch, plan, inputs, layout)
         self._drafter.propose(step)
-        return step
+        return step.accepted
 
     def _accept(
         self, batch: ScheduleBatch, plan: RowPlan, inputs: ForwardBatch, layout: RowLayout
@@ -332,16 +331,17 @@ class TpModelWorker:
 
 
 def _result(
-    step: ComputedStep,
+    batch: ScheduleBatch,
+    plan: RowPlan,
+    accepted: AcceptedTokens,
     emitted_logprobs: LogprobTensors | None = None,
     prompt_logprobs: LogprobTensors | None = None,
     hidden: torch.Tensor | None = None,
 ) -> GenerationBatchResult:
     """What the scheduler is told of a step. Its copy to the host begins here."""
-    plan, accepted = step.plan, step.accepted
     accept_lens, kept_lens = accepted.accept_lens, accepted.kept_lens
     if plan.is_plain:  # which the host knows: nothing more is copied from the device
-        accept_lens = torch.tensor(step.batch.emits, dtype=torch.int64)
+        accept_lens = torch.tensor(batch.emits, dtype=torch.int64)
         kept_lens = torch.tensor(plan.counts.q_lens)
     return GenerationBatchResult(
         next_token_ids=accepted.next_token_ids,

@@ -1,0 +1,70 @@
+"""How long launches take, on a GPU and on a CPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from sglang.srt.step.price_table import Curve
+
+Launch = Callable[[], object]  # what a GPU is to do is in its queue then, maybe not done
+
+CPU_MIN_SIZES, CPU_MAX_PASSES = 2, 3
+IMPLAUSIBLE_GROWTH, CPU_RETRIES = 1.5, 2
+
+
+def gpu_times_ms(launch: Launch, repeats: int) -> list[float]:
+    """Milliseconds of each run after a first one, by the GPU's own clock. All runs are launched
+    before any is waited for: the host's time is in them only where it
+    launches more slowly than the GPU computes."""
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    for end in ends:
+        launch()
+        end.record()
+    ends[-1].synchronize()
+    return [first.elapsed_time(second) for first, second in itertools.pairwise(ends)]
+
+
+def shortest(times: Mapping[int, Sequence[float]]) -> Curve:
+    """The shortest time of each size: what disturbs a measurement makes it longer."""
+    return Curve(tuple(times), tuple(min(values) for values in times.values()))
+
+
+def timed_passes(
+    launches: Mapping[int, Launch],
+    budget_s: float,
+    once_ms: Callable[[Launch], float],
+    clock: Callable[[], float],
+) -> dict[int, list[float]]:
+    """Milliseconds of each size, ascending, from passes over all of them, so that a slow moment
+    meets one run of many. The first pass warms up, and counts only if no other fits the budget;
+    once it has spent half of that, larger sizes are left out."""
+    start, first = clock(), dict[int, list[float]]()
+    spent_s, last_size, last_ms = 0.0, 0, 0.0
+    for size, launch in launches.items():
+        if len(first) >= CPU_MIN_SIZES and spent_s > budget_s / 2:
+            break
+        taken_ms = once_ms(launch)
+        # Cost that grows faster than size was a slow moment: it must not end the pass.
+        most_ms = IMPLAUSIBLE_GROWTH * last_ms * size / max(last_size, 1)
+        for _ in range(CPU_RETRIES):
+            if not 0 < most_ms < taken_ms or clock() - start > 2 * budget_s:
+                break
+            taken_ms = min(taken_ms, once_ms(launch))
+        first[size] = [taken_ms]
+        spent_s += taken_ms / 1e3
+        last_size, last_ms = size, taken_ms
+    for size, larger in itertools.pairwise(first):
+        for _ in range(CPU_RETRIES * (first[size] > first[larger])):
+            if clock() - start > 2 * budget_s:
+                break
+            first[size] = [min(*first[size], once_ms(launches[size]))]
+    times: dict[int, list[float]] = {size: [] for size in first}
+    for _ in range(CPU_MAX_PASSES):
+        if clock() - start + spent_s > 1.2 * budget_s:
+            break
+        for size, values in times.items():
+            values.append(once_ms(launches[size]))
+    return times if all(times.values()) else first
