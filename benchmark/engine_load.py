@@ -31,12 +31,14 @@ class LoadResult:
         num_tokens: new tokens within them.
         tokens_per_step: of one request, over all requests.
         num_finished: requests that were not ended before their last token.
+        verified_drafts: per step of a request that verified any; None if none did.
     """
 
     seconds: float
     num_tokens: float
     tokens_per_step: float
     num_finished: int
+    verified_drafts: float | None = None
 
     @property
     def tok_s(self) -> float:
@@ -130,7 +132,14 @@ async def closed_loop(
         sum(span.tokens_within(begin, end) for span in spans),
         sum(span.num_tokens for span in spans) / max(1, sum(span.num_steps for span in spans)),
         sum(span.is_whole for span in spans),
+        _verified_drafts([span.answer["meta_info"] for span in spans]),
     )
+
+
+def _verified_drafts(meta_infos: list[dict[str, Any]]) -> float | None:
+    num_steps = sum(info.get("spec_verify_ct", 0) for info in meta_infos)
+    num_drafts = sum(info.get("spec_num_proposed_drafts", 0) for info in meta_infos)
+    return num_drafts / num_steps if num_steps else None
 
 
 def random_prompts(

@@ -78,7 +78,6 @@ class Rounds:
         self._params = params
         pairs = itertools.product(loads, engines)
         self._found: dict[tuple[int, str], list[LoadResult]] = {pair: [] for pair in pairs}
-        self._verified: dict[tuple[int, str], float | None] = {}
 
     def run(self, number: int) -> float:
         """One round; round 0 warms up and is not counted. Seconds."""
@@ -90,8 +89,6 @@ class Rounds:
             result = asyncio.run(closed_loop(engine, prompts, self._params, load))
             if number:
                 self._found[load, name].append(result)
-                state = engine.get_server_info()["internal_states"][0]
-                self._verified[load, name] = state["avg_spec_verified_drafts"]
         return time.perf_counter() - start
 
     def rows(self) -> list[dict[str, Any]]:
@@ -100,7 +97,8 @@ class Rounds:
         for (load, name), results in self._found.items():
             row = rows.setdefault(load, {"requests": load, "tok_s": {}, "verified_drafts": {}})
             row["tok_s"][name] = [round(result.tok_s, 1) for result in results]
-            row["verified_drafts"][name] = self._verified.get((load, name))
+            verified = [result.verified_drafts for result in results]
+            row["verified_drafts"][name] = [each and round(each, 3) for each in verified]
         return [row | summarize(row["tok_s"]) for row in rows.values()]
 
 

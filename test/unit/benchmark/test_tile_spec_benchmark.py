@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +15,7 @@ from benchmark.measure.tile_spec import (
     STATIC,
     TILED,
     WAYS,
+    Rounds,
     parse,
     print_result,
     row_times,
@@ -47,10 +49,7 @@ def result_of(tmp_path: Path) -> dict[str, Any]:
     write_prices(tmp_path / "model")
     return {
         "machine": {"cpu": "c", "cores": 2},
-        "rows": [
-            {"requests": load, "tok_s": SPEEDS, "verified_drafts": {}, **summarize(SPEEDS)}
-            for load in (1, 64)
-        ],
+        "rows": [{"requests": load, "tok_s": SPEEDS, **summarize(SPEEDS)} for load in (1, 64)],
         "row_times": row_times(tmp_path),
     }
 
@@ -76,6 +75,31 @@ def test_tile_spec_stands_beside_the_best_static_number_the_same_and_no_drafts()
     assert figures["lowest_over_plain"] == pytest.approx(1.1818, abs=1e-4)
     alone = summarize({"TileSpec, adaptive": [1.0]})
     assert alone == {"best_static": None, "tile_spec": {"TileSpec, adaptive": {}}}
+
+
+def test_verified_drafts_are_those_of_each_run() -> None:
+    class FakeEngine:
+        """Verifies 6 drafts per step of one request at once, 1 of more; none at other times."""
+
+        num_running = 0
+
+        async def async_generate(self, **_: Any) -> Any:
+            self.num_running += 1
+            await asyncio.sleep(0)
+            drafts = 6 if self.num_running == 1 else 1
+            await asyncio.sleep(0)
+            self.num_running -= 1
+            info = {"spec_num_proposed_drafts": 10 * drafts, "spec_verify_ct": 10}
+            return {"output_ids": [1], "meta_info": {"finish_reason": None, **info}}
+
+        async def async_abort_request(self, *, abort_all: bool) -> int:
+            return 0
+
+    rounds = Rounds({"static 1": cast(Any, FakeEngine())}, [[1]] * 8, [1, 8], {})
+    for number in range(3):
+        rounds.run(number)
+    found = {row["requests"]: row["verified_drafts"] for row in rounds.rows()}
+    assert found == {1: {"static 1": [6.0, 6.0]}, 8: {"static 1": [1.0, 1.0]}}
 
 
 def test_times_of_rows_come_from_the_prices_that_a_server_keeps(tmp_path: Path) -> None:

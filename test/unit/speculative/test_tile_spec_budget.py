@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from itertools import pairwise
@@ -121,6 +122,22 @@ def test_where_rows_are_free_nothing_is_copied_and_nothing_is_cut() -> None:
         assert tile_spec._launched[-1].confidence is None
         found = tile_spec.observe(result_of([DEPTH] * 4, [0, 1, 2, 3]))
         assert found == [(DEPTH, 0), (DEPTH, 1), (DEPTH, 2), (DEPTH, 3)]
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, -1.0])
+def test_a_confidence_that_is_no_share_counts_as_0(value: float) -> None:
+    """Of one request; the device takes it for 0 too."""
+    plans, told = [], []
+    for each in (0.0, value):
+        tile_spec = tile_spec_over(MeasuredRounds(DEAR_ROWS, FREE_DRAFTS))
+        tile_spec._confidence[1] = each
+        for _ in range(3):
+            plans.append(cut(tile_spec, [DEPTH] * 4).counts)
+            told.append(tile_spec.observe(result_of([DEPTH, 0, 1, DEPTH], [1, 0, 1, 0])))
+        tile_spec._gains.clear()
+        plans.append(tile_spec.gain(UpcomingRound(4), DEPTH))
+    assert plans[:4] == plans[4:]
+    assert told[:3] == told[3:]
 
 
 def test_steps_of_requests_without_drafts_say_nothing() -> None:

@@ -91,6 +91,16 @@ def test_what_gains_too_little_is_not_done() -> None:
     assert num_cut > 50
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_chances_that_are_no_numbers_end_nothing(value: float) -> None:
+    table = LatencyTable((2, 4, 8), (1.0, 1.5, 2.0))
+    chances = np.full((2, 3), 0.9)
+    chances[1] = value
+    chances_taken = np.where(np.isposinf(chances), 1.0, np.where(chances == 0.9, 0.9, 0.0))
+    assert best_cut(chances, 2, table) == best_cut(chances_taken, 2, table)
+    assert best_cut(np.full((2, 3), value), 2, table).gain >= 1.0
+
+
 @pytest.mark.parametrize("cost", [0.5, 7.0])
 def test_where_rows_cost_nothing_all_drafts_are_taken(cost: float) -> None:
     for chance in (0.0, 0.01, 0.5):

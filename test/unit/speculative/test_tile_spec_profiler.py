@@ -244,7 +244,42 @@ def test_a_spoiled_cache_is_measured_again_with_one_warning_and_replaced(
     assert Start(tmp_path, *runners).measured == []
 
 
-@pytest.mark.parametrize("name", ["a file", "a part of a file", "full", "read only"])
+def test_a_file_that_cannot_be_read_is_measured_again_with_one_warning(
+    tmp_path: Path, runners: tuple[Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    Start(tmp_path, *runners)
+    error = OSError(5, "Input/output error")
+    with (
+        mock.patch.object(Path, "read_bytes", side_effect=error),
+        mock.patch.object(profiler, "_code_digest", return_value=profiler._code_digest()),
+    ):
+        assert Start(tmp_path, *runners).measured == ["target", "head"]
+    [warning] = warnings_of(caplog)
+    assert "Input/output error; measured again" in warning
+    assert Start(tmp_path, *runners).measured == []
+
+
+def test_the_code_that_is_timed_has_the_kernels_and_their_cuda_sources() -> None:
+    names = {path.name for folder in profiler.timed_folders() for path in folder.rglob("*")}
+    assert {"model_runner.py", "llama.py"} <= names
+    assert {"argmax_logprob.py", "argmax_logprob.cu", "argmax_logprob.cuh"} <= names
+
+
+def test_a_changed_kernel_changes_the_digest_of_code(tmp_path: Path) -> None:
+    digests = []
+    for text in ("one", "two"):
+        (tmp_path / "kernel.cu").write_text(text)
+        profiler._code_digest.cache_clear()
+        with mock.patch.object(profiler, "timed_folders", return_value=[tmp_path]):
+            digests.append(profiler._code_digest())
+    profiler._code_digest.cache_clear()
+    assert digests[0] != digests[1]
+
+
+UNWRITABLE = ("a file", "a part of a file", "a folder", "no path", "full", "read only")
+
+
+@pytest.mark.parametrize("name", UNWRITABLE)
 def test_where_nothing_can_be_kept_there_is_one_warning(
     tmp_path: Path, runners: tuple[Any, Any], caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
@@ -257,6 +292,11 @@ def test_where_nothing_can_be_kept_there_is_one_warning(
         with mock.patch.object(profiler.os, "replace", side_effect=errors[name]):
             start = Start(cache, *runners)
         assert not [*cache.rglob(".*")], "A part of a file was left."
+    elif name == "a folder":
+        (folder_of(cache, runners[0]) / FILE_NAME).mkdir(parents=True)
+        start = Start(cache, *runners)
+    elif name == "no path":
+        start = Start(cache / "\0", *runners)
     else:
         cache.write_text("")
         start = Start(cache / "below" if name == "a part of a file" else cache, *runners)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -176,6 +177,23 @@ def test_where_rows_are_dear_only_likely_drafts_are_verified(
     assert found[False]["fed"] < 0.7 * found[True]["fed"]
     shares = {key: seen["confirmed"] / seen["fed"] for key, seen in found.items()}
     assert shares[False] > shares[True]
+
+
+def test_probabilities_of_drafts_that_are_no_numbers_change_no_token(
+    paths: dict[str, Path], tmp_path: Path
+) -> None:
+    """Of one request, by prices alone."""
+
+    def spoil(step: ComputedStep) -> None:
+        assert step.state.confidence is not None
+        step.state.confidence.drafts[1] = math.nan
+
+    with free_drafts():
+        harness = tiled(paths, EAGLE, 3, tmp_path, prices=DEAR_ROWS)
+    harness.listeners.append(spoil)
+    serve(harness, right_tokens(paths["target"]))
+    harness.check()
+    assert harness.seen["cut steps"] > 10
 
 
 def test_figures_count_the_drafts_that_were_fed(paths: dict[str, Path], tmp_path: Path) -> None:

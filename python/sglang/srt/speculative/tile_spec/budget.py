@@ -24,6 +24,7 @@ from sglang.srt.speculative.tile_spec.core import (
     Floats,
     LatencyTable,
     best_cut,
+    bounded_scores,
     compute_optimal_k,
 )
 from sglang.srt.step.price_table import PriceTable, no_graphs
@@ -117,7 +118,7 @@ class _Launched:
             return None
         [table] = self.confidence.read()
         chains = table.numpy()[self.rows, : max(self.num_drafts)]
-        return np.cumprod(chains, axis=1, dtype=np.float64)
+        return np.cumprod(bounded_scores(chains), axis=1, dtype=np.float64)
 
 
 class TileSpec:

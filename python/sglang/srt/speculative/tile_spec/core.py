@@ -59,7 +59,7 @@ class Calibration:
         told, right = np.asarray(scores, np.float64), np.asarray(confirmed, np.float64)
         if told.size == 0:
             return
-        told = np.clip(np.nan_to_num(told), 0.0, 1.0)
+        told = bounded_scores(told)
         seen = told.size, told.sum(), right.sum(), (told * told).sum(), (told * right).sum()
         self._sums += np.array(seen)
         self._sums *= min(1.0, LINE_TRIALS / self._sums[0])
@@ -85,6 +85,11 @@ class Calibration:
         trials, x, y, xx, xy = self._sums + self._prior
         slope = (trials * xy - x * y) / (trials * xx - x * x)
         return _bounded(slope * scores + (y - slope * x) / trials)
+
+
+def bounded_scores(values: ArrayLike) -> Floats:
+    """The same shape, of numbers from 0 to 1: what is no number is 0, as it is on the device."""
+    return np.clip(np.nan_to_num(np.asarray(values, np.float64)), 0.0, 1.0)
 
 
 def _bounded(chances: Floats) -> Floats:
@@ -231,7 +236,7 @@ def best_cut(
     chances: ArrayLike, num_requests: int, table: LatencyTable, least_gain: float = 0.0
 ) -> Cut:
     """As `compute_optimal_k`, with its gain: 1 or more."""
-    ordered = np.sort(np.asarray(chances, np.float64), axis=None)[::-1]
+    ordered = np.sort(bounded_scores(chances), axis=None)[::-1]
     most = ordered.size
     if most == 0:
         return Cut(0, 1.0)

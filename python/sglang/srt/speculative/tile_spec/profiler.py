@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import re
-import stat
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 
+import sgl_kernel
 from sglang.srt.layers.forward_batch import GraphKey
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import graph_finder, priced_graphs
@@ -38,7 +38,7 @@ FILE_NAME = "prices.json"
 FORMAT = 1
 MAX_BYTES = 4 << 20
 MAX_MS = 1e7  # of any price
-# Folders of the package whose code decides how long a step takes.
+# Folders of this package whose code decides how long a step takes.
 TIMED_CODE = ("layers", "models", "model_executor", "step")
 # Fields of `ExecutionConfig` that do, or which steps are measured.
 TIMED_FIELDS = (
@@ -58,7 +58,7 @@ TIMED_FIELDS = (
 TARGET, HEAD = "target", "head"
 
 
-class ProfileError(ValueError):
+class ProfileError(Exception):
     """A kept profile cannot be used; the text says why."""
 
 
@@ -138,13 +138,12 @@ class TileSpecProfiler:
             whole[part] = {"measured_with": measured_with(runner), "prices": encoded}
         try:
             write_json(self._path, whole)
-        except OSError as error:
-            reason = error.strerror or type(error).__name__
+        except (OSError, ValueError) as error:  # the latter of a path that no file can have
             logger.warning(
                 "--tile-spec: prices of steps cannot be kept in %s (%s), so each start measures"
                 " them; name a folder by --tile-spec-cache-dir.",
                 self._path.parent,
-                reason,
+                _reason(error),
             )
 
 
@@ -200,32 +199,48 @@ def _version(package: str) -> str:
 
 @cache
 def _code_digest() -> str:
-    root, found = Path(__file__).resolve().parents[2], hashlib.sha256()
-    for folder in TIMED_CODE:
-        for path in sorted((root / folder).rglob("*.py")):
-            found.update(path.read_bytes())
+    found = hashlib.sha256()
+    for folder in timed_folders():
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in (".py", ".cu", ".cuh"):
+                found.update(path.read_bytes())
     return found.hexdigest()[:16]
 
 
+def timed_folders() -> list[Path]:
+    """Those with the code that decides how long a step takes."""
+    root, kernels = Path(__file__).resolve().parents[2], Path(sgl_kernel.__file__).resolve().parent
+    folders = [*(root / name for name in TIMED_CODE), kernels]
+    if not (kernels / "csrc").is_dir():  # CUDA sources are in the package only once installed
+        folders += [kernels.parents[1] / name for name in ("csrc", "include")]
+    return folders
+
+
 def read_json(path: Path) -> Any:
-    """What a file holds; None where there is none that can be opened.
+    """What a file holds; None where there is none, or a folder, or none that may be opened: if it
+    cannot be replaced either, `_keep` says so.
 
     Raises:
-        ProfileError: if it is no file, too large or no JSON.
+        ProfileError: if it is no file, too large, cannot be read or is no JSON.
     """
     try:
+        if not path.exists() or path.is_dir():
+            return None
         # A pipe would block, and a device never end.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # if it cannot be replaced either, `_keep` says so
-        return None
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+        if not path.is_file() or path.stat().st_size > MAX_BYTES:
             raise ProfileError(f"not a file of at most {MAX_BYTES >> 20} MiB")
-        try:
-            return json.loads(file.read(MAX_BYTES))
-        except (ValueError, RecursionError):
-            raise ProfileError("not JSON") from None
+        return json.loads(path.read_bytes())
+    except PermissionError:
+        return None
+    except OSError as error:
+        raise ProfileError(_reason(error)) from None
+    except (ValueError, RecursionError):
+        raise ProfileError("not JSON") from None
+
+
+def _reason(error: OSError | ValueError) -> str:
+    """Without the path."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def write_json(path: Path, value: Any) -> None:
