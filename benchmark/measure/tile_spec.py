@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import statistics
 import tempfile
 import time
@@ -35,7 +34,13 @@ from benchmark.held_out import held_out_prompts
 from benchmark.measure.speculation_paired import HEADS, head_path_of
 from benchmark.mtp_model import engine_flags, make_mtp_parser, model_path_of, settings
 from sglang.srt.model_config import resolve_model_path
-from sglang.srt.speculative.tile_spec.core import PiecewiseLinearLatency
+from sglang.srt.speculative.tile_spec.profiler import (
+    FILE_NAME,
+    cheapest_graphs,
+    latency_of,
+    read_profile,
+)
+from sglang.srt.step.price_table import no_graphs
 
 PLAIN = "plain"
 MOST_STEPS = 7
@@ -129,20 +134,16 @@ def summarize(tok_s: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 def row_times(cache: Path) -> dict[str, Any]:
     """Milliseconds of the target's steps by rows, of all graphs and larger steps, and the segments
     between their cliffs, from the prices that a server has kept; empty without any."""
-    files = sorted(cache.rglob("prices.json"))
-    if not files:
+    files = sorted(cache.rglob(FILE_NAME))
+    profile = read_profile(files[0]) if files else None
+    if profile is None:
         return {}
-    prices = json.loads(files[0].read_text(encoding="utf-8"))["target"]["prices"]
-    graphs: dict[int, float] = {}
-    for _tag, _num_reqs, _width, num_rows, *_rest, cost_ms in prices["graphs_ms"]:
-        graphs[num_rows] = min(cost_ms, graphs.get(num_rows, cost_ms))
-    by_rows = {**dict(prices["eager"]), **graphs}
-    sizes = sorted(by_rows)
-    latency = PiecewiseLinearLatency.fit(sizes, [by_rows[size] for size in sizes])
+    prices = profile.target.prices.table(no_graphs)
+    eager = zip(prices.eager.sizes, prices.eager.costs_ms, strict=True)
     return {
-        "graphs_ms": [[rows, round(graphs[rows], 4)] for rows in sorted(graphs)],
-        "eager_ms": [[rows, round(cost_ms, 4)] for rows, cost_ms in prices["eager"]],
-        "segments": [[each.first, each.last] for each in latency.segments],
+        "graphs_ms": [[rows, round(ms, 4)] for rows, ms in cheapest_graphs(prices).items()],
+        "eager_ms": [[rows, round(ms, 4)] for rows, ms in eager],
+        "segments": [[each.first, each.last] for each in latency_of(prices).segments],
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +22,17 @@ from benchmark.measure.tile_spec import (
 )
 from benchmark.report import plots
 from benchmark.report.speculation_tables import tile_spec
+from sglang.srt.layers.forward_batch import RAGGED, GraphKey
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.tile_spec.profiler import (
+    FILE_NAME,
+    Kept,
+    KeptDrafts,
+    KeptTable,
+    Profile,
+    write_profile,
+)
+from sglang.srt.step.price_table import FREE, Curve, DraftPrices, PriceTable, no_graphs
 
 SPEEDS = {
     PLAIN: [100.0, 110.0, 120.0],
@@ -35,14 +44,13 @@ SPEEDS = {
 
 def write_prices(folder: Path) -> None:
     """As a server keeps them; of two graphs of 64 rows the one of fewer requests is cheaper."""
-    graphs = [["ragged", 8, 4, 32, False, False, 0, False, 1, 5.25]]
-    graphs += [
-        ["ragged", n, 4, 64, False, False, 0, False, 1, cost] for n, cost in ((16, 5.5), (32, 6))
-    ]
-    prices = {"graphs_ms": graphs, "eager": [[1, 5.0], [64, 50.0], [96, 8.0], [128, 8.5]]}
-    folder.mkdir()
-    text = json.dumps({"target": {"prices": prices}})
-    (folder / "prices.json").write_text(text, encoding="utf-8")
+    graphs = {GraphKey(RAGGED, 8, 4, 32): 5.25}
+    graphs |= {GraphKey(RAGGED, n, 4, 64): cost for n, cost in ((16, 5.5), (32, 6.0))}
+    eager = Curve((1, 64, 96, 128), (5.0, 50.0, 8.0, 8.5))
+    prices = PriceTable(no_graphs, graphs, eager, FREE)
+    head = KeptDrafts.of(DraftPrices(prices, {}))
+    profile = Profile(Kept({}, KeptTable.of(prices)), Kept({}, head))
+    write_profile(folder / FILE_NAME, profile)
 
 
 def result_of(tmp_path: Path) -> dict[str, Any]:

@@ -15,7 +15,13 @@ from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.speculative.drafter import RowPlan, plan_of_drafts
 from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
-from sglang.srt.speculative.tile_spec.budget import RoundTables, TileSpec, resampled
+from sglang.srt.speculative.tile_spec.budget import (
+    GAIN_STEPS,
+    CutRounds,
+    RoundTables,
+    TileSpec,
+    resampled,
+)
 from sglang.srt.speculative.tile_spec.core import LatencyTable
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
 from sglang.srt.step.step_ops import PackedSize
@@ -134,7 +140,6 @@ def test_a_confidence_that_is_no_share_counts_as_0(value: float) -> None:
         for _ in range(3):
             plans.append(cut(tile_spec, [DEPTH] * 4).counts)
             told.append(tile_spec.observe(result_of([DEPTH, 0, 1, DEPTH], [1, 0, 1, 0])))
-        tile_spec._gains.clear()
         plans.append(tile_spec.gain(UpcomingRound(4), DEPTH))
     assert plans[:4] == plans[4:]
     assert told[:3] == told[3:]
@@ -163,6 +168,19 @@ def test_who_learns_from_cut_steps_learns_what_uncut_ones_would_have_told(chance
     expected = [chance**n * (1 - chance * (n < DEPTH)) for n in range(1 + DEPTH)]
     expected[DEPTH] = chance**DEPTH
     assert told / told.sum() == pytest.approx(expected, abs=0.04)
+
+
+def test_what_cutting_gains_is_heard_once_scores_are_known_and_every_few_steps() -> None:
+    rounds = MeasuredRounds(DEAR_ROWS, FREE_DRAFTS)
+    tile_spec = tile_spec_over(rounds)
+    cut_rounds, upcoming, found = CutRounds(rounds, tile_spec), UpcomingRound(4), []
+    for _ in range(2 * GAIN_STEPS):
+        found.append(cut_rounds.round_ms(upcoming, DEPTH))
+        assert cut_rounds.round_ms(upcoming, DEPTH) == found[-1]
+        cut(tile_spec, [DEPTH] * 4)
+        tile_spec.observe(result_of([DEPTH] * 4, [0] * 4))
+    assert found[0] == rounds.round_ms(upcoming, DEPTH) > found[1]
+    assert [*map(len, (set(found[1:GAIN_STEPS]), set(found)))] == [1, 3]
 
 
 def test_a_table_has_a_price_for_each_bucket() -> None:

@@ -193,7 +193,7 @@ def instead(make: Callable[[Path], None]) -> Callable[[Path], None]:
 
 
 PRICES = ["target", "prices"]
-SPOILED: dict[str, Callable[[Path], None]] = {
+SPOILED: dict[str, Callable[[Path], object]] = {
     "empty": text(b""),
     "no text": text(bytes(range(256))),
     "cut off": lambda file: os.truncate(file, 200),
@@ -207,6 +207,9 @@ SPOILED: dict[str, Callable[[Path], None]] = {
     "foreign": entry(["target", "measured_with", "model"], "another"),
     "not a number": entry([*PRICES, "kv_ms"], float("nan")),
     "infinite": entry([*PRICES, "kv_ms"], float("inf")),
+    "beyond all numbers": lambda file: file.write_text(
+        file.read_text().replace('"spread": 0.01', '"spread": 1e999')
+    ),
     "negative": entry([*PRICES, "spread"], -1),
     "a very large number": entry([*PRICES, "kv_ms"], 10**400),
     "a flag": entry([*PRICES, "kv_ms"], True),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -33,7 +34,6 @@ from sglang.srt.step.step_ops import PackedSize
 from sglang.srt.step.worker import HostResult, ScheduleBatch
 
 LEAST_GAIN = 0.01  # share by which fewer drafts must beat all: prices and chances are not exact
-MAX_KEPT_TABLES = 4096
 GAIN_STEPS = 16  # after so many steps it is computed anew what cutting gains
 
 
@@ -51,26 +51,19 @@ class RoundTables:
             head = replace(rounds.head, extend=_without_graphs(rounds.head.extend))
             self._packed = MeasuredRounds(_without_graphs(rounds.target), head)
         self._sizes = self._packed.target.sizes
-        self._kept: dict[tuple[int, int], _Buckets] = {}
+        self._table = lru_cache(maxsize=4096)(self._of)
 
     def table(self, upcoming: UpcomingRound, num_drafts: int) -> LatencyTable:
         """Of rounds in which each request has so many drafts, 1 at least; its last bucket is the
         round that verifies all of them."""
-        key = upcoming.num_reqs, num_drafts
-        if key not in self._kept:
-            if len(self._kept) >= MAX_KEPT_TABLES:
-                self._kept.clear()
-            self._kept[key] = self._buckets(*key)
-        buckets = self._kept[key]
-        costs_ms = buckets.rows_ms + buckets.kv_ms * upcoming.kv_tokens
-        return LatencyTable(buckets.rows, tuple(costs_ms.tolist()))
+        return self._table(upcoming.num_reqs, num_drafts).at(upcoming.kv_tokens)
 
     def room(self, num_reqs: int, widest: int, num_rows: int) -> int:
         """Rows that a packed step of so many has room for; arguments as for `PriceTable.find`."""
         key = self._packed.target.find(num_reqs, widest, num_rows)
         return num_rows if key is None else key.num_tokens
 
-    def _buckets(self, num_reqs: int, num_drafts: int) -> _Buckets:
+    def _of(self, num_reqs: int, num_drafts: int) -> LatencyTable:
         width = 1 + num_drafts
         most = num_reqs * width
         least = [num_reqs, *(size for size in self._sizes if num_reqs < size < most)]
@@ -78,20 +71,8 @@ class RoundTables:
         rows = sorted(room for room in rooms if room < most)
         costs = [self._packed.cost(num_reqs, num_drafts, each) for each in rows]
         costs.append(self._uniform.cost(num_reqs, num_drafts, most))
-        return _Buckets(
-            (*rows, most),
-            np.array([cost.rows_ms for cost in costs]),
-            np.array([cost.kv_ms for cost in costs]),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Buckets:
-    """A `LatencyTable` before KV is known: milliseconds without, and of each token of it."""
-
-    rows: tuple[int, ...]
-    rows_ms: Floats
-    kv_ms: Floats
+        rows_ms, kv_ms = zip(*((cost.rows_ms, cost.kv_ms) for cost in costs), strict=True)
+        return LatencyTable((*rows, most), rows_ms, kv_ms)
 
 
 def _without_graphs(prices: PriceTable) -> PriceTable:
@@ -130,21 +111,16 @@ class TileSpec:
     Args:
         tables: what rounds cost.
         confidence: `Confidence.drafts`, on the device.
-        least_gain: see `compute_optimal_k`.
     """
 
-    def __init__(
-        self, tables: RoundTables, confidence: torch.Tensor, least_gain: float = LEAST_GAIN
-    ) -> None:
+    def __init__(self, tables: RoundTables, confidence: torch.Tensor) -> None:
         self._tables = tables
         self._confidence = confidence
-        self._least_gain = least_gain
         self._calibration = Calibration()
         self._scores: Floats | None = None  # [D, S], of the drafts of the last step read
         self._launched = deque[_Launched]()
         self._lots = random.Random(0)
-        self._gains: dict[tuple[int, int], float] = {}  # by requests and drafts of each
-        self._num_read = 0
+        self._num_read = 0  # steps
 
     def cut(self, batch: ScheduleBatch, num_drafts: list[int], plan: RowPlan) -> RowPlan:
         """The step with the rows that pay, or as it is planned. Called once for each step, when all
@@ -156,7 +132,7 @@ class TileSpec:
         """
         most = sum(num_drafts)
         table = self.table(batch, num_drafts) if most else None
-        if table is None or table.most_gain <= self._least_gain:
+        if table is None or table.most_gain <= LEAST_GAIN:
             self._launched.append(_Launched(batch.rows, num_drafts, None))
             return plan
         copy = HostCopy([self._confidence.clone()])
@@ -181,22 +157,26 @@ class TileSpec:
         most = sum(num_drafts)
         if self._scores is None:
             return most
-        scores = resampled(self._scores, max(num_drafts), most)
-        chances = self._calibration.predict(scores)
-        return compute_optimal_k(chances, num_decodes, table, self._least_gain)
+        chances = self._chances(self._scores, max(num_drafts), most)
+        return compute_optimal_k(chances, num_decodes, table, LEAST_GAIN)
 
     def gain(self, upcoming: UpcomingRound, num_drafts: int) -> float:
         """How many times as many tokens per millisecond rounds give that verify the drafts that
-        pay, of chains of so many, as rounds that verify all. Looked at again every GAIN_STEPS."""
-        key = upcoming.num_reqs, num_drafts
+        pay, of chains of so many, as rounds that verify all."""
         if self._scores is None or num_drafts == 0:
             return 1.0
-        if key not in self._gains:
-            table = self._tables.table(upcoming, num_drafts)
-            scores = resampled(self._scores, num_drafts, upcoming.num_reqs * num_drafts)
-            chances = self._calibration.predict(scores)
-            self._gains[key] = best_cut(chances, upcoming.num_reqs, table, self._least_gain).gain
-        return self._gains[key]
+        chances = self._chances(self._scores, num_drafts, upcoming.num_reqs * num_drafts)
+        table = self._tables.table(upcoming, num_drafts)
+        return best_cut(chances, upcoming.num_reqs, table, LEAST_GAIN).gain
+
+    @property
+    def gain_period(self) -> int:
+        """Gains are computed anew where this has changed: once scores are known, then every
+        GAIN_STEPS."""
+        return 0 if self._scores is None else 1 + self._num_read // GAIN_STEPS
+
+    def _chances(self, scores: Floats, longest: int, count: int) -> Floats:
+        return self._calibration.predict(resampled(scores, longest, count))
 
     def _spare_rows(self, plan: RowPlan, num_cut: int) -> int:
         """Rows that padding would take if so many drafts were cut."""
@@ -216,8 +196,6 @@ class TileSpec:
         """
         launched = self._launched.popleft()
         self._num_read += 1
-        if self._num_read % GAIN_STEPS == 0:
-            self._gains.clear()
         scores = launched.scores()
         chances = None if scores is None else self._calibration.predict(scores)
         verified, drafting, num_fed = [], [], []
@@ -292,11 +270,17 @@ class CutRounds:
     def __init__(self, rounds: MeasuredRounds, tile_spec: TileSpec) -> None:
         self._rounds = rounds
         self._tile_spec = tile_spec
+        self._gains: dict[tuple[int, int], float] = {}  # by requests and drafts of each
+        self._period = 0
 
     @property
     def spread(self) -> float:
         return self._rounds.spread
 
     def round_ms(self, upcoming: UpcomingRound, num_drafts: int) -> float:
-        whole_ms = self._rounds.round_ms(upcoming, num_drafts)
-        return whole_ms / self._tile_spec.gain(upcoming, num_drafts)
+        key, period = (upcoming.num_reqs, num_drafts), self._tile_spec.gain_period
+        if period != self._period:
+            self._gains, self._period = {}, period
+        if key not in self._gains:
+            self._gains[key] = self._tile_spec.gain(upcoming, num_drafts)
+        return self._rounds.round_ms(upcoming, num_drafts) / self._gains[key]

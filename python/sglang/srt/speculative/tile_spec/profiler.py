@@ -3,8 +3,7 @@
 Prices are times of the captured graphs, of larger steps and of the head's draft steps
 (`price_measurement.py`, `draft_price_measurement.py`): that takes seconds, and no text and no
 requests. They are kept as JSON, of the target and of its head, each with what it was measured with.
-Whatever else is in the file, it is only ever read as numbers: what is no such file, or was measured
-with anything else, is measured again.
+What is no such file, or was measured with anything else, is measured again.
 """
 
 from __future__ import annotations
@@ -16,12 +15,14 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
+import msgspec
 import torch
 
 import sgl_kernel
@@ -30,14 +31,12 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import graph_finder, priced_graphs
 from sglang.srt.platform import Platform, driver_version
 from sglang.srt.speculative.tile_spec.core import PiecewiseLinearLatency
-from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
+from sglang.srt.step.price_table import Curve, DraftPrices, FindGraph, PriceTable
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "prices.json"
-FORMAT = 1
 MAX_BYTES = 4 << 20
-MAX_MS = 1e7  # of any price
 # Folders of this package whose code decides how long a step takes.
 TIMED_CODE = ("layers", "models", "model_executor", "step")
 # Fields of `ExecutionConfig` that do, or which steps are measured.
@@ -55,11 +54,115 @@ TIMED_FIELDS = (
     "page_size",
     "row_width",
 )
-TARGET, HEAD = "target", "head"
+
+# What a file may hold. JSON has neither NaN nor infinity.
+Size = Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
+Price = Annotated[float, msgspec.Meta(ge=0, le=1e7)]
+StepPrice = Annotated[float, msgspec.Meta(gt=0, le=1e7)]  # a step takes time
+Prices = Annotated[list[tuple[Size, Price]], msgspec.Meta(min_length=1)]
+StepPrices = Annotated[list[tuple[Size, StepPrice]], msgspec.Meta(min_length=1)]
+
+T = TypeVar("T")
 
 
 class ProfileError(Exception):
     """A kept profile cannot be used; the text says why."""
+
+
+class KeptTable(msgspec.Struct, forbid_unknown_fields=True):
+    """A `PriceTable` as it is kept, without `find`: the runner finds its graphs."""
+
+    graphs_ms: list[tuple[GraphKey, StepPrice]]
+    eager: StepPrices
+    head: Prices
+    kv_ms: Price
+    row_kv_ms: Price
+    prompt_kv_ms: Prices
+    spread: Price
+
+    @classmethod
+    def of(cls, prices: PriceTable) -> KeptTable:
+        return cls(
+            graphs_ms=list(prices.graphs_ms.items()),
+            eager=_pairs(prices.eager),
+            head=_pairs(prices.head),
+            kv_ms=prices.kv_ms,
+            row_kv_ms=prices.row_kv_ms,
+            prompt_kv_ms=_pairs(prices.prompt_kv_ms),
+            spread=prices.spread,
+        )
+
+    def table(self, find: FindGraph) -> PriceTable:
+        """The prices, with their graphs found by `find`."""
+        return PriceTable(
+            find=find,
+            graphs_ms=dict(self.graphs_ms),
+            eager=_curve(self.eager),
+            head=_curve(self.head),
+            kv_ms=self.kv_ms,
+            row_kv_ms=self.row_kv_ms,
+            prompt_kv_ms=_curve(self.prompt_kv_ms),
+            spread=self.spread,
+        )
+
+    def table_of(self, runner: ModelRunner) -> PriceTable:
+        """The prices of exactly the graphs that a runner has."""
+        keys = priced_graphs(runner, runner.config.max_decode_rows)
+        if Counter(keys) != Counter(key for key, _ in self.graphs_ms):
+            raise ProfileError("measured with another set of graphs")
+        return self.table(graph_finder(runner))
+
+
+class KeptDrafts(msgspec.Struct, forbid_unknown_fields=True):
+    """`DraftPrices` as they are kept."""
+
+    extend: KeptTable
+    passes: dict[int, Prices]
+
+    @classmethod
+    def of(cls, prices: DraftPrices) -> KeptDrafts:
+        passes = {count: _pairs(curve) for count, curve in prices.passes.items()}
+        return cls(KeptTable.of(prices.extend), passes)
+
+    def prices_of(self, runner: ModelRunner) -> DraftPrices:
+        """The prices of exactly the draft steps that a runner has."""
+        if {*self.passes} != {*runner.config.draft_steps}:
+            raise ProfileError("its prices are damaged")
+        passes = {count: _curve(pairs) for count, pairs in self.passes.items()}
+        return DraftPrices(self.extend.table_of(runner), passes)
+
+
+class Kept(msgspec.Struct, Generic[T]):
+    """Prices of a runner's steps, and what they were measured with."""
+
+    measured_with: dict[str, str]
+    prices: T
+
+    def checked(self, runner: ModelRunner) -> T:
+        """The prices, if they are of this runner."""
+        for name, value in measured_with(runner).items():
+            if self.measured_with.get(name) != value:
+                raise ProfileError(f"measured with another {name}")
+        return self.prices
+
+
+class Profile(msgspec.Struct):
+    """What the file holds."""
+
+    target: Kept[KeptTable]
+    head: Kept[KeptDrafts]
+    format: Literal[2] = 2
+
+
+def _pairs(curve: Curve) -> list[tuple[int, float]]:
+    return [*zip(curve.sizes, curve.costs_ms, strict=True)]
+
+
+def _curve(pairs: list[tuple[int, float]]) -> Curve:
+    sizes, costs_ms = zip(*pairs, strict=True)
+    if list(sizes) != sorted({*sizes}):
+        raise ProfileError("its prices are damaged")
+    return Curve(sizes, costs_ms)
 
 
 class TileSpecProfiler:
@@ -77,9 +180,9 @@ class TileSpecProfiler:
     def target(self, measure: Callable[[], PriceTable]) -> PriceTable:
         """Prices of the target's steps."""
         try:
-            kept = self._kept(TARGET, self._target)
-            if kept is not None:
-                return _price_table(kept, self._target)
+            profile = read_profile(self._path)
+            if profile is not None:
+                return profile.target.checked(self._target).table_of(self._target)
         except ProfileError as error:
             logger.warning("--tile-spec: %s: %s; measured again.", self._path, error)
         return measure()
@@ -94,50 +197,25 @@ class TileSpecProfiler:
         """
         ends = cliffs(target_prices)
         logger.info("--tile-spec: steps take far longer behind %s rows.", ends or "no number of")
+        target = Kept(measured_with(self._target), KeptTable.of(target_prices))
         try:
-            # Whatever is wrong with the target's part has been told.
-            kept_target = _or_none(lambda: self._kept(TARGET, self._target))
-            has_target = kept_target == _encoded_table(target_prices)
-            kept = self._kept(HEAD, runner) if has_target else None
-            if kept is not None:
-                prices = _draft_prices(kept, runner)
+            profile = read_profile(self._path)
+        except ProfileError:  # `target` has told it
+            profile = None
+        try:
+            if profile is not None and profile.target == target:
+                prices = profile.head.checked(runner).prices_of(runner)
                 logger.info("--tile-spec: prices of steps are those of %s.", self._path)
                 return prices
         except ProfileError as error:
             logger.warning("--tile-spec: %s: %s; measured again.", self._path, error)
         prices = measure()
-        self._keep(runner, target_prices, prices)
+        self._keep(Profile(target, Kept(measured_with(runner), KeptDrafts.of(prices))))
         return prices
 
-    def _kept(self, part: str, runner: ModelRunner) -> Any:
-        """What is kept of a part; None where nothing is.
-
-        Raises:
-            ProfileError: if it is of something else, or damaged.
-        """
-        whole = read_json(self._path)
-        if whole is None:
-            return None
-        if not isinstance(whole, dict) or whole.get("format") != FORMAT:
-            raise ProfileError(f"not a profile of format {FORMAT}")
-        found = whole.get(part)
-        if not isinstance(found, dict) or not isinstance(found.get("measured_with"), dict):
-            raise ProfileError(f"it has no prices of the {part}")
-        for name, value in measured_with(runner).items():
-            if found["measured_with"].get(name) != value:
-                raise ProfileError(f"measured with another {name}")
-        return found.get("prices")
-
-    def _keep(self, head: ModelRunner, target_prices: PriceTable, prices: DraftPrices) -> None:
-        parts = (
-            (TARGET, self._target, _encoded_table(target_prices)),
-            (HEAD, head, _encoded_drafts(prices)),
-        )
-        whole: dict[str, Any] = {"format": FORMAT}
-        for part, runner, encoded in parts:
-            whole[part] = {"measured_with": measured_with(runner), "prices": encoded}
+    def _keep(self, profile: Profile) -> None:
         try:
-            write_json(self._path, whole)
+            write_profile(self._path, profile)
         except (OSError, ValueError) as error:  # the latter of a path that no file can have
             logger.warning(
                 "--tile-spec: prices of steps cannot be kept in %s (%s), so each start measures"
@@ -147,15 +225,23 @@ class TileSpecProfiler:
             )
 
 
-def cliffs(prices: PriceTable) -> list[int]:
-    """Numbers of rows behind which steps take far longer, by the cheapest graph of each size and by
-    larger steps."""
-    by_rows = dict(zip(prices.eager.sizes, prices.eager.costs_ms, strict=True))
+def cheapest_graphs(prices: PriceTable) -> dict[int, float]:
+    """Milliseconds of the cheapest graph of each number of rows, ascending."""
     dearest_first = sorted(prices.graphs_ms.items(), key=lambda each: -each[1])
-    by_rows |= {key.num_tokens: cost_ms for key, cost_ms in dearest_first}
-    sizes = sorted(by_rows)
-    costs = [by_rows[size] for size in sizes]
-    return list(PiecewiseLinearLatency.fit(sizes, costs).ends[:-1])
+    by_rows = {key.num_tokens: cost_ms for key, cost_ms in dearest_first}
+    return dict(sorted(by_rows.items()))
+
+
+def latency_of(prices: PriceTable) -> PiecewiseLinearLatency:
+    """By the cheapest graph of each number of rows, and by larger steps."""
+    eager = dict(_pairs(prices.eager))
+    by_rows = sorted((eager | cheapest_graphs(prices)).items())
+    return PiecewiseLinearLatency.fit(*zip(*by_rows, strict=True))
+
+
+def cliffs(prices: PriceTable) -> list[int]:
+    """Numbers of rows behind which steps take far longer."""
+    return list(latency_of(prices).ends[:-1])
 
 
 def folder_of(cache_dir: Path, target: ModelRunner) -> Path:
@@ -178,7 +264,7 @@ def measured_with(runner: ModelRunner) -> dict[str, str]:
         "set of graphs": _digest(graphs),
         "GPU": Platform.probe().device_name,
         "driver": driver_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "CUDA": str(torch.version.cuda),
         "Triton": _version("triton"),
         "set of kernels": _code_digest(),
@@ -216,12 +302,12 @@ def timed_folders() -> list[Path]:
     return folders
 
 
-def read_json(path: Path) -> Any:
+def read_profile(path: Path) -> Profile | None:
     """What a file holds; None where there is none, or a folder, or none that may be opened: if it
     cannot be replaced either, `_keep` says so.
 
     Raises:
-        ProfileError: if it is no file, too large, cannot be read or is no JSON.
+        ProfileError: if it is no file, too large, cannot be read or holds something else.
     """
     try:
         if not path.exists() or path.is_dir():
@@ -229,13 +315,13 @@ def read_json(path: Path) -> Any:
         # A pipe would block, and a device never end.
         if not path.is_file() or path.stat().st_size > MAX_BYTES:
             raise ProfileError(f"not a file of at most {MAX_BYTES >> 20} MiB")
-        return json.loads(path.read_bytes())
+        return msgspec.json.decode(path.read_bytes(), type=Profile)
     except PermissionError:
         return None
     except OSError as error:
         raise ProfileError(_reason(error)) from None
-    except (ValueError, RecursionError):
-        raise ProfileError("not JSON") from None
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise ProfileError("damaged, or of another version") from None
 
 
 def _reason(error: OSError | ValueError) -> str:
@@ -243,7 +329,7 @@ def _reason(error: OSError | ValueError) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_profile(path: Path, profile: Profile) -> None:
     """Replaces a file as a whole: whoever reads it at that time gets the old one or the new one.
 
     Raises:
@@ -252,123 +338,9 @@ def write_json(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1)
-            file.write("\n")
+        with open(descriptor, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
         raise
-
-
-# ------------------------------------------------------------ prices as JSON
-
-
-def _encoded_curve(curve: Curve) -> list[list[float]]:
-    return [[size, cost] for size, cost in zip(curve.sizes, curve.costs_ms, strict=True)]
-
-
-def _encoded_table(prices: PriceTable) -> dict[str, Any]:
-    """`find` is not kept: the runner finds its graphs."""
-    keys = sorted(prices.graphs_ms, key=dataclasses.astuple)
-    return {
-        "graphs_ms": [[*dataclasses.astuple(key), prices.graphs_ms[key]] for key in keys],
-        "eager": _encoded_curve(prices.eager),
-        "head": _encoded_curve(prices.head),
-        "kv_ms": prices.kv_ms,
-        "row_kv_ms": prices.row_kv_ms,
-        "prompt_kv_ms": _encoded_curve(prices.prompt_kv_ms),
-        "spread": prices.spread,
-    }
-
-
-def _encoded_drafts(prices: DraftPrices) -> dict[str, Any]:
-    passes = {str(count): _encoded_curve(curve) for count, curve in prices.passes.items()}
-    return {"extend": _encoded_table(prices.extend), "passes": passes}
-
-
-def _price_table(data: Any, runner: ModelRunner) -> PriceTable:
-    entries = _entries(
-        data, ["graphs_ms", "eager", "head", "kv_ms", "row_kv_ms", "prompt_kv_ms", "spread"]
-    )
-    return PriceTable(
-        find=graph_finder(runner),
-        graphs_ms=_graphs_ms(
-            entries["graphs_ms"], priced_graphs(runner, runner.config.max_decode_rows)
-        ),
-        eager=_curve(entries["eager"], _cost),
-        head=_curve(entries["head"]),
-        kv_ms=_number(entries["kv_ms"]),
-        row_kv_ms=_number(entries["row_kv_ms"]),
-        prompt_kv_ms=_curve(entries["prompt_kv_ms"]),
-        spread=_number(entries["spread"]),
-    )
-
-
-def _draft_prices(data: Any, runner: ModelRunner) -> DraftPrices:
-    entries = _entries(data, ["extend", "passes"])
-    wanted = sorted(runner.config.draft_steps)
-    passes = _entries(entries["passes"], [str(count) for count in wanted])
-    curves = {count: _curve(passes[str(count)]) for count in wanted}
-    return DraftPrices(_price_table(entries["extend"], runner), curves)
-
-
-def _entries(data: Any, names: Iterable[str]) -> Mapping[str, Any]:
-    if not isinstance(data, dict) or {*data} != {*names}:
-        raise ProfileError("its prices are damaged")
-    return data
-
-
-def _number(value: Any) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= MAX_MS:
-        raise ProfileError("its prices are damaged")
-    return float(value)
-
-
-def _cost(value: Any) -> float:
-    """Of a step, which takes time."""
-    if (cost := _number(value)) == 0:
-        raise ProfileError("its prices are damaged")
-    return cost
-
-
-def _pairs(data: Any) -> list[list[Any]]:
-    is_list = isinstance(data, list) and len(data) > 0
-    if not is_list or not all(isinstance(pair, list) and len(pair) == 2 for pair in data):
-        raise ProfileError("its prices are damaged")
-    pairs: list[list[Any]] = data
-    return pairs
-
-
-def _curve(data: Any, read: Callable[[Any], float] = _number) -> Curve:
-    pairs = _pairs(data)
-    sizes = tuple(int(_number(size)) for size, _ in pairs)
-    if sizes[0] < 1 or list(sizes) != sorted({*sizes}):
-        raise ProfileError("its prices are damaged")
-    return Curve(sizes, tuple(read(cost) for _, cost in pairs))
-
-
-def _graphs_ms(data: Any, keys: Iterable[GraphKey]) -> dict[GraphKey, float]:
-    """Of exactly the graphs that there are."""
-    by_fields = {dataclasses.astuple(key): key for key in keys}
-    if not isinstance(data, list) or len(data) != len(by_fields):
-        raise ProfileError("measured with another set of graphs")
-    found = {}
-    for entry in data:
-        if not isinstance(entry, list) or not all(isinstance(x, str | int | float) for x in entry):
-            raise ProfileError("its prices are damaged")
-        key = by_fields.get(tuple(entry[:-1]))
-        if key is None:
-            raise ProfileError("measured with another set of graphs")
-        found[key] = _cost(entry[-1])
-    if len(found) != len(by_fields):
-        raise ProfileError("measured with another set of graphs")
-    return found
-
-
-def _or_none(read: Callable[[], Any]) -> Any:
-    try:
-        return read()
-    except ProfileError:
-        return None
