@@ -299,7 +299,7 @@ class PriceMeter:
         count, device, hidden = sum(q_lens), self._device, None
         if hidden_width:
             dtype, shape = self._runner.kv_pool.kv[0].dtype, (count, hidden_width)
-            hidden = torch.randn(shape, generator=self._generator, device=device).to(dtype)
+            hidden = torch.randn(shape, generator=self._generator, device=device, dtype=dtype)
         batch = dummy_step(q_lens, device, hidden=hidden)
         ids = torch.randint(
             self._runner.vocab_size, (count,), generator=self._generator, device=device
