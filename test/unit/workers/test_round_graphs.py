@@ -14,7 +14,7 @@ import torch
 
 from draft_heads import EAGLE, EAGLE3
 from drafted_serving import Disturb, Drafted, abort, nothing, params_of, pause, prompts, serve
-from eagle_models import eagle_config_for, write_models
+from eagle_models import CONTEXT, eagle_config_for, write_models
 from jumping_tier import JUMPING, jumping_tiers
 from recorded_graphs import recorded_graphs, replayable_backends
 from round_serving import NUM_STEPS, right_tokens, runners, serving, setup_of, submit_all, zero
@@ -202,3 +202,36 @@ def test_who_is_told_of_each_step_gets_no_graphs(paths: dict[str, Path]) -> None
     harness = Drafted(group, drafter, setup_of(), on_step=lambda step: None)
     worker: Any = harness.scheduler._worker
     assert worker._rounds is None
+
+
+@pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
+def test_requests_that_are_retracted_all_the_time(
+    paths: dict[str, Path], right: list[list[int]], kind: str
+) -> None:
+    served = serving(paths, kind, setup_of(16, retract_interval=4))
+    ids = submit_all(served)
+    assert [served.harness.outputs[each].token_ids for each in ids] == right
+    assert served.harness.scheduler.lifecycle.counts.num_retracted > 3
+    assert len(served.rounds) > 1
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_the_end_of_the_context(paths: dict[str, Path], page_size: int) -> None:
+    """Whole rounds go on for as long as there are slots for all drafts."""
+    setup = setup_of(page_size, use_radix_cache=False)
+    group = runners(paths, None, setup)
+    plain, served = Drafted(group, None, setup), serving(paths, setup=setup)
+    zero(group)
+    found = []
+    for harness in (plain, served.harness):
+        ids = []
+        for each, length in zip(prompts(), (90, 101, 117, 3), strict=False):
+            prompt = each[:1] * length
+            params = {"temperature": 0.0, "max_new_tokens": CONTEXT - length}
+            ids.append(harness.submit(prompt, **params))
+        harness.run()
+        harness.check()
+        found.append([harness.outputs[each].token_ids for each in ids])
+    assert found[0] == found[1]
+    assert [len(tokens) for tokens in found[0]] == [38, 27, 11, 125]
+    assert len(served.rounds) > 10
