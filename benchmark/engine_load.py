@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from benchmark.command import store
 
 FIRST_PLAIN_ID = 3  # below are the special tokens of the demo models
 
@@ -193,3 +196,35 @@ class Budget:
             return False
         spent = time.perf_counter() - self.start_s
         return num_done == 0 or spent + 1.05 * last_round_s <= self.total_s
+
+
+class Rounds(Protocol):
+    """Ways that are measured in turn, round by round."""
+
+    def run(self, number: int) -> float:
+        """One round; round 0 warms up and is not counted. Seconds."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What was found in all rounds so far."""
+
+
+def run_rounds(
+    rounds: Rounds,
+    budget: Budget,
+    arguments: argparse.Namespace,
+    result: dict[str, Any],
+    summarize: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda rows: {},
+) -> None:
+    """Rounds behind the warm one, as many as fit and --rounds allows; the result gets rows, and is
+    stored in --out after each.
+
+    Args:
+        summarize: makes further fields of the rows.
+    """
+    last_s, number = 0.0, 0
+    while budget.has_room(number, arguments.rounds, last_s):
+        number += 1
+        last_s, rows = rounds.run(number), rounds.rows()
+        result |= {"rounds": number, **summarize(rows), "rows": rows}
+        result["seconds"] = round(time.perf_counter() - budget.start_s, 1)
+        store(arguments.out, result)

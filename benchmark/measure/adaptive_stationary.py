@@ -40,8 +40,8 @@ from benchmark.adaptive_ways import (
     params_of,
     start_engines,
 )
-from benchmark.command import in_turn, median_ratio, ratios, store
-from benchmark.engine_load import Budget, closed_loop, random_prompts
+from benchmark.command import in_turn, median_ratio, ratios
+from benchmark.engine_load import Budget, closed_loop, random_prompts, run_rounds
 from benchmark.environment import describe_environment
 from benchmark.goals import is_steady
 from benchmark.held_out import held_out_prompts
@@ -233,13 +233,7 @@ def measure(
         rounds = Rounds(engines, work, loads, arguments.lead_s, arguments.steady_s)
         rounds.run(0)
         result["warmed_up_s"] = round(time.perf_counter() - budget.start_s, 1)
-        last_s, number = 0.0, 0
-        while budget.has_room(number, arguments.rounds, last_s):
-            number += 1
-            last_s = rounds.run(number)
-            result |= {"rounds": number, "rows": rounds.rows()}
-            result["seconds"] = round(time.perf_counter() - budget.start_s, 1)
-            store(arguments.out, result)
+        run_rounds(rounds, budget, arguments, result)
     return result
 
 

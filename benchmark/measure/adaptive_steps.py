@@ -38,8 +38,8 @@ from benchmark.adaptive_ways import (
     start_engines,
     switches_of,
 )
-from benchmark.command import in_turn, store
-from benchmark.engine_load import Budget, random_prompts
+from benchmark.command import in_turn
+from benchmark.engine_load import Budget, random_prompts, run_rounds
 from benchmark.environment import describe_environment
 from benchmark.goals import ADAPTIVE_OVER_BEST_FIXED, ADAPTIVE_OVER_FIXED_3
 from benchmark.held_out import held_out_prompts
@@ -214,14 +214,7 @@ def measure(
         result["started_s"] = round(time.perf_counter() - budget.start_s, 1)
         rounds = Rounds(engines, work, phases, arguments.phase_tokens)
         rounds.run(0)
-        last_s, number = 0.0, 0
-        while budget.has_room(number, arguments.rounds, last_s):
-            number += 1
-            last_s = rounds.run(number)
-            rows = rounds.rows()
-            result |= {"rounds": number, "summary": summarize(rows), "rows": rows}
-            result["seconds"] = round(time.perf_counter() - budget.start_s, 1)
-            store(arguments.out, result)
+        run_rounds(rounds, budget, arguments, result, lambda rows: {"summary": summarize(rows)})
     return result
 
 

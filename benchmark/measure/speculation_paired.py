@@ -26,8 +26,8 @@ from typing import Any
 from tqdm import tqdm
 
 import sglang
-from benchmark.command import in_turn, ratios, store
-from benchmark.engine_load import Budget, LoadResult, closed_loop
+from benchmark.command import in_turn, ratios
+from benchmark.engine_load import Budget, LoadResult, closed_loop, run_rounds
 from benchmark.environment import ROOT, describe_environment
 from benchmark.goals import MIN_PAIRED_MEDIAN, MIN_PAIRED_ROUND, MIN_SPEED_UP_OF_ACCEPT_LENGTH
 from benchmark.held_out import held_out_prompts
@@ -164,13 +164,7 @@ def measure(
             result["startup_s"] = starts
             rounds = Rounds({PLAIN: plain, DRAFTED: drafted}, prompts, loads, params)
             rounds.run(0)
-            last_s, number = 0.0, 0
-            while budget.has_room(number, arguments.rounds, last_s):
-                number += 1
-                last_s = rounds.run(number)
-                result |= {"rounds": number, "rows": rounds.rows()}
-                result["seconds"] = round(time.perf_counter() - budget.start_s, 1)
-                store(arguments.out, result)
+            run_rounds(rounds, budget, arguments, result)
     return result
 
 

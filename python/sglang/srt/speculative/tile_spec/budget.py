@@ -144,8 +144,7 @@ class TileSpec:
         return plan if num_verified == most else _packed(plan, most - num_verified)
 
     def table(self, batch: ScheduleBatch, num_drafts: list[int]) -> LatencyTable:
-        """What the step's round costs. Prompts are left out: the time that their rows take is spent
-        in any case, so beside them as many drafts pay as without."""
+        """What the step's round costs, without the prompts that share it."""
         lens = zip(
             batch.kv_len_upper_bounds, batch.max_q_lens, batch.num_prompt_tokens, strict=True
         )
