@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
 import torch
 
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.eagle_worker import EagleConfig
+from sglang.srt.speculative.round_planner import RoundOptions
 from sglang.srt.speculative.round_prices import UpcomingRound
 from sglang.srt.speculative.tier_policy import RoundOutcome, TierOptions, TierParts, TierPolicy
 from sglang.srt.step.worker import (
@@ -52,7 +53,7 @@ class ScheduledTier:
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduledConfig(EagleConfig):
+class ScheduledRounds(RoundOptions):
     """With `ScheduledTier`, whatever `tier_policy` names."""
 
     @property
@@ -60,8 +61,10 @@ class ScheduledConfig(EagleConfig):
         return ScheduledTier
 
     @classmethod
-    def of(cls, config: EagleConfig) -> ScheduledConfig:
-        return cls(**{entry.name: getattr(config, entry.name) for entry in fields(config)})
+    def of(cls, config: EagleConfig) -> EagleConfig:
+        """The drafter's configuration with these."""
+        known = {entry.name: getattr(config.rounds, entry.name) for entry in fields(config.rounds)}
+        return replace(config, rounds=cls(**known))
 
 
 @dataclass

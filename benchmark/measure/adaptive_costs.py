@@ -39,7 +39,7 @@ from benchmark.engine_load import random_prompts
 from benchmark.environment import describe_environment
 from benchmark.goals import SWITCH_US, TIERS_MEMORY_RATIO
 from benchmark.random_model import GEOMETRIES, random_head, random_model
-from benchmark.scheduled_tiers import TIERS, ScheduledConfig, ScheduledTier, TimedWorker
+from benchmark.scheduled_tiers import TIERS, ScheduledRounds, ScheduledTier, TimedWorker
 from sglang.bench_one_batch import OneBatch
 from sglang.srt.environ import Environ
 from sglang.srt.garbage import keep_out_of_collections
@@ -54,7 +54,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.adaptive_config import PRESETS, read_adaptive_config
 from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 from sglang.srt.speculative.drafter import DrafterConfig
-from sglang.srt.speculative.eagle_worker import EagleConfig
+from sglang.srt.speculative.round_planner import RoundOptions
 from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
 from sglang.srt.speculative.tier_policy import (
     LoadAwareTier,
@@ -96,8 +96,8 @@ class Measured:
             assert drafter is not None
             assert prices is not None, "The throughput strategy has them measured."
             options = drafter.options
-            made["policies"] = policies_over(runners, options, prices)
-            scheduled = DrafterConfig(drafter.name, ScheduledConfig.of(options))
+            made["policies"] = policies_over(runners, options.rounds, prices)
+            scheduled = DrafterConfig(drafter.name, ScheduledRounds.of(options))
             worker = make_worker(runners, scheduled, simulated_accept_len=1.0)
             made["worker"] = TimedWorker(worker)
             return made["worker"]
@@ -131,7 +131,7 @@ class Measured:
 
 
 def policies_over(
-    runners: RunnerGroup, options: EagleConfig, prices: PriceTable
+    runners: RunnerGroup, options: RoundOptions, prices: PriceTable
 ) -> dict[str, TierPolicy]:
     """The policies of both strategies, over a drafter's models."""
     target, head = runners.runners

@@ -66,6 +66,7 @@ DEFAULT_WAYS = [
     f"TileSpec, load-aware {MOST_STEPS}",
 ]
 MIN_PROMPTS = 4  # of a lap
+FIGURES = ("tok_s", "tokens_per_step", "verified_drafts")  # of each way, one of each round
 
 
 class Rounds:
@@ -100,8 +101,9 @@ class Rounds:
         """Of each number of requests, what each way did."""
         rows: dict[int, dict[str, Any]] = {}
         for (load, name), results in self._found.items():
-            row = rows.setdefault(load, {"requests": load, "tok_s": {}, "verified_drafts": {}})
+            row = rows.setdefault(load, {"requests": load} | {key: {} for key in FIGURES})
             row["tok_s"][name] = [round(result.tok_s, 1) for result in results]
+            row["tokens_per_step"][name] = [round(result.tokens_per_step, 3) for result in results]
             verified = [result.verified_drafts for result in results]
             row["verified_drafts"][name] = [each and round(each, 3) for each in verified]
         return [row | summarize(row["tok_s"]) for row in rows.values()]

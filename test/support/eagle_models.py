@@ -29,6 +29,7 @@ from sglang.srt.model_config import load_model_config
 from sglang.srt.speculative.adaptive_config import AdaptiveConfig
 from sglang.srt.speculative.drafter import DrafterConfig
 from sglang.srt.speculative.eagle_worker import EagleConfig
+from sglang.srt.speculative.round_planner import RoundOptions
 from utils import make_random_llama
 
 VOCAB, HIDDEN, CONTEXT, HEAD_CONTEXT = 24, 32, 128, 16
@@ -131,16 +132,12 @@ def eagle_config_for(
     **options: Any,
 ) -> DrafterConfig:
     """The drafter with the head of a folder; `options` are of `load_head_config`, the others of
-    `EagleConfig`."""
+    `RoundOptions`."""
     model = load_model_config(str(target))
     config = load_head_config(str(head), kind, model, **options)
     eagle = EagleConfig(
         config,
         model.num_layers,
-        num_steps,
-        tier_policy=tier_policy,
-        initial_steps=initial_steps,
-        adaptive=adaptive,
-        tile_spec_cache=tile_spec_cache,
+        RoundOptions(num_steps, tier_policy, initial_steps, adaptive, tile_spec_cache),
     )
     return DrafterConfig("eagle", eagle)

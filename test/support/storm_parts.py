@@ -21,6 +21,7 @@ from sglang.srt.model_config import load_model_config
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import DrafterConfig
 from sglang.srt.speculative.eagle_worker import EagleConfig
+from sglang.srt.speculative.round_planner import RoundOptions
 from sglang.srt.speculative.upcoming_step import Accepted, Budget, UpcomingStep
 from sglang.srt.step.worker import (
     GenerationBatchResult,
@@ -106,8 +107,9 @@ class DraftedModels(Checkpoints):
             str(self._heads[kind]), kind, load_model_config(str(self.path)), token_map
         )
         num_steps = chooser.choice([1, 2, 3, 3, 5])
+        rounds = RoundOptions(num_steps)
         return DrafterConfig(
-            "eagle", EagleConfig(head, DRAFTED["num_hidden_layers"], num_steps, (MASK,))
+            "eagle", EagleConfig(head, DRAFTED["num_hidden_layers"], rounds, (MASK,))
         )
 
 

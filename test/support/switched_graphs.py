@@ -72,7 +72,8 @@ def drafter_of(tier_policy: str, num_steps: int = NUM_STEPS, **flags: Any) -> Dr
     model = load_model_config("demo")
     drafter = eagle_from_flags(args, model, (model.hf["mtp_mask_token_id"],))
     assert drafter is not None
-    return replace(drafter, options=replace(drafter.options, tier_policy=tier_policy))
+    rounds = replace(drafter.options.rounds, tier_policy=tier_policy)
+    return replace(drafter, options=replace(drafter.options, rounds=rounds))
 
 
 class Switched(Drafted):
@@ -229,7 +230,7 @@ def check_storm(place: Place, least_switches: int) -> None:
 
     def memory() -> tuple[int, ...]:
         """Behind a last step that is always the same."""
-        with resting(harness.drafter._policy):
+        with resting(harness.drafter.planner.policy):
             harness.serve(one)
         return place.memory()
 

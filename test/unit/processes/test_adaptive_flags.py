@@ -17,6 +17,7 @@ from sglang.srt.server_args import parse_cli
 from sglang.srt.speculative.adaptive_config import CONFIG_FLAG, MAX_BATCH_SIZE
 from sglang.srt.speculative.adaptive_runtime_state import ALL_BATCH_SIZES
 from sglang.srt.speculative.eagle_worker import EagleConfig
+from sglang.srt.speculative.round_planner import RoundOptions
 from speculation_flags_cases import refusal, resolved
 
 FILE = "steps.json"  # of the case's entries
@@ -50,11 +51,11 @@ def write(entries: Any) -> None:
     Path(FILE).write_text(text, encoding="utf-8")
 
 
-def options_of(config: RuntimeConfig) -> EagleConfig:
+def options_of(config: RuntimeConfig) -> RoundOptions:
     assert config.drafter is not None
     options = config.drafter.options
     assert isinstance(options, EagleConfig)
-    return options
+    return options.rounds
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_the_head_and_what_it_needs_follow_from_the_flags(
     assert config.drafter is not None
     options = config.drafter.options
     assert isinstance(options, EagleConfig)
-    assert options.num_steps == 3
+    assert options.rounds.num_steps == 3
     needs, execution = config.needs, config.execution
     assert (needs.max_drafts, needs.max_rows, needs.max_slots, needs.token_shift) == (3, 4, 6, 1)
     assert needs.capture == execution.capture == CAPTURES[algorithm]
@@ -94,7 +94,7 @@ def test_the_number_of_drafts_follows_the_load_unless_it_is_pinned(
     environ = Environ(simulated_accept_len=simulated)
     config = resolved(target, environ=environ, **all_flags)
     assert config.drafter is not None
-    assert config.drafter.options.tier_policy == policy
+    assert config.drafter.options.rounds.tier_policy == policy
     assert config.needs.needs_prices == (policy == "load_aware")
     [model] = drafter_models(config.drafter, config.execution)
     assert tuple(model.draft_steps) == passes

@@ -15,6 +15,7 @@ from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.runtime_config import RuntimeConfig, resolve
 from sglang.srt.server_args import ServerArgs, parse_cli
 from sglang.srt.speculative.eagle_worker import EagleConfig
+from sglang.srt.speculative.round_planner import RoundOptions
 from sglang.srt.step.row_division import MAX_REQUESTS
 from speculation_flags_cases import PLATFORM
 
@@ -31,11 +32,11 @@ def resolved(target: Path, head: str | None, simulated: float | None = None, **f
     return resolve(args, PLATFORM, load_model_config(str(target)), environ)
 
 
-def options_of(config: RuntimeConfig) -> EagleConfig:
+def options_of(config: RuntimeConfig) -> RoundOptions:
     assert config.drafter is not None
     options = config.drafter.options
     assert isinstance(options, EagleConfig)
-    return options
+    return options.rounds
 
 
 def test_without_the_flag_nothing_changes(target: Path, head: str) -> None:

@@ -166,7 +166,7 @@ def test_as_a_policy_it_does_what_the_rule_says_round_by_round(
 
 def test_each_tier_owns_the_batch_sizes_that_may_have_it() -> None:
     adaptive = config({2: [0, 1, 3], 8: [1], 32: [0, 3]})
-    states = runtime_states(adaptive.candidate_steps, adaptive)
+    states = runtime_states(adaptive.candidate_steps, adaptive, 1)
     low, middle, high = range(1, 8), range(8, 32), range(32, MAX_BATCH_SIZE)
     assert {tier: state.batch_sizes for tier, state in states.items()} == {
         0: (low, high),
@@ -178,7 +178,7 @@ def test_each_tier_owns_the_batch_sizes_that_may_have_it() -> None:
 
 
 def test_where_nobody_says_every_tier_may_have_all_batches() -> None:
-    states = runtime_states((0, 3), None)
+    states = runtime_states((0, 3), None, 1)
     assert [state.speculative_num_steps for state in states.values()] == [0, 3]
     assert all(state.batch_sizes == ALL_BATCH_SIZES for state in states.values())
 
@@ -186,7 +186,7 @@ def test_where_nobody_says_every_tier_may_have_all_batches() -> None:
 def test_a_tier_that_no_slot_has_owns_no_batch_size() -> None:
     """Such as 0 of the throughput strategy, where slots leave it out."""
     adaptive = config({1: [1, 3]})
-    assert runtime_states((0, 1, 3), adaptive)[0].batch_sizes == ()
+    assert runtime_states((0, 1, 3), adaptive, 1)[0].batch_sizes == ()
 
 
 @settings(max_examples=100, deadline=None)
@@ -236,7 +236,7 @@ def test_every_tier_that_is_chosen_finds_its_graph_and_no_other_graph_is_made(
 ) -> None:
     """Whatever batch chooses a tier, draft steps of its padded size are captured for that tier."""
     adaptive, decode = config(slots), graph_keys(max_requests)
-    for tier, state in runtime_states(adaptive.candidate_steps, adaptive).items():
+    for tier, state in runtime_states(adaptive.candidate_steps, adaptive, 1).items():
         keys = GraphKeys.of_draft_steps(max_requests, HIDDEN, max(1, tier), state.batch_sizes)
         needed = set()
         for num_reqs in range(1, max_requests + 1):

@@ -65,7 +65,7 @@ def test_tokens_are_those_without_a_drafter_whatever_steps_slots_choose(
             assert harness.generate([prompt], **params_of(index)) == [right[index]]
     harness.check()
     assert all(harness.tiers[tier] > 2 for tier in range(4)), harness.tiers
-    policy = harness.drafter._policy
+    policy = harness.drafter.planner.policy
     assert isinstance(policy, AdaptiveController)
     assert policy.params.num_switches > 25
     harness.assert_many_of_each()
@@ -140,7 +140,7 @@ class Storm:
 
     def run_last(self) -> None:
         """A step that is always the same, so that what is kept of the last one is too."""
-        with resting(self.harness.drafter._policy):
+        with resting(self.harness.drafter.planner.policy):
             number = self.harness.submit([1, 2, 3], max_new_tokens=1, temperature=0.0)
             self.harness.run()
         assert len(self.harness.outputs.pop(number).token_ids) == 1

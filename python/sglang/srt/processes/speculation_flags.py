@@ -18,6 +18,7 @@ from sglang.srt.speculative.adaptive_config import (
 from sglang.srt.speculative.confirm import AcceptThresholds
 from sglang.srt.speculative.drafter import DrafterConfig
 from sglang.srt.speculative.eagle_worker import TOPK, EagleConfig
+from sglang.srt.speculative.round_planner import RoundOptions
 from sglang.srt.speculative.spec_info import MAX_NUM_STEPS, head_architecture
 from sglang.srt.speculative.tier_policy import TierOptions
 from sglang.srt.step.row_division import MAX_REQUESTS
@@ -89,12 +90,14 @@ def eagle_from_flags(
         config = EagleConfig(
             head,
             model.num_layers,
-            tiers.options.max_drafts,
+            RoundOptions(
+                tiers.options.max_drafts,
+                tiers.policy,
+                tiers.options.initial,
+                tiers.options.adaptive,
+                _tile_spec_cache(args, simulates_acceptance),
+            ),
             suppressed_token_ids,
-            tiers.policy,
-            tiers.options.initial,
-            tiers.options.adaptive,
-            _tile_spec_cache(args, simulates_acceptance),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None

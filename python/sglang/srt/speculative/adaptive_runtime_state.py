@@ -16,16 +16,18 @@ ALL_BATCH_SIZES = (range(1, MAX_BATCH_SIZE),)
 
 @dataclass(frozen=True, slots=True)
 class SpecRuntimeState:
-    """What a tier owns. A tier of S drafts has the first one from the head's pass over the rows of
-    the target, and the others from S - 1 draft steps, whose graphs are its own. The graphs of that
-    pass and of verification are chosen by their number of rows, so tiers share them.
+    """What a tier owns: its draft steps, whose graphs are its own. The graphs of the drafter's pass
+    over the target's rows and of verification are chosen by their number of rows, so tiers share
+    them.
 
     Attributes:
-        speculative_num_steps: S.
+        speculative_num_steps: drafts of a chain.
+        num_draft_steps: of the drafter's model, one behind the other, for as many drafts.
         batch_sizes: of the batches that may have the tier: for these its graphs are captured.
     """
 
     speculative_num_steps: int
+    num_draft_steps: int
     batch_sizes: tuple[range, ...] = ALL_BATCH_SIZES
 
     @property
@@ -33,19 +35,20 @@ class SpecRuntimeState:
         """Rows of a request that the target verifies, the certain token's counted."""
         return 1 + self.speculative_num_steps
 
-    @property
-    def num_draft_steps(self) -> int:
-        """Draft steps behind the first draft."""
-        return max(0, self.speculative_num_steps - 1)
-
 
 def runtime_states(
-    tiers: Sequence[int], adaptive: AdaptiveConfig | None
+    tiers: Sequence[int], adaptive: AdaptiveConfig | None, num_free: int
 ) -> dict[int, SpecRuntimeState]:
-    """The states of all tiers, made once, before the first round."""
+    """The states of all tiers, made once, before the first round.
+
+    Args:
+        num_free: drafts of a chain that need no draft step (`RoundOptions`).
+    """
     return {
         tier: SpecRuntimeState(
-            tier, ALL_BATCH_SIZES if adaptive is None else adaptive.batch_sizes(tier)
+            tier,
+            max(0, tier - num_free),
+            ALL_BATCH_SIZES if adaptive is None else adaptive.batch_sizes(tier),
         )
         for tier in tiers
     }

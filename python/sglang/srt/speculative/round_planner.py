@@ -1,0 +1,217 @@
+"""What a drafter plans on the host, whatever it drafts with: how many drafts requests get, and
+which of them are verified.
+
+All requests that are drafted for in a step get the same number of drafts, from 0 on: their tier. It
+is chosen by a `TierPolicy` one step before the drafts are verified. `TileSpec` may then cut the
+step to the drafts that pay.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from sglang.srt.registry import ATTENTION_BACKENDS, TIER_POLICIES
+from sglang.srt.speculative.adaptive_config import AdaptiveConfig
+from sglang.srt.speculative.adaptive_runtime_state import SpecRuntimeState, runtime_states
+from sglang.srt.speculative.draft_steps import who_drafts
+from sglang.srt.speculative.drafter import DrafterNeeds, DrafterParts, RowPlan, plan_of_drafts
+from sglang.srt.speculative.round_prices import MeasuredRounds, RoundPrices, UpcomingRound
+from sglang.srt.speculative.tier_policy import (
+    RoundOutcome,
+    TierOptions,
+    TierParts,
+    TierPolicy,
+    same_size,
+)
+from sglang.srt.speculative.tile_spec.budget import CutRounds, RoundTables, TileSpec
+from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOptions:
+    """How many tokens are drafted and verified.
+
+    Attributes:
+        num_steps: drafts of a chain at most, at least 1.
+        tier_policy: a name in `TIER_POLICIES` (registry.py).
+        initial_steps: drafts of a chain before a policy knows anything; None: all.
+        adaptive: which numbers of drafts batches of each size may have; None: any.
+        tile_spec_cache: steps are cut to the rows that pay (`TileSpec`); the folder where prices
+            are kept. None: all drafts are verified.
+        num_free: drafts of a chain that need no draft step of a model: the first one of a head,
+            which comes from its pass over the target's rows.
+    """
+
+    num_steps: int
+    tier_policy: str = "fixed"
+    initial_steps: int | None = None
+    adaptive: AdaptiveConfig | None = None
+    tile_spec_cache: Path | None = None
+    num_free: int = 1
+
+    @property
+    def tier_options(self) -> TierOptions:
+        initial = self.num_steps if self.initial_steps is None else self.initial_steps
+        return TierOptions(self.num_steps, initial, self.adaptive)
+
+    @property
+    def policy(self) -> type[TierPolicy]:
+        """Chooses how long chains are."""
+        kind: type[TierPolicy] = TIER_POLICIES.load(self.tier_policy)
+        return kind
+
+    @property
+    def needs_prices(self) -> bool:
+        """Whether anything goes by prices of rounds."""
+        return self.policy.needs_prices or self.tile_spec_cache is not None
+
+    @property
+    def states(self) -> dict[int, SpecRuntimeState]:
+        """Of all tiers."""
+        tiers = self.policy.tiers(self.tier_options)
+        return runtime_states(tiers, self.adaptive, self.num_free)
+
+    @property
+    def draft_steps(self) -> dict[int, tuple[range, ...]]:
+        """How many draft steps may follow a step of the target, and for batches of which sizes
+        (`ExecutionConfig.draft_steps`)."""
+        states = self.states.values()
+        return {each.num_draft_steps: each.batch_sizes for each in states if each.num_draft_steps}
+
+    @property
+    def most_draft_steps(self) -> int:
+        return max(0, self.num_steps - self.num_free)
+
+    @property
+    def step_width(self) -> StepWidth:
+        """Slots of a request in a step, whatever its parameters are: for the rows that verify, and
+        for draft steps behind all of them."""
+        width, further = 1 + self.num_steps, self.most_draft_steps
+        return StepWidth(decode_rows=width + further, lookahead_rows=further, max_kept=width)
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        """What follows for a drafter of chains."""
+        return DrafterNeeds(
+            max_drafts=self.num_steps,
+            max_rows=1 + self.num_steps,
+            num_steps=self.tier_options.initial,
+            tiers=tuple(self.states),
+            extra_slots=self.most_draft_steps,
+            max_masks=None if self.tile_spec_cache is None else 0,
+            needs_prices=self.needs_prices,
+            price_cache=self.tile_spec_cache,
+            rounds={tier: each.batch_sizes for tier, each in self.states.items()},
+        )
+
+
+class RoundPlanner:
+    """Plans the steps of a drafter of chains, and learns from their results.
+
+    Attributes:
+        policy: chooses how many drafts requests get.
+        tile_spec: cuts steps to the drafts that pay; None: all are verified.
+        states: of all tiers.
+
+    Args:
+        prices: of rounds; None where nothing goes by them.
+    """
+
+    def __init__(
+        self, options: RoundOptions, parts: DrafterParts, prices: MeasuredRounds | None
+    ) -> None:
+        self.tile_spec: TileSpec | None = None
+        policy_prices: RoundPrices | None = prices
+        if options.tile_spec_cache is not None:
+            assert prices is not None, "Rows go by prices, and nobody has measured any."
+            self.tile_spec = _tile_spec(parts, prices)
+            policy_prices = CutRounds(prices, self.tile_spec)
+        keys = parts.runners.target.graph_keys
+        graph_size = same_size if keys is None else keys.decode_size
+        self.policy = options.policy(TierParts(options.tier_options, policy_prices, graph_size))
+        self.states: Mapping[int, SpecRuntimeState] = options.states
+        num_rows = parts.runners.memory.table.num_rows
+        self._num_pending_drafts = [0] * num_rows  # of each row of the page table
+        self._next_round = _Round(self.policy.settled, 0)
+        self._launched = deque[_Round | None]()  # of steps not read; None: nobody decodes in it
+
+    def admit(self, new_rows: list[NewRow]) -> None:
+        """See `Drafter`."""
+        for new in new_rows:
+            self._num_pending_drafts[new.row] = 0
+
+    def plan(self, batch: ScheduleBatch) -> RowPlan:
+        """What a step feeds, and how many drafts are proposed behind it
+        (`RowPlan.next_drafts`)."""
+        num_drafts = [
+            0 if num_prompt else self._num_pending_drafts[row]
+            for row, num_prompt in zip(batch.rows, batch.num_prompt_tokens, strict=True)
+        ]
+        has_decodes = 0 in batch.num_prompt_tokens
+        self._launched.append(self._next_round if has_decodes else None)
+        plan = replace(plan_of_drafts(batch, num_drafts), tier=self._next_round.tier)
+        if self.tile_spec is not None:
+            plan = self.tile_spec.cut(batch, num_drafts, plan)
+        next_drafts = self._next_drafts(batch, plan.max_accepted)
+        for row, count in zip(batch.rows, next_drafts, strict=True):
+            self._num_pending_drafts[row] = count
+        return replace(plan, next_drafts=next_drafts)
+
+    def observe(self, result: HostResult) -> None:
+        """Tells the policy of each request that verified drafts how many were confirmed."""
+        launched = self._launched.popleft()
+        if self.tile_spec is not None:
+            verified = self.tile_spec.observe(result)
+        else:
+            verified = [
+                (count, taken - 1)
+                for count, taken in zip(result.num_drafts, result.accept_lens, strict=False)
+                if count
+            ]
+        if launched is not None:
+            self.policy.observe(RoundOutcome(*launched, verified))
+
+    def _next_drafts(self, batch: ScheduleBatch, max_accepted: int) -> list[int]:
+        """Drafts that each request of a step is given for its next one."""
+        counts, tier = [0] * len(batch.rows), self._next_tier(batch)
+        if tier:
+            num_steps = self.states[tier].num_draft_steps
+            for i in who_drafts(batch, max_accepted, num_steps):
+                counts[i] = tier
+        return counts
+
+    def _next_tier(self, batch: ScheduleBatch) -> int:
+        """Drafts that requests get for their next step, which is taken to have the requests that
+        emit in this one, and no prompts; 0 if nobody emits, whatever tiers there are."""
+        bounds, slots = batch.kv_len_upper_bounds, batch.max_q_lens
+        lens = zip(bounds, slots, batch.num_prompt_tokens, batch.emits, strict=True)
+        emitting = [bound - most + num_prompt for bound, most, num_prompt, emits in lens if emits]
+        if not emitting:
+            return 0
+        tier = self.policy.choose(UpcomingRound(len(emitting), sum(emitting)))
+        self._next_round = _Round(self.policy.settled, len(emitting))
+        return tier
+
+
+class _Round(NamedTuple):
+    """What was drafted for.
+
+    Attributes:
+        tier: see `TierPolicy.settled`.
+        num_reqs: requests that were to be drafted for.
+    """
+
+    tier: int
+    num_reqs: int
+
+
+def _tile_spec(parts: DrafterParts, rounds: MeasuredRounds) -> TileSpec:
+    confidence = parts.state.confidence
+    assert confidence is not None, "Rows are divided by confidences (DrafterNeeds.max_masks)."
+    backend = ATTENTION_BACKENDS.load(parts.runners.target.config.attention_backend)
+    packs_in_graphs = backend.capabilities().reads_q_starts
+    return TileSpec(RoundTables(rounds, packs_in_graphs), confidence.drafts)
