@@ -63,9 +63,12 @@ class _Span:
 
     @property
     def num_steps(self) -> int:
-        """How many gave the tokens; one for each token of a plain request."""
-        steps = self.answer["meta_info"].get("mtp_effective_k")
-        return self.num_tokens if steps is None else len(steps)
+        """How many gave the tokens: one for each token that was not a confirmed draft."""
+        info = self.answer["meta_info"]
+        steps = info.get("mtp_effective_k")
+        if steps is not None:
+            return len(steps)
+        return self.num_tokens - info.get("spec_num_correct_drafts", 0)
 
     @property
     def is_whole(self) -> bool:

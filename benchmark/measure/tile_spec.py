@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import os
 import statistics
 import tempfile
 import time
@@ -22,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tqdm import tqdm
 
@@ -56,7 +58,15 @@ OTHERS: dict[str, dict[str, Any]] = {
 TILED = {
     f"TileSpec, {name}": {**flags, "tile_spec": True} for name, flags in (OTHERS | STATIC).items()
 }
-WAYS: dict[str, dict[str, Any]] = {PLAIN: {}, **STATIC, **OTHERS, **TILED}
+SWEPT_DRAFTS = {3: (1.0, 1.5, 2.0), 5: (1.0, 1.5, 2.0, 3.0), 7: (1.5, 2.5, 4.0)}  # by steps
+# So many drafts of a request are verified on average, the likeliest of all: an oracle of TileSpec's
+# choice is the best of these.
+SWEPT: dict[str, dict[str, Any]] = {
+    f"swept {steps}:{count:g}": {**STATIC[f"static {steps}"], "tile_spec": True}
+    for steps, counts in SWEPT_DRAFTS.items()
+    for count in counts
+}
+WAYS: dict[str, dict[str, Any]] = {PLAIN: {}, **STATIC, **OTHERS, **TILED, **SWEPT}
 DEFAULT_WAYS = [
     PLAIN,
     "static 1",
@@ -65,6 +75,7 @@ DEFAULT_WAYS = [
     f"load-aware {MOST_STEPS}",
     f"TileSpec, load-aware {MOST_STEPS}",
 ]
+DRAFTS = "SGLANG_TILE_SPEC_DRAFTS"
 MIN_PROMPTS = 4  # of a lap
 FIGURES = ("tok_s", "tokens_per_step", "verified_drafts")  # of each way, one of each round
 
@@ -118,10 +129,17 @@ def summarize(tok_s: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """
     fixed = [name for name in tok_s if name in STATIC]
     best = max(fixed, key=lambda name: statistics.median(tok_s[name]), default=None)
-    found: dict[str, Any] = {"best_static": best, "tile_spec": {}}
+    swept = [name for name in tok_s if name in SWEPT]
+    oracle = max(swept, key=lambda name: statistics.median(tok_s[name]), default=None)
+    found: dict[str, Any] = {"best_static": best, "best_swept": oracle, "tile_spec": {}}
     for name in (name for name in tok_s if name in TILED):
         without = name.removeprefix("TileSpec, ")
-        beside = {"over_best_static": best, "over_the_same": without, "over_plain": PLAIN}
+        beside = {
+            "over_best_static": best,
+            "over_best_swept": oracle,
+            "over_the_same": without,
+            "over_plain": PLAIN,
+        }
         figures = {
             key: round(median_ratio(tok_s[name], tok_s[other]), 4)
             for key, other in beside.items()
@@ -153,16 +171,19 @@ def start_engines(
     stack: ExitStack, names: Sequence[str], flags: dict[str, Any], head: str, caches: Path
 ) -> tuple[dict[str, sglang.Engine], dict[str, float]]:
     """One per way, one after the other, and the seconds that each took to start. Each with TileSpec
-    keeps its prices in a folder of its own."""
+    keeps its prices in a folder of its own, or of all that are swept with as many steps."""
     engines, started_s = {}, {}
     for name in names:
         drafter = dict[str, Any]()
         if name != PLAIN:
             drafter = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head}
-        if name in TILED:
-            drafter["tile_spec_cache_dir"] = str(caches / name)
+        if "tile_spec" in WAYS[name]:
+            folder = name.split(":")[0]  # those that are swept have the same prices
+            drafter["tile_spec_cache_dir"] = str(caches / folder)
         begin = time.perf_counter()
-        engines[name] = sglang.Engine(**flags, **drafter, **WAYS[name])
+        swept = {DRAFTS: name.split(":")[1]} if name in SWEPT else {}
+        with mock.patch.dict(os.environ, swept):
+            engines[name] = sglang.Engine(**flags, **drafter, **WAYS[name])
         stack.callback(engines[name].shutdown)
         started_s[name] = round(time.perf_counter() - begin, 1)
     return engines, started_s

@@ -29,6 +29,9 @@ class Environ:
         simulated_accept_len: for benchmarks, tokens that a request accepts per step of drafts, the
             model's own one counted, on average and whatever the drafts are; None accepts what the
             model confirms (`SGLANG_SIMULATE_ACC_LEN`; 0 is None).
+        tile_spec_drafts: for benchmarks, drafts of a request that a step with `--tile-spec`
+            verifies on average, whatever they are worth (`SGLANG_TILE_SPEC_DRAFTS`); None: those
+            that pay.
     """
 
     test_retract_interval: int = 0
@@ -39,6 +42,7 @@ class Environ:
     kv_canary: bool = False
     mtp_fixed_k: bool = False
     simulated_accept_len: float | None = None
+    tile_spec_drafts: float | None = None
 
     @classmethod
     def read(cls) -> Environ:
@@ -56,6 +60,7 @@ class Environ:
             kv_canary=_steps("SGLANG_KV_CANARY") > 0,
             mtp_fixed_k=_steps("SGLANG_MTP_FIXED_K") > 0,
             simulated_accept_len=_tokens("SGLANG_SIMULATE_ACC_LEN"),
+            tile_spec_drafts=_tokens("SGLANG_TILE_SPEC_DRAFTS"),
         )
 
 

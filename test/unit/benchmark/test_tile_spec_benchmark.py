@@ -12,6 +12,7 @@ from benchmark.measure.tile_spec import (
     DEFAULT_WAYS,
     PLAIN,
     STATIC,
+    SWEPT,
     TILED,
     WAYS,
     Rounds,
@@ -65,7 +66,7 @@ def result_of(tmp_path: Path) -> dict[str, Any]:
 def test_every_way_is_a_set_of_flags_that_there_are() -> None:
     for name, flags in WAYS.items():
         ServerArgs(model_path="demo", **flags)
-        assert flags.get("tile_spec", False) == (name in TILED)
+        assert flags.get("tile_spec", False) == (name in TILED or name in SWEPT)
     assert len(STATIC) == 7
     assert {*DEFAULT_WAYS} <= {*WAYS}
     assert parse([]).ways == DEFAULT_WAYS
@@ -82,7 +83,11 @@ def test_tile_spec_stands_beside_the_best_static_number_the_same_and_no_drafts()
     assert figures["over_plain"] == pytest.approx(1.32)
     assert figures["lowest_over_plain"] == pytest.approx(1.1818, abs=1e-4)
     alone = summarize({"TileSpec, adaptive": [1.0]})
-    assert alone == {"best_static": None, "tile_spec": {"TileSpec, adaptive": {}}}
+    nothing = {"best_static": None, "best_swept": None}
+    assert alone == nothing | {"tile_spec": {"TileSpec, adaptive": {}}}
+    swept = summarize({"TileSpec, static 3": [2.0], "swept 3:1": [1.0], "swept 5:2": [4.0]})
+    assert swept["best_swept"] == "swept 5:2"
+    assert swept["tile_spec"]["TileSpec, static 3"]["over_best_swept"] == 0.5
 
 
 def test_verified_drafts_are_those_of_each_run() -> None:
@@ -98,7 +103,8 @@ def test_verified_drafts_are_those_of_each_run() -> None:
             await asyncio.sleep(0)
             self.num_running -= 1
             info = {"spec_num_proposed_drafts": 10 * drafts, "spec_verify_ct": 10}
-            return {"output_ids": [1], "meta_info": {"finish_reason": None, **info}}
+            info["spec_num_correct_drafts"] = 20
+            return {"output_ids": [1] * 30, "meta_info": {"finish_reason": None, **info}}
 
         async def async_abort_request(self, *, abort_all: bool) -> int:
             return 0
@@ -108,6 +114,7 @@ def test_verified_drafts_are_those_of_each_run() -> None:
         rounds.run(number)
     found = {row["requests"]: row["verified_drafts"] for row in rounds.rows()}
     assert found == {1: {"static 1": [6.0, 6.0]}, 8: {"static 1": [1.0, 1.0]}}
+    assert all(row["tokens_per_step"] == {"static 1": [3.0, 3.0]} for row in rounds.rows())
 
 
 def test_times_of_rows_come_from_the_prices_that_a_server_keeps(tmp_path: Path) -> None:

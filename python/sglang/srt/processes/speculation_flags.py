@@ -51,6 +51,7 @@ def eagle_from_flags(
     model: ModelConfig,
     suppressed_token_ids: tuple[int, ...],
     simulates_acceptance: bool = False,
+    tile_spec_drafts: float | None = None,
 ) -> DrafterConfig | None:
     """The drafter that `--speculative-algorithm` names; None without it.
 
@@ -58,6 +59,7 @@ def eagle_from_flags(
         model: the target.
         suppressed_token_ids: ids that it never emits.
         simulates_acceptance: a benchmark says how many drafts are accepted, so all are verified.
+        tile_spec_drafts: a benchmark says how many `--tile-spec` verifies (`RoundOptions`).
 
     Raises:
         ConfigError: for flags or a head that cannot be had; the text names the flag.
@@ -96,6 +98,7 @@ def eagle_from_flags(
                 tiers.options.initial,
                 tiers.options.adaptive,
                 _tile_spec_cache(args, simulates_acceptance),
+                tile_spec_drafts=tile_spec_drafts,
             ),
             suppressed_token_ids,
         )

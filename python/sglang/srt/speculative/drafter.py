@@ -30,6 +30,7 @@ from sglang.srt.speculative.confirm import EXACT, AcceptThresholds
 from sglang.srt.step.forward_inputs import NO_TOKEN
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.request_rows import RequestRows
+from sglang.srt.step.step_clock import StepClock
 from sglang.srt.step.step_ops import AcceptedTokens, RowLayout, StepCounts
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
 
@@ -180,12 +181,14 @@ class DrafterParts:
         runners: of the target and, behind it, of `DrafterType.models`.
         state: the device rows, with the token table.
         prices: of steps; None where nobody measures any.
+        clock: times the worker's steps; None where nobody does.
     """
 
     options: Any
     runners: RunnerGroup
     state: RequestRows
     prices: PriceTable | None = None
+    clock: StepClock | None = None
 
 
 class DrafterType(Protocol):

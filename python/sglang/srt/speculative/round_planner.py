@@ -19,7 +19,9 @@ from sglang.srt.speculative.adaptive_config import AdaptiveConfig
 from sglang.srt.speculative.adaptive_runtime_state import SpecRuntimeState, runtime_states
 from sglang.srt.speculative.draft_steps import who_drafts
 from sglang.srt.speculative.drafter import DrafterNeeds, DrafterParts, RowPlan, plan_of_drafts
-from sglang.srt.speculative.round_prices import MeasuredRounds, RoundPrices, UpcomingRound
+from sglang.srt.speculative.prompt_mix import PromptMix
+from sglang.srt.speculative.round_prices import MeasuredRounds, RoundPrices
+from sglang.srt.speculative.round_times import RoundTimes
 from sglang.srt.speculative.tier_policy import (
     RoundOutcome,
     TierOptions,
@@ -44,6 +46,8 @@ class RoundOptions:
             are kept. None: all drafts are verified.
         num_free: drafts of a chain that need no draft step of a model: the first one of a head,
             which comes from its pass over the target's rows.
+        tile_spec_drafts: for benchmarks, drafts of a request that `TileSpec` has verified on
+            average, whatever they are worth; None: those that pay.
     """
 
     num_steps: int
@@ -52,6 +56,7 @@ class RoundOptions:
     adaptive: AdaptiveConfig | None = None
     tile_spec_cache: Path | None = None
     num_free: int = 1
+    tile_spec_drafts: float | None = None
 
     @property
     def tier_options(self) -> TierOptions:
@@ -125,10 +130,17 @@ class RoundPlanner:
         self, options: RoundOptions, parts: DrafterParts, prices: MeasuredRounds | None
     ) -> None:
         self.tile_spec: TileSpec | None = None
+        self._times: RoundTimes | None = None
         policy_prices: RoundPrices | None = prices
+        packs_in_graphs = _packs_in_graphs(parts)
+        if prices is not None and parts.clock is not None:
+            self._times = RoundTimes(prices, parts.clock, packs_in_graphs)
         if options.tile_spec_cache is not None:
             assert prices is not None, "Rows go by prices, and nobody has measured any."
-            self.tile_spec = _tile_spec(parts, prices)
+            confidence = parts.state.confidence
+            assert confidence is not None, "Rows are divided by them (DrafterNeeds.max_masks)."
+            tables = RoundTables(prices, packs_in_graphs)
+            self.tile_spec = TileSpec(tables, confidence.drafts, options.tile_spec_drafts)
             policy_prices = CutRounds(prices, self.tile_spec)
         keys = parts.runners.target.graph_keys
         graph_size = same_size if keys is None else keys.decode_size
@@ -136,6 +148,7 @@ class RoundPlanner:
         self.states: Mapping[int, SpecRuntimeState] = options.states
         num_rows = parts.runners.memory.table.num_rows
         self._num_pending_drafts = [0] * num_rows  # of each row of the page table
+        self._prompts = PromptMix()
         self._next_round = _Round(self.policy.settled, 0)
         self._launched = deque[_Round | None]()  # of steps not read; None: nobody decodes in it
 
@@ -152,6 +165,8 @@ class RoundPlanner:
             for row, num_prompt in zip(batch.rows, batch.num_prompt_tokens, strict=True)
         ]
         has_decodes = 0 in batch.num_prompt_tokens
+        if has_decodes:
+            self._prompts.observe(sum(batch.num_prompt_tokens))
         self._launched.append(self._next_round if has_decodes else None)
         plan = replace(plan_of_drafts(batch, num_drafts), tier=self._next_round.tier)
         if self.tile_spec is not None:
@@ -159,11 +174,16 @@ class RoundPlanner:
         next_drafts = self._next_drafts(batch, plan.max_accepted)
         for row, count in zip(batch.rows, next_drafts, strict=True):
             self._num_pending_drafts[row] = count
-        return replace(plan, next_drafts=next_drafts)
+        plan = replace(plan, next_drafts=next_drafts)
+        if self._times is not None:
+            self._times.expect(batch, plan, max(num_drafts))
+        return plan
 
     def observe(self, result: HostResult) -> None:
         """Tells the policy of each request that verified drafts how many were confirmed."""
         launched = self._launched.popleft()
+        if self._times is not None:
+            self._times.compare()
         if self.tile_spec is not None:
             verified = self.tile_spec.observe(result)
         else:
@@ -186,13 +206,14 @@ class RoundPlanner:
 
     def _next_tier(self, batch: ScheduleBatch) -> int:
         """Drafts that requests get for their next step, which is taken to have the requests that
-        emit in this one, and no prompts; 0 if nobody emits, whatever tiers there are."""
+        emit in this one, and prompts as often as steps had them lately; 0 if nobody emits, whatever
+        tiers there are."""
         bounds, slots = batch.kv_len_upper_bounds, batch.max_q_lens
         lens = zip(bounds, slots, batch.num_prompt_tokens, batch.emits, strict=True)
         emitting = [bound - most + num_prompt for bound, most, num_prompt, emits in lens if emits]
         if not emitting:
             return 0
-        tier = self.policy.choose(UpcomingRound(len(emitting), sum(emitting)))
+        tier = self.policy.choose(self._prompts.upcoming(len(emitting), sum(emitting)))
         self._next_round = _Round(self.policy.settled, len(emitting))
         return tier
 
@@ -209,9 +230,8 @@ class _Round(NamedTuple):
     num_reqs: int
 
 
-def _tile_spec(parts: DrafterParts, rounds: MeasuredRounds) -> TileSpec:
-    confidence = parts.state.confidence
-    assert confidence is not None, "Rows are divided by confidences (DrafterNeeds.max_masks)."
+def _packs_in_graphs(parts: DrafterParts) -> bool:
+    """Whether packed steps replay graphs."""
     backend = ATTENTION_BACKENDS.load(parts.runners.target.config.attention_backend)
-    packs_in_graphs = backend.capabilities().reads_q_starts
-    return TileSpec(RoundTables(rounds, packs_in_graphs), confidence.drafts)
+    reads_q_starts: bool = backend.capabilities().reads_q_starts
+    return reads_q_starts

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from sglang.srt.speculative.round_excess import Excess
 from sglang.srt.step.price_table import DraftPrices, PriceTable, StepShape
 
 
@@ -14,14 +15,30 @@ class UpcomingRound(NamedTuple):
 
     Attributes:
         kv_tokens: tokens with KV of all of them, at most.
+        prompt_share: chance that prompts are fed in the same step.
+        prompt_rows: rows of these.
     """
 
     num_reqs: int
     kv_tokens: int = 0
+    prompt_share: float = 0.0
+    prompt_rows: int = 0
+
+    @property
+    def cases(self) -> list[tuple[float, UpcomingRound]]:
+        """Rounds of which it is known whether they feed prompts, each with its chance."""
+        without = self._replace(prompt_share=0.0, prompt_rows=0)
+        if self.prompt_share == 0.0:
+            return [(1.0, without)]
+        beside = self._replace(prompt_share=1.0)
+        if self.prompt_share == 1.0:
+            return [(1.0, beside)]
+        return [(1.0 - self.prompt_share, without), (self.prompt_share, beside)]
 
 
 class RoundPrices(Protocol):
-    """Prices of rounds.
+    """Prices of rounds. What prompts that share a round would cost elsewhere is not part of it:
+    they must be read anyway.
 
     Attributes:
         spread: typical deviation of one measurement from another, as a share.
@@ -49,34 +66,57 @@ class RoundCost:
 class MeasuredRounds:
     """Rounds over a target whose head runs in each step and drafts one token at a time.
 
+    Attributes:
+        excess: by how much rounds take longer than what was measured.
+        prompt_row_ms: what a row of a prompt costs in a step of so many that each costs least.
+
     Args:
         target, head: what was measured at start-up.
     """
 
-    def __init__(self, target: PriceTable, head: DraftPrices) -> None:
+    def __init__(self, target: PriceTable, head: DraftPrices, excess: Excess | None = None) -> None:
         self.target = target
         self.head = head
-        self._costs: dict[tuple[int, int], RoundCost] = {}
+        self.excess = Excess() if excess is None else excess
+        self.prompt_row_ms = target.least_row_ms
+        self._costs: dict[tuple[int, int, int], RoundCost] = {}
 
     @property
     def spread(self) -> float:
         return self.target.spread
 
     def round_ms(self, upcoming: UpcomingRound, num_drafts: int) -> float:
-        key = upcoming.num_reqs, num_drafts
-        if key not in self._costs:
-            self._costs[key] = self.cost(*key, upcoming.num_reqs * (1 + num_drafts))
-        return self._costs[key].at(upcoming.kv_tokens)
+        return sum(chance * self._case_ms(case, num_drafts) for chance, case in upcoming.cases)
 
-    def cost(self, num_reqs: int, num_drafts: int, num_rows: int) -> RoundCost:
-        """Of a round in which so many rows are verified, `num_drafts` of a request at most, and
-        each request is given as many drafts for the next one."""
+    def _case_ms(self, case: UpcomingRound, num_drafts: int) -> float:
+        key = case.num_reqs, num_drafts, case.prompt_rows
+        num_rows = case.num_reqs * (1 + num_drafts)
+        if key not in self._costs:
+            self._costs[key] = self.cost(case.num_reqs, num_drafts, num_rows, case.prompt_rows)
+        whole_ms = self._costs[key].at(case.kv_tokens)
+        own_ms = whole_ms - self.prompts_ms(case.prompt_rows, num_rows, whole_ms)
+        return own_ms * self.excess.at(num_rows + case.prompt_rows)
+
+    def prompts_ms(self, prompt_rows: int, num_rows: int, whole_ms: float) -> float:
+        """What of a round of `whole_ms` belongs to the prompts beside `num_rows` rows: what their
+        rows would cost elsewhere, and no more than their share of all rows."""
+        share = prompt_rows / (prompt_rows + num_rows)
+        return min(self.prompt_row_ms * prompt_rows, share * whole_ms)
+
+    def cost(
+        self, num_reqs: int, num_drafts: int, num_rows: int, prompt_rows: int = 0
+    ) -> RoundCost:
+        """What was measured of a round in which so many rows are verified, `num_drafts` of a
+        request at most, and each request is given as many drafts for the next one; beside so many
+        rows of prompts, without their attention."""
         target, head = self.target, self.head
+        kv_shape = StepShape(num_reqs, 1 + num_drafts, num_rows, num_rows, 1.0, num_rows / num_reqs)
         rows = num_reqs, 1 + num_drafts, num_rows
-        shape = StepShape(*rows, num_read=num_rows, kv_tokens=1.0, row_kv=num_rows / num_reqs)
-        rows_ms = target.rows_ms(*rows) + target.head.at(shape.num_read)
-        rows_ms += head.extend.rows_ms(*rows)
-        kv_ms = target.attention_ms(shape) + head.extend.attention_ms(shape)
+        if prompt_rows:
+            rows = num_reqs + 1, max(1 + num_drafts, prompt_rows), num_rows + prompt_rows
+        num_read = num_rows + (prompt_rows > 0)
+        rows_ms = target.rows_ms(*rows) + target.head.at(num_read) + head.extend.rows_ms(*rows)
+        kv_ms = target.attention_ms(kv_shape) + head.extend.attention_ms(kv_shape)
         if num_drafts:
             rows_ms += head.extend.head.at(num_reqs)  # the first draft
         if num_drafts > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -133,6 +134,13 @@ class PriceTable:
         """Ascending numbers of rows between which the price of a step without KV is constant, as
         it is padded, or linear."""
         return sorted({*(key.num_tokens for key in self.graphs_ms), *self.eager.sizes})
+
+    @property
+    def least_row_ms(self) -> float:
+        """What a row takes in steps of so many that each takes least."""
+        graphs = ((key.num_tokens, cost_ms) for key, cost_ms in self.graphs_ms.items())
+        eager = zip(self.eager.sizes, self.eager.costs_ms, strict=True)
+        return min(cost_ms / size for size, cost_ms in itertools.chain(graphs, eager))
 
     def rows_ms(self, num_reqs: int, widest: int, num_rows: int) -> float:
         """What a step takes without its attention over KV and its logits."""

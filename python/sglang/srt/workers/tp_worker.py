@@ -33,6 +33,7 @@ from sglang.srt.speculative.drafter import (
 )
 from sglang.srt.step.forward_inputs import build_forward_batch, forward_batch_of
 from sglang.srt.step.request_rows import RequestRows
+from sglang.srt.step.step_clock import StepClock
 from sglang.srt.step.step_ops import (
     EMITS,
     EMITS_ONLY_CONFIRMED,
@@ -84,6 +85,7 @@ class TpModelWorker:
         drafter: made over the same device rows.
         confirm: which drafts are confirmed; None: those that equal the target's own tokens.
         on_step: is told of every step with the drafter's proposals in place, for debugging.
+        clock: times every step; None: nobody asks.
     """
 
     def __init__(
@@ -94,12 +96,14 @@ class TpModelWorker:
         drafter: Drafter | None = None,
         on_step: Callable[[ComputedStep], None] | None = None,
         confirm: Confirm | None = None,
+        clock: StepClock | None = None,
     ) -> None:
         self._runner = runner
         self._table = runner.req_to_token_pool
         self._state = state
         self._drafter = drafter
         self._on_step = on_step
+        self._clock = clock
         self._sampler = Sampler(state.committed.device, suppressed_token_ids)
         self._confirm = confirm or ConfirmEqual(state.committed.device)
         self._rounds: RoundGraphs | None = None
@@ -125,6 +129,14 @@ class TpModelWorker:
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
         self._state.initialize(batch.new_rows)
         plan = self._plan(batch)
+        if self._clock is None:
+            return self._run(batch, plan)
+        self._clock.begin()
+        result = self._run(batch, plan)
+        self._clock.end()
+        return result
+
+    def _run(self, batch: ScheduleBatch, plan: RowPlan) -> GenerationBatchResult:
         accepted = None if self._rounds is None else self._rounds.replay(batch, plan)
         if accepted is not None:
             return _result(batch, plan, accepted)

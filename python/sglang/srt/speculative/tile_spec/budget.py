@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.speculative.drafter import RowPlan
+from sglang.srt.speculative.prompt_mix import round_of
 from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
 from sglang.srt.speculative.tile_spec.core import (
     Calibration,
@@ -38,7 +40,7 @@ GAIN_STEPS = 16  # after so many steps it is computed anew what cutting gains
 
 
 class RoundTables:
-    """What rounds cost by rows, for any number of requests and drafts.
+    """What rounds cost by rows, for any number of requests and drafts, and beside any prompts.
 
     Args:
         rounds: prices of rounds.
@@ -49,30 +51,56 @@ class RoundTables:
         self._uniform = self._packed = rounds
         if not packs_in_graphs:
             head = replace(rounds.head, extend=_without_graphs(rounds.head.extend))
-            self._packed = MeasuredRounds(_without_graphs(rounds.target), head)
+            self._packed = MeasuredRounds(_without_graphs(rounds.target), head, rounds.excess)
         self._sizes = self._packed.target.sizes
-        self._table = lru_cache(maxsize=4096)(self._of)
+        self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
 
-    def table(self, upcoming: UpcomingRound, num_drafts: int) -> LatencyTable:
+    def table(self, case: UpcomingRound, num_drafts: int) -> LatencyTable:
         """Of rounds in which each request has so many drafts, 1 at least; its last bucket is the
-        round that verifies all of them."""
-        return self._table(upcoming.num_reqs, num_drafts).at(upcoming.kv_tokens)
+        round that verifies all of them.
+
+        Args:
+            case: of `UpcomingRound.cases`.
+        """
+        prompt_rows = case.prompt_rows
+        found = self._buckets(case.num_reqs, num_drafts, prompt_rows)
+        excess = self._uniform.excess.of([prompt_rows + rows for rows in found.rows])
+        whole = (found.rows_ms + found.kv_ms * case.kv_tokens).tolist()
+        costs = (
+            (whole_ms - self._uniform.prompts_ms(prompt_rows, rows, whole_ms)) * longer
+            for rows, whole_ms, longer in zip(found.rows, whole, excess.tolist(), strict=True)
+        )
+        return LatencyTable(found.rows, tuple(costs))
 
     def room(self, num_reqs: int, widest: int, num_rows: int) -> int:
         """Rows that a packed step of so many has room for; arguments as for `PriceTable.find`."""
         key = self._packed.target.find(num_reqs, widest, num_rows)
         return num_rows if key is None else key.num_tokens
 
-    def _of(self, num_reqs: int, num_drafts: int) -> LatencyTable:
+    def _buckets_of(self, num_reqs: int, num_drafts: int, prompt_rows: int) -> _Buckets:
         width = 1 + num_drafts
         most = num_reqs * width
-        least = [num_reqs, *(size for size in self._sizes if num_reqs < size < most)]
-        rooms = {self.room(num_reqs, width, num_rows) for num_rows in least}
+        sizes = (size - prompt_rows for size in self._sizes)
+        least = [num_reqs, *(size for size in sizes if num_reqs < size < most)]
+        whole = num_reqs + (prompt_rows > 0), max(width, prompt_rows)
+        rooms = {self.room(*whole, prompt_rows + rows) - prompt_rows for rows in least}
         rows = sorted(room for room in rooms if room < most)
-        costs = [self._packed.cost(num_reqs, num_drafts, each) for each in rows]
-        costs.append(self._uniform.cost(num_reqs, num_drafts, most))
-        rows_ms, kv_ms = zip(*((cost.rows_ms, cost.kv_ms) for cost in costs), strict=True)
-        return LatencyTable((*rows, most), rows_ms, kv_ms)
+        costs = [self._packed.cost(num_reqs, num_drafts, each, prompt_rows) for each in rows]
+        costs.append(self._uniform.cost(num_reqs, num_drafts, most, prompt_rows))
+        rows_ms, kv_ms = (np.array(column) for column in zip(*map(astuple, costs), strict=True))
+        return _Buckets((*rows, most), rows_ms, kv_ms)
+
+
+class _Buckets(NamedTuple):
+    """Buckets of a `LatencyTable`, as they were measured.
+
+    Attributes:
+        rows_ms, kv_ms: [len(rows)]; see `RoundCost`.
+    """
+
+    rows: tuple[int, ...]
+    rows_ms: Floats
+    kv_ms: Floats
 
 
 def _without_graphs(prices: PriceTable) -> PriceTable:
@@ -111,11 +139,16 @@ class TileSpec:
     Args:
         tables: what rounds cost.
         confidence: `Confidence.drafts`, on the device.
+        fixed: drafts of a request that are verified on average, whatever they are worth; None:
+            those that pay.
     """
 
-    def __init__(self, tables: RoundTables, confidence: torch.Tensor) -> None:
+    def __init__(
+        self, tables: RoundTables, confidence: torch.Tensor, fixed: float | None = None
+    ) -> None:
         self._tables = tables
         self._confidence = confidence
+        self._fixed = fixed
         self._calibration = Calibration()
         self._scores: Floats | None = None  # [D, S], of the drafts of the last step read
         self._launched = deque[_Launched]()
@@ -132,7 +165,7 @@ class TileSpec:
         """
         most = sum(num_drafts)
         table = self.table(batch, num_drafts) if most else None
-        if table is None or table.most_gain <= LEAST_GAIN:
+        if table is None or (table.most_gain <= LEAST_GAIN and self._fixed is None):
             self._launched.append(_Launched(batch.rows, num_drafts, None))
             return plan
         copy = HostCopy([self._confidence.clone()])
@@ -144,29 +177,27 @@ class TileSpec:
         return plan if num_verified == most else _packed(plan, most - num_verified)
 
     def table(self, batch: ScheduleBatch, num_drafts: list[int]) -> LatencyTable:
-        """What the step's round costs, without the prompts that share it."""
-        lens = zip(
-            batch.kv_len_upper_bounds, batch.max_q_lens, batch.num_prompt_tokens, strict=True
-        )
-        decodes = [bound - reserved for bound, reserved, num_prompt in lens if not num_prompt]
-        return self._tables.table(UpcomingRound(len(decodes), sum(decodes)), max(num_drafts))
+        """What the step's round costs, beside the prompts that share it."""
+        return self._tables.table(round_of(batch), max(num_drafts))
 
     def num_verified(self, table: LatencyTable, num_drafts: list[int], num_decodes: int) -> int:
         """How many of the drafts of so many requests pay; all while nothing is known of any."""
         most = sum(num_drafts)
+        if self._fixed is not None:
+            return min(most, round(self._fixed * (len(num_drafts) - num_drafts.count(0))))
         if self._scores is None:
             return most
         chances = self._chances(self._scores, max(num_drafts), most)
         return compute_optimal_k(chances, num_decodes, table, LEAST_GAIN)
 
-    def gain(self, upcoming: UpcomingRound, num_drafts: int) -> float:
+    def gain(self, case: UpcomingRound, num_drafts: int) -> float:
         """How many times as many tokens per millisecond rounds give that verify the drafts that
-        pay, of chains of so many, as rounds that verify all."""
+        pay, of chains of so many, as rounds that verify all; `case` as for `RoundTables.table`."""
         if self._scores is None or num_drafts == 0:
             return 1.0
-        chances = self._chances(self._scores, num_drafts, upcoming.num_reqs * num_drafts)
-        table = self._tables.table(upcoming, num_drafts)
-        return best_cut(chances, upcoming.num_reqs, table, LEAST_GAIN).gain
+        chances = self._chances(self._scores, num_drafts, case.num_reqs * num_drafts)
+        table = self._tables.table(case, num_drafts)
+        return best_cut(chances, case.num_reqs, table, LEAST_GAIN).gain
 
     @property
     def gain_period(self) -> int:
@@ -269,7 +300,8 @@ class CutRounds:
     def __init__(self, rounds: MeasuredRounds, tile_spec: TileSpec) -> None:
         self._rounds = rounds
         self._tile_spec = tile_spec
-        self._gains: dict[tuple[int, int], float] = {}  # by requests and drafts of each
+        # By requests, drafts of each, and rows of prompts.
+        self._gains: dict[tuple[int, int, int], float] = {}
         self._period = 0
 
     @property
@@ -277,9 +309,15 @@ class CutRounds:
         return self._rounds.spread
 
     def round_ms(self, upcoming: UpcomingRound, num_drafts: int) -> float:
-        key, period = (upcoming.num_reqs, num_drafts), self._tile_spec.gain_period
+        return sum(
+            chance * self._rounds.round_ms(case, num_drafts) / self._gain(case, num_drafts)
+            for chance, case in upcoming.cases
+        )
+
+    def _gain(self, case: UpcomingRound, num_drafts: int) -> float:
+        key, period = (case.num_reqs, num_drafts, case.prompt_rows), self._tile_spec.gain_period
         if period != self._period:
             self._gains, self._period = {}, period
         if key not in self._gains:
-            self._gains[key] = self._tile_spec.gain(upcoming, num_drafts)
-        return self._rounds.round_ms(upcoming, num_drafts) / self._gains[key]
+            self._gains[key] = self._tile_spec.gain(case, num_drafts)
+        return self._gains[key]

@@ -183,22 +183,15 @@ class LatencyTable:
         rows: ascending; the most rows that each bucket has room for. The last one has room for all
             drafts.
         costs_ms: of each, above 0; a larger bucket may be the cheaper one.
-        kv_ms: what each token of KV adds to each; left out where that is in the costs.
     """
 
     rows: tuple[int, ...]
     costs_ms: tuple[float, ...]
-    kv_ms: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.rows, "A table without buckets."
         assert len(self.rows) == len(self.costs_ms), "A bucket has one price."
         assert all(cost > 0 for cost in self.costs_ms), "A round takes time."
-
-    def at(self, kv_tokens: int) -> LatencyTable:
-        """Of rounds with so many tokens of KV."""
-        priced = zip(self.costs_ms, self.kv_ms, strict=True)
-        return LatencyTable(self.rows, tuple(cost + each * kv_tokens for cost, each in priced))
 
     @property
     def most_gain(self) -> float:

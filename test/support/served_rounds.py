@@ -1,0 +1,201 @@
+"""A simulated server with a head: requests come with prompts and end, steps take longer than their
+prices, and a `RoundPlanner` says how many drafts there are."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sglang.srt.mem_cache.kv_ledger import PageTableWrites
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.drafter import DrafterParts, RowPlan
+from sglang.srt.speculative.round_planner import RoundOptions, RoundPlanner
+from sglang.srt.speculative.round_prices import MeasuredRounds
+from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
+from sglang.srt.step.step_clock import StepClock
+from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
+from tile_spec_decode import Text
+
+# Milliseconds of an 8B model's steps on an H200 by rows, as they were measured at a start.
+STEP_MS = {
+    1: 4.1, 64: 4.6, 128: 5.2, 192: 6.0, 256: 6.6, 288: 7.9, 320: 8.0, 384: 9.8, 448: 14.2,
+    512: 11.2, 640: 14.8, 704: 17.5, 832: 20.3, 1024: 22.5, 1280: 27.2, 2048: 43.7, 8192: 176.0,
+}  # fmt: skip
+READ_MS = {1: 0.34, 64: 0.41, 128: 0.47, 256: 0.66, 512: 1.27, 1024: 2.42}
+EXTEND_MS = {1: 0.2, 128: 0.24, 512: 0.33, 1024: 0.5, 8192: 4.0}
+DRAFT_MS, FIRST_DRAFT_MS = 0.26, 0.12
+MAX_DRAFTS = 7
+
+
+def curve(points: dict[int, float]) -> Curve:
+    return Curve(tuple(points), tuple(points.values()))
+
+
+def rounds() -> MeasuredRounds:
+    """Prices of rounds; KV costs nothing."""
+    target = PriceTable(no_graphs, {}, curve(STEP_MS), curve(READ_MS), spread=0.004)
+    first = Curve((1, 4096), (FIRST_DRAFT_MS,) * 2)
+    passes = {n: Curve((1, 4096), (n * DRAFT_MS,) * 2) for n in range(1, MAX_DRAFTS)}
+    extend = PriceTable(no_graphs, {}, curve(EXTEND_MS), first)
+    return MeasuredRounds(target, DraftPrices(extend, passes))
+
+
+@dataclass(frozen=True)
+class Load:
+    """Clients that send their next prompt when their answer is there.
+
+    Attributes:
+        excess: share by which steps of 512 rows or more take longer than their prices; smaller ones
+            as much less.
+    """
+
+    num_clients: int
+    prompt_tokens: int = 128
+    new_tokens: int = 128
+    excess: float = 0.1
+
+
+@dataclass
+class GivenClock(StepClock):
+    """Steps take what they are said to take."""
+
+    unread: list[float] = field(default_factory=list)
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def ended(self) -> list[float]:
+        found, self.unread = self.unread, []
+        return found
+
+
+def parts_of(confidence: torch.Tensor, clock: StepClock | None) -> DrafterParts:
+    """What a `RoundPlanner` looks at."""
+    target = SimpleNamespace(graph_keys=None, config=SimpleNamespace(attention_backend="triton"))
+    memory = SimpleNamespace(table=SimpleNamespace(num_rows=len(confidence)))
+    state = SimpleNamespace(confidence=SimpleNamespace(drafts=confidence))
+    runners: Any = SimpleNamespace(target=target, memory=memory)
+    return DrafterParts(None, runners, cast(Any, state), clock=clock)
+
+
+class ServedRounds:
+    """A closed loop of clients, in which requests end and come one by one.
+
+    Attributes:
+        planner: what is tested.
+        tiers: how many steps drafted so many for each request.
+        num_verified: drafts, in all.
+    """
+
+    def __init__(self, load: Load, text: Text, options: RoundOptions, is_timed: bool) -> None:
+        self._load, self._text = load, text
+        self._luck, self._rng = random.Random(3), np.random.default_rng(3)
+        self._clock = GivenClock()
+        self._true = rounds()
+        count = load.num_clients
+        self._confidence = torch.full((count, MAX_DRAFTS), 0.7)
+        parts = parts_of(self._confidence, self._clock if is_timed else None)
+        self.planner = RoundPlanner(options, parts, rounds())
+        self.planner.admit([new_row(row) for row in range(count)])
+        self._left = [1 + self._luck.randrange(load.new_tokens) for _ in range(count)]
+        self._prompts = [load.prompt_tokens] * count
+        self._num_drafts = [0] * count
+        self.tiers = Counter[int]()
+        self.num_verified = 0
+
+    def rate(self, num_steps: int, num_before: int) -> float:
+        """Tokens per millisecond, after some steps. Each step is planned before the last is
+        read."""
+        num_tokens, ms, unread = 0, 0.0, deque[HostResult]()
+        for number in range(-num_before, num_steps):
+            took_ms, result = self._step()
+            unread.append(result)
+            if len(unread) > 1:
+                self.planner.observe(unread.popleft())
+            if number >= 0:
+                num_tokens += sum(result.accept_lens)
+                ms += took_ms
+        return num_tokens / ms
+
+    def _step(self) -> tuple[float, HostResult]:
+        """What it took, and what it gave."""
+        told = self._text.confidences(self._rng, len(self._left))
+        self._confidence.copy_(torch.from_numpy(told))
+        plan = self.planner.plan(batch_of(self._prompts))
+        fed = self._fed(plan, told)
+        right = [self._num_right(chances[:count]) for chances, count in zip(told, fed, strict=True)]
+        took_ms = self._true_ms(plan, sum(fed))
+        self._clock.unread.append(took_ms)
+        self.tiers[max(plan.next_drafts)] += 1
+        self.num_verified += sum(fed)
+        self._num_drafts = list(plan.next_drafts)
+        self._prompts = [0] * len(fed)
+        taken = [1 + count for count in right]
+        for row, count in enumerate(taken):
+            self._left[row] -= count
+            if self._left[row] <= 0:  # the client's next request is in the next step
+                self._left[row] = self._load.new_tokens
+                self._prompts[row], self._num_drafts[row] = self._load.prompt_tokens, 0
+                self.planner.admit([new_row(row)])
+        return took_ms, HostResult(
+            [[]] * len(fed), taken, taken, num_drafts=fed if any(fed) else []
+        )
+
+    def _fed(self, plan: RowPlan, told: NDArray[np.float64]) -> list[int]:
+        """Drafts of each request that are verified: of a packed step the likeliest."""
+        most = [
+            0 if prompt else n for prompt, n in zip(self._prompts, self._num_drafts, strict=True)
+        ]
+        packed = plan.counts.packed
+        if packed is None:
+            return most
+        num_decodes = self._prompts.count(0)
+        count = packed.num_rows - sum(self._prompts) - num_decodes
+        has_draft = np.arange(MAX_DRAFTS) < np.array(most)[:, None]
+        values = np.where(has_draft, np.cumprod(told, axis=1), -1.0)
+        kept = np.argsort(-values, axis=None, kind="stable")[:count]
+        fed: list[int] = np.bincount(kept // MAX_DRAFTS, minlength=len(most)).tolist()
+        return fed
+
+    def _num_right(self, chances: NDArray[np.float64]) -> int:
+        return next(
+            (place for place, chance in enumerate(chances) if self._luck.random() >= chance),
+            len(chances),
+        )
+
+    def _true_ms(self, plan: RowPlan, num_fed: int) -> float:
+        """What was measured, of this very step, and more the wider it is."""
+        num_decodes, prompt_rows = self._prompts.count(0), sum(self._prompts)
+        num_reqs = max(num_decodes, 1)
+        drafted = max(plan.next_drafts)
+        cost = self._true.cost(num_reqs, drafted, num_decodes + num_fed, prompt_rows)
+        num_rows = num_decodes + num_fed + prompt_rows
+        return cost.rows_ms * (1 + self._load.excess * min(1.0, num_rows / 512))
+
+
+def new_row(row: int) -> NewRow:
+    return NewRow(row, 0, np.zeros(1, np.int32), SamplingParams(), 0)
+
+
+def batch_of(prompts: Sequence[int]) -> ScheduleBatch:
+    """A step of requests that feed so many tokens of their prompts, or decode."""
+    count = len(prompts)
+    return ScheduleBatch(
+        rows=list(range(count)),
+        max_q_lens=[each or 2 * MAX_DRAFTS for each in prompts],
+        num_prompt_tokens=list(prompts),
+        emits=[True] * count,
+        kv_len_upper_bounds=[each or 2 * MAX_DRAFTS for each in prompts],
+        new_rows=[],
+        table_writes=PageTableWrites(()),
+        all_greedy=True,
+    )

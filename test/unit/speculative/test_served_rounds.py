@@ -1,0 +1,148 @@
+"""Numbers of drafts under a load whose requests come with prompts, simulated with an H200's times:
+prompts take the room that drafts would have had for nothing, and steps take longer than priced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from served_rounds import MAX_DRAFTS, GivenClock, Load, ServedRounds, batch_of, rounds
+from sglang.srt.speculative.drafter import plan_of_drafts
+from sglang.srt.speculative.prompt_mix import MEMORY_STEPS, ROW_GRAIN, PromptMix, round_of
+from sglang.srt.speculative.round_excess import LEAST, MOST, Excess
+from sglang.srt.speculative.round_planner import RoundOptions
+from sglang.srt.speculative.round_prices import UpcomingRound
+from sglang.srt.speculative.round_times import RoundTimes
+from tile_spec_decode import Text
+
+SURE, EVEN = Text(0.75, 0.96, 0.45), Text(0.0, 0.97, 0.8)
+STATIC = (1, 2, 3, 5, 7)
+BY_LOAD = RoundOptions(MAX_DRAFTS, "load_aware")
+
+
+def rate(load: Load, text: Text, options: RoundOptions, is_timed: bool = True) -> float:
+    return ServedRounds(load, text, options, is_timed).rate(400, 200)
+
+
+def best_static(load: Load, text: Text, counts: Sequence[int] = STATIC) -> float:
+    return max(rate(load, text, RoundOptions(count)) for count in counts)
+
+
+@pytest.mark.parametrize(
+    ("num_clients", "counts"), [(1, (7,)), (8, (7,)), (32, (3, 5)), (64, (1, 3)), (128, (1, 2))]
+)
+@pytest.mark.parametrize("text", [SURE, EVEN], ids=["sure", "even"])
+def test_numbers_by_load_are_as_fast_as_the_best_fixed_one(
+    num_clients: int, counts: Sequence[int], text: Text
+) -> None:
+    """Beside the best of those that may be."""
+    load = Load(num_clients)
+    assert rate(load, text, BY_LOAD) > 0.96 * best_static(load, text, counts)
+
+
+def test_without_a_thought_for_prompts_too_much_is_drafted() -> None:
+    """What the simulation is for: rows that would cost next to nothing alone."""
+    load = Load(28)
+    with mock.patch.object(PromptMix, "observe"):
+        blind = rate(load, SURE, BY_LOAD)
+    assert blind < 0.97 * rate(load, SURE, BY_LOAD)
+
+
+@pytest.mark.parametrize("num_clients", [32, 64, 96])
+def test_cut_steps_gain_beside_prompts(num_clients: int) -> None:
+    load = Load(num_clients)
+    options = RoundOptions(MAX_DRAFTS, "load_aware", tile_spec_cache=Path("unused"))
+    assert rate(load, SURE, options) > 1.02 * best_static(load, SURE, (1, 2, 3))
+
+
+def test_what_steps_take_is_learnt_by_rows() -> None:
+    load = Load(64, excess=0.2)
+    served = ServedRounds(load, SURE, BY_LOAD, is_timed=True)
+    served.rate(600, 0)
+    found = served.planner.policy._prices.excess  # type: ignore[attr-defined]
+    assert found.at(1024) == pytest.approx(1.2, abs=0.04)
+    assert found.at(128) == pytest.approx(1.06, abs=0.05)
+    assert found.at(128) < found.at(256) < found.at(1024)
+
+
+# ------------------------------------------------------------ parts
+
+
+def test_excess_follows_what_was_seen_of_such_rows_and_of_its_neighbours() -> None:
+    excess = Excess()
+    assert excess.at(100) == 1.0
+    for _ in range(200):
+        excess.observe(100, 10.0, 12.0)
+    assert excess.at(90) == pytest.approx(1.2, abs=0.01)
+    assert excess.at(4000) == excess.at(90), "nothing else is known"
+    for _ in range(200):
+        excess.observe(1000, 10.0, 15.0)
+    assert 1.2 < excess.at(300) < 1.5
+    assert excess.of([90, 300, 1000]).tolist() == [excess.at(90), excess.at(300), excess.at(1000)]
+
+
+def test_one_step_that_took_long_tells_little() -> None:
+    excess = Excess()
+    excess.observe(64, 5.0, 5000.0)
+    assert excess.at(64) <= 1 + (MOST - 1) / 5
+    for _ in range(100):
+        excess.observe(64, 5.0, 5.0)
+    assert excess.at(64) == pytest.approx(1.0, abs=0.01)
+    excess.observe(1, 5.0, 0.0)
+    assert excess.at(1) >= 1 - (1 - LEAST) / 5
+
+
+def test_how_often_prompts_share_steps_is_remembered_for_a_while() -> None:
+    mix = PromptMix()
+    assert mix.upcoming(4, 100) == UpcomingRound(4, 100)
+    for number in range(100):
+        mix.observe(100 if number % 4 == 0 else 0)
+    upcoming = mix.upcoming(4, 100)
+    assert upcoming.prompt_share == pytest.approx(0.25, abs=0.02)
+    assert upcoming.prompt_rows == 3 * ROW_GRAIN
+    for _ in range(5 * MEMORY_STEPS):
+        mix.observe(0)
+    assert mix.upcoming(4, 100) == UpcomingRound(4, 100)
+
+
+def test_a_round_beside_prompts_costs_what_it_adds_to_them() -> None:
+    """In steps so wide that each row costs the same, prompts change nothing."""
+    prices = rounds()
+    alone = UpcomingRound(512)
+    beside = alone._replace(prompt_share=1.0, prompt_rows=1024)
+    for tier in (1, 3, 7):
+        assert prices.round_ms(beside, tier) == pytest.approx(prices.round_ms(alone, tier), rel=0.1)
+    few = UpcomingRound(8)
+    mixed = few._replace(prompt_share=0.25, prompt_rows=512)
+    sure = mixed._replace(prompt_share=1.0)
+    expected = 0.75 * prices.round_ms(few, 3) + 0.25 * prices.round_ms(sure, 3)
+    assert prices.round_ms(mixed, 3) == pytest.approx(expected)
+    grows = [prices.round_ms(each, 7) - prices.round_ms(each, 1) for each in (few, sure)]
+    assert grows[1] > grows[0] + 0.5, "beside prompts rows are not free"
+
+
+def test_a_step_knows_its_prompts() -> None:
+    assert round_of(batch_of([0, 0, 0])) == UpcomingRound(3)
+    assert round_of(batch_of([100, 0, 20, 0])) == UpcomingRound(2, 0, 1.0, 128)
+
+
+def test_only_rounds_of_one_number_of_drafts_are_compared() -> None:
+    prices, clock = rounds(), GivenClock()
+    times = RoundTimes(prices, clock, packs_in_graphs=True)
+    for prompts, given, following, factor in (
+        ([0] * 8, 3, 3, 1.5),
+        ([0] * 8, 3, 5, 9.0),  # drafts more than it verifies
+        ([128] * 8, 0, 3, 9.0),  # nobody decodes
+    ):
+        batch = batch_of(prompts)
+        counts = [0 if each else given for each in prompts]
+        plan = plan_of_drafts(batch, counts)
+        object.__setattr__(plan, "next_drafts", [following] * 8)
+        times.expect(batch, plan, max(counts))
+        clock.unread.append(factor * prices.cost(8, 3, 32).rows_ms)
+    times.compare()
+    assert prices.excess.at(32) == pytest.approx(1.1)
+    assert prices.excess.at(2048) == pytest.approx(1.1)
