@@ -3,5 +3,5 @@ drafted. Those that there are: `ALGORITHMS` in `processes/draft_algorithms.py`."
 
 from __future__ import annotations
 
-NOT_BUILT = ("STANDALONE", "NGRAM", "NEXTN", "DFLASH", "DSPARK")
+NOT_BUILT = ("NGRAM", "NEXTN", "DFLASH", "DSPARK")
 MAX_NUM_STEPS = 63  # tokens drafted one behind the other
