@@ -21,10 +21,11 @@ from jumping_tier import JUMPING, jumping_tiers
 from mtp_oracle import load_reference
 from sglang.srt.registry import DRAFTERS
 from sglang.srt.speculative.draft_steps import DraftSteps
-from sglang.srt.speculative.drafter import ComputedStep, DrafterParts
+from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, RowPlan
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.standalone_worker import StandaloneDrafter, all_verify
-from sglang.srt.step.worker import NewRow
+from sglang.srt.step.step_ops import PackedSize
+from sglang.srt.step.worker import NewRow, ScheduleBatch
 from tile_spec_rounds import DEAR_ROWS, RandomBudgets
 
 torch.set_num_threads(1)
@@ -36,18 +37,28 @@ class ComparedDrafter(StandaloneDrafter):
 
     Attributes:
         seen: chains compared, by what happened before.
+        num_padding: rows of padding that packed steps are given.
     """
 
     def __init__(self, parts: DrafterParts) -> None:
         super().__init__(parts)
         self.seen: Counter[str] = Counter()
         self.reference: Any = None
+        self.num_padding = 0
         self._num_cached: dict[int, int] = {}
         self._scores: dict[int, torch.Tensor] = {}
 
     def admit(self, new_rows: list[NewRow]) -> None:
         super().admit(new_rows)
         self._num_cached.update((new.row, new.num_committed) for new in new_rows)
+
+    def plan(self, batch: ScheduleBatch) -> RowPlan:
+        plan = super().plan(batch)
+        size, more = plan.counts.packed, self.num_padding
+        if size is None:
+            return plan
+        size = PackedSize(size.num_rows + more, size.num_reads + more)
+        return replace(plan, counts=replace(plan.counts, packed=size))
 
     def draft(self, steps: DraftSteps, of_certain: torch.Tensor | None) -> EagleVerifyInput:
         drafts = super().draft(steps, of_certain)
@@ -161,10 +172,11 @@ def test_drafts_are_what_the_draft_model_says_of_the_true_sequence(
         assert any(each.num_retractions for each in harness.outputs.values())
 
 
+@pytest.mark.parametrize("num_padding", [0, 2])
 def test_so_they_are_behind_steps_that_verify_some_of_the_drafts(
-    paths: dict[str, Path], tmp_path: Path
+    paths: dict[str, Path], tmp_path: Path, num_padding: int
 ) -> None:
-    """Which of them the device decides (TileSpec)."""
+    """Which of them the device decides (TileSpec). Rows of padding change no KV of anybody."""
     setup = setup_for(NUM_STEPS, chunked_prefill_size=16)
     budgets, cut = RandomBudgets(3), list[bool]()
 
@@ -174,6 +186,7 @@ def test_so_they_are_behind_steps_that_verify_some_of_the_drafts(
 
     with budgets.chosen():
         harness = compared(paths, setup, "fixed", tmp_path, prices=DEAR_ROWS, on_step=note)
+        harness.drafter.num_padding = num_padding
         serve_all(harness)
     seen = harness.drafter.seen
     assert sum(cut) > 10
