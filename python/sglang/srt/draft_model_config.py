@@ -74,7 +74,8 @@ def check_same_tokens(draft: Path, target: Path, flag: str) -> None:
 
 
 def first_difference(of_draft: dict[str, int], of_target: dict[str, int]) -> str | None:
-    """What the token with the least id that is not the same in both is in each; None if all are."""
+    """What the first token that is not the same in both is in each; None if all are. The target's
+    ids order them."""
     if of_draft == of_target:
         return None
     different = {
@@ -82,12 +83,12 @@ def first_difference(of_draft: dict[str, int], of_target: dict[str, int]) -> str
         for token in of_draft.keys() | of_target.keys()
         if of_draft.get(token) != of_target.get(token)
     }
-    most = max(len(of_draft), len(of_target), *of_draft.values(), *of_target.values())
 
-    def least_id(token: str) -> tuple[int, str]:
-        return min(of_draft.get(token, most), of_target.get(token, most)), token
+    def place(token: str) -> tuple[int, bool]:
+        in_target = token in of_target
+        return (of_target if in_target else of_draft)[token], not in_target
 
-    token = min(different, key=least_id)
+    token = min(different, key=place)
     ids = [names.get(token) for names in (of_draft, of_target)]
     draft_id, target_id = ("missing" if each is None else each for each in ids)
     return f"{token!r} is {draft_id} there and {target_id} in the model"
