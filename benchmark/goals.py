@@ -94,6 +94,7 @@ EAGLE_ROUND_MS = {
     128: Goal(17.3, 18.87),
 }
 EAGLE_LOAD_TOK_S = Goal(6900.0, 6670.0)  # 512 prompts of 512 in, 128 out, at least
+MIN_STANDALONE_SPEED_UP = {1: 1.5}  # by requests at once: with a draft model, of plain decoding
 MIN_SPEED_UP_OF_ACCEPT_LENGTH = {1: 0.74, 8: 0.70}  # by requests at once, EAGLE-3 beside plain
 # All tokens/s of work that changes: adaptive steps beside the best fixed number, and beside 3.
 ADAPTIVE_OVER_BEST_FIXED, ADAPTIVE_OVER_FIXED_3 = 1.05, 1.15

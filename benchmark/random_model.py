@@ -44,6 +44,12 @@ class Geometry:
 
 LLAMA_8B = Geometry(4096, 14336, 32, 32, 8, 128, 128256)
 GEOMETRIES = {"llama-3.1-8b": LLAMA_8B, "tiny": Geometry(256, 512, 2, 4, 2, 64, 4096)}
+# Of draft models for LLAMA_8B, which have its tokens.
+DRAFT_GEOMETRIES = {
+    "llama-3.2-1b": Geometry(2048, 8192, 16, 32, 8, 64, 128256),
+    "160m": Geometry(512, 2048, 8, 8, 4, 64, 128256),
+    "tiny": Geometry(512, 512, 3, 4, 2, 64, 5000),
+}
 
 
 @contextmanager

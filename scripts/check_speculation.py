@@ -1,4 +1,5 @@
-"""Are the greedy tokens of a server with the bundled draft heads those of one without?
+"""Are the greedy tokens of a server with the bundled draft heads, or the draft model, those of one
+without?
 
     python scripts/check_speculation.py                 # a set in which all pairs of settings meet
     python scripts/check_speculation.py --all           # each combination
@@ -33,9 +34,10 @@ for folder in (ROOT, ROOT / "test" / "support"):
 import sglang  # noqa: E402
 from oracle import MAX_SHARE, code_snippets, first_divergence  # noqa: E402
 from pairwise import all_cases, pairwise_cases  # noqa: E402
+from sglang.srt.model_config import resolve_model_path  # noqa: E402
 from target import MAX_GAPS  # noqa: E402
 
-HEADS = {"EAGLE": "demo-eagle", "EAGLE3": "demo-eagle3"}
+HEADS = {"EAGLE": "demo-eagle", "EAGLE3": "demo-eagle3", "STANDALONE": "demo-draft"}
 NUM_TOKENS = 48
 GREEDY = {"max_new_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True}
 MAX_TOTAL_TOKENS = 16384
@@ -46,7 +48,7 @@ TEXT_LENGTHS = [20, 150, 151, 400, 900]
 def choices_on(device: str, backends: list[str]) -> dict[str, tuple[Any, ...]]:
     """What may be combined, by fields of `ServerArgs`."""
     return {
-        "speculative_algorithm": tuple(HEADS),
+        "speculative_algorithm": tuple(name for name, head in HEADS.items() if has_weights(head)),
         "speculative_num_steps": (1, 3, 5),
         "speculative_load_aware": ("off", "on"),
         "tile_spec": (False, True),
@@ -57,6 +59,11 @@ def choices_on(device: str, backends: list[str]) -> dict[str, tuple[Any, ...]]:
         "chunked_prefill_size": (16, 2048),
         "disable_cuda_graph": (False, True) if device == "cuda" else (True,),
     }
+
+
+def has_weights(head: str) -> bool:
+    """Whether a bundled folder is there."""
+    return (resolve_model_path(head) / "model.safetensors").is_file()
 
 
 def backends_on(device: str) -> list[str]:
@@ -163,7 +170,7 @@ def serve(
 def shown(case: dict[str, Any]) -> str:
     """A row's beginning."""
     words = [
-        f"{case['speculative_algorithm']:6}",
+        f"{case['speculative_algorithm']:10}",
         f"steps {case['speculative_num_steps']}",
         "load-aware" if case["speculative_load_aware"] == "on" else "fixed     ",
         "TileSpec  " if case["tile_spec"] else "all drafts",
@@ -190,6 +197,9 @@ def main() -> int:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     choices = choices_on(device, arguments.backends or backends_on(device))
     cases = all_cases(choices) if arguments.all else pairwise_cases(choices)
+    for name, head in HEADS.items():
+        if not has_weights(head):
+            print(f"{name} is left out: {head} has no weights")
     texts, start = prompts(arguments.prompts), time.monotonic()
     references: dict[str, Reference] = {}
     num_failed = num_run = 0

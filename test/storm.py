@@ -2,7 +2,7 @@
 
     python test/storm.py --seconds 180           # random rounds; prints the seed of one that fails
     python test/storm.py --seed 12345 --rounds 1 # that round again
-    python test/storm.py --heads --seconds 180   # only rounds with a head of EAGLE or EAGLE-3
+    python test/storm.py --heads --seconds 180   # only rounds with a head or a draft model
 
 A round draws a configuration, three of ten with a draft head, then requests and control calls of
 every kind at random steps. Its seed decides all of it: time, threads and what a device would do are

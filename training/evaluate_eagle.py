@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -45,6 +46,21 @@ MAX_STEPS = 5
 ROWS_PER_BATCH = 4096  # drafting starts
 
 
+class Drafting(Protocol):
+    """A target, and what drafts for it."""
+
+    @property
+    def target(self) -> Llama: ...
+
+    def hits(self, tokens: Tensor, starts: Tensor) -> list[Tensor]:
+        """Drafting from rows starts [S] int64 of tokens [B, T] int64, which follow as if they had
+        been drafted: of each of MAX_STEPS drafts whether it is what the target says, [B, S]."""
+
+    def draft(self, text: Tensor, lens: Tensor, num_steps: int) -> Tensor:
+        """Drafts [N, num_steps] int64 behind text [N, T] int64, of which the first lens [N] tokens
+        count; T is at least num_steps more."""
+
+
 @dataclass(frozen=True)
 class Pair:
     """A head, its target, and the layers of the target whose inputs it reads."""
@@ -58,13 +74,25 @@ class Pair:
         best = self.head.logits(carried, self.target.embed_tokens.weight).argmax(dim=-1)
         return self.head.target_ids[best]
 
+    def hits(self, tokens: Tensor, starts: Tensor) -> list[Tensor]:
+        """See `Drafting`."""
+        normed, features = read_target(self.target, tokens, self.taps)
+        best = best_tokens(self.target, normed)[0]
+        embedded = self.target.embed_tokens(tokens[:, 1:])
+        given = self.head.unroll(embedded, self.head.combine(features[:, :-1]), starts, MAX_STEPS)
+        return [self.said(each) == best[:, starts + j + 1] for j, each in enumerate(given)]
+
+    def draft(self, text: Tensor, lens: Tensor, num_steps: int) -> Tensor:
+        """See `Drafting`."""
+        return draft(self, text, lens, num_steps)
+
 
 # ---------------------------------------------------------------- on real text
 
 
 @torch.no_grad()
 def teacher_forced(
-    pair: Pair, stream: np.ndarray, context: int, stride: int, device: torch.device
+    pair: Drafting, stream: np.ndarray, context: int, stride: int, device: torch.device
 ) -> dict[str, Any]:
     """Drafting from every `stride`-th place of a stream [N] uint16, cut into windows, when the
     tokens that follow are those of the text.
@@ -77,13 +105,7 @@ def teacher_forced(
     starts = torch.arange(0, context - MAX_STEPS - 1, stride, device=device)
     right = torch.zeros(2, MAX_STEPS, dtype=torch.float64)
     for batch in inputs.split(max(1, ROWS_PER_BATCH // len(starts))):
-        tokens = batch.to(device)
-        normed, features = read_target(pair.target, tokens, pair.taps)
-        best = best_tokens(pair.target, normed)[0]
-        embedded = pair.target.embed_tokens(tokens[:, 1:])
-        given = pair.head.unroll(embedded, pair.head.combine(features[:, :-1]), starts, MAX_STEPS)
-        hits = [pair.said(each) == best[:, starts + j + 1] for j, each in enumerate(given)]
-        alone = torch.stack(hits).long()
+        alone = torch.stack(pair.hits(batch.to(device), starts)).long()
         right[0] += alone.sum(dim=(1, 2)).double().cpu()
         right[1] += alone.cumprod(dim=0).sum(dim=(1, 2)).double().cpu()
     total = len(inputs) * len(starts)
@@ -111,8 +133,7 @@ class Rounds:
 
 @torch.no_grad()
 def draft(pair: Pair, text: Tensor, lens: Tensor, num_steps: int) -> Tensor:
-    """Drafts [N, num_steps] int64 behind text [N, T] int64, of which the first lens [N] tokens
-    count; T is at least num_steps more."""
+    """`Drafting.draft` of a head."""
     places = torch.arange(len(text), device=text.device)
     text = text.clone()
     _, features = read_target(pair.target, text, pair.taps)
@@ -129,7 +150,7 @@ def draft(pair: Pair, text: Tensor, lens: Tensor, num_steps: int) -> Tensor:
 
 
 @torch.no_grad()
-def continue_by_drafts(pair: Pair, prompts: Tensor, num_steps: int, label: str) -> Rounds:
+def continue_by_drafts(pair: Drafting, prompts: Tensor, num_steps: int, label: str) -> Rounds:
     """Greedy continuation of prompts [N, P] int64; each round drafts a chain of num_steps tokens
     and keeps those that the target says too, and the target's token behind them."""
     num, prompt_len = prompts.shape
@@ -144,7 +165,7 @@ def continue_by_drafts(pair: Pair, prompts: Tensor, num_steps: int, label: str) 
     bar = tqdm(total=NEW_TOKENS, desc=label, mininterval=2.0, leave=False)
     while bool((lens < end).any()):
         width = int(lens.max()) + num_steps + 1
-        drafts = draft(pair, text[:, :width], lens, num_steps)
+        drafts = pair.draft(text[:, :width], lens, num_steps)
         text.scatter_(1, lens[:, None] + steps[:-1], drafts)
         normed, _ = read_target(pair.target, text[:, :width], ())
         rows = lens[:, None] - 1 + steps
@@ -180,9 +201,9 @@ def summarize(rounds: Rounds, num_steps: int) -> dict[str, Any]:
 
 
 def evaluate_head(
-    pair: Pair, streams: dict[str, np.ndarray], num_prompts: int, device: torch.device
+    pair: Drafting, streams: dict[str, np.ndarray], num_prompts: int, device: torch.device
 ) -> dict[str, Any]:
-    """All figures of a head's card.
+    """All figures of the card of a head or of a draft model.
 
     Raises:
         RuntimeError: if text by drafts is not the target's own.
@@ -209,9 +230,14 @@ def evaluate_head(
     return {**results, "prompts": num_prompts, "new_tokens": NEW_TOKENS}
 
 
-def main() -> None:
-    """Evaluate a head's folder on the held-out packages that this machine has."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def print_figures(doc: str, load: Callable[[Path, Llama], Drafting]) -> None:
+    """Evaluates a folder on the held-out packages that this machine has.
+
+    Args:
+        doc: of the script.
+        load: makes of a folder and the target what is evaluated.
+    """
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--base", type=Path, default="python/sglang/demo_models/tiny-code")
     parser.add_argument("--prompts", type=int, default=256)
@@ -224,10 +250,15 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(arguments.base / "tokenizer.json"))
     streams, _ = held_out_streams(corpus, tokenizer, arguments.max_eval_tokens)
     target = Llama.from_hf_folder(arguments.base).to(device)
-    head = load_head(arguments.folder, target.shape).to(device)
-    pair = Pair(target, head, read_taps(arguments.folder))
+    pair = load(arguments.folder, target)
     print(json.dumps(evaluate_head(pair, streams, arguments.prompts, device), indent=2))
 
 
+def load_pair(folder: Path, target: Llama) -> Pair:
+    """A head of a folder, on the target's device."""
+    head = load_head(folder, target.shape).to(target.embed_tokens.weight.device)
+    return Pair(target, head, read_taps(folder))
+
+
 if __name__ == "__main__":
-    main()
+    print_figures(__doc__ or "", load_pair)

@@ -21,9 +21,10 @@ from training.tokens import (
 )
 
 
-def model_config(model: Llama) -> dict[str, Any]:
-    """config.json: LlamaForCausalLM's keys, and the mask token's id for multi-token decoding."""
-    shape = model.shape
+def model_config(model: Llama, has_mask: bool = True) -> dict[str, Any]:
+    """config.json: LlamaForCausalLM's keys, and the mask token's id for multi-token decoding, of
+    models that may have been trained for it."""
+    shape, mask = model.shape, {"mtp_mask_token_id": MASK_ID} if has_mask else {}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -48,7 +49,7 @@ def model_config(model: Llama) -> dict[str, Any]:
         "use_cache": True,
         "bos_token_id": BOS_ID,
         "eos_token_id": EOS_ID,
-        "mtp_mask_token_id": MASK_ID,
+        **mask,
         "torch_dtype": "bfloat16",
     }
 
@@ -83,10 +84,12 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def write_model_folder(folder: Path, model: Llama, tokenizer: Tokenizer) -> None:
+def write_model_folder(
+    folder: Path, model: Llama, tokenizer: Tokenizer, has_mask: bool = True
+) -> None:
     """Write config, generation config, bf16 weights and tokenizer files into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", model_config(model))
+    write_json(folder / "config.json", model_config(model, has_mask))
     write_json(
         folder / "generation_config.json",
         {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": EOS_ID},

@@ -96,7 +96,7 @@ def load_head(folder: Path, target: LlamaShape) -> DraftHead:
     return head
 
 
-CARD = """---
+TRAINING = """---
 library_name: safetensors
 license: apache-2.0
 language: code
@@ -134,7 +134,8 @@ Optimisers: Muon (lr {muon_lr}) on matrices, AdamW (lr {adam_lr}) on the rest; b
 The schedule follows the clock, so another machine gives other weights. All figures come from the
 same run and are in `{results}`.
 
-## Acceptance
+"""
+ACCEPTANCE = """## Acceptance
 
 {prompts} held-out prompts of 128 tokens, continued by {new} tokens: greedy, a chain of drafts,
 float32. Only continuations with less than 20 % repeated 4-grams count (in brackets: all). The text
@@ -154,7 +155,8 @@ draft 1..{num_offsets} is what the target says there, alone and with all drafts 
 Held out: {held_out}. The rule, and the licences of the corpus, are on the card of `tiny-code`;
 this run found {train_files:,} training files, {train_tokens:.1f} M tokens.
 
-## Limits
+"""
+LIMITS = """## Limits
 
 - It drafts for the weights of `tiny-code` in this project and no others.
 - Drafts change no text: the target confirms each. A head that guesses badly costs time alone.
@@ -163,6 +165,7 @@ this run found {train_files:,} training files, {train_tokens:.1f} M tokens.
 
 The project's (Apache-2.0).
 """
+CARD = TRAINING + ACCEPTANCE + LIMITS
 WHAT = {
     EAGLE: "A draft head of EAGLE (arXiv 2401.15077) for the demo model `tiny-code`.",
     EAGLE3: "A draft head of EAGLE-3 (arXiv 2503.01840) for the demo model `tiny-code`.",
@@ -173,8 +176,8 @@ def _cells(shares: list[float | None]) -> str:
     return " ".join("-" if share is None else f"{share:.2f}" for share in shares)
 
 
-def head_card(results: dict[str, Any], results_name: str) -> str:
-    """README.md of the folder, from the results of train_eagle.py."""
+def acceptance_fields(results: dict[str, Any], results_name: str) -> dict[str, Any]:
+    """What a card says of acceptance, for `ACCEPTANCE`."""
     found, corpus = results["acceptance"], results["corpus"]
     own_rows = [
         f"| {steps} | {row['accept_length'] or 0:.2f} ({row['accept_length_all']:.2f}) |"
@@ -185,21 +188,28 @@ def head_card(results: dict[str, Any], results_name: str) -> str:
         f"| {context} | {row['positions']:,} | {_cells(row['alone'])} | {_cells(row['accepted'])} |"
         for context, row in found["real_text"].items()
     ]
+    return {
+        "steps": found["num_steps"],
+        "accept": found["own_text"][str(found["num_steps"])]["accept_length"] or 0,
+        "results": results_name,
+        "prompts": found["prompts"],
+        "new": found["new_tokens"],
+        "ties": found["near_ties"],
+        "own_rows": "\n".join(own_rows),
+        "num_offsets": max(map(int, found["own_text"])),
+        "real_rows": "\n".join(real_rows),
+        "held_out": ", ".join(corpus["held_out"]),
+        "train_files": corpus["train_files"],
+        "train_tokens": corpus["train_tokens"] / 1e6,
+    }
+
+
+def head_card(results: dict[str, Any], results_name: str) -> str:
+    """README.md of the folder, from the results of train_eagle.py."""
     return CARD.format(
         **_head_fields(results["head"]),
         **_training_fields(results),
-        steps=found["num_steps"],
-        accept=found["own_text"][str(found["num_steps"])]["accept_length"] or 0,
-        results=results_name,
-        prompts=found["prompts"],
-        new=found["new_tokens"],
-        ties=found["near_ties"],
-        own_rows="\n".join(own_rows),
-        num_offsets=len(next(iter(found["real_text"].values()))["alone"]),
-        real_rows="\n".join(real_rows),
-        held_out=", ".join(corpus["held_out"]),
-        train_files=corpus["train_files"],
-        train_tokens=corpus["train_tokens"] / 1e6,
+        **acceptance_fields(results, results_name),
     )
 
 
@@ -234,7 +244,18 @@ def _head_fields(head: dict[str, Any]) -> dict[str, Any]:
 def _training_fields(results: dict[str, Any]) -> dict[str, Any]:
     """What the card says of the run."""
     training = results["training"]
-    names = ("context", "own_share", "starts", "unrolled", "muon_lr", "adam_lr")
+    names = ("starts", "unrolled")
+    return {
+        **run_fields(results),
+        **{name: training["settings"][name] for name in names},
+        "late": training["late_weight"],
+    }
+
+
+def run_fields(results: dict[str, Any]) -> dict[str, Any]:
+    """What the cards of heads and draft models say of the run."""
+    training = results["training"]
+    names = ("context", "own_share", "muon_lr", "adam_lr")
     long = ("long_every", "long_rows", "long_context")
     return {
         **{name: training["settings"][name] for name in (*names, *long)},
@@ -245,5 +266,4 @@ def _training_fields(results: dict[str, Any]) -> dict[str, Any]:
         "commit": results["commit"],
         "updates": training["steps"],
         "temperature": training["temperature"],
-        "late": training["late_weight"],
     }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
 from training.model import Attention, Llama, apply_rope
-from training.tokens import MASK_ID
+from training.tokens import MASK_ID, training_windows
 
 
 class _Cache:
@@ -82,3 +84,24 @@ def continue_windows(
             is_prompt = position + 1 < prompt_lens
             text[:, position + 1] = torch.where(is_prompt, windows[:, position + 1], chosen)
     return text
+
+
+def mixed_windows(
+    real: Tensor,
+    own: Tensor,
+    num_real: int,
+    num_own: int,
+    generator: torch.Generator,
+) -> Iterator[Tensor]:
+    """Endless batches [num_real + num_own, context] int64 of both kinds of text.
+
+    Args:
+        real: [N] int32, a stream of real text.
+        own: [W, context] int16, windows that a model continued, on the same device.
+    """
+    context = own.shape[1]
+    windows = training_windows(real, context, max(num_real, 1), generator)
+    while True:
+        chosen = torch.randint(len(own), (num_own,), generator=generator, device=own.device)
+        inputs, _ = next(windows)
+        yield torch.cat((inputs[:num_real], own[chosen].long()))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from training.export_eagle import WEIGHTS, head_card, load_head, write_head_fold
 from training.model import Llama
 from training.mtp_layout import LATE_WEIGHT
 from training.optim import warm_constant_linear
-from training.own_text import continue_windows
+from training.own_text import continue_windows, mixed_windows
 from training.timed_loop import TimedLoop
 from training.tokens import MASK_ID, held_out_streams, pack, training_windows
 
@@ -128,24 +127,14 @@ class EagleTrainer:
         self.optimizer = make_optimizer(arguments, pair.head)
         is_fast = is_compiled(arguments, self.device)
         self.loss_of = torch.compile(self._loss, dynamic=False) if is_fast else self._loss
-        self.own = own.windows.to(self.device)
-        self.num_own = round(arguments.batch_size * arguments.own_share)
-        self.windows = self._mixed_windows(tokens)
+        num_own = round(arguments.batch_size * arguments.own_share)
+        num_real = arguments.batch_size - num_own
+        windows = own.windows.to(self.device)
+        self.windows = mixed_windows(tokens, windows, num_real, num_own, self.generator)
         long_rows = training_windows(
             tokens, arguments.long_context, arguments.long_rows, self.generator
         )
         self.long_windows = (inputs for inputs, _ in long_rows)
-
-    def _mixed_windows(self, tokens: Tensor) -> Iterator[Tensor]:
-        """Endless batches [batch_size, context] int64 of real text and of the target's."""
-        num_real = self.arguments.batch_size - self.num_own
-        real = training_windows(tokens, self.arguments.context, max(num_real, 1), self.generator)
-        while True:
-            chosen = torch.randint(
-                len(self.own), (self.num_own,), generator=self.generator, device=self.device
-            )
-            inputs, _ = next(real)
-            yield torch.cat((inputs[:num_real], self.own[chosen].long()))
 
     def _loss(self, tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of tokens [B, T] int64 with drafting from rows starts [S] int64, and the share

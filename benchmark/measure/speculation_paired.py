@@ -1,11 +1,13 @@
 """How much faster is speculation than plain decoding on a GPU, and is it ever slower?
 
-The bundled model and its head in Llama-3.1-8B's geometry (`inflate.py`, `inflate_head.py`), prompts
-of held-out code, two Engines side by side: one without a drafter and one with. Rounds of both at
-each number of requests at once, in turn, so that each ratio is of runs side by side. What is asked:
-`goals.py`. Stored after each round; rounds end before --budget-s does.
+The bundled model and its head in Llama-3.1-8B's geometry (`inflate.py`, `inflate_head.py`), or for
+STANDALONE its draft model in that of Llama-3.2-1B, prompts of held-out code, two Engines side by
+side: one without a drafter and one with. Rounds of both at each number of requests at once, in
+turn, so that each ratio is of runs side by side. What is asked: `goals.py`. Stored after each
+round; rounds end before --budget-s does.
 
     python -m benchmark.measure.speculation_paired --model-dir FOLDER      on a GPU
+    python -m benchmark.measure.speculation_paired --model-dir FOLDER --algorithm STANDALONE
     python -m benchmark.measure.speculation_paired --model-path demo --device cpu --concurrency 1 4
 """
 
@@ -21,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from tqdm import tqdm
@@ -29,7 +32,12 @@ import sglang
 from benchmark.command import in_turn, ratios
 from benchmark.engine_load import Budget, LoadResult, closed_loop, run_rounds
 from benchmark.environment import ROOT, describe_environment
-from benchmark.goals import MIN_PAIRED_MEDIAN, MIN_PAIRED_ROUND, MIN_SPEED_UP_OF_ACCEPT_LENGTH
+from benchmark.goals import (
+    MIN_PAIRED_MEDIAN,
+    MIN_PAIRED_ROUND,
+    MIN_SPEED_UP_OF_ACCEPT_LENGTH,
+    MIN_STANDALONE_SPEED_UP,
+)
 from benchmark.held_out import held_out_prompts
 from benchmark.mtp_model import (
     INFLATED,
@@ -40,10 +48,13 @@ from benchmark.mtp_model import (
     model_path_of,
     settings,
 )
+from benchmark.random_model import DRAFT_GEOMETRIES
 from sglang.srt.model_config import resolve_model_path
 
 PLAIN, DRAFTED = "plain", "drafted"
-HEADS = {"EAGLE": "demo-eagle", "EAGLE3": "demo-eagle3"}
+STANDALONE = "STANDALONE"
+HEADS = {"EAGLE": "demo-eagle", "EAGLE3": "demo-eagle3", STANDALONE: "demo-draft"}
+DEFAULT_DRAFT_GEOMETRY = "llama-3.2-1b"
 DRAFT_VOCAB_SIZE = 32000  # of published EAGLE-3 heads for this geometry
 MIN_PROMPTS = 4  # of a lap
 BUSY, BUSY_LAPS = 64, 2  # so many requests at once are soon done with a lap
@@ -51,12 +62,17 @@ BUSY, BUSY_LAPS = 64, 2  # so many requests at once are soon done with a lap
 
 @contextmanager
 def head_path_of(arguments: argparse.Namespace) -> Iterator[str]:
-    """The bundled head; inflated if the model is."""
-    head = HEADS[arguments.algorithm]
+    """The bundled head or draft model, or what --draft-model names; inflated if the model is."""
+    options = vars(arguments)
+    head = options.get("draft_model") or HEADS[arguments.algorithm]
     if arguments.model_path != INFLATED:
         yield head
         return
     with tempfile.TemporaryDirectory() as folder:
+        if arguments.algorithm == STANDALONE:
+            subprocess.run(inflate_draft(head, folder, arguments), cwd=ROOT, check=True)
+            yield folder
+            return
         command = [sys.executable, "-m", "benchmark.inflate_head", "--head", head]
         command += ["--algorithm", arguments.algorithm, "--out", folder]
         command += ["--silent-std", SILENT_STD]
@@ -67,6 +83,18 @@ def head_path_of(arguments: argparse.Namespace) -> Iterator[str]:
             command.append(f"--draft-vocab-size={DRAFT_VOCAB_SIZE}")
         subprocess.run(command, cwd=ROOT, check=True)
         yield folder
+
+
+def inflate_draft(model: str, folder: str, arguments: argparse.Namespace) -> list[str]:
+    """The command that writes a draft model in a draft model's geometry."""
+    is_small = arguments.geometry == "tiny"
+    options = vars(arguments)
+    name = "tiny" if is_small else options.get("draft_geometry") or DEFAULT_DRAFT_GEOMETRY
+    device = "cpu" if arguments.device == "cpu" else "cuda"
+    command = [sys.executable, "-m", "benchmark.inflate", "--model-path", model, "--out", folder]
+    command += ["--silent-std", SILENT_STD, "--device", device]
+    sizes = asdict(DRAFT_GEOMETRIES[name]).items()
+    return command + [f"--{key.replace('_', '-')}={size}" for key, size in sizes]
 
 
 class Rounds:
@@ -147,6 +175,8 @@ def measure(
     )
     result = {**describe_environment(), **settings(arguments), "prompts": source}
     result |= {"algorithm": arguments.algorithm, "num_steps": arguments.num_steps}
+    if arguments.algorithm == STANDALONE:
+        result["draft_geometry"] = arguments.draft_geometry
     flags = engine_flags(arguments, model_path)
     drafter = {
         "speculative_algorithm": arguments.algorithm,
@@ -173,13 +203,17 @@ def print_result(result: dict[str, Any]) -> None:
     print(f"\n{result['rounds']} rounds, {result['seconds']:.0f} s; starts {result['startup_s']}")
     for row in result["rows"]:
         is_fast = row["median"] >= MIN_PAIRED_MEDIAN and row["lowest"] >= MIN_PAIRED_ROUND
-        asked = MIN_SPEED_UP_OF_ACCEPT_LENGTH.get(row["requests"], 0.0)
-        verdict = "ok  " if is_fast and row["of_accept_length"] >= asked else "MISS"
+        is_share = result["algorithm"] != STANDALONE
+        goals = MIN_SPEED_UP_OF_ACCEPT_LENGTH if is_share else MIN_STANDALONE_SPEED_UP
+        asked = goals.get(row["requests"], 0.0)
+        reached = row["of_accept_length"] if is_share else row["median"]
+        verdict = "ok  " if is_fast and reached >= asked else "MISS"
         rounds = " ".join(f"{ratio:.3f}" for ratio in row["ratios"])
         print(
             f"{verdict} {row['requests']:3d} at once: median {row['median']:.3f} lowest"
             f" {row['lowest']:.3f} ({rounds}), accept length {row['accept_length']:.2f},"
-            f" {row['of_accept_length']:.3f} of it (asked {asked:.2f})"
+            f" {row['of_accept_length']:.3f} of it (asked {'of it' if is_share else 'median'}"
+            f" {asked:.2f})"
         )
 
 
@@ -189,6 +223,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     add("--algorithm", choices=HEADS, default="EAGLE3")
     add("--num-steps", type=int, default=3, help="drafts of a chain")
+    add("--draft-model", help="folder of a head or draft model; default: the bundled one")
+    add(
+        "--draft-geometry",
+        choices=DRAFT_GEOMETRIES,
+        default=DEFAULT_DRAFT_GEOMETRY,
+        help="of an inflated draft model",
+    )
     parser.set_defaults(budget_s=250.0)
     return parser.parse_args(argv)
 

@@ -1,12 +1,13 @@
-"""A target and heads that often foresee it, and often do not.
+"""A target and heads, and a draft model, that often foresee it, and often do not.
 
 The target's next token depends on its last token for the most part, and a little on all that it
 follows. EAGLE's head hands the embedding of the token that it is fed on, as the target does; that
 of EAGLE-3 gets it through attention, which sees its own row best. Both add some noise, so what they
-say depends on all KV that they read."""
+say depends on all KV that they read. The draft model is a smaller one of the target's kind."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,17 @@ from draft_heads import (
     random_tensors,
     write_head,
 )
+from sglang.srt.draft_model_config import load_draft_config
 from sglang.srt.head_config import load_head_config
 from sglang.srt.model_config import load_model_config
 from sglang.srt.speculative.adaptive_config import AdaptiveConfig
 from sglang.srt.speculative.drafter import DrafterConfig
 from sglang.srt.speculative.eagle_worker import EagleConfig
 from sglang.srt.speculative.round_planner import RoundOptions
+from sglang.srt.speculative.standalone_worker import StandaloneConfig
 from utils import make_random_llama
 
+STANDALONE = "STANDALONE"
 VOCAB, HIDDEN, CONTEXT, HEAD_CONTEXT = 24, 32, 128, 16
 FOREIGN = (3, 14)
 SIZES = Sizes(HIDDEN, 48, 2, 2, 16, VOCAB, VOCAB - len(FOREIGN))
@@ -40,16 +44,18 @@ EMBEDDING, OUTPUT_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ATTENTION = "midlayer.self_attn."
 
 
-def write_target(path: Path, seed: int = 0, noise: float = 0.028) -> Path:
+def write_target(
+    path: Path, seed: int = 0, noise: float = 0.028, num_layers: int = 8, hidden: int = HIDDEN
+) -> Path:
     """A Llama of 8 layers: but for them token t would be followed by t + 7, and all sequences would
     go round. The first number of each embedding is 1."""
     make_random_llama(
         path,
         seed,
         vocab_size=VOCAB,
-        hidden_size=HIDDEN,
+        hidden_size=hidden,
         intermediate_size=48,
-        num_hidden_layers=8,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=CONTEXT,
@@ -110,13 +116,19 @@ def write_eagle3_head(
     return write_head(path, {**config, "norm_output": True}, tensors)
 
 
+def write_draft(path: Path, seed: int = 1, noise: float = 0.1) -> Path:
+    """A draft model of 2 layers, half as wide as the target."""
+    return write_target(path, seed, noise, num_layers=2, hidden=HIDDEN // 2)
+
+
 def write_models(folder: Path) -> dict[str, Path]:
-    """The target, and a head of each kind."""
+    """The target, a head of each kind, and a draft model."""
     target = write_target(folder / "target")
     return {
         "target": target,
         EAGLE: write_eagle_head(folder / EAGLE),
         EAGLE3: write_eagle3_head(folder / EAGLE3, target),
+        STANDALONE: write_draft(folder / STANDALONE),
     }
 
 
@@ -131,13 +143,12 @@ def eagle_config_for(
     tile_spec_cache: Path | None = None,
     **options: Any,
 ) -> DrafterConfig:
-    """The drafter with the head of a folder; `options` are of `load_head_config`, the others of
-    `RoundOptions`."""
+    """The drafter with the head of a folder, or of STANDALONE the draft model; `options` are of
+    `load_head_config`, the others of `RoundOptions`."""
     model = load_model_config(str(target))
+    rounds = RoundOptions(num_steps, tier_policy, initial_steps, adaptive, tile_spec_cache)
+    if kind == STANDALONE:
+        draft = load_draft_config(str(head), model, target)
+        return DrafterConfig("standalone", StandaloneConfig(draft, replace(rounds, num_free=0)))
     config = load_head_config(str(head), kind, model, **options)
-    eagle = EagleConfig(
-        config,
-        model.num_layers,
-        RoundOptions(num_steps, tier_policy, initial_steps, adaptive, tile_spec_cache),
-    )
-    return DrafterConfig("eagle", eagle)
+    return DrafterConfig("eagle", EagleConfig(config, model.num_layers, rounds))

@@ -1,4 +1,4 @@
-"""A scheduler over a target of `eagle_models.py` with a head, or alone."""
+"""A scheduler over a target of `eagle_models.py` with a head or a draft model, or alone."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from utils import Setup, make_execution
 
 
 def setup_for(num_steps: int, page_size: int = 1, num_tokens: int = 1024, **changes: Any) -> Setup:
-    """Room for `num_steps` drafts per step."""
-    values = {"context_len": CONTEXT, "max_decode_rows": 2 * max(num_steps, 1), **changes}
+    """Room for `num_steps` drafts per step, none of them free (`RoundOptions.num_free`)."""
+    values = {"context_len": CONTEXT, "max_decode_rows": 1 + 2 * num_steps, **changes}
     return Setup(num_pages=num_tokens // page_size, page_size=page_size, **values)
 
 

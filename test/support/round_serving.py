@@ -1,4 +1,4 @@
-"""A scheduler with an EAGLE head whose rounds are graphs (`RoundGraphs`)."""
+"""A scheduler with an EAGLE head, or a draft model, whose rounds are graphs (`RoundGraphs`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ON_CPU = On("cpu", "ragged")
 
 
 def setup_of(page_size: int = 1, **changes: Any) -> Setup:
-    fields = {"max_decode_rows": 2 * NUM_STEPS, "chunked_prefill_size": 40, **changes}
+    fields = {"max_decode_rows": 1 + 2 * NUM_STEPS, "chunked_prefill_size": 40, **changes}
     return Setup(num_pages=1024 // page_size, page_size=page_size, context_len=CONTEXT, **fields)
 
 

@@ -15,13 +15,22 @@ import torch
 from safetensors.torch import save_file
 
 from draft_heads import EAGLE, EAGLE3, Sizes
-from eagle_models import EMBEDDING, OUTPUT_HEAD, OUTPUTS, write_eagle3_head, write_eagle_head
+from eagle_models import (
+    EMBEDDING,
+    OUTPUT_HEAD,
+    OUTPUTS,
+    STANDALONE,
+    write_eagle3_head,
+    write_eagle_head,
+)
+from sglang.srt.draft_model_config import load_draft_config
 from sglang.srt.head_config import LAYER_IDS, load_head_config
 from sglang.srt.model_config import load_model_config
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import DrafterConfig
 from sglang.srt.speculative.eagle_worker import EagleConfig
 from sglang.srt.speculative.round_planner import RoundOptions
+from sglang.srt.speculative.standalone_worker import StandaloneConfig
 from sglang.srt.speculative.upcoming_step import Accepted, Budget, UpcomingStep
 from sglang.srt.step.worker import (
     GenerationBatchResult,
@@ -50,9 +59,18 @@ TINY: dict[str, Any] = {
     "mtp_mask_token_id": MASK,
 }
 DRAFTED = {**TINY, "num_hidden_layers": 4, "tie_word_embeddings": False}
+DRAFT = {**DRAFTED, "num_hidden_layers": 2}
 NOISE = 0.06  # of what the layers of a drafted target add, beside its last token's embedding
+DRAFT_NOISE = 0.12  # the same of its draft model
 FOREIGN = (3, 9)  # tokens that heads do not draft
 HEAD = Sizes(32, 48, 2, 2, 16, VOCAB_SIZE, VOCAB_SIZE - len(FOREIGN))
+
+
+def write_checkpoint(path: Path, config: dict[str, Any], weights: Weights) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(weights, path / "model.safetensors")
+    return path
 
 
 class Checkpoints:
@@ -68,10 +86,8 @@ class Checkpoints:
         self.weights: dict[Path, Weights] = {}
         for seed in range(3):
             path = directory / str(seed)
-            path.mkdir(parents=True)
-            (path / "config.json").write_text(json.dumps(config))
             self.weights[path] = make_weights(seed)
-            save_file(self.weights[path], path / "model.safetensors")
+            write_checkpoint(path, config, self.weights[path])
         self.path, weights = next(iter(self.weights.items()))
         self.dense = DenseModel(config, weights)
 
@@ -85,7 +101,8 @@ class TinyModels(Checkpoints):
 
 
 class DraftedModels(Checkpoints):
-    """Targets as `eagle_models` has them, whose heads often foresee them and often do not."""
+    """Targets as `eagle_models` has them, whose heads and draft model often foresee them and often
+    do not."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, DRAFTED, drafted_weights)
@@ -96,17 +113,22 @@ class DraftedModels(Checkpoints):
                 directory / EAGLE3, self.path, sizes=HEAD, foreign=FOREIGN, **layers
             ),
         }
+        draft = drafted_weights(0, DRAFT, DRAFT_NOISE)
+        self._draft = write_checkpoint(directory / STANDALONE, DRAFT, draft)
         self._token_map = directory / "token_map.json"
         self._token_map.write_text(json.dumps([i for i in range(VOCAB_SIZE) if i not in FOREIGN]))
 
     def drafter(self, chooser: random.Random) -> DrafterConfig:
-        """A head of either kind, that drafts one or more tokens."""
-        kind = chooser.choice(list(self._heads))
-        token_map = str(self._token_map) if kind == EAGLE and chooser.random() < 0.3 else None
-        head = load_head_config(
-            str(self._heads[kind]), kind, load_model_config(str(self.path)), token_map
-        )
+        """A head of either kind, or the draft model, that drafts one or more tokens."""
+        kind = chooser.choice([*self._heads, STANDALONE])
         num_steps = chooser.choice([1, 2, 3, 3, 5])
+        target = load_model_config(str(self.path))
+        if kind == STANDALONE:
+            draft = load_draft_config(str(self._draft), target, self.path)
+            rounds = RoundOptions(num_steps, num_free=0)
+            return DrafterConfig("standalone", StandaloneConfig(draft, rounds, (MASK,)))
+        token_map = str(self._token_map) if kind == EAGLE and chooser.random() < 0.3 else None
+        head = load_head_config(str(self._heads[kind]), kind, target, token_map)
         rounds = RoundOptions(num_steps)
         return DrafterConfig(
             "eagle", EagleConfig(head, DRAFTED["num_hidden_layers"], rounds, (MASK,))
@@ -138,15 +160,15 @@ def tiny_weights(seed: int, config: dict[str, Any] = TINY) -> Weights:
     }
 
 
-def drafted_weights(seed: int) -> Weights:
+def drafted_weights(seed: int, config: dict[str, Any] = DRAFTED, noise: float = NOISE) -> Weights:
     """A target whose next token depends on its last one for the most part. The first two seeds
     have the same embeddings, so their heads go on guessing well."""
-    weights = tiny_weights(seed, DRAFTED)
+    weights = tiny_weights(seed, config)
     for name, tensor in weights.items():
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
         if name.endswith(OUTPUTS):
-            tensor *= NOISE
+            tensor *= noise
     generator = torch.Generator().manual_seed(seed // 2)
     embedding = torch.randn(weights[EMBEDDING].shape, generator=generator) * 0.3
     embedding[:, 0] = 1.0

@@ -23,7 +23,7 @@ from sglang.srt.model_executor.draft_passes import Drafts
 from sglang.srt.model_executor.runner_graphs import RunnerGraphs
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
-from sglang.srt.processes.speculation_flags import eagle_from_flags
+from sglang.srt.processes.speculation_flags import drafter_from_flags
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig
@@ -70,7 +70,7 @@ def drafter_of(tier_policy: str, num_steps: int = NUM_STEPS, **flags: Any) -> Dr
         **flags,
     )
     model = load_model_config("demo")
-    drafter = eagle_from_flags(args, model, (model.hf["mtp_mask_token_id"],))
+    drafter = drafter_from_flags(args, model, (model.hf["mtp_mask_token_id"],))
     assert drafter is not None
     rounds = replace(drafter.options.rounds, tier_policy=tier_policy)
     return replace(drafter, options=replace(drafter.options, rounds=rounds))

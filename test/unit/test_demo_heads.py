@@ -19,7 +19,7 @@ from oracle import Reference, assert_equal_up_to_near_ties, code_snippets
 from sglang.srt.head_config import EAGLE, EAGLE3, LAYER_IDS
 from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_config import DEMO_MODELS_DIR, load_model_config, resolve_model_path
-from sglang.srt.processes.speculation_flags import eagle_from_flags
+from sglang.srt.processes.speculation_flags import drafter_from_flags
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.drafter import DrafterConfig
 from sglang.srt.tokenizer import load_tokenizer
@@ -62,7 +62,7 @@ class Head:
             speculative_load_aware="off",
         )
         model = load_model_config("demo")
-        drafter = eagle_from_flags(args, model, (model.hf["mtp_mask_token_id"],))
+        drafter = drafter_from_flags(args, model, (model.hf["mtp_mask_token_id"],))
         assert drafter is not None
         return drafter
 

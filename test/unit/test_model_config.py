@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.model_config import (
+    DEMO_DRAFTS,
     DEMO_HEADS,
     DEMO_MODELS,
     ModelConfig,
@@ -331,7 +332,7 @@ def test_a_home_directory_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert resolve_model_path("~/model") == tmp_path / "model"
 
 
-@pytest.mark.parametrize("name", [*DEMO_MODELS, *DEMO_HEADS])
+@pytest.mark.parametrize("name", [*DEMO_MODELS, *DEMO_HEADS, *DEMO_DRAFTS])
 def test_demo_names_are_bundled_models(name: str) -> None:
     assert resolve_model_path(name).parent.name == "demo_models"
 

@@ -1,1 +1,2 @@
-"""Bundled models, as data: `--model-path demo`, and draft heads for it, `demo-eagle3`."""
+"""Bundled models, as data: `--model-path demo`, draft heads for it, `demo-eagle3`, and a draft
+model, `demo-draft`."""

@@ -16,6 +16,7 @@ MAX_SIZE = 1 << 24  # more than any model has of anything
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 DEMO_MODELS = {"demo": "tiny-code"}
 DEMO_HEADS = {"demo-eagle": "tiny-code-eagle", "demo-eagle3": "tiny-code-eagle3"}
+DEMO_DRAFTS = {"demo-draft": "tiny-code-draft"}
 Number = TypeVar("Number", int, float)
 DTYPES = ("float32", "bfloat16", "float16")  # names in torch of what weights and KV may be
 
@@ -82,17 +83,17 @@ class ModelConfig:
 
 def resolve_model_path(model_path: str, flag: str = "--model-path") -> Path:
     """The directory that a flag names; `demo` is a bundled model, `demo-eagle` and `demo-eagle3`
-    are draft heads for it.
+    are draft heads for it, `demo-draft` is a draft model.
 
     Raises:
         ModelPathError: if there is no such directory.
     """
-    bundled = DEMO_MODELS | DEMO_HEADS
+    bundled = DEMO_MODELS | DEMO_HEADS | DEMO_DRAFTS
     if model_path in bundled:
         return DEMO_MODELS_DIR / bundled[model_path]
     path = Path(model_path).expanduser()
     if not path.is_dir():
-        known = DEMO_MODELS if flag == "--model-path" else DEMO_HEADS
+        known = DEMO_MODELS if flag == "--model-path" else DEMO_HEADS | DEMO_DRAFTS
         names = ", ".join(f"`{name}`" for name in known)
         raise ModelPathError(
             f"{flag} {model_path!r} is not a directory. Give a local directory in Hugging"

@@ -82,6 +82,7 @@ DRAFTERS = Registry(
     {
         "eagle": "sglang.srt.speculative.eagle_worker:EagleDrafter",
         "mtp": "sglang.srt.mtp.mask_drafter:MaskDrafter",
+        "standalone": "sglang.srt.speculative.standalone_worker:StandaloneDrafter",
     },
 )
 LENGTH_POLICIES = Registry(

@@ -167,16 +167,17 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     # Speculative decoding
     speculative_algorithm: str | None = flag(
         None,
-        "A head that drafts: `EAGLE` or `EAGLE3`; multi-token prediction is off then."
-        " Default: none.",
+        "What drafts: a head (`EAGLE` or `EAGLE3`) or a smaller model (`STANDALONE`); multi-token"
+        " prediction is off then. Default: none.",
     )
     speculative_draft_model_path: str | None = flag(
         None,
-        "Directory of the head, which was trained for this model.",
+        "Directory of the head, which was trained for this model, or of the smaller model with the"
+        " same tokenizer.",
         aliases=("--speculative-draft-model",),
     )
     speculative_num_steps: int | None = flag(
-        None, "Tokens that the head drafts per step of the model; default: 3."
+        None, "Tokens drafted per step of the model; default: 3."
     )
     speculative_eagle_topk: int | None = flag(
         None, "Drafts that follow each draft; only 1 (chains) so far, the default."

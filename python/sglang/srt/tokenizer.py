@@ -27,7 +27,11 @@ class TokenizerError(ValueError):
 
 
 class Tokenizer:
-    """Encodes and decodes with the tokenizer of one model. Safe to use from several threads."""
+    """Encodes and decodes with the tokenizer of one model. Safe to use from several threads.
+
+    Attributes:
+        vocabulary: gives the id of each token, added ones too.
+    """
 
     def __init__(
         self,
@@ -35,7 +39,9 @@ class Tokenizer:
         decode_ids: Callable[[list[int]], str],
         special_ids: frozenset[int],
         max_chars_per_token: int | None = None,
+        vocabulary: Callable[[], dict[str, int]] = dict,
     ) -> None:
+        self.vocabulary = vocabulary
         self._encode_ids = encode_ids
         self._decode_ids = decode_ids
         self._special_ids = special_ids
@@ -161,6 +167,11 @@ class StopFinder:
         return None
 
 
+def has_tokenizer(path: str | os.PathLike[str]) -> bool:
+    """Whether a model directory has files of a tokenizer."""
+    return any((Path(path) / name).is_file() for name in ("tokenizer.json", *OTHER_TOKENIZER_FILES))
+
+
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Loads the tokenizer of a model directory.
 
@@ -170,7 +181,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     directory = Path(path)
     if (directory / "tokenizer.json").is_file():
         return _load_tokenizer_json(directory / "tokenizer.json")
-    if any((directory / name).is_file() for name in OTHER_TOKENIZER_FILES):
+    if has_tokenizer(directory):
         return _load_with_transformers(directory)
     raise TokenizerError(
         f"{directory} holds no tokenizer.json. Give a directory that has one with --tokenizer-path."
@@ -202,7 +213,13 @@ def _wrap(backend: tokenizers.Tokenizer) -> Tokenizer:
         return backend.decode_batch([ids], skip_special_tokens=False)[0]
 
     special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-    return Tokenizer(encode_ids, decode_ids, special_ids, _max_chars_per_token(backend))
+    return Tokenizer(
+        encode_ids,
+        decode_ids,
+        special_ids,
+        _max_chars_per_token(backend),
+        lambda: backend.get_vocab(with_added_tokens=True),
+    )
 
 
 def _max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
@@ -237,4 +254,5 @@ def _load_with_transformers(directory: Path) -> Tokenizer:
     def decode_ids(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
 
-    return Tokenizer(encode_ids, decode_ids, frozenset(tokenizer.all_special_ids))
+    special_ids = frozenset(tokenizer.all_special_ids)
+    return Tokenizer(encode_ids, decode_ids, special_ids, vocabulary=tokenizer.get_vocab)

@@ -1,5 +1,5 @@
-"""Several draft steps of a head over a target, each of one row per request, in one pass: a step
-feeds what the one before chose and what it gave as `ModelOutput.hidden`."""
+"""Several draft steps of a model, each of one row per request, in one pass: a step feeds what the
+one before chose and, of a head over a target, what it gave as `ModelOutput.hidden`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.layers.sampling_ops import sampling_ops
-from sglang.srt.models.draft_head import DraftHead
+from sglang.srt.models.model import Model
 
 
 class Drafts(NamedTuple):
@@ -20,7 +20,7 @@ class Drafts(NamedTuple):
 
     Attributes:
         token_ids: [R, N] int64; the best token after each step, as the target calls it.
-        logprobs: [R, N] float32; how probable it was among the head's tokens.
+        logprobs: [R, N] float32; how probable it was among the model's tokens.
         slots: [N, R] int64; where each step wrote its K and V.
     """
 
@@ -30,26 +30,26 @@ class Drafts(NamedTuple):
 
 
 class DraftPass:
-    """N draft steps of a head. Nothing of it depends on what the host does not know at capture, so
+    """N draft steps of a model. Nothing of it depends on what the host does not know at capture, so
     one graph has all of it where the attention backend captures plans.
 
     Args:
         table: [rows, width] int32; the page table.
         num_steps: N, at least 1.
-        forward: runs the head over a batch that is not planned yet, and gives
+        forward: runs the model over a batch that is not planned yet, and gives
             `ModelOutput.hidden` of all its rows.
     """
 
     def __init__(
         self,
-        head: DraftHead,
+        model: Model,
         layers: LayerRuntime,
         table: torch.Tensor,
         forward: Callable[[ForwardBatch], torch.Tensor],
         num_steps: int,
     ) -> None:
         assert num_steps >= 1, "A pass without a step."
-        self._head = head
+        self._model = model
         self._layers = layers
         self._table = table
         self._forward = forward
@@ -59,13 +59,13 @@ class DraftPass:
     def run(self, first: ForwardBatch) -> Drafts:
         """
         Args:
-            first: the first step, of one row per request, with `hidden`; each further one stands
-                one position behind the one before. Rows that write to the dummy slot are padding
-                in all steps.
+            first: the first step, of one row per request, with `hidden` if the model reads any;
+                each further one stands one position behind the one before. Rows that write to the
+                dummy slot are padding in all steps.
         """
         positions, slots, kv_lens = self._places(first)
         token_ids, logprobs = [first.input_ids], []
-        hidden = first.hidden
+        fed_hidden = first.hidden
         for index in range(self._num_steps):
             bounds = [bound + index for bound in first.kv_len_upper_bounds]
             batch = replace(
@@ -75,11 +75,12 @@ class DraftPass:
                 slots=slots[index],
                 kv_lens=kv_lens[index],
                 kv_len_upper_bounds=bounds,
-                hidden=hidden,
+                hidden=fed_hidden,
             )
             hidden = self._forward(batch)
-            best, _, logprob = self._choose(self._head.compute_logits(hidden, self._layers))
-            token_ids.append(self._head.to_target_ids(best))
+            fed_hidden = hidden if self._model.draft_hidden_width else None
+            best, _, logprob = self._choose(self._model.compute_logits(hidden, self._layers))
+            token_ids.append(self._model.to_target_ids(best))
             logprobs.append(logprob)
         return Drafts(torch.stack(token_ids[1:], dim=1), torch.stack(logprobs, dim=1), slots)
 

@@ -1,4 +1,4 @@
-"""Measures prices of a head over a target, once at start-up, as those of the target are."""
+"""Measures prices of a model that drafts, once at start-up, as those of the target are."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def measure_draft_prices(
     num_steps: Sequence[int],
     clock: Callable[[], float] = time.perf_counter,
 ) -> DraftPrices:
-    """Prices of the head of a runner: its graphs and larger steps, logits, attention, and passes of
-    draft steps.
+    """Prices of a runner whose model drafts: its graphs and larger steps, logits, attention, and
+    passes of draft steps.
 
     Args:
         max_requests, max_width, clock: as for `PriceMeter`.

@@ -29,8 +29,10 @@ class ExecutionConfig:
             their row of the request-to-token table.
         num_threads: torch threads of a CPU.
         capture: which hidden states a forward pass gives beside those of the rows read.
-        draft_steps: of a head: how many draft steps may follow a step of the target (`draft`), and
-            in batches of which sizes.
+        draft_steps: of a model that drafts: how many draft steps may follow a step of the target
+            (`draft`), and in batches of which sizes.
+        reads_one_row: no step reads more than one row of a request, as of models that draft: graphs
+            compute no more.
         captures_trees: steps whose rows are trees also replay graphs, if the attention backend has
             masks for them.
     """
@@ -57,3 +59,4 @@ class ExecutionConfig:
     capture: HiddenCapture = NO_CAPTURE
     captures_trees: bool = False
     draft_steps: dict[int, tuple[range, ...]] = field(default_factory=dict)
+    reads_one_row: bool = False

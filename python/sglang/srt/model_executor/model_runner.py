@@ -143,6 +143,11 @@ class ModelRunner:
         return not (self.weights.is_released or self.kv_pool.is_released)
 
     @property
+    def reads_one_row(self) -> bool:
+        """Whether no step reads more than one row of a request."""
+        return self.model.reads_one_row or self._config.reads_one_row
+
+    @property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
@@ -194,7 +199,7 @@ class ModelRunner:
             config.capture.all_rows,
             config.captures_trees and capabilities.tree_masks,
             model.hidden_width,
-            model.reads_one_row,
+            self.reads_one_row,
             model.draft_hidden_width if steps_alone else 0,
         )
 
@@ -340,7 +345,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def draft(self, first: ForwardBatch, num_steps: int) -> Drafts:
-        """Runs draft steps of a head, of which `first` is the first one: see `DraftPass`. One graph
+        """Runs draft steps, of which `first` is the first one: see `DraftPass`. One graph
         has all of them if it is one of `ExecutionConfig.draft_steps` and the attention backend
         `captures_plans`; else each is a step of its own. The next call may overwrite the result."""
         drafts = None
@@ -358,7 +363,6 @@ class ModelRunner:
     def _draft_pass(
         self, num_steps: int, forward: Callable[[ForwardBatch], torch.Tensor]
     ) -> DraftPass:
-        assert isinstance(self.model, DraftHead), "Only heads over a target draft."
         table = self.req_to_token_pool.req_to_token
         return DraftPass(self.model, self._layers, table, forward, num_steps)
 

@@ -288,7 +288,7 @@ class PriceMeter:
 
     def _dummy_step(self, q_lens: list[int]) -> ForwardBatch:
         batch = self.random_step(q_lens, self._width)
-        if not self._runner.model.reads_one_row:
+        if not self._runner.reads_one_row:
             return batch
         last = [end - 1 for end in itertools.accumulate(q_lens)]
         return replace(batch, read_index=to_device(last, self._device))

@@ -44,7 +44,7 @@ class Model(nn.Module):
         hidden_width: width of the `ForwardBatch.hidden` that a prompt's rows have; 0 if the model
             reads tokens alone.
         draft_hidden_width: the same of the rows of draft steps: the width of `ModelOutput.hidden`.
-        reads_one_row: no step reads more than one row of a request, so graphs compute no more.
+        reads_one_row: no step reads more than one row of a request, whatever it is used for.
         checkpoint_names: see there.
     """
 
@@ -62,6 +62,10 @@ class Model(nn.Module):
     def problem_of(self, name: str, values: torch.Tensor) -> str | None:
         """What is wrong with the values of a weight that has the right shape and kind of type."""
         return None
+
+    def to_target_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """Where it drafts for a target: the target's ids of its own tokens, int64 of any shape."""
+        return ids
 
     def forward(
         self, batch: ForwardBatch, runtime: LayerRuntime, capture: HiddenCapture = NO_CAPTURE

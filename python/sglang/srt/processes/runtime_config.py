@@ -15,7 +15,7 @@ from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.mtp.mask_drafter import MTPConfig
 from sglang.srt.platform import Platform
 from sglang.srt.processes.config_error import ConfigError
-from sglang.srt.processes.speculation_flags import eagle_from_flags
+from sglang.srt.processes.speculation_flags import drafter_from_flags
 from sglang.srt.registry import (
     ATTENTION_BACKENDS,
     DEFAULT_ATTENTION_BACKENDS,
@@ -282,7 +282,7 @@ def _drafter(
     mask = _mask_token(args, model)
     suppressed = () if mask is None else (mask,)
     simulates = environ.simulated_accept_len is not None
-    eagle = eagle_from_flags(args, model, suppressed, simulates, environ.tile_spec_drafts)
+    eagle = drafter_from_flags(args, model, suppressed, simulates, environ.tile_spec_drafts)
     if eagle is not None or mask is None:
         return eagle
     return DrafterConfig("mtp", _mtp(args, mask, environ, device))

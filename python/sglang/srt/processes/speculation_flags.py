@@ -1,4 +1,4 @@
-"""The flags `--speculative-...`: which drafter with a draft model a server has."""
+"""The flags `--speculative-...`: which drafter a server has, and how many tokens it drafts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from sglang.srt.head_config import load_head_config
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.processes.draft_algorithms import Asked, find_algorithm
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.adaptive_config import (
     CONFIG_FLAG,
@@ -17,16 +17,15 @@ from sglang.srt.speculative.adaptive_config import (
 )
 from sglang.srt.speculative.confirm import AcceptThresholds
 from sglang.srt.speculative.drafter import DrafterConfig
-from sglang.srt.speculative.eagle_worker import TOPK, EagleConfig
+from sglang.srt.speculative.eagle_worker import TOPK
 from sglang.srt.speculative.round_planner import RoundOptions
-from sglang.srt.speculative.spec_info import MAX_NUM_STEPS, head_architecture
+from sglang.srt.speculative.spec_info import MAX_NUM_STEPS
 from sglang.srt.speculative.tier_policy import TierOptions
 from sglang.srt.step.row_division import MAX_REQUESTS
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_NUM_STEPS = 3
-DRAFT_PATH_FLAG = "--speculative-draft-model-path"
 # Flags that mean something only with `--speculative-algorithm`.
 OPTIONS = (
     "speculative_draft_model_path",
@@ -46,7 +45,7 @@ DEFAULT_TILE_SPEC_CACHE = "tile_spec/cache"
 THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 
 
-def eagle_from_flags(
+def drafter_from_flags(
     args: ServerArgs,
     model: ModelConfig,
     suppressed_token_ids: tuple[int, ...],
@@ -62,7 +61,7 @@ def eagle_from_flags(
         tile_spec_drafts: a benchmark says how many `--tile-spec` verifies (`RoundOptions`).
 
     Raises:
-        ConfigError: for flags or a head that cannot be had; the text names the flag.
+        ConfigError: for flags or a draft model that cannot be had; the text names the flag.
     """
     values = vars(args)
     for name in THRESHOLDS:
@@ -78,33 +77,21 @@ def eagle_from_flags(
         return None
     thresholds = AcceptThresholds(*(values[name] for name in THRESHOLDS))
     try:
-        architecture = head_architecture(args.speculative_algorithm)
+        algorithm = find_algorithm(args.speculative_algorithm)
         tiers = _tiers(args, simulates_acceptance)
-        path = args.speculative_draft_model_path
-        if path is None:
-            raise ConfigError(
-                f"--speculative-algorithm {args.speculative_algorithm} needs {DRAFT_PATH_FLAG}, the"
-                " folder of a head that was trained for this model."
-            )
-        head = load_head_config(
-            path, architecture, model, args.speculative_token_map, DRAFT_PATH_FLAG
+        rounds = RoundOptions(
+            tiers.options.max_drafts,
+            tiers.policy,
+            tiers.options.initial,
+            tiers.options.adaptive,
+            _tile_spec_cache(args, simulates_acceptance),
+            algorithm.num_free,
+            tile_spec_drafts,
         )
-        config = EagleConfig(
-            head,
-            model.num_layers,
-            RoundOptions(
-                tiers.options.max_drafts,
-                tiers.policy,
-                tiers.options.initial,
-                tiers.options.adaptive,
-                _tile_spec_cache(args, simulates_acceptance),
-                tile_spec_drafts=tile_spec_drafts,
-            ),
-            suppressed_token_ids,
-        )
+        options = algorithm.options(Asked(args, model, suppressed_token_ids, rounds))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return DrafterConfig("eagle", config, thresholds)
+    return DrafterConfig(algorithm.drafter, options, thresholds)
 
 
 class Tiers(NamedTuple):

@@ -77,7 +77,7 @@ class EagleDrafter:
         self._step_width = options.rounds.step_width
         prices = None
         if options.rounds.needs_prices and parts.prices is not None:
-            prices = _measured_rounds(parts, parts.prices)
+            prices = measured_rounds(parts, parts.prices)
         self.planner = RoundPlanner(options.rounds, parts, prices)
 
     @staticmethod
@@ -157,11 +157,12 @@ class EagleDrafter:
         )
 
 
-def _measured_rounds(parts: DrafterParts, target_prices: PriceTable) -> MeasuredRounds:
-    """Prices of rounds, of which those of the head are measured here or taken from the cache."""
+def measured_rounds(parts: DrafterParts, target_prices: PriceTable) -> MeasuredRounds:
+    """Prices of rounds, of which those of the drafter's model are measured here or taken from the
+    cache; the drafter's options have `rounds`."""
     rounds: RoundOptions = parts.options.rounds
     head, num_rows = parts.runners.runners[1], parts.runners.memory.table.num_rows
-    width, steps = 1 + rounds.num_steps, tuple(rounds.draft_steps)
+    width, steps = 1 + rounds.num_steps, tuple(head.config.draft_steps)
     measure = partial(measure_draft_prices, head, num_rows, width, steps)
     if rounds.tile_spec_cache is None:
         return MeasuredRounds(target_prices, measure())

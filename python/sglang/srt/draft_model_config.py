@@ -1,0 +1,94 @@
+"""What the folder of a draft model says: a smaller model with the target's tokens; no torch."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from sglang.srt.model_config import ModelConfig, ModelPathError, load_model_config
+from sglang.srt.registry import HEADS
+from sglang.srt.tokenizer import TokenizerError, has_tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def load_draft_config(
+    path: str, target: ModelConfig, target_tokenizer: Path, flag: str = "--model-path"
+) -> ModelConfig:
+    """Reads the config.json of a model that drafts for another one, and compares their tokens.
+
+    Args:
+        target: the model that it drafts for.
+        target_tokenizer: folder of the target's tokenizer.
+        flag: what named the path.
+
+    Raises:
+        ModelPathError: for a folder that cannot be read, that is no whole model, or a model of
+            other tokens than the target's; the text names the flag or the entry.
+    """
+    config = load_model_config(path, flag)
+    is_head = config.architecture in HEADS.names
+    if is_head or config.hf.get("draft_vocab_size") is not None:
+        what = f"architecture {config.architecture!r}" if is_head else "draft_vocab_size"
+        raise config.refusal(
+            f"{what} says that this is a head, no model; use --speculative-algorithm EAGLE or"
+            " EAGLE3"
+        )
+    if config.vocab_size != target.vocab_size:
+        raise config.refusal(
+            f"vocab_size is {config.vocab_size}, but that of the target is {target.vocab_size}; use"
+            " a draft model with the target's tokenizer"
+        )
+    check_same_tokens(config.path, target_tokenizer, flag)
+    return config
+
+
+def check_same_tokens(draft: Path, target: Path, flag: str) -> None:
+    """That each token has the same id in both tokenizers. Where a folder has none, nothing can be
+    said, and a warning says that.
+
+    Raises:
+        ModelPathError: if one differs, or a tokenizer cannot be read; the text names the flag and
+            the first that differs.
+    """
+    for folder in (draft, target):
+        if not has_tokenizer(folder):
+            logger.warning(
+                "%s %s: %s has no tokenizer, so only the sizes of the vocabularies are compared.",
+                flag,
+                draft,
+                folder,
+            )
+            return
+    try:
+        of_draft = load_tokenizer(draft).vocabulary()
+        of_target = load_tokenizer(target).vocabulary()
+    except TokenizerError as error:
+        raise ModelPathError(f"{flag}: {error}") from None
+    difference = first_difference(of_draft, of_target)
+    if difference is not None:
+        raise ModelPathError(
+            f"{flag} {str(draft)!r} has other tokens than the model: {difference}. Use a draft"
+            " model with the model's tokenizer."
+        )
+
+
+def first_difference(of_draft: dict[str, int], of_target: dict[str, int]) -> str | None:
+    """What the first token that is not the same in both is in each; None if all are. The target's
+    ids order them."""
+    if of_draft == of_target:
+        return None
+    different = {
+        token
+        for token in of_draft.keys() | of_target.keys()
+        if of_draft.get(token) != of_target.get(token)
+    }
+
+    def place(token: str) -> tuple[int, bool]:
+        in_target = token in of_target
+        return (of_target if in_target else of_draft)[token], not in_target
+
+    token = min(different, key=place)
+    ids = [names.get(token) for names in (of_draft, of_target)]
+    draft_id, target_id = ("missing" if each is None else each for each in ids)
+    return f"{token!r} is {draft_id} there and {target_id} in the model"

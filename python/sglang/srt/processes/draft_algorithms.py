@@ -1,0 +1,125 @@
+"""What `--speculative-algorithm` may name, an entry of `ALGORITHMS` for each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sglang.srt.draft_model_config import load_draft_config
+from sglang.srt.head_config import EAGLE, EAGLE3, TOKEN_MAP, load_head_config
+from sglang.srt.model_config import ModelConfig
+from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.eagle_worker import EagleConfig
+from sglang.srt.speculative.round_planner import RoundOptions
+from sglang.srt.speculative.spec_info import NOT_BUILT
+from sglang.srt.speculative.standalone_worker import StandaloneConfig
+
+logger = logging.getLogger(__name__)
+
+DRAFT_PATH_FLAG = "--speculative-draft-model-path"
+A_HEAD = "a head that was trained for this model"
+A_MODEL = "a smaller model with the same tokenizer"
+
+
+class Asked(NamedTuple):
+    """What a drafter's options are made of.
+
+    Attributes:
+        args: of the server.
+        model: the target.
+        suppressed_token_ids: ids that the target never emits.
+        rounds: how many tokens are drafted and verified.
+    """
+
+    args: ServerArgs
+    model: ModelConfig
+    suppressed_token_ids: tuple[int, ...]
+    rounds: RoundOptions
+
+
+class Algorithm(NamedTuple):
+    """One that `--speculative-algorithm` may name.
+
+    Attributes:
+        drafter: in `DRAFTERS` (registry.py).
+        options: makes the drafter's options, or raises ValueError; the text names the flag.
+        num_free: see `RoundOptions`.
+    """
+
+    drafter: str
+    options: Callable[[Asked], Any]
+    num_free: int = 1
+
+
+def find_algorithm(name: str) -> Algorithm:
+    """The entry of a name, in any case.
+
+    Raises:
+        ValueError: for an algorithm that this runtime does not have; the text says which it has.
+    """
+    found = ALGORITHMS.get(name.upper())
+    if found is not None:
+        return found
+    *most, last = ALGORITHMS
+    known = f"{', '.join(most)} and {last}"
+    what = "is not built yet" if name.upper() in NOT_BUILT else "is unknown"
+    raise ValueError(f"--speculative-algorithm {name} {what}; there are {known}.")
+
+
+def draft_path(args: ServerArgs, what: str) -> str:
+    """The folder of the draft model.
+
+    Args:
+        what: what it holds, for people.
+
+    Raises:
+        ConfigError: if no flag names it.
+    """
+    path = args.speculative_draft_model_path
+    if path is None:
+        raise ConfigError(
+            f"--speculative-algorithm {args.speculative_algorithm} needs {DRAFT_PATH_FLAG}, the"
+            f" folder of {what}."
+        )
+    return path
+
+
+def _eagle(architecture: str, asked: Asked) -> EagleConfig:
+    """Of a head with this name in `HEADS` (registry.py)."""
+    args, model = asked.args, asked.model
+    path = draft_path(args, A_HEAD)
+    head = load_head_config(path, architecture, model, args.speculative_token_map, DRAFT_PATH_FLAG)
+    return EagleConfig(head, model.num_layers, asked.rounds, asked.suppressed_token_ids)
+
+
+def _standalone(asked: Asked) -> StandaloneConfig:
+    args, target = asked.args, asked.model
+    path = draft_path(args, A_MODEL)
+    if args.speculative_token_map is not None:
+        raise ConfigError(
+            f"{TOKEN_MAP} is for heads; a draft model has all tokens of its own. Leave it out."
+        )
+    target_tokens = Path(args.tokenizer_path or target.path)
+    draft = load_draft_config(path, target, target_tokens, DRAFT_PATH_FLAG)
+    context_len = args.context_length or target.context_len
+    if draft.context_len < context_len:
+        logger.warning(
+            "%s %s: the draft model was made for %d tokens, so its drafts are seldom right behind"
+            " them; --context-length %d would keep requests within.",
+            DRAFT_PATH_FLAG,
+            path,
+            draft.context_len,
+            draft.context_len,
+        )
+    return StandaloneConfig(draft, asked.rounds, asked.suppressed_token_ids)
+
+
+ALGORITHMS = {
+    "EAGLE": Algorithm("eagle", partial(_eagle, EAGLE)),
+    "EAGLE3": Algorithm("eagle", partial(_eagle, EAGLE3)),
+    "STANDALONE": Algorithm("standalone", _standalone, num_free=0),
+}

@@ -1,0 +1,165 @@
+"""STANDALONE: a smaller model with an embedding and an output head of its own drafts chains.
+
+It has a KV pool of its own behind the target's page table, whose slot at position p holds KV of the
+token at p. So it runs over the rows that the target was fed, and then, one token at a time, over
+the certain token and the drafts. What it has been fed as a draft it has KV of: behind a step in
+which every request verified drafts it is fed the rows one position further on, which end with the
+new certain token, and so gives the first draft at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from sglang.srt.layers.forward_batch import NO_CAPTURE, ForwardBatch
+from sglang.srt.layers.sampling_ops import sampling_ops
+from sglang.srt.model_config import ModelConfig
+from sglang.srt.model_executor.execution_config import ExecutionConfig
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.draft_steps import DraftSteps, plan_draft_steps
+from sglang.srt.speculative.drafter import ComputedStep, DrafterNeeds, DrafterParts, RowPlan
+from sglang.srt.speculative.eagle_info import EagleVerifyInput
+from sglang.srt.speculative.eagle_worker import measured_rounds, next_tokens, rows_of_requests
+from sglang.srt.speculative.round_planner import RoundOptions, RoundPlanner
+from sglang.srt.step.step_ops import Q_LEN, Q_START
+from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
+
+
+@dataclass(frozen=True, slots=True)
+class StandaloneConfig:
+    """What the drafter needs to know.
+
+    Attributes:
+        draft: of `load_draft_config`, for this target.
+        rounds: how many tokens are drafted; no draft is free (`RoundOptions.num_free` 0).
+        suppressed_token_ids: ids that the target never emits.
+    """
+
+    draft: ModelConfig
+    rounds: RoundOptions
+    suppressed_token_ids: tuple[int, ...] = ()
+
+
+class StandaloneDrafter:
+    """Every request proposes a chain, whatever its parameters are: the draft model's best tokens.
+    All that are proposed in a step have the same length, from 0 on: its tier."""
+
+    def __init__(self, parts: DrafterParts) -> None:
+        options: StandaloneConfig = parts.options
+        self._runner = parts.runners.runners[1]
+        self._table = parts.runners.memory.table
+        self._state = parts.state
+        self._ops = sampling_ops(self._runner.device)
+        self._step_width = options.rounds.step_width
+        prices = None
+        if options.rounds.needs_prices and parts.prices is not None:
+            prices = measured_rounds(parts, parts.prices)
+        self.planner = RoundPlanner(options.rounds, parts, prices)
+
+    @staticmethod
+    def needs(options: StandaloneConfig) -> DrafterNeeds:
+        return replace(options.rounds.needs, suppressed_token_ids=options.suppressed_token_ids)
+
+    @staticmethod
+    def models(options: StandaloneConfig, target: ExecutionConfig) -> tuple[ExecutionConfig, ...]:
+        draft = replace(
+            target,
+            model=options.draft,
+            capture=NO_CAPTURE,
+            draft_steps=_draft_steps(options.rounds),
+            reads_one_row=True,
+        )
+        return (draft,)
+
+    @classmethod
+    def make(cls, parts: DrafterParts) -> StandaloneDrafter:
+        return cls(parts)
+
+    def step_width(self, params: SamplingParams) -> StepWidth:
+        return self._step_width
+
+    def admit(self, new_rows: list[NewRow]) -> None:
+        self.planner.admit(new_rows)
+
+    def observe(self, result: HostResult) -> None:
+        self.planner.observe(result)
+
+    def plan(self, batch: ScheduleBatch) -> RowPlan:
+        return self.planner.plan(batch)
+
+    def propose(self, step: ComputedStep) -> None:
+        hidden = self.forward_draft_extend(step)
+        tier = max(step.plan.next_drafts)
+        if tier == 0:
+            return
+        steps = plan_draft_steps(step, self._table, self.planner.states[tier].num_draft_steps)
+        assert steps is not None, "Drafts are planned, and nobody drafts."
+        of_certain = steps.of_requests(hidden) if all_verify(step) else None
+        self.draft(steps, of_certain).write(self._state, steps.rows)
+
+    def forward_draft_extend(self, step: ComputedStep) -> torch.Tensor:
+        """The draft model over the rows that the target was fed, or if `all_verify` over those one
+        position further on. What it writes for drafts that were rejected lies behind the watermark.
+
+        Returns:
+            [R, hidden_size]; its output at the last row kept of each request: behind the last token
+            kept, or if `all_verify` behind the certain token.
+        """
+        per_request, inputs = step.chosen.layout.per_request, step.inputs
+        starts = per_request[Q_START]
+        batch = replace(inputs, read_index=starts + step.accepted.kept_lens - 1)
+        if all_verify(step):
+            rows = rows_of_requests(starts + per_request[Q_LEN], inputs)
+            batch = self._one_further(batch, rows)
+        return self._runner.forward(batch).hidden
+
+    def _one_further(self, batch: ForwardBatch, rows: torch.Tensor) -> ForwardBatch:
+        """The rows [T] of a batch one position further on. Their slots are reserved: the request
+        has some for draft steps. Padding is written to the dummy slot, as it was."""
+        positions = batch.positions + 1
+        slots = self._table.req_to_token[rows, positions].to(torch.int64)
+        return replace(
+            batch,
+            input_ids=next_tokens(self._state, rows, batch.positions),
+            positions=positions,
+            slots=slots * (batch.slots > 0),
+            kv_lens=batch.kv_lens + 1,
+            kv_len_upper_bounds=[bound + 1 for bound in batch.kv_len_upper_bounds],
+        )
+
+    def draft(self, steps: DraftSteps, of_certain: torch.Tensor | None) -> EagleVerifyInput:
+        """Chains behind the certain tokens of the D requests that draft, of `steps.num_steps` each.
+
+        Args:
+            of_certain: [D, hidden_size]; the draft model's output at the certain tokens; None if it
+                has not been fed them.
+        """
+        if of_certain is None:
+            drafts = self._runner.draft(steps.batch(0, steps.certain_tokens), steps.num_steps)
+            return EagleVerifyInput(drafts.token_ids, drafts.logprobs.exp().cumprod(dim=1))
+        best, _, logprobs = self._ops.argmax_logprob(self._runner.compute_logits(of_certain), None)
+        token_ids, logprobs = best[:, None], logprobs[:, None]
+        if steps.num_steps > 1:
+            more = self._runner.draft(steps.batch(1, best), steps.num_steps - 1)
+            token_ids = torch.cat((token_ids, more.token_ids), dim=1)
+            logprobs = torch.cat((logprobs, more.logprobs), dim=1)
+        return EagleVerifyInput(token_ids, logprobs.exp().cumprod(dim=1))
+
+
+def all_verify(step: ComputedStep) -> bool:
+    """Whether every request of a step verified drafts. Then the draft model was fed the token that
+    was certain before, and has its KV."""
+    prompts, counts = step.batch.num_prompt_tokens, step.plan.counts
+    return not any(prompts) and all(q_len > 1 for q_len in counts.q_lens)
+
+
+def _draft_steps(rounds: RoundOptions) -> dict[int, tuple[range, ...]]:
+    """`ExecutionConfig.draft_steps`: for each tier as many draft steps as drafts, and one less,
+    where the first draft needs none."""
+    found: dict[int, tuple[range, ...]] = {}
+    for most, sizes in rounds.draft_steps.items():
+        for num_steps in range(max(1, most - 1), most + 1):
+            found[num_steps] = tuple(dict.fromkeys((*found.get(num_steps, ()), *sizes)))
+    return dict(sorted(found.items()))
