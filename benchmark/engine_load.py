@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,11 +51,21 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """An answer, and when its client waited for it."""
+    """An answer, and when its client waited for it.
 
+    Attributes:
+        place: of its prompt.
+    """
+
+    place: int
     start: float
     end: float
     answer: Any
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.num_tokens / max(self.end - self.start, 1e-9)
 
     @property
     def num_tokens(self) -> int:
@@ -75,11 +85,6 @@ class _Span:
         """Whether it was not aborted."""
         return (self.answer["meta_info"]["finish_reason"] or {}).get("type") != "abort"
 
-    def tokens_within(self, start: float, end: float) -> float:
-        """How many came between two times, if they came evenly."""
-        shared = min(end, self.end) - max(start, self.start)
-        return self.num_tokens * max(0.0, shared) / max(self.end - self.start, 1e-9)
-
 
 async def closed_loop(
     engine: AsyncEngine,
@@ -96,7 +101,10 @@ async def closed_loop(
 
     A lap ends when the first prompt of the next one is sent. An answer that lies only partly in the
     laps that count gives as many tokens as its share of the time, so a slow last request distorts
-    nothing.
+    nothing. Where some laps do not count, each client first asks for an answer of its own length,
+    from short to whole, that belongs to no lap: else all requests would begin and end at about the
+    same time, and how many prompts fell into the laps that count would depend on how much requests
+    differ in speed.
 
     Args:
         num_laps: that count.
@@ -115,8 +123,12 @@ async def closed_loop(
     spans: list[_Span] = []
     num_taken = 0
 
-    async def client() -> None:
+    async def client(number: int) -> None:
         nonlocal num_taken
+        if first and num_clients > 1:
+            share = (1 + number) / num_clients
+            asked = params | {"max_new_tokens": max(1, round(share * params["max_new_tokens"]))}
+            await engine.async_generate(input_ids=prompts[number], sampling_params=asked)
         while len(starts) <= first + num_laps:
             place, start = num_taken % len(prompts), clock()
             if place == 0:
@@ -128,18 +140,31 @@ async def closed_loop(
                     return
             num_taken += 1
             request = engine.async_generate(input_ids=prompts[place], sampling_params=params)
-            spans.append(_Span(start, answer=await request, end=clock()))
+            spans.append(_Span(place, start, answer=await request, end=clock()))
 
-    await asyncio.gather(*(client() for _ in range(num_clients)))
+    await asyncio.gather(*(client(number) for number in range(num_clients)))
     await asyncio.gather(*edges)
     begin, end = starts[first], starts[-1]
     return LoadResult(
         end - begin,
-        sum(span.tokens_within(begin, end) for span in spans),
+        _tokens_within(spans, begin, end),
         sum(span.num_tokens for span in spans) / max(1, sum(span.num_steps for span in spans)),
         sum(span.is_whole for span in spans),
         _verified_drafts([span.answer["meta_info"] for span in spans]),
     )
+
+
+def _tokens_within(spans: Sequence[_Span], begin: float, end: float) -> float:
+    """How many came between two times, if those of an answer came evenly, its prompt counted. An
+    answer that was aborted has the speed of a whole one to the same prompt, if there is any: it had
+    no time to make up for its prompt."""
+    speeds = {span.place: span.speed for span in spans if span.is_whole}
+    found = 0.0
+    for span in spans:
+        shared = max(0.0, min(end, span.end) - max(begin, span.start))
+        speed = span.speed if span.is_whole else speeds.get(span.place, span.speed)
+        found += speed * shared
+    return found
 
 
 def _verified_drafts(meta_infos: list[dict[str, Any]]) -> float | None:

@@ -109,7 +109,9 @@ def test_verified_drafts_are_those_of_each_run() -> None:
         async def async_abort_request(self, *, abort_all: bool) -> int:
             return 0
 
-    rounds = Rounds({"static 1": cast(Any, FakeEngine())}, [[1]] * 8, [1, 8], {})
+    rounds = Rounds(
+        {"static 1": cast(Any, FakeEngine())}, [[1]] * 8, [1, 8], {"max_new_tokens": 30}
+    )
     for number in range(3):
         rounds.run(number)
     found = {row["requests"]: row["verified_drafts"] for row in rounds.rows()}
