@@ -1,5 +1,5 @@
-"""Whole rounds as CUDA graphs: tokens are those of a server without a head, whatever the sizes of
-batches, and nothing waits for the device."""
+"""Whole rounds as CUDA graphs: tokens are those of a server without a drafter, whatever the sizes
+of batches, and nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from draft_heads import EAGLE, EAGLE3
 from drafted_serving import Disturb, abort, nothing, params_of, pause, prompts, serve
-from eagle_models import write_models
+from eagle_models import STANDALONE, write_models
 from jumping_tier import JUMPING, jumping_tiers
 from round_serving import NUM_STEPS, On, right_tokens, serving, setup_of, submit_all, zero
 
@@ -45,6 +45,8 @@ def right(target: Path) -> list[list[int]]:
         (EAGLE, 16, JUMPING, pause),
         (EAGLE3, 1, JUMPING, abort),
         (EAGLE3, 16, "fixed", nothing),
+        (STANDALONE, 1, JUMPING, pause),
+        (STANDALONE, 16, "fixed", nothing),
     ],
 )
 def test_tokens(
@@ -73,8 +75,9 @@ def test_graphs_are_captured_anew_with_memory(paths: dict[str, Path]) -> None:
         assert served.graphs.num_graphs == 4
 
 
-def test_rounds_neither_wait_nor_allocate(paths: dict[str, Path]) -> None:
-    served = serving(paths, on=ON_GPU)
+@pytest.mark.parametrize("kind", [EAGLE3, STANDALONE])
+def test_rounds_neither_wait_nor_allocate(paths: dict[str, Path], kind: str) -> None:
+    served = serving(paths, kind, on=ON_GPU)
     harness = served.harness
     params = params_of(0) | {"max_new_tokens": 90, "ignore_eos": True}
     ids = [harness.submit(each[:9], **params) for each in prompts()[:5]]
