@@ -9,6 +9,7 @@ from typing import NamedTuple
 from sglang.srt.head_config import load_head_config
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.processes.ngram_flags import is_ngram, ngram_from_flags, refuse_ngram_options
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.adaptive_config import (
     CONFIG_FLAG,
@@ -66,6 +67,7 @@ def eagle_from_flags(
     for name in THRESHOLDS:
         if not 0 <= values[name] <= 1:
             raise ConfigError(f"{_flag(name)} {values[name]:g} must be between 0 and 1.")
+    refuse_ngram_options(args)
     if args.speculative_algorithm is None:
         given = [name for name in OPTIONS if values[name] is not None]
         given += [name for name in THRESHOLDS if values[name] != 1]
@@ -75,6 +77,9 @@ def eagle_from_flags(
             raise ConfigError(f"{_flag(given[0])} needs --speculative-algorithm.")
         return None
     thresholds = AcceptThresholds(*(values[name] for name in THRESHOLDS))
+    if is_ngram(args):
+        cache = _tile_spec_cache(args, simulates_acceptance)
+        return ngram_from_flags(args, suppressed_token_ids, thresholds, simulates_acceptance, cache)
     try:
         architecture = head_architecture(args.speculative_algorithm)
         tiers = _tiers(args, simulates_acceptance)

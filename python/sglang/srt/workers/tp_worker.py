@@ -123,6 +123,7 @@ class TpModelWorker:
 
     @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        self._state.end(batch.ended_texts)
         self._state.initialize(batch.new_rows)
         plan = self._plan(batch)
         accepted = None if self._rounds is None else self._rounds.replay(batch, plan)
