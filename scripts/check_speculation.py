@@ -1,4 +1,4 @@
-"""Are the greedy tokens of a server with the bundled draft heads those of one without?
+"""Are the greedy tokens of a server with the bundled draft heads, or NGRAM, those of one without?
 
     python scripts/check_speculation.py                 # a set in which all pairs of settings meet
     python scripts/check_speculation.py --all           # each combination
@@ -35,7 +35,7 @@ from oracle import MAX_SHARE, code_snippets, first_divergence  # noqa: E402
 from pairwise import all_cases, pairwise_cases  # noqa: E402
 from target import MAX_GAPS  # noqa: E402
 
-HEADS = {"EAGLE": "demo-eagle", "EAGLE3": "demo-eagle3"}
+HEADS = {"EAGLE": "demo-eagle", "EAGLE3": "demo-eagle3", "NGRAM": None}  # None needs no head
 NUM_TOKENS = 48
 GREEDY = {"max_new_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True}
 MAX_TOTAL_TOKENS = 16384
@@ -43,10 +43,12 @@ MAX_TOTAL_TOKENS = 16384
 TEXT_LENGTHS = [20, 150, 151, 400, 900]
 
 
-def choices_on(device: str, backends: list[str]) -> dict[str, tuple[Any, ...]]:
+def choices_on(
+    device: str, backends: list[str], algorithms: list[str]
+) -> dict[str, tuple[Any, ...]]:
     """What may be combined, by fields of `ServerArgs`."""
     return {
-        "speculative_algorithm": tuple(HEADS),
+        "speculative_algorithm": tuple(algorithms),
         "speculative_num_steps": (1, 3, 5),
         "speculative_load_aware": ("off", "on"),
         "tile_spec": (False, True),
@@ -130,7 +132,7 @@ def check(device: str, case: dict[str, Any], texts: list[str], reference: Refere
     """
     head = HEADS[case["speculative_algorithm"]]
     start = time.monotonic()
-    flags = {**case, "speculative_draft_model_path": head}
+    flags = {**case} if head is None else {**case, "speculative_draft_model_path": head}
     with tempfile.TemporaryDirectory() as cache:
         if case["tile_spec"]:
             flags["tile_spec_cache_dir"] = cache
@@ -182,13 +184,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--backends", nargs="+", help="attention backends; default: all there are")
+    parser.add_argument("--algorithms", nargs="+", choices=HEADS, default=list(HEADS))
     parser.add_argument("--all", action="store_true", help="each combination, not only all pairs")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin none later")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    choices = choices_on(device, arguments.backends or backends_on(device))
+    backends = arguments.backends or backends_on(device)
+    choices = choices_on(device, backends, arguments.algorithms)
     cases = all_cases(choices) if arguments.all else pairwise_cases(choices)
     texts, start = prompts(arguments.prompts), time.monotonic()
     references: dict[str, Reference] = {}

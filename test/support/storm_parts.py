@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from draft_heads import EAGLE, EAGLE3, Sizes
 from eagle_models import EMBEDDING, OUTPUT_HEAD, OUTPUTS, write_eagle3_head, write_eagle_head
+from ngram_serving import ngram_config
 from sglang.srt.head_config import LAYER_IDS, load_head_config
 from sglang.srt.model_config import load_model_config
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -100,7 +101,11 @@ class DraftedModels(Checkpoints):
         self._token_map.write_text(json.dumps([i for i in range(VOCAB_SIZE) if i not in FOREIGN]))
 
     def drafter(self, chooser: random.Random) -> DrafterConfig:
-        """A head of either kind, that drafts one or more tokens."""
+        """A head of either kind, that drafts one or more tokens; or earlier text does."""
+        if chooser.random() < 0.25:
+            return ngram_config(
+                chooser.choice([1, 5]), chooser.choice([1, 3]), 99, suppressed=(MASK,)
+            )
         kind = chooser.choice(list(self._heads))
         token_map = str(self._token_map) if kind == EAGLE and chooser.random() < 0.3 else None
         head = load_head_config(
