@@ -102,6 +102,7 @@ TIER_POLICIES = Registry(
         "adaptive": "sglang.srt.speculative.adaptive_runtime_state:AdaptiveController",
         "fixed": "sglang.srt.speculative.tier_policy:FixedTier",
         "load_aware": "sglang.srt.speculative.tier_policy:LoadAwareTier",
+        "matched": "sglang.srt.speculative.ngram_tier:MatchedTier",
     },
 )
 MODELS = Registry(

@@ -45,9 +45,9 @@ def test_a_chain_of_eleven_drafts_by_load_is_the_default(target: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "simulated", "max_drafts", "policy"),
     [
-        ({"num_draft_tokens": 5}, None, 4, "load_aware"),
-        ({"num_steps": 3}, None, 3, "load_aware"),
-        ({"num_steps": 3, "num_draft_tokens": 8}, None, 7, "load_aware"),
+        ({"num_draft_tokens": 5}, None, 4, "matched"),
+        ({"num_steps": 3}, None, 3, "matched"),
+        ({"num_steps": 3, "num_draft_tokens": 8}, None, 7, "matched"),
         ({"load_aware": "off"}, None, 11, "fixed"),
         ({}, 2.5, 11, "fixed"),
         ({"ngram_max_bfs_breadth": 3}, None, 11, "fixed"),
@@ -77,7 +77,7 @@ def test_limits_follow_from_flags(target: Path) -> None:
 def test_adaptive_steps_are_of_draft_models(target: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     options = config_of(target, adaptive=True, adaptive_strategy="ema")
-    assert options.rounds.tier_policy == "load_aware"
+    assert options.rounds.tier_policy == "matched"
     assert caplog.text.count("--speculative-adaptive is of algorithms with a draft model") == 1
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafted_serving import Disturb, Drafted, abort, pause, prompts, serve
+from drafted_serving import Disturb, Drafted, abort, nothing, pause, prompts, serve
 from eagle_models import write_models
 from jumping_tier import JUMPING, jumping_tiers
 from ngram_serving import ngram_config
@@ -16,7 +16,7 @@ from recorded_graphs import recorded_graphs, replayable_backends
 from round_serving import NUM_STEPS, Served, right_tokens, runners, setup_of, zero
 from sglang.srt.speculative.drafter import DrafterConfig
 from sglang.srt.step.price_table import PriceTable
-from tile_spec_rounds import FREE_ROWS
+from tile_spec_rounds import FREE_ROWS, prices_of
 
 torch.set_num_threads(1)
 GREEDY = {"temperature": 0.0, "max_new_tokens": 40}
@@ -55,7 +55,7 @@ def serving(
 
 @pytest.mark.parametrize(
     ("page_size", "policy", "disturb"),
-    [(1, JUMPING, abort), (16, "fixed", pause)],
+    [(1, JUMPING, abort), (16, "fixed", pause), (1, "matched", nothing)],
 )
 def test_tokens(
     paths: dict[str, Path],
@@ -64,14 +64,16 @@ def test_tokens(
     policy: str,
     disturb: Disturb,
 ) -> None:
-    served = serving(paths, ngram_config(NUM_STEPS, tier_policy=policy), page_size)
+    prices = prices_of((1, 1024), (1.0, 40.0)) if policy == "matched" else None
+    drafter = ngram_config(NUM_STEPS, tier_policy=policy)
+    served = serving(paths, drafter, page_size, prices)
     serve(served.harness, right, disturb)
     assert served.seen["right"] > 10
     assert served.seen["wrong"] > 10
     sizes = {count for count, _ in served.rounds}
     assert sizes - {1, 2, 4, 8}, "Some have padding."
     drafts = {count for _, count in served.rounds}
-    assert len(drafts) > 1 if policy == JUMPING else drafts == {NUM_STEPS}
+    assert drafts == {NUM_STEPS} if policy == "fixed" else len(drafts) > 1
 
 
 def test_graphs_find_texts_that_ended_after_their_capture(paths: dict[str, Path]) -> None:

@@ -4,6 +4,7 @@ ended is their text, for those of the same cache key alone."""
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from eagle_serving import right_tokens, setup_for
 from jumping_tier import JUMPING, jumping_tiers
 from ngram_serving import Served, ngram_config
 from pairwise import name_of, pairwise_cases
-from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets
+from sglang.srt.messages.control import AbortReq
+from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets, prices_of
 
 torch.set_num_threads(1)
+SLOW_ROWS = prices_of((1, 1024), (1.0, 40.0))
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +102,6 @@ def test_ended_texts_help_those_of_the_same_key_and_nobody_else(target: Path) ->
 
 
 def test_an_aborted_request_leaves_nothing(target: Path) -> None:
-    from sglang.srt.messages.control import AbortReq
-
     harness = Served(target, ngram_config(5))
     req_id = harness.submit(prompts()[4], **GREEDY)
     for _ in range(4):
@@ -151,13 +152,55 @@ def test_long_matches_are_trusted_more_than_none(target: Path) -> None:
     assert written.unique().numel() > 10
 
 
-def test_how_much_is_drafted_follows_prices(target: Path) -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_how_much_is_drafted_follows_prices_and_matches(target: Path, overlap: bool) -> None:
     fed = []
-    for prices in (FREE_ROWS, DEAR_ROWS):
-        harness = Served(target, ngram_config(5, tier_policy="load_aware"), prices=prices)
-        serve(harness, right_tokens(target))
+    for prices in (FREE_ROWS, SLOW_ROWS, DEAR_ROWS):
+        drafter = ngram_config(5, tier_policy="matched")
+        harness = Served(target, drafter, setup_for(5, enable_overlap=overlap), prices)
+        serve(harness, right_tokens(target), seed=1)
         fed.append(harness.seen["fed"])
-    assert fed[0] > 4 * fed[1], fed
+        if prices is FREE_ROWS:
+            chances = harness.drafter.planner.policy._chances
+            shares = [each._right[0] / max(1, each._tried[0]) for each in chances]
+            assert shares[4] > 2 * max(shares[:2]), shares
+    assert fed[0] > fed[1] > 4 * fed[2], fed
+
+
+def test_the_host_knows_the_matches_that_drafts_followed(target: Path) -> None:
+    """Of each step that is heard, those that the drafts fed in it were found with."""
+    harness = Served(target, ngram_config(3, tier_policy="matched"), prices=FREE_ROWS)
+    drafter, found, told = harness.drafter, deque[dict[int, int]]([{}]), 0
+    find, learn = drafter._ops.find, drafter._watch._policy.learn
+
+    def noted(rows: torch.Tensor, *args: Any) -> Any:
+        result = find(rows, *args)
+        lens = dict(zip(rows.tolist(), result.match_lens.tolist(), strict=True))
+        found.append(found[-1] | lens)
+        return result
+
+    def checked(verified: Any) -> None:
+        nonlocal told
+        launched, given = drafter._watch_rows.popleft(), list(verified)
+        before = found[0]
+        found.popleft()
+        for (match_len, _, _), row in zip(given, launched, strict=False):
+            assert match_len == before[row]
+            told += 1
+        learn(given)
+
+    plan, drafter._watch_rows = drafter.plan, deque()
+
+    def planned(batch: Any) -> Any:
+        made = plan(batch)
+        drafting = [] if made.is_plain else zip(batch.rows, made.counts.q_lens, strict=True)
+        prompts_fed = dict(zip(batch.rows, batch.num_prompt_tokens, strict=True))
+        drafter._watch_rows.append([row for row, _ in drafting if not prompts_fed[row]])
+        return made
+
+    drafter._ops.find, drafter._watch._policy.learn, drafter.plan = noted, checked, planned
+    serve(harness, right_tokens(target))
+    assert told > 100
 
 
 def test_sequences_of_random_tokens_have_drafts_of_no_place(target: Path) -> None:

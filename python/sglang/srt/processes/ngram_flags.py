@@ -72,7 +72,7 @@ def ngram_from_flags(
         _refuse_with_trees(args)
     _warn_of_adaptive(args)
     is_fixed = simulates_acceptance or args.speculative_load_aware == "off" or breadth > 1
-    policy = "fixed" if is_fixed else "load_aware"
+    policy = "fixed" if is_fixed else "matched"
     rounds = RoundOptions(num_drafts, policy, tile_spec_cache=tile_spec_cache, num_free=num_drafts)
     limits = NgramLimits(SHORTEST_MATCH, depth)
     config = NgramConfig(rounds, limits, capacity, breadth, suppressed_token_ids)

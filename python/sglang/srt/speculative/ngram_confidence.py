@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from sglang.srt.speculative.ngram_tier import LONGEST_OF_CLASS, NUM_CLASSES
 from sglang.srt.step.request_rows import PRIOR_CONFIDENCE
 
-# The longest match of each class but the last one; 0 is the class of those without a place.
-LONGEST_OF_CLASS = (0, 1, 2, 4, 8)
-NUM_CLASSES = len(LONGEST_OF_CLASS) + 1
 WINDOW = 512.0  # trials of a class and position that are remembered, since text changes
 PRIOR_TRIALS = 2.0  # trials that the prior counts as
 

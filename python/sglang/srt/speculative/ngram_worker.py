@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -22,9 +21,11 @@ from sglang.srt.speculative.drafter import ComputedStep, DrafterNeeds, DrafterPa
 from sglang.srt.speculative.ngram_confidence import MatchConfidence
 from sglang.srt.speculative.ngram_memory import NgramMemory
 from sglang.srt.speculative.ngram_ops import NgramLimits, NgramOps
-from sglang.srt.speculative.ngram_prices import measure_search, search_prices
+from sglang.srt.speculative.ngram_tier import MatchedTier
+from sglang.srt.speculative.ngram_watch import MatchWatch
 from sglang.srt.speculative.round_planner import RoundOptions, RoundPlanner
 from sglang.srt.speculative.round_prices import MeasuredRounds
+from sglang.srt.step.price_table import FREE, DraftPrices, PriceTable, no_graphs
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import EMITS, ROW
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
@@ -97,10 +98,11 @@ class NgramDrafter:
         self._confidence = _confidence(parts.state, most)
         prices = None
         if options.rounds.needs_prices and parts.prices is not None:
-            rows_search = partial(self._search, num_drafts=most)
-            search_ms = measure_search(parts.runners.target, parts.state, self.memory, rows_search)
-            prices = MeasuredRounds(parts.prices, search_prices(search_ms, most))
+            prices = MeasuredRounds(parts.prices, _free_drafts(most))
         self.planner = RoundPlanner(options.rounds, parts, prices)
+        self._watch: MatchWatch | None = None
+        if isinstance(self.planner.policy, MatchedTier):
+            self._watch = MatchWatch(self.planner.policy, parts.state)
 
     @staticmethod
     def needs(options: NgramConfig) -> DrafterNeeds:
@@ -131,9 +133,13 @@ class NgramDrafter:
         self.planner.admit(new_rows)
 
     def observe(self, result: HostResult) -> None:
+        if self._watch is not None:
+            self._watch.observe(result)
         self.planner.observe(result)
 
     def plan(self, batch: ScheduleBatch) -> RowPlan:
+        if self._watch is not None:
+            self._watch.plan(batch)
         return self.planner.plan(batch)
 
     def propose(self, step: ComputedStep) -> None:
@@ -142,16 +148,18 @@ class NgramDrafter:
             self._confidence.learn(rows, accepted.num_drafts, accepted.accept_lens - 1)
         num_drafts = max(step.plan.next_drafts)
         if num_drafts == 0:
-            return
-        counts = _counts(step, num_drafts)
-        if len(self._branches) == 1:
-            self._propose_chains(rows, num_drafts, counts)
+            if self._watch is not None:
+                self._watch.note(rows, self._ops.find(rows, 1).match_lens)
+        elif len(self._branches) == 1:
+            self._propose_chains(rows, num_drafts, _counts(step, num_drafts))
         else:
-            self._propose_trees(rows, counts)
+            self._propose_trees(rows, _counts(step, num_drafts))
 
     def _propose_chains(self, rows: torch.Tensor, num_drafts: int, counts: torch.Tensor) -> None:
         """For those of rows [R] whose counts [R] are not 0."""
         found, confidence = self._ops.find(rows, num_drafts), None
+        if self._watch is not None:
+            self._watch.note(rows, found.match_lens)
         if self._confidence is not None:
             confidence = self._confidence.proposed(rows, found.match_lens)[:, :num_drafts]
         self._state.write_drafts(rows, found.tokens, counts, confidence=confidence)
@@ -169,10 +177,6 @@ class NgramDrafter:
         parents = self._parents.expand(len(rows), -1)
         self._state.write_drafts(rows, torch.cat(drafts, 1), torch.minimum(nodes, counts), parents)
 
-    def _search(self, rows: torch.Tensor, num_drafts: int) -> None:
-        """All that a step adds for the drafts of rows [R], of which none is written."""
-        self._propose_chains(rows, num_drafts, torch.zeros_like(rows))
-
 
 def _counts(step: ComputedStep, num_drafts: int) -> torch.Tensor:
     """[R] int64; drafts that each request is given: `RowPlan.next_drafts`, on the device. Where all
@@ -182,6 +186,12 @@ def _counts(step: ComputedStep, num_drafts: int) -> torch.Tensor:
     if all(count == num_drafts for count, flag in zip(planned, emits, strict=True) if flag):
         return per_request[EMITS] * num_drafts
     return to_device(list(planned), per_request.device, torch.int64)
+
+
+def _free_drafts(max_drafts: int) -> DraftPrices:
+    """In place of a head's prices: with drafts or without, each step searches."""
+    extend = PriceTable(find=no_graphs, graphs_ms={}, eager=FREE, head=FREE)
+    return DraftPrices(extend, dict.fromkeys(range(1, max_drafts), FREE))
 
 
 def _confidence(state: RequestRows, max_drafts: int) -> MatchConfidence | None:
