@@ -13,12 +13,13 @@ from typing import Protocol
 
 import torch
 
-from sglang.srt.speculative.ngram_memory import NgramMemory
+from sglang.srt.speculative.ngram_memory import NOT_A_TOKEN, NgramMemory
 from sglang.srt.step.request_rows import RequestRows
 
 # The rank of a place, larger for better ones: match length, own or not, how late it is.
 OWN_BIT, LENGTH_SHIFT = 32, 33
 NO_PLACE = 0
+NOBODYS = -2  # stands where a request has no token, and equals none
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,12 @@ class TorchNgramOps:
         state, memory = self._state, self._memory
         sequences, width = state.tokens[rows], state.tokens.shape[1]
         num_tokens = state.num_tokens[rows].clamp(1, width)[:, None]
-        backwards = torch.arange(self._limits.longest, device=rows.device)
-        columns = num_tokens - 1 - backwards
-        last = torch.where(columns < 0, -2, sequences.gather(1, columns.clamp(min=0)))
+        columns = (
+            num_tokens
+            - self._limits.longest
+            + torch.arange(self._limits.longest, device=rows.device)
+        )
+        last = torch.where(columns < 0, NOBODYS, sequences.gather(1, columns.clamp(min=0)))
         own = self._own_ranks(sequences, num_tokens, last, taken)
         shared = self._shared_ranks(memory.row_tags[rows], last, taken)
         best = torch.maximum(own, shared)
@@ -91,7 +95,7 @@ class TorchNgramOps:
         from_shared = self._shared_tokens(memory.row_tags[rows], place, offsets)
         is_own = (best >> OWN_BIT) & 1 == 1
         tokens = torch.where(is_own[:, None], from_own, from_shared)
-        tokens = torch.where(best[:, None] == NO_PLACE, last[:, :1], tokens)
+        tokens = torch.where(best[:, None] == NO_PLACE, last[:, -1:], tokens)
         return Continuation(tokens.to(torch.int64), best >> LENGTH_SHIFT)
 
     def _own_ranks(
@@ -106,11 +110,9 @@ class TorchNgramOps:
         counts = places < num_tokens - 1
         if taken is not None:
             counts &= ~(sequences.roll(-1, 1)[:, :, None] == taken[:, None]).any(2)
-        lens = torch.zeros(sequences.shape, dtype=torch.int64, device=sequences.device)
-        for back in range(self._limits.longest):
-            before = sequences.roll(back, 1)
-            counts = counts & (places >= back) & (before == last[:, back : back + 1])
-            lens += counts
+        before = torch.full_like(last[:, 1:], NOT_A_TOKEN)
+        lens = _match_lens(torch.cat((before, sequences), 1), last)
+        lens = torch.where(counts, lens, 0)
         return self._best(lens, (1 << OWN_BIT) + places)
 
     def _shared_ranks(
@@ -123,11 +125,11 @@ class TorchNgramOps:
         counts = is_mine.roll(-1, 1)
         if taken is not None:
             counts = counts & ~(memory.tokens.roll(-1)[None, :, None] == taken[:, None]).any(2)
-        lens = torch.zeros(is_mine.shape, dtype=torch.int64, device=row_tags.device)
-        for back in range(min(self._limits.longest, memory.capacity)):
-            before = memory.tokens.roll(back) == last[:, back : back + 1]
-            counts = counts & is_mine.roll(back, 1) & before
-            lens += counts
+        mine = torch.where(is_mine, memory.tokens, NOT_A_TOKEN)
+        backwards = torch.arange(1 - last.shape[1], 0, device=slots.device)
+        before = mine[:, backwards % memory.capacity]
+        lens = _match_lens(torch.cat((before, mine), 1), last)
+        lens = torch.where(counts, lens.clamp(max=memory.capacity), 0)
         return self._best(lens, (slots - memory.head) % memory.capacity)
 
     def _best(self, lens: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -143,3 +145,12 @@ class TorchNgramOps:
         is_mine = memory.tags[(first + offsets) % memory.capacity] == row_tags[:, None]
         length = is_mine.int().cumprod(1).sum(1, keepdim=True).clamp(min=1)
         return memory.tokens[(first + offsets % length) % memory.capacity]
+
+
+def _match_lens(sequences: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """[R, n]; how many of `last` [R, L], from its end on, equal the tokens of sequences
+    [R, L - 1 + n] that end at each of its last n places."""
+    longest = last.shape[1]
+    differs = sequences.unfold(1, longest, 1) != last[:, None]
+    places = torch.arange(1, longest + 1, dtype=torch.uint8, device=last.device)
+    return longest - (differs.to(torch.uint8) * places).amax(2).to(torch.int64)

@@ -31,7 +31,7 @@ from sglang.srt.step.step_ops import EMITS, ROW
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
 
 # What a GPU searches in tens of microseconds, for 64 requests too; and a CPU in milliseconds.
-DEFAULT_CAPACITY = {"cpu": 4096, "cuda": 131_072}
+DEFAULT_CAPACITY = {"cpu": 2048, "cuda": 131_072}
 
 
 @dataclass(frozen=True, slots=True)
