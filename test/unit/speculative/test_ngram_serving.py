@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from eagle_serving import right_tokens, setup_for
 from jumping_tier import JUMPING, jumping_tiers
 from ngram_serving import Served, ngram_config
 from pairwise import name_of, pairwise_cases
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.messages.control import AbortReq
 from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets, prices_of
 
@@ -225,3 +227,14 @@ def test_sequences_of_random_tokens_have_drafts_of_no_place(target: Path) -> Non
         assert drafted[0][1:] == [behind[j % len(behind)] for j in range(3)]
     else:
         assert drafted[0] == [first] * 4
+
+
+def test_trees_are_refused_where_attention_knows_none(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = TorchNativeBackend.capabilities()
+    without = replace(known, tree_masks=False)
+    monkeypatch.setattr(TorchNativeBackend, "capabilities", lambda: without)
+    with pytest.raises(ValueError, match=r"max-bfs-breadth: --attention-backend torch_native kn"):
+        Served(target, ngram_config(5, breadth=2))
+    Served(target, ngram_config(5, breadth=1))

@@ -15,7 +15,7 @@ import torch
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import MAX_TREE_ROWS
 from sglang.srt.model_executor.execution_config import ExecutionConfig
-from sglang.srt.registry import load
+from sglang.srt.registry import ATTENTION_BACKENDS, load
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import ComputedStep, DrafterNeeds, DrafterParts, RowPlan
 from sglang.srt.speculative.ngram_confidence import MatchConfidence
@@ -85,6 +85,8 @@ class NgramDrafter:
 
     def __init__(self, parts: DrafterParts) -> None:
         options: NgramConfig = parts.options
+        if options.breadth > 1:
+            _check_trees(parts.runners.target.config.attention_backend)
         self._state = parts.state
         self._step_width = options.rounds.step_width
         capacity = options.capacity or DEFAULT_CAPACITY[parts.state.tokens.device.type]
@@ -176,6 +178,18 @@ class NgramDrafter:
             nodes += length * (found.match_lens > 0) if branch else length
         parents = self._parents.expand(len(rows), -1)
         self._state.write_drafts(rows, torch.cat(drafts, 1), torch.minimum(nodes, counts), parents)
+
+
+def _check_trees(backend: str) -> None:
+    """
+    Raises:
+        ValueError: if the attention backend knows no trees.
+    """
+    if not ATTENTION_BACKENDS.load(backend).capabilities().tree_masks:
+        raise ValueError(
+            f"--speculative-ngram-max-bfs-breadth: --attention-backend {backend} knows no trees of"
+            " drafts; use 1, or another backend."
+        )
 
 
 def _counts(step: ComputedStep, num_drafts: int) -> torch.Tensor:

@@ -170,6 +170,7 @@ class TritonNgramOps:
         self._memory = memory
         self._limits = limits
         self._num_parts, self._block = num_parts, block
+        self._draft_block = max(2, triton.next_power_of_2(state.max_pending))
         rows = torch.zeros(1, dtype=torch.int64, device=state.tokens.device)
         self.find(rows, 1)  # compiles: row 0 is nobody's yet
         self.find(rows, 1, rows[:, None])
@@ -191,7 +192,7 @@ class TritonNgramOps:
         match_lens = torch.empty(num_reqs, dtype=torch.int64, device=device)
         _continue_kernel[(num_reqs,)](
             best, rows, *shared, memory.head, tokens, match_lens, width, memory.capacity,
-            num_drafts, NUM_PARTS=parts, BLOCK=max(2, triton.next_power_of_2(num_drafts)),
+            num_drafts, NUM_PARTS=parts, BLOCK=self._draft_block,
             num_warps=1, **step_launch(device),
         )  # fmt: skip
         return Continuation(tokens, match_lens)
