@@ -101,6 +101,8 @@ ADAPTIVE_OVER_BEST_FIXED, ADAPTIVE_OVER_FIXED_3 = 1.05, 1.15
 # Of adaptive steps on work that stays the same, at each number of requests at once.
 STATIONARY_OVER_BEST_FIXED = 0.99  # speed beside the best fixed number, at least
 SWITCHES_PER_S = 1.0  # fewer than this
+NGRAM_REPEATS_SPEED_UP = 2.0  # of text that repeats itself, one request beside plain, at least
+NGRAM_HOST_US = 300.0  # host time that NGRAM adds to a step of 64 requests, less than this
 SWITCH_US = 100.0  # host time that a switch of tiers adds, less than this
 TIERS_MEMORY_RATIO = 1.3  # of the graphs of all tiers to those of the deepest alone, at most
 

@@ -1,5 +1,5 @@
-"""Are the greedy tokens of a server with the bundled draft heads, or the draft model, those of one
-without?
+"""Are the greedy tokens of a server with the bundled draft heads, the draft model, or NGRAM, those of
+one without?
 
     python scripts/check_speculation.py                 # a set in which all pairs of settings meet
     python scripts/check_speculation.py --all           # each combination
@@ -37,7 +37,8 @@ from pairwise import all_cases, pairwise_cases  # noqa: E402
 from sglang.srt.model_config import resolve_model_path  # noqa: E402
 from target import MAX_GAPS  # noqa: E402
 
-HEADS = {"EAGLE": "demo-eagle", "EAGLE3": "demo-eagle3", "STANDALONE": "demo-draft"}
+# None needs no model.
+HEADS = {"EAGLE": "demo-eagle", "EAGLE3": "demo-eagle3", "STANDALONE": "demo-draft", "NGRAM": None}
 NUM_TOKENS = 48
 GREEDY = {"max_new_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True}
 MAX_TOTAL_TOKENS = 16384
@@ -45,10 +46,12 @@ MAX_TOTAL_TOKENS = 16384
 TEXT_LENGTHS = [20, 150, 151, 400, 900]
 
 
-def choices_on(device: str, backends: list[str]) -> dict[str, tuple[Any, ...]]:
+def choices_on(
+    device: str, backends: list[str], algorithms: list[str]
+) -> dict[str, tuple[Any, ...]]:
     """What may be combined, by fields of `ServerArgs`."""
     return {
-        "speculative_algorithm": tuple(name for name, head in HEADS.items() if has_weights(head)),
+        "speculative_algorithm": tuple(algorithms),
         "speculative_num_steps": (1, 3, 5),
         "speculative_load_aware": ("off", "on"),
         "tile_spec": (False, True),
@@ -61,9 +64,9 @@ def choices_on(device: str, backends: list[str]) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def has_weights(head: str) -> bool:
-    """Whether a bundled folder is there."""
-    return (resolve_model_path(head) / "model.safetensors").is_file()
+def has_weights(head: str | None) -> bool:
+    """Whether a bundled folder is there, if any is needed."""
+    return head is None or (resolve_model_path(head) / "model.safetensors").is_file()
 
 
 def backends_on(device: str) -> list[str]:
@@ -137,7 +140,7 @@ def check(device: str, case: dict[str, Any], texts: list[str], reference: Refere
     """
     head = HEADS[case["speculative_algorithm"]]
     start = time.monotonic()
-    flags = {**case, "speculative_draft_model_path": head}
+    flags = {**case} if head is None else {**case, "speculative_draft_model_path": head}
     with tempfile.TemporaryDirectory() as cache:
         if case["tile_spec"]:
             flags["tile_spec_cache_dir"] = cache
@@ -189,17 +192,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--backends", nargs="+", help="attention backends; default: all there are")
+    parser.add_argument("--algorithms", nargs="+", choices=HEADS, default=list(HEADS))
     parser.add_argument("--all", action="store_true", help="each combination, not only all pairs")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin none later")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    choices = choices_on(device, arguments.backends or backends_on(device))
+    backends = arguments.backends or backends_on(device)
+    algorithms = [name for name in arguments.algorithms if has_weights(HEADS[name])]
+    choices = choices_on(device, backends, algorithms)
     cases = all_cases(choices) if arguments.all else pairwise_cases(choices)
-    for name, head in HEADS.items():
-        if not has_weights(head):
-            print(f"{name} is left out: {head} has no weights")
+    for name in arguments.algorithms:
+        if name not in algorithms:
+            print(f"{name} is left out: {HEADS[name]} has no weights")
     texts, start = prompts(arguments.prompts), time.monotonic()
     references: dict[str, Reference] = {}
     num_failed = num_run = 0

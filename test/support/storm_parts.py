@@ -23,6 +23,7 @@ from eagle_models import (
     write_eagle3_head,
     write_eagle_head,
 )
+from ngram_serving import ngram_config
 from sglang.srt.draft_model_config import load_draft_config
 from sglang.srt.head_config import LAYER_IDS, load_head_config
 from sglang.srt.model_config import load_model_config
@@ -119,7 +120,12 @@ class DraftedModels(Checkpoints):
         self._token_map.write_text(json.dumps([i for i in range(VOCAB_SIZE) if i not in FOREIGN]))
 
     def drafter(self, chooser: random.Random) -> DrafterConfig:
-        """A head of either kind, or the draft model, that drafts one or more tokens."""
+        """A head of either kind, or the draft model, that drafts one or more tokens; or earlier
+        text does."""
+        if chooser.random() < 0.25:
+            return ngram_config(
+                chooser.choice([1, 5]), chooser.choice([1, 3]), 99, suppressed=(MASK,)
+            )
         kind = chooser.choice([*self._heads, STANDALONE])
         num_steps = chooser.choice([1, 2, 3, 3, 5])
         target = load_model_config(str(self.path))

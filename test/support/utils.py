@@ -215,6 +215,7 @@ class SchedulerHarness:
         logprobs: LogprobOptions | None = None,
         hidden_states: HiddenStates = "none",
         priority: int = 0,
+        cache_key: tuple[str, str] = ("", ""),
         **params: Any,
     ) -> int:
         """Sends a request; returns its number. `params` are sampling parameters."""
@@ -229,6 +230,7 @@ class SchedulerHarness:
                 logprobs=logprobs,
                 hidden_states=hidden_states,
                 priority=priority,
+                cache_key=cache_key,
             )
         )
         return self._next_id

@@ -237,7 +237,7 @@ OWN_ARGUMENTS = frozenset(field.name for field in fields(ServerArgs))
 MISSING_ARGUMENTS = missing_arguments(OWN_ARGUMENTS)
 PLAIN = ServerArgs(model_path="m")
 # What SGLang's default is called there, where this runtime has it under another value.
-OTHER_DEFAULTS = {"log_requests_level": 2}
+OTHER_DEFAULTS = {"log_requests_level": 2, "speculative_ngram_max_bfs_breadth": 10}
 
 
 def words_for(flag: str, argument: SGLangArgument) -> list[list[str]]:

@@ -48,11 +48,13 @@ class Operations:
         layers: of `LayerOps` (layers/layer_runtime.py).
         step: of `StepOps` (step/step_ops.py).
         masks: of `MaskOps` (mtp/mask_ops.py).
+        ngrams: of `NgramOps` (speculative/ngram_ops.py).
     """
 
     layers: str
     step: str
     masks: str
+    ngrams: str
 
 
 ATTENTION_BACKENDS = Registry(
@@ -69,11 +71,13 @@ OPERATIONS = {
         layers="sglang.srt.layers.ops.torch_ops:TorchOps",
         step="sglang.srt.step.torch_step_ops:TorchStepOps",
         masks="sglang.srt.mtp.mask_ops:TorchMaskOps",
+        ngrams="sglang.srt.speculative.ngram_ops:TorchNgramOps",
     ),
     "triton": Operations(
         layers="sglang.srt.layers.ops.triton_ops:TritonOps",
         step="sglang.srt.step.triton_step_ops:TritonStepOps",
         masks="sglang.srt.mtp.triton_mask_ops:TritonMaskOps",
+        ngrams="sglang.srt.speculative.triton_ngram_ops:TritonNgramOps",
     ),
 }
 DEFAULT_OPERATIONS = {"cpu": "torch", "cuda": "triton"}  # by device
@@ -82,6 +86,7 @@ DRAFTERS = Registry(
     {
         "eagle": "sglang.srt.speculative.eagle_worker:EagleDrafter",
         "mtp": "sglang.srt.mtp.mask_drafter:MaskDrafter",
+        "ngram": "sglang.srt.speculative.ngram_worker:NgramDrafter",
         "standalone": "sglang.srt.speculative.standalone_worker:StandaloneDrafter",
     },
 )
@@ -98,6 +103,7 @@ TIER_POLICIES = Registry(
         "adaptive": "sglang.srt.speculative.adaptive_runtime_state:AdaptiveController",
         "fixed": "sglang.srt.speculative.tier_policy:FixedTier",
         "load_aware": "sglang.srt.speculative.tier_policy:LoadAwareTier",
+        "matched": "sglang.srt.speculative.ngram_tier:MatchedTier",
     },
 )
 MODELS = Registry(

@@ -167,8 +167,8 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     # Speculative decoding
     speculative_algorithm: str | None = flag(
         None,
-        "What drafts: a head (`EAGLE` or `EAGLE3`) or a smaller model (`STANDALONE`); multi-token"
-        " prediction is off then. Default: none.",
+        "What drafts: a head (`EAGLE` or `EAGLE3`), a smaller model (`STANDALONE`) or earlier text"
+        " (`NGRAM`); multi-token prediction is off then. Default: none.",
     )
     speculative_draft_model_path: str | None = flag(
         None,
@@ -183,7 +183,7 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
         None, "Drafts that follow each draft; only 1 (chains) so far, the default."
     )
     speculative_num_draft_tokens: int | None = flag(
-        None, "Tokens that a step of the model verifies; of chains --speculative-num-steps + 1."
+        None, "Tokens that a step verifies; of chains --speculative-num-steps + 1; of NGRAM 12."
     )
     speculative_token_map: str | None = flag(
         None,
@@ -230,6 +230,11 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
         1.0,
         "0 to 1: a draft of a sampled request is accepted with its probability divided by this;"
         " likewise.",
+    )
+    speculative_ngram_max_trie_depth: int = flag(18, "NGRAM: tokens of a match at most.")
+    speculative_ngram_max_bfs_breadth: int = flag(1, "NGRAM: branches; 1: chains, more: trees.")
+    speculative_ngram_capacity: int | None = flag(
+        None, "NGRAM: tokens of ended requests, searched."
     )
 
     # Limits of one HTTP request

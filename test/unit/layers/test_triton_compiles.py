@@ -25,6 +25,7 @@ from sglang.srt.layers.attention.triton_ops import gather_kernel, prompt_kernel
 from sglang.srt.layers.attention.triton_ops import kernels as attention
 from sglang.srt.layers.ops import triton_ops as ops
 from sglang.srt.mtp import triton_mask_ops as masks
+from sglang.srt.speculative import triton_ngram_ops as ngrams
 from sglang.srt.step import triton_row_division as rows
 from sglang.srt.step import triton_row_packing as packing
 from sglang.srt.step import triton_step_ops as steps
@@ -51,6 +52,13 @@ STEP_INTEGERS = {
         "num_masks_kept",
     )
 } | {f"{name}_ptr": "*i32" for name in ("path", "out_path", "parents", "row_parents")}
+NGRAM_INTEGERS = {
+    f"{name}_ptr": "*i64"
+    for name in (
+        *("rows", "num_tokens", "row_tags", "tags", "head", "taken", "best", "out"),
+        "match_lens",
+    )
+} | {f"{name}_ptr": "*i32" for name in ("sequences", "tokens")}
 TREES = ("parents", "depths", "ancestors", "row_parents", "row_ancestors")
 NO_TREES = {f"{name}_ptr": None for name in TREES}
 NO_LOOKAHEAD = {"q_starts_ptr": None, "num_pending_ptr": None}
@@ -263,6 +271,17 @@ KERNELS = {
         )
         for has_probs in (True, False)
     },
+    "places of n-grams": Kernel(
+        ngrams._search_kernel,
+        {"SHORTEST": 1, "LONGEST": 17, "NUM_PARTS": 64, "BLOCK": 1024},
+        types=NGRAM_INTEGERS,
+    ),
+    "what follows n-grams": Kernel(
+        ngrams._continue_kernel,
+        {"NUM_PARTS": 64, "BLOCK": 16},
+        num_warps=1,
+        types=NGRAM_INTEGERS,
+    ),
     **{
         f"rows of {num_reqs} requests, {num_drafts} drafts, {num_masks} masks": row_division(
             num_reqs, num_drafts, num_masks, own_rows

@@ -104,9 +104,8 @@ def test_the_number_of_drafts_follows_the_load_unless_it_is_pinned(
     ("flags", "said"),
     [
         ({"load_aware": "off"}, "--speculative-load-aware needs --speculative-algorithm"),
-        ({"algorithm": "NGRAM"}, "--speculative-algorithm NGRAM is not built yet; there are EAGLE"),
         ({"algorithm": "STANDALONE"}, f"--speculative-algorithm STANDALONE needs {PATH}"),
-        ({"algorithm": "EAGEL"}, "EAGEL is unknown; there are EAGLE"),
+        ({"algorithm": "EAGEL"}, "EAGEL is unknown; there are EAGLE, EAGLE3, STANDALONE and NGRAM"),
         ({"algorithm": "EAGLE"}, f"--speculative-algorithm EAGLE needs {PATH}"),
         ({"num_steps": 3}, "--speculative-num-steps needs --speculative-algorithm"),
         ({"draft_model_path": "x"}, f"{PATH} needs --speculative-algorithm"),

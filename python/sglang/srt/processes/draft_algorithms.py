@@ -1,4 +1,5 @@
-"""What `--speculative-algorithm` may name, an entry of `ALGORITHMS` for each."""
+"""What `--speculative-algorithm` may name, an entry of `ALGORITHMS` for each that has a draft model;
+NGRAM, which has none, has flags of its own (`ngram_flags.py`)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.eagle_worker import EagleConfig
 from sglang.srt.speculative.round_planner import RoundOptions
-from sglang.srt.speculative.spec_info import NOT_BUILT
+from sglang.srt.speculative.spec_info import NGRAM, NOT_BUILT
 from sglang.srt.speculative.standalone_worker import StandaloneConfig
 
 logger = logging.getLogger(__name__)
@@ -64,8 +65,7 @@ def find_algorithm(name: str) -> Algorithm:
     found = ALGORITHMS.get(name.upper())
     if found is not None:
         return found
-    *most, last = ALGORITHMS
-    known = f"{', '.join(most)} and {last}"
+    known = f"{', '.join(ALGORITHMS)} and {NGRAM}"
     what = "is not built yet" if name.upper() in NOT_BUILT else "is unknown"
     raise ValueError(f"--speculative-algorithm {name} {what}; there are {known}.")
 

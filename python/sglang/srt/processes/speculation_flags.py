@@ -9,6 +9,7 @@ from typing import NamedTuple
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.draft_algorithms import Asked, find_algorithm
+from sglang.srt.processes.ngram_flags import is_ngram, ngram_from_flags, refuse_ngram_options
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.adaptive_config import (
     CONFIG_FLAG,
@@ -67,15 +68,14 @@ def drafter_from_flags(
     for name in THRESHOLDS:
         if not 0 <= values[name] <= 1:
             raise ConfigError(f"{_flag(name)} {values[name]:g} must be between 0 and 1.")
+    refuse_ngram_options(args)
     if args.speculative_algorithm is None:
-        given = [name for name in OPTIONS if values[name] is not None]
-        given += [name for name in THRESHOLDS if values[name] != 1]
-        given += [ADAPTIVE] * args.speculative_adaptive + [TILE_SPEC] * args.tile_spec
-        given += [TILE_SPEC_CACHE] * (args.tile_spec_cache_dir is not None)
-        if given:
-            raise ConfigError(f"{_flag(given[0])} needs --speculative-algorithm.")
+        _refuse_all(args)
         return None
     thresholds = AcceptThresholds(*(values[name] for name in THRESHOLDS))
+    if is_ngram(args):
+        cache = _tile_spec_cache(args, simulates_acceptance)
+        return ngram_from_flags(args, suppressed_token_ids, thresholds, simulates_acceptance, cache)
     try:
         algorithm = find_algorithm(args.speculative_algorithm)
         tiers = _tiers(args, simulates_acceptance)
@@ -92,6 +92,21 @@ def drafter_from_flags(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return DrafterConfig(algorithm.drafter, options, thresholds)
+
+
+def _refuse_all(args: ServerArgs) -> None:
+    """Flags that mean nothing without an algorithm.
+
+    Raises:
+        ConfigError: if one is given.
+    """
+    values = vars(args)
+    given = [name for name in OPTIONS if values[name] is not None]
+    given += [name for name in THRESHOLDS if values[name] != 1]
+    given += [ADAPTIVE] * args.speculative_adaptive + [TILE_SPEC] * args.tile_spec
+    given += [TILE_SPEC_CACHE] * (args.tile_spec_cache_dir is not None)
+    if given:
+        raise ConfigError(f"{_flag(given[0])} needs --speculative-algorithm.")
 
 
 class Tiers(NamedTuple):

@@ -99,7 +99,7 @@ class BatchPlanner:
         if step.is_empty:
             return None
         self._ratio.on_step()
-        return step.build(self._ledger.take_table_writes())
+        return step.build(self._ledger.take_table_writes(), self._lifecycle.take_ended_texts())
 
     def observe(self, price_ms: float, took_ms: float) -> None:
         """Hears what a step took, and what it was expected to cost (`PlannedStep.price_ms`)."""

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.kv_ledger import KVLedger, RequestKV
 from sglang.srt.messages.control import DEFAULT_WEIGHT_VERSION
 from sglang.srt.messages.requests import FinishReason
 from sglang.srt.scheduling.request import Req
+from sglang.srt.step.worker import EndedText
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class RequestLifecycle:
         self.waiting: list[Req] = []
         self.running: list[Req] = []
         self._ending: list[Req] = []
+        self._ended_texts: list[EndedText] = []
         self.weight_version = DEFAULT_WEIGHT_VERSION
         self.counts = LifecycleCounts()
 
@@ -162,12 +164,20 @@ class RequestLifecycle:
         self._ending.remove(req)
         self._release(req, insert=req.finish_reason.type != "abort")
 
+    def take_ended_texts(self) -> list[EndedText]:
+        """Texts of requests that have ended since this was called last, for the next step."""
+        taken, self._ended_texts = self._ended_texts, []
+        return taken
+
     def _release(self, req: Req, insert: bool) -> None:
         """Gives KV and row back; `insert` keeps the committed tokens, up to the stop, cached."""
         kv = req.kv
         if kv is None:
             raise RuntimeError(f"KV of request {req.rid!r} was released twice.")
         tokens = req.known_ids[: req.committed] if insert else None
+        if insert:
+            start, end = req.num_cached_tokens, len(req.known_ids)
+            self._ended_texts.append(EndedText(kv.row, start, end, req.namespace))
         if self._release_audit is None:
             self.ledger.release(kv, tokens)
         else:

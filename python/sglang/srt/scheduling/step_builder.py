@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.kv_ledger import KVLedger, PageTableWrites
 from sglang.srt.scheduling.logprobs_and_hidden import LogprobsAndHiddenPlan
 from sglang.srt.scheduling.prompt_budget import PromptAllowance
 from sglang.srt.scheduling.request import LaunchedRow, Req
-from sglang.srt.step.worker import NewRow, ScheduleBatch
+from sglang.srt.step.worker import EndedText, NewRow, ScheduleBatch
 
 # Of a step's prompt tokens, the share that is kept for prompts that end in it while a longer one is
 # read: that one takes a third longer at most, and short ones do not wait for it.
@@ -69,7 +69,7 @@ class StepBuilder:
         assert req.kv is not None
         self._added.append(_Added(req, num_prompt, q_len, max_kept, emits))
 
-    def build(self, table_writes: PageTableWrites) -> PlannedStep:
+    def build(self, table_writes: PageTableWrites, ended_texts: list[EndedText]) -> PlannedStep:
         """The step of all requests added. Those that feed a prompt come first: how many rows they
         feed is known to the host, so that is where they begin."""
         added = sorted(self._added, key=lambda entry: entry.num_prompt == 0)
@@ -98,6 +98,7 @@ class StepBuilder:
             adjusts_logits=any(each.adjusts_logits for each in params),
             logprobs=wanted.logprob_plan(),
             hidden_rows=wanted.hidden_rows,
+            ended_texts=ended_texts,
         )
         returns_prompts = batch.logprobs is not None and bool(batch.logprobs.prompt_rows)
         is_priced = not (returns_prompts or batch.hidden_rows)
@@ -201,4 +202,4 @@ def _new_row(req: Req, row: int) -> NewRow:
             req.params, list(req.output_ids), len(req.input_ids), sorted(req.stop_token_ids)
         )
     tokens = np.fromiter(req.fill_ids, np.int32, len(req.fill_ids))
-    return NewRow(row, req.committed, tokens, req.params, req.seed, adjustments)
+    return NewRow(row, req.committed, tokens, req.params, req.seed, adjustments, req.namespace)

@@ -3,5 +3,6 @@ drafted. Those that there are: `ALGORITHMS` in `processes/draft_algorithms.py`."
 
 from __future__ import annotations
 
-NOT_BUILT = ("NGRAM", "NEXTN", "DFLASH", "DSPARK")
+NOT_BUILT = ("NEXTN", "DFLASH", "DSPARK")
+NGRAM = "NGRAM"  # drafts from earlier text and has no draft model
 MAX_NUM_STEPS = 63  # tokens drafted one behind the other

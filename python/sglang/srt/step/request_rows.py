@@ -3,6 +3,7 @@ the one before it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -14,7 +15,7 @@ from sglang.srt.device_copies import to_device
 from sglang.srt.layers.logit_adjustments import LogitAdjustments
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.step.draft_trees import DraftTrees
-from sglang.srt.step.worker import NewRow
+from sglang.srt.step.worker import EndedText, NewRow
 
 PRIOR_CONFIDENCE = 0.7  # of a draft whose drafter says nothing
 
@@ -68,6 +69,7 @@ class RequestRows:
             (`RowPacking`); None: it never does.
         trees: the shape of the pending tokens where they may be a tree; None: they are chains.
         num_admitted: host list of N; requests that have had each row so far.
+        on_end: are told of texts that have ended, while these are still in `tokens`.
 
     Args:
         page_table: has the same rows.
@@ -92,6 +94,7 @@ class RequestRows:
         self.num_rows, self.padding_row = page_table.num_rows, page_table.padding_row
         num_rows = self.num_rows + 1
         self.num_admitted = [0] * num_rows
+        self.on_end: list[Callable[[list[EndedText]], None]] = []
         self.trees = DraftTrees(num_rows, max_pending, self._device) if has_trees else None
         self.confidence: Confidence | None = None
         if max_masks is not None:
@@ -110,6 +113,12 @@ class RequestRows:
     def outside(self) -> torch.Tensor | None:
         """Where kernels report columns outside of a row: `ReqToTokenPool.outside`."""
         return self._page_table.outside
+
+    def end(self, texts: list[EndedText]) -> None:
+        """Tells of texts that have ended; to be called before `initialize` overwrites them."""
+        if texts:
+            for listener in self.on_end:
+                listener(texts)
 
     def initialize(self, new_rows: list[NewRow]) -> None:
         """Sets the state of requests that have just got a row."""

@@ -17,6 +17,7 @@ import torch
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.layers.logit_adjustments import RowAdjustments
 from sglang.srt.layers.logprobs import HostLogprobs, LogprobQueries, LogprobTensors
+from sglang.srt.mem_cache.base_prefix_cache import Namespace
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.step.token_constraint import TokenConstraint
@@ -52,6 +53,7 @@ class NewRow:
             retraction, its output so far. Never changed after it is given.
         seed: int64 seed of the request's noise.
         adjustments: what is done to its logits; None for nothing.
+        namespace: text and KV are shared only between requests that have the same.
     """
 
     row: int
@@ -60,6 +62,25 @@ class NewRow:
     params: SamplingParams
     seed: int
     adjustments: RowAdjustments | None = None
+    namespace: Namespace = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EndedText:
+    """Text of a request that has ended, and was not aborted. It stands in the request's row of the
+    token table until the row is another request's.
+
+    Attributes:
+        row: index in the request-to-token table.
+        start, end: the tokens [start, end) of the row, prompt and output up to the stop, that no
+            cached prefix had when the request began.
+        namespace: as in `NewRow`.
+    """
+
+    row: int
+    start: int
+    end: int
+    namespace: Namespace
 
 
 # A fed row: (index of its request in the batch, offset among the rows of that request).
@@ -101,6 +122,8 @@ class ScheduleBatch:
             admitted with (`NewRow.tokens`); 0 for a decode, which feeds its pending tokens.
         emits: R flags: whether the step accepts tokens (not so before the last prompt chunk).
         kv_len_upper_bounds: R bounds of the tokens with KV after `max_q_lens` rows are written.
+        ended_texts: of requests that have ended since the step before; told to whoever wants them
+            (`RequestRows.on_end`) before `new_rows` are applied, which may be the same rows.
         new_rows, table_writes: applied before anything else of the step.
         all_greedy: whether every emitting request is greedy.
         adjusts_logits: whether any emitting request has penalties, biases or the like.
@@ -122,6 +145,7 @@ class ScheduleBatch:
     logprobs: LogprobPlan | None = None
     hidden_rows: list[RowRef] = field(default_factory=list)
     constraint: TokenConstraint | None = None
+    ended_texts: list[EndedText] = field(default_factory=list)
 
     @property
     def scores_emitted(self) -> bool:

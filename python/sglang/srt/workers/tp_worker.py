@@ -127,6 +127,7 @@ class TpModelWorker:
 
     @torch.inference_mode()
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        self._state.end(batch.ended_texts)
         self._state.initialize(batch.new_rows)
         plan = self._plan(batch)
         if self._clock is None:

@@ -1,0 +1,304 @@
+"""How much faster than plain decoding is NGRAM, is it ever slower, and what does the host spend?
+
+Two Engines side by side over the bundled model in Llama-3.1-8B's geometry (`inflate.py`), one with
+NGRAM and one without a drafter, in turn, so that each ratio is of runs side by side. The work:
+
+- repeats: prompts of held-out code that stands there several times, greedy, so that answers go on
+  repeating it;
+- novel: prompts of held-out code, at a temperature at which answers follow no text;
+- known: the same prompts in each round, greedy: from the first counted round on each answer is
+  text of an ended request.
+
+Of the first two each request has a cache salt of its own, so nothing is known of those before it.
+
+Host: over random weights, steps of one batch, each of which begins when the device is idle. What
+counts is how long launching the step and hearing its result takes, beside a step without a drafter.
+What is asked: `goals.py`. Stored after each round; rounds end before --budget-s does.
+
+    python -m benchmark.measure.ngram_rounds --model-dir FOLDER      on a GPU
+    python -m benchmark.measure.ngram_rounds --model-path demo --device cpu --concurrency 1 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+import sglang
+from benchmark.command import in_turn, ratios
+from benchmark.engine_load import AsyncEngine, Budget, LoadResult, closed_loop, run_rounds
+from benchmark.engine_load import random_prompts as prompts_of_nothing
+from benchmark.environment import describe_environment
+from benchmark.goals import (
+    MIN_PAIRED_MEDIAN,
+    MIN_PAIRED_ROUND,
+    NGRAM_HOST_US,
+    NGRAM_REPEATS_SPEED_UP,
+)
+from benchmark.held_out import held_out_prompts
+from benchmark.mtp_model import engine_flags, make_mtp_parser, model_path_of, settings
+from benchmark.random_model import random_model
+from benchmark.scheduled_tiers import TimedWorker
+from sglang.bench_one_batch import OneBatch
+from sglang.srt.model_config import resolve_model_path
+from sglang.srt.model_executor.runner_group import RunnerGroup
+from sglang.srt.processes.worker_factory import make_worker
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.step.price_table import PriceTable
+from sglang.srt.step.worker import HostResult, Worker
+
+PLAIN, NGRAM = "plain", "ngram"
+REPEATS, NOVEL, KNOWN = "repeats", "novel", "known"
+NUM_COPIES = 4  # of the code in a prompt that repeats it
+HOT = 1.5  # temperature of answers that follow no text
+MIN_PROMPTS = 4  # of a lap
+HOST_INPUT_LEN, HOST_WARM_STEPS = 128, 10
+
+
+@dataclass
+class Salted:
+    """An Engine whose requests have a cache salt each."""
+
+    engine: sglang.Engine
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    async def async_generate(self, *, input_ids: list[int], sampling_params: dict[str, Any]) -> Any:
+        salt = str(next(self._numbers))
+        return await self.engine.async_generate(
+            input_ids=input_ids, sampling_params=sampling_params, cache_salt=salt
+        )
+
+    async def async_abort_request(self, *, abort_all: bool) -> int:
+        return await self.engine.async_abort_request(abort_all=abort_all)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prompts, and how they are answered."""
+
+    prompts: list[list[int]]
+    params: dict[str, Any]
+
+
+def works_of(prompts: list[list[int]], num_new: int) -> dict[str, Work]:
+    """All work over prompts of code."""
+    shared = {"max_new_tokens": num_new, "ignore_eos": True}
+    greedy = {"temperature": 0, **shared}
+    return {
+        REPEATS: Work([repeated(prompt) for prompt in prompts], greedy),
+        NOVEL: Work(prompts, {"temperature": HOT, **shared}),
+        KNOWN: Work(prompts, greedy),
+    }
+
+
+def repeated(prompt: list[int]) -> list[int]:
+    """The first tokens behind the first one, NUM_COPIES times; as long as the prompt or less."""
+    first, *code = prompt
+    return [first, *code[: len(code) // NUM_COPIES] * NUM_COPIES]
+
+
+class Rounds:
+    """Speeds of both Engines at all work, at each number of requests at once."""
+
+    def __init__(
+        self,
+        engines: dict[str, dict[str, AsyncEngine]],
+        works: dict[str, Work],
+        loads: list[int],
+    ) -> None:
+        self._engines = engines
+        self._works = works
+        self._results: dict[tuple[str, int], dict[str, list[LoadResult]]] = {
+            key: {kind: [] for kind in engines} for key in itertools.product(works, loads)
+        }
+
+    def run(self, number: int) -> float:
+        """One round; round 0 warms up and is not counted. Seconds."""
+        start = time.perf_counter()
+        runs = [*itertools.product(self._results, in_turn(self._engines, number))]
+        for (name, load), kind in tqdm(runs, desc=f"round {number}", unit="run", mininterval=2.0):
+            work = self._works[name]
+            prompts = work.prompts[: max(MIN_PROMPTS, load)]
+            engine = self._engines[kind][name]
+            result = asyncio.run(closed_loop(engine, prompts, work.params, load))
+            if number:
+                self._results[name, load][kind].append(result)
+        return time.perf_counter() - start
+
+    def rows(self) -> list[dict[str, Any]]:
+        """NGRAM beside plain."""
+        return [
+            {"work": name, "requests": load, **compared(found)}
+            for (name, load), found in self._results.items()
+        ]
+
+
+def compared(found: dict[str, list[LoadResult]]) -> dict[str, Any]:
+    """Both ways, round by round."""
+    speeds = {kind: [each.tok_s for each in results] for kind, results in found.items()}
+    by_round = ratios(speeds[NGRAM], speeds[PLAIN])
+    verified = [each.verified_drafts or 0.0 for each in found[NGRAM]]
+    return {
+        "plain_tok_s": [round(speed, 1) for speed in speeds[PLAIN]],
+        "ngram_tok_s": [round(speed, 1) for speed in speeds[NGRAM]],
+        "ratios": [round(ratio, 4) for ratio in by_round],
+        "median": round(statistics.median(by_round), 4),
+        "lowest": round(min(by_round), 4),
+        "verified_drafts": round(statistics.median(verified), 2),
+    }
+
+
+def is_reached(row: dict[str, Any]) -> bool:
+    """Whether a row of `Rounds.rows` is as fast as asked."""
+    if row["work"] == REPEATS and row["requests"] == 1:
+        return bool(row["median"] >= NGRAM_REPEATS_SPEED_UP)
+    return bool(row["median"] >= MIN_PAIRED_MEDIAN and row["lowest"] >= MIN_PAIRED_ROUND)
+
+
+@dataclass
+class Heard(TimedWorker):
+    """Results that are heard are timed too.
+
+    Attributes:
+        observe_ns: of each.
+    """
+
+    observe_ns: list[int] = field(default_factory=list)
+
+    def observe(self, result: HostResult) -> None:
+        start = time.perf_counter_ns()
+        super().observe(result)
+        self.observe_ns.append(time.perf_counter_ns() - start)
+
+
+def host_us(flags: dict[str, Any], size: int, num_steps: int) -> float:
+    """Median microseconds of a step of so many requests, launched and heard."""
+    made: list[Heard] = []
+
+    def make(
+        runners: RunnerGroup, drafter: DrafterConfig | None, prices: PriceTable | None
+    ) -> Worker:
+        made.append(Heard(make_worker(runners, drafter, prices)))
+        return made[0]
+
+    batch = OneBatch(ServerArgs(**flags), make)
+    # Each step may give as many tokens as it verifies.
+    num_new = (HOST_WARM_STEPS + num_steps) * flags.get("speculative_num_draft_tokens", 1)
+    params = SamplingParams(temperature=0.0, max_new_tokens=num_new, ignore_eos=True)
+    prompts = prompts_of_nothing(size, HOST_INPUT_LEN, batch.vocab_size, size)
+    with batch.overlapping_steps(prompts, params) as step:
+        for _ in range(HOST_WARM_STEPS):
+            step()
+        [worker] = made
+        worker.launch_ns.clear()
+        worker.observe_ns.clear()
+        for _ in range(num_steps):
+            step()
+        launched, heard = worker.launch_ns, worker.observe_ns
+        return (statistics.median(launched) + statistics.median(heard)) / 1e3
+
+
+def host_row(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What steps of both ways take of the host; NGRAM always verifies all its drafts."""
+    size, count = arguments.host_batch, arguments.num_draft_tokens
+    ngram = {
+        "speculative_algorithm": "NGRAM",
+        "speculative_num_draft_tokens": count,
+        "speculative_load_aware": "off",
+    }
+    num_tokens = HOST_INPUT_LEN + (HOST_WARM_STEPS + arguments.host_steps + 4) * count
+    with random_model("tiny", num_tokens) as folder:
+        flags = {
+            "model_path": folder,
+            "load_format": "dummy",
+            "device": arguments.device,
+            "attention_backend": arguments.attention_backend,
+            "disable_radix_cache": True,
+            "max_running_requests": size,
+        }
+        plain = host_us(flags, size, arguments.host_steps)
+        drafted = host_us(flags | ngram, size, arguments.host_steps)
+    return {
+        "batch": size,
+        "plain_us": round(plain, 1),
+        "ngram_us": round(drafted, 1),
+        "added_us": round(drafted - plain, 1),
+    }
+
+
+def measure(arguments: argparse.Namespace, model_path: str, budget: Budget) -> dict[str, Any]:
+    """All rounds; the result is stored after each."""
+    loads = arguments.concurrency
+    prompts, source = held_out_prompts(
+        resolve_model_path(model_path),
+        max(MIN_PROMPTS, *loads),
+        arguments.prompt_tokens,
+        arguments.seed,
+    )
+    result = {**describe_environment(), **settings(arguments), "prompts": source}
+    result |= {"num_draft_tokens": arguments.num_draft_tokens, "host": host_row(arguments)}
+    flags = engine_flags(arguments, model_path)
+    drafter = {
+        "speculative_algorithm": "NGRAM",
+        "speculative_num_draft_tokens": arguments.num_draft_tokens,
+    }
+    works = works_of(prompts, arguments.new_tokens)
+    with sglang.Engine(**flags) as plain, sglang.Engine(**flags, **drafter) as ngram:
+        engines: dict[str, dict[str, AsyncEngine]] = {}
+        for kind, engine in ((PLAIN, plain), (NGRAM, ngram)):
+            salted = Salted(engine)
+            engines[kind] = {REPEATS: salted, NOVEL: salted, KNOWN: engine}
+        rounds = Rounds(engines, works, loads)
+        rounds.run(0)
+        run_rounds(rounds, budget, arguments, result)
+    return result
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """The ratios of each round, and what was asked of them."""
+    host = result["host"]
+    verdict = "ok  " if host["added_us"] < NGRAM_HOST_US else "MISS"
+    print(
+        f"\n{verdict} host, batch {host['batch']}: {host['ngram_us']} us per step,"
+        f" {host['added_us']} more than plain (asked < {NGRAM_HOST_US:g})"
+    )
+    for row in result.get("rows", []):
+        rounds = " ".join(f"{ratio:.3f}" for ratio in row["ratios"])
+        print(
+            f"{'ok  ' if is_reached(row) else 'MISS'} {row['work']:8} {row['requests']:3d} at once:"
+            f" median {row['median']:.3f} lowest {row['lowest']:.3f} ({rounds}),"
+            f" {row['verified_drafts']:.1f} drafts per step that verified any"
+        )
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = make_mtp_parser(__doc__, "ngram_rounds")
+    add = parser.add_argument
+    add("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    add("--num-draft-tokens", type=int, default=12, help="verified per request and step at most")
+    add("--host-batch", type=int, default=64, help="requests whose steps' host time is measured")
+    add("--host-steps", type=int, default=100)
+    parser.set_defaults(budget_s=300.0)
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Measures, prints the ratios, writes the result."""
+    arguments = parse()
+    budget = Budget(arguments.budget_s, time.perf_counter())
+    with model_path_of(arguments) as model_path:
+        result = measure(arguments, model_path, budget)
+    print_result(result)
+
+
+if __name__ == "__main__":
+    main()

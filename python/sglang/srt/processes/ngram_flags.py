@@ -1,0 +1,149 @@
+"""The flags of `--speculative-algorithm NGRAM`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.confirm import AcceptThresholds
+from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.speculative.ngram_ops import NgramLimits
+from sglang.srt.speculative.ngram_worker import NgramConfig
+from sglang.srt.speculative.round_planner import RoundOptions
+from sglang.srt.speculative.spec_info import MAX_NUM_STEPS, NGRAM
+
+logger = logging.getLogger(__name__)
+
+# Flags that mean something only with NGRAM, and their defaults.
+NGRAM_OPTIONS = {
+    "speculative_ngram_max_trie_depth": 18,
+    "speculative_ngram_max_bfs_breadth": 1,
+    "speculative_ngram_capacity": None,
+}
+HEAD_OPTIONS = ("speculative_draft_model_path", "speculative_token_map")
+DEFAULT_NUM_DRAFT_TOKENS = 12  # SGLang's
+MAX_DEPTH = 64
+MAX_CAPACITY = 1 << 28
+SHORTEST_MATCH = 1
+
+
+def is_ngram(args: ServerArgs) -> bool:
+    algorithm = args.speculative_algorithm
+    return algorithm is not None and algorithm.upper() == NGRAM
+
+
+def refuse_ngram_options(args: ServerArgs) -> None:
+    """Those of other algorithms, or of none.
+
+    Raises:
+        ConfigError: the text names the flag.
+    """
+    for name, default in NGRAM_OPTIONS.items():
+        if vars(args)[name] != default and not is_ngram(args):
+            raise ConfigError(f"{_flag(name)} needs --speculative-algorithm {NGRAM}.")
+
+
+def ngram_from_flags(
+    args: ServerArgs,
+    suppressed_token_ids: tuple[int, ...],
+    thresholds: AcceptThresholds,
+    simulates_acceptance: bool,
+    tile_spec_cache: Path | None,
+) -> DrafterConfig:
+    """The drafter.
+
+    Args:
+        suppressed_token_ids, simulates_acceptance: as for `eagle_from_flags`.
+        tile_spec_cache: see `RoundOptions`.
+
+    Raises:
+        ConfigError: for flags that cannot be had; the text names the flag and the remedy.
+    """
+    _refuse_head_options(args)
+    num_drafts = _num_draft_tokens(args) - 1
+    breadth = _within(args, "speculative_ngram_max_bfs_breadth", 1, MAX_NUM_STEPS)
+    depth = _within(args, "speculative_ngram_max_trie_depth", 1, MAX_DEPTH)
+    capacity = args.speculative_ngram_capacity
+    if capacity is not None:
+        capacity = _within(args, "speculative_ngram_capacity", 2, MAX_CAPACITY)
+    if breadth > 1:
+        _refuse_with_trees(args)
+    _warn_of_adaptive(args)
+    is_fixed = simulates_acceptance or args.speculative_load_aware == "off" or breadth > 1
+    policy = "fixed" if is_fixed else "matched"
+    rounds = RoundOptions(num_drafts, policy, tile_spec_cache=tile_spec_cache, num_free=num_drafts)
+    limits = NgramLimits(SHORTEST_MATCH, depth)
+    config = NgramConfig(rounds, limits, capacity, breadth, suppressed_token_ids)
+    return DrafterConfig("ngram", config, thresholds)
+
+
+def _refuse_head_options(args: ServerArgs) -> None:
+    for name in HEAD_OPTIONS:
+        if vars(args)[name] is not None:
+            raise ConfigError(
+                f"--speculative-algorithm {NGRAM} drafts from text and has no draft model; leave"
+                f" out {_flag(name)}."
+            )
+    if args.speculative_eagle_topk not in (None, 1):
+        raise ConfigError(
+            f"--speculative-eagle-topk {args.speculative_eagle_topk} is of heads; {NGRAM} drafts"
+            " trees by --speculative-ngram-max-bfs-breadth."
+        )
+
+
+def _refuse_with_trees(args: ServerArgs) -> None:
+    """What is of chains alone."""
+    is_given = {
+        "--speculative-load-aware on": args.speculative_load_aware == "on",
+        "--tile-spec": args.tile_spec,
+        "--speculative-accept-threshold-single": args.speculative_accept_threshold_single != 1,
+        "--speculative-accept-threshold-acc": args.speculative_accept_threshold_acc != 1,
+    }
+    for flag, given in is_given.items():
+        if given:
+            raise ConfigError(
+                f"{flag} is of chains; leave it out, or use --speculative-ngram-max-bfs-breadth 1."
+            )
+
+
+def _warn_of_adaptive(args: ServerArgs) -> None:
+    for name in ("speculative_adaptive_config", "speculative_adaptive_strategy"):
+        if vars(args)[name] is not None and not args.speculative_adaptive:
+            raise ConfigError(f"{_flag(name)} needs --speculative-adaptive.")
+    if args.speculative_adaptive:
+        logger.warning(
+            "--speculative-adaptive is of algorithms with a draft model; with %s the number of"
+            " drafts follows --speculative-load-aware.",
+            NGRAM,
+        )
+
+
+def _num_draft_tokens(args: ServerArgs) -> int:
+    """Tokens of a request in a step, the certain one counted."""
+    steps, count = args.speculative_num_steps, args.speculative_num_draft_tokens
+    if steps is not None and count is not None and count != steps + 1:
+        logger.warning(
+            "--speculative-num-steps %d: %s goes by --speculative-num-draft-tokens %d.",
+            steps,
+            NGRAM,
+            count,
+        )
+    if count is not None:
+        return _within(args, "speculative_num_draft_tokens", 2, 1 + MAX_NUM_STEPS)
+    if steps is not None:
+        return 1 + _within(args, "speculative_num_steps", 1, MAX_NUM_STEPS)
+    return DEFAULT_NUM_DRAFT_TOKENS
+
+
+def _within(args: ServerArgs, name: str, least: int, most: int) -> int:
+    value = vars(args)[name]
+    assert isinstance(value, int)
+    if not least <= value <= most:
+        raise ConfigError(f"{_flag(name)} {value} must be {least} to {most}.")
+    return value
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,132 @@
+"""How many drafts of n-grams requests get, by how long the matches are that they would follow.
+
+Text that repeats itself begins and ends from one step to the next, and the length of a match shows
+it at once: long matches go on, short ones are chance. So what was confirmed is counted for each
+class of matches, and a step is judged by the matches that its requests had last.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+
+from sglang.srt.speculative.round_prices import UpcomingRound
+from sglang.srt.speculative.tier_policy import (
+    LEAST_GAIN,
+    PROBE_SHARE,
+    PROBE_STEPS,
+    LoadAwareTier,
+    RoundOutcome,
+    TierOptions,
+    TierParts,
+    best_tier,
+)
+
+# The longest match of each class but the last one; 0 is the class of those without a place.
+LONGEST_OF_CLASS = (0, 1, 2, 4, 8)
+NUM_CLASSES = len(LONGEST_OF_CLASS) + 1
+# Before anything is known: that a first draft is right, by class, and trials that this counts as.
+PRIORS, PRIOR_TRIALS = (0.02, 0.1, 0.25, 0.5, 0.7, 0.9), 4.0
+WINDOW = 256.0  # trials of a class and position that are remembered, since text changes
+# A tier above 0 that pays stays unless another one gains more than this share: estimates go up and
+# down, and steps that change the number of drafts may replay no graph.
+HOLD_GAIN = 0.03
+
+
+def class_of(match_len: int) -> int:
+    """Of a match of so many tokens."""
+    return bisect.bisect_left(LONGEST_OF_CLASS, match_len)
+
+
+class _Chances:
+    """Of drafts behind matches of one class: that each is right, if those before it are."""
+
+    def __init__(self, max_drafts: int, prior: float) -> None:
+        self._prior = prior
+        self._tried = [0.0] * max_drafts
+        self._right = [0.0] * max_drafts
+
+    def record(self, num_fed: int, num_right: int) -> None:
+        for place in range(min(num_fed, num_right + 1)):
+            self._tried[place] += 1.0
+            self._right[place] += place < num_right
+            if self._tried[place] > WINDOW:
+                self._right[place] *= WINDOW / self._tried[place]
+                self._tried[place] = WINDOW
+
+    def lengths(self) -> list[float]:
+        """Tokens that a request is expected to be given with 0, 1, ... drafts. A place that was
+        seldom tried is taken to be like the one before it."""
+        chance, reached, found = self._prior, 1.0, [1.0]
+        for tried, right in zip(self._tried, self._right, strict=True):
+            chance = (right + PRIOR_TRIALS * chance) / (tried + PRIOR_TRIALS)
+            reached *= chance
+            found.append(found[-1] + reached)
+        return found
+
+
+class MatchedTier:
+    """The tier that gives most tokens per millisecond, by the matches of the requests at hand.
+
+    A share PROBE_SHARE of the time is for steps of the next tier above the best one, so that drafts
+    behind matches that are thought to be of no use are tried now and then.
+    """
+
+    needs_prices = True
+
+    @staticmethod
+    def tiers(options: TierOptions) -> tuple[int, ...]:
+        return LoadAwareTier.tiers(options)
+
+    def __init__(self, parts: TierParts) -> None:
+        options, prices = parts.options, parts.prices
+        assert prices is not None, "Tiers go by prices, and nobody has measured any."
+        self._prices = prices
+        self._tiers = self.tiers(options)
+        self._least_gain = max(LEAST_GAIN, prices.spread)
+        self._chances = [_Chances(options.max_drafts, prior) for prior in PRIORS]
+        self._allowance_ms = 0.0
+        self._match_lens: Sequence[int] = ()
+        self.settled = 0
+
+    def tell(self, match_lens: Sequence[int]) -> None:
+        """The matches of the requests that `choose` is asked for next, as far as they are known."""
+        self._match_lens = match_lens
+
+    def learn(self, verified: Iterable[tuple[int, int, int]]) -> None:
+        """What became of drafts: the length of the match that they followed, how many were fed, and
+        how many of these were right."""
+        for match_len, num_fed, num_right in verified:
+            self._chances[class_of(match_len)].record(num_fed, num_right)
+
+    def choose(self, upcoming: UpcomingRound) -> int:
+        lengths = self._lengths()
+        costs = {tier: self._prices.round_ms(upcoming, tier) for tier in self._tiers}
+        best = best_tier(lengths, costs, self._least_gain)
+        held = self.settled
+        if best and held and lengths[held] / costs[held] > lengths[0] / costs[0]:
+            gain = lengths[best] / costs[best] / (lengths[held] / costs[held]) - 1
+            best = held if gain < HOLD_GAIN else best
+        self.settled = best
+        return self._with_probes(costs, best)
+
+    def _lengths(self) -> list[float]:
+        """Tokens that a request is expected to be given with 0, 1, ... drafts, on average."""
+        classes = [class_of(match_len) for match_len in self._match_lens] or [0]
+        by_class = {each: self._chances[each].lengths() for each in set(classes)}
+        sums = (sum(entry) for entry in zip(*(by_class[each] for each in classes), strict=True))
+        return [total / len(classes) for total in sums]
+
+    def _with_probes(self, costs: dict[int, float], best: int) -> int:
+        """The best tier, or the next one above it if there is time for that."""
+        most_ms = PROBE_STEPS * costs[best]
+        self._allowance_ms = min(self._allowance_ms + PROBE_SHARE * costs[best], most_ms)
+        probed = min((tier for tier in self._tiers if tier > best), default=best)
+        extra_ms = max(0.0, costs[probed] - costs[best])
+        if probed == best or extra_ms > self._allowance_ms:
+            return best
+        self._allowance_ms -= extra_ms
+        return probed
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Learns from `learn`, which knows of matches."""

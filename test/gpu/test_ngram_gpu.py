@@ -1,0 +1,96 @@
+"""The search for n-grams on a CUDA GPU, and whole rounds that search: tokens are those of a server
+without drafts, and nothing waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafted_serving import Disturb, Drafted, abort, nothing, pause, serve
+from eagle_models import write_models
+from jumping_tier import JUMPING, jumping_tiers
+from ngram_ops_cases import CASES, difference
+from ngram_serving import ngram_config
+from round_serving import NUM_STEPS, On, Served, right_tokens, runners, setup_of, zero
+from tile_spec_rounds import prices_of
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+ON_GPU = On("cuda", "triton")
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_models(tmp_path_factory.mktemp("ngram"))
+
+
+@pytest.fixture(autouse=True)
+def with_policies() -> Iterator[None]:
+    with jumping_tiers():
+        yield
+
+
+@cache
+def right(target: Path) -> list[list[int]]:
+    return right_tokens({"target": target}, ON_GPU)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_the_search(name: str, case: str) -> None:
+    assert difference(name, "cuda", CASES[case], num_rounds=30) == ""
+
+
+def serving(paths: dict[str, Path], policy: str, breadth: int, page_size: int = 1) -> Served:
+    drafter, setup = ngram_config(NUM_STEPS, breadth, tier_policy=policy), setup_of(page_size)
+    group = runners(paths, drafter, setup, ON_GPU)
+    prices = prices_of((1, 1024), (1.0, 40.0)) if policy == "matched" else None
+    served = Served(Drafted(group, drafter, setup, prices=prices), group)
+    zero(group)
+    return served
+
+
+@pytest.mark.parametrize(
+    ("policy", "breadth", "page_size", "disturb"),
+    [
+        ("fixed", 1, 1, nothing),
+        (JUMPING, 1, 16, pause),
+        ("matched", 1, 1, abort),
+        ("fixed", 2, 16, nothing),
+    ],
+)
+def test_tokens(
+    paths: dict[str, Path], policy: str, breadth: int, page_size: int, disturb: Disturb
+) -> None:
+    served = serving(paths, policy, breadth, page_size)
+    if breadth == 1:
+        served.watch()
+    serve(served.harness, right(paths["target"]), disturb)
+    if breadth == 1:
+        assert served.seen["right"] > 10
+        assert served.seen["wrong"] > 10
+
+
+@pytest.mark.parametrize("policy", ["fixed", "matched"])
+def test_rounds_do_not_wait(paths: dict[str, Path], policy: str) -> None:
+    """Neither in graphs nor while texts that have ended are kept."""
+    served = serving(paths, policy, breadth=1)
+    harness = served.harness
+    serve(harness, right(paths["target"]))  # all is compiled
+    worker = harness.scheduler._worker
+    launch = worker.forward_batch_generation
+
+    def watched(batch: object) -> object:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    worker.forward_batch_generation = watched
+    serve(harness, right(paths["target"]))

@@ -1,0 +1,103 @@
+"""A scheduler with drafts of n-grams, and what its memory of ended requests should hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from drafted_serving import Drafted
+from drafter_checks import DraftCounter
+from eagle_serving import group_for, setup_for
+from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.speculative.ngram_memory import NO_TAG, NgramMemory
+from sglang.srt.speculative.ngram_ops import NgramLimits
+from sglang.srt.speculative.ngram_worker import NgramConfig
+from sglang.srt.speculative.round_planner import RoundOptions
+from sglang.srt.step.price_table import PriceTable
+from utils import Setup
+
+Key = tuple[str, str]
+AMPLE = 5000  # slots, for all texts of a test
+
+
+def ngram_config(
+    num_drafts: int,
+    breadth: int = 1,
+    capacity: int = AMPLE,
+    longest: int = 6,
+    suppressed: tuple[int, ...] = (),
+    **options: Any,
+) -> DrafterConfig:
+    """`options` are of `RoundOptions`."""
+    rounds = RoundOptions(num_drafts, num_free=num_drafts, **options)
+    limits = NgramLimits(1, longest)
+    return DrafterConfig("ngram", NgramConfig(rounds, limits, capacity, breadth, suppressed))
+
+
+class Served(Drafted):
+    """What becomes of drafts is in `seen`."""
+
+    def __init__(
+        self,
+        target: Path,
+        drafter: DrafterConfig,
+        setup: Setup | None = None,
+        prices: PriceTable | None = None,
+    ) -> None:
+        setup = setup or setup_for(drafter.options.rounds.num_steps)
+        counter = DraftCounter()
+        self.seen: Counter[str] = counter.seen
+        super().__init__(
+            group_for(target, drafter, setup),
+            drafter,
+            setup,
+            checks_kv=True,
+            prices=prices,
+            on_step=counter,
+        )
+        self.prompts: dict[int, tuple[list[int], Key]] = {}
+
+    @property
+    def memory(self) -> NgramMemory:
+        memory: NgramMemory = self.drafter.memory
+        return memory
+
+    def submit(self, input_ids: list[int], *args: Any, **params: Any) -> int:
+        req_id = super().submit(input_ids, *args, **params)
+        self.prompts[req_id] = input_ids, params.get("cache_key", ("", ""))
+        return req_id
+
+    def flush(self) -> None:
+        """Texts that have ended are kept once a further step begins: that of a request of another
+        key, whose own text is not kept."""
+        self.submit([0], cache_key=("flush", ""), temperature=0.0, max_new_tokens=1)
+        self.run()
+
+    def texts_told(self) -> dict[int, list[tuple[int, ...]]]:
+        """By the tags of namespaces: texts of requests that have ended and were not aborted, as
+        their clients know them, without prefixes that were cached. In order of size."""
+        found: dict[int, list[tuple[int, ...]]] = {}
+        for req_id, (prompt, key) in self.prompts.items():
+            told = self.outputs[req_id]
+            if key[0] == "flush" or told.finish_reason is None:
+                continue
+            if told.finish_reason.type != "abort":
+                text = tuple(prompt + told.token_ids)[told.cached_tokens :]
+                found.setdefault(self.memory.tag_of(key), []).append(text)
+        return {tag: sorted(texts) for tag, texts in found.items()}
+
+    def texts_kept(self) -> dict[int, list[tuple[int, ...]]]:
+        """What the memory holds, likewise."""
+        found: dict[int, list[tuple[int, ...]]] = {}
+        text: list[int] = []
+        before = NO_TAG
+        for token, tag in zip(self.memory.tokens.tolist(), self.memory.tags.tolist(), strict=True):
+            if tag == NO_TAG and text:
+                found.setdefault(before, []).append(tuple(text))
+                text = []
+            elif tag != NO_TAG:
+                assert not text or tag == before, "Texts without an end between them."
+                text.append(token)
+            before = tag
+        return {tag: sorted(texts) for tag, texts in found.items()}

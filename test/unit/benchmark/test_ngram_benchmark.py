@@ -1,0 +1,107 @@
+"""The pure parts of the benchmark of NGRAM, and its steps of one batch on a CPU."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from benchmark.engine_load import LoadResult
+from benchmark.measure.ngram_rounds import (
+    KNOWN,
+    NGRAM,
+    NOVEL,
+    PLAIN,
+    REPEATS,
+    Rounds,
+    Salted,
+    compared,
+    host_row,
+    is_reached,
+    parse,
+    print_result,
+    repeated,
+    works_of,
+)
+
+
+class FakeEngine:
+    """Answers at once, with so many tokens of steps that verified two drafts each."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.salts: list[Any] = []
+
+    async def async_generate(self, **given: Any) -> Any:
+        self.salts.append(given.get("cache_salt"))
+        await asyncio.sleep(0)
+        info = {"spec_num_proposed_drafts": 20, "spec_verify_ct": 10, "finish_reason": None}
+        return {"output_ids": [1] * self.num_tokens, "meta_info": info}
+
+    async def async_abort_request(self, *, abort_all: bool) -> int:
+        return 0
+
+
+def test_a_prompt_that_repeats_code_has_it_several_times() -> None:
+    assert repeated([0, *range(10, 19)]) == [0, *[10, 11] * 4]
+    works = works_of([[0, *range(10, 19)]], num_new=7)
+    assert works[REPEATS].params["temperature"] == works[KNOWN].params["temperature"] == 0
+    assert works[NOVEL].params["temperature"] > 1
+
+
+def test_each_request_of_a_salted_engine_has_a_salt_of_its_own() -> None:
+    engine = FakeEngine(1)
+    salted = Salted(cast(Any, engine))
+    for _ in range(3):
+        asyncio.run(salted.async_generate(input_ids=[1], sampling_params={}))
+    assert engine.salts == ["0", "1", "2"]
+
+
+def test_each_work_is_measured_at_each_load_with_both() -> None:
+    works = works_of([[0, *range(10, 19)]] * 8, num_new=7)
+    both = {kind: cast(Any, FakeEngine(count)) for kind, count in ((PLAIN, 2), (NGRAM, 6))}
+    engines = {kind: dict.fromkeys(works, engine) for kind, engine in both.items()}
+    rounds = Rounds(engines, works, [1, 4])
+    for number in range(3):
+        rounds.run(number)
+    rows = rounds.rows()
+    assert [(row["work"], row["requests"]) for row in rows] == [
+        (work, load) for work in (REPEATS, NOVEL, KNOWN) for load in (1, 4)
+    ]
+    assert all(len(row["ratios"]) == 2 for row in rows)
+    assert {row["verified_drafts"] for row in rows} == {2.0}
+
+
+def found(plain: list[float], ngram: list[float]) -> dict[str, Any]:
+    speeds = {PLAIN: plain, NGRAM: ngram}
+    return compared(
+        {kind: [LoadResult(1.0, each, 1.0, 4) for each in speeds[kind]] for kind in speeds}
+    )
+
+
+@pytest.mark.parametrize(
+    ("work", "requests", "ngram", "reached"),
+    [
+        (REPEATS, 1, [199.0, 201.0, 202.0], True),
+        (REPEATS, 1, [150.0, 150.0, 150.0], False),
+        (REPEATS, 8, [150.0, 150.0, 150.0], True),
+        (NOVEL, 1, [98.0, 99.5, 100.0], True),
+        (NOVEL, 1, [98.0, 98.0, 100.0], False),
+        (NOVEL, 1, [96.0, 100.0, 100.0], False),
+    ],
+)
+def test_what_is_asked(work: str, requests: int, ngram: list[float], reached: bool) -> None:
+    row = {"work": work, "requests": requests, **found([100.0] * 3, ngram)}
+    assert is_reached(row) == reached
+
+
+def test_the_host_is_timed_with_drafts_and_without(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = parse(["--device", "cpu", "--host-batch", "2", "--host-steps", "3"])
+    row = host_row(arguments)
+    assert row["ngram_us"] > row["plain_us"] > 0
+    rows = [{"work": NOVEL, "requests": 1, **found([100.0], [99.0])}]
+    print_result({"host": row, "rows": rows})
+    out = capsys.readouterr().out
+    assert "MISS host, batch 2" in out
+    assert "ok   novel" in out

@@ -1,0 +1,120 @@
+"""The flags of NGRAM: what a server is made of, and what is refused by name."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.srt.environ import Environ
+from sglang.srt.processes.worker_factory import drafter_models
+from sglang.srt.speculative.ngram_ops import NgramLimits
+from sglang.srt.speculative.ngram_worker import NgramConfig, branch_lengths, tree_parents
+from speculation_flags_cases import refusal, resolved
+
+BREADTH = "--speculative-ngram-max-bfs-breadth"
+
+
+def config_of(target: Path, environ: Environ | None = None, **flags: Any) -> NgramConfig:
+    config = resolved(target, environ, algorithm="ngram", **flags)
+    assert config.drafter is not None
+    assert config.drafter.name == "ngram"
+    options = config.drafter.options
+    assert isinstance(options, NgramConfig)
+    return options
+
+
+def test_a_chain_of_eleven_drafts_by_load_is_the_default(target: Path) -> None:
+    config = resolved(target, algorithm="NGRAM", mtp_mask_token_id=5)
+    needs, execution = config.needs, config.execution
+    assert (needs.max_drafts, needs.max_rows, needs.max_slots) == (11, 12, 12)
+    assert needs.needs_prices
+    assert needs.suppressed_token_ids == (5,)
+    assert not needs.has_trees
+    assert set(needs.rounds) == set(needs.tiers) == {0, 1, 2, 3, 5, 9, 11}
+    assert not drafter_models(config.drafter, execution)
+    assert execution.max_decode_rows == 12
+    options = config_of(target)
+    assert options.limits == NgramLimits(1, 18)
+    assert options.capacity is None
+    assert options.rounds.step_width.lookahead_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "simulated", "max_drafts", "policy"),
+    [
+        ({"num_draft_tokens": 5}, None, 4, "matched"),
+        ({"num_steps": 3}, None, 3, "matched"),
+        ({"num_steps": 3, "num_draft_tokens": 8}, None, 7, "matched"),
+        ({"load_aware": "off"}, None, 11, "fixed"),
+        ({}, 2.5, 11, "fixed"),
+        ({"ngram_max_bfs_breadth": 3}, None, 11, "fixed"),
+    ],
+)
+def test_how_many_tokens_are_drafted(
+    target: Path, flags: dict[str, Any], simulated: float | None, max_drafts: int, policy: str
+) -> None:
+    options = config_of(target, Environ(simulated_accept_len=simulated), **flags)
+    assert options.rounds.num_steps == options.rounds.num_free == max_drafts
+    assert options.rounds.tier_policy == policy
+
+
+def test_trees_have_no_graphs_of_whole_rounds(target: Path) -> None:
+    needs = resolved(target, algorithm="NGRAM", ngram_max_bfs_breadth=4).needs
+    assert needs.has_trees
+    assert not needs.rounds
+    assert (needs.max_drafts, needs.max_slots) == (11, 12)
+
+
+def test_limits_follow_from_flags(target: Path) -> None:
+    options = config_of(target, ngram_max_trie_depth=6, ngram_capacity=777)
+    assert options.limits == NgramLimits(1, 6)
+    assert options.capacity == 777
+
+
+def test_adaptive_steps_are_of_draft_models(target: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    options = config_of(target, adaptive=True, adaptive_strategy="ema")
+    assert options.rounds.tier_policy == "matched"
+    assert caplog.text.count("--speculative-adaptive is of algorithms with a draft model") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"draft_model_path": "x"}, "leave out --speculative-draft-model-path"),
+        ({"token_map": "x"}, "leave out --speculative-token-map"),
+        ({"eagle_topk": 4}, "--speculative-eagle-topk 4 is of heads"),
+        ({"num_draft_tokens": 1}, "--speculative-num-draft-tokens 1 must be 2 to 64"),
+        ({"num_draft_tokens": 65}, "--speculative-num-draft-tokens 65 must be 2 to 64"),
+        ({"num_steps": 0}, "--speculative-num-steps 0 must be 1 to 63"),
+        ({"ngram_max_trie_depth": 0}, "--speculative-ngram-max-trie-depth 0 must be 1 to 64"),
+        ({"ngram_max_bfs_breadth": 0}, f"{BREADTH} 0 must be 1 to 63"),
+        ({"ngram_capacity": 1}, "--speculative-ngram-capacity 1 must be 2 to"),
+        ({"ngram_max_bfs_breadth": 2, "load_aware": "on"}, f"or use {BREADTH} 1"),
+        ({"ngram_max_bfs_breadth": 2, "accept_threshold_acc": 0.5}, "threshold-acc is of chains"),
+        ({"adaptive_strategy": "ema"}, "--speculative-adaptive-strategy needs --speculative-ad"),
+        ({"algorithm": "EAGLE", "ngram_capacity": 9}, "needs --speculative-algorithm NGRAM"),
+        ({"algorithm": None, "ngram_capacity": 9}, "ngram-capacity needs --speculative-algorithm"),
+    ],
+)
+def test_flags_that_cannot_be_met_are_named(target: Path, flags: dict[str, Any], said: str) -> None:
+    assert said in refusal(target, **{"algorithm": "NGRAM", **flags})
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 5, 11, 63])
+@pytest.mark.parametrize("breadth", [1, 2, 4, 10])
+def test_a_tree_has_all_its_nodes_and_most_of_them_in_its_first_branch(
+    num_drafts: int, breadth: int
+) -> None:
+    lengths = branch_lengths(num_drafts, breadth)
+    assert sum(lengths) == num_drafts
+    assert min(lengths) >= 1
+    assert len(lengths) == min(breadth, len(lengths))
+    assert 2 * lengths[0] >= num_drafts
+    assert list(lengths) == sorted(lengths, reverse=True)
+    parents = tree_parents(lengths)
+    assert parents.count(0) == len(lengths)
+    assert all(parent in (0, node) for node, parent in enumerate(parents))

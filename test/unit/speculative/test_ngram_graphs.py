@@ -1,0 +1,117 @@
+"""Whole rounds with drafts of n-grams as graphs, as a CPU can have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafted_serving import Disturb, Drafted, abort, nothing, pause, prompts, serve
+from eagle_models import write_models
+from jumping_tier import JUMPING, jumping_tiers
+from ngram_serving import ngram_config
+from recorded_graphs import recorded_graphs, replayable_backends
+from round_serving import NUM_STEPS, Served, right_tokens, runners, setup_of, zero
+from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.step.price_table import PriceTable
+from tile_spec_rounds import FREE_ROWS, prices_of
+
+torch.set_num_threads(1)
+GREEDY = {"temperature": 0.0, "max_new_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_models(tmp_path_factory.mktemp("ngram"))
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu() -> Iterator[None]:
+    with recorded_graphs(), replayable_backends(), jumping_tiers():
+        yield
+
+
+@pytest.fixture(scope="module")
+def right(paths: dict[str, Path]) -> list[list[int]]:
+    with recorded_graphs(), replayable_backends():
+        return right_tokens(paths)
+
+
+def serving(
+    paths: dict[str, Path],
+    drafter: DrafterConfig,
+    page_size: int = 1,
+    prices: PriceTable | None = None,
+) -> Served:
+    setup = setup_of(page_size)
+    group = runners(paths, drafter, setup)
+    served = Served(Drafted(group, drafter, setup, prices=prices), group)
+    zero(group)
+    served.watch()
+    return served
+
+
+@pytest.mark.parametrize(
+    ("page_size", "policy", "disturb"),
+    [(1, JUMPING, abort), (16, "fixed", pause), (1, "matched", nothing)],
+)
+def test_tokens(
+    paths: dict[str, Path],
+    right: list[list[int]],
+    page_size: int,
+    policy: str,
+    disturb: Disturb,
+) -> None:
+    prices = prices_of((1, 1024), (1.0, 40.0)) if policy == "matched" else None
+    drafter = ngram_config(NUM_STEPS, tier_policy=policy)
+    served = serving(paths, drafter, page_size, prices)
+    serve(served.harness, right, disturb)
+    assert served.seen["right"] > 10
+    assert served.seen["wrong"] > 10
+    sizes = {count for count, _ in served.rounds}
+    assert sizes - {1, 2, 4, 8}, "Some have padding."
+    drafts = {count for _, count in served.rounds}
+    assert drafts == {NUM_STEPS} if policy == "fixed" else len(drafts) > 1
+
+
+def test_graphs_find_texts_that_ended_after_their_capture(paths: dict[str, Path]) -> None:
+    served = serving(paths, ngram_config(NUM_STEPS, longest=12))
+    harness, found = served.harness, []
+    for _ in range(2):
+        before, num_rounds = served.seen["right"], len(served.rounds)
+        [tokens] = harness.generate([prompts()[4]], **GREEDY)
+        found.append((served.seen["right"] - before, tokens))
+        assert len(served.rounds) - num_rounds > 5
+    assert found[0][1] == found[1][1]
+    assert found[1][0] > found[0][0]
+    assert found[1][0] >= 40 * NUM_STEPS // (1 + NUM_STEPS) - NUM_STEPS
+
+
+def test_without_drafts_rounds_search_nothing(paths: dict[str, Path]) -> None:
+    served = serving(paths, ngram_config(1, tier_policy=JUMPING))
+    graphs = served.graphs._captured
+    plain = len(graphs[0, 0][1].graph.calls)
+    assert len(graphs[1, 1][1].graph.calls) > plain + 50
+
+
+def test_confidences_are_learnt_in_graphs(
+    paths: dict[str, Path], right: list[list[int]], tmp_path: Path
+) -> None:
+    """What a step piece by piece learns too, from as many drafts; padding teaches nothing."""
+    served = serving(paths, ngram_config(NUM_STEPS, tile_spec_cache=tmp_path), prices=FREE_ROWS)
+    serve(served.harness, right)
+    confidence = served.harness.drafter._confidence
+    assert served.seen["right"] <= confidence.right.sum() < 512
+    assert len(served.rounds) > 10
+
+
+def test_trees_run_piece_by_piece(paths: dict[str, Path], right: list[list[int]]) -> None:
+    drafter = ngram_config(NUM_STEPS, breadth=2)
+    setup = setup_of()
+    group = runners(paths, drafter, setup)
+    harness = Drafted(group, drafter, setup)
+    zero(group)
+    serve(harness, right)
+    assert harness.scheduler._worker._rounds is None

@@ -1,0 +1,240 @@
+"""Requests with drafts of n-grams: tokens are those without, and what is kept of requests that have
+ended is their text, for those of the same cache key alone."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafted_serving import Disturb, abort, nothing, pause, prompts, serve
+from eagle_models import write_models
+from eagle_serving import right_tokens, setup_for
+from jumping_tier import JUMPING, jumping_tiers
+from ngram_serving import Served, ngram_config
+from pairwise import name_of, pairwise_cases
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
+from sglang.srt.messages.control import AbortReq
+from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets, prices_of
+
+torch.set_num_threads(1)
+SLOW_ROWS = prices_of((1, 1024), (1.0, 40.0))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_models(tmp_path_factory.mktemp("ngram"))["target"]
+
+
+@pytest.fixture(autouse=True)
+def policies() -> Iterator[None]:
+    with jumping_tiers():
+        yield
+
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "shape": ((1, 1, "fixed"), (5, 1, JUMPING), (5, 1, "fixed"), (9, 3, "fixed"), (4, 9, "fixed")),
+    "page_size": (1, 16),
+    "enable_overlap": (True, False),
+    "use_radix_cache": (True, False),
+    "chunked_prefill_size": (6, 2048),
+    "retract_interval": (0, 3),
+    "disturb": (nothing, pause, abort),
+}
+CASES = pairwise_cases(CHOICES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_tokens_are_those_without_drafts_and_texts_are_kept(
+    target: Path, case: dict[str, Any]
+) -> None:
+    """Greedy and seeded requests; the ledger is exact and the KV canary silent in each step. What
+    is kept is what clients were told, whatever was retracted, paused or aborted."""
+    changes = dict(case)
+    (num_drafts, breadth, policy), disturb = changes.pop("shape"), changes.pop("disturb")
+    drafter = ngram_config(num_drafts, breadth, tier_policy=policy)
+    harness = Served(target, drafter, setup_for(num_drafts, **changes))
+    serve(harness, right_tokens(target), disturb, seed=CASES.index(case))
+    assert harness.seen["confirmed"] > 20, harness.seen
+    assert harness.seen["fed"] - harness.seen["confirmed"] > 20, harness.seen
+    if breadth > 1:
+        assert harness.seen["moved"] > 3, "The right branch was always the first one."
+    harness.flush()
+    assert harness.texts_kept() == harness.texts_told()
+
+
+def test_a_client_is_told_of_real_drafts_and_of_those_that_were_right(target: Path) -> None:
+    harness = Served(target, ngram_config(4))
+    req_id = harness.submit(prompts()[-1], temperature=0.0, max_new_tokens=30)
+    harness.run()
+    told = harness.outputs[req_id]
+    steps = sum(told.accept_histogram)
+    assert told.num_proposed_drafts == 4 * steps
+    right = sum(count * number for count, number in enumerate(told.accept_histogram))
+    assert 0 < right <= harness.seen["confirmed"], "A step after the end counts for nobody."
+    assert steps + right in (29, 30, 31, 32, 33), "The last run may be clipped."
+
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 40}
+
+
+def confirmed_by(harness: Served, prompt: list[int], **params: Any) -> int:
+    before = harness.seen["confirmed"]
+    harness.submit(prompt, **{**GREEDY, **params})
+    harness.run()
+    return harness.seen["confirmed"] - before
+
+
+def test_ended_texts_help_those_of_the_same_key_and_nobody_else(target: Path) -> None:
+    """The second request of a key is the first one again: all its drafts are known."""
+    harness = Served(target, ngram_config(5, longest=12), setup_for(5, use_radix_cache=False))
+    prompt = prompts()[4]
+    first = confirmed_by(harness, prompt, cache_key=("a", ""))
+    other = confirmed_by(harness, prompt, cache_key=("", "a"))
+    again = confirmed_by(harness, prompt, cache_key=("a", ""))
+    assert other == first, "Text of another key was drafted from."
+    assert again > first
+    assert again >= 40 * 5 // 6 - 5
+
+
+def test_an_aborted_request_leaves_nothing(target: Path) -> None:
+    harness = Served(target, ngram_config(5))
+    req_id = harness.submit(prompts()[4], **GREEDY)
+    for _ in range(4):
+        harness.step()
+    harness.inbox.messages.append(AbortReq(req_ids=[req_id]))
+    harness.run()
+    assert harness.outputs[req_id].token_ids
+    harness.flush()
+    assert harness.texts_kept() == {}
+
+
+def test_a_small_memory_has_the_end_of_the_last_texts(target: Path) -> None:
+    harness = Served(target, ngram_config(3, capacity=25))
+    for prompt in prompts():
+        confirmed_by(harness, prompt, max_new_tokens=8)
+    told = [text for texts in harness.texts_told().values() for text in texts]
+    harness.flush()
+    kept = [text for texts in harness.texts_kept().values() for text in texts]
+    assert kept
+    assert sum(map(len, kept)) < 25
+    assert all(any(_has(text, part) for text in told) for part in kept)
+
+
+def _has(text: tuple[int, ...], part: tuple[int, ...]) -> bool:
+    places = range(len(text) - len(part) + 1)
+    return any(text[place : place + len(part)] == part for place in places)
+
+
+@pytest.mark.parametrize("disturb", [nothing, pause, abort])
+def test_steps_that_are_cut_change_no_token(target: Path, tmp_path: Path, disturb: Disturb) -> None:
+    """With TileSpec, whichever drafts are left out."""
+    budgets = RandomBudgets(1)
+    with budgets.chosen():
+        harness = Served(target, ngram_config(5, tile_spec_cache=tmp_path), prices=DEAR_ROWS)
+        serve(harness, right_tokens(target), disturb, seed=3)
+    assert harness.seen["confirmed"] > 20, harness.seen
+    assert harness.drafter.planner.tile_spec is not None
+
+
+def test_long_matches_are_trusted_more_than_none(target: Path) -> None:
+    harness = Served(target, ngram_config(5, tile_spec_cache=Path("unused")), prices=FREE_ROWS)
+    serve(harness, right_tokens(target))
+    confidence = harness.drafter._confidence
+    share = (confidence.right / confidence.tried.clamp(min=1))[:, 0]
+    assert confidence.tried[:, 0].sum() > 100
+    assert share[4] > 2 * share[:2].max(), share
+    written = harness.drafter._state.confidence.drafts
+    assert written.unique().numel() > 10
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_how_much_is_drafted_follows_prices_and_matches(target: Path, overlap: bool) -> None:
+    fed = []
+    for prices in (FREE_ROWS, SLOW_ROWS, DEAR_ROWS):
+        drafter = ngram_config(5, tier_policy="matched")
+        harness = Served(target, drafter, setup_for(5, enable_overlap=overlap), prices)
+        serve(harness, right_tokens(target), seed=1)
+        fed.append(harness.seen["fed"])
+        if prices is FREE_ROWS:
+            chances = harness.drafter.planner.policy._chances
+            shares = [each._right[0] / max(1, each._tried[0]) for each in chances]
+            assert shares[4] > 2 * max(shares[:2]), shares
+    assert fed[0] > fed[1] > 4 * fed[2], fed
+
+
+def test_the_host_knows_the_matches_that_drafts_followed(target: Path) -> None:
+    """Of each step that is heard, those that the drafts fed in it were found with."""
+    harness = Served(target, ngram_config(3, tier_policy="matched"), prices=FREE_ROWS)
+    drafter, found, told = harness.drafter, deque[dict[int, int]]([{}]), 0
+    find, learn = drafter._ops.find, drafter._watch._policy.learn
+
+    def noted(rows: torch.Tensor, *args: Any) -> Any:
+        result = find(rows, *args)
+        lens = dict(zip(rows.tolist(), result.match_lens.tolist(), strict=True))
+        found.append(found[-1] | lens)
+        return result
+
+    def checked(verified: Any) -> None:
+        nonlocal told
+        launched, given = drafter._watch_rows.popleft(), list(verified)
+        before = found[0]
+        found.popleft()
+        for (match_len, _, _), row in zip(given, launched, strict=False):
+            assert match_len == before[row]
+            told += 1
+        learn(given)
+
+    plan, drafter._watch_rows = drafter.plan, deque()
+
+    def planned(batch: Any) -> Any:
+        made = plan(batch)
+        drafting = [] if made.is_plain else zip(batch.rows, made.counts.q_lens, strict=True)
+        prompts_fed = dict(zip(batch.rows, batch.num_prompt_tokens, strict=True))
+        drafter._watch_rows.append([row for row, _ in drafting if not prompts_fed[row]])
+        return made
+
+    drafter._ops.find, drafter._watch._policy.learn, drafter.plan = noted, checked, planned
+    serve(harness, right_tokens(target))
+    assert told > 100
+
+
+def test_sequences_of_random_tokens_have_drafts_of_no_place(target: Path) -> None:
+    """A prompt of tokens that are all different: there is nothing to draft from at first, and the
+    last token is repeated."""
+    drafted: list[list[int]] = []
+    harness = Served(target, ngram_config(3))
+    state = harness.drafter._state
+    write = state.write_drafts
+
+    def noted(rows: torch.Tensor, tokens: torch.Tensor, *args: Any, **more: Any) -> None:
+        drafted.append([int(state.tokens[rows[0], state.committed[rows[0]]]), *tokens[0].tolist()])
+        write(rows, tokens, *args, **more)
+
+    state.write_drafts = noted
+    prompt = random.Random(0).sample(range(24), 12)
+    req_id = harness.submit(prompt, **GREEDY)
+    harness.run()
+    first = harness.outputs[req_id].token_ids[0]
+    if first in prompt:
+        behind = [*prompt, first][prompt.index(first) + 1 :]
+        assert drafted[0][1:] == [behind[j % len(behind)] for j in range(3)]
+    else:
+        assert drafted[0] == [first] * 4
+
+
+def test_trees_are_refused_where_attention_knows_none(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = TorchNativeBackend.capabilities()
+    without = replace(known, tree_masks=False)
+    monkeypatch.setattr(TorchNativeBackend, "capabilities", lambda: without)
+    with pytest.raises(ValueError, match=r"max-bfs-breadth: --attention-backend torch_native kn"):
+        Served(target, ngram_config(5, breadth=2))
+    Served(target, ngram_config(5, breadth=1))

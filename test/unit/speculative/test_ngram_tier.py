@@ -1,0 +1,133 @@
+"""The tier policy of NGRAM in simulated decoding: text that begins and ceases to repeat itself."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+
+from sglang.srt.speculative.ngram_tier import (
+    LONGEST_OF_CLASS,
+    NUM_CLASSES,
+    PRIORS,
+    MatchedTier,
+    class_of,
+)
+from sglang.srt.speculative.round_prices import UpcomingRound
+from sglang.srt.speculative.tier_policy import TierOptions, TierParts
+
+MAX_DRAFTS, PLAIN_MS, LAG = 11, 4.4, 2  # steps between what a step is chosen by and its launch
+LONGEST = 18
+# That a draft is right, by class of match, where nothing is repeated: chance alone.
+CHANCE = (0.01, 0.02, 0.05, 0.1, 0.3, 0.5)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Rounds of a GPU: `per_row` and `per_round` are shares of a plain step."""
+
+    per_row: float
+    per_round: float = 0.02
+    spread: float = 0.002
+
+    def round_ms(self, upcoming: UpcomingRound, num_drafts: int) -> float:
+        rows = num_drafts * upcoming.num_reqs
+        return PLAIN_MS * (1 + (self.per_round + self.per_row * rows if num_drafts else 0.0))
+
+
+@dataclass
+class Decoding:
+    """Requests that decode side by side. `speed` is tokens per time, of plain decoding 1."""
+
+    policy: MatchedTier
+    prices: Prices
+    num_reqs: int
+    random: random.Random = field(default_factory=lambda: random.Random(1))
+    tier: int = 0
+
+    def __post_init__(self) -> None:
+        self.lens = deque([[0] * self.num_reqs] * LAG)
+        self.unread = deque[list[tuple[int, int, int]]]()
+
+    def run(self, num_steps: int, repeats: bool) -> float:
+        """Speed of so many steps of text that repeats itself, or does not."""
+        ms, num_tokens, upcoming = 0.0, 0, UpcomingRound(self.num_reqs)
+        for _ in range(num_steps):
+            self.policy.tell(self.lens[0])
+            next_tier = self.policy.choose(upcoming)
+            rights = [self._right(length, repeats) for length in self.lens[-1]]
+            fed = zip(self.lens[-1], rights, strict=True)
+            self.unread.append([(length, self.tier, right) for length, right in fed if self.tier])
+            self.lens.append([
+                self._next(length + right + 1, repeats)
+                for length, right in zip(self.lens[-1], rights, strict=True)
+            ])  # fmt: skip
+            self.lens.popleft()
+            num_tokens += sum(rights) + self.num_reqs
+            ms += self.prices.round_ms(upcoming, self.tier)
+            if len(self.unread) == LAG:
+                self.policy.learn(self.unread.popleft())
+            self.tier = next_tier
+        return num_tokens / self.num_reqs / (ms / PLAIN_MS)
+
+    def _right(self, match_len: int, repeats: bool) -> int:
+        chance = CHANCE[class_of(match_len)]
+        if repeats:
+            chance = 0.97 if match_len > 4 else 0.5
+        right = 0
+        while right < self.tier and self.random.random() < chance:
+            right += 1
+        return right
+
+    def _next(self, match_len: int, repeats: bool) -> int:
+        if repeats or self.random.random() < 0.05:
+            return min(LONGEST, match_len)
+        return self.random.choice([0, 1, 1, 2])
+
+
+def decoding(per_row: float, num_reqs: int) -> Decoding:
+    prices = Prices(per_row)
+    policy = MatchedTier(TierParts(TierOptions(MAX_DRAFTS), prices))
+    return Decoding(policy, prices, num_reqs)
+
+
+@pytest.mark.parametrize("num_reqs", [1, 8, 32])
+@pytest.mark.parametrize("per_row", [0.003, 0.01, 0.03])
+def test_where_nothing_is_repeated_it_costs_next_to_nothing(per_row: float, num_reqs: int) -> None:
+    requests = decoding(per_row, num_reqs)
+    assert requests.run(300, repeats=False) > 0.985
+    assert requests.run(1000, repeats=False) > 0.993
+
+
+@pytest.mark.parametrize(
+    ("per_row", "num_reqs", "least"), [(0.003, 1, 7), (0.01, 1, 7), (0.003, 8, 6)]
+)
+def test_repetition_is_made_use_of_within_a_few_steps(
+    per_row: float, num_reqs: int, least: float
+) -> None:
+    requests = decoding(per_row, num_reqs)
+    requests.run(500, repeats=False)
+    assert requests.run(12, repeats=True) > 2
+    assert requests.run(200, repeats=True) > least
+
+
+@pytest.mark.parametrize(("per_row", "num_reqs"), [(0.003, 1), (0.01, 1), (0.003, 8)])
+def test_its_end_costs_a_few_steps(per_row: float, num_reqs: int) -> None:
+    requests = decoding(per_row, num_reqs)
+    requests.run(300, repeats=True)
+    assert requests.run(512, repeats=False) > 0.985
+
+
+def test_where_rows_are_dear_nothing_is_drafted() -> None:
+    requests = decoding(1.0, 4)
+    requests.run(100, repeats=True)
+    assert requests.tier == 0
+
+
+def test_each_length_has_a_class() -> None:
+    classes = [class_of(length) for length in range(20)]
+    assert classes[: LONGEST_OF_CLASS[-1] + 2] == [0, 1, 2, 3, 3, 4, 4, 4, 4, 5]
+    assert set(classes) == set(range(NUM_CLASSES))
+    assert len(PRIORS) == NUM_CLASSES
