@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sglang.srt.layers.forward_batch import NO_CAPTURE, HiddenCapture
 from sglang.srt.model_config import ModelConfig
+from sglang.srt.model_executor.draft_tree_passes import DraftShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +31,8 @@ class ExecutionConfig:
             their row of the request-to-token table.
         num_threads: torch threads of a CPU.
         capture: which hidden states a forward pass gives beside those of the rows read.
-        draft_steps: of a head: how many draft steps may follow a step of the target (`draft`), and
-            in batches of which sizes.
+        draft_steps: of a head: how many draft steps may follow a step of the target (`draft`), or
+            which trees may be drafted (`draft_trees`), and in batches of which sizes.
         captures_trees: steps whose rows are trees also replay graphs, if the attention backend has
             masks for them.
     """
@@ -56,4 +58,4 @@ class ExecutionConfig:
     poisons_graphs: bool = False
     capture: HiddenCapture = NO_CAPTURE
     captures_trees: bool = False
-    draft_steps: dict[int, tuple[range, ...]] = field(default_factory=dict)
+    draft_steps: Mapping[DraftShape, tuple[range, ...]] = field(default_factory=dict)
