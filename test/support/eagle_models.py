@@ -26,6 +26,7 @@ from draft_heads import (
 )
 from sglang.srt.head_config import load_head_config
 from sglang.srt.model_config import load_model_config
+from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from sglang.srt.speculative.adaptive_config import AdaptiveConfig
 from sglang.srt.speculative.drafter import DrafterConfig
 from sglang.srt.speculative.eagle_worker import EagleConfig
@@ -129,6 +130,7 @@ def eagle_config_for(
     initial_steps: int | None = None,
     adaptive: AdaptiveConfig | None = None,
     tile_spec_cache: Path | None = None,
+    tree: TreeShape | None = None,
     **options: Any,
 ) -> DrafterConfig:
     """The drafter with the head of a folder; `options` are of `load_head_config`, the others of
@@ -138,6 +140,6 @@ def eagle_config_for(
     eagle = EagleConfig(
         config,
         model.num_layers,
-        RoundOptions(num_steps, tier_policy, initial_steps, adaptive, tile_spec_cache),
+        RoundOptions(num_steps, tier_policy, initial_steps, adaptive, tile_spec_cache, tree=tree),
     )
     return DrafterConfig("eagle", eagle)

@@ -176,13 +176,15 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
         aliases=("--speculative-draft-model",),
     )
     speculative_num_steps: int | None = flag(
-        None, "Tokens that the head drafts per step of the model; default: 3."
+        None, "Tokens that the head drafts per step of the model; default: 3, of trees 5."
     )
     speculative_eagle_topk: int | None = flag(
-        None, "Drafts that follow each draft; only 1 (chains) so far, the default."
+        None, "Drafts that follow each draft; 1, the default, drafts chains, more trees."
     )
     speculative_num_draft_tokens: int | None = flag(
-        None, "Tokens that a step of the model verifies; of chains --speculative-num-steps + 1."
+        None,
+        "Tokens that a step of the model verifies; of chains --speculative-num-steps + 1, of trees"
+        " 8 by default.",
     )
     speculative_token_map: str | None = flag(
         None,

@@ -15,6 +15,8 @@ from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.layers.sampling_ops import sampling_ops
 from sglang.srt.models.draft_head import DraftHead
 
+MAX_ROWS = MAX_TREE_ROWS  # of a request: that all draft steps feed, and that verify a tree
+
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
@@ -43,10 +45,10 @@ class TreeShape:
                 f"Beams of {self.topk} and {self.depth} steps find {self.num_found} drafts, fewer"
                 f" than the {self.num_drafts} of a tree."
             )
-        if max(self.num_fed, 1 + self.num_drafts) > MAX_TREE_ROWS:
+        if max(self.num_fed, 1 + self.num_drafts) > MAX_ROWS:
             raise ValueError(
                 f"{self.num_fed} rows of draft steps and {1 + self.num_drafts} rows to verify:"
-                f" masks have {MAX_TREE_ROWS} bits."
+                f" masks have {MAX_ROWS} bits."
             )
 
     @property

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from sglang.srt.head_config import load_head_config
 from sglang.srt.model_config import ModelConfig
+from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.processes.draft_tree_flags import tree_from_flags
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.adaptive_config import (
     CONFIG_FLAG,
@@ -17,7 +19,7 @@ from sglang.srt.speculative.adaptive_config import (
 )
 from sglang.srt.speculative.confirm import AcceptThresholds
 from sglang.srt.speculative.drafter import DrafterConfig
-from sglang.srt.speculative.eagle_worker import TOPK, EagleConfig
+from sglang.srt.speculative.eagle_worker import EagleConfig
 from sglang.srt.speculative.round_planner import RoundOptions
 from sglang.srt.speculative.spec_info import MAX_NUM_STEPS, head_architecture
 from sglang.srt.speculative.tier_policy import TierOptions
@@ -77,7 +79,8 @@ def eagle_from_flags(
     thresholds = AcceptThresholds(*(values[name] for name in THRESHOLDS))
     try:
         architecture = head_architecture(args.speculative_algorithm)
-        tiers = _tiers(args, simulates_acceptance)
+        tree = tree_from_flags(args)
+        tiers = _tiers(args, simulates_acceptance, tree)
         path = args.speculative_draft_model_path
         if path is None:
             raise ConfigError(
@@ -96,6 +99,7 @@ def eagle_from_flags(
                 tiers.options.initial,
                 tiers.options.adaptive,
                 _tile_spec_cache(args, simulates_acceptance),
+                tree=tree,
             ),
             suppressed_token_ids,
         )
@@ -111,8 +115,10 @@ class Tiers(NamedTuple):
     options: TierOptions
 
 
-def _tiers(args: ServerArgs, simulates_acceptance: bool) -> Tiers:
-    """How many drafts requests get."""
+def _tiers(args: ServerArgs, simulates_acceptance: bool, tree: TreeShape | None) -> Tiers:
+    """How many drafts requests get; of a tree, one behind the other."""
+    if tree is not None:
+        return Tiers("fixed", TierOptions(tree.depth, tree.depth))
     num_steps = _num_steps(args)
     is_fixed = simulates_acceptance or args.speculative_load_aware == "off"
     if not args.speculative_adaptive:
@@ -200,13 +206,7 @@ def _tile_spec_cache(args: ServerArgs, simulates_acceptance: bool) -> Path | Non
 
 def _num_steps(args: ServerArgs) -> int:
     """Drafts of a chain."""
-    topk, num_draft_tokens = args.speculative_eagle_topk, args.speculative_num_draft_tokens
-    if topk not in (None, TOPK):
-        raise ConfigError(
-            f"--speculative-eagle-topk {topk}: trees of drafts are not built yet; use {TOPK}, which"
-            " drafts chains."
-        )
-    num_steps = args.speculative_num_steps
+    num_steps, num_draft_tokens = args.speculative_num_steps, args.speculative_num_draft_tokens
     if num_steps is None:
         num_steps = DEFAULT_NUM_STEPS if num_draft_tokens is None else num_draft_tokens - 1
     if not 1 <= num_steps <= MAX_NUM_STEPS:

@@ -133,6 +133,7 @@ class DrafterNeeds:
         extra_slots: slots that such a request needs beyond those of `max_rows`, at most: draft
             steps write behind the rows that the target keeps (`speculative/draft_steps.py`).
         has_trees: drafts may be trees.
+        topk: drafts that follow each one, at most, for people to know.
         max_confirmed: drafts of a request that a step may confirm, at most; None: all, as of
             chains.
         max_masks: look-ahead rows behind the drafts of a request, at most, if the drafter packs
@@ -157,6 +158,7 @@ class DrafterNeeds:
     tiers: tuple[int, ...] = ()
     extra_slots: int = 0
     has_trees: bool = False
+    topk: int = 1
     max_confirmed: int | None = None
     max_masks: int | None = None
     capture: HiddenCapture = NO_CAPTURE

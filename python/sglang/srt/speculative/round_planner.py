@@ -136,6 +136,7 @@ class RoundOptions:
             tiers=tuple(self.states),
             extra_slots=self.step_width.decode_rows - rows,
             has_trees=self.tree is not None,
+            topk=1 if self.tree is None else self.tree.topk,
             max_confirmed=self.max_confirmed,
             max_masks=None if self.tile_spec_cache is None else 0,
             needs_prices=self.needs_prices,
