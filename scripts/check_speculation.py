@@ -48,6 +48,7 @@ def choices_on(device: str, backends: list[str]) -> dict[str, tuple[Any, ...]]:
     return {
         "speculative_algorithm": tuple(HEADS),
         "speculative_num_steps": (1, 3, 5),
+        "speculative_eagle_topk": (1, 4),
         "speculative_load_aware": ("off", "on"),
         "tile_spec": (False, True),
         "attention_backend": tuple(backends),
@@ -57,6 +58,15 @@ def choices_on(device: str, backends: list[str]) -> dict[str, tuple[Any, ...]]:
         "chunked_prefill_size": (16, 2048),
         "disable_cuda_graph": (False, True) if device == "cuda" else (True,),
     }
+
+
+def possible(case: dict[str, Any]) -> dict[str, Any]:
+    """The combination, or one that there is: trees are of one size, and FlashInfer has none."""
+    if case["speculative_eagle_topk"] == 1:
+        return case
+    if case["attention_backend"] == "flashinfer":
+        return {**case, "speculative_eagle_topk": 1}
+    return {**case, "speculative_load_aware": "off", "tile_spec": False}
 
 
 def backends_on(device: str) -> list[str]:
@@ -165,6 +175,7 @@ def shown(case: dict[str, Any]) -> str:
     words = [
         f"{case['speculative_algorithm']:6}",
         f"steps {case['speculative_num_steps']}",
+        "trees " if case["speculative_eagle_topk"] > 1 else "chains",
         "load-aware" if case["speculative_load_aware"] == "on" else "fixed     ",
         "TileSpec  " if case["tile_spec"] else "all drafts",
         f"{case['attention_backend']:12}",
@@ -190,6 +201,7 @@ def main() -> int:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     choices = choices_on(device, arguments.backends or backends_on(device))
     cases = all_cases(choices) if arguments.all else pairwise_cases(choices)
+    cases = list({shown(case): case for case in map(possible, cases)}.values())
     texts, start = prompts(arguments.prompts), time.monotonic()
     references: dict[str, Reference] = {}
     num_failed = num_run = 0
