@@ -106,6 +106,16 @@ def test_trees_that_cannot_be_had_are_refused(
     assert all(part in text for part in said.split(" .* ")), text
 
 
+def test_a_head_of_few_tokens_has_no_wide_trees(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "map.json").write_text("[1, 5, 7]")
+    head = str(write_eagle(tmp_path / "head"))
+    flags = {"algorithm": "EAGLE", "draft_model_path": head}
+    flags["token_map"] = str(tmp_path / "map.json")
+    said = refusal(target, **flags, eagle_topk=4)
+    assert said == "--speculative-eagle-topk 4: the head drafts 3 different tokens alone; lower it."
+    resolved(target, **flags, eagle_topk=3)
+
+
 def test_tile_spec_is_of_chains(target: Path) -> None:
     args = ServerArgs(model_path=str(target), speculative_eagle_topk=4, tile_spec=True)
     with pytest.raises(ValueError, match=r"--tile-spec cuts chains .* leave it out, or use --spec"):

@@ -46,12 +46,24 @@ class EagleConfig:
         num_layers: of the target.
         rounds: how many tokens are drafted, in chains or trees.
         suppressed_token_ids: ids that the target never emits.
+
+    Raises:
+        ValueError: if the head has fewer tokens than are to follow each draft of a tree.
     """
 
     head: ModelConfig
     num_layers: int
     rounds: RoundOptions
     suppressed_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        head, tree = self.head, self.rounds.tree
+        count = len(head.hot_token_ids) or head.hf.get("draft_vocab_size") or head.vocab_size
+        if tree is not None and tree.topk > count:
+            raise ValueError(
+                f"--speculative-eagle-topk {tree.topk}: the head drafts {count} different tokens"
+                " alone; lower it."
+            )
 
     @property
     def capture(self) -> HiddenCapture:
