@@ -1,5 +1,5 @@
-"""Are the greedy tokens of a server with the bundled draft heads, the draft model, or NGRAM, those of
-one without?
+"""Are the greedy tokens of a server with the bundled draft heads, the draft model, or NGRAM, those
+of one without?
 
     python scripts/check_speculation.py                 # a set in which all pairs of settings meet
     python scripts/check_speculation.py --all           # each combination
@@ -53,6 +53,7 @@ def choices_on(
     return {
         "speculative_algorithm": tuple(algorithms),
         "speculative_num_steps": (1, 3, 5),
+        "speculative_eagle_topk": (1, 4),
         "speculative_load_aware": ("off", "on"),
         "tile_spec": (False, True),
         "attention_backend": tuple(backends),
@@ -67,6 +68,16 @@ def choices_on(
 def has_weights(head: str | None) -> bool:
     """Whether a bundled folder is there, if any is needed."""
     return head is None or (resolve_model_path(head) / "model.safetensors").is_file()
+
+
+def possible(case: dict[str, Any]) -> dict[str, Any]:
+    """The combination, or one that there is: trees are of one size, and FlashInfer has none."""
+    if case["speculative_eagle_topk"] == 1:
+        return case
+    is_head = case["speculative_algorithm"] in ("EAGLE", "EAGLE3")
+    if not is_head or case["attention_backend"] == "flashinfer":
+        return {**case, "speculative_eagle_topk": 1}
+    return {**case, "speculative_load_aware": "off", "tile_spec": False}
 
 
 def backends_on(device: str) -> list[str]:
@@ -175,6 +186,7 @@ def shown(case: dict[str, Any]) -> str:
     words = [
         f"{case['speculative_algorithm']:10}",
         f"steps {case['speculative_num_steps']}",
+        "trees " if case["speculative_eagle_topk"] > 1 else "chains",
         "load-aware" if case["speculative_load_aware"] == "on" else "fixed     ",
         "TileSpec  " if case["tile_spec"] else "all drafts",
         f"{case['attention_backend']:12}",
@@ -203,6 +215,7 @@ def main() -> int:
     algorithms = [name for name in arguments.algorithms if has_weights(HEADS[name])]
     choices = choices_on(device, backends, algorithms)
     cases = all_cases(choices) if arguments.all else pairwise_cases(choices)
+    cases = list({shown(case): case for case in map(possible, cases)}.values())
     for name in arguments.algorithms:
         if name not in algorithms:
             print(f"{name} is left out: {HEADS[name]} has no weights")

@@ -28,6 +28,7 @@ from draft_heads import (
 from sglang.srt.draft_model_config import load_draft_config
 from sglang.srt.head_config import load_head_config
 from sglang.srt.model_config import load_model_config
+from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from sglang.srt.speculative.adaptive_config import AdaptiveConfig
 from sglang.srt.speculative.drafter import DrafterConfig
 from sglang.srt.speculative.eagle_worker import EagleConfig
@@ -141,6 +142,7 @@ def eagle_config_for(
     initial_steps: int | None = None,
     adaptive: AdaptiveConfig | None = None,
     tile_spec_cache: Path | None = None,
+    tree: TreeShape | None = None,
     **options: Any,
 ) -> DrafterConfig:
     """The drafter with the head of a folder, or of STANDALONE the draft model; `options` are of

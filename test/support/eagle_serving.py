@@ -35,6 +35,7 @@ def group_for(target: Path, drafter: DrafterConfig | None, setup: Setup) -> Runn
         needs.max_rows,
         row_width=setup.row_width,
         capture=needs.capture,
+        captures_trees=needs.has_trees,
     )
     return make_runners(execution, *drafter_models(drafter, execution))
 
@@ -78,7 +79,8 @@ class Served(Drafted):
         most = 0 if num_drafts is None else int(num_drafts.max())
         has_decodes = 0 in step.batch.num_prompt_tokens
         tier, is_cut = step.plan.tier if has_decodes else 0, step.plan.counts.packed is not None
-        assert most == tier or (is_cut and most < tier)
+        if step.state.trees is None:
+            assert most == tier or (is_cut and most < tier)
         self.tiers[tier] += has_decodes
         self.seen["cut steps"] += is_cut
         self.seen["plain decodes"] += has_decodes and step.plan.is_plain

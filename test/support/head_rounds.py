@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from draft_heads import EAGLE, EAGLE3, write_eagle, write_eagle3
 from sglang.srt.head_config import load_head_config
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.model_executor.draft_passes import Drafts
+from sglang.srt.model_executor.draft_tree_passes import DraftShape
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.speculative.adaptive_runtime_state import ALL_BATCH_SIZES
@@ -29,8 +30,15 @@ CONTEXT = 96
 WRITERS: dict[str, Callable[..., Path]] = {EAGLE: write_eagle, EAGLE3: write_eagle3}
 
 
-def make_head(target: Path, head: Path, kind: str, page_size: int, **changes: Any) -> ModelRunner:
-    """The runner of a head; `changes` are fields of `ExecutionConfig`."""
+def make_head(
+    target: Path,
+    head: Path,
+    kind: str,
+    page_size: int,
+    shapes: Sequence[DraftShape] = NUM_STEPS,
+    **changes: Any,
+) -> ModelRunner:
+    """The runner of a head that drafts these shapes; `changes` are fields of `ExecutionConfig`."""
     width = -(-(CONTEXT + 2 * MAX_ROWS) // page_size)
     setup = Setup(
         num_pages=MAX_REQUESTS * width, page_size=page_size, max_running_requests=MAX_REQUESTS
@@ -41,7 +49,7 @@ def make_head(target: Path, head: Path, kind: str, page_size: int, **changes: An
     target_config = replace(config, max_graph_width=0, max_graph_rows=0)
     group = make_runners(
         target_config,
-        replace(config, model=model, draft_steps=dict.fromkeys(NUM_STEPS, ALL_BATCH_SIZES)),
+        replace(config, model=model, draft_steps=dict.fromkeys(shapes, ALL_BATCH_SIZES)),
     )
     table = group.memory.table.req_to_token[:MAX_REQUESTS]
     slots = torch.arange(table.numel(), dtype=torch.int32).view_as(table) + page_size

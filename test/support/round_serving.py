@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from draft_heads import EAGLE3
 from drafted_serving import Drafted, params_of, prompts
 from eagle_models import CONTEXT, eagle_config_for
+from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
@@ -51,6 +52,7 @@ def runners(
         max_graph_width=needs.max_rows if drafter else 0,
         row_width=setup.row_width,
         capture=needs.capture,
+        captures_trees=needs.has_trees,
         poisons_graphs=True,
     )
     execution = replace(execution, max_graph_rows=64 if drafter else 0)
@@ -119,11 +121,13 @@ def serving(
     setup: Setup | None = None,
     policy: str = "fixed",
     on: On = ON_CPU,
+    tree: TreeShape | None = None,
     **options: Any,
 ) -> Served:
     """`options` are of `Drafted`."""
+    num_steps = NUM_STEPS if tree is None else tree.depth
+    drafter = eagle_config_for(paths["target"], paths[kind], kind, num_steps, policy, tree=tree)
     setup = setup or setup_of()
-    drafter = eagle_config_for(paths["target"], paths[kind], kind, NUM_STEPS, policy)
     group = runners(paths, drafter, setup, on)
     served = Served(Drafted(group, drafter, setup, **options), group)
     zero(group)

@@ -27,6 +27,7 @@ from ngram_serving import ngram_config
 from sglang.srt.draft_model_config import load_draft_config
 from sglang.srt.head_config import LAYER_IDS, load_head_config
 from sglang.srt.model_config import load_model_config
+from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import DrafterConfig
 from sglang.srt.speculative.eagle_worker import EagleConfig
@@ -101,6 +102,14 @@ class TinyModels(Checkpoints):
         self.drafted = DraftedModels(directory / "drafted")
 
 
+TREES = {  # by depth
+    1: (TreeShape(topk=3, depth=1, num_drafts=3),),
+    2: (TreeShape(topk=2, depth=2, num_drafts=6),),
+    3: (TreeShape(topk=4, depth=3, num_drafts=7), TreeShape(topk=2, depth=3, num_drafts=3)),
+    5: (TreeShape(topk=2, depth=5, num_drafts=9),),
+}
+
+
 class DraftedModels(Checkpoints):
     """Targets as `eagle_models` has them, whose heads and draft model often foresee them and often
     do not."""
@@ -120,8 +129,8 @@ class DraftedModels(Checkpoints):
         self._token_map.write_text(json.dumps([i for i in range(VOCAB_SIZE) if i not in FOREIGN]))
 
     def drafter(self, chooser: random.Random) -> DrafterConfig:
-        """A head of either kind, or the draft model, that drafts one or more tokens; or earlier
-        text does."""
+        """A head of either kind, or the draft model, that drafts one or more tokens, of
+        heads in chains or trees; or earlier text does."""
         if chooser.random() < 0.25:
             return ngram_config(
                 chooser.choice([1, 5]), chooser.choice([1, 3]), 99, suppressed=(MASK,)
@@ -135,7 +144,10 @@ class DraftedModels(Checkpoints):
             return DrafterConfig("standalone", StandaloneConfig(draft, rounds, (MASK,)))
         token_map = str(self._token_map) if kind == EAGLE and chooser.random() < 0.3 else None
         head = load_head_config(str(self._heads[kind]), kind, target, token_map)
-        rounds = RoundOptions(num_steps)
+        # Draws nothing more of the chooser: seeds of earlier finds replay the same rounds.
+        shapes: list[TreeShape | None] = [None, None, *TREES[num_steps]]
+        tree = random.Random(str(chooser.getstate())).choice(shapes)
+        rounds = RoundOptions(num_steps, tree=tree)
         return DrafterConfig(
             "eagle", EagleConfig(head, DRAFTED["num_hidden_layers"], rounds, (MASK,))
         )

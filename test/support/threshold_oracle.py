@@ -20,12 +20,20 @@ class Round:
 
     Attributes:
         prompt, output: tokens before the drafts, the certain one included.
+        parents: of each draft the number of the node that it follows, 0 is the certain token; None:
+            each follows the one before it.
     """
 
     prompt: list[int]
     output: list[int]
     drafts: list[int]
     emitted: list[int]
+    parents: list[int] | None = None
+
+    def children_of(self, node: int) -> list[int]:
+        """Nodes that follow a node, in ascending order."""
+        parents = self.parents or range(len(self.drafts))
+        return [1 + index for index, parent in enumerate(parents) if parent == node]
 
 
 def expected(
@@ -41,21 +49,25 @@ def expected(
     """
     start, seed = len(served.prompt) + len(served.output), params["sampling_seed"]
     accepted: list[int] = []
-    for draft in served.drafts:
+    node: int | None = 0
+    while node is not None:
         output = served.output + accepted
         probs, is_sure = distribution(logits_behind(served.prompt + output), params, output)
-        chance, coin = probs[draft], noise(seed, ~(start + len(accepted)), 0)
-        scaled = chance / max(thresholds.acc, 1e-9)
-        near = min(abs(coin - scaled), abs(chance - thresholds.single) if chance < 1 else 1)
-        if not is_sure or (chance > 0 and thresholds.single > 0 and near < SLACK):
-            return None
-        if not (chance > 0 and (coin < scaled or chance >= thresholds.single)):
+        coin, mass = noise(seed, ~(start + len(accepted)), 0), 0.0
+        children, node = served.children_of(node), None
+        for child in children:
+            draft = served.drafts[child - 1]
+            chance = probs[draft]
+            mass += chance
+            scaled = mass / max(thresholds.acc, 1e-9)
+            near = min(abs(coin - scaled), abs(chance - thresholds.single) if chance < 1 else 1)
+            if not is_sure or (chance > 0 and thresholds.single > 0 and near < SLACK):
+                return None
+            if chance > 0 and (coin < scaled or chance >= thresholds.single):
+                accepted.append(draft)
+                node = child
+                break
             probs = [0.0 if token == draft else prob for token, prob in enumerate(probs)]
-            break
-        accepted.append(draft)
-    else:
-        output = served.output + accepted
-        probs, is_sure = distribution(logits_behind(served.prompt + output), params, output)
     place, total = noise(seed, ~start, 1) * sum(probs), 0.0
     for token, prob in enumerate(probs):
         total += prob

@@ -167,8 +167,8 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     # Speculative decoding
     speculative_algorithm: str | None = flag(
         None,
-        "What drafts: a head (`EAGLE` or `EAGLE3`), a smaller model (`STANDALONE`) or earlier text"
-        " (`NGRAM`); multi-token prediction is off then. Default: none.",
+        "What drafts, instead of multi-token prediction: a head (`EAGLE` or `EAGLE3`), a smaller"
+        " model (`STANDALONE`) or earlier text (`NGRAM`). Default: none.",
     )
     speculative_draft_model_path: str | None = flag(
         None,
@@ -177,13 +177,14 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
         aliases=("--speculative-draft-model",),
     )
     speculative_num_steps: int | None = flag(
-        None, "Tokens drafted per step of the model; default: 3."
+        None, "Tokens drafted one behind the other per step of the model; default: 3, of trees 5."
     )
     speculative_eagle_topk: int | None = flag(
-        None, "Drafts that follow each draft; only 1 (chains) so far, the default."
+        None, "Drafts that follow each draft; 1, the default, drafts chains, more trees."
     )
     speculative_num_draft_tokens: int | None = flag(
-        None, "Tokens that a step verifies; of chains --speculative-num-steps + 1; of NGRAM 12."
+        None,
+        "Tokens that a step verifies; of chains --speculative-num-steps + 1, of trees 8, NGRAM 12.",
     )
     speculative_token_map: str | None = flag(
         None,

@@ -118,6 +118,12 @@ def test_switches_are_counted_by_the_tier_that_they_lead_to() -> None:
     assert switches_after(stats, 3) == {1: 2, 0: 1, 3: 1}, "since the start, also after a flush"
 
 
+def test_a_step_of_trees_verifies_all_their_tokens() -> None:
+    assert SchedulerStats(3).num_draft_tokens == 4
+    assert SchedulerStats(5, num_tree_tokens=8).num_draft_tokens == 8
+    assert SchedulerStats().num_draft_tokens == 0
+
+
 def test_a_step_without_decodes_switches_nothing() -> None:
     """The drafter chose for no request of it."""
     stats = SchedulerStats(3)

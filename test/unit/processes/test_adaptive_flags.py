@@ -170,7 +170,6 @@ EAGLE = {"algorithm": "EAGLE"}
             " than one of the candidate_steps, 1, 3, 7; or leave it out.",
         ),
         ({**ON, "num_steps": 0}, f"{NUM_STEPS} must be 1 to 63."),
-        ({**ON, "eagle_topk": 4}, "--speculative-eagle-topk 4: trees of drafts"),
         ({**ON, "adaptive_config": "none.json"}, f"{CONFIG_FLAG} none.json is no file"),
         (ON, "--speculative-algorithm EAGLE needs --speculative-draft-model-path"),
     ],

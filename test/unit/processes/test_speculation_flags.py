@@ -109,7 +109,6 @@ def test_the_number_of_drafts_follows_the_load_unless_it_is_pinned(
         ({"algorithm": "EAGLE"}, f"--speculative-algorithm EAGLE needs {PATH}"),
         ({"num_steps": 3}, "--speculative-num-steps needs --speculative-algorithm"),
         ({"draft_model_path": "x"}, f"{PATH} needs --speculative-algorithm"),
-        ({"algorithm": "EAGLE", "eagle_topk": 4}, "--speculative-eagle-topk 4: trees of drafts"),
         ({"algorithm": "EAGLE", "num_steps": 0}, "--speculative-num-steps must be 1 to 63"),
         ({"algorithm": "EAGLE", "num_draft_tokens": 1}, "num-draft-tokens must be 2 to 64"),
         ({"accept_threshold_single": 0.5}, "--speculative-accept-threshold-single needs --spec"),

@@ -20,8 +20,7 @@ from drafter_checks import DraftCounter, make_drafter_runners
 from eagle_models import CONTEXT, VOCAB, eagle_config_for, write_models
 from model_harness import Model
 from sglang.srt.messages.requests import LogprobOptions
-from sglang.srt.processes.runtime_config import drafter_needs
-from sglang.srt.processes.worker_factory import make_worker
+from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from sglang.srt.speculative.confirm import AcceptThresholds
 from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig
 from sglang.srt.step.step_ops import NUM_PROMPT, ROW
@@ -40,9 +39,14 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def config_for(
-    paths: dict[str, Path], kind: str, thresholds: AcceptThresholds, num_steps: int = 3
+    paths: dict[str, Path],
+    kind: str,
+    thresholds: AcceptThresholds,
+    num_steps: int = 3,
+    tree: TreeShape | None = None,
 ) -> DrafterConfig:
-    config = eagle_config_for(paths["target"], paths[kind], kind, num_steps)
+    num_steps = num_steps if tree is None else tree.depth
+    config = eagle_config_for(paths["target"], paths[kind], kind, num_steps, tree=tree)
     return replace(config, thresholds=thresholds)
 
 
@@ -57,7 +61,7 @@ class Served(Drafted):
         group, setup = make_drafter_runners(paths["target"], setup, drafter)
         counter = DraftCounter()
         self.seen: Counter[str] = counter.seen
-        self.rounds: dict[int, list[tuple[list[int], list[int], list[int]]]] = {}
+        self.rounds: dict[int, list[Round]] = {}
 
         def on_step(step: ComputedStep) -> None:
             counter(step)
@@ -79,7 +83,10 @@ class Served(Drafted):
             tokens = step.state.tokens[row, : int(layout.positions[first]) + 1].tolist()
             drafts = layout.input_ids[first + 1 : first + num_pending].tolist()
             emitted = accepted.next_token_ids[index, : int(accepted.accept_lens[index])].tolist()
-            self.rounds.setdefault(tokens[0], []).append((tokens, drafts, emitted))
+            parents = layout.lookahead.parents
+            above = None if parents is None else parents[first + 1 : first + num_pending].tolist()
+            found = Round(tokens, [], drafts, emitted, above)
+            self.rounds.setdefault(tokens[0], []).append(found)
 
 
 ASKED: list[dict[str, Any]] = [
@@ -126,21 +133,29 @@ def outcomes(harness: Served, **options: Any) -> list[Collected]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "single", "acc", "num_steps"),
-    [(EAGLE, 1.0, 0.5, 3), (EAGLE3, 0.3, 1.0, 3), (EAGLE, 0.4, 0.8, 5), (EAGLE3, 0.0, 1.0, 1)],
+    ("kind", "single", "acc", "drafts"),
+    [
+        (EAGLE, 1.0, 0.5, 3),
+        (EAGLE3, 0.3, 1.0, 3),
+        (EAGLE, 0.4, 0.8, 5),
+        (EAGLE3, 0.0, 1.0, 1),
+        (EAGLE, 1.0, 0.6, TreeShape(topk=4, depth=3, num_drafts=12)),
+        (EAGLE3, 0.3, 0.9, TreeShape(topk=3, depth=4, num_drafts=9)),
+    ],
 )
 def test_each_step_is_that_of_the_rule(
-    paths: dict[str, Path], kind: str, single: float, acc: float, num_steps: int
+    paths: dict[str, Path], kind: str, single: float, acc: float, drafts: int | TreeShape
 ) -> None:
-    """Tokens and log-probabilities, with filters, penalties and biases."""
+    """Tokens and log-probabilities, with filters, penalties and biases; of chains and trees."""
     thresholds, target = AcceptThresholds(single, acc), Model(paths["target"])
-    harness = Served(paths, config_for(paths, kind, thresholds, num_steps))
+    shape = {"num_steps": drafts} if isinstance(drafts, int) else {"tree": drafts}
+    harness = Served(paths, config_for(paths, kind, thresholds, **shape))
     given = outcomes(harness, logprobs=LogprobOptions(start_len=200))
 
     seen: Counter[str] = Counter()
     for (prompt, params), outcome in zip(sampled(), given, strict=True):
         rounds, output = harness.rounds[prompt[0]], outcome.token_ids[:1]
-        whole = prompt + output + [token for *_, emitted in rounds for token in emitted]
+        whole = prompt + output + [token for each in rounds for token in each.emitted]
         logits = target.expected(whole).tolist()
 
         def behind(
@@ -149,15 +164,15 @@ def test_each_step_is_that_of_the_rule(
             assert tokens == whole[: len(tokens)]
             return logits[len(tokens) - 1]
 
-        for tokens, drafts, emitted in rounds:
-            assert tokens == prompt + output
-            served = Round(prompt, output, drafts, emitted)
+        for each in rounds:
+            assert each.prompt == prompt + output
+            served, emitted = replace(each, prompt=prompt, output=output), each.emitted
             output = output + emitted
             if params["temperature"] == 0:
                 continue
             right = threshold_oracle.expected(served, params, thresholds, behind)
             seen["accepted"] += len(emitted) - 1
-            seen["refused"] += len(drafts) - len(emitted) + 1
+            seen["refused"] += len(each.drafts) - len(emitted) + 1
             seen["rounds"] += 1
             seen["unsure"] += right is None
             assert right in (None, emitted), (params, served)
@@ -279,12 +294,3 @@ def test_seeded_requests_repeat_whatever_runs_beside_them(
     exact = [given.token_ids for given in outcomes(Served(paths, None))]
     num_same = sum(map(operator.eq, exact, together))
     assert 2 <= num_same < len(together) / 2  # the greedy ones, and few others
-
-
-def test_thresholds_are_of_chains(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = config_for(paths, EAGLE, ALL)
-    group, _ = make_drafter_runners(paths["target"], Setup(context_len=CONTEXT), drafter)
-    needs = replace(drafter_needs(drafter), has_trees=True)
-    monkeypatch.setattr("sglang.srt.processes.worker_factory.drafter_needs", lambda _: needs)
-    with pytest.raises(ValueError, match=r"--speculative-accept-threshold-single and .* of chains"):
-        make_worker(group, drafter)

@@ -18,12 +18,14 @@ from drafted_serving import Drafted
 from drafter_checks import DraftCounter, make_drafter_runners
 from eagle_models import CONTEXT, VOCAB, eagle_config_for, write_models
 from model_harness import Model
+from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from sglang.srt.speculative.confirm import EXACT, AcceptThresholds
 from utils import Setup
 
 torch.set_num_threads(1)
 PROMPT = [5, 17, 2, 9, 20, 11, 3]
 NUM_NEW, NUM_REQUESTS = 3, 1500  # drafts take part from the second token on
+TREE = TreeShape(topk=3, depth=2, num_drafts=7)
 LIMIT = 1e-4  # a right implementation is below it with this probability
 Cells = torch.Tensor  # [VOCAB ** NUM_NEW], by the tokens in order
 
@@ -43,6 +45,7 @@ def serve(
     kind: str | None,
     thresholds: AcceptThresholds = EXACT,
     first_seed: int | None = None,
+    tree: TreeShape | None = None,
     **params: Any,
 ) -> tuple[Cells, Counter[str]]:
     """How often each NUM_NEW tokens were given, and what became of drafts.
@@ -52,7 +55,8 @@ def serve(
     """
     drafter = None
     if kind is not None:
-        drafter = eagle_config_for(paths["target"], paths[kind], kind, 3)
+        num_steps = 3 if tree is None else tree.depth
+        drafter = eagle_config_for(paths["target"], paths[kind], kind, num_steps, tree=tree)
         drafter = replace(drafter, thresholds=thresholds)
     setup = Setup(num_pages=8192, max_running_requests=400, context_len=CONTEXT)
     group, setup = make_drafter_runners(paths["target"], setup, drafter)
@@ -135,8 +139,15 @@ def assert_many_of_each(seen: Counter[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "temperature", "first_seed"),
-    [(EAGLE, 0.7, None), (EAGLE3, 0.7, 10_000), (EAGLE3, 1.3, None), (EAGLE, 1.3, 10_000)],
+    ("kind", "temperature", "first_seed", "tree"),
+    [
+        (EAGLE, 0.7, None, None),
+        (EAGLE3, 0.7, 10_000, None),
+        (EAGLE3, 1.3, None, None),
+        (EAGLE, 1.3, 10_000, None),
+        (EAGLE3, 0.7, None, TREE),
+        (EAGLE, 1.3, 10_000, TREE),
+    ],
 )
 def test_tokens_follow_the_targets_distribution(
     paths: dict[str, Path],
@@ -145,20 +156,22 @@ def test_tokens_follow_the_targets_distribution(
     kind: str,
     temperature: float,
     first_seed: int | None,
+    tree: TreeShape | None,
 ) -> None:
     probs = exact(target, temperature)
-    cells, seen = serve(paths, kind, first_seed=first_seed, temperature=temperature)
+    cells, seen = serve(paths, kind, EXACT, first_seed, tree, temperature=temperature)
     assert_many_of_each(seen)
     assert fit(cells, probs) > LIMIT
     assert alike(cells, plain(temperature), probs) > LIMIT
 
 
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chains", "trees"])
 def test_thresholds_of_almost_1_give_almost_the_targets_distribution(
-    paths: dict[str, Path], target: Model
+    paths: dict[str, Path], target: Model, tree: TreeShape | None
 ) -> None:
     """The rule itself is exact: what is accepted and what is drawn where a draft is refused."""
     thresholds = AcceptThresholds(single=1.0, acc=1 - 1e-6)
-    cells, seen = serve(paths, EAGLE, thresholds, temperature=1.3)
+    cells, seen = serve(paths, EAGLE, thresholds, tree=tree, temperature=1.3)
     assert_many_of_each(seen)
     assert fit(cells, exact(target, 1.3)) > LIMIT
 

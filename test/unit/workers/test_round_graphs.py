@@ -19,6 +19,7 @@ from jumping_tier import JUMPING, jumping_tiers
 from recorded_graphs import recorded_graphs, replayable_backends
 from round_serving import NUM_STEPS, right_tokens, runners, serving, setup_of, submit_all, zero
 from sglang.srt.messages.requests import LogprobOptions
+from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.speculative.confirm import AcceptThresholds
 
@@ -68,6 +69,32 @@ def test_tokens(
     assert sizes - {1, 2, 4, 8}, "Some have padding."
     drafts = {count for _, count in served.rounds}
     assert len(drafts) > 1 if policy == JUMPING else drafts == {NUM_STEPS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "page_size", "shape", "disturb"),
+    [
+        (EAGLE, 1, TreeShape(topk=4, depth=3, num_drafts=9), nothing),
+        (EAGLE3, 16, TreeShape(topk=2, depth=4, num_drafts=5), abort),
+        (EAGLE3, 1, TreeShape(topk=3, depth=1, num_drafts=3), pause),
+    ],
+)
+def test_tokens_of_trees(
+    paths: dict[str, Path],
+    right: list[list[int]],
+    kind: str,
+    page_size: int,
+    shape: TreeShape,
+    disturb: Disturb,
+) -> None:
+    slots = 1 + shape.num_drafts + shape.num_slots
+    served = serving(paths, kind, setup_of(page_size, max_decode_rows=slots), tree=shape)
+    serve(served.harness, right, disturb)
+    assert served.seen["right"] > 10
+    assert served.seen["wrong"] > 10
+    assert served.num_pieces > 3
+    assert {count for count, _ in served.rounds} - {1, 2, 4, 8}, "Some have padding."
+    assert {count for _, count in served.rounds} == {shape.num_drafts}
 
 
 @pytest.mark.parametrize(

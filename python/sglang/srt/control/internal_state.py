@@ -26,9 +26,11 @@ class SchedulerStats:
 
     Args:
         num_draft_steps: the first `num_draft_steps`; 0 where no drafter says so.
+        num_tree_tokens: tokens of a tree of drafts, its root counted; 0 where drafts are chains.
     """
 
-    def __init__(self, num_draft_steps: int = 0) -> None:
+    def __init__(self, num_draft_steps: int = 0, num_tree_tokens: int = 0) -> None:
+        self._num_tree_tokens = num_tree_tokens
         self.num_draft_steps = num_draft_steps
         self.num_tier_switches = Counter[int]()
         self._has_decoded = False
@@ -38,6 +40,12 @@ class SchedulerStats:
         self.has_last_batch = False
         self._num_accepted = self._num_steps = 0
         self._num_drafts = self._num_confirmed = 0
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens that such a step verifies of a request, the certain one counted; 0 without a
+        drafter that says so."""
+        return (self._num_tree_tokens or 1 + self.num_draft_steps) if self.has_drafter else 0
 
     @property
     def avg_accept_length(self) -> float | None:
@@ -109,7 +117,7 @@ def read_internal_state(
         "overlap_token_count": report.overlap_token_count,
         "ledger_repair_count": checker.num_repairs,
         "speculative_num_steps": stats.num_draft_steps,
-        "speculative_num_draft_tokens": stats.num_draft_steps + 1 if stats.has_drafter else 0,
+        "speculative_num_draft_tokens": stats.num_draft_tokens,
         "speculative_tier_switches": {
             str(tier): count for tier, count in sorted((+stats.num_tier_switches).items())
         },

@@ -45,7 +45,7 @@ def describe_server(
         "tp_size": 1,
         "dp_size": 1,
         "chunked_prefill_size": scheduler.resolved["schedule"]["chunked_prefill_size"],
-        **_chains(scheduler.resolved["num_draft_steps"]),
+        **_drafts(scheduler.resolved),
         "vocab_size": scheduler.vocab_size,
         "context_length": scheduler.context_len,
         "max_total_num_tokens": scheduler.max_total_num_tokens,
@@ -58,14 +58,16 @@ def describe_server(
     }
 
 
-def _chains(num_steps: int) -> dict[str, int]:
+def _drafts(resolved: dict[str, Any]) -> dict[str, int]:
     """What became of SGLang's flags for drafts; nothing without them."""
+    num_steps = resolved["num_draft_steps"]
     if num_steps == 0:
         return {}
+    topk, num_tokens = resolved["draft_topk"], resolved["num_draft_tokens"]
     return {
         "speculative_num_steps": num_steps,
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": num_steps + 1,
+        "speculative_eagle_topk": topk,
+        "speculative_num_draft_tokens": num_tokens if topk > 1 else num_steps + 1,
     }
 
 
@@ -76,7 +78,7 @@ def describe_start(server_args: ServerArgs, scheduler: SchedulerInfo) -> str:
     rows = (
         ("model", _describe_model({"path": server_args.model_path, **found})),
         *(("draft model", _describe_model(model)) for model in found["draft_models"]),
-        *_describe_tiers(found["draft_tiers"]),
+        *_describe_drafts(found),
         ("runs on", f"{found['device']}, {found['dtype']}, {found['num_threads']} threads"),
         ("attention", found["attention_backend"]),
         (
@@ -97,8 +99,11 @@ def describe_start(server_args: ServerArgs, scheduler: SchedulerInfo) -> str:
     return "Start-up summary\n" + "\n".join(f"    {name:<12} {value}" for name, value in rows)
 
 
-def _describe_tiers(tiers: list[int]) -> list[tuple[str, str]]:
+def _describe_drafts(found: dict[str, Any]) -> list[tuple[str, str]]:
     """How many drafts a request gets; nothing without a head."""
+    tiers = found["draft_tiers"]
+    if found["draft_topk"] > 1:
+        return [("drafts", f"trees of {found['num_draft_tokens'] - 1}, up to {tiers[-1]} deep")]
     if len(tiers) <= 1:
         return [("drafts", f"{steps} in each step") for steps in tiers]
     numbers = f"{', '.join(map(str, tiers[:-1]))} or {tiers[-1]}"

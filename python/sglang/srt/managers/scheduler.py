@@ -59,7 +59,7 @@ class SchedulerConfig:
         strict_invariants: check the ledger after every step and raise on a violation.
         low_priority_first: smaller priorities go first.
         refuses_while_stopped: requests that arrive during a pause get 503 instead of waiting.
-        num_draft_steps: see `SchedulerStats`.
+        num_draft_steps, num_tree_tokens: see `SchedulerStats`.
         random_seed: begins the sequence of seeds for requests that bring none; None draws one.
     """
 
@@ -74,6 +74,7 @@ class SchedulerConfig:
     low_priority_first: bool = False
     refuses_while_stopped: bool = False
     num_draft_steps: int = 0
+    num_tree_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +128,7 @@ class Scheduler:
         self._make_stop_finder = make_stop_finder
         self._arrivals = itertools.count()
         self._seeds = SeedSource(config.random_seed)
-        self.stats = SchedulerStats(config.num_draft_steps)
+        self.stats = SchedulerStats(config.num_draft_steps, config.num_tree_tokens)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self.lifecycle = RequestLifecycle(ledger, debug.release_audit)
         self.checker = InvariantChecker(

@@ -28,6 +28,27 @@ class Drafts(NamedTuple):
     logprobs: torch.Tensor
     slots: torch.Tensor
 
+    def of_first(self, count: int) -> Drafts:
+        """Those of the first `count` requests."""
+        return Drafts(self.token_ids[:count], self.logprobs[:count], self.slots[:, :count])
+
+    def batches_fed(self, first: ForwardBatch) -> list[ForwardBatch]:
+        """The batch of each step, without the hidden states that only the pass knew; `first` as for
+        `DraftPass.run`."""
+        fed = [first.input_ids, *self.token_ids.unbind(1)]
+        return [
+            replace(
+                first,
+                input_ids=fed[index],
+                positions=first.positions + index,
+                slots=slots,
+                kv_lens=first.kv_lens + index,
+                kv_len_upper_bounds=[bound + index for bound in first.kv_len_upper_bounds],
+                hidden=None,
+            )
+            for index, slots in enumerate(self.slots)
+        ]
+
 
 class DraftPass:
     """N draft steps of a model. Nothing of it depends on what the host does not know at capture, so
@@ -97,20 +118,3 @@ class DraftPass:
         slots.copy_(self._table[first.rows, positions])
         slots.mul_(first.slots > 0)
         return places
-
-
-def batches_fed(first: ForwardBatch, drafts: Drafts) -> list[ForwardBatch]:
-    """The batch of each step of a pass, without the hidden states that only the pass knew."""
-    fed = [first.input_ids, *drafts.token_ids.unbind(1)]
-    return [
-        replace(
-            first,
-            input_ids=fed[index],
-            positions=first.positions + index,
-            slots=slots,
-            kv_lens=first.kv_lens + index,
-            kv_len_upper_bounds=[bound + index for bound in first.kv_len_upper_bounds],
-            hidden=None,
-        )
-        for index, slots in enumerate(drafts.slots)
-    ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sglang.srt.layers.forward_batch import NO_CAPTURE, HiddenCapture
 from sglang.srt.model_config import ModelConfig
+from sglang.srt.model_executor.draft_tree_passes import DraftShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,7 @@ class ExecutionConfig:
         num_threads: torch threads of a CPU.
         capture: which hidden states a forward pass gives beside those of the rows read.
         draft_steps: of a model that drafts: how many draft steps may follow a step of the target
-            (`draft`), and in batches of which sizes.
+            (`draft`), or which trees may be drafted (`draft_trees`), and in batches of which sizes.
         reads_one_row: no step reads more than one row of a request, as of models that draft: graphs
             compute no more.
         captures_trees: steps whose rows are trees also replay graphs, if the attention backend has
@@ -58,5 +60,5 @@ class ExecutionConfig:
     poisons_graphs: bool = False
     capture: HiddenCapture = NO_CAPTURE
     captures_trees: bool = False
-    draft_steps: dict[int, tuple[range, ...]] = field(default_factory=dict)
+    draft_steps: Mapping[DraftShape, tuple[range, ...]] = field(default_factory=dict)
     reads_one_row: bool = False

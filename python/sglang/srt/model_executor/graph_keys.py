@@ -168,7 +168,8 @@ def uniform_key(batch: ForwardBatch) -> GraphKey:
     assert batch.q_lens == [width] * count, "Requests feed different numbers of rows."
     hidden_width = 0 if batch.hidden is None else batch.hidden.shape[1]
     tag = DECODE if width == 1 else UNIFORM
-    return GraphKey(tag, count, width, count * width, hidden_width=hidden_width)
+    has_tree = batch.ancestors is not None
+    return GraphKey(tag, count, width, count * width, has_tree, hidden_width=hidden_width)
 
 
 def kind_of(key: GraphKey) -> str:

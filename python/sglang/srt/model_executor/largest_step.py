@@ -24,7 +24,7 @@ def largest_step(
 
 
 def most_that_fits(
-    run: Callable[[int], None], wished: int, least: int, device: torch.device
+    run: Callable[[int], object], wished: int, least: int, device: torch.device
 ) -> int:
     """`wished` or the first of its halves, and of theirs, that `run` has memory for on `device`.
 
@@ -42,7 +42,7 @@ def most_that_fits(
     return size
 
 
-def _fits(run: Callable[[int], None], size: int) -> bool:
+def _fits(run: Callable[[int], object], size: int) -> bool:
     try:
         run(size)
     except torch.OutOfMemoryError:

@@ -14,7 +14,14 @@ from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput, dummy_ste
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.mem_cache.kv_memory import KVGeometry, KVMemory
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphMemory
-from sglang.srt.model_executor.draft_passes import DraftPass, Drafts, batches_fed
+from sglang.srt.model_executor.draft_passes import DraftPass, Drafts
+from sglang.srt.model_executor.draft_tree_passes import (
+    DraftedTrees,
+    DraftShape,
+    DraftTreePass,
+    TreeShape,
+    num_steps_of,
+)
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.graph_keys import GraphKeys, uniform_key
 from sglang.srt.model_executor.host_threads import HostThreads
@@ -171,17 +178,18 @@ class ModelRunner:
         keys, draft_keys = self._keys(), self._draft_keys()
         if not keys.all:
             return
-        every = [*keys.all, *(key for each in draft_keys.values() for key in each.all)]
-        ops, plan, drafts = self.step_ops, self._layers.plan, {}
+        every = [key for each in (keys, *draft_keys.values()) for key in each.all]
+        ops, plan = self.step_ops, self._layers.plan
+        drafts: dict[DraftShape, CudaGraphRunner[Drafts | DraftedTrees]] = {}
         with memory_for(
             "CUDA graphs",
             f"{LESS_STATIC_MEMORY} or --max-running-requests, or --disable-cuda-graph.",
         ):
             memory = GraphMemory(every, config.device, getattr(torch, config.dtype))
             more = config.row_width, config.device, config.poisons_graphs, memory
-            for num_steps, each in draft_keys.items():
-                run = self._draft_pass(num_steps, self._plan_and_compute).run
-                drafts[num_steps] = CudaGraphRunner(plan_nothing, run, ops, each, *more)
+            for shape, each in draft_keys.items():
+                run = self._draft_pass(shape, lambda batch: self._forward_part(batch).hidden).run
+                drafts[shape] = CudaGraphRunner(plan_nothing, run, ops, each, *more)
             steps = CudaGraphRunner(plan, self._compute, ops, keys, *more)
             graphs = RunnerGraphs(steps, drafts, config.capture.all_rows, memory)
             graphs.capture()
@@ -203,14 +211,16 @@ class ModelRunner:
             model.draft_hidden_width if steps_alone else 0,
         )
 
-    def _draft_keys(self) -> dict[int, GraphKeys]:
-        """Of the graphs of so many draft steps each."""
+    def _draft_keys(self) -> dict[DraftShape, GraphKeys]:
+        """Of the graphs of several draft steps each."""
         config, width = self._config, self.model.draft_hidden_width
         if not self._capabilities.captures_plans:
             return {}
         most = config.max_running_requests
-        steps = config.draft_steps.items()
-        return {n: GraphKeys.of_draft_steps(most, width, n, sizes) for n, sizes in steps}
+        return {
+            shape: GraphKeys.of_draft_steps(most, width, num_steps_of(shape), sizes)
+            for shape, sizes in config.draft_steps.items()
+        }
 
     @torch.inference_mode()
     def warm_up(
@@ -236,10 +246,15 @@ class ModelRunner:
         wished = self.max_prompt_rows
         if wished == 0:
             return
-        what = f"a step of {min(wished, least_rows)} prompt tokens"
+        what, config = f"a step of {min(wished, least_rows)} prompt tokens", self._config
+        limits = config.max_decode_rows, config.max_running_requests, config.row_width
         with memory_for(what, f"{LESS_STATIC_MEMORY} or --max-running-requests."):
             self.max_prompt_rows = most_that_fits(
-                lambda rows: _run_largest(runners, rows), wished, least_rows, self.device
+                # A list: results are held while the others run.
+                lambda rows: [each._run_dummy(largest_step(rows, *limits)) for each in runners],
+                wished,
+                least_rows,
+                self.device,
             )
         if self.max_prompt_rows < wished:
             logger.warning(
@@ -285,7 +300,7 @@ class ModelRunner:
         return None if self._graphs is None else self._graphs.keys
 
     @property
-    def draft_graph_keys(self) -> dict[int, GraphKeys]:
+    def draft_graph_keys(self) -> dict[DraftShape, GraphKeys]:
         """The same of so many draft steps at once."""
         return {} if self._graphs is None else self._graphs.draft_keys
 
@@ -343,45 +358,43 @@ class ModelRunner:
         assert not self.kv_pool.is_released, "A step without a KV pool."
         self.req_to_token_pool.raise_if_outside()
 
-    @torch.inference_mode()
     def draft(self, first: ForwardBatch, num_steps: int) -> Drafts:
-        """Runs draft steps, of which `first` is the first one: see `DraftPass`. One graph
-        has all of them if it is one of `ExecutionConfig.draft_steps` and the attention backend
+        """Runs draft steps, of which `first` is the first one: see `DraftPass`. One graph has all
+        of them if it is one of `ExecutionConfig.draft_steps` and the attention backend
         `captures_plans`; else each is a step of its own. The next call may overwrite the result."""
+        drafts = self._draft(first, num_steps)
+        assert isinstance(drafts, Drafts)
+        return drafts
+
+    def draft_trees(self, first: ForwardBatch, shape: TreeShape) -> DraftedTrees:
+        """Drafts a tree for each request, see `DraftTreePass`; graphs are as for `draft`."""
+        trees = self._draft(first, shape)
+        assert isinstance(trees, DraftedTrees)
+        return trees
+
+    @torch.inference_mode()
+    def _draft(self, first: ForwardBatch, shape: DraftShape) -> Drafts | DraftedTrees:
         drafts = None
         if not self._is_part_of_graph:
             self.assert_ready()
-            drafts = None if self._graphs is None else self._graphs.draft(first, num_steps)
+            drafts = None if self._graphs is None else self._graphs.draft(first, shape)
         if drafts is None:
-            return self._draft_pass(num_steps, lambda batch: self.forward(batch).hidden).run(first)
+            return self._draft_pass(shape, lambda batch: self.forward(batch).hidden).run(first)
         if self.checks:
-            for batch in batches_fed(first, drafts):
+            for batch in drafts.batches_fed(first):
                 for check in self.checks:
                     check(batch)
         return drafts
 
     def _draft_pass(
-        self, num_steps: int, forward: Callable[[ForwardBatch], torch.Tensor]
-    ) -> DraftPass:
-        table = self.req_to_token_pool.req_to_token
-        return DraftPass(self.model, self._layers, table, forward, num_steps)
-
-    def _plan_and_compute(self, batch: ForwardBatch) -> torch.Tensor:
-        """`ModelOutput.hidden` of a batch that is not planned yet."""
-        self._layers.plan(batch)
-        return self._compute(batch).hidden
+        self, shape: DraftShape, forward: Callable[[ForwardBatch], torch.Tensor]
+    ) -> DraftPass | DraftTreePass:
+        parts = self.model, self._layers, self.req_to_token_pool.req_to_token, forward
+        if isinstance(shape, int):
+            return DraftPass(*parts, shape)
+        assert isinstance(self.model, DraftHead), "Heads alone draft trees."
+        return DraftTreePass(self.model, *parts[1:], shape)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [S, vocab_size], in the model's type, of hidden states [S, hidden_size]."""
         return self.model.compute_logits(hidden, self._layers)
-
-
-def _run_largest(runners: Sequence[ModelRunner], prompt_rows: int) -> None:
-    """The largest step, by each runner while the results of those before it are held."""
-    config = runners[0]._config
-    q_lens = largest_step(
-        prompt_rows, config.max_decode_rows, config.max_running_requests, config.row_width
-    )
-    held = []
-    for runner in runners:
-        held.append(runner._run_dummy(q_lens))

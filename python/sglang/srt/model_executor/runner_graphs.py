@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey, ModelOutput
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphMemory, Replay
 from sglang.srt.model_executor.draft_passes import Drafts
+from sglang.srt.model_executor.draft_tree_passes import DraftedTrees, DraftShape
 from sglang.srt.model_executor.graph_keys import GraphKeys
 
 
@@ -13,7 +16,7 @@ class RunnerGraphs:
 
     Args:
         steps: of a model's forward pass.
-        drafts: by the number of draft steps that each of its graphs runs.
+        drafts: by what each of its graphs drafts.
         all_rows: the last layer computes all rows (`HiddenCapture.all_rows`).
         memory: of all of them.
     """
@@ -21,7 +24,7 @@ class RunnerGraphs:
     def __init__(
         self,
         steps: CudaGraphRunner[ModelOutput],
-        drafts: dict[int, CudaGraphRunner[Drafts]],
+        drafts: Mapping[DraftShape, CudaGraphRunner[Drafts | DraftedTrees]],
         all_rows: bool,
         memory: GraphMemory,
     ) -> None:
@@ -36,9 +39,9 @@ class RunnerGraphs:
         return self._steps.keys
 
     @property
-    def draft_keys(self) -> dict[int, GraphKeys]:
-        """Of the graphs of so many draft steps each."""
-        return {num_steps: graphs.keys for num_steps, graphs in self._drafts.items()}
+    def draft_keys(self) -> dict[DraftShape, GraphKeys]:
+        """Of the graphs of several draft steps each."""
+        return {shape: graphs.keys for shape, graphs in self._drafts.items()}
 
     @property
     def num_graphs(self) -> int:
@@ -55,15 +58,14 @@ class RunnerGraphs:
         key = self._steps.key_of(batch)
         return None if key is None else self._wanted_rows(key, batch, self._steps.run(key, batch))
 
-    def draft(self, first: ForwardBatch, num_steps: int) -> Drafts | None:
-        """What draft steps give, see `DraftPass`; None if no graph fits them."""
-        graphs = self._drafts.get(num_steps)
+    def draft(self, first: ForwardBatch, shape: DraftShape) -> Drafts | DraftedTrees | None:
+        """What draft steps give, see `DraftPass` and `DraftTreePass`; None if no graph fits
+        them."""
+        graphs = self._drafts.get(shape)
         key = None if graphs is None else graphs.key_of(first)
         if graphs is None or key is None:
             return None
-        token_ids, logprobs, slots = graphs.run(key, first).results
-        count = len(first.q_lens)
-        return Drafts(token_ids[:count], logprobs[:count], slots[:, :count])
+        return graphs.run(key, first).results.of_first(len(first.q_lens))
 
     def _wanted_rows(
         self, key: GraphKey, batch: ForwardBatch, replay: Replay[ModelOutput]

@@ -1,5 +1,5 @@
-"""What `--speculative-algorithm` may name, an entry of `ALGORITHMS` for each that has a draft model;
-NGRAM, which has none, has flags of its own (`ngram_flags.py`)."""
+"""What `--speculative-algorithm` may name: an entry of `ALGORITHMS` for each that has a draft
+model. NGRAM, which has none, has flags of its own (`ngram_flags.py`)."""
 
 from __future__ import annotations
 
@@ -99,6 +99,11 @@ def _eagle(architecture: str, asked: Asked) -> EagleConfig:
 def _standalone(asked: Asked) -> StandaloneConfig:
     args, target = asked.args, asked.model
     path = draft_path(args, A_MODEL)
+    if asked.rounds.tree is not None:
+        raise ConfigError(
+            f"--speculative-eagle-topk {asked.rounds.tree.topk} is of heads; a draft model drafts"
+            " chains. Leave it out."
+        )
     if args.speculative_token_map is not None:
         raise ConfigError(
             f"{TOKEN_MAP} is for heads; a draft model has all tokens of its own. Leave it out."

@@ -140,6 +140,13 @@ def with_drafter(config: RuntimeConfig, drafter: DrafterConfig) -> RuntimeConfig
     """
     assert config.drafter is None, "There is a drafter already."
     needs, execution = drafter_needs(drafter), config.execution
+    backend = execution.attention_backend
+    if needs.has_trees and not ATTENTION_BACKENDS.load(backend).capabilities().tree_masks:
+        raise ConfigError(
+            f"--attention-backend {backend} has no masks for trees of drafts; use"
+            " --attention-backend triton (torch_native on a CPU), or draft chains"
+            " (--speculative-eagle-topk 1)."
+        )
     captures = execution.max_graph_width > 0
     execution = replace(
         execution,
@@ -151,7 +158,10 @@ def with_drafter(config: RuntimeConfig, drafter: DrafterConfig) -> RuntimeConfig
         capture=needs.capture,
         captures_trees=needs.has_trees,
     )
-    scheduler = replace(config.scheduler, num_draft_steps=needs.num_steps)
+    tree_tokens = 1 + needs.max_drafts if needs.has_trees else 0
+    scheduler = replace(
+        config.scheduler, num_draft_steps=needs.num_steps, num_tree_tokens=tree_tokens
+    )
     return replace(config, execution=execution, scheduler=scheduler, drafter=drafter)
 
 

@@ -189,6 +189,8 @@ def _info(
             "max_queued_requests": config.scheduler.max_queued_requests,
             "enable_overlap": config.scheduler.enable_overlap,
             "num_draft_steps": config.needs.num_steps,
+            "num_draft_tokens": 1 + config.needs.max_drafts,
+            "draft_topk": config.needs.topk,
             "draft_tiers": list(config.needs.tiers),
             "use_radix_cache": config.use_radix_cache,
             "schedule": asdict(config.scheduler.planner),

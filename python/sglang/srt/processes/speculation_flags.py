@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sglang.srt.model_config import ModelConfig
+from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.draft_algorithms import Asked, find_algorithm
+from sglang.srt.processes.draft_tree_flags import tree_from_flags
 from sglang.srt.processes.ngram_flags import is_ngram, ngram_from_flags, refuse_ngram_options
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.adaptive_config import (
@@ -18,7 +20,6 @@ from sglang.srt.speculative.adaptive_config import (
 )
 from sglang.srt.speculative.confirm import AcceptThresholds
 from sglang.srt.speculative.drafter import DrafterConfig
-from sglang.srt.speculative.eagle_worker import TOPK
 from sglang.srt.speculative.round_planner import RoundOptions
 from sglang.srt.speculative.spec_info import MAX_NUM_STEPS
 from sglang.srt.speculative.tier_policy import TierOptions
@@ -78,7 +79,8 @@ def drafter_from_flags(
         return ngram_from_flags(args, suppressed_token_ids, thresholds, simulates_acceptance, cache)
     try:
         algorithm = find_algorithm(args.speculative_algorithm)
-        tiers = _tiers(args, simulates_acceptance)
+        tree = tree_from_flags(args)
+        tiers = _tiers(args, simulates_acceptance, tree)
         rounds = RoundOptions(
             tiers.options.max_drafts,
             tiers.policy,
@@ -87,6 +89,7 @@ def drafter_from_flags(
             _tile_spec_cache(args, simulates_acceptance),
             algorithm.num_free,
             tile_spec_drafts,
+            tree,
         )
         options = algorithm.options(Asked(args, model, suppressed_token_ids, rounds))
     except ValueError as error:
@@ -116,8 +119,10 @@ class Tiers(NamedTuple):
     options: TierOptions
 
 
-def _tiers(args: ServerArgs, simulates_acceptance: bool) -> Tiers:
-    """How many drafts requests get."""
+def _tiers(args: ServerArgs, simulates_acceptance: bool, tree: TreeShape | None) -> Tiers:
+    """How many drafts requests get; of a tree, one behind the other."""
+    if tree is not None:
+        return Tiers("fixed", TierOptions(tree.depth, tree.depth))
     num_steps = _num_steps(args)
     is_fixed = simulates_acceptance or args.speculative_load_aware == "off"
     if not args.speculative_adaptive:
@@ -205,13 +210,7 @@ def _tile_spec_cache(args: ServerArgs, simulates_acceptance: bool) -> Path | Non
 
 def _num_steps(args: ServerArgs) -> int:
     """Drafts of a chain."""
-    topk, num_draft_tokens = args.speculative_eagle_topk, args.speculative_num_draft_tokens
-    if topk not in (None, TOPK):
-        raise ConfigError(
-            f"--speculative-eagle-topk {topk}: trees of drafts are not built yet; use {TOPK}, which"
-            " drafts chains."
-        )
-    num_steps = args.speculative_num_steps
+    num_steps, num_draft_tokens = args.speculative_num_steps, args.speculative_num_draft_tokens
     if num_steps is None:
         num_steps = DEFAULT_NUM_STEPS if num_draft_tokens is None else num_draft_tokens - 1
     if not 1 <= num_steps <= MAX_NUM_STEPS:

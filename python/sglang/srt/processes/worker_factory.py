@@ -139,11 +139,6 @@ def _by_thresholds(
 ) -> ConfirmByThresholds | None:
     if drafter.thresholds.is_exact:
         return None
-    if needs.has_trees:
-        raise ValueError(
-            "--speculative-accept-threshold-single and --speculative-accept-threshold-acc below 1"
-            " are of chains; leave them out where drafts are trees."
-        )
     return ConfirmByThresholds(drafter.thresholds, needs.suppressed_token_ids, device)
 
 

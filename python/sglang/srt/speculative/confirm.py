@@ -106,14 +106,14 @@ class ConfirmByThresholds:
 
     Let p be the distribution that the target's token is drawn from behind a row: after penalties,
     temperature and filters. The draft x that follows the row is confirmed if p(x) > 0, and coin <
-    p(x) / acc or p(x) >= single. Behind the last row kept the token is drawn from p, without the
-    draft that was refused there. With thresholds below 1 tokens do not follow p.
+    p(x) / acc or p(x) >= single. Of several drafts that follow a row the first such one is, where
+    in place of p(x) / acc stands the sum of p over x and those before it, divided by acc. Behind
+    the last row kept the token is drawn from p, without the drafts that were refused there. With
+    thresholds below 1 tokens do not follow p.
 
     The coin of a draft depends on (seed, position) alone, and the number that the last token is
     drawn with on (seed, position of the first draft). Where no kernels can be had for a GPU, the
     reference of `sample_ragged_trees` waits for it.
-
-    Drafts are chains.
 
     Args:
         thresholds: one is below 1; with both at 1 `ConfirmEqual` gives seeded requests the tokens
@@ -139,19 +139,25 @@ class ConfirmByThresholds:
             return equal, None
         layout, sampling, reads = target.layout, target.sampling, target.layout.reads
         lookahead, starts = target.lookahead, layout.per_request[READ_START]
-        assert lookahead.parents is None, "Chains alone."
         num_reads, num_pending = len(reads.index), lookahead.num_pending
         first = starts.clamp(max=num_reads - 1)
         # Without drafts a token is drawn as in a step in which nobody has any.
         is_drafted = (sampling.temperature[first] > 0) & (num_pending > 1)
-        has_draft = is_drafted[reads.request] & (reads.offset + 1 < num_pending[reads.request])
+        is_node = is_drafted[reads.request] & (reads.offset < num_pending[reads.request])
+        if lookahead.parents is None:
+            has_draft = is_node & (reads.offset + 1 < num_pending[reads.request])
+            first_child = torch.where(has_draft, reads.offset + 1, -1).to(torch.int32)
+            next_sibling = torch.full_like(first_child, -1)
+        else:
+            parents = torch.where(is_node, lookahead.parents[reads.index], -1)
+            first_child, next_sibling = tree_links(parents, reads.request, starts, max_rows)
         # Sampling has the noise of positions from 0 on: that of the others is used nowhere else.
         coins = self._ops.uniform_noise(sampling.seeds, ~sampling.positions, 2)
         fed = layout.input_ids[reads.index]
         drawn = self._ops.sample_ragged_trees(
             fed,
-            torch.where(has_draft, reads.offset + 1, -1).to(torch.int32),
-            torch.full_like(reads.index, -1, dtype=torch.int32),
+            first_child,
+            next_sibling,
             torch.nn.functional.pad(starts, (0, 1), value=num_reads),
             coins[:, 0].contiguous(),
             coins[first, 1],
@@ -165,9 +171,46 @@ class ConfirmByThresholds:
             path=torch.where(is_drafted[:, None], drawn.path, equal.path),
             next_token=torch.where(is_drafted, drawn.next_token, equal.next_token),
         )
-        is_before = reads.offset < drawn.num_confirmed[reads.request]
-        emitted = torch.where(is_before, fed.roll(-1), drawn.next_token[reads.request])
-        return confirmed, torch.where(is_drafted[reads.request], emitted, target.tokens)
+        # Behind each row of the path its next draft, behind the last the token that was drawn.
+        following = torch.nn.functional.pad(drawn.path[:, 1:], (0, 1), value=-1).to(torch.int64)
+        drafts = fed[(starts[:, None] + following).clamp(0, num_reads - 1)]
+        tokens = torch.where(following >= 0, drafts, drawn.next_token[:, None])
+        is_kept = (drawn.path >= 0) & is_drafted[:, None]
+        places = torch.where(is_kept, starts[:, None] + drawn.path, num_reads)
+        emitted = torch.nn.functional.pad(target.tokens, (0, 1))
+        emitted[places.flatten()] = tokens.flatten()
+        return confirmed, emitted[:num_reads]
+
+
+def tree_links(
+    parents: torch.Tensor, requests: torch.Tensor, starts: torch.Tensor, max_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The links of `sample_ragged_trees`, of the S rows read of R requests.
+
+    Args:
+        parents: [S] integers; by offset in its request, the row that each follows; -1: none.
+        requests: [S] int64.
+        starts: [R] int64; place of each request's first row among the S.
+        max_rows: at least the rows of any request that follow one.
+
+    Returns:
+        Of each row its first child and its next sibling, by offset; -1 where there is none. Both
+        [S] int32.
+    """
+    count, offsets = len(parents), torch.arange(max_rows, device=parents.device)
+    places = starts[requests][:, None] + offsets  # [S, max_rows]; of the rows of its request
+    known = places.clamp(max=count - 1)
+    exists = (places < count) & (requests[known] == requests[:, None])
+    parent_of = torch.where(exists, parents[known], -1)
+    own = torch.arange(count, device=parents.device) - starts[requests]
+
+    def first_of(is_one: torch.Tensor) -> torch.Tensor:
+        found = torch.where(is_one, offsets, max_rows).amin(1)
+        return torch.where(found < max_rows, found, -1).to(torch.int32)
+
+    is_sibling = (parent_of == parents[:, None]) & (parents >= 0)[:, None]
+    children = first_of(parent_of == own[:, None])
+    return children, first_of(is_sibling & (offsets > own[:, None]))
 
 
 class ConfirmSoMany:

@@ -4,7 +4,8 @@ runs a few times over one row of each request, behind all that the target has ke
 They need slots, which the scheduler reserves for the target's step: for N draft steps behind up to
 K rows kept, `StepWidth.decode_rows` is K + N, `StepWidth.lookahead_rows` is N, and
 `DrafterNeeds.extra_slots` is N. What a draft step writes lies behind the watermark, and the rows of
-the next step overwrite it.
+the next step overwrite it. Where each step feeds several rows of a request, as those of trees do, N
+is the number of these rows in all steps.
 """
 
 from __future__ import annotations

@@ -134,6 +134,9 @@ class DrafterNeeds:
         extra_slots: slots that such a request needs beyond those of `max_rows`, at most: draft
             steps write behind the rows that the target keeps (`speculative/draft_steps.py`).
         has_trees: drafts may be trees.
+        topk: drafts that follow each one, at most, for people to know.
+        max_confirmed: drafts of a request that a step may confirm, at most; None: all, as of
+            chains.
         max_masks: look-ahead rows behind the drafts of a request, at most, if the drafter packs
             steps (`StepCounts.packed`); None: it never does.
         capture: which hidden states the target gives.
@@ -156,6 +159,8 @@ class DrafterNeeds:
     tiers: tuple[int, ...] = ()
     extra_slots: int = 0
     has_trees: bool = False
+    topk: int = 1
+    max_confirmed: int | None = None
     max_masks: int | None = None
     capture: HiddenCapture = NO_CAPTURE
     suppressed_token_ids: tuple[int, ...] = ()
@@ -240,17 +245,21 @@ def verifying_plan(batch: ScheduleBatch, max_drafts: int, max_accepted: int) -> 
     return RowPlan(_counts(batch, room), max_pending=1 + max_drafts, max_accepted=max_accepted)
 
 
-def plan_of_drafts(batch: ScheduleBatch, num_drafts: Sequence[int]) -> RowPlan:
+def plan_of_drafts(
+    batch: ScheduleBatch, num_drafts: Sequence[int], max_confirmed: int | None = None
+) -> RowPlan:
     """The plan of a step in which prompts are fed, and every other request feeds its certain token
     and its drafts, of which the host knows how many there are. It is plain where nobody has any.
 
     Args:
         num_drafts: R counts, 0 where a prompt is fed.
+        max_confirmed: see `DrafterNeeds`.
     """
     most = max(num_drafts)
     if most == 0:
         return RowPlan(StepCounts.plain(batch))
-    return RowPlan(_counts(batch, num_drafts), max_pending=1 + most, max_accepted=1 + most)
+    accepted = most if max_confirmed is None else min(most, max_confirmed)
+    return RowPlan(_counts(batch, num_drafts), max_pending=1 + most, max_accepted=1 + accepted)
 
 
 def _counts(batch: ScheduleBatch, num_drafts: Sequence[int]) -> StepCounts:

@@ -1,4 +1,4 @@
-"""What EAGLE's steps hand to each other: chains of D requests, on the device."""
+"""What EAGLE's steps hand to each other: chains or trees of D requests, on the device."""
 
 from __future__ import annotations
 
@@ -26,25 +26,30 @@ class EagleDraftInput:
 
 @dataclass(frozen=True, slots=True)
 class EagleVerifyInput:
-    """Chains that the target verifies in its next step, each behind its request's certain token.
+    """Chains or trees that the target verifies in its next step, each behind its request's certain
+    token.
 
     Attributes:
         draft_token: [D, S] int64; the target's ids.
-        scores: [D, S] float32; by the head, the probability that a draft and all before it are
-            right: the product of the probabilities along the chain.
+        scores: [D, S] float32; by the head, the probability that a draft and all that it follows
+            are right: the product of the probabilities along its path. None is greater than the one
+            before it.
+        parents: [D, S] int32; see `DraftTrees.write`. None: chains.
     """
 
     draft_token: torch.Tensor
     scores: torch.Tensor
+    parents: torch.Tensor | None = None
 
     @property
     def confidence(self) -> torch.Tensor:
-        """[D, S] float32; that a draft is right, if those before it are (`Confidence.drafts`)."""
+        """[D, S] float32; that a draft is right, if those before it are (`Confidence.drafts`). Of a
+        tree the share of the score before it, so that products are scores there too."""
         before = torch.nn.functional.pad(self.scores[:, :-1], (1, 0), value=1.0)
         return torch.where(before > 0, self.scores / before, 0.0)
 
     def write(self, state: RequestRows, rows: torch.Tensor) -> None:
-        """Hands the chains to the next step of the target; rows [D] int64, of the token table."""
+        """Hands them to the next step of the target; rows [D] int64, of the token table."""
         counts = torch.full_like(rows, self.draft_token.shape[1])
         confidence = None if state.confidence is None else self.confidence
-        state.write_drafts(rows, self.draft_token, counts, confidence=confidence)
+        state.write_drafts(rows, self.draft_token, counts, self.parents, confidence)

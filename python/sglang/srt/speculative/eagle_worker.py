@@ -1,4 +1,4 @@
-"""EAGLE and EAGLE-3: a head over the target's hidden states drafts chains.
+"""EAGLE and EAGLE-3: a head over the target's hidden states drafts chains or trees.
 
 The head has a KV pool of its own behind the target's page table. Its slot at position p holds KV of
 the token at p + 1 and the target's hidden state of p: the token is known once the target has chosen
@@ -24,6 +24,7 @@ from sglang.srt.speculative.draft_steps import DraftSteps, plan_draft_steps
 from sglang.srt.speculative.drafter import ComputedStep, DrafterNeeds, DrafterParts, RowPlan
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.eagle_utils import organize_draft_results
+from sglang.srt.speculative.kept_paths import rows_of_paths
 from sglang.srt.speculative.round_planner import RoundOptions, RoundPlanner
 from sglang.srt.speculative.round_prices import MeasuredRounds
 from sglang.srt.speculative.spec_utils import select_top_k_tokens
@@ -33,7 +34,7 @@ from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import Q_LEN, Q_START
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
 
-TOPK = 1  # drafts that follow each one: chains alone
+TOPK = 1  # drafts that follow each one of a chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +44,26 @@ class EagleConfig:
     Attributes:
         head: of `load_head_config`, for this target.
         num_layers: of the target.
-        rounds: how many tokens are drafted.
+        rounds: how many tokens are drafted, in chains or trees.
         suppressed_token_ids: ids that the target never emits.
+
+    Raises:
+        ValueError: if the head has fewer tokens than are to follow each draft of a tree.
     """
 
     head: ModelConfig
     num_layers: int
     rounds: RoundOptions
     suppressed_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        head, tree = self.head, self.rounds.tree
+        count = len(head.hot_token_ids) or head.hf.get("draft_vocab_size") or head.vocab_size
+        if tree is not None and tree.topk > count:
+            raise ValueError(
+                f"--speculative-eagle-topk {tree.topk}: the head drafts {count} different tokens"
+                " alone; lower it."
+            )
 
     @property
     def capture(self) -> HiddenCapture:
@@ -61,8 +74,8 @@ class EagleConfig:
 
 
 class EagleDrafter:
-    """Every request proposes a chain, whatever its parameters are. All that are proposed in a step
-    have the same length, from 0 on: its tier."""
+    """Every request proposes a chain, whatever its parameters are, or every request a tree. All
+    chains of a step have the same length, from 0 on: its tier. All trees have the same shape."""
 
     def __init__(self, parts: DrafterParts) -> None:
         options: EagleConfig = parts.options
@@ -74,7 +87,7 @@ class EagleDrafter:
         self._table = parts.runners.memory.table
         self._state = parts.state
         self._ops = sampling_ops(self._runner.device)
-        self._step_width = options.rounds.step_width
+        self._rounds = options.rounds
         prices = None
         if options.rounds.needs_prices and parts.prices is not None:
             prices = measured_rounds(parts, parts.prices)
@@ -92,14 +105,16 @@ class EagleDrafter:
     @staticmethod
     def models(options: EagleConfig, target: ExecutionConfig) -> tuple[ExecutionConfig, ...]:
         steps = options.rounds.draft_steps
-        return (replace(target, model=options.head, capture=NO_CAPTURE, draft_steps=steps),)
+        # Of trees the head is fed the confirmed path alone, as a prompt.
+        target = replace(target, capture=NO_CAPTURE, captures_trees=False)
+        return (replace(target, model=options.head, draft_steps=steps),)
 
     @classmethod
     def make(cls, parts: DrafterParts) -> EagleDrafter:
         return cls(parts)
 
     def step_width(self, params: SamplingParams) -> StepWidth:
-        return self._step_width
+        return self._rounds.step_width
 
     def admit(self, new_rows: list[NewRow]) -> None:
         self.planner.admit(new_rows)
@@ -112,36 +127,45 @@ class EagleDrafter:
 
     def propose(self, step: ComputedStep) -> None:
         hidden = self.forward_draft_extend(step)
-        tier = max(step.plan.next_drafts)
-        if tier == 0:
+        num_drafts = max(step.plan.next_drafts)
+        if num_drafts == 0:
             return
-        steps = plan_draft_steps(step, self._table, self.planner.states[tier].num_draft_steps)
+        tier = num_drafts if self._rounds.tree is None else self._rounds.num_steps
+        steps = plan_draft_steps(step, self._table, self._rounds.num_draft_slots(tier))
         assert steps is not None, "Drafts are planned, and nobody drafts."
         self.draft(steps, steps.of_requests(hidden)).write(self._state, steps.rows)
 
     def forward_draft_extend(self, step: ComputedStep) -> torch.Tensor:
         """The head over the rows that the target was fed: of prompts, and of the certain token and
-        its drafts. What it writes for drafts that were rejected lies behind the watermark.
+        its drafts, of a tree those on the confirmed path. What it writes for drafts that were
+        rejected lies behind the watermark.
 
         Returns:
             [R, hidden_size]; its output at the last row kept of each request.
         """
         hidden = step.forward.taps if self._reads_taps else step.forward.hidden
         assert hidden is not None, "The target gives what `DrafterNeeds.capture` names."
-        per_request, state = step.chosen.layout.per_request, step.state
-        starts, inputs = per_request[Q_START], step.inputs
-        rows = rows_of_requests(starts + per_request[Q_LEN], inputs)
+        if step.inputs.ancestors is None:
+            per_request = step.chosen.layout.per_request
+            starts, inputs = per_request[Q_START], replace(step.inputs, hidden=hidden)
+            ends = starts + per_request[Q_LEN]
+        else:
+            inputs, starts, ends = rows_of_paths(step, self._table.req_to_token, hidden)
+        rows = rows_of_requests(ends, inputs)
         batch = replace(
             inputs,
-            input_ids=next_tokens(state, rows, inputs.positions),
+            input_ids=next_tokens(step.state, rows, inputs.positions),
             read_index=starts + step.accepted.kept_lens - 1,
-            hidden=hidden,
         )
         return self._runner.forward(batch).hidden
 
     def draft(self, steps: DraftSteps, hidden: torch.Tensor) -> EagleVerifyInput:
-        """Chains behind the certain tokens of the D requests that draft; hidden [D, hidden_size] is
-        the head's output at the row before each."""
+        """Chains or trees behind the certain tokens of the D requests that draft; hidden
+        [D, hidden_size] is the head's output at the row before each."""
+        if self._rounds.tree is not None:
+            first = steps.batch(0, steps.certain_tokens, hidden)
+            trees = self._runner.draft_trees(first, self._rounds.tree)
+            return EagleVerifyInput(trees.token_ids, trees.scores, trees.parents)
         token_ids, scores = select_top_k_tokens(
             self._runner.compute_logits(hidden), None, TOPK, self._ops
         )
@@ -162,7 +186,8 @@ def measured_rounds(parts: DrafterParts, target_prices: PriceTable) -> MeasuredR
     cache; the drafter's options have `rounds`."""
     rounds: RoundOptions = parts.options.rounds
     head, num_rows = parts.runners.runners[1], parts.runners.memory.table.num_rows
-    width, steps = 1 + rounds.num_steps, tuple(head.config.draft_steps)
+    width = 1 + rounds.num_steps
+    steps = tuple(shape for shape in head.config.draft_steps if isinstance(shape, int))
     measure = partial(measure_draft_prices, head, num_rows, width, steps)
     if rounds.tile_spec_cache is None:
         return MeasuredRounds(target_prices, measure())

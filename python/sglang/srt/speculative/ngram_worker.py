@@ -54,7 +54,7 @@ class NgramConfig:
     suppressed_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        assert self.rounds.most_draft_steps == 0, "Drafts of n-grams need no draft steps."
+        assert not self.rounds.draft_steps, "Drafts of n-grams need no draft steps."
 
 
 def branch_lengths(num_drafts: int, breadth: int) -> tuple[int, ...]:

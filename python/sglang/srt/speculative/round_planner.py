@@ -1,9 +1,9 @@
 """What a drafter plans on the host, whatever it drafts with: how many drafts requests get, and
 which of them are verified.
 
-All requests that are drafted for in a step get the same number of drafts, from 0 on: their tier. It
-is chosen by a `TierPolicy` one step before the drafts are verified. `TileSpec` may then cut the
-step to the drafts that pay.
+All requests that are drafted for in a step get chains of the same number of drafts, from 0 on:
+their tier. It is chosen by a `TierPolicy` one step before the drafts are verified. `TileSpec` may
+then cut the step to the drafts that pay. Trees are all of one shape, whose depth is the only tier.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from sglang.srt.model_executor.draft_tree_passes import DraftShape, TreeShape
 from sglang.srt.registry import ATTENTION_BACKENDS, TIER_POLICIES
 from sglang.srt.speculative.adaptive_config import AdaptiveConfig
-from sglang.srt.speculative.adaptive_runtime_state import SpecRuntimeState, runtime_states
+from sglang.srt.speculative.adaptive_runtime_state import (
+    ALL_BATCH_SIZES,
+    SpecRuntimeState,
+    runtime_states,
+)
 from sglang.srt.speculative.draft_steps import who_drafts
 from sglang.srt.speculative.drafter import DrafterNeeds, DrafterParts, RowPlan, plan_of_drafts
 from sglang.srt.speculative.prompt_mix import PromptMix
@@ -38,7 +43,7 @@ class RoundOptions:
     """How many tokens are drafted and verified.
 
     Attributes:
-        num_steps: drafts of a chain at most, at least 1.
+        num_steps: drafts of a chain, or one behind the other in a tree, at most; at least 1.
         tier_policy: a name in `TIER_POLICIES` (registry.py).
         initial_steps: drafts of a chain before a policy knows anything; None: all.
         adaptive: which numbers of drafts batches of each size may have; None: any.
@@ -48,6 +53,7 @@ class RoundOptions:
             which comes from its pass over the target's rows.
         tile_spec_drafts: for benchmarks, drafts of a request that `TileSpec` has verified on
             average, whatever they are worth; None: those that pay.
+        tree: all requests are given trees of this shape, whose depth is num_steps; None: chains.
     """
 
     num_steps: int
@@ -57,6 +63,14 @@ class RoundOptions:
     tile_spec_cache: Path | None = None
     num_free: int = 1
     tile_spec_drafts: float | None = None
+    tree: TreeShape | None = None
+
+    def __post_init__(self) -> None:
+        if self.tree is None:
+            return
+        assert self.tree.depth == self.num_steps, "A tree is as deep as there are steps."
+        assert self.tier_policy == "fixed", "Trees are all of one shape."
+        assert self.tile_spec_cache is None, "Chains alone are cut."
 
     @property
     def tier_options(self) -> TierOptions:
@@ -81,41 +95,63 @@ class RoundOptions:
         return runtime_states(tiers, self.adaptive, self.num_free)
 
     @property
-    def draft_steps(self) -> dict[int, tuple[range, ...]]:
-        """How many draft steps may follow a step of the target, and for batches of which sizes
-        (`ExecutionConfig.draft_steps`)."""
+    def draft_steps(self) -> dict[DraftShape, tuple[range, ...]]:
+        """How many draft steps may follow a step of the target, or which tree, and for batches of
+        which sizes (`ExecutionConfig.draft_steps`)."""
+        if self.tree is not None:
+            return {self.tree: ALL_BATCH_SIZES}
         states = self.states.values()
         return {each.num_draft_steps: each.batch_sizes for each in states if each.num_draft_steps}
 
     @property
-    def most_draft_steps(self) -> int:
-        return max(0, self.num_steps - self.num_free)
+    def max_drafts(self) -> int:
+        """Drafts of a request in a step."""
+        return self.num_steps if self.tree is None else self.tree.num_drafts
+
+    @property
+    def max_confirmed(self) -> int | None:
+        """See `DrafterNeeds`."""
+        return None if self.tree is None else self.tree.max_confirmed
+
+    def num_drafts(self, tier: int) -> int:
+        """Drafts of a request at a tier."""
+        return tier if self.tree is None else self.tree.num_drafts
+
+    def num_draft_slots(self, tier: int) -> int:
+        """Slots that the draft steps of a tier need behind the rows kept."""
+        return max(0, tier - self.num_free) if self.tree is None else self.tree.num_slots
 
     @property
     def step_width(self) -> StepWidth:
         """Slots of a request in a step, whatever its parameters are: for the rows that verify, and
-        for draft steps behind all of them."""
-        width, further = 1 + self.num_steps, self.most_draft_steps
-        return StepWidth(decode_rows=width + further, lookahead_rows=further, max_kept=width)
+        for draft steps behind all of them that may be kept."""
+        rows, further = 1 + self.max_drafts, self.num_draft_slots(self.num_steps)
+        kept = rows if self.max_confirmed is None else 1 + self.max_confirmed
+        slots = max(rows, kept + further)
+        return StepWidth(decode_rows=slots, lookahead_rows=further, max_kept=kept)
 
     @property
     def needs(self) -> DrafterNeeds:
-        """What follows for a drafter of chains."""
+        """What follows for a drafter of chains or trees."""
+        rows = 1 + self.max_drafts
         return DrafterNeeds(
-            max_drafts=self.num_steps,
-            max_rows=1 + self.num_steps,
+            max_drafts=self.max_drafts,
+            max_rows=rows,
             num_steps=self.tier_options.initial,
             tiers=tuple(self.states),
-            extra_slots=self.most_draft_steps,
+            extra_slots=self.step_width.decode_rows - rows,
+            has_trees=self.tree is not None,
+            topk=1 if self.tree is None else self.tree.topk,
+            max_confirmed=self.max_confirmed,
             max_masks=None if self.tile_spec_cache is None else 0,
             needs_prices=self.needs_prices,
             price_cache=self.tile_spec_cache,
-            rounds={tier: each.batch_sizes for tier, each in self.states.items()},
+            rounds={self.num_drafts(tier): each.batch_sizes for tier, each in self.states.items()},
         )
 
 
 class RoundPlanner:
-    """Plans the steps of a drafter of chains, and learns from their results.
+    """Plans the steps of a drafter of chains or trees, and learns from their results.
 
     Attributes:
         policy: chooses how many drafts requests get.
@@ -146,6 +182,7 @@ class RoundPlanner:
         graph_size = same_size if keys is None else keys.decode_size
         self.policy = options.policy(TierParts(options.tier_options, policy_prices, graph_size))
         self.states: Mapping[int, SpecRuntimeState] = options.states
+        self._options = options
         num_rows = parts.runners.memory.table.num_rows
         self._num_pending_drafts = [0] * num_rows  # of each row of the page table
         self._prompts = PromptMix()
@@ -168,7 +205,8 @@ class RoundPlanner:
         if has_decodes:
             self._prompts.observe(sum(batch.num_prompt_tokens))
         self._launched.append(self._next_round if has_decodes else None)
-        plan = replace(plan_of_drafts(batch, num_drafts), tier=self._next_round.tier)
+        plan = plan_of_drafts(batch, num_drafts, self._options.max_confirmed)
+        plan = replace(plan, tier=self._next_round.tier)
         if self.tile_spec is not None:
             plan = self.tile_spec.cut(batch, num_drafts, plan)
         next_drafts = self._next_drafts(batch, plan.max_accepted)
@@ -199,9 +237,8 @@ class RoundPlanner:
         """Drafts that each request of a step is given for its next one."""
         counts, tier = [0] * len(batch.rows), self._next_tier(batch)
         if tier:
-            num_steps = self.states[tier].num_draft_steps
-            for i in who_drafts(batch, max_accepted, num_steps):
-                counts[i] = tier
+            for i in who_drafts(batch, max_accepted, self._options.num_draft_slots(tier)):
+                counts[i] = self._options.num_drafts(tier)
         return counts
 
     def _next_tier(self, batch: ScheduleBatch) -> int:

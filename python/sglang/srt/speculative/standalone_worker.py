@@ -16,6 +16,7 @@ import torch
 from sglang.srt.layers.forward_batch import NO_CAPTURE, ForwardBatch
 from sglang.srt.layers.sampling_ops import sampling_ops
 from sglang.srt.model_config import ModelConfig
+from sglang.srt.model_executor.draft_tree_passes import DraftShape
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.draft_steps import DraftSteps, plan_draft_steps
@@ -155,11 +156,13 @@ def all_verify(step: ComputedStep) -> bool:
     return not any(prompts) and all(q_len > 1 for q_len in counts.q_lens)
 
 
-def _draft_steps(rounds: RoundOptions) -> dict[int, tuple[range, ...]]:
+def _draft_steps(rounds: RoundOptions) -> dict[DraftShape, tuple[range, ...]]:
     """`ExecutionConfig.draft_steps`: for each tier as many draft steps as drafts, and one less,
     where the first draft needs none."""
     found: dict[int, tuple[range, ...]] = {}
-    for most, sizes in rounds.draft_steps.items():
-        for num_steps in range(max(1, most - 1), most + 1):
-            found[num_steps] = tuple(dict.fromkeys((*found.get(num_steps, ()), *sizes)))
-    return dict(sorted(found.items()))
+    for state in rounds.states.values():
+        for num_steps in (state.num_draft_steps - 1, state.num_draft_steps):
+            if num_steps > 0:
+                sizes = (*found.get(num_steps, ()), *state.batch_sizes)
+                found[num_steps] = tuple(dict.fromkeys(sizes))
+    return {num_steps: found[num_steps] for num_steps in sorted(found)}

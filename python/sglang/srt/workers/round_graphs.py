@@ -63,6 +63,7 @@ class RoundGraphs:
         runners: of the target and the drafter's models.
         rounds: see `DrafterNeeds`.
         slots: of each request in a step (`DrafterNeeds.max_slots`).
+        max_confirmed: see `DrafterNeeds`.
         run: a step, from `RowLayout.per_request` on to the next drafts.
     """
 
@@ -71,12 +72,14 @@ class RoundGraphs:
         runners: RunnerGroup,
         rounds: Mapping[int, Sequence[range]],
         slots: int,
+        max_confirmed: int | None,
         run: RunStep,
     ) -> None:
         self._runners = runners
         self._table = runners.memory.table
         self._rounds = rounds
         self._slots = slots
+        self._max_confirmed = max_confirmed
         self._run = run
         self._poisons = runners.target.config.poisons_graphs
         self._captured: dict[Shape, dict[int, _Captured]] = {}  # then by requests
@@ -142,7 +145,7 @@ class RoundGraphs:
             table_writes=PageTableWrites(np.zeros((3, 0), dtype=np.int64)),
             all_greedy=False,  # greedy requests are drawn for as well
         )
-        plan = plan_of_drafts(batch, [num_drafts] * num_reqs)
+        plan = plan_of_drafts(batch, [num_drafts] * num_reqs, self._max_confirmed)
         plan = replace(plan, next_drafts=[num_next] * num_reqs)
         packed = to_device(pack_for_device(batch, plan.counts), self._table.req_to_token.device)
         per_request = packed.view(NUM_COUNTS, num_reqs)

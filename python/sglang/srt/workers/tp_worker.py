@@ -122,7 +122,8 @@ class TpModelWorker:
         """Captures whole steps of `DrafterNeeds.rounds`, if there are any that can be. With
         `on_step` there are none: nobody could tell it what is inside."""
         if needs.rounds and self._confirm.can_be_captured and self._on_step is None:
-            self._rounds = RoundGraphs(runners, needs.rounds, needs.max_slots, self._run_round)
+            sizes = needs.max_slots, needs.max_confirmed
+            self._rounds = RoundGraphs(runners, needs.rounds, *sizes, self._run_round)
             runners.capture_with(self._rounds)
 
     @torch.inference_mode()

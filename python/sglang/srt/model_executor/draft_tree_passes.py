@@ -1,0 +1,282 @@
+"""Trees of drafts by a head over a target (EAGLE-2, arXiv 2406.16858), in one pass: each draft step
+feeds the beam, the best K nodes found by the step before, and finds K children of each. Of all
+nodes found the best by the probability of their paths make the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from sglang.srt.layers.forward_batch import MAX_TREE_ROWS, ForwardBatch
+from sglang.srt.layers.layer_runtime import LayerRuntime
+from sglang.srt.layers.sampling_ops import sampling_ops
+from sglang.srt.models.draft_head import DraftHead
+
+MAX_ROWS = MAX_TREE_ROWS  # of a request: that all draft steps feed, and that verify a tree
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """How trees are drafted, and how large they are.
+
+    Attributes:
+        topk: K, children of each node of a beam, and nodes of a beam; at least 1.
+        depth: S, drafts one behind the other at most; at least 1. The first of them come from the
+            head's pass over the target's rows, so there are S - 1 draft steps.
+        num_drafts: D, nodes of a tree without its root, the certain token; at least 1.
+
+    Raises:
+        ValueError: if the head finds fewer nodes than a tree is to have, or ancestor masks have too
+            few bits for all rows.
+    """
+
+    topk: int
+    depth: int
+    num_drafts: int
+
+    def __post_init__(self) -> None:
+        if min(self.topk, self.depth, self.num_drafts) < 1:
+            raise ValueError(f"A tree has at least one draft: {self}.")
+        if self.num_drafts > self.num_found:
+            raise ValueError(
+                f"Beams of {self.topk} and {self.depth} steps find {self.num_found} drafts, fewer"
+                f" than the {self.num_drafts} of a tree."
+            )
+        if max(self.num_fed, 1 + self.num_drafts) > MAX_ROWS:
+            raise ValueError(
+                f"{self.num_fed} rows of draft steps and {1 + self.num_drafts} rows to verify:"
+                f" masks have {MAX_ROWS} bits."
+            )
+
+    @property
+    def num_steps(self) -> int:
+        """Draft steps, of K rows each."""
+        return self.depth - 1
+
+    @property
+    def num_fed(self) -> int:
+        """Rows of a request in all draft steps; each has a slot of its own."""
+        return self.topk * self.num_steps
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a request that a pass is given, at least one."""
+        return max(1, self.num_fed)
+
+    @property
+    def num_found(self) -> int:
+        """Nodes to choose the drafts from."""
+        return self.topk + self.num_steps * self.topk**2
+
+    @property
+    def max_confirmed(self) -> int:
+        """Drafts of a tree that may be confirmed, at most."""
+        return min(self.depth, self.num_drafts)
+
+
+DraftShape = int | TreeShape  # a chain of so many draft steps, or a tree
+
+
+def num_steps_of(shape: DraftShape) -> int:
+    """Draft steps."""
+    return shape if isinstance(shape, int) else shape.num_steps
+
+
+class DraftedTrees(NamedTuple):
+    """Trees of R requests, and what their N draft steps were fed.
+
+    Attributes:
+        token_ids: [R, D] int64; the target's ids of nodes 1 to D. No node is better than one before
+            it, so the first nodes of a tree, however many, are a tree too.
+        parents: [R, D] int32; node that each follows, 0 is the root.
+        scores: [R, D] float32; by the head, the probability of the path to each node.
+        fed_ids, ancestors, slots: [N, R, K] int64; of the rows of each step.
+    """
+
+    token_ids: torch.Tensor
+    parents: torch.Tensor
+    scores: torch.Tensor
+    fed_ids: torch.Tensor
+    ancestors: torch.Tensor
+    slots: torch.Tensor
+
+    def of_first(self, count: int) -> DraftedTrees:
+        """Those of the first `count` requests."""
+        of_requests = (values[:count] for values in self[:3])
+        return DraftedTrees(*of_requests, *(values[:, :count] for values in self[3:]))
+
+    def batches_fed(self, first: ForwardBatch) -> list[ForwardBatch]:
+        """The batch of each step, without the hidden states that only the pass knew; `first` as for
+        `DraftTreePass.run`."""
+        fed = zip(self.fed_ids, self.ancestors, self.slots, strict=True)
+        return [_batch(first, index, *each) for index, each in enumerate(fed)]
+
+
+class DraftTreePass:
+    """Drafts a tree for each request. Nothing of it depends on what the host does not know at
+    capture, so one graph has all of it where the attention backend captures plans.
+
+    Row r of step i stands in column watermark + i K + r of the page table, at position watermark +
+    i, and sees what lies before the watermark and its own branch.
+
+    Args:
+        table: [rows, width] int32; the page table.
+        forward: runs the head over a batch that is not planned yet, K rows of each request, and
+            gives `ModelOutput.hidden` of all rows.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        layers: LayerRuntime,
+        table: torch.Tensor,
+        forward: Callable[[ForwardBatch], torch.Tensor],
+        shape: TreeShape,
+    ) -> None:
+        self._head = head
+        self._layers = layers
+        self._table = table
+        self._forward = forward
+        self._shape = shape
+        self._best_of = sampling_ops(table.device).argmax_logprob
+
+    def run(self, first: ForwardBatch) -> DraftedTrees:
+        """
+        Args:
+            first: one row of each request, which stands at its watermark; `hidden` [R, hidden_size]
+                is the head's output at the row before. Its tokens are not looked at. Rows that
+                write to the dummy slot are padding in all steps.
+        """
+        assert first.hidden is not None, "A head drafts from its own output."
+        topk, count = self._shape.topk, len(first.positions)
+        own_bits = torch.ones_like(first.positions)[:, None] << self._numbers(topk)
+        beam = _Beam(*self._children(first.hidden, count), self._numbers(topk).expand(count, topk))
+        found = [_Found(beam.token_ids, beam.scores, torch.full_like(beam.numbers, -1))]
+        above = torch.zeros_like(beam.numbers)
+        hidden = first.hidden.repeat_interleave(topk, dim=0)
+        fed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        for index in range(self._shape.num_steps):
+            ancestors = above | own_bits << index * topk
+            fed.append((beam.token_ids, ancestors, self._slots(first, index)))
+            batch = replace(_batch(first, index, *fed[-1]), hidden=hidden)
+            hidden = self._forward(batch)
+            token_ids, probs = self._children(hidden, count)
+            scores = beam.scores.repeat_interleave(topk, 1) * probs
+            found.append(_Found(token_ids, scores, beam.numbers.repeat_interleave(topk, 1)))
+            if index + 1 == self._shape.num_steps:
+                break
+            chosen = _descending(scores)[:, :topk]
+            numbers = chosen + topk + index * topk**2
+            beam = _Beam(token_ids.gather(1, chosen), scores.gather(1, chosen), numbers)
+            parents = chosen // topk
+            above = ancestors.gather(1, parents)
+            rows = parents + topk * self._numbers(count)[:, None]
+            hidden = hidden[rows.flatten()]
+        return DraftedTrees(*_best_nodes(found, self._shape.num_drafts), *self._stacked(fed, count))
+
+    def _children(self, hidden: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of hidden [count * n, hidden_size] the K best tokens behind each row, the best first, of
+        equal ones any: the target's ids [count, n * K] int64 and probabilities, float32."""
+        logits, topk = self._head.compute_logits(hidden, self._layers), self._shape.topk
+        best_ids, best, logprobs = self._best_of(logits, None)
+        if topk == 1:
+            ids, probs = best_ids, logprobs.exp()
+        else:
+            values, ids = logits.topk(topk, dim=1)
+            probs = (values.float() - (best - logprobs)[:, None]).exp()
+        return self._head.to_target_ids(ids).view(count, -1), probs.view(count, -1)
+
+    def _slots(self, first: ForwardBatch, index: int) -> torch.Tensor:
+        """[R, K] int64; of the rows of step `index`."""
+        topk = self._shape.topk
+        columns = first.positions[:, None] + self._numbers(topk) + index * topk
+        slots = self._table[first.rows[:, None], columns].to(torch.int64)
+        return slots * (first.slots > 0)[:, None]
+
+    def _stacked(
+        self, fed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Each of the three of all steps, [N, R, K]."""
+        if not fed:
+            empty = self._table.new_empty((0, count, self._shape.topk), dtype=torch.int64)
+            return empty, empty, empty
+        token_ids, ancestors, slots = zip(*fed, strict=True)
+        return torch.stack(token_ids), torch.stack(ancestors), torch.stack(slots)
+
+    def _numbers(self, count: int) -> torch.Tensor:
+        return torch.arange(count, device=self._table.device)
+
+
+class _Beam(NamedTuple):
+    """The nodes that a step feeds; `numbers` are among all nodes found of a request.
+
+    Attributes:
+        token_ids, numbers: [R, K] int64.
+        scores: [R, K] float32.
+    """
+
+    token_ids: torch.Tensor
+    scores: torch.Tensor
+    numbers: torch.Tensor
+
+
+class _Found(NamedTuple):
+    """Nodes of one depth, in the order of their numbers.
+
+    Attributes:
+        token_ids: [R, n] int64.
+        scores: [R, n] float32.
+        parents: [R, n] int64; numbers, -1: the root.
+    """
+
+    token_ids: torch.Tensor
+    scores: torch.Tensor
+    parents: torch.Tensor
+
+
+def _batch(
+    first: ForwardBatch,
+    index: int,
+    token_ids: torch.Tensor,
+    ancestors: torch.Tensor,
+    slots: torch.Tensor,
+) -> ForwardBatch:
+    """Step `index`, without hidden states; the tensors are [R, K]."""
+    count, topk = token_ids.shape
+    end = (index + 1) * topk
+    return replace(
+        first,
+        input_ids=token_ids.flatten(),
+        positions=(first.positions + index).repeat_interleave(topk),
+        slots=slots.flatten(),
+        q_lens=[topk] * count,
+        kv_lens=first.kv_lens + (end - 1),
+        kv_len_upper_bounds=[bound + end - 1 for bound in first.kv_len_upper_bounds],
+        ancestors=ancestors.flatten(),
+        tree_starts=first.positions,
+        hidden=None,
+    )
+
+
+def _best_nodes(
+    found: list[_Found], num_drafts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The first three of `DraftedTrees`. A parent's number is less than its children's and its
+    score is no less, so of equal ones the parent comes first and no draft is without its parent."""
+    token_ids, scores, parents = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
+    scores = scores.nan_to_num(0.0)
+    order = _descending(scores)
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    place_of = torch.empty_like(order).scatter_(1, order, places)
+    best = order[:, :num_drafts]
+    above = parents.gather(1, best)
+    nodes = torch.where(above < 0, 0, 1 + place_of.gather(1, above.clamp(min=0)))
+    return token_ids.gather(1, best), nodes.to(torch.int32), scores.gather(1, best)
+
+
+def _descending(scores: torch.Tensor) -> torch.Tensor:
+    """[R, n] int64; places in [R, n] of the best first, of equal ones in order."""
+    return scores.sort(dim=1, descending=True, stable=True).indices

@@ -1,0 +1,241 @@
+"""An EAGLE drafter that compares what it drafts with what the head says of the true sequence, by an
+oracle without a cache.
+
+The target's hidden states are those of transformers. Of each slot of the head's pool it is noted
+which token was fed there: the next one of the sequence, but for the last slot of a page in a cached
+prefix, where it may be its publisher's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draft_heads import EAGLE, EAGLE3, Oracle
+from drafted_serving import Drafted
+from eagle_models import (
+    CONTEXT,
+    EMBEDDING,
+    OUTPUT_HEAD,
+    eagle_config_for,
+    write_eagle3_head,
+    write_eagle_head,
+    write_target,
+)
+from mtp_oracle import load_reference
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.model_executor.draft_tree_passes import TreeShape
+from sglang.srt.model_executor.runner_group import make_runners
+from sglang.srt.processes.runtime_config import drafter_needs
+from sglang.srt.processes.worker_factory import drafter_models
+from sglang.srt.registry import DRAFTERS
+from sglang.srt.speculative.draft_steps import DraftSteps
+from sglang.srt.speculative.drafter import ComputedStep, DrafterParts
+from sglang.srt.speculative.eagle_info import EagleVerifyInput
+from sglang.srt.speculative.eagle_worker import EagleDrafter
+from sglang.srt.step.worker import NewRow
+from utils import Setup, make_execution
+
+NUM_STEPS, TOLERANCE = 3, 2e-3
+COMPARED, COMPARED_TREES = "compared", "compared trees"
+
+
+class ComparedDrafter(EagleDrafter):
+    """Compares each chain that it proposes.
+
+    Attributes:
+        seen: chains compared, by what happened before.
+    """
+
+    def __init__(self, parts: DrafterParts) -> None:
+        super().__init__(parts)
+        self.seen: Counter[str] = Counter()
+        self.reference: Any = None
+        self.oracle: Any = None
+        self._layers = parts.options.capture.layers
+        self._fed = torch.full((len(self._runner.kv_pool.kv[0]),), -1)
+        self._num_cached: dict[int, int] = {}
+        self._scores: dict[int, torch.Tensor] = {}
+        self._runner.checks.append(self._note)
+
+    def _note(self, batch: ForwardBatch) -> None:
+        self._fed[batch.slots.cpu()] = batch.input_ids.cpu()
+
+    def admit(self, new_rows: list[NewRow]) -> None:
+        super().admit(new_rows)
+        self._num_cached.update((new.row, new.num_committed) for new in new_rows)
+
+    def draft(self, steps: DraftSteps, hidden: torch.Tensor) -> EagleVerifyInput:
+        drafts = super().draft(steps, hidden)
+        torch.testing.assert_close(drafts.confidence.cumprod(dim=1), drafts.scores)
+        self._scores = dict(zip(steps.rows.tolist(), drafts.scores, strict=True))
+        return drafts
+
+    @torch.inference_mode()
+    def propose(self, step: ComputedStep) -> None:
+        super().propose(step)
+        lens = step.accepted.accept_lens.tolist()
+        fed = [0] * len(lens) if step.plan.is_plain else step.accepted.num_drafts.tolist()
+        for index, (row, emits) in enumerate(zip(step.batch.rows, step.batch.emits, strict=True)):
+            if not emits:
+                self.seen["chunks"] += 1
+                continue
+            self._compare(row)
+            if step.batch.num_prompt_tokens[index] == 0:
+                self.seen["plain"] += fed[index] == 0
+                self.seen["confirmed"] += lens[index] - 1
+                self.seen["rejected"] += fed[index] - (lens[index] - 1)
+            self.seen["behind cached"] += self._num_cached[row] > 0
+
+    def _compare(self, row: int) -> None:
+        state = self._state
+        end = int(state.committed[row])
+        num_drafts = int(state.pending_lens[row]) - 1
+        known = state.tokens[row, : end + 1 + num_drafts].long().cpu()
+        assert int(state.num_tokens[row]) == len(known)
+        if num_drafts == 0:
+            return
+        self._compare_drafts(
+            row, known[end + 1 :].tolist(), *self._true_sequence(row, known[: end + 1])
+        )
+        self.seen["compared"] += 1
+
+    def _true_sequence(self, row: int, known: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+        """What the head was fed so far, of the known tokens [n] int64: n - 1 tokens, and the hidden
+        states beside them."""
+        fed = self._fed[self._table.req_to_token[row, : len(known) - 1].long().cpu()]
+        wrong = (fed != known[1:]).nonzero()[:, 0]
+        size = self._page_size
+        assert ((wrong + 1) % size == 0).all(), wrong
+        assert (wrong < self._num_cached[row]).all(), wrong
+        self.seen["publishers' tokens"] += len(wrong) > 0
+        states = self.reference(known[None, :-1], output_hidden_states=True).hidden_states
+        layers = [states[layer][0] for layer in self._layers]
+        taps = torch.cat(layers, dim=1) if layers else states[-1][0]
+        return fed.tolist(), self.oracle.combine(taps)
+
+    def _compare_drafts(
+        self, row: int, drafts: list[int], tokens: list[int], hidden: torch.Tensor
+    ) -> None:
+        """Compares a chain; the others are of `_true_sequence`."""
+        score = 1.0
+        for draft, told in zip(drafts, self._scores[row].tolist(), strict=True):
+            carried, logits = self.oracle.run(tokens, hidden)
+            column = self._column_of(draft)
+            gap = float(logits[-1].max() - logits[-1, column])
+            assert gap <= TOLERANCE, (row, len(tokens), draft, gap)
+            score *= float(logits[-1].softmax(0)[column])
+            assert told == pytest.approx(score, rel=5e-3)
+            self.seen["ties"] += int(logits[-1].argmax()) != column
+            tokens, hidden = [*tokens, draft], torch.cat((hidden, carried[-1:]))
+
+    def _column_of(self, token: int) -> int:
+        columns = torch.arange(self.oracle.num_tokens, device=self._runner.device)
+        ids = self._head.to_target_ids(columns)
+        [column] = (ids == token).nonzero()[:, 0].tolist()
+        return column
+
+    @property
+    def _page_size(self) -> int:
+        return self._runner.kv_pool.page_size
+
+
+class ComparedTrees(ComparedDrafter):
+    """Compares each tree with the one that an oracle without a cache finds."""
+
+    def draft(self, steps: DraftSteps, hidden: torch.Tensor) -> EagleVerifyInput:
+        drafts = super().draft(steps, hidden)
+        assert drafts.parents is not None
+        self._parents = dict(zip(steps.rows.tolist(), drafts.parents.tolist(), strict=True))
+        return drafts
+
+    def _compare_drafts(
+        self, row: int, drafts: list[int], tokens: list[int], hidden: torch.Tensor
+    ) -> None:
+        shape, scores = self._rounds.tree, self._scores[row].tolist()
+        assert shape is not None
+        assert len(drafts) == shape.num_drafts
+        assert scores == sorted(scores, reverse=True)
+        paths: list[tuple[int, ...]] = [()]
+        for draft, parent in zip(drafts, self._parents[row], strict=True):
+            paths.append((*paths[parent], draft))
+        assert len(set(paths)) == len(paths)
+        found = self._expanded(shape, tokens, hidden)
+        right = sorted(found.values(), reverse=True)[: shape.num_drafts]
+        assert scores == pytest.approx(right, rel=5e-3)
+        best = sorted(found, key=lambda path: -found[path])[: shape.num_drafts]
+        self.seen["ties"] += set(best) != set(paths[1:])
+        for path, told in zip(paths[1:], scores, strict=True):
+            if path in found:
+                assert told == pytest.approx(found[path], rel=5e-3)
+        self.seen["branches"] += len({path[:1] for path in paths[1:]}) > 1
+        self.seen["deep"] += max(map(len, paths)) == shape.depth
+
+    def _expanded(
+        self, shape: TreeShape, tokens: list[int], hidden: torch.Tensor
+    ) -> dict[tuple[int, ...], float]:
+        """The probabilities of all paths that beams find."""
+        found: dict[tuple[int, ...], float] = {}
+        columns = torch.arange(self.oracle.num_tokens)
+        ids = self._head.to_target_ids(columns).tolist()
+        beam: list[tuple[tuple[int, ...], float, torch.Tensor]] = [((), 1.0, hidden)]
+        for _ in range(shape.depth):
+            level: list[tuple[tuple[int, ...], float, torch.Tensor]] = []
+            for path, score, fed in beam:
+                carried, logits = self.oracle.run([*tokens, *path], fed)
+                probs = logits[-1].softmax(0)
+                further = torch.cat((fed, carried[-1:]))
+                for column in probs.topk(shape.topk).indices.tolist():
+                    level.append(((*path, ids[column]), score * float(probs[column]), further))
+            found.update((path, score) for path, score, _ in level)
+            beam = sorted(level, key=lambda node: -node[1])[: shape.topk]
+        return found
+
+
+@contextmanager
+def compared_drafters() -> Iterator[None]:
+    """Names the drafters of this module in this block."""
+    kinds = {COMPARED: ComparedDrafter, COMPARED_TREES: ComparedTrees}
+    places = {name: f"{__name__}:{kind.__name__}" for name, kind in kinds.items()}
+    with mock.patch.dict(DRAFTERS._entries, places):
+        yield
+
+
+def write_noisy_models(folder: Path) -> dict[str, Path]:
+    """A target and heads of more noise than in other tests: they look at all that they follow."""
+    target = write_target(folder / "target")
+    eagle3 = write_eagle3_head(folder / EAGLE3, target, noise=0.2)
+    heads = {EAGLE: write_eagle_head(folder / EAGLE, noise=0.2), EAGLE3: eagle3}
+    return {"target": target, **heads}
+
+
+def compared(
+    paths: dict[str, Path],
+    kind: str,
+    setup: Setup,
+    policy: str = "fixed",
+    tree: TreeShape | None = None,
+) -> Drafted:
+    """A scheduler over a target with a head whose drafts are compared."""
+    target, head = paths["target"], paths[kind]
+    num_steps, name = (NUM_STEPS, COMPARED) if tree is None else (tree.depth, COMPARED_TREES)
+    drafter = replace(eagle_config_for(target, head, kind, num_steps, policy, tree=tree), name=name)
+    needs = drafter_needs(drafter)
+    execution = make_execution(
+        target, setup, CONTEXT, needs.max_rows, row_width=setup.row_width, capture=needs.capture
+    )
+    harness = Drafted(make_runners(execution, *drafter_models(drafter, execution)), drafter, setup)
+    made: ComparedDrafter = harness.drafter
+    weights = load_file(target / "model.safetensors")
+    made.reference = load_reference(target)
+    made.oracle = Oracle(head, weights[EMBEDDING], weights[OUTPUT_HEAD])
+    made.oracle.num_tokens = len(made.oracle.tensors.get("lm_head.weight", weights[OUTPUT_HEAD]))
+    return harness

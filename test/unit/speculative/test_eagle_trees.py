@@ -1,0 +1,181 @@
+"""Trees of drafts by EAGLE and EAGLE-3: whatever the head drafts, tokens are those of a server
+without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import drafter_checks
+from draft_heads import EAGLE, EAGLE3
+from drafted_serving import abort, nothing, params_of, pause, prompts, serve
+from drafter_checks import asking_requests
+from eagle_models import CONTEXT, VOCAB, eagle_config_for, write_models
+from eagle_serving import Served, right_tokens, setup_for
+from pairwise import name_of, pairwise_cases
+from sglang.srt.messages.control import ContinueGenerationReq, MemoryOccupationReq
+from sglang.srt.model_executor.draft_tree_passes import TreeShape
+from utils import Setup
+
+torch.set_num_threads(1)
+KINDS = (EAGLE, EAGLE3)
+BOTH = pytest.mark.parametrize("kind", KINDS)
+WIDE, DEEP = TreeShape(topk=4, depth=3, num_drafts=10), TreeShape(topk=2, depth=5, num_drafts=7)
+SHAPES = {
+    "flat": TreeShape(topk=4, depth=1, num_drafts=3),
+    "wide": WIDE,
+    "deep": DEEP,
+    "all found": TreeShape(topk=2, depth=3, num_drafts=10),
+    "few": TreeShape(topk=4, depth=5, num_drafts=3),
+    "full": TreeShape(topk=8, depth=4, num_drafts=63),
+}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_models(tmp_path_factory.mktemp("eagle"))
+
+
+def tree_setup(shape: TreeShape, page_size: int = 1, **changes: Any) -> Setup:
+    slots = max(1 + shape.num_drafts, 1 + shape.max_confirmed + shape.num_slots)
+    return setup_for(shape.depth, page_size, **{"max_decode_rows": slots, **changes})
+
+
+def served(
+    paths: dict[str, Path], kind: str, shape: TreeShape, setup: Setup | None = None
+) -> Served:
+    return Served(paths, kind, shape.depth, setup or tree_setup(shape), tree=shape)
+
+
+def assert_many_of_each(harness: Served, least: int = 10) -> None:
+    """Drafts were often right and often wrong, and the right path was often not the first."""
+    harness.assert_many_of_each(least)
+    assert harness.seen["moved"] > least // 4, harness.seen
+
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "kind": KINDS,
+    "shape": tuple(SHAPES),
+    "page_size": (1, 16),
+    "enable_overlap": (True, False),
+    "use_radix_cache": (True, False),
+    "chunked_prefill_size": (6, 2048),
+    "memory": ("ample", "tight", "retracts"),
+    "disturb": (nothing, pause, abort),
+}
+CASES = pairwise_cases(CHOICES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_tokens_are_those_without_a_drafter(paths: dict[str, Path], case: dict[str, Any]) -> None:
+    """Greedy and seeded requests; the ledger is exact and the KV canary silent in each step."""
+    changes = dict(case)
+    kind, shape, memory, disturb = (
+        changes.pop(key) for key in ("kind", "shape", "memory", "disturb")
+    )
+    setup = tree_setup(
+        SHAPES[shape],
+        num_tokens=256 if memory == "tight" else 1024,
+        retract_interval=3 if memory == "retracts" else 0,
+        **changes,
+    )
+    harness = served(paths, kind, SHAPES[shape], setup)
+    ids = serve(harness, right_tokens(paths["target"]), disturb, seed=CASES.index(case))
+    outcomes = [harness.outputs[req_id] for req_id in ids]
+    if memory == "retracts":
+        assert any(outcome.num_retractions for outcome in outcomes)
+    if case["use_radix_cache"] and disturb is nothing:
+        assert any(outcome.cached_tokens for outcome in outcomes)
+    assert_many_of_each(harness)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "page_size", "overlap", "chunk"),
+    [(EAGLE, WIDE, 1, True, 5), (EAGLE3, DEEP, 16, False, 2048)],
+)
+def test_all_that_requests_ask_for_is_what_they_get_without_a_head(
+    paths: dict[str, Path], kind: str, shape: TreeShape, page_size: int, overlap: bool, chunk: int
+) -> None:
+    """Penalties, biases, filters, log-probabilities, hidden states."""
+    drafter = eagle_config_for(paths["target"], paths[kind], kind, shape.depth, tree=shape)
+    setup = setup_for(3, page_size, enable_overlap=overlap, chunked_prefill_size=chunk)
+    requests = asking_requests(VOCAB)
+    plain = drafter_checks.serve(paths["target"], setup, None, requests)
+    drafted = drafter_checks.serve(paths["target"], setup, drafter, requests)
+    drafter_checks.assert_same(drafted.outcomes, plain.outcomes)
+    drafter_checks.assert_many_of_each(drafted.seen, has_trees=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "page_size", "shape"), [(EAGLE, 16, WIDE), (EAGLE3, 1, SHAPES["full"])]
+)
+def test_requests_that_end_at_the_context(
+    paths: dict[str, Path], kind: str, page_size: int, shape: TreeShape
+) -> None:
+    """Nodes go past it, within the row of the page table."""
+    plain = Served(paths, None, 0, setup_for(0, page_size))
+    text = [index % VOCAB for index in range(100)]
+    [right] = plain.generate([text], temperature=0.0, max_new_tokens=CONTEXT - 100)
+    text += right
+    harness = served(paths, kind, shape, tree_setup(shape, page_size))
+    ids = {}
+    for left in range(6):
+        for num_new in (1, 2, 9, 28):
+            start, end = max(100, CONTEXT - left - num_new), CONTEXT - left
+            params = {"temperature": 0.0, "max_new_tokens": end - start}
+            ids[harness.submit(text[:start], **params)] = text[start:end]
+    harness.run()
+    harness.check()
+    for req_id, tokens in ids.items():
+        assert harness.outputs[req_id].token_ids == tokens
+    harness.assert_many_of_each()
+
+
+@BOTH
+def test_memory_is_released_and_taken_again(paths: dict[str, Path], kind: str) -> None:
+    right = right_tokens(paths["target"])
+    harness = served(paths, kind, WIDE, tree_setup(WIDE, chunked_prefill_size=16))
+    ids = [harness.submit(prompt, **params_of(i)) for i, prompt in enumerate(prompts())]
+    for _ in range(4):
+        harness.step()
+    harness.pause("retract")
+    harness.send(MemoryOccupationReq, action="release")
+    harness.send(MemoryOccupationReq, action="resume")
+    harness.send(ContinueGenerationReq)
+    harness.run()
+    assert [harness.outputs[req_id].token_ids for req_id in ids] == right
+    harness.check()
+
+
+@BOTH
+def test_a_tree_confirms_more_than_a_chain_as_deep(paths: dict[str, Path], kind: str) -> None:
+    """Of the same head, which is often wrong with its best token."""
+    accepted = []
+    for harness in (
+        Served(paths, kind, 3, setup_for(3)),
+        served(paths, kind, TreeShape(topk=4, depth=3, num_drafts=20)),
+    ):
+        serve(harness, right_tokens(paths["target"]))
+        accepted.append(harness.scheduler.control.internal_state()["avg_spec_accept_length"])
+    assert accepted[1] > accepted[0] + 0.1
+
+
+@BOTH
+def test_figures_are_of_steps_that_verified_drafts(paths: dict[str, Path], kind: str) -> None:
+    """Of each request, and of all."""
+    harness = served(paths, kind, WIDE, tree_setup(WIDE, chunked_prefill_size=6))
+    ids = [harness.submit(prompt, **params_of(i)) for i, prompt in enumerate(prompts())]
+    harness.run()
+    for outcome in (harness.outputs[req_id] for req_id in ids):
+        histogram = outcome.accept_histogram
+        assert len(histogram) <= 1 + WIDE.depth
+        assert outcome.num_proposed_drafts == WIDE.num_drafts * sum(histogram)
+        num_tokens = 1 + sum((1 + count) * each for count, each in enumerate(histogram))
+        assert 0 <= num_tokens - len(outcome.token_ids) <= WIDE.depth
+    state = harness.scheduler.control.internal_state()
+    assert state["avg_spec_accept_rate"] == harness.seen["confirmed"] / harness.seen["fed"]
+    mean = 1 + WIDE.num_drafts * state["avg_spec_accept_rate"]
+    assert state["avg_spec_accept_length"] == pytest.approx(mean)
