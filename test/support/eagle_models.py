@@ -148,7 +148,9 @@ def eagle_config_for(
     """The drafter with the head of a folder, or of STANDALONE the draft model; `options` are of
     `load_head_config`, the others of `RoundOptions`."""
     model = load_model_config(str(target))
-    rounds = RoundOptions(num_steps, tier_policy, initial_steps, adaptive, tile_spec_cache)
+    rounds = RoundOptions(
+        num_steps, tier_policy, initial_steps, adaptive, tile_spec_cache, tree=tree
+    )
     if kind == STANDALONE:
         draft = load_draft_config(str(head), model, target)
         return DrafterConfig("standalone", StandaloneConfig(draft, replace(rounds, num_free=0)))
