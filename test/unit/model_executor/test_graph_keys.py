@@ -11,7 +11,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
-from sglang.srt.model_executor.graph_keys import MAX_WIDE_TOKENS, GraphKeys
+from sglang.srt.model_executor.graph_keys import LEAST_SAVING, MAX_WIDE_TOKENS, GraphKeys
 from sglang.srt.processes.runtime_config import MAX_GRAPH_ROWS
 from sglang.srt.step.torch_step_ops import TorchStepOps
 
@@ -191,3 +191,57 @@ def test_the_rows_of_a_packed_step_count_and_not_their_bounds(
     key = runner.key_of(batch)
     assert key is not None
     assert (key.tag, key.num_reqs, key.num_tokens) == ("ragged", 16, 32)
+
+
+@pytest.mark.parametrize("support", SUPPORTS)
+@pytest.mark.parametrize("with_trees", [False, True])
+def test_a_larger_graph_is_replayed_where_it_is_cheaper(
+    support: GraphSupport, with_trees: bool
+) -> None:
+    """Of any prices: what a step replays has room for it, and none for the same steps with room is
+    cheaper by more than times are uncertain."""
+    chooser = random.Random(5)
+    for max_requests in (1, 8, 64):
+        keys = GraphKeys(support, max_requests, 8, 512, with_trees=with_trees)
+        costs = {key: chooser.uniform(1, 3) * (10 + key.num_tokens) for key in keys.all}
+        steps = [
+            [chooser.randint(1, chooser.choice([1, 8, 90])) for _ in range(count)]
+            for count in (chooser.randint(1, max_requests) for _ in range(200))
+        ]
+        before = [keys.find(step) for step in steps]
+        keys.prefer_cheaper(costs)
+        for step, smallest in zip(steps, before, strict=True):
+            found = keys.find(step)
+            assert (found is None) == (smallest is None)
+            if found is None or smallest is None:
+                continue
+            fits = [
+                key
+                for key in keys.all
+                if (key.tag, key.has_tree) == (smallest.tag, smallest.has_tree)
+                and key.num_reqs >= len(step)
+                and key.num_tokens >= sum(step)
+                and (key.tag == "mixed" or key.width >= max(step))
+            ]
+            assert found in fits
+            if found == smallest:
+                assert costs[found] * (1 - LEAST_SAVING) <= min(costs[key] for key in fits)
+            else:
+                assert costs[found] == min(costs[key] for key in fits)
+        keys.prefer_cheaper({})
+        assert [keys.find(step) for step in steps] == before
+
+
+def test_a_little_cheaper_is_not_worth_more_rows() -> None:
+    """Times are not exact; and graphs of other kinds serve other steps."""
+    keys = GraphKeys(GraphSupport.RAGGED_Q, 8, 8, 256)
+    step = [8] * 7
+    small = keys.find(step)
+    assert small is not None
+    assert small.num_tokens == 64
+    costs = dict.fromkeys(keys.all, 10.0)
+    keys.prefer_cheaper(costs | {small: 10.4})
+    assert keys.find(step) == small
+    mixed = {key: 1.0 for key in keys.all if key.tag == "mixed"}
+    keys.prefer_cheaper(costs | mixed)
+    assert keys.find(step) == small

@@ -316,3 +316,18 @@ def test_the_log_says_what_each_kind_of_graphs_took(
         assert text.count(f"CUDA graphs of kind {kind}: {count}, ") == 1
         assert f"s, {count} MiB." in text  # a graph takes 1 MiB of the fake GPU
     assert f"Captured {sum(kinds.values())} CUDA graphs for up to 5 requests" in text
+
+
+def test_cheaper_graphs_are_preferred_also_once_they_are_captured_anew(path: Path) -> None:
+    runner = make(path, "ragged", WIDTH)
+    keys = runner.graph_keys
+    assert keys is not None
+    small = keys.find([3, 3])
+    larger = [key for key in keys.all if key.tag == "ragged" and key.num_tokens > 16]
+    assert small is not None
+    runner.prefer_cheaper_graphs({small: 2.0, larger[0]: 1.0})
+    assert keys.find([3, 3]) != small
+    runner.capture_graphs()
+    assert runner.graph_keys is not keys
+    assert runner.graph_keys is not None
+    assert runner.graph_keys.find([3, 3]) == keys.find([3, 3])

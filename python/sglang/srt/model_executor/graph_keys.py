@@ -1,7 +1,7 @@
 """Which CUDA graphs there are, and which one a step replays.
 
 There are five kinds of graphs (tags of `GraphKey`). A step replays the smallest one that has room
-for its requests and its rows:
+for its requests and its rows, or a larger one that is cheaper (`prefer_cheaper`):
 
 - DECODE, if each request feeds one row.
 - RAGGED, if requests feed a few rows each (look-ahead, drafts to verify), in any mix.
@@ -24,7 +24,7 @@ Rows and requests of padding write K and V to the dummy slot, and nobody reads t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
@@ -38,6 +38,7 @@ from sglang.srt.layers.forward_batch import (
     GraphKey,
 )
 
+LEAST_SAVING = 0.05  # share by which a larger graph must be cheaper: times are not exact
 MAX_WIDE_TOKENS = 1024  # of a step of several rows per request: beyond, launching costs little
 UNIFORM_WIDTHS = (3, 7, 15, 31)
 # Rows in all. Up to 128 they cost nearly the same, and beyond a GPU computes in tiles.
@@ -75,6 +76,7 @@ class GraphKeys:
     ) -> None:
         self.all: list[GraphKey] = []
         self._found: dict[tuple[int, int, int, bool, bool, int], GraphKey | None] = {}
+        self._graphs_ms: Mapping[GraphKey, float] = {}
         if support is GraphSupport.NEVER:
             return
         self.all = [
@@ -112,6 +114,16 @@ class GraphKeys:
     def have_trees(self) -> bool:
         """Whether there are graphs for trees."""
         return any(key.has_tree for key in self.all)
+
+    def prefer_cheaper(self, graphs_ms: Mapping[GraphKey, float]) -> None:
+        """Steps replay a larger graph where that takes less time: products are cut into tiles, and
+        some numbers of rows into tiles that suit them badly.
+
+        Args:
+            graphs_ms: milliseconds of graphs; others are replayed as before.
+        """
+        self._graphs_ms = graphs_ms
+        self._found.clear()
 
     def decode_size(self, num_reqs: int) -> int:
         """Requests of the graph of so many decodes; as many without one."""
@@ -158,7 +170,12 @@ class GraphKeys:
             and (key.is_packed if is_packed else key.tag in ONE_ROW or widest > 1)
         ]
         narrow = [key for key in fitting if key.tag != MIXED]
-        return min(narrow or fitting, key=lambda key: (key.num_reqs, key.num_tokens), default=None)
+        usable, costs = narrow or fitting, self._graphs_ms
+        smallest = min(usable, key=lambda key: (key.num_reqs, key.num_tokens), default=None)
+        if smallest is None or smallest not in costs:
+            return smallest
+        cheapest = min((key for key in usable if key in costs), key=costs.__getitem__)
+        return cheapest if costs[cheapest] < costs[smallest] * (1 - LEAST_SAVING) else smallest
 
 
 def uniform_key(batch: ForwardBatch) -> GraphKey:

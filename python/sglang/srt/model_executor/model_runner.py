@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionCapabilities
-from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput, dummy_step
+from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey, ModelOutput, dummy_step
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.mem_cache.kv_memory import KVGeometry, KVMemory
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphMemory
@@ -20,13 +20,12 @@ from sglang.srt.model_executor.draft_tree_passes import (
     DraftShape,
     DraftTreePass,
     TreeShape,
-    num_steps_of,
 )
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.graph_keys import GraphKeys, uniform_key
 from sglang.srt.model_executor.host_threads import HostThreads
 from sglang.srt.model_executor.largest_step import MIN_PROMPT_ROWS, largest_step, most_that_fits
-from sglang.srt.model_executor.runner_graphs import RunnerGraphs, plan_nothing
+from sglang.srt.model_executor.runner_graphs import RunnerGraphs, keys_of_draft_steps, plan_nothing
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.draft_head import DraftHead
 from sglang.srt.models.transformer import CausalLM
@@ -136,6 +135,7 @@ class ModelRunner:
         self._capabilities: AttentionCapabilities = backend.capabilities()
         self._config = config
         self._graphs: RunnerGraphs | None = None
+        self._graphs_ms: dict[GraphKey, float] = {}
         self._is_part_of_graph = False
         self.checks: list[Callable[[ForwardBatch], None]] = []
 
@@ -175,7 +175,9 @@ class ModelRunner:
         config = self._config
         if not self.is_whole or config.max_graph_width == 0:
             return
-        keys, draft_keys = self._keys(), self._draft_keys()
+        keys, draft_keys = self._keys(), dict[DraftShape, GraphKeys]()
+        if self._capabilities.captures_plans:
+            draft_keys = keys_of_draft_steps(config, self.model.draft_hidden_width)
         if not keys.all:
             return
         every = [key for each in (keys, *draft_keys.values()) for key in each.all]
@@ -199,7 +201,7 @@ class ModelRunner:
         """Of all graphs but those of several draft steps."""
         config, model, capabilities = self._config, self.model, self._capabilities
         steps_alone = bool(config.draft_steps) and not capabilities.captures_plans
-        return GraphKeys(
+        keys = GraphKeys(
             capabilities.graph,
             config.max_running_requests,
             config.max_graph_width,
@@ -210,17 +212,8 @@ class ModelRunner:
             self.reads_one_row,
             model.draft_hidden_width if steps_alone else 0,
         )
-
-    def _draft_keys(self) -> dict[DraftShape, GraphKeys]:
-        """Of the graphs of several draft steps each."""
-        config, width = self._config, self.model.draft_hidden_width
-        if not self._capabilities.captures_plans:
-            return {}
-        most = config.max_running_requests
-        return {
-            shape: GraphKeys.of_draft_steps(most, width, num_steps_of(shape), sizes)
-            for shape, sizes in config.draft_steps.items()
-        }
+        keys.prefer_cheaper(self._graphs_ms)
+        return keys
 
     @torch.inference_mode()
     def warm_up(
@@ -287,6 +280,12 @@ class ModelRunner:
         output = self._compute(batch)
         num_reads = config.max_running_requests * config.max_decode_rows
         return output, self.compute_logits(output.hidden[-num_reads:])
+
+    def prefer_cheaper_graphs(self, graphs_ms: Mapping[GraphKey, float]) -> None:
+        """Has steps replay a larger graph where that is cheaper; also of graphs captured anew."""
+        self._graphs_ms = dict(graphs_ms)
+        if self.graph_keys is not None:
+            self.graph_keys.prefer_cheaper(graphs_ms)
 
     @property
     def num_graphs(self) -> int:

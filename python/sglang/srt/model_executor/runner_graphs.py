@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey, ModelOutput
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphMemory, Replay
 from sglang.srt.model_executor.draft_passes import Drafts
-from sglang.srt.model_executor.draft_tree_passes import DraftedTrees, DraftShape
+from sglang.srt.model_executor.draft_tree_passes import DraftedTrees, DraftShape, num_steps_of
+from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.graph_keys import GraphKeys
 
 
@@ -80,6 +81,19 @@ class RunnerGraphs:
         if key.skips_unread_rows:
             return ModelOutput(hidden[: len(wanted)], taps)
         return ModelOutput(hidden[wanted if replay.places is None else replay.places[wanted]], taps)
+
+
+def keys_of_draft_steps(config: ExecutionConfig, hidden_width: int) -> dict[DraftShape, GraphKeys]:
+    """Of the graphs of several draft steps each.
+
+    Args:
+        hidden_width: of what draft steps read of each row beside its token.
+    """
+    most = config.max_running_requests
+    return {
+        shape: GraphKeys.of_draft_steps(most, hidden_width, num_steps_of(shape), sizes)
+        for shape, sizes in config.draft_steps.items()
+    }
 
 
 def plan_nothing(batch: ForwardBatch) -> None:

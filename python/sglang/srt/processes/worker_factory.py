@@ -57,7 +57,9 @@ def measure_prices(config: RuntimeConfig, runner: ModelRunner) -> PriceTable | N
     num_rows = runner.req_to_token_pool.num_rows
     measure = PriceMeter(runner, num_rows, config.execution.max_decode_rows).measure
     cache = config.needs.price_cache
-    return measure() if cache is None else TileSpecProfiler(cache, runner).target(measure)
+    prices = measure() if cache is None else TileSpecProfiler(cache, runner).target(measure)
+    runner.prefer_cheaper_graphs(prices.graphs_ms)
+    return prices
 
 
 def make_prompt_budget(config: RuntimeConfig, prices: PriceTable | None) -> PromptBudget:
