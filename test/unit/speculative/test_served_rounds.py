@@ -21,6 +21,7 @@ from tile_spec_decode import Text
 SURE, EVEN = Text(0.75, 0.96, 0.45), Text(0.0, 0.97, 0.8)
 STATIC = (1, 2, 3, 5, 7)
 BY_LOAD = RoundOptions(MAX_DRAFTS, "load_aware")
+CUT = RoundOptions(MAX_DRAFTS, "load_aware", tile_spec_cache=Path("unused"))
 
 
 def rate(load: Load, text: Text, options: RoundOptions, is_timed: bool = True) -> float:
@@ -53,9 +54,16 @@ def test_without_a_thought_for_prompts_too_much_is_drafted() -> None:
 
 @pytest.mark.parametrize("num_clients", [32, 64, 96])
 def test_cut_steps_gain_beside_prompts(num_clients: int) -> None:
-    load = Load(num_clients)
-    options = RoundOptions(MAX_DRAFTS, "load_aware", tile_spec_cache=Path("unused"))
-    assert rate(load, SURE, options) > 1.02 * best_static(load, SURE, (1, 2, 3))
+    assert rate(Load(num_clients), SURE, CUT) > 1.02 * best_static(Load(num_clients), SURE, (1, 3))
+
+
+@pytest.mark.parametrize(("num_clients", "counts"), [(8, (7,)), (64, (3,)), (128, (1, 3))])
+def test_cut_steps_lose_nothing_where_all_drafts_are_as_likely(
+    num_clients: int, counts: Sequence[int]
+) -> None:
+    """Long answers, so that nearly all steps are of decodes alone."""
+    load = Load(num_clients, prompt_tokens=64, new_tokens=512)
+    assert rate(load, EVEN, CUT) > 0.97 * best_static(load, EVEN, counts)
 
 
 def test_what_steps_take_is_learnt_by_rows() -> None:

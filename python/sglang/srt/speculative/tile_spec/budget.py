@@ -272,7 +272,8 @@ class TileSpec:
 
 def resampled(scores: Floats, longest: int, count: int) -> Floats:
     """[count]; scores that are distributed as those of the first `longest` drafts of each chain.
-    Chains that are shorter are thought of as going on.
+    Chains that are shorter are thought of as going on like their last draft, as those who choose
+    how many are drafted think of them (`Survival`).
 
     Args:
         scores: [D, S], D and S at least 1.
@@ -280,7 +281,9 @@ def resampled(scores: Floats, longest: int, count: int) -> Floats:
     """
     lacking = longest - scores.shape[1]
     if lacking > 0:
-        further = PRIOR_CONFIDENCE ** np.arange(1, lacking + 1)
+        before = scores[:, -2].sum() if scores.shape[1] > 1 else len(scores)
+        survival = scores[:, -1].sum() / before if before > 0 else PRIOR_CONFIDENCE
+        further = survival ** np.arange(1, lacking + 1)
         scores = np.concatenate((scores, scores[:, -1:] * further), axis=1)
     ordered = np.sort(scores[:, :longest], axis=None)
     return ordered[((np.arange(count) + 0.5) * (ordered.size / count)).astype(np.int64)]
