@@ -262,3 +262,22 @@ def test_the_end_of_the_context(paths: dict[str, Path], page_size: int) -> None:
     assert found[0] == found[1]
     assert [len(tokens) for tokens in found[0]] == [38, 27, 11, 125]
     assert len(served.rounds) > 10
+
+
+def test_batches_are_padded_to_a_size_that_takes_less_time(
+    paths: dict[str, Path], right: list[list[int]]
+) -> None:
+    served = serving(paths)
+    target, shape = served.group.target, (NUM_STEPS, NUM_STEPS)
+    keys, sizes = target.graph_keys, [*served.graphs._captured[shape]]
+    assert keys is not None
+    several = {key: float(key.num_tokens) for key in keys.all if key.width > 1}
+    rows = 2 * (1 + NUM_STEPS)
+    dear = {key: 100.0 for key in several if key.num_tokens == rows}
+    assert dear
+    target.prefer_cheaper_graphs(several | dear)
+    served.graphs.capture()
+    assert [*served.graphs._captured[shape]] == [size for size in sizes if size != 2]
+    ids = submit_all(served)
+    assert [served.harness.outputs[each].token_ids for each in ids] == right
+    assert any(count == 2 for count, _ in served.rounds), "Two requests are padded to four."

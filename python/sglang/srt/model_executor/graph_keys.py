@@ -125,6 +125,17 @@ class GraphKeys:
         self._graphs_ms = graphs_ms
         self._found.clear()
 
+    def is_undercut(self, num_tokens: int, larger: Sequence[int]) -> bool:
+        """Whether steps of so many rows, several of each request, take longer than those of one of
+        these larger numbers of rows, as far as both have prices."""
+        costs: dict[int, float] = {}
+        for key, cost_ms in self._graphs_ms.items():
+            if key.tag not in ONE_ROW:
+                costs[key.num_tokens] = min(cost_ms, costs.get(key.num_tokens, cost_ms))
+        others = [costs[rows] for rows in larger if rows in costs]
+        own_ms = costs.get(num_tokens)
+        return own_ms is not None and min(others, default=own_ms) < own_ms * (1 - LEAST_SAVING)
+
     def decode_size(self, num_reqs: int) -> int:
         """Requests of the graph of so many decodes; as many without one."""
         key = self.find_shape(num_reqs, 1, num_reqs)

@@ -120,18 +120,29 @@ class RoundGraphs:
         logger.info("Captured %d CUDA graphs of rounds in %.1f s.", len(keys), seconds)
 
     def _keys(self) -> list[tuple[Shape, int]]:
-        """Drafts and requests of each graph, those of most rows first."""
+        """Drafts and requests of each graph, those of most rows first. There is none of a size
+        where a larger one takes less time: batches are padded to that."""
+        steps = self._runners.target.graph_keys
+        assert steps is not None, "The target has graphs."
         keys = []
-        for size in decode_sizes(self._table.num_rows):
-            counts = [
-                count
-                for count, sizes in self._rounds.items()
-                if any(size in each for each in sizes) and size * (1 + count) <= MAX_WIDE_TOKENS
-            ]
-            for shape in itertools.product(counts, counts):
-                if shape[0] == shape[1] or size <= MAX_CHANGING_REQS:
+        for shape in itertools.product(self._rounds, self._rounds):
+            sizes, width = self._batch_sizes(shape), 1 + shape[0]
+            for place, size in enumerate(sizes):
+                larger = [each * width for each in sizes[place + 1 :]]
+                if not steps.is_undercut(size * width, larger):
                     keys.append((shape, size))
         return sorted(keys, key=lambda key: -key[1] * (1 + key[0][0]))
+
+    def _batch_sizes(self, shape: Shape) -> list[int]:
+        """Requests that there may be a graph for, ascending."""
+        most = MAX_CHANGING_REQS if shape[0] != shape[1] else self._table.num_rows
+        return [
+            size
+            for size in decode_sizes(self._table.num_rows)
+            if size <= most
+            and all(any(size in each for each in self._rounds[count]) for count in shape)
+            and size * (1 + max(shape)) <= MAX_WIDE_TOKENS
+        ]
 
     def _capture(self, num_reqs: int, num_drafts: int, num_next: int) -> _Captured:
         rows = [self._table.padding_row] * num_reqs
