@@ -144,7 +144,11 @@ async def closed_loop(
 
     await asyncio.gather(*(client(number) for number in range(num_clients)))
     await asyncio.gather(*edges)
-    begin, end = starts[first], starts[-1]
+    return _result_within(spans, starts[first], starts[-1])
+
+
+def _result_within(spans: Sequence[_Span], begin: float, end: float) -> LoadResult:
+    """What the laps that count gave, which lie between two times."""
     return LoadResult(
         end - begin,
         _tokens_within(spans, begin, end),

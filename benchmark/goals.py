@@ -103,6 +103,7 @@ STATIONARY_OVER_BEST_FIXED = 0.99  # speed beside the best fixed number, at leas
 SWITCHES_PER_S = 1.0  # fewer than this
 NGRAM_REPEATS_SPEED_UP = 2.0  # of text that repeats itself, one request beside plain, at least
 NGRAM_HOST_US = 300.0  # host time that NGRAM adds to a step of 64 requests, less than this
+PROFILING_S, PROFILING_FROM_CACHE_S = 20.0, 0.2  # measuring or reading TileSpec's prices, at most
 SWITCH_US = 100.0  # host time that a switch of tiers adds, less than this
 TIERS_MEMORY_RATIO = 1.3  # of the graphs of all tiers to those of the deepest alone, at most
 

@@ -4,7 +4,9 @@ The bundled model and its EAGLE-3 head in Llama-3.1-8B's geometry (`inflate.py`,
 prompts of held-out code, greedy. One Engine per way, all side by side on one GPU: no drafts, fixed
 numbers of drafts, numbers that follow the load or what was right, and `--tile-spec` over some of
 these. They take turns at each number of requests at once. Beside speeds the result has the measured
-milliseconds of the target's steps by rows, and their segments. Stored after each round.
+milliseconds of the target's steps by rows, their segments, and how long measuring took. Before the
+Engines start, drafts of the bundled model are counted by score (`score_counts.py`); the inflated
+one computes the same function. Stored after each round.
 
     python -m tile_spec.run_bench --model-dir FOLDER      on a GPU
     python -m tile_spec.run_bench --model-path demo --device cpu --concurrency 1 4
@@ -35,10 +37,13 @@ from benchmark.goals import MIN_PAIRED_MEDIAN, MIN_PAIRED_ROUND
 from benchmark.held_out import held_out_prompts
 from benchmark.measure.speculation_paired import HEADS, head_path_of
 from benchmark.mtp_model import engine_flags, make_mtp_parser, model_path_of, settings
+from benchmark.score_counts import measured_calibration
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.speculative.tile_spec.profiler import (
     FILE_NAME,
+    Profile,
     cheapest_graphs,
+    code_digest,
     latency_of,
     read_profile,
 )
@@ -152,11 +157,33 @@ def summarize(tok_s: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     return found
 
 
-def row_times(cache: Path) -> dict[str, Any]:
+def kept_profile(caches: Path) -> Profile | None:
+    """What the first server with TileSpec has kept."""
+    files = sorted(caches.rglob(FILE_NAME))
+    return read_profile(files[0]) if files else None
+
+
+def profiling_s(caches: Path) -> dict[str, float]:
+    """Seconds that measuring all prices took a server, and those that a later start needs instead,
+    in this process: to read and check the file and the code that was measured, and to make tables.
+    Empty where no server has kept any."""
+    start = time.perf_counter()
+    profile = kept_profile(caches)
+    if profile is None:
+        return {}
+    code_digest.cache_clear()  # this process may have read the code already
+    code_digest()
+    profile.target.prices.table(no_graphs)
+    drafts = profile.head.prices
+    drafts.draft_prices(drafts.extend.table(no_graphs))
+    from_cache_s = time.perf_counter() - start
+    return {"measured": round(profile.measured_s, 2), "from_cache": round(from_cache_s, 4)}
+
+
+def row_times(caches: Path) -> dict[str, Any]:
     """Milliseconds of the target's steps by rows, of all graphs and larger steps, and the segments
     between their cliffs, from the prices that a server has kept; empty without any."""
-    files = sorted(cache.rglob(FILE_NAME))
-    profile = read_profile(files[0]) if files else None
+    profile = kept_profile(caches)
     if profile is None:
         return {}
     prices = profile.target.prices.table(no_graphs)
@@ -202,11 +229,14 @@ def measure(
         arguments.seed,
     )
     result = {**describe_environment(), **settings(arguments), "prompts": source}
+    if not arguments.without_calibration:
+        result["calibration"] = measured_calibration(arguments, MOST_STEPS)
     params = {"temperature": 0, "max_new_tokens": arguments.new_tokens, "ignore_eos": True}
     with ExitStack() as stack:
         caches = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         flags = engine_flags(arguments, model_path)
         engines, result["startup_s"] = start_engines(stack, arguments.ways, flags, head, caches)
+        result["profiling_s"] = profiling_s(caches)
         result["row_times"] = row_times(caches)
         rounds = Rounds(engines, prompts, loads, params)
         rounds.run(0)
@@ -241,6 +271,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--concurrency", type=int, nargs="+", default=[1, 8, 32, 48, 64, 96, 128])
     add("--ways", nargs="+", choices=tuple(WAYS), default=DEFAULT_WAYS, metavar="WAY")
+    add("--without-calibration", action="store_true", help="count no drafts by score")
+    add("--calibration-prompts", type=int, default=32, help="whose drafts are counted by score")
     parser.set_defaults(budget_s=450.0, algorithm="EAGLE3", new_tokens=256)
     arguments = parser.parse_args(argv)
     assert arguments.algorithm in HEADS

@@ -165,10 +165,13 @@ def draw_adaptive_steps(result: dict[str, Any], path: Path) -> None:
 
 
 def draw_tile_spec(result: dict[str, Any], path: Path) -> None:
-    """Each way's speed beside no drafts, or beside the first way, by requests at once; and
-    milliseconds of a step by rows."""
+    """Each way's speed beside no drafts, or beside the first way, by requests at once; milliseconds
+    of a step by rows; and where it was measured, the share of drafts confirmed by score."""
     pyplot = load_pyplot()
-    figure, (speeds, times) = pyplot.subplots(2, 1, figsize=(8, 8))
+    calibration = result.get("calibration")
+    num_panels = 3 if calibration else 2
+    figure, axes = pyplot.subplots(num_panels, 1, figsize=(8, 4 * num_panels))
+    speeds, times = axes[:2]
     rows = result["rows"]
     loads, names = [row["requests"] for row in rows], [*rows[0]["tok_s"]]
     base = "plain" if "plain" in names else names[0]
@@ -189,4 +192,26 @@ def draw_tile_spec(result: dict[str, Any], path: Path) -> None:
     times.set_xlabel("rows of a step")
     times.set_ylabel("ms")
     times.legend(fontsize="small")
+    if calibration:
+        draw_calibration(calibration["rows"], axes[2])
     save_svg(figure, path)
+
+
+def draw_calibration(rows: list[list[Any]], axis: Any) -> None:
+    """The share confirmed and the chance predicted, by score; areas of points grow with drafts.
+
+    Args:
+        rows: of `ScoreCounts.result`.
+        axis: matplotlib's.
+    """
+    tried = [row for row in rows if row[1]]
+    most = max((count for _, count, _, _ in tried), default=1)
+    axis.plot([0, 1], [0, 1], color="gray", linestyle=":", label="a chance that is the score")
+    axis.plot(*zip(*((row[0], row[3]) for row in rows), strict=True), label="chance predicted")
+    points = [(score, share, 8 + 120 * count / most) for score, count, share, _ in tried]
+    if points:
+        scores, shares, areas = zip(*points, strict=True)
+        axis.scatter(scores, shares, s=areas, color="tab:orange", label="share confirmed")
+    axis.set_xlabel("score of a draft")
+    axis.set_ylabel("confirmed with all before it")
+    axis.legend(fontsize="small")

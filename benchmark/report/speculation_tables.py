@@ -10,6 +10,8 @@ from benchmark.goals import (
     MIN_PAIRED_MEDIAN,
     MIN_PAIRED_ROUND,
     MIN_SPEED_UP_OF_ACCEPT_LENGTH,
+    PROFILING_FROM_CACHE_S,
+    PROFILING_S,
     STATIONARY_OVER_BEST_FIXED,
     SWITCH_US,
     SWITCHES_PER_S,
@@ -109,7 +111,32 @@ def tile_spec(results: list[Result]) -> str:
         ends = ", ".join(str(last) for _, last in segments[:-1])
         if ends:
             lines.append(f"Steps take 15 % longer or more behind so many rows: {ends}.\n")
+        lines += _profiling(result) + _calibration(result)
     return "\n".join(lines)
+
+
+def _profiling(result: Result) -> list[str]:
+    """What prices take at the start, where that was measured."""
+    seconds = result.get("profiling_s")
+    if not seconds:
+        return []
+    measured, kept = seconds["measured"], seconds["from_cache"]
+    return [
+        f"Prices took {measured:.1f} s to measure (asked: less than {PROFILING_S:g}), and take"
+        f" {kept:.3f} s from the kept file (asked: less than {PROFILING_FROM_CACHE_S:g}).\n"
+    ]
+
+
+def _calibration(result: Result) -> list[str]:
+    """How far chances are from what was confirmed, where that was measured."""
+    found = result.get("calibration")
+    if not found:
+        return []
+    return [
+        f"Over {found['num_drafts']:,} drafts, chances differ from the share confirmed by"
+        f" {found['mean_error']:.3f} on average, scores themselves by"
+        f" {found['mean_error_of_scores']:.3f}.\n"
+    ]
 
 
 def adaptive_stationary(results: list[Result]) -> str:

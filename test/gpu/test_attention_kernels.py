@@ -15,10 +15,12 @@ from attention_cases import (
     MORE_CASES,
     OUTSIDE_CASES,
     TOLERANCE,
+    WHOLE_PACKED,
     WITH_IDLE_MASKS,
     AttentionCase,
     PlacedCase,
     change_by_idle_masks,
+    change_by_packing,
     gather_case,
     max_error,
     outside_case,
@@ -68,6 +70,12 @@ def check(name: str, case: AttentionCase, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_the_table(name: str, case_name: str, dtype: torch.dtype) -> None:
     check(name, (CASES | MORE_CASES)[case_name], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case_name", WHOLE_PACKED)
+def test_a_packed_step_of_all_rows_changes_no_bit(case_name: str, dtype: torch.dtype) -> None:
+    assert change_by_packing("triton", CASES[case_name], "cuda", dtype) == 0.0
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -287,6 +287,11 @@ WITH_IDLE_MASKS = (
     "a window per layer",
 )
 IDLE_MASKS = ("all bits", "chains")
+# Steps that must not change where the device alone knows the rows and the host's bounds are exact.
+WHOLE_PACKED = (
+    *("decodes", "uniform q = 7", "one decode, its KV in splits", "prompts beside decodes"),
+    *("a window per layer", "narrow and wide, both in splits"),
+)
 
 
 class PlacedCase:
@@ -533,6 +538,20 @@ def change_by_idle_masks(
     return (outs[0].float() - outs[1].float()).abs().max().item()
 
 
+def change_by_packing(name: str, case: AttentionCase, device: str, dtype: torch.dtype) -> float:
+    """The most that it changes in what backend `name` computes if the step is packed and feeds all
+    rows."""
+    bounds = [q_len for _, q_len in case.shape]
+    placed = PlacedCase(replace(case, bounds=bounds), device, dtype, seed=0)
+    outs = []
+    for batch in (placed.batch, placed.as_the_host_would_know_it()):
+        backend = placed.backend(name)
+        backend.plan(batch)
+        layers = [backend.forward(layer, q) for layer, q in enumerate(placed.q)]
+        outs.append(torch.stack(layers).float())
+    return (outs[0] - outs[1]).abs().max().item()
+
+
 def random_packed(seed: int) -> AttentionCase:
     """A packed step: maybe prompts first, then requests that feed any number of rows up to a bound,
     trees among them."""
@@ -669,6 +688,9 @@ def main(name: str) -> None:
         for masks in IDLE_MASKS:
             error = change_by_idle_masks(name, CASES[case_name], masks, "cpu", torch.float32)
             print(json.dumps([f"{case_name}, {masks}", error]), flush=True)
+    for case_name in WHOLE_PACKED:
+        change = change_by_packing(name, CASES[case_name], "cpu", torch.float32)
+        print(json.dumps([f"{case_name}, packed", change]), flush=True)
 
 
 if __name__ == "__main__":

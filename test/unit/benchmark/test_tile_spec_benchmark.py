@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from benchmark.measure.tile_spec import (
@@ -18,11 +19,13 @@ from benchmark.measure.tile_spec import (
     Rounds,
     parse,
     print_result,
+    profiling_s,
     row_times,
     summarize,
 )
 from benchmark.report import plots
 from benchmark.report.speculation_tables import tile_spec
+from benchmark.score_counts import ScoreCounts
 from sglang.srt.layers.forward_batch import RAGGED, GraphKey
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.tile_spec.profiler import (
@@ -48,8 +51,8 @@ def write_prices(folder: Path) -> None:
     graphs = {GraphKey(RAGGED, 8, 4, 32): 5.25}
     graphs |= {GraphKey(RAGGED, n, 4, 64): cost for n, cost in ((16, 5.5), (32, 6.0))}
     eager = Curve((1, 64, 96, 128), (5.0, 50.0, 8.0, 8.5))
-    prices = PriceTable(no_graphs, graphs, eager, FREE)
-    head = KeptDrafts.of(DraftPrices(prices, {}))
+    prices = PriceTable(no_graphs, graphs, eager, FREE, measured_s=12.0)
+    head = KeptDrafts.of(DraftPrices(prices, {2: eager}, measured_s=3.25))
     profile = Profile(Kept({}, KeptTable.of(prices)), Kept({}, head))
     write_profile(folder / FILE_NAME, profile)
 
@@ -63,6 +66,14 @@ def result_of(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+def counted() -> dict[str, Any]:
+    """Of drafts that are confirmed more often than their scores say; some bins have none."""
+    counts, chooser = ScoreCounts(), np.random.default_rng(0)
+    scores = chooser.random(1000) * 0.8
+    counts.add(scores, chooser.random(1000) < scores**0.5)
+    return counts.result()
+
+
 def test_every_way_is_a_set_of_flags_that_there_are() -> None:
     for name, flags in WAYS.items():
         ServerArgs(model_path="demo", **flags)
@@ -70,6 +81,7 @@ def test_every_way_is_a_set_of_flags_that_there_are() -> None:
     assert len(STATIC) == 7
     assert {*DEFAULT_WAYS} <= {*WAYS}
     assert parse([]).ways == DEFAULT_WAYS
+    assert not parse([]).without_calibration
     assert parse(["--ways", PLAIN, "static 7"]).ways == [PLAIN, "static 7"]
     with pytest.raises(SystemExit):
         parse(["--ways", "static 8"])
@@ -126,6 +138,26 @@ def test_times_of_rows_come_from_the_prices_that_a_server_keeps(tmp_path: Path) 
     assert found["segments"] == [[1, 64], [96, 128]]
 
 
+def test_seconds_of_measuring_are_those_of_target_and_head(tmp_path: Path) -> None:
+    assert profiling_s(tmp_path) == {}
+    write_prices(tmp_path / "model")
+    found = profiling_s(tmp_path)
+    assert found["measured"] == 15.25
+    assert 0 < found["from_cache"] < 5
+
+
+def test_the_text_has_seconds_and_calibration_where_they_were_measured(tmp_path: Path) -> None:
+    result = result_of(tmp_path)
+    text = tile_spec([result])
+    assert "Prices took" not in text
+    assert "drafts, chances" not in text
+    result["profiling_s"] = {"measured": 15.25, "from_cache": 0.0123}
+    result["calibration"] = counted()
+    text = tile_spec([result])
+    assert "Prices took 15.2 s to measure (asked: less than 20), and take 0.012 s" in text
+    assert "Over 1,000 drafts, chances differ from the share confirmed by 0.0" in text
+
+
 def test_the_table_has_speeds_ratios_and_cliffs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,7 +171,13 @@ def test_the_table_has_speeds_ratios_and_cliffs(
     assert "No round" in capsys.readouterr().out
 
 
-def test_the_plot_is_drawn(tmp_path: Path) -> None:
+def test_the_plot_is_drawn_with_and_without_calibration(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    plots.draw_tile_spec(result_of(tmp_path), tmp_path / "plot.svg")
-    assert (tmp_path / "plot.svg").read_text(encoding="utf-8").startswith("<?xml")
+    result = result_of(tmp_path)
+    for name, more in (("two", {}), ("three", {"calibration": counted()})):
+        plots.draw_tile_spec(result | more, tmp_path / f"{name}.svg")
+    two, three = (
+        (tmp_path / f"{name}.svg").read_text(encoding="utf-8") for name in ("two", "three")
+    )
+    assert two.startswith("<?xml")
+    assert three.count('id="axes_') == two.count('id="axes_') + 1

@@ -16,6 +16,7 @@ from attention_cases import (
     MORE_CASES,
     OUTSIDE_CASES,
     TOLERANCE,
+    WHOLE_PACKED,
     WITH_IDLE_MASKS,
 )
 from interpreted import run_interpreted
@@ -40,6 +41,13 @@ def test_masks_that_hide_nothing_change_no_bit(
     errors: dict[str, float | str], name: str, masks: str
 ) -> None:
     assert errors[f"{name}, {masks}"] == 0.0
+
+
+@pytest.mark.parametrize("name", WHOLE_PACKED)
+def test_a_packed_step_of_all_rows_changes_no_bit(
+    errors: dict[str, float | str], name: str
+) -> None:
+    assert errors[f"{name}, packed"] == 0.0
 
 
 @pytest.mark.parametrize("name", OUTSIDE_CASES)

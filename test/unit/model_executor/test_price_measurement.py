@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import time
 from pathlib import Path
 from unittest import mock
@@ -13,7 +15,7 @@ from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import DECODE, MIXED, RAGGED, ForwardBatch
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.model_executor.measured_rows import rows_of
-from sglang.srt.model_executor.measured_times import Launch, timed_passes
+from sglang.srt.model_executor.measured_times import Launch, shown, timed_passes
 from sglang.srt.model_executor.model_runner import ForwardResult
 from sglang.srt.model_executor.price_measurement import (
     MANY_ROWS,
@@ -91,6 +93,21 @@ def test_passes_over_all_sizes_end_with_the_budget() -> None:
     assert runs == [1, 10, 100] * 4
 
 
+@pytest.mark.parametrize(
+    ("device", "is_terminal", "is_shown"),
+    [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)],
+)
+def test_a_progress_bar_is_shown_on_a_gpu_in_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, device: str, is_terminal: bool, is_shown: bool
+) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", screen)
+    assert [*shown([3, 1, 2], "graphs", torch.device(device))] == [3, 1, 2]
+    assert ("Measuring graphs: 100%" in screen.getvalue()) == is_shown
+    assert is_shown or not screen.getvalue()
+
+
 def test_rows_of_measured_steps_are_fed_different_tokens(model_path: Path) -> None:
     """Equal ones take a GPU less power, and so less time."""
     setup = Setup(num_pages=300, max_running_requests=4)
@@ -113,7 +130,9 @@ def test_on_a_cpu_rows_reads_and_kv_are_measured_in_little_time(model_path: Path
     runner = make_runner(model_path, setup, 128, MTP_MAX_ROWS, device="cpu")
     start = time.perf_counter()
     table = PriceMeter(runner, 4, MTP_MAX_ROWS).measure()
-    assert time.perf_counter() - start < 10
+    took_s = time.perf_counter() - start
+    assert took_s < 10
+    assert took_s / 2 < table.measured_s < took_s
     assert table.find(4, 1, 4) is None
     assert table.eager.sizes[:4] == (1, 2, 4, 8)
     assert table.eager.sizes[-1] <= 4 * MTP_MAX_ROWS

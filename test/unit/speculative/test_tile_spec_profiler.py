@@ -23,6 +23,7 @@ from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
 from utils import Setup, make_execution, make_random_llama
 
 CURVE = Curve((1, 8, 64), (1.5, 1.25, 9.0))
+TARGET_S, HEAD_S = 7.5, 3.25  # that measuring is said to have taken
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,8 @@ def runner_of(model: Path, hidden_width: int = 0, **changes: Any) -> Any:
 def measured(runner: Any) -> PriceTable:
     keys = runner.graph_keys.all
     costs = {key: 1.0 + key.num_tokens / 7 for key in keys}
-    return PriceTable(runner.graph_keys.find_shape, costs, CURVE, CURVE, 1e-6, 3e-9, CURVE, 0.01)
+    find = runner.graph_keys.find_shape
+    return PriceTable(find, costs, CURVE, CURVE, 1e-6, 3e-9, CURVE, 0.01, TARGET_S)
 
 
 def contents(prices: PriceTable) -> tuple[Any, ...]:
@@ -61,9 +63,9 @@ class Start:
         self.measured: list[str] = []
         prices = TileSpecProfiler(cache, target).target(self._measure("target", measured(target)))
         self.target = contents(prices)
-        drafts = DraftPrices(measured(head), {1: CURVE, 2: Curve((4,), (2.0,))})
+        drafts = DraftPrices(measured(head), {1: CURVE, 2: Curve((4,), (2.0,))}, HEAD_S)
         found = TileSpecProfiler(cache, target).head(head, prices, self._measure("head", drafts))
-        self.head = contents(found.extend), found.passes
+        self.head = contents(found.extend), found.passes, found.measured_s
 
     def _measure(self, name: str, prices: Any) -> Callable[[], Any]:
         def measure() -> Any:
@@ -91,6 +93,15 @@ def test_the_second_start_measures_nothing_and_has_the_same_prices(
     assert not warnings_of(caplog)
     assert [path.name for path in tmp_path.iterdir()] == ["some-model_cpu_tp1"]
     assert [path.name for path in (tmp_path / "some-model_cpu_tp1").iterdir()] == [FILE_NAME]
+
+
+def test_the_file_says_how_long_measuring_took(tmp_path: Path, runners: tuple[Any, Any]) -> None:
+    Start(tmp_path, *runners)
+    profile = profiler.read_profile(folder_of(tmp_path, runners[0]) / FILE_NAME)
+    assert profile is not None
+    assert profile.target.prices.measured_s == TARGET_S
+    assert profile.head.prices.measured_s == HEAD_S
+    assert profile.measured_s == TARGET_S + HEAD_S
 
 
 def test_cliffs_are_those_of_the_cheapest_graph_of_each_size(model: Path) -> None:
@@ -147,7 +158,7 @@ def test_prices_of_another_setting_are_measured_again_with_a_warning(
     assert Start(tmp_path, *others).measured == []
 
 
-@pytest.mark.parametrize("name", ["driver_version", "_code_digest", "_version"])
+@pytest.mark.parametrize("name", ["driver_version", "code_digest", "_version"])
 def test_so_are_those_of_another_driver_or_kernels(
     tmp_path: Path, runners: tuple[Any, Any], caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
@@ -164,6 +175,9 @@ def test_another_head_alone_is_measured_again(
     other = runner_of(model, 32)
     other.config = replace(other.config, draft_steps={1: (), 2: (), 3: ()})
     assert Start(tmp_path, runners[0], other).measured == ["head"]
+    profile = profiler.read_profile(folder_of(tmp_path, runners[0]) / FILE_NAME)
+    assert profile is not None
+    assert profile.measured_s == TARGET_S + HEAD_S
 
 
 def entry(path: list[Any], value: Any) -> Callable[[Path], None]:
@@ -224,6 +238,8 @@ SPOILED: dict[str, Callable[[Path], object]] = {
         [*PRICES, "graphs_ms", 0],
         json.loads(file.read_text())["target"]["prices"]["graphs_ms"][1],
     )(file),
+    "no seconds": entry([*PRICES, "measured_s"], None),
+    "negative seconds": entry(["head", "prices", "measured_s"], -1.0),
     "more entries": entry([*PRICES, "more"], 1),
     "passes lack": entry(["head", "prices", "passes"], {"1": [[1, 1.0]]}),
     "the head's graphs lack": entry(["head", "prices", "extend", "graphs_ms"], []),
@@ -254,7 +270,7 @@ def test_a_file_that_cannot_be_read_is_measured_again_with_one_warning(
     error = OSError(5, "Input/output error")
     with (
         mock.patch.object(Path, "read_bytes", side_effect=error),
-        mock.patch.object(profiler, "_code_digest", return_value=profiler._code_digest()),
+        mock.patch.object(profiler, "code_digest", return_value=profiler.code_digest()),
     ):
         assert Start(tmp_path, *runners).measured == ["target", "head"]
     [warning] = warnings_of(caplog)
@@ -272,10 +288,10 @@ def test_a_changed_kernel_changes_the_digest_of_code(tmp_path: Path) -> None:
     digests = []
     for text in ("one", "two"):
         (tmp_path / "kernel.cu").write_text(text)
-        profiler._code_digest.cache_clear()
+        profiler.code_digest.cache_clear()
         with mock.patch.object(profiler, "timed_folders", return_value=[tmp_path]):
-            digests.append(profiler._code_digest())
-    profiler._code_digest.cache_clear()
+            digests.append(profiler.code_digest())
+    profiler.code_digest.cache_clear()
     assert digests[0] != digests[1]
 
 

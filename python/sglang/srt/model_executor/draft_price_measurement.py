@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,8 @@ from sglang.srt.model_executor.measured_times import Launch, shortest
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter
 from sglang.srt.step.price_table import DraftPrices
+
+logger = logging.getLogger(__name__)
 
 PASS_REQUESTS = (1, 2, 4, *range(8, 129, 8), 256, 512, 1024)
 CPU_PASS_REQUESTS = (1, 2, 4, 8, 16, 32, 64)
@@ -32,6 +35,7 @@ def measure_draft_prices(
         max_requests, max_width, clock: as for `PriceMeter`.
         num_steps: how many draft steps passes may have.
     """
+    start = clock()
     meter = PriceMeter(runner, max_requests, max_width, clock)
     sizes = CPU_PASS_REQUESTS if runner.device.type == "cpu" else PASS_REQUESTS
     sizes = tuple(sorted({*(size for size in sizes if size < max_requests), max_requests}))
@@ -43,10 +47,15 @@ def measure_draft_prices(
 
         return launch_of
 
-    return DraftPrices(
-        extend=meter.measure(),
-        passes={
-            count: shortest(meter.times_of(sizes, passes_of(count), CPU_PASSES_S))
-            for count in num_steps
-        },
+    extend = meter.measure()
+    passes = {}
+    for count in num_steps:
+        name = f"passes of {count} draft steps"
+        passes[count] = shortest(meter.times_of(sizes, passes_of(count), CPU_PASSES_S, name))
+    measured_s = clock() - start
+    logger.info(
+        "Measured prices of a draft model, with passes of %s draft steps, in %.1f s.",
+        " and ".join(map(str, num_steps)) or "no",
+        measured_s,
     )
+    return DraftPrices(extend, passes, measured_s)

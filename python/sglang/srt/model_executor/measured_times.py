@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
+from tqdm import tqdm
 
 from sglang.srt.step.price_table import Curve
+
+Item = TypeVar("Item")
 
 Launch = Callable[[], object]  # what a GPU is to do is in its queue then, maybe not done
 
 CPU_MIN_SIZES, CPU_MAX_PASSES = 2, 3
 IMPLAUSIBLE_GROWTH, CPU_RETRIES = 1.5, 2
+
+
+def shown(items: Sequence[Item], what: str, device: torch.device) -> Iterable[Item]:
+    """The items, with a progress bar that says what is timed: on a GPU, in a terminal."""
+    is_hidden = True if device.type == "cpu" else None  # None: shown in a terminal
+    return tqdm(items, desc=f"Measuring {what}", unit="size", disable=is_hidden)
 
 
 def gpu_times_ms(launch: Launch, repeats: int) -> list[float]:

@@ -29,6 +29,7 @@ from sglang.srt.model_executor.measured_times import (
     Launch,
     gpu_times_ms,
     shortest,
+    shown,
     timed_passes,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -99,8 +100,8 @@ class PriceMeter:
         start = self._clock()
         prompt_kv_ms = self._prompt_attention()
         graphs_ms = self._graphs(priced_graphs(self._runner, self._max_width))
-        eager = self.times_of(self._eager_rows(), self._step, CPU_ROWS_S)
-        head = self.times_of(self._below(READ_ROWS), self._read, CPU_READS_S)
+        eager = self.times_of(self._eager_rows(), self._step, CPU_ROWS_S, "steps")
+        head = self.times_of(self._below(READ_ROWS), self._read, CPU_READS_S, "logits")
         kv_ms, row_kv_ms = self._attention()
         prices = PriceTable(
             find=graph_finder(self._runner),
@@ -112,11 +113,12 @@ class PriceMeter:
             prompt_kv_ms=prompt_kv_ms,
             spread=self._spread(),
         )
+        prices = replace(prices, measured_s=self._clock() - start)
         logger.info(
             "Measured prices of %d graphs and %d other sizes of steps in %.1f s.",
             len(graphs_ms),
             len(eager) + len(head),
-            self._clock() - start,
+            prices.measured_s,
         )
         return prices
 
@@ -150,7 +152,7 @@ class PriceMeter:
         """Milliseconds of each graph. Where more rows seem to cost less than fewer, the dearer one
         is timed again: it may have met a slow moment."""
         found = {}
-        for key in keys:
+        for key in shown(keys, "graphs", self._device):
             repeats = DECODE_REPEATS if key.tag == DECODE else 1
             found[key] = min(self._times_ms(self._replay(key), repeats))
         ordered = sorted(found, key=lambda key: (key.tag, key.num_reqs, key.num_tokens))
@@ -160,13 +162,18 @@ class PriceMeter:
         return found
 
     def times_of(
-        self, sizes: Sequence[int], launch_of: Callable[[int], Launch], budget_s: float
+        self,
+        sizes: Sequence[int],
+        launch_of: Callable[[int], Launch],
+        budget_s: float,
+        what: str,
     ) -> dict[int, list[float]]:
-        """Milliseconds of each run, by size; `budget_s` limits them on a CPU."""
+        """Milliseconds of each run, by size; `budget_s` limits them on a CPU. On a GPU a progress
+        bar says what is timed."""
         if not self._is_cpu:
             return {
                 size: self._times_ms(launch_of(size), REPEATS if size < SLOW_ROWS else 1)
-                for size in sizes
+                for size in shown(sizes, what, self._device)
             }
         launches = {size: launch_of(size) for size in sizes}
         return timed_passes(launches, budget_s, self._once_ms, self._clock)

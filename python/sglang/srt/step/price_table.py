@@ -114,6 +114,7 @@ class PriceTable:
         prompt_kv_ms: each token that the rows of a prompt's chunk see, by how many rows they are;
             not falling. They share what they read of KV, and few of them do not occupy a GPU.
         spread: typical deviation of one measurement from another, as a share.
+        measured_s: seconds that measuring took; 0 of prices that nobody measured.
     """
 
     find: FindGraph
@@ -124,6 +125,7 @@ class PriceTable:
     row_kv_ms: float = 0.0
     prompt_kv_ms: Curve = FREE
     spread: float = 0.0
+    measured_s: float = 0.0
 
     def replays(self, step: StepShape) -> bool:
         """Whether a step replays a graph."""
@@ -173,7 +175,9 @@ class DraftPrices:
     Attributes:
         extend: its pass over the rows that the target was fed, and its logits (`PriceTable.head`).
         passes: by how many draft steps a pass has, what it takes by requests, with next to no KV.
+        measured_s: seconds that measuring took, of all; 0 of prices that nobody measured.
     """
 
     extend: PriceTable
     passes: Mapping[int, Curve]
+    measured_s: float = 0.0

@@ -59,6 +59,7 @@ TIMED_FIELDS = (
 Size = Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
 Price = Annotated[float, msgspec.Meta(ge=0, le=1e7)]
 StepPrice = Annotated[float, msgspec.Meta(gt=0, le=1e7)]  # a step takes time
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e7)]
 Prices = Annotated[list[tuple[Size, Price]], msgspec.Meta(min_length=1)]
 StepPrices = Annotated[list[tuple[Size, StepPrice]], msgspec.Meta(min_length=1)]
 
@@ -79,6 +80,7 @@ class KeptTable(msgspec.Struct, forbid_unknown_fields=True):
     row_kv_ms: Price
     prompt_kv_ms: Prices
     spread: Price
+    measured_s: Seconds
 
     @classmethod
     def of(cls, prices: PriceTable) -> KeptTable:
@@ -90,6 +92,7 @@ class KeptTable(msgspec.Struct, forbid_unknown_fields=True):
             row_kv_ms=prices.row_kv_ms,
             prompt_kv_ms=_pairs(prices.prompt_kv_ms),
             spread=prices.spread,
+            measured_s=prices.measured_s,
         )
 
     def table(self, find: FindGraph) -> PriceTable:
@@ -103,6 +106,7 @@ class KeptTable(msgspec.Struct, forbid_unknown_fields=True):
             row_kv_ms=self.row_kv_ms,
             prompt_kv_ms=_curve(self.prompt_kv_ms),
             spread=self.spread,
+            measured_s=self.measured_s,
         )
 
     def table_of(self, runner: ModelRunner) -> PriceTable:
@@ -118,18 +122,23 @@ class KeptDrafts(msgspec.Struct, forbid_unknown_fields=True):
 
     extend: KeptTable
     passes: dict[int, Prices]
+    measured_s: Seconds
 
     @classmethod
     def of(cls, prices: DraftPrices) -> KeptDrafts:
         passes = {count: _pairs(curve) for count, curve in prices.passes.items()}
-        return cls(KeptTable.of(prices.extend), passes)
+        return cls(KeptTable.of(prices.extend), passes, prices.measured_s)
+
+    def draft_prices(self, extend: PriceTable) -> DraftPrices:
+        """The prices, with those of the head's steps as `extend` has them."""
+        passes = {count: _curve(pairs) for count, pairs in self.passes.items()}
+        return DraftPrices(extend, passes, self.measured_s)
 
     def prices_of(self, runner: ModelRunner) -> DraftPrices:
         """The prices of exactly the draft steps that a runner has."""
         if {*self.passes} != {*runner.config.draft_steps}:
             raise ProfileError("its prices are damaged")
-        passes = {count: _curve(pairs) for count, pairs in self.passes.items()}
-        return DraftPrices(self.extend.table_of(runner), passes)
+        return self.draft_prices(self.extend.table_of(runner))
 
 
 class Kept(msgspec.Struct, Generic[T]):
@@ -151,7 +160,12 @@ class Profile(msgspec.Struct):
 
     target: Kept[KeptTable]
     head: Kept[KeptDrafts]
-    format: Literal[2] = 2
+    format: Literal[3] = 3
+
+    @property
+    def measured_s(self) -> float:
+        """Seconds that measuring took, of the target and of its head."""
+        return self.target.prices.measured_s + self.head.prices.measured_s
 
 
 def _pairs(curve: Curve) -> list[tuple[int, float]]:
@@ -267,7 +281,7 @@ def measured_with(runner: ModelRunner) -> dict[str, str]:
         "torch": str(torch.__version__),
         "CUDA": str(torch.version.cuda),
         "Triton": _version("triton"),
-        "set of kernels": _code_digest(),
+        "set of kernels": code_digest(),
     }
 
 
@@ -284,7 +298,8 @@ def _version(package: str) -> str:
 
 
 @cache
-def _code_digest() -> str:
+def code_digest() -> str:
+    """Of the code that decides how long a step takes; its files are read once in a process."""
     found = hashlib.sha256()
     for folder in timed_folders():
         for path in sorted(folder.rglob("*")):
