@@ -99,9 +99,11 @@ def test_what_is_asked(work: str, requests: int, ngram: list[float], reached: bo
 def test_the_host_is_timed_with_drafts_and_without(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = parse(["--device", "cpu", "--host-batch", "2", "--host-steps", "3"])
     row = host_row(arguments)
-    assert row["ngram_us"] > row["plain_us"] > 0
+    assert min(row["ngram_us"], row["plain_us"]) > 0
+    assert row["added_us"] == pytest.approx(row["ngram_us"] - row["plain_us"], abs=0.2)
     rows = [{"work": NOVEL, "requests": 1, **found([100.0], [99.0])}]
-    print_result({"host": row, "rows": rows})
-    out = capsys.readouterr().out
-    assert "MISS host, batch 2" in out
-    assert "ok   novel" in out
+    for added_us, verdict in ((299.0, "ok   host"), (301.0, "MISS host")):
+        print_result({"host": row | {"added_us": added_us}, "rows": rows})
+        out = capsys.readouterr().out
+        assert f"{verdict}, batch 2" in out
+        assert "ok   novel" in out
