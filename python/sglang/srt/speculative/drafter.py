@@ -188,8 +188,8 @@ class DrafterParts:
         runners: of the target and, behind it, of `DrafterType.models`.
         state: the device rows, with the token table.
         prices: of steps; None where nobody measures any.
-        clock: times the worker's steps, where that is asked for (`DrafterNeeds.times_steps`) and the
-            device can tell; whoever has it must ask it for all (`StepClock.ended`), or they pile up.
+        clock: times the worker's steps where `DrafterNeeds.times_steps` asks for it and the device
+            can tell; times pile up until they are taken (`StepClock.ended`).
     """
 
     options: Any
