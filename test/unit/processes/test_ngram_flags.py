@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang.srt.environ import Environ
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.speculative.ngram_ops import NgramLimits
 from sglang.srt.speculative.ngram_worker import NgramConfig, branch_lengths, tree_parents
@@ -118,3 +120,19 @@ def test_a_tree_has_all_its_nodes_and_most_of_them_in_its_first_branch(
     parents = tree_parents(lengths)
     assert parents.count(0) == len(lengths)
     assert all(parent in (0, node) for node, parent in enumerate(parents))
+
+
+def test_a_benchmark_says_how_many_drafts_are_verified(target: Path) -> None:
+    options = config_of(target, Environ(tile_spec_drafts=1.5))
+    assert options.rounds.tile_spec_drafts == 1.5
+    assert config_of(target).rounds.tile_spec_drafts is None
+
+
+def test_attention_without_trees_is_refused_with_the_flag_that_helps(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = replace(TorchNativeBackend.capabilities(), tree_masks=False)
+    monkeypatch.setattr(TorchNativeBackend, "capabilities", lambda: without)
+    text = refusal(target, algorithm="NGRAM", ngram_max_bfs_breadth=2)
+    assert f"{BREADTH} 1" in text
+    assert resolved(target, algorithm="NGRAM", ngram_max_bfs_breadth=1).drafter is not None

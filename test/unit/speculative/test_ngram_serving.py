@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+import eagle_serving
 from drafted_serving import Disturb, abort, nothing, pause, prompts, serve
-from eagle_models import write_models
+from eagle_models import CONTEXT, VOCAB, write_models
 from eagle_serving import right_tokens, setup_for
 from jumping_tier import JUMPING, jumping_tiers
 from ngram_serving import Served, ngram_config
 from pairwise import name_of, pairwise_cases
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.messages.control import AbortReq
+from sglang.srt.speculative.ngram_worker import NgramDrafter
 from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets, prices_of
 
 torch.set_num_threads(1)
@@ -101,6 +103,31 @@ def test_ended_texts_help_those_of_the_same_key_and_nobody_else(target: Path) ->
     assert other == first, "Text of another key was drafted from."
     assert again > first
     assert again >= 40 * 5 // 6 - 5
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("breadth", [1, 2])
+def test_requests_that_end_at_the_context(target: Path, page_size: int, breadth: int) -> None:
+    """Right drafts of two steps under way, and those for a third one, go past it, within rows of
+    the page table that are no wider than a server makes them."""
+    text = [index % VOCAB for index in range(100)]
+    plain = eagle_serving.Served({"target": target}, None, 0, setup_for(0, page_size))
+    [right] = plain.generate([text], temperature=0.0, max_new_tokens=CONTEXT - 100)
+    text += right
+    drafter = ngram_config(9, breadth)
+    slots = NgramDrafter.needs(drafter.options).max_slots
+    harness = Served(target, drafter, setup_for(9, page_size, max_decode_rows=slots))
+    ids = {}
+    for left in range(4):
+        for num_new in (2, 3, 4, 12, 13, 20):
+            end = CONTEXT - left
+            prompt = text[: end - num_new]
+            ids[harness.submit(prompt, temperature=0.0, max_new_tokens=num_new)] = text[
+                end - num_new : end
+            ]
+    harness.run()
+    for req_id, tokens in ids.items():
+        assert harness.outputs[req_id].token_ids == tokens
 
 
 def test_an_aborted_request_leaves_nothing(target: Path) -> None:

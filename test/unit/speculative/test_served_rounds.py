@@ -4,7 +4,9 @@ prompts take the room that drafts would have had for nothing, and steps take lon
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,8 +16,9 @@ from sglang.srt.speculative.drafter import plan_of_drafts
 from sglang.srt.speculative.prompt_mix import MEMORY_STEPS, ROW_GRAIN, PromptMix, round_of
 from sglang.srt.speculative.round_excess import LEAST, MOST, Excess
 from sglang.srt.speculative.round_planner import RoundOptions
-from sglang.srt.speculative.round_prices import UpcomingRound
+from sglang.srt.speculative.round_prices import MAX_COSTS, UpcomingRound
 from sglang.srt.speculative.round_times import RoundTimes
+from sglang.srt.step.price_table import Curve
 from tile_spec_decode import Text
 
 SURE, EVEN = Text(0.75, 0.96, 0.45), Text(0.0, 0.97, 0.8)
@@ -154,3 +157,54 @@ def test_only_rounds_of_one_number_of_drafts_are_compared() -> None:
     times.compare()
     assert prices.excess.at(32) == pytest.approx(1.1)
     assert prices.excess.at(2048) == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"hidden_rows": [(0, 0)]},
+        {"logprobs": mock.Mock(prompt_rows=[(0, 0)])},
+        {"constraint": mock.Mock()},
+    ],
+)
+def test_steps_that_return_more_are_not_compared(asked: dict[str, Any]) -> None:
+    prices, clock = rounds(), GivenClock()
+    times = RoundTimes(prices, clock, packs_in_graphs=True)
+    batch = replace(batch_of([128, 0, 0]), **asked)
+    plan = replace(plan_of_drafts(batch, [0, 3, 3]), next_drafts=[3] * 3)
+    times.expect(batch, plan, 3)
+    clock.unread.append(1000.0)
+    times.compare()
+    assert prices.excess.at(128) == 1.0
+    times.expect(batch_of([128, 0, 0]), plan, 3)
+    clock.unread.append(1000.0)
+    times.compare()
+    assert prices.excess.at(128) > 1.0
+
+
+def test_slots_behind_a_prompt_are_no_part_of_its_price() -> None:
+    """Those are reserved for draft steps."""
+    prices, clock = rounds(), GivenClock()
+    prices.target = replace(prices.target, prompt_kv_ms=Curve((1, 4096), (1.0, 1.0)))
+    times = RoundTimes(prices, clock, packs_in_graphs=True)
+    batch = batch_of([128, 0])
+    behind = replace(
+        batch,
+        max_q_lens=[128 + 100, batch.max_q_lens[1]],
+        kv_len_upper_bounds=[128 + 100, batch.kv_len_upper_bounds[1]],
+    )
+    plan = replace(plan_of_drafts(batch, [0, 3]), next_drafts=[3, 3])
+    for each in (batch, behind):
+        times.expect(each, plan, 3)
+    [alone, with_slots] = times._expected
+    assert alone == with_slots
+
+
+def test_prices_that_are_remembered_are_bounded() -> None:
+    """Prompts are of any number of rows."""
+    prices = rounds()
+    right = prices.round_ms(UpcomingRound(8), 3)
+    for number in range(2 * MAX_COSTS):
+        prices.round_ms(UpcomingRound(8, 0, 1.0, number), 3)
+    assert prices._cost_of.cache_info().currsize <= MAX_COSTS
+    assert prices.round_ms(UpcomingRound(8), 3) == right

@@ -51,12 +51,13 @@ def ngram_from_flags(
     thresholds: AcceptThresholds,
     simulates_acceptance: bool,
     tile_spec_cache: Path | None,
+    tile_spec_drafts: float | None = None,
 ) -> DrafterConfig:
     """The drafter.
 
     Args:
         suppressed_token_ids, simulates_acceptance: as for `eagle_from_flags`.
-        tile_spec_cache: see `RoundOptions`.
+        tile_spec_cache, tile_spec_drafts: see `RoundOptions`.
 
     Raises:
         ConfigError: for flags that cannot be had; the text names the flag and the remedy.
@@ -73,7 +74,13 @@ def ngram_from_flags(
     _warn_of_adaptive(args)
     is_fixed = simulates_acceptance or args.speculative_load_aware == "off" or breadth > 1
     policy = "fixed" if is_fixed else "matched"
-    rounds = RoundOptions(num_drafts, policy, tile_spec_cache=tile_spec_cache, num_free=num_drafts)
+    rounds = RoundOptions(
+        num_drafts,
+        policy,
+        tile_spec_cache=tile_spec_cache,
+        num_free=num_drafts,
+        tile_spec_drafts=tile_spec_drafts,
+    )
     limits = NgramLimits(SHORTEST_MATCH, depth)
     config = NgramConfig(rounds, limits, capacity, breadth, suppressed_token_ids)
     return DrafterConfig("ngram", config, thresholds)

@@ -145,7 +145,7 @@ def with_drafter(config: RuntimeConfig, drafter: DrafterConfig) -> RuntimeConfig
         raise ConfigError(
             f"--attention-backend {backend} has no masks for trees of drafts; use"
             " --attention-backend triton (torch_native on a CPU), or draft chains"
-            " (--speculative-eagle-topk 1)."
+            " (--speculative-eagle-topk 1, with NGRAM --speculative-ngram-max-bfs-breadth 1)."
         )
     captures = execution.max_graph_width > 0
     execution = replace(

@@ -105,8 +105,7 @@ def make_worker(
     clock: StepClock | None = None
     if drafter is not None:
         kind: DrafterType = DRAFTERS.load(drafter.name)
-        if needs.needs_prices and target.device.type == "cuda":
-            clock = GpuStepClock()
+        clock = step_clock(needs, target.device)
         made = kind.make(DrafterParts(drafter.options, runners, state, prices, clock))
     if checks_kv:  # from here on: a drafter may have measured steps of nobody
         check_kv(runners, state, needs.token_shift)
@@ -116,6 +115,11 @@ def make_worker(
     worker = TpModelWorker(target, state, needs.suppressed_token_ids, made, on_step, confirm, clock)
     worker.capture_rounds(runners, needs)
     return worker
+
+
+def step_clock(needs: DrafterNeeds, device: torch.device) -> StepClock | None:
+    """What times the steps of a worker with this drafter; None: nobody would ask it."""
+    return GpuStepClock() if needs.times_steps and device.type == "cuda" else None
 
 
 def _simulated(

@@ -142,6 +142,7 @@ class DrafterNeeds:
         capture: which hidden states the target gives.
         suppressed_token_ids: ids that the target never emits.
         needs_prices: prices of steps are measured at start-up.
+        times_steps: the drafter hears what steps take (`DrafterParts.clock`).
         price_cache: folder where these are kept for the next start (`TileSpecProfiler`); None: they
             are not.
         token_shift: how many positions ahead the token is that the drafter's models are fed at each
@@ -165,6 +166,7 @@ class DrafterNeeds:
     capture: HiddenCapture = NO_CAPTURE
     suppressed_token_ids: tuple[int, ...] = ()
     needs_prices: bool = False
+    times_steps: bool = False
     price_cache: Path | None = None
     token_shift: int = 0
     bypasses_graphs: bool = False
@@ -186,7 +188,8 @@ class DrafterParts:
         runners: of the target and, behind it, of `DrafterType.models`.
         state: the device rows, with the token table.
         prices: of steps; None where nobody measures any.
-        clock: times the worker's steps; None where nobody does.
+        clock: times the worker's steps where `DrafterNeeds.times_steps` asks for it and the device
+            can tell; times pile up until they are taken (`StepClock.ended`).
     """
 
     options: Any

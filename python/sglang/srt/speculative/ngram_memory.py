@@ -26,8 +26,8 @@ class NgramMemory:
     """The last texts, of all namespaces together.
 
     Aborted requests leave nothing, as in the prefix cache, nor do retracted ones until they end.
-    Of a text, what was a cached prefix is left out: it is part of an earlier text, and whoever has
-    the same prefix has it in its own row.
+    Of a text, what was a cached prefix is left out: whoever has the same prefix has it in its own
+    row, and it is part of an earlier text, unless that is still running or was aborted.
 
     Attributes:
         capacity: C, slots.

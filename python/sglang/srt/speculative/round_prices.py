@@ -4,10 +4,13 @@ the next one."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from sglang.srt.speculative.round_excess import Excess
 from sglang.srt.step.price_table import DraftPrices, PriceTable, StepShape
+
+MAX_COSTS = 4096  # that are remembered
 
 
 class UpcomingRound(NamedTuple):
@@ -79,7 +82,7 @@ class MeasuredRounds:
         self.head = head
         self.excess = Excess() if excess is None else excess
         self.prompt_row_ms = target.least_row_ms
-        self._costs: dict[tuple[int, int, int], RoundCost] = {}
+        self._cost_of = lru_cache(maxsize=MAX_COSTS)(self.cost)
 
     @property
     def spread(self) -> float:
@@ -89,11 +92,9 @@ class MeasuredRounds:
         return sum(chance * self._case_ms(case, num_drafts) for chance, case in upcoming.cases)
 
     def _case_ms(self, case: UpcomingRound, num_drafts: int) -> float:
-        key = case.num_reqs, num_drafts, case.prompt_rows
         num_rows = case.num_reqs * (1 + num_drafts)
-        if key not in self._costs:
-            self._costs[key] = self.cost(case.num_reqs, num_drafts, num_rows, case.prompt_rows)
-        whole_ms = self._costs[key].at(case.kv_tokens)
+        cost = self._cost_of(case.num_reqs, num_drafts, num_rows, case.prompt_rows)
+        whole_ms = cost.at(case.kv_tokens)
         own_ms = whole_ms - self.prompts_ms(case.prompt_rows, num_rows, whole_ms)
         return own_ms * self.excess.at(num_rows + case.prompt_rows)
 

@@ -36,9 +36,12 @@ class RoundTimes:
 
     def expect(self, batch: ScheduleBatch, plan: RowPlan, num_drafts: int) -> None:
         """A step that is about to be launched, whose requests have so many drafts at most. It is no
-        round with a price if nobody decodes, or if another number is drafted for the next one."""
+        round with a price if nobody decodes, or if another number is drafted for the next one; nor
+        if it returns what prices know nothing of."""
         is_round = 0 in batch.num_prompt_tokens and max(plan.next_drafts) == num_drafts
         is_round &= plan.counts.packed is None or self._packs_in_graphs
+        scores_prompts = batch.logprobs is not None and bool(batch.logprobs.prompt_rows)
+        is_round &= not scores_prompts and not batch.hidden_rows and batch.constraint is None
         self._expected.append(self._round(batch, plan, num_drafts) if is_round else None)
 
     def _round(self, batch: ScheduleBatch, plan: RowPlan, num_drafts: int) -> _Expected:
@@ -46,11 +49,12 @@ class RoundTimes:
         num_prompt = sum(batch.num_prompt_tokens)
         num_verified = plan.counts.num_rows - num_prompt
         cost = rounds.cost(case.num_reqs, num_drafts, num_verified, case.prompt_rows)
+        lens = zip(
+            batch.kv_len_upper_bounds, batch.max_q_lens, batch.num_prompt_tokens, strict=True
+        )
         chunks = [
-            PromptChunk(bound - num_prompt, num_prompt)
-            for bound, num_prompt in zip(
-                batch.kv_len_upper_bounds, batch.num_prompt_tokens, strict=True
-            )
+            PromptChunk(bound - reserved, num_prompt)
+            for bound, reserved, num_prompt in lens
             if num_prompt
         ]
         prompts_ms = sum(
