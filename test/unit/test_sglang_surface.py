@@ -13,6 +13,7 @@ import pytest
 
 from fake_server import BYTES, GROUP, TENSORS, Server
 from serving_utils import make_model_dir
+from sglang.srt.argument_parsing import MissingFlag, SuggestingParser
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.entrypoints.openai.protocol import (
     UNSUPPORTED,
@@ -31,7 +32,7 @@ from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.frontend.sampling_validation import SAMPLING_FIELDS
 from sglang.srt.frontend.tokenizer_bodies import DetokenizeReqInput, TokenizeReqInput
 from sglang.srt.model_config import ModelPathError
-from sglang.srt.server_args import MissingFlag, ServerArgs, SuggestingParser, parse_cli
+from sglang.srt.server_args import ServerArgs, parse_cli
 from sglang.srt.sglang_surface import (
     ANYTHING,
     SGLangArgument,
