@@ -1,4 +1,4 @@
-"""How words of a command line are read: SGLang's flags without an effect, misspelt ones, numbers."""
+"""How words of a command line are read: flags of SGLang alone, misspelt ones, numbers."""
 
 from __future__ import annotations
 

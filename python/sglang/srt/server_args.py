@@ -61,6 +61,19 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     )
     tokenizer_path: str | None = flag(None, "Tokenizer directory; default: the model's.")
     served_model_name: str | None = flag(None, "Name that clients see; default: the model path.")
+    chat_template: str | None = flag(
+        None, "File with the Jinja template of chats; default: the model's own."
+    )
+    tool_call_parser: str | None = flag(
+        None,
+        "How the model writes calls of functions: `llama3`, `qwen25` (`qwen`, `hermes`) or"
+        " `mistral`. Default: chats have no tools.",
+    )
+    reasoning_parser: str | None = flag(
+        None,
+        "How the model marks what it thinks: `qwen3`, `qwen3-thinking` or `deepseek-r1`."
+        " Default: that is a part of its answer.",
+    )
     load_format: str = flag(
         "auto",
         "`auto` reads safetensors; `dummy` fills random weights from config.json alone.",
