@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from transformers import AutoTokenizer
 
@@ -115,3 +117,21 @@ def test_flags_that_make_no_sense_end_the_start(flags: tuple[str, ...]) -> None:
     )
     assert ended.returncode == 1
     assert ended.stderr.strip().splitlines()[-1].startswith(f"sglang: error: {flags[0]}: ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_process_that_renders_ends_with_the_server(number: signal.Signals) -> None:
+    with running_server("demo") as server:
+        before = {child.pid for child in psutil.Process(server.process.pid).children()}
+        chat(server)
+        (renderer,) = [
+            child
+            for child in psutil.Process(server.process.pid).children()
+            if child.pid not in before
+        ]
+        assert "render_process" in " ".join(renderer.cmdline())
+        server.process.send_signal(number)
+        server.exit_code()
+        gone, alive = psutil.wait_procs([renderer], timeout=10)
+        assert gone
+        assert not alive

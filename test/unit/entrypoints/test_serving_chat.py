@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from chat_template_cases import CALL, QWEN, TOOL
+from chat_template_cases import CALL, DEEPSEEK, QWEN, TOOL
 from fake_backend import Backend, run
 from serving_utils import make_model_dir
 from sglang.srt.entrypoints.openai.chat_protocol import UNSUPPORTED, ChatCompletionRequest
@@ -396,3 +396,51 @@ def test_a_call_that_must_be_is_begun_in_the_prompt(
 def test_parallel_calls_can_be_refused(tokenizer: Tokenizer, qwen: ChatSettings) -> None:
     found = chat(tokenizer, qwen, OUTPUT, **TOOLS, parallel_tool_calls=False, max_tokens=10)
     assert len(found.choice["message"]["tool_calls"]) == 1
+
+
+def settings_of(template: str, calls: str, reasoning: str | None = None) -> ChatSettings:
+    form = None if reasoning is None else REASONING_FORMATS[reasoning]
+    tokens = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    files = TemplateFiles({"default": template}, tokens)
+    return ChatSettings(ChatTemplates(files), CALL_FORMATS[calls], form)
+
+
+def test_special_tokens_are_shown_where_calls_begin_with_them(tokenizer: Tokenizer) -> None:
+    settings = settings_of(PLAIN, "llama3")
+    assert not chat(tokenizer, settings, **TOOLS).params.skip_special_tokens
+    assert chat(tokenizer, settings).params.skip_special_tokens
+    text = '{"name": "weather", "parameters": {}}; {"name": "weather", "parameters": {}}'
+    message = chat(tokenizer, settings, text, **TOOLS).choice["message"]
+    assert len(message["tool_calls"]) == 2
+    settings.templates.close()
+
+
+def test_ids_of_calls_are_as_templates_want_them(tokenizer: Tokenizer) -> None:
+    settings = settings_of(PLAIN, "mistral")
+    text = '[TOOL_CALLS][{"name": "weather", "arguments": {}}, {"name": "weather"}]'
+    ids = [
+        c["id"] for c in chat(tokenizer, settings, text, **TOOLS).choice["message"]["tool_calls"]
+    ]
+    assert [len(call_id) for call_id in ids] == [9, 9]
+    assert len({*ids}) == 2
+    settings.templates.close()
+
+
+def test_an_answer_can_be_sent_back_as_it_came(tokenizer: Tokenizer, qwen: ChatSettings) -> None:
+    for output in ("<think>only thought", CALL_TEXT, "Hi"):
+        message = chat(tokenizer, qwen, output, tools=[SMALL]).choice["message"]
+        found = chat(tokenizer, qwen, messages=[*HELLO, message, *HELLO])
+        assert found.choice["finish_reason"] == "stop"
+
+
+def test_reasoning_that_the_prompt_begins(tokenizer: Tokenizer) -> None:
+    settings = settings_of(DEEPSEEK, "qwen25", "qwen3")
+    message = chat(tokenizer, settings, "why\n</think>\n\nso").choice["message"]
+    assert (message["reasoning_content"], message["content"]) == ("why", "so")
+    found = chat(tokenizer, settings, 'weather"}', **TOOLS, tool_choice="required")
+    assert found.prompt.endswith('<think>\n</think>\n\n<tool_call>\n{"name": "')
+    assert found.choice["finish_reason"] == "tool_calls"
+    ids = tokenizer.encode("x<think>\n")
+    message = chat(tokenizer, settings, "why</think>so", input_ids=ids).choice["message"]
+    assert message["reasoning_content"] == "why"
+    settings.templates.close()

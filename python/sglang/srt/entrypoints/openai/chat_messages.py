@@ -113,14 +113,16 @@ def _message(item: dict[str, Any], name: str) -> dict[str, Any]:
     check_known_fields(item, Message.__struct_fields__, _NEUTRAL, f"{name}.")
     given = {key: item[key] for key in Message.__struct_fields__ if item.get(key) is not None}
     message = convert_fields(given, Message, f"{name}.")
-    has_content = message.content is not None
-    if not has_content and (message.role != "assistant" or not message.tool_calls):
+    reasoning = message.reasoning_content or message.reasoning
+    has_other = message.role == "assistant" and (message.tool_calls or reasoning)
+    if message.content is None and not has_other:
         raise field_error(f"{name}.content", "is missing; give a text or a list of text parts")
     role = "system" if message.role == "developer" else message.role
     found: dict[str, Any] = {"role": role}
     if message.content is not None:
         found["content"] = _content(message.content, f"{name}.content")
-    reasoning = message.reasoning_content or message.reasoning
+    elif not message.tool_calls:
+        found["content"] = ""
     optional = {
         "name": message.name,
         "reasoning_content": reasoning,

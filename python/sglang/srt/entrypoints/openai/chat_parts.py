@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import string
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from sglang.srt.function_call.formats import CallFormat
 from sglang.srt.function_call.function_call_parser import FunctionCall, FunctionCallParser
 from sglang.srt.parser.reasoning_parser import Parts, ReasoningFormat, ReasoningParser
 
+PIECE_CHARS = 4096
 ID_CHARS = string.ascii_letters + string.digits
 
 
@@ -82,10 +84,8 @@ class ChoiceParts:
         Args:
             text: the whole output so far.
         """
-        piece = text[self._num_chars :]
-        self._num_chars = len(text)
         news = News()
-        for parts in self._parts(piece, has_ended):
+        for parts in self._parts(text, has_ended):
             news.reasoning += self._reasoning_now(parts.reasoning, has_ended)
             self._add_content(news, parts.content)
         if has_ended and self._calls is not None:
@@ -93,11 +93,14 @@ class ChoiceParts:
             self._add(news, content, calls)
         return news
 
-    def _parts(self, piece: str, has_ended: bool) -> list[Parts]:
-        if self._reasoning is None:
-            return [Parts(content=piece)]
-        parts = [self._reasoning.push(piece)]
-        return [*parts, self._reasoning.finish()] if has_ended else parts
+    def _parts(self, text: str, has_ended: bool) -> Iterator[Parts]:
+        """What is new, in pieces: the parsers copy what they have not given out."""
+        for start in range(self._num_chars, len(text), PIECE_CHARS):
+            piece = text[start : start + PIECE_CHARS]
+            yield Parts(content=piece) if self._reasoning is None else self._reasoning.push(piece)
+        self._num_chars = len(text)
+        if has_ended and self._reasoning is not None:
+            yield self._reasoning.finish()
 
     def _reasoning_now(self, text: str, has_ended: bool) -> str:
         if self._division.streams_reasoning:
@@ -117,7 +120,9 @@ class ChoiceParts:
     def _add(self, news: News, content: str, calls: list[FunctionCall]) -> None:
         news.content += content
         for call in calls:
-            news.calls = [*(news.calls or []), self._in_openai_form(call)]
+            if news.calls is None:
+                news.calls = []
+            news.calls.append(self._in_openai_form(call))
             self.num_calls += 1
 
     def _in_openai_form(self, call: FunctionCall) -> dict[str, Any]:
