@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 RESULT = Path(__file__).resolve().parents[1] / "python/sglang/srt/sglang_surface.json"
-IO, OPENAI = "messages/requests.py", "entrypoints/openai/protocol.py"
+IO, OPENAI = "managers/io_struct.py", "entrypoints/openai/protocol.py"
 BODIES = {
     "generate": (IO, "GenerateReqInput"),
     "session_params": (IO, "SessionParams"),
     "sampling_params": ("sampling/sampling_params.py", "SamplingParams"),
     "/v1/completions": (OPENAI, "CompletionRequest"),
+    "/v1/chat/completions": (OPENAI, "ChatCompletionRequest"),
     "stream_options": (OPENAI, "StreamOptions"),
     "/tokenize": (OPENAI, "TokenizeRequest"),
     "/detokenize": (OPENAI, "DetokenizeRequest"),

@@ -20,6 +20,8 @@ from training.tokens import (
     SPECIAL_TOKENS,
 )
 
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
+
 
 def model_config(model: Llama, has_mask: bool = True) -> dict[str, Any]:
     """config.json: LlamaForCausalLM's keys, and the mask token's id for multi-token decoding, of
@@ -97,6 +99,9 @@ def write_model_folder(
     write_json(
         folder / "tokenizer_config.json", tokenizer_config(model.shape.max_position_embeddings)
     )
+    if has_mask:  # a model to talk to, and no draft of one
+        write_text = (folder / "chat_template.jinja").write_text
+        write_text(CHAT_TEMPLATE.read_text(encoding="utf-8"), encoding="utf-8")
     weights = folder / "model.safetensors"
     save_file(model.to_hf_state_dict(), weights, metadata={"format": "pt"})
     weights.chmod(0o644)  # safetensors makes it readable by the owner alone
@@ -159,7 +164,7 @@ project can be tried and tested without a download; it is a test bed, not an ass
 | shape | {shape} |
 | tokenizer | byte-level BPE, {vocab} entries, {bytes_per_token:.2f} bytes/token; BOS `{bos}` 0, \
 EOS `{eos}` 1, mask `{mask}` 2; BOS is put before a prompt by the post-processor |
-| weights | bfloat16, {megabytes:.1f} MB; no chat template |
+| weights | bfloat16, {megabytes:.1f} MB; a chat template that makes comments of messages |
 | held-out loss | {nats:.3f} nats/token, {bits:.3f} bits/byte, accuracy {accuracy:.3f} \
 ({context}-token windows) |
 | loss on training text | {train_nats:.3f} nats/token (a sample, same windows) |

@@ -42,6 +42,8 @@ MAY_IMPORT = {
     "speculative": "model_executor models step layers mem_cache base",
     "workers": "speculative model_executor step layers mem_cache base",
     "mtp": "workers speculative model_executor step layers mem_cache base",
+    "parser": "base",
+    "function_call": "parser base",
     "messages": "base",
     "frontend": "messages base",
     "scheduling": "messages step layers mem_cache base",
@@ -49,7 +51,8 @@ MAY_IMPORT = {
     "managers": "control scheduling frontend messages step mem_cache base",
     "processes": "managers control scheduling frontend messages"
     " mtp workers speculative model_executor step weight_sync mem_cache base",
-    "entrypoints": "processes managers control frontend messages model_executor base",
+    "entrypoints": "processes managers control frontend function_call parser messages"
+    " model_executor base",
 }
 SERVER_ARGS_READERS = re.compile(
     rf"{PACKAGE}/(__init__|launch_server|bench_\w+|srt/(entrypoints|processes)/.+)\.py"
@@ -61,6 +64,8 @@ TORCH_FREE = (
     "srt/entrypoints/**/*.py",
     "srt/messages/*.py",
     "srt/frontend/*.py",
+    "srt/function_call/*.py",
+    "srt/parser/*.py",
     "srt/control/client.py",
     "srt/managers/io_struct.py",
     "srt/managers/tokenizer_manager.py",

@@ -106,6 +106,7 @@ def test_folder_is_complete_small_and_described() -> None:
     files = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
     assert {
         "README.md",
+        "chat_template.jinja",
         "config.json",
         "generation_config.json",
         "model.safetensors",
@@ -148,7 +149,8 @@ def test_special_tokens_are_in_the_vocabulary_and_distinct(tokenizer, plain_toke
         "mask": tokenizer.mask_token_id,
     }
     assert ids == SPECIAL_IDS
-    assert tokenizer.chat_template is None
+    template = FOLDER.parents[3] / "training" / "chat_template.jinja"
+    assert tokenizer.chat_template == template.read_text()
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

@@ -13,7 +13,10 @@ import pytest
 
 from fake_server import BYTES, GROUP, TENSORS, Server
 from serving_utils import make_model_dir
+from sglang.srt.argument_parsing import MissingFlag, SuggestingParser
 from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.entrypoints.openai import chat_protocol
+from sglang.srt.entrypoints.openai.chat_protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.protocol import (
     UNSUPPORTED,
     CompletionRequest,
@@ -31,7 +34,7 @@ from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.frontend.sampling_validation import SAMPLING_FIELDS
 from sglang.srt.frontend.tokenizer_bodies import DetokenizeReqInput, TokenizeReqInput
 from sglang.srt.model_config import ModelPathError
-from sglang.srt.server_args import MissingFlag, ServerArgs, SuggestingParser, parse_cli
+from sglang.srt.server_args import ServerArgs, parse_cli
 from sglang.srt.sglang_surface import (
     ANYTHING,
     SGLangArgument,
@@ -166,6 +169,40 @@ def test_a_wish_that_a_completion_cannot_meet_is_refused_by_name(name: str) -> N
         assert caught.value.field == name
 
 
+OWN_CHAT = frozenset(ChatCompletionRequest.__struct_fields__)
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+def chat(**fields: Any) -> tuple[ChatCompletionRequest, CheckedRequest]:
+    raw = msgspec.json.encode({"messages": MESSAGES, **fields})
+    request = parse_struct(raw, ChatCompletionRequest, chat_protocol.UNSUPPORTED)
+    body = chat_protocol.to_generate_body(request, shows_special=False)
+    return request, check_generate_request(body, LIMITS)
+
+
+def test_neutral_fields_of_a_chat_change_nothing() -> None:
+    plain, checked = chat()
+    for name, values in chat_protocol.UNSUPPORTED.items():
+        listed = [None, *(value for value in values if value is not ANYTHING)]
+        listed += [False, "", [], {}, {"a": None}] if name not in OWN_CHAT else []
+        for value in listed:
+            if name not in ("messages", "model", "tool_choice"):
+                found, body = chat(**{name: value})
+                assert body == checked, (name, value)
+                if value is None:
+                    assert found == plain, name
+
+
+@pytest.mark.parametrize("name", sorted(chat_protocol.UNSUPPORTED.keys() - OWN_CHAT))
+def test_a_wish_that_a_chat_cannot_meet_is_refused_by_name(name: str) -> None:
+    for value in WISHES:
+        if is_neutral(value, chat_protocol.UNSUPPORTED[name]):
+            continue
+        with pytest.raises(RequestError, match="leave it out") as caught:
+            chat(**{name: value})
+        assert caught.value.field == name
+
+
 @pytest.mark.parametrize(
     ("route", "struct", "body"),
     [
@@ -211,7 +248,12 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_control_route_of_the_table_is_walked() -> None:
     routes = {body for body in facts()["bodies"] if body.startswith("/")}
-    assert routes - CONTROL_BODIES.keys() == {"/v1/completions", "/tokenize", "/detokenize"}
+    assert routes - CONTROL_BODIES.keys() == {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/tokenize",
+        "/detokenize",
+    }
 
 
 @pytest.mark.parametrize("path", CONTROL_BODIES)

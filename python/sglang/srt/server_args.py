@@ -7,16 +7,21 @@ below it sees this class.
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
+from sglang.srt.argument_parsing import (
+    MissingFlag,
+    SuggestingParser,
+    finite_number,
+    number_or_word,
+)
 from sglang.srt.model_config import DTYPES
 from sglang.srt.registry import ATTENTION_BACKENDS
-from sglang.srt.sglang_surface import SGLangArgument, missing_arguments, own_arguments
+from sglang.srt.sglang_surface import missing_arguments, own_arguments
 
 
 def flag(
@@ -56,6 +61,19 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     )
     tokenizer_path: str | None = flag(None, "Tokenizer directory; default: the model's.")
     served_model_name: str | None = flag(None, "Name that clients see; default: the model path.")
+    chat_template: str | None = flag(
+        None, "File with the Jinja template of chats; default: the model's own."
+    )
+    tool_call_parser: str | None = flag(
+        None,
+        "How the model writes calls of functions: `llama3`, `qwen25` (`qwen`, `hermes`) or"
+        " `mistral`. Default: chats have no tools.",
+    )
+    reasoning_parser: str | None = flag(
+        None,
+        "How the model marks what it thinks: `qwen3`, `qwen3-thinking` or `deepseek-r1`."
+        " Default: that is a part of its answer.",
+    )
     load_format: str = flag(
         "auto",
         "`auto` reads safetensors; `dummy` fills random weights from config.json alone.",
@@ -291,46 +309,6 @@ SECTIONS = {
 }
 
 
-class MissingFlag(argparse.Action):
-    """A flag of SGLang without an effect here: accepted at neutral values, else refused."""
-
-    def __init__(self, option_strings: list[str], dest: str, argument: SGLangArgument) -> None:
-        nargs = None if argument.takes == 1 else argument.takes
-        hidden = argparse.SUPPRESS
-        super().__init__(option_strings, hidden, nargs=nargs, default=hidden, help=hidden)
-        self._argument = argument
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        if problem := self._argument.problem_of_flag(option_string or "", values):
-            parser.error(problem)
-
-
-class SuggestingParser(argparse.ArgumentParser):
-    """Names the flag that an unknown one was probably meant to be; no abbreviations."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
-
-    def refuse_unknown(self, argv: list[str]) -> None:
-        """Exits with 2 at the first flag that does not exist."""
-        known = {name: action for action in self._actions for name in action.option_strings}
-        ours = [name for name, action in known.items() if not isinstance(action, MissingFlag)]
-        for word in argv:
-            name = word.partition("=")[0]
-            if name.startswith("--") and name != "--" and name not in known:
-                near = difflib.get_close_matches(name, ours, n=1)
-                self.error(f"unknown flag {name}" + (f", did you mean {near[0]}?" if near else ""))
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\nSee --help.\n")
-
-
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Adds one option per field; names are the field names with dashes."""
     hints = get_type_hints(ServerArgs)
@@ -363,29 +341,6 @@ def _value_type(hint: Any) -> Callable[[str], Any]:
     if {int, str} <= {*types}:
         return number_or_word
     return finite_number if types[0] is float else types[0]
-
-
-def number_or_word(text: str) -> int | str:
-    """The integer that a text stands for, or the text."""
-    try:
-        return int(text)
-    except ValueError:
-        return text
-
-
-def finite_number(text: str) -> float:
-    """The number that a text stands for.
-
-    Raises:
-        argparse.ArgumentTypeError: if it stands for none, or for infinity.
-    """
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
-    return number
 
 
 def parse_cli(argv: list[str] | None = None) -> ServerArgs:

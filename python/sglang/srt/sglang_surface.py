@@ -39,6 +39,11 @@ _MORE_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
         "response_format": ({"type": "text"},),
         "user": (ANYTHING,),
     },
+    "/v1/chat/completions": {
+        "routed_dp_rank": (0,),
+        "data_parallel_rank": (0,),
+        "disagg_prefill_dp_rank": (0,),
+    },
     "/tokenize": {"model": (ANYTHING,), "add_generation_prompt": (True,)},
     "/detokenize": {"model": (ANYTHING,)},
 }

@@ -56,6 +56,7 @@ ROUTE_ACCESS: Mapping[str, Access] = {
             "/ping",
             "/server_info",
             "/tokenize",
+            "/v1/chat/completions",
             "/v1/completions",
             "/v1/loads",
             "/v1/models",

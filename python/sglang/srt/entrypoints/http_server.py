@@ -17,14 +17,7 @@ from sglang.srt.entrypoints.http_io import (
     read_body,
     unless_client_leaves,
 )
-from sglang.srt.entrypoints.openai.protocol import UNSUPPORTED, CompletionRequest
-from sglang.srt.entrypoints.openai.serving_completions import (
-    Completion,
-    describe_models,
-)
-from sglang.srt.entrypoints.openai.serving_completions import (
-    describe_model as describe_openai_model,
-)
+from sglang.srt.entrypoints.openai.routes import add_openai_routes
 from sglang.srt.entrypoints.openapi_schema import body_of, install_openapi
 from sglang.srt.entrypoints.server_info import describe_model, describe_server
 from sglang.srt.entrypoints.server_state import ServerState
@@ -44,7 +37,7 @@ def create_app(state: ServerState) -> FastAPI:
     """The application with all routes.
 
     Raises:
-        LaunchError: if a flag about access makes no sense.
+        LaunchError: if a flag about access or chats makes no sense.
     """
     app = FastAPI(
         title="sglang-adaptive",
@@ -59,7 +52,7 @@ def create_app(state: ServerState) -> FastAPI:
     _add_info(app, state)
     add_control_routes(app, state)
     _add_tokenizer(app, state)
-    _add_openai(app, state)
+    add_openai_routes(app, state)
     install_openapi(app)
     add_guard(app, AccessRules.of(state.server_args))
     return app
@@ -160,39 +153,3 @@ def _add_tokenizer(app: FastAPI, state: ServerState) -> None:
 
         texts = await map_texts(decode, tokens.lists, sum(map(len, tokens.lists)))
         return json_response({"text": texts if tokens.is_list else texts[0]})
-
-
-def _add_openai(app: FastAPI, state: ServerState) -> None:
-    args = state.server_args
-    name = args.served_model_name or args.model_path
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        """The one model that is served."""
-        return json_response(describe_models(name, state.ready_manager.limits.max_req_len))
-
-    @app.get("/v1/models/{model:path}")
-    async def model_by_name(model: str) -> Response:
-        """The model that is served, by its name."""
-        if model != name:
-            return error_response("There is no such model; see /v1/models.", 404, "model")
-        return json_response(describe_openai_model(name, state.ready_manager.limits.max_req_len))
-
-    @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
-    async def completions(request: Request) -> Response:
-        """Completes a prompt, or each of a list, in the form of OpenAI's API."""
-        manager = state.ready_manager
-        kind = request.headers.get("content-type", "application/json").partition(";")[0].strip()
-        if kind.lower() != "application/json":
-            raise field_error("content-type", "must be application/json")
-        raw = await read_body(request, args.max_request_bytes)
-        completion = await in_thread_if_large(
-            lambda: Completion(manager, parse_struct(raw, CompletionRequest, UNSUPPORTED), name),
-            len(raw),
-        )
-        outputs = completion.chunks() if completion.streams else completion.answer()
-        first = await unless_client_leaves(request.receive, anext(outputs))
-        if completion.streams:
-            return EventStream(first, outputs)
-        await outputs.aclose()
-        return json_response(first)

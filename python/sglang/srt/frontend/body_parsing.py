@@ -93,7 +93,7 @@ def _type_error(error: msgspec.ValidationError, prefix: str = "") -> RequestErro
     reason, _, path = str(error).partition(" - at ")
     # `[...]` stands for an entry of an object; the object's own name is enough.
     place = path.strip("`").rpartition("$")[2].removeprefix(".").replace("[...]", "")
-    field = prefix + place
+    field = (prefix + place).rstrip(".")
     text = reason.replace("`", "").replace(" | ", " or ")
     return field_error(shorten(field) or None, text[:1].lower() + text[1:])
 

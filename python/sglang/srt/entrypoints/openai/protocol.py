@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -21,7 +22,8 @@ SAMPLING = {
     if name not in NOT_IN_COMPLETIONS and not name.startswith("mtp_")
 }
 # Fields that are accepted at neutral values only; the last two are OpenAI's, for its own records.
-UNSUPPORTED = neutral_fields("/v1/completions") | {"metadata": (ANYTHING,), "store": (ANYTHING,)}
+RECORDS: dict[str, tuple[Any, ...]] = {"metadata": (ANYTHING,), "store": (ANYTHING,)}
+UNSUPPORTED = neutral_fields("/v1/completions") | RECORDS
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -97,10 +99,14 @@ def prompts_of(request: CompletionRequest) -> Prompts:
     raise field_error("prompt", "must be a text, token ids, or a list of texts or of token ids")
 
 
-def to_generate_body(request: CompletionRequest, prompts: Prompts) -> dict[str, Any]:
-    """The body of `/generate` that a completion is; always a batch."""
+def common_body(request: Any) -> dict[str, Any]:
+    """What all of OpenAI's routes hand on to `/generate` alike.
+
+    Args:
+        request: a struct with SamplingFields, and the fields that are read here.
+    """
     sampling = {ours: getattr(request, theirs) for ours, theirs in SAMPLING.items()}
-    body: dict[str, Any] = {
+    return {
         "sampling_params": {name: value for name, value in sampling.items() if value is not None},
         "stream": request.stream,
         "rid": request.rid,
@@ -109,6 +115,11 @@ def to_generate_body(request: CompletionRequest, prompts: Prompts) -> dict[str, 
         "priority": request.priority,
         "custom_labels": request.custom_labels,
     }
+
+
+def to_generate_body(request: CompletionRequest, prompts: Prompts) -> dict[str, Any]:
+    """The body of `/generate` that a completion is; always a batch."""
+    body = common_body(request)
     body["text" if prompts.texts is not None else "input_ids"] = prompts.texts or prompts.ids
     if request.logprobs is not None:
         body |= {
@@ -120,13 +131,22 @@ def to_generate_body(request: CompletionRequest, prompts: Prompts) -> dict[str, 
     return body
 
 
-def in_openai_terms(error: RequestError) -> RequestError:
-    """An error of `/generate` with the name that the field has in OpenAI's body."""
+COMPLETION_NAMES = RENAMED | {"top_logprobs_num": "logprobs", "text": "prompt"}
+COMPLETION_NAMES |= {"input_ids": "prompt"}
+
+
+def in_openai_terms(
+    error: RequestError, names: Mapping[str, str] = COMPLETION_NAMES
+) -> RequestError:
+    """An error of `/generate` with the name that the field has in OpenAI's body.
+
+    Args:
+        names: fields of `/generate` that the route calls otherwise, to what it calls them.
+    """
     field = error.field
     if field is None:
         return error
     ours = field.removeprefix("sampling_params.")
-    names = RENAMED | {"top_logprobs_num": "logprobs", "text": "prompt", "input_ids": "prompt"}
     head, bracket, rest = ours.partition("[")
     theirs = names.get(head, head) + bracket + rest
     return RequestError(theirs, error.message.replace(field, theirs, 1), error.status_code)

@@ -1,13 +1,11 @@
-"""`/v1/completions` and `/v1/models` over the tokenizer manager."""
+"""`/v1/completions` over the tokenizer manager."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from sglang.srt.entrypoints.openai.protocol import (
@@ -17,29 +15,10 @@ from sglang.srt.entrypoints.openai.protocol import (
     prompts_of,
     to_generate_body,
 )
+from sglang.srt.entrypoints.openai.serving_base import OpenAIAnswer
 from sglang.srt.frontend.errors import RequestError
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.tokenizer import Tokenizer
-
-START_TIME = int(time.time())
-
-
-def describe_models(name: str, context_len: int) -> dict[str, Any]:
-    """The answer of `/v1/models`."""
-    return {"object": "list", "data": [describe_model(name, context_len)]}
-
-
-def describe_model(name: str, context_len: int) -> dict[str, Any]:
-    """The answer of `/v1/models/{name}`."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": START_TIME,
-        "owned_by": "sglang-adaptive",
-        "root": name,
-        "parent": None,
-        "max_model_len": context_len,
-    }
 
 
 class TextOffsets:
@@ -93,62 +72,43 @@ class Completion:
             "created": int(time.time()),
             "model": model,
         }
+        self._sent: dict[int, Choice] = {}
 
     @property
     def streams(self) -> bool:
         return self._request.stream
 
-    async def answer(self) -> AsyncGenerator[dict[str, Any], None]:
+    def answer(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yields the whole completion, once; closing it early aborts it."""
-        outputs: AsyncGenerator[Any, None] = self._manager.generate(self._checked)
-        async with aclosing(outputs):
-            try:
-                results: Any = await anext(outputs)
-            except RequestError as error:
-                raise in_openai_terms(error) from None
-        choices = [await self._news(index, result, {}) for index, result in enumerate(results)]
-        usage = self._usage(results, self._params.n)
-        yield {**self._base, "choices": choices, "usage": usage, **_metadata(results)}
+        return self._run().whole()
 
-    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yields what is new since the last chunk of a choice, then the usage if wanted.
+    def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yields the chunks of a stream; closing it early aborts what still runs."""
+        return self._run().chunks()
 
-        The last chunk of all has the metadata.
-        """
-        sent: dict[int, Choice] = {}
-        latest: dict[int, dict[str, Any]] = {}
-        options = self._request.stream_options
-        gives_usage = options is not None and bool(options.include_usage)
-        gives_usages = options is not None and bool(options.continuous_usage_stats)
-        unfinished = set(range(len(self._prompts) * self._params.n))
-        outputs: AsyncGenerator[Any, None] = self._manager.generate(self._checked)
-        async with aclosing(outputs):
-            try:
-                async for result in outputs:
-                    index = result["index"]
-                    choice = await self._news(index, result, sent)
-                    latest[index] = result
-                    if choice["finish_reason"] is not None:
-                        unfinished.discard(index)
-                    is_last = not (unfinished or gives_usage)
-                    metadata = _metadata(_in_order(latest)) if is_last else {}
-                    usage = {"usage": self._usage([result], 1)} if gives_usages else {}
-                    yield {**self._base, "choices": [choice], **usage, **metadata}
-            except RequestError as error:
-                raise in_openai_terms(error) from None
-        if gives_usage:
-            results = _in_order(latest)
-            usage = self._usage(results, self._params.n)
-            yield {**self._base, "choices": [], "usage": usage, **_metadata(results)}
+    def _run(self) -> OpenAIAnswer:
+        return OpenAIAnswer(self._manager, self._checked, self, self._request.stream_options)
 
-    async def _news(
-        self, index: int, result: dict[str, Any], sent: dict[int, Choice]
-    ) -> dict[str, Any]:
-        """What is new of a choice. Many log-probabilities take long: a thread builds them."""
-        choice = sent.get(index) or sent.setdefault(index, self._begin(index))
-        if self._request.logprobs is None:
-            return self._build(index, result, choice)
-        return await asyncio.to_thread(self._build, index, result, choice)
+    @property
+    def takes_long(self) -> bool:
+        """Many log-probabilities do."""
+        return self._request.logprobs is not None
+
+    @property
+    def base(self) -> dict[str, Any]:
+        return self._base
+
+    def translate(self, error: RequestError) -> RequestError:
+        return in_openai_terms(error)
+
+    def choice(self, index: int, result: dict[str, Any]) -> dict[str, Any]:
+        """A choice as a whole."""
+        return self._build(index, result, self._begin(index))
+
+    def news(self, index: int, result: dict[str, Any]) -> list[dict[str, Any]]:
+        """What a choice has since the last call, which is one chunk."""
+        sent = self._sent.get(index) or self._sent.setdefault(index, self._begin(index))
+        return [self._build(index, result, sent)]
 
     def _begin(self, index: int) -> Choice:
         echo = self._prompt_text(index) if self._request.echo else ""
@@ -209,36 +169,3 @@ class Completion:
             return self._prompts.texts[place]
         ids = (self._prompts.ids or [])[place]
         return self._manager.tokenizer.decode(ids, skip_special_tokens=True)
-
-    def _usage(self, results: list[dict[str, Any]], num_samples: int) -> dict[str, Any]:
-        """A prompt counts once, however many samples there are of it."""
-        metas = [result["meta_info"] for result in results]
-        prompt = sum(meta["prompt_tokens"] for meta in metas) // num_samples
-        output = sum(meta["completion_tokens"] for meta in metas)
-        cached = sum(meta["cached_tokens"] for meta in metas)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": output,
-            "total_tokens": prompt + output,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
-
-
-def _in_order(results: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The results of `/generate` by index, as a list."""
-    return [results[index] for index in sorted(results)]
-
-
-def _metadata(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The field `metadata`: the label of the weights of the first choice, as in SGLang, and which
-    weights generated which tokens of each choice. Empty if nothing is known."""
-    metas = [result["meta_info"] for result in results]
-    spans = [
-        {"index": index, **span}
-        for index, meta in enumerate(metas)
-        for span in meta.get("weight_versions", [])
-    ]
-    if not spans:
-        return {}
-    version = next(meta["weight_version"] for meta in metas if "weight_version" in meta)
-    return {"metadata": {"weight_version": version, "weight_versions": spans}}

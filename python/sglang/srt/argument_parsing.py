@@ -1,0 +1,73 @@
+"""How words of a command line are read: flags of SGLang alone, misspelt ones, numbers."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+from typing import Any, NoReturn
+
+from sglang.srt.sglang_surface import SGLangArgument
+
+
+class MissingFlag(argparse.Action):
+    """A flag of SGLang without an effect here: accepted at neutral values, else refused."""
+
+    def __init__(self, option_strings: list[str], dest: str, argument: SGLangArgument) -> None:
+        nargs = None if argument.takes == 1 else argument.takes
+        hidden = argparse.SUPPRESS
+        super().__init__(option_strings, hidden, nargs=nargs, default=hidden, help=hidden)
+        self._argument = argument
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if problem := self._argument.problem_of_flag(option_string or "", values):
+            parser.error(problem)
+
+
+class SuggestingParser(argparse.ArgumentParser):
+    """Names the flag that an unknown one was probably meant to be; no abbreviations."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def refuse_unknown(self, argv: list[str]) -> None:
+        """Exits with 2 at the first flag that does not exist."""
+        known = {name: action for action in self._actions for name in action.option_strings}
+        ours = [name for name, action in known.items() if not isinstance(action, MissingFlag)]
+        for word in argv:
+            name = word.partition("=")[0]
+            if name.startswith("--") and name != "--" and name not in known:
+                near = difflib.get_close_matches(name, ours, n=1)
+                self.error(f"unknown flag {name}" + (f", did you mean {near[0]}?" if near else ""))
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\nSee --help.\n")
+
+
+def number_or_word(text: str) -> int | str:
+    """The integer that a text stands for, or the text."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def finite_number(text: str) -> float:
+    """The number that a text stands for.
+
+    Raises:
+        argparse.ArgumentTypeError: if it stands for none, or for infinity.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
+    return number

@@ -1,0 +1,227 @@
+"""Messages and tools of a chat, checked, in the form that chat templates read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from sglang.srt.entrypoints.openai.chat_protocol import NEEDS_GRAMMAR, ChatCompletionRequest
+from sglang.srt.frontend.body_parsing import check_known_fields, convert_fields
+from sglang.srt.frontend.errors import field_error, shorten
+
+MAX_TOOLS = 1024
+MAX_ENTRIES = 16_384  # messages of a chat, and parts and calls of one message
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+
+class FunctionOfCall(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call that the assistant made earlier."""
+
+    function: FunctionOfCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class Part(msgspec.Struct, kw_only=True):
+    """A part of a content; only texts are read."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """A message. The last fields are OpenAI's own, which clients send back as they got them.
+
+    Attributes:
+        reasoning_content, reasoning: two names for what the assistant thought.
+        tool_call_id: the call that a tool's message answers.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    ("refusal", "annotations", "audio", "function_call", "parsed", "prefix"), ()
+)
+
+
+class Function(msgspec.Struct, kw_only=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    type: Literal["function"]
+    function: Function
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The functions of a chat and how they are to be used.
+
+    Attributes:
+        tools: as the client gave them; None if the model is not to know of any.
+        names: of the functions.
+        must_call: the answer has to be a call.
+        only: the function that has to be called.
+        max_calls: None for any number.
+    """
+
+    tools: list[dict[str, Any]] | None = None
+    names: frozenset[str] = field(default_factory=frozenset)
+    must_call: bool = False
+    only: str | None = None
+    max_calls: int | None = None
+
+
+def messages_of(request: ChatCompletionRequest) -> list[dict[str, Any]]:
+    """The messages as templates read them: no nulls, arguments of calls as objects.
+
+    Raises:
+        RequestError: naming the entry that is wrong.
+    """
+    if not request.messages:
+        raise field_error("messages", "must hold at least one message")
+    _check_number("messages", request.messages)
+    found = [_message(item, f"messages[{i}]") for i, item in enumerate(request.messages)]
+    last = found[-1]
+    if request.continue_final_message and (last["role"] != "assistant" or not last.get("content")):
+        raise field_error(
+            "continue_final_message", "the last message must be the assistant's, with a text"
+        )
+    return found
+
+
+def _message(item: dict[str, Any], name: str) -> dict[str, Any]:
+    check_known_fields(item, Message.__struct_fields__, _NEUTRAL, f"{name}.")
+    given = {key: item[key] for key in Message.__struct_fields__ if item.get(key) is not None}
+    message = convert_fields(given, Message, f"{name}.")
+    reasoning = message.reasoning_content or message.reasoning
+    has_other = message.role == "assistant" and (message.tool_calls or reasoning)
+    if message.content is None and not has_other:
+        raise field_error(f"{name}.content", "is missing; give a text or a list of text parts")
+    role = "system" if message.role == "developer" else message.role
+    found: dict[str, Any] = {"role": role}
+    if message.content is not None:
+        found["content"] = _content(message.content, f"{name}.content")
+    elif not message.tool_calls:
+        found["content"] = ""
+    optional = {
+        "name": message.name,
+        "reasoning_content": reasoning,
+        "tool_call_id": message.tool_call_id,
+    }
+    found |= {key: value for key, value in optional.items() if value is not None}
+    if message.tool_calls:
+        _check_number(f"{name}.tool_calls", message.tool_calls)
+        found["tool_calls"] = [
+            _tool_call(call, f"{name}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
+        ]
+    return found
+
+
+def _check_number(name: str, entries: list[Any]) -> None:
+    if len(entries) > MAX_ENTRIES:
+        raise field_error(name, f"must have at most {MAX_ENTRIES} entries")
+
+
+def _content(content: str | list[Part], name: str) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    if not content:
+        return ""
+    _check_number(name, content)
+    for index, part in enumerate(content):
+        if part.type != "text":
+            raise field_error(
+                f"{name}[{index}].type",
+                f"{shorten(part.type)} is not supported: this server reads text alone",
+            )
+        if part.text is None:
+            raise field_error(f"{name}[{index}].text", "is missing")
+    return [{"type": "text", "text": part.text} for part in content]
+
+
+def _tool_call(call: ToolCall, name: str) -> dict[str, Any]:
+    """A call with its arguments as an object, which is what templates put into JSON."""
+    arguments: Any = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments or "{}")
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise field_error(f"{name}.function.arguments", "must be a JSON object as text")
+    found = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return found if call.id is None else {"id": call.id, **found}
+
+
+def tool_use_of(request: ChatCompletionRequest) -> ToolUse:
+    """What the client says of tools.
+
+    Raises:
+        RequestError: naming what is wrong.
+    """
+    if len(request.tools) > MAX_TOOLS:
+        raise field_error("tools", f"must have at most {MAX_TOOLS} entries")
+    names = [_tool_name(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+    choice = request.tool_choice or "auto"
+    only = _named(choice) if isinstance(choice, dict) else None
+    if isinstance(choice, str) and choice not in ("none", "auto", "required"):
+        raise field_error(
+            "tool_choice",
+            'must be none, auto, required, or {"type": "function", "function": {"name": NAME}}',
+        )
+    if not names and (only is not None or choice == "required"):
+        raise field_error("tool_choice", "asks for a call, and there are no tools")
+    if only is not None and only not in names:
+        raise field_error("tool_choice.function.name", "is no function of tools")
+    if not names or choice == "none":
+        return ToolUse()
+    is_single = only is not None or not request.parallel_tool_calls
+    return ToolUse(
+        tools=request.tools,
+        names=frozenset(names),
+        must_call=only is not None or choice == "required",
+        only=only,
+        max_calls=1 if is_single else None,
+    )
+
+
+def _named(choice: dict[str, Any]) -> str:
+    match choice:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+        case _:
+            raise field_error(
+                "tool_choice", 'must be {"type": "function", "function": {"name": NAME}}'
+            )
+
+
+def _tool_name(tool: dict[str, Any], name: str) -> str:
+    """The name of a tool's function, once the tool is checked."""
+    function = convert_fields(tool, Tool, f"{name}.").function
+    if TOOL_NAME.fullmatch(function.name) is None:
+        raise field_error(
+            f"{name}.function.name", "must be 1 to 128 letters, digits and any of _ . : / -"
+        )
+    if function.strict:
+        raise field_error(f"{name}.function.strict", NEEDS_GRAMMAR.partition(";")[0])
+    return function.name

@@ -1,0 +1,301 @@
+"""`/v1/chat/completions` over the tokenizer manager."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from sglang.srt.entrypoints.openai.chat_messages import messages_of, tool_use_of
+from sglang.srt.entrypoints.openai.chat_parts import ChoiceParts, Division, News
+from sglang.srt.entrypoints.openai.chat_protocol import (
+    ChatCompletionRequest,
+    names_in,
+    to_generate_body,
+    without_batch,
+)
+from sglang.srt.entrypoints.openai.chat_settings import ChatSettings
+from sglang.srt.entrypoints.openai.protocol import in_openai_terms
+from sglang.srt.entrypoints.openai.serving_base import OpenAIAnswer
+from sglang.srt.frontend.errors import RequestError, field_error
+from sglang.srt.frontend.generate_body import CheckedRequest
+from sglang.srt.frontend.request_limits import check_length, check_token_ids
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.parser.chat_templates import TemplateError
+
+MAX_REASON_CHARS = 400
+NUM_LAST_IDS = 16  # of a prompt: may they be the beginning of reasoning?
+
+
+class ChatCompletion:
+    """One call of `/v1/chat/completions`.
+
+    Raises:
+        RequestError: naming the field that is wrong, in OpenAI's terms.
+    """
+
+    def __init__(
+        self,
+        manager: TokenizerManager,
+        settings: ChatSettings,
+        request: ChatCompletionRequest,
+        model: str,
+    ) -> None:
+        self._manager = manager
+        self._settings = settings
+        self._request = request
+        self._tools = tool_use_of(request)
+        has_tools = self._tools.tools is not None
+        if has_tools and settings.calls is None:
+            raise field_error("tools", "start the server with --tool-call-parser")
+        self._messages: list[dict[str, Any]] = []
+        if request.input_ids is None:
+            self._messages = messages_of(request)
+            self._check_template(has_tools)
+        self._calls = settings.calls if has_tools else None
+        self._reasoning = settings.reasoning if request.separate_reasoning else None
+        shows_special = self._calls is not None and self._calls.is_special
+        try:
+            self._checked = manager.check(to_generate_body(request, shows_special))
+        except RequestError as error:
+            raise self.translate(error) from None
+        kind = "chat.completion.chunk" if request.stream else "chat.completion"
+        self.base = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self.takes_long = request.logprobs
+        self._division = Division()
+        self._sent: dict[int, ChoiceParts] = {}
+
+    def _check_template(self, has_tools: bool) -> None:
+        templates, effort = self._settings.templates, "reasoning_effort"
+        try:
+            templates.check(has_tools)
+        except TemplateError as error:
+            raise field_error("messages", str(error)) from None
+        if self._request.reasoning_effort is not None and not templates.reads(effort, has_tools):
+            raise field_error(effort, "the model's chat template does not read it; leave it out")
+
+    @property
+    def streams(self) -> bool:
+        return self._request.stream
+
+    async def answer(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yields the whole answer, once; closing it early aborts it."""
+        async with aclosing((await self._prepare()).whole()) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yields the chunks of a stream; closing it early aborts what still runs."""
+        async with aclosing((await self._prepare()).chunks()) as outputs:
+            async for output in outputs:
+                yield output
+
+    def translate(self, error: RequestError) -> RequestError:
+        """An error of `/generate` in the terms of this body."""
+        return in_openai_terms(without_batch(error), names_in(self._request))
+
+    # ---------------------------------------------------------------- the prompt
+
+    async def _prepare(self) -> OpenAIAnswer:
+        """The call with its prompt.
+
+        Raises:
+            RequestError: if the template does not take the chat, or the prompt is too long.
+        """
+        beginning, closing, given = "", "", self._request.input_ids
+        prompt = await self._render() if given is None else self._end_of_prompt(given)
+        is_open = self._is_open(prompt)
+        if self._tools.must_call and self._calls is not None:
+            beginning = self._calls.beginning(self._tools.only)
+            if is_open and self._settings.reasoning is not None:
+                closing = f"{self._settings.reasoning.end}\n\n"
+                is_open = False
+        self._division = Division(
+            reasoning=None if beginning else self._reasoning,
+            is_open=is_open,
+            streams_reasoning=self._request.stream_reasoning,
+            calls=self._calls,
+            names=self._tools.names,
+            max_calls=self._tools.max_calls,
+            beginning=beginning,
+        )
+        ids = await self._encode(("" if given else prompt) + closing + beginning)
+        self._checked = self._with_prompt([*(given or []), *ids])
+        return OpenAIAnswer(self._manager, self._checked, self, self._request.stream_options)
+
+    def _is_open(self, prompt: str) -> bool:
+        """Whether outputs begin with reasoning: the format says so, or the prompt's end."""
+        form = self._settings.reasoning
+        if form is None:
+            return False
+        is_continued = self._request.continue_final_message and bool(self._messages)
+        if is_continued and form.end in _text_of(self._messages[-1]):
+            return False
+        return form.starts_open or form.is_open_after(prompt)
+
+    async def _render(self) -> str:
+        request = self._request
+        variables = {
+            **request.chat_template_kwargs,
+            "messages": self._messages,
+            "tools": self._tools.tools,
+            "documents": request.chat_template_kwargs.get("documents"),
+            "add_generation_prompt": request.begins_message,
+        }
+        if request.reasoning_effort is not None:
+            variables["reasoning_effort"] = request.reasoning_effort
+        try:
+            return await self._settings.templates.render(variables, request.continue_final_message)
+        except TemplateError as error:
+            reason = str(error)
+            is_long = len(reason) > MAX_REASON_CHARS
+            text = reason[:MAX_REASON_CHARS] + "..." * is_long
+            printable = "".join(char if char.isprintable() else "?" for char in text)
+            raise field_error("messages", printable.rstrip(".")) from None
+
+    def _end_of_prompt(self, ids: list[int]) -> str:
+        """The text of a prompt's last ids."""
+        return self._manager.tokenizer.decode(ids[-NUM_LAST_IDS:], skip_special_tokens=False)
+
+    async def _encode(self, prompt: str) -> list[int]:
+        """Token ids of a rendered prompt, which has its own BOS. One that cannot fit is refused
+        before any time goes into it."""
+        if not prompt:
+            return []
+        limits, tokenizer = self._manager.limits, self._manager.tokenizer
+        at_least = max(1, tokenizer.min_num_tokens(prompt))
+        check_length("messages", at_least, self._request.max_new_tokens or 1, limits)
+        (ids,) = await self._manager.encode([prompt], add_special_tokens=False)
+        check_token_ids("messages", ids, limits.vocab_size)
+        return ids
+
+    def _with_prompt(self, ids: list[int]) -> CheckedRequest:
+        """The request with its prompt; without a length it gets all that is left."""
+        (prompt,) = self._checked.prompts
+        params = prompt.sampling_params
+        if prompt.has_default_length:
+            most = self._manager.limits.max_req_len
+            params = msgspec.structs.replace(params, max_new_tokens=most)
+        prompt = dataclasses.replace(prompt, input_ids=ids, sampling_params=params)
+        return dataclasses.replace(self._checked, prompts=[prompt])
+
+    # ---------------------------------------------------------------- the answer
+
+    def choice(self, index: int, result: dict[str, Any]) -> dict[str, Any]:
+        """A choice as a whole."""
+        parts = ChoiceParts(self._division)
+        news = parts.news(result["text"], has_ended=True)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": news.content or (None if news.calls or news.reasoning else ""),
+            "reasoning_content": news.reasoning or None,
+            "tool_calls": news.calls,
+        }
+        if news.calls:
+            for call in news.calls:
+                del call["index"]
+        found = {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(result, 0),
+            **_end_of(result, parts.num_calls),
+        }
+        if self._request.gives_prompt_ids:
+            found["prompt_token_ids"] = self._checked.prompts[0].input_ids
+        if self._request.return_token_ids:
+            found["response_token_ids"] = result["output_ids"]
+        if self._request.return_meta_info:
+            found["meta_info"] = result["meta_info"]
+        return found
+
+    def news(self, index: int, result: dict[str, Any]) -> list[dict[str, Any]]:
+        """Chunks: the role first, then what is new, then the reason of the end."""
+        parts = self._sent.get(index) or self._sent.setdefault(index, ChoiceParts(self._division))
+        has_ended = result["meta_info"]["finish_reason"] is not None
+        news = parts.news(result["text"], has_ended)
+        found = []
+        if not parts.has_begun:
+            parts.has_begun = True
+            first = self._chunk(index, {"role": "assistant", "content": ""})
+            if self._request.gives_prompt_ids:
+                first["prompt_token_ids"] = self._checked.prompts[0].input_ids
+            found.append(first)
+        if news or (has_ended and len(result["output_ids"]) > parts.num_tokens):
+            found.append(self._chunk(index, _delta(news), self._logprobs(result, parts.num_tokens)))
+            if self._request.return_token_ids:
+                found[-1]["response_token_ids"] = result["output_ids"][parts.num_tokens :]
+            parts.num_tokens = len(result["output_ids"])
+        if has_ended:
+            last = self._chunk(index, _delta(News())) | _end_of(result, parts.num_calls)
+            if self._request.return_meta_info:
+                last["meta_info"] = result["meta_info"]
+            found.append(last)
+        return found
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return {
+            "index": index,
+            "delta": {"reasoning_content": None, **delta},
+            "logprobs": logprobs,
+            "finish_reason": None,
+            "matched_stop": None,
+        }
+
+    def _logprobs(self, result: dict[str, Any], start: int) -> dict[str, Any] | None:
+        """OpenAI's log-probabilities of a chat, from a token on."""
+        if not self._request.logprobs:
+            return None
+        meta = result["meta_info"]
+        entries = meta["output_token_logprobs"][start:]
+        tops = meta.get("output_top_logprobs", [])[start:] or [[]] * len(entries)
+        return {
+            "content": [
+                {**_token(entry), "top_logprobs": [_token(item) for item in top or []]}
+                for entry, top in zip(entries, tops, strict=True)
+            ],
+            "refusal": None,
+        }
+
+
+def _delta(news: News) -> dict[str, Any]:
+    delta: dict[str, Any] = {"content": news.content} if news.content else {}
+    if news.reasoning:
+        delta["reasoning_content"] = news.reasoning
+    if news.calls:
+        delta["tool_calls"] = news.calls
+    return delta
+
+
+def _end_of(result: dict[str, Any], num_calls: int) -> dict[str, Any]:
+    reason = result["meta_info"]["finish_reason"]
+    has_called = num_calls > 0 and reason["type"] == "stop"
+    return {
+        "finish_reason": "tool_calls" if has_called else reason["type"],
+        "matched_stop": reason.get("matched"),
+    }
+
+
+def _token(entry: list[Any]) -> dict[str, Any]:
+    """A token and its log-probability; the bytes of a part of a character are not known."""
+    logprob, _, text = entry
+    is_whole = "\ufffd" not in text
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content)

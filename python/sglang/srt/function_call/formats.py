@@ -1,0 +1,62 @@
+"""How models write calls of functions. A new format is an entry of CALL_FORMATS."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """Calls as JSON objects with a name and arguments, behind a marker.
+
+    Attributes:
+        marker: begins calls.
+        is_special: the marker is a special token, which texts do not show unless they are told to.
+        closing: may follow a call.
+        separator: stands between calls behind one marker.
+        in_list: the calls behind a marker may be a JSON list.
+        named: a name may stand before the object, which then holds the arguments alone.
+        is_bare: an output may begin with a call, without the marker, if its name is known.
+        arguments: the key of the arguments, as templates tell the model to write it.
+        id_chars: length of an id, where templates ask for one.
+    """
+
+    marker: str
+    is_special: bool = False
+    closing: str = ""
+    separator: str = ""
+    in_list: bool = False
+    named: bool = False
+    is_bare: bool = False
+    arguments: str = "arguments"
+    id_chars: int = 0
+
+    def beginning(self, name: str | None) -> str:
+        """What an output that must be a call begins with: all before the arguments, or before the
+        name if none is given."""
+        opening = "" if self.is_bare else self.marker
+        opening += "\n" if self.closing else ""
+        opening += "[" if self.in_list else ""
+        if name is None:
+            return f'{opening}{{"name": "'
+        return f'{opening}{{"name": {json.dumps(name)}, "{self.arguments}": '
+
+
+_HERMES = CallFormat(marker="<tool_call>", closing="</tool_call>")
+CALL_FORMATS: Mapping[str, CallFormat] = {
+    "hermes": _HERMES,
+    "qwen": _HERMES,
+    "qwen25": _HERMES,
+    "llama3": CallFormat(
+        marker="<|python_tag|>",
+        is_special=True,
+        separator=";",
+        is_bare=True,
+        arguments="parameters",
+    ),
+    "mistral": CallFormat(
+        marker="[TOOL_CALLS]", is_special=True, in_list=True, named=True, id_chars=9
+    ),
+}

@@ -1,0 +1,137 @@
+"""`/v1/chat/completions` of a real server."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import AutoTokenizer
+
+from serving_utils import (
+    DUMMY,
+    RunningServer,
+    environ,
+    events,
+    free_port,
+    make_model_dir,
+    running_server,
+    server_command,
+)
+from sglang.srt.model_config import resolve_model_path
+
+FLAGS = ("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
+MESSAGES = [{"role": "user", "content": "Read a file.\nIt is small."}]
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_server("demo", "--served-model-name", "tiny", *FLAGS) as running:
+        yield running
+
+
+def chat(server: RunningServer, **body: Any) -> dict[str, Any]:
+    response = server.post("/v1/chat/completions", {"messages": MESSAGES, **GREEDY, **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def stream(server: RunningServer, **body: Any) -> list[Any]:
+    body = {"messages": MESSAGES, **GREEDY, "stream": True, **body}
+    with server.client.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return list(events(response.iter_lines()))
+
+
+def test_answer_is_generate_s_of_the_prompt_that_transformers_makes(server: RunningServer) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(str(resolve_model_path("demo")))
+    ids = tokenizer.apply_chat_template(
+        MESSAGES, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    params = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    native = server.post("/generate", {"input_ids": ids, "sampling_params": params}).json()
+    answer = chat(server, return_token_ids=True)
+    (choice,) = answer["choices"]
+    assert choice["prompt_token_ids"] == ids
+    assert choice["response_token_ids"] == native["output_ids"]
+    assert choice["message"]["content"] == native["text"]
+    assert answer["model"] == "tiny"
+
+
+def test_stream_is_the_answer(server: RunningServer) -> None:
+    *chunks, usage, done = stream(server, stream_options={"include_usage": True})
+    assert done == "[DONE]"
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    answer = chat(server)
+    assert text == answer["choices"][0]["message"]["content"]
+    assert usage["usage"]["completion_tokens"] == answer["usage"]["completion_tokens"]
+
+
+def test_a_client_that_leaves_aborts_its_chat(server: RunningServer) -> None:
+    body = {"messages": MESSAGES, "stream": True, "ignore_eos": True}
+    with server.client.stream("POST", "/v1/chat/completions", json=body) as response:
+        next(response.iter_lines())
+    server.wait_idle()
+
+
+def test_errors_have_openais_envelope(server: RunningServer) -> None:
+    response = server.post("/v1/chat/completions", {"messages": [{"role": "user"}]})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages[0].content"
+    long = [{"role": "user", "content": "word " * 5000}]
+    response = server.post("/v1/chat/completions", {"messages": long})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages"
+    response = server.client.post(
+        "/v1/chat/completions", content=b"{}", headers={"content-type": "text/plain"}
+    )
+    assert response.status_code == 400
+
+
+def test_a_model_without_a_template_says_which_flag(tmp_path: Path) -> None:
+    folder = make_model_dir(tmp_path / "model")
+    with running_server(folder, *DUMMY) as server:
+        response = server.post("/v1/chat/completions", {"messages": MESSAGES})
+        assert response.status_code == 400
+        assert "--chat-template FILE" in response.json()["error"]["message"]
+        assert server.generate().status_code == 200
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--chat-template", "no-such-file.jinja"),
+        ("--tool-call-parser", "nobody"),
+        ("--reasoning-parser", "nobody"),
+    ],
+)
+def test_flags_that_make_no_sense_end_the_start(flags: tuple[str, ...]) -> None:
+    command = server_command("demo", free_port(), *flags)
+    ended = subprocess.run(
+        command, env=environ(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.strip().splitlines()[-1].startswith(f"sglang: error: {flags[0]}: ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_process_that_renders_ends_with_the_server(number: signal.Signals) -> None:
+    with running_server("demo") as server:
+        before = {child.pid for child in psutil.Process(server.process.pid).children()}
+        chat(server)
+        (renderer,) = [
+            child
+            for child in psutil.Process(server.process.pid).children()
+            if child.pid not in before
+        ]
+        assert "render_process" in " ".join(renderer.cmdline())
+        server.process.send_signal(number)
+        server.exit_code()
+        gone, alive = psutil.wait_procs([renderer], timeout=10)
+        assert gone
+        assert not alive

@@ -1,0 +1,446 @@
+"""`/v1/chat/completions` against a scripted scheduler: prompts, parts of answers, chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+import pytest
+
+from chat_template_cases import CALL, DEEPSEEK, QWEN, TOOL
+from fake_backend import Backend, run
+from serving_utils import make_model_dir
+from sglang.srt.entrypoints.openai.chat_protocol import UNSUPPORTED, ChatCompletionRequest
+from sglang.srt.entrypoints.openai.chat_settings import ChatSettings
+from sglang.srt.entrypoints.openai.serving_chat import ChatCompletion
+from sglang.srt.frontend.body_parsing import parse_struct
+from sglang.srt.frontend.errors import RequestError
+from sglang.srt.function_call.formats import CALL_FORMATS
+from sglang.srt.messages.requests import (
+    BatchStrOutput,
+    FinishReason,
+    PositionLogprobs,
+    ReqTextOutput,
+)
+from sglang.srt.parser.chat_templates import ChatTemplates
+from sglang.srt.parser.reasoning_parser import REASONING_FORMATS
+from sglang.srt.parser.template_files import TemplateFiles
+from sglang.srt.tokenizer import Tokenizer, load_tokenizer
+
+STOP = FinishReason(type="stop", matched="<eos>")
+PLAIN = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}{{ reasoning_effort }}"
+    "{% if documents %}{{ documents | tojson }}{% endif %}"
+)
+HELLO = [{"role": "user", "content": "hello"}]
+SMALL = {"type": "function", "function": {"name": "weather"}}
+TOOLS = {"tools": [SMALL], "messages": HELLO}
+CALL_TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "é"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(make_model_dir(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[ChatTemplates]:
+    templates = ChatTemplates(TemplateFiles({"default": PLAIN}))
+    yield templates
+    templates.close()
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Iterator[ChatSettings]:
+    templates = ChatTemplates(TemplateFiles({"default": QWEN}))
+    yield ChatSettings(templates, CALL_FORMATS["qwen25"], REASONING_FORMATS["qwen3"])
+    templates.close()
+
+
+class Chat:
+    """A chat, the request that it became, and its answer or chunks."""
+
+    def __init__(self) -> None:
+        self.answers: list[dict[str, Any]] = []
+        self.prompt = ""
+        self.params: Any = None
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        (answer,) = self.answers
+        (choice,) = answer["choices"]
+        return choice
+
+    @property
+    def deltas(self) -> list[dict[str, Any]]:
+        return [a["choices"][0]["delta"] for a in self.answers if a["choices"]]
+
+    def joined(self, part: str) -> str:
+        return "".join(delta.get(part) or "" for delta in self.deltas)
+
+
+def call_of(backend: Backend, settings: ChatSettings, body: dict[str, Any]) -> ChatCompletion:
+    raw = msgspec.json.encode({"messages": HELLO, **body})
+    request = parse_struct(raw, ChatCompletionRequest, UNSUPPORTED)
+    return ChatCompletion(backend.manager, settings, request, "model")
+
+
+def chat(
+    tokenizer: Tokenizer,
+    settings: ChatSettings | ChatTemplates,
+    output: str = "Hi",
+    size: int = 1000,
+    **body: Any,
+) -> Chat:
+    """A chat whose output comes `size` tokens at a time."""
+    if isinstance(settings, ChatTemplates):
+        settings = ChatSettings(settings)
+    found = Chat()
+
+    async def scenario(backend: Backend) -> None:
+        call = call_of(backend, settings, body)
+        outputs = call.chunks() if call.streams else call.answer()
+
+        async def read() -> None:
+            async with aclosing(outputs):
+                found.answers = [item async for item in outputs]
+
+        reading = asyncio.create_task(read())
+        while not backend.requests and not reading.done():
+            await asyncio.sleep(0.005)
+        if not backend.requests:
+            return await reading
+        num_samples = backend.requests[0].sampling_params.n
+        await backend.wait_sent(num_samples)
+        for request in backend.requests:
+            found.prompt = tokenizer.decode(request.input_ids, False)
+            found.params = request.sampling_params
+            stream = tokenizer.decode_stream()
+            ids = tokenizer.encode(output, False)
+            for start in range(0, len(ids), size):
+                new = ids[start : start + size]
+                is_last = start + size >= len(ids)
+                reason = STOP if is_last else None
+                end = start + len(new)
+                news = ReqTextOutput(request.req_id, stream.push(new), new, reason, 3, end, 0, 0)
+                if request.logprobs is not None:
+                    top = {"top_logprobs": [-1.0], "top_ids": [5]}
+                    news.output_logprobs = [PositionLogprobs(i, -0.5, **top) for i in new]
+                backend.inbox.put_nowait(BatchStrOutput(outputs=[news]))
+                await asyncio.sleep(0.002)
+        await reading
+
+    run(tokenizer, scenario)
+    return found
+
+
+def refused(tokenizer: Tokenizer, settings: Any, field: str, match: str = ".", **body: Any) -> None:
+    with pytest.raises(RequestError, match=match) as caught:
+        chat(tokenizer, settings, **body)
+    assert caught.value.field == field
+    assert caught.value.message.startswith(field)
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def test_prompt_is_the_template_s_without_a_bos_of_the_tokenizer(
+    tokenizer: Tokenizer, plain: ChatTemplates
+) -> None:
+    assert chat(tokenizer, plain).prompt == "user: hello\nassistant: "
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "developer", "content": "x", "name": "n"},
+        {"role": "user", "content": parts},
+    ]
+    assert chat(tokenizer, plain, messages=messages).prompt == ("system: x\nuser: a b\nassistant: ")
+
+
+def test_a_continued_message_ends_the_prompt(tokenizer: Tokenizer, plain: ChatTemplates) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "hello wor"}]
+    found = chat(tokenizer, plain, messages=messages, continue_final_message=True)
+    assert found.prompt == "user: hello\nassistant: hello wor"
+    refused(tokenizer, plain, "continue_final_message", continue_final_message=True)
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    refused(tokenizer, plain, "add_generation_prompt", messages=messages, **both)
+
+
+def test_variables_reach_the_template(tokenizer: Tokenizer, qwen: ChatSettings) -> None:
+    found = chat(tokenizer, qwen, chat_template_kwargs={"enable_thinking": False})
+    assert found.prompt.endswith("assistant\n<think>\n\n</think>\n\n")
+    plain = ChatTemplates(TemplateFiles({"default": PLAIN}))
+    assert chat(tokenizer, plain, reasoning_effort="low").prompt.endswith("assistant: low")
+    plain.close()
+    refused(tokenizer, qwen, "reasoning_effort", reasoning_effort="low")
+    kwargs = {"messages": []}
+    refused(tokenizer, qwen, "chat_template_kwargs.messages", chat_template_kwargs=kwargs)
+
+
+def test_ids_stand_for_messages(tokenizer: Tokenizer, plain: ChatTemplates) -> None:
+    ids = tokenizer.encode("the quick")
+    found = chat(tokenizer, plain, input_ids=ids, messages=[], return_token_ids=True)
+    assert found.choice["prompt_token_ids"] == ids
+    refused(tokenizer, plain, "input_ids[1]", input_ids=[1, 99999])
+
+
+def test_all_that_is_left_of_the_context_is_the_default_length(
+    tokenizer: Tokenizer, plain: ChatTemplates
+) -> None:
+    num_prompt = len(tokenizer.encode("user: hello\nassistant: ", False))
+    assert chat(tokenizer, plain).params.max_new_tokens == 256 - num_prompt
+    assert chat(tokenizer, plain, max_tokens=7).params.max_new_tokens == 7
+    assert chat(tokenizer, plain, max_completion_tokens=8).params.max_new_tokens == 8
+
+
+def test_no_template_is_one_clear_refusal(tokenizer: Tokenizer) -> None:
+    templates = ChatTemplates(TemplateFiles(problem="there is none; use --chat-template FILE"))
+    refused(tokenizer, templates, "messages", "--chat-template")
+
+
+DEEP: Any = []
+for _ in range(400):
+    DEEP = [DEEP]
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("messages", {"messages": []}),
+    ("messages", {"messages": [{"role": "user", "content": "hello " * 300}]}),
+    ("messages", {"messages": HELLO, "max_tokens": 1000}),
+    ("messages", {"messages": HELLO * 20_000}),
+    (
+        "messages[0].content",
+        {"messages": [{"role": "user", "content": [{"type": "text"}] * 20_000}]},
+    ),
+    ("messages", {"chat_template_kwargs": {"large": 2**70}}),
+    ("messages", {"chat_template_kwargs": {"documents": DEEP}, "n": 2}),
+    ("messages[0].role", {"messages": [{"role": "king", "content": "x"}]}),
+    ("messages[0].content", {"messages": [{"role": "user"}]}),
+    ("messages[0].content", {"messages": [{"role": "user", "content": 3}]}),
+    ("messages[0].weight", {"messages": [{"role": "user", "content": "x", "weight": 1}]}),
+    (
+        "messages[0].content[0].type",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+    ),
+    (
+        "messages[0].tool_calls[0].function.arguments",
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}
+            ]
+        },
+    ),
+    ("max_completion_tokens", {"max_tokens": 3, "max_completion_tokens": 4}),
+    ("max_completion_tokens", {"max_completion_tokens": -1}),
+    ("top_logprobs", {"top_logprobs": 2}),
+    ("top_logprobs", {"top_logprobs": 99, "logprobs": True}),
+    ("temperature", {"temperature": -1}),
+    ("seed", {"seed": "x"}),
+    ("n", {"n": 99}),
+    ("response_format", {"response_format": {"type": "json_object"}}),
+    ("response_format", {"response_format": {"type": "json_schema", "json_schema": {}}}),
+    ("response_format.type", {"response_format": {}}),
+    ("tools", {"tools": [TOOL]}),  # this server has no parser
+    ("tools[0]", {"tools": [{"type": "function"}]}),
+    ("tools[0].function.name", {"tools": [{"type": "function", "function": {"name": "a b"}}]}),
+    (
+        "tools[0].function.strict",
+        {"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]},
+    ),
+    ("tool_choice", {"tool_choice": "required"}),
+    ("tool_choice", {"tool_choice": "any", "tools": [TOOL]}),
+    (
+        "tool_choice.function.name",
+        {"tool_choice": {**CALL, "function": {"name": "x"}}, "tools": [TOOL]},
+    ),
+    ("functions", {"functions": [{"name": "f"}]}),
+    ("audio", {"audio": {"voice": "x"}}),
+    ("regex", {"regex": "a"}),
+    ("nonsense", {"nonsense": 1}),
+]
+
+
+@pytest.mark.parametrize(("field", "body"), BAD)
+def test_what_is_wrong_is_named(
+    tokenizer: Tokenizer, plain: ChatTemplates, field: str, body: dict[str, Any]
+) -> None:
+    refused(tokenizer, plain, field, **body)
+
+
+# ---------------------------------------------------------------- answers
+
+
+def test_whole_answer(tokenizer: Tokenizer, plain: ChatTemplates) -> None:
+    found = chat(tokenizer, plain, "hello world")
+    (answer,) = found.answers
+    assert answer["object"] == "chat.completion"
+    assert answer["id"].startswith("chatcmpl-")
+    assert answer["usage"]["prompt_tokens"] == 3
+    message = {"role": "assistant", "content": "hello world"}
+    assert found.choice["message"] == {**message, "reasoning_content": None, "tool_calls": None}
+    assert found.choice["finish_reason"] == "stop"
+    assert found.choice["matched_stop"] == "<eos>"
+
+
+def test_several_samples_are_choices(tokenizer: Tokenizer, plain: ChatTemplates) -> None:
+    (answer,) = chat(tokenizer, plain, n=3, seed=4).answers
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("size", [1, 2, 1000])
+def test_chunks_are_the_role_the_text_the_end_and_the_usage(
+    tokenizer: Tokenizer, plain: ChatTemplates, size: int
+) -> None:
+    options = {"include_usage": True}
+    found = chat(tokenizer, plain, "hello é😀 world", size, stream=True, stream_options=options)
+    *chunks, usage = found.answers
+    assert found.deltas[0] == {"role": "assistant", "content": "", "reasoning_content": None}
+    assert found.joined("content") == "hello é😀 world"
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + ["stop"]
+    assert found.deltas[-1] == {"reasoning_content": None}
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == len(tokenizer.encode("hello é😀 world", False))
+    assert {chunk["object"] for chunk in found.answers} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in found.answers}) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_and_ids_are_of_every_token(
+    tokenizer: Tokenizer, plain: ChatTemplates, stream: bool
+) -> None:
+    wanted = {"logprobs": True, "top_logprobs": 1, "return_token_ids": True}
+    found = chat(tokenizer, plain, "hello é 😀", 1, stream=stream, **wanted)
+    ids = tokenizer.encode("hello é 😀", False)
+    choices = [answer["choices"][0] for answer in found.answers]
+    entries = [e for c in choices if c["logprobs"] for e in c["logprobs"]["content"]]
+    assert [entry["token"] for entry in entries] == [tokenizer.decode([i], False) for i in ids]
+    assert all(entry["logprob"] == -0.5 and len(entry["top_logprobs"]) == 1 for entry in entries)
+    assert entries[0]["bytes"] == list(entries[0]["token"].encode())
+    assert [i for c in choices for i in c.get("response_token_ids", [])] == ids
+    prompt = tokenizer.encode("user: hello\nassistant: ", False)
+    assert choices[0]["prompt_token_ids"] == prompt
+
+
+# ---------------------------------------------------------------- calls and reasoning
+
+OUTPUT = f"<think>\nLet me see.\n</think>\n\nI ask.\n{CALL_TEXT}\n{CALL_TEXT}"
+
+
+def test_answer_has_reasoning_content_and_calls(tokenizer: Tokenizer, qwen: ChatSettings) -> None:
+    found = chat(tokenizer, qwen, OUTPUT, **TOOLS, max_tokens=10)
+    message = found.choice["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Let me see.", "I ask.")
+    calls = message["tool_calls"]
+    assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"city": "é"}] * 2
+    assert {call["function"]["name"] for call in calls} == {"weather"}
+    assert len({call["id"] for call in calls}) == 2
+    assert found.choice["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("streams_reasoning", [False, True])
+def test_chunks_have_what_the_answer_has(
+    tokenizer: Tokenizer, qwen: ChatSettings, size: int, streams_reasoning: bool
+) -> None:
+    flags = {"stream": True, "stream_reasoning": streams_reasoning, "max_tokens": 10}
+    found = chat(tokenizer, qwen, OUTPUT, size, **TOOLS, **flags)
+    assert found.joined("reasoning_content") == "Let me see."
+    assert found.joined("content") == "I ask."
+    calls = [call for delta in found.deltas for call in delta.get("tool_calls", [])]
+    assert [call["index"] for call in calls] == [0, 1]
+    assert len({call["id"] for call in calls}) == 2
+    assert found.answers[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    if not streams_reasoning:
+        assert sum(bool(delta.get("reasoning_content")) for delta in found.deltas) == 1
+
+
+def test_reasoning_stays_in_the_content_if_that_is_wanted(
+    tokenizer: Tokenizer, qwen: ChatSettings
+) -> None:
+    message = chat(tokenizer, qwen, "<think>a</think>b", separate_reasoning=False).choice["message"]
+    assert message["content"] == "<think>a</think>b"
+
+
+def test_without_tools_there_are_no_calls(tokenizer: Tokenizer, qwen: ChatSettings) -> None:
+    found = chat(tokenizer, qwen, CALL_TEXT, **TOOLS, tool_choice="none")
+    assert "weather" not in found.prompt
+    assert found.choice["message"]["content"] == CALL_TEXT
+    assert found.choice["finish_reason"] == "stop"
+
+
+def test_broken_calls_are_content(tokenizer: Tokenizer, qwen: ChatSettings) -> None:
+    text = '<tool_call>\n{"name": weather}\n</tool_call>'
+    message = chat(tokenizer, qwen, text, **TOOLS, max_tokens=10).choice["message"]
+    assert (message["content"], message["tool_calls"]) == (text, None)
+
+
+@pytest.mark.parametrize(
+    ("choice", "output"),
+    [
+        ("required", 'weather", "arguments": {"city": "a"}}</tool_call>'),
+        ({"type": "function", "function": {"name": "weather"}}, '{"city": "a"}}</tool_call>'),
+    ],
+)
+def test_a_call_that_must_be_is_begun_in_the_prompt(
+    tokenizer: Tokenizer, qwen: ChatSettings, choice: Any, output: str
+) -> None:
+    found = chat(tokenizer, qwen, output, **TOOLS, tool_choice=choice, max_tokens=10)
+    assert '<tool_call>\n{"name": "' in found.prompt[-60:]
+    (call,) = found.choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "a"}
+
+
+def test_parallel_calls_can_be_refused(tokenizer: Tokenizer, qwen: ChatSettings) -> None:
+    found = chat(tokenizer, qwen, OUTPUT, **TOOLS, parallel_tool_calls=False, max_tokens=10)
+    assert len(found.choice["message"]["tool_calls"]) == 1
+
+
+def settings_of(template: str, calls: str, reasoning: str | None = None) -> ChatSettings:
+    form = None if reasoning is None else REASONING_FORMATS[reasoning]
+    tokens = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    files = TemplateFiles({"default": template}, tokens)
+    return ChatSettings(ChatTemplates(files), CALL_FORMATS[calls], form)
+
+
+def test_special_tokens_are_shown_where_calls_begin_with_them(tokenizer: Tokenizer) -> None:
+    settings = settings_of(PLAIN, "llama3")
+    assert not chat(tokenizer, settings, **TOOLS).params.skip_special_tokens
+    assert chat(tokenizer, settings).params.skip_special_tokens
+    text = '{"name": "weather", "parameters": {}}; {"name": "weather", "parameters": {}}'
+    message = chat(tokenizer, settings, text, **TOOLS).choice["message"]
+    assert len(message["tool_calls"]) == 2
+    settings.templates.close()
+
+
+def test_ids_of_calls_are_as_templates_want_them(tokenizer: Tokenizer) -> None:
+    settings = settings_of(PLAIN, "mistral")
+    text = '[TOOL_CALLS][{"name": "weather", "arguments": {}}, {"name": "weather"}]'
+    ids = [
+        c["id"] for c in chat(tokenizer, settings, text, **TOOLS).choice["message"]["tool_calls"]
+    ]
+    assert [len(call_id) for call_id in ids] == [9, 9]
+    assert len({*ids}) == 2
+    settings.templates.close()
+
+
+def test_an_answer_can_be_sent_back_as_it_came(tokenizer: Tokenizer, qwen: ChatSettings) -> None:
+    for output in ("<think>only thought", CALL_TEXT, "Hi"):
+        message = chat(tokenizer, qwen, output, tools=[SMALL]).choice["message"]
+        found = chat(tokenizer, qwen, messages=[*HELLO, message, *HELLO])
+        assert found.choice["finish_reason"] == "stop"
+
+
+def test_reasoning_that_the_prompt_begins(tokenizer: Tokenizer) -> None:
+    settings = settings_of(DEEPSEEK, "qwen25", "qwen3")
+    message = chat(tokenizer, settings, "why\n</think>\n\nso").choice["message"]
+    assert (message["reasoning_content"], message["content"]) == ("why", "so")
+    found = chat(tokenizer, settings, 'weather"}', **TOOLS, tool_choice="required")
+    assert found.prompt.endswith('<think>\n</think>\n\n<tool_call>\n{"name": "')
+    assert found.choice["finish_reason"] == "tool_calls"
+    ids = tokenizer.encode("x<think>\n")
+    message = chat(tokenizer, settings, "why</think>so", input_ids=ids).choice["message"]
+    assert message["reasoning_content"] == "why"
+    settings.templates.close()

@@ -1,0 +1,67 @@
+"""Reasoning is told from content, wherever the text is cut."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang.srt.parser.reasoning_parser import (
+    REASONING_FORMATS,
+    Parts,
+    ReasoningFormat,
+    ReasoningParser,
+)
+
+PIECES = st.lists(
+    st.sampled_from(["<think>", "</think>", "<", "think>", "</", "a", " ", "\n", "é", "<th"]),
+    max_size=12,
+).map("".join)
+
+
+def parse(pieces: list[str], is_open: bool) -> Parts:
+    parser = ReasoningParser(ReasoningFormat(), is_open)
+    found = [*(parser.push(piece) for piece in pieces), parser.finish()]
+    return Parts("".join(p.reasoning for p in found), "".join(p.content for p in found))
+
+
+@given(text=PIECES, cuts=st.lists(st.integers(0, 80)), is_open=st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_cuts_change_nothing(text: str, cuts: list[int], is_open: bool) -> None:
+    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    pieces = [text[a:b] for a, b in itertools.pairwise(places)]
+    whole = parse([text], is_open)
+    assert parse(pieces, is_open) == whole
+    assert parse(list(text), is_open) == whole
+
+
+@given(text=PIECES, is_open=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_parts_are_the_text_without_its_marks(text: str, is_open: bool) -> None:
+    """Oracle: the first end mark divides, if there is reasoning at all."""
+    bare = text.lstrip()
+    starts = bare.startswith("<think>")
+    if starts or is_open:
+        before, _, after = bare.removeprefix("<think>").partition("</think>")
+        assert parse([text], is_open) == (before.strip(), after.lstrip())
+    else:
+        assert parse([text], is_open) == ("", text)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "text", "expected"),
+    [
+        ("qwen3", "assistant\n", "<think>\nhm\n</think>\n\nHi", ("hm", "Hi")),
+        ("qwen3", "assistant\n", "Hi <think>", ("", "Hi <think>")),
+        ("qwen3", "<think>\n", "hm</think>Hi", ("hm", "Hi")),
+        ("qwen3", "<think>\n\n</think>\n\n", "Hi", ("", "Hi")),
+        ("qwen3-thinking", "", "hm</think>Hi", ("hm", "Hi")),
+        ("deepseek-r1", "", "hm\n</think>\nHi", ("hm", "Hi")),
+        ("deepseek-r1", "", "<think>cut off", ("cut off", "")),
+    ],
+)
+def test_formats(name: str, prompt: str, text: str, expected: tuple[str, str]) -> None:
+    form = REASONING_FORMATS[name]
+    assert parse([text], form.starts_open or form.is_open_after(prompt)) == expected
