@@ -225,7 +225,7 @@ SPOILED: dict[str, Callable[[Path], object]] = {
         json.loads(file.read_text())["target"]["prices"]["graphs_ms"][1],
     )(file),
     "more entries": entry([*PRICES, "more"], 1),
-    "passes lack": entry(["head", "prices", "passes"], {"1": [[1, 1.0]]}),
+    "passes lack": entry(["head", "prices", "passes"], [[1, [[1, 1.0]]]]),
     "the head's graphs lack": entry(["head", "prices", "extend", "graphs_ms"], []),
     "a pipe": instead(os.mkfifo),
     "a device": instead(lambda file: file.symlink_to("/dev/zero")),

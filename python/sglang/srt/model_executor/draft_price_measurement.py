@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 
 import torch
 
+from sglang.srt.model_executor.draft_tree_passes import DraftShape, TreeShape
 from sglang.srt.model_executor.measured_times import Launch, shortest
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter
@@ -14,7 +15,7 @@ from sglang.srt.step.price_table import DraftPrices
 
 PASS_REQUESTS = (1, 2, 4, *range(8, 129, 8), 256, 512, 1024)
 CPU_PASS_REQUESTS = (1, 2, 4, 8, 16, 32, 64)
-CPU_PASSES_S = 0.2  # for each number of draft steps, whatever the head
+CPU_PASSES_S = 0.2  # for each number of draft steps or shape of trees, whatever the head
 
 
 @torch.inference_mode()
@@ -22,31 +23,33 @@ def measure_draft_prices(
     runner: ModelRunner,
     max_requests: int,
     max_width: int,
-    num_steps: Sequence[int],
+    shapes: Collection[DraftShape],
     clock: Callable[[], float] = time.perf_counter,
 ) -> DraftPrices:
     """Prices of a runner whose model drafts: its graphs and larger steps, logits, attention, and
-    passes of draft steps.
+    passes of draft steps or trees.
 
     Args:
         max_requests, max_width, clock: as for `PriceMeter`.
-        num_steps: how many draft steps passes may have.
+        shapes: how many draft steps passes may have, or which trees they may draft.
     """
     meter = PriceMeter(runner, max_requests, max_width, clock)
     sizes = CPU_PASS_REQUESTS if runner.device.type == "cpu" else PASS_REQUESTS
     sizes = tuple(sorted({*(size for size in sizes if size < max_requests), max_requests}))
 
-    def passes_of(count: int) -> Callable[[int], Launch]:
+    def passes_of(shape: DraftShape) -> Callable[[int], Launch]:
         def launch_of(num_reqs: int) -> Launch:
             first = meter.random_step([1] * num_reqs, runner.model.draft_hidden_width)
-            return lambda: runner.draft(first, count)
+            if isinstance(shape, TreeShape):
+                return lambda: runner.draft_trees(first, shape)
+            return lambda: runner.draft(first, shape)
 
         return launch_of
 
     return DraftPrices(
         extend=meter.measure(),
         passes={
-            count: shortest(meter.times_of(sizes, passes_of(count), CPU_PASSES_S))
-            for count in num_steps
+            shape: shortest(meter.times_of(sizes, passes_of(shape), CPU_PASSES_S))
+            for shape in shapes
         },
     )
