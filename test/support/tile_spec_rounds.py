@@ -41,7 +41,6 @@ FREE_DRAFTS = DraftPrices(
 def free_drafts() -> Iterator[None]:
     """While this lasts the head's steps cost nothing, and nobody measures them."""
 
-
     def measure(runner: Any, max_requests: int, max_width: int, shapes: Any) -> DraftPrices:
         return replace(FREE_DRAFTS, passes=dict.fromkeys(shapes, FREE_PASS))
 

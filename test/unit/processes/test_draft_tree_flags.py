@@ -14,10 +14,8 @@ from sglang.srt.environ import Environ
 from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.model_executor.draft_tree_passes import TreeShape
-from sglang.srt.processes.draft_tree_flags import tree_from_flags
 from sglang.srt.processes.runtime_config import RuntimeConfig
 from sglang.srt.processes.worker_factory import drafter_models, make_worker
-from sglang.srt.server_args import ServerArgs
 from speculation_flags_cases import refusal, resolved
 from utils import Setup
 
