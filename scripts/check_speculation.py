@@ -77,7 +77,7 @@ def possible(case: dict[str, Any]) -> dict[str, Any]:
     is_head = case["speculative_algorithm"] in ("EAGLE", "EAGLE3")
     if not is_head or case["attention_backend"] == "flashinfer":
         return {**case, "speculative_eagle_topk": 1}
-    return {**case, "speculative_load_aware": "off", "tile_spec": False}
+    return {**case, "speculative_load_aware": "off"}
 
 
 def backends_on(device: str) -> list[str]:

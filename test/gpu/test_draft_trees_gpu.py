@@ -17,6 +17,8 @@ from head_rounds import MAX_ROWS, make_head
 from round_serving import On, right_tokens, serving, setup_of
 from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.speculative.drafter import ComputedStep
+from tile_spec_rounds import DEAR_ROWS, RandomBudgets
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -99,6 +101,28 @@ def test_tokens(
     if served.rounds:
         assert served.seen["right"] > 10
         assert served.seen["wrong"] > 10
+
+
+@BOTH
+def test_tokens_where_some_nodes_are_verified(
+    paths: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    """Cut steps replay graphs for trees, between whole rounds."""
+    shape, budgets, replayed = TreeShape(4, 3, 9), RandomBudgets(3), list[bool]()
+    setup = setup_of(max_decode_rows=1 + shape.num_drafts + shape.num_slots)
+
+    def note(step: ComputedStep) -> None:
+        if step.plan.counts.packed is not None and not any(step.batch.num_prompt_tokens):
+            replayed.append(step.forward.used_graph)
+
+    with budgets.chosen():
+        options = {"tree": shape, "tile_spec_cache": tmp_path, "prices": DEAR_ROWS}
+        served = serving(paths, kind, setup, on=ON_GPU, **options)
+        served.harness.scheduler._worker._on_step = note
+        serve(served.harness, right_tokens({"target": paths["target"]}, ON_GPU))
+    assert len(replayed) > 10
+    assert all(replayed)
+    assert served.rounds
 
 
 def test_rounds_neither_wait_nor_allocate(paths: dict[str, Path]) -> None:

@@ -122,11 +122,13 @@ def serving(
     policy: str = "fixed",
     on: On = ON_CPU,
     tree: TreeShape | None = None,
+    tile_spec_cache: Path | None = None,
     **options: Any,
 ) -> Served:
     """`options` are of `Drafted`."""
     num_steps = NUM_STEPS if tree is None else tree.depth
-    drafter = eagle_config_for(paths["target"], paths[kind], kind, num_steps, policy, tree=tree)
+    rounds = {"tree": tree, "tile_spec_cache": tile_spec_cache}
+    drafter = eagle_config_for(paths["target"], paths[kind], kind, num_steps, policy, **rounds)
     setup = setup or setup_of()
     group = runners(paths, drafter, setup, on)
     served = Served(Drafted(group, drafter, setup, **options), group)

@@ -19,7 +19,7 @@ PLATFORM = Platform(device="cpu", num_cores=4, available_host_bytes=1 << 33, dev
 
 def resolved(target: Path, environ: Environ | None = None, **flags: Any) -> RuntimeConfig:
     """Of a server over this model; flags are named without `speculative_`."""
-    shared = {"mtp_mask_token_id"}
+    shared = {"mtp_mask_token_id", "tile_spec"}
     named = {name if name in shared else f"speculative_{name}": flags[name] for name in flags}
     args = ServerArgs(model_path=str(target), **named)
     return resolve(args, PLATFORM, load_model_config(str(target)), environ or Environ())

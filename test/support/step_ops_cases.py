@@ -584,6 +584,11 @@ CASES: dict[str, Case] = {
     "padding behind requests": padding_case(5, 2, 3),
     "trees": step_case(["tree"], 7, 8, has_trees=True),
     "trees beside prompts": step_case(["tree", "prompt", "chunk"], 9, 16, has_trees=True),
+    "packed trees": step_case(["tree"], 7, 8, packed_share=0.5, has_trees=True),
+    "packed trees, with room": step_case(["tree"], 7, 8, packed_share=1.0, has_trees=True),
+    "packed trees beside prompts": step_case(
+        ["tree", "prompt", "chunk"], 9, 16, packed_share=0.7, has_trees=True
+    ),
     "a graph of its size": fill_case(GraphKey(DECODE, 4, 1, 4), [1] * 4),
     "a larger graph": fill_case(GraphKey(DECODE, 24, 1, 24), [1] * 17),
     "a graph of prompts": fill_case(GraphKey(MIXED, 8, 1, 320), [200, 1, 7], num_reads=2),

@@ -6,6 +6,8 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -28,16 +30,21 @@ def prices_of(sizes: Sequence[int], costs_ms: Sequence[float]) -> PriceTable:
 
 FREE_ROWS = prices_of((1, 1024), (1.0, 1.0))
 DEAR_ROWS = prices_of((1, 1024), (1.0, 1024.0))
+FREE_PASS = Curve((1, 1024), (0.0, 0.0))
 FREE_DRAFTS = DraftPrices(
     prices_of((1, 1024), (1e-9, 1e-9)),
-    {count: Curve((1, 1024), (0.0, 0.0)) for count in range(1, MAX_STEPS)},
+    dict.fromkeys(range(1, MAX_STEPS), FREE_PASS),
 )
 
 
 @contextmanager
 def free_drafts() -> Iterator[None]:
     """While this lasts the head's steps cost nothing, and nobody measures them."""
-    with mock.patch.object(eagle_worker, "measure_draft_prices", return_value=FREE_DRAFTS):
+
+    def measure(runner: Any, max_requests: int, max_width: int, shapes: Any) -> DraftPrices:
+        return replace(FREE_DRAFTS, passes=dict.fromkeys(shapes, FREE_PASS))
+
+    with mock.patch.object(eagle_worker, "measure_draft_prices", measure):
         yield
 
 

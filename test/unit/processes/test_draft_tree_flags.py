@@ -14,10 +14,8 @@ from sglang.srt.environ import Environ
 from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.model_executor.draft_tree_passes import TreeShape
-from sglang.srt.processes.draft_tree_flags import tree_from_flags
 from sglang.srt.processes.runtime_config import RuntimeConfig
 from sglang.srt.processes.worker_factory import drafter_models, make_worker
-from sglang.srt.server_args import ServerArgs
 from speculation_flags_cases import refusal, resolved
 from utils import Setup
 
@@ -116,10 +114,17 @@ def test_a_head_of_few_tokens_has_no_wide_trees(target: Path, tmp_path: Path) ->
     resolved(target, **flags, eagle_topk=3)
 
 
-def test_tile_spec_is_of_chains(target: Path) -> None:
-    args = ServerArgs(model_path=str(target), speculative_eagle_topk=4, tile_spec=True)
-    with pytest.raises(ValueError, match=r"--tile-spec cuts chains .* leave it out, or use --spec"):
-        tree_from_flags(args)
+def test_tile_spec_cuts_trees(target: Path, tmp_path: Path) -> None:
+    """And measures what they cost."""
+    config = tree_config(target, tmp_path, eagle_topk=4)
+    assert (config.needs.needs_prices, config.needs.max_masks) == (False, None)
+    config = tree_config(target, tmp_path, eagle_topk=4, tile_spec=True)
+    assert config.drafter is not None
+    rounds = config.drafter.options.rounds
+    assert rounds.tile_spec_cache == config.needs.price_cache == Path("tile_spec/cache")
+    assert (rounds.tier_policy, rounds.tree) == ("fixed", TreeShape(4, 5, 7))
+    assert config.needs.needs_prices
+    assert (config.needs.max_masks, config.needs.has_trees) == (0, True)
 
 
 @pytest.mark.parametrize("strategy", [None, "throughput"])

@@ -241,7 +241,7 @@ SPOILED: dict[str, Callable[[Path], object]] = {
     "no seconds": entry([*PRICES, "measured_s"], None),
     "negative seconds": entry(["head", "prices", "measured_s"], -1.0),
     "more entries": entry([*PRICES, "more"], 1),
-    "passes lack": entry(["head", "prices", "passes"], {"1": [[1, 1.0]]}),
+    "passes lack": entry(["head", "prices", "passes"], [[1, [[1, 1.0]]]]),
     "the head's graphs lack": entry(["head", "prices", "extend", "graphs_ms"], []),
     "a pipe": instead(os.mkfifo),
     "a device": instead(lambda file: file.symlink_to("/dev/zero")),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 
 import torch
 
+from sglang.srt.model_executor.draft_tree_passes import DraftShape, TreeShape
 from sglang.srt.model_executor.measured_times import Launch, shortest
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter
@@ -17,7 +18,13 @@ logger = logging.getLogger(__name__)
 
 PASS_REQUESTS = (1, 2, 4, *range(8, 129, 8), 256, 512, 1024)
 CPU_PASS_REQUESTS = (1, 2, 4, 8, 16, 32, 64)
-CPU_PASSES_S = 0.2  # for each number of draft steps, whatever the head
+CPU_PASSES_S = 0.2  # for each number of draft steps or shape of trees, whatever the head
+
+
+def _words(shape: DraftShape) -> str:
+    if isinstance(shape, TreeShape):
+        return f"trees of {shape.num_drafts} drafts"
+    return f"{shape} draft steps"
 
 
 @torch.inference_mode()
@@ -25,37 +32,39 @@ def measure_draft_prices(
     runner: ModelRunner,
     max_requests: int,
     max_width: int,
-    num_steps: Sequence[int],
+    shapes: Collection[DraftShape],
     clock: Callable[[], float] = time.perf_counter,
 ) -> DraftPrices:
     """Prices of a runner whose model drafts: its graphs and larger steps, logits, attention, and
-    passes of draft steps.
+    passes of draft steps or trees.
 
     Args:
         max_requests, max_width, clock: as for `PriceMeter`.
-        num_steps: how many draft steps passes may have.
+        shapes: how many draft steps passes may have, or which trees they may draft.
     """
     start = clock()
     meter = PriceMeter(runner, max_requests, max_width, clock)
     sizes = CPU_PASS_REQUESTS if runner.device.type == "cpu" else PASS_REQUESTS
     sizes = tuple(sorted({*(size for size in sizes if size < max_requests), max_requests}))
 
-    def passes_of(count: int) -> Callable[[int], Launch]:
+    def passes_of(shape: DraftShape) -> Callable[[int], Launch]:
         def launch_of(num_reqs: int) -> Launch:
             first = meter.random_step([1] * num_reqs, runner.model.draft_hidden_width)
-            return lambda: runner.draft(first, count)
+            if isinstance(shape, TreeShape):
+                return lambda: runner.draft_trees(first, shape)
+            return lambda: runner.draft(first, shape)
 
         return launch_of
 
     extend = meter.measure()
     passes = {}
-    for count in num_steps:
-        name = f"passes of {count} draft steps"
-        passes[count] = shortest(meter.times_of(sizes, passes_of(count), CPU_PASSES_S, name))
+    for shape in shapes:
+        name = f"passes of {_words(shape)}"
+        passes[shape] = shortest(meter.times_of(sizes, passes_of(shape), CPU_PASSES_S, name))
     measured_s = clock() - start
     logger.info(
-        "Measured prices of a draft model, with passes of %s draft steps, in %.1f s.",
-        " and ".join(map(str, num_steps)) or "no",
+        "Measured prices of a draft model, with passes of %s, in %.1f s.",
+        " and ".join(map(_words, shapes)) or "no draft steps",
         measured_s,
     )
     return DraftPrices(extend, passes, measured_s)

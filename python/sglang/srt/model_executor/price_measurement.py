@@ -155,9 +155,9 @@ class PriceMeter:
         for key in shown(keys, "graphs", self._device):
             repeats = DECODE_REPEATS if key.tag == DECODE else 1
             found[key] = min(self._times_ms(self._replay(key), repeats))
-        ordered = sorted(found, key=lambda key: (key.tag, key.num_reqs, key.num_tokens))
+        ordered = sorted(found, key=lambda key: (*_kind(key), key.num_reqs, key.num_tokens))
         for key, larger in itertools.pairwise(ordered):
-            if key.tag == larger.tag and found[key] > found[larger]:
+            if _kind(key) == _kind(larger) and found[key] > found[larger]:
                 found[key] = min(found[key], *self._times_ms(self._replay(key), 1))
         return found
 
@@ -260,7 +260,10 @@ class PriceMeter:
         return Curve(eager.sizes, tuple(costs))
 
     def _replay(self, key: GraphKey) -> Launch:
-        return self._launch(rows_of(key, self._table.shape[1]))
+        batch = self._dummy_step(rows_of(key, self._table.shape[1]))
+        if key.has_tree:
+            batch = replace(batch, ancestors=torch.full_like(batch.positions, -1))
+        return lambda: self._runner.forward(batch)
 
     def _step(self, num_rows: int) -> Launch:
         return self._launch(self._q_lens(num_rows))
@@ -332,16 +335,20 @@ class PriceMeter:
 
 
 def graph_finder(runner: ModelRunner) -> FindGraph:
-    """`PriceTable.find` of a runner's steps."""
+    """`PriceTable.find` of a runner's steps. Where drafts are trees, those of several rows of a
+    request are taken for such that verify some."""
     keys = runner.graph_keys
     if keys is None:
         return no_graphs
-    return partial(keys.find_shape, hidden_width=runner.model.hidden_width)
+    find = partial(keys.find_shape, hidden_width=runner.model.hidden_width)
+    if not keys.have_trees:
+        return find
+    return lambda num_reqs, widest, num_rows: find(num_reqs, widest, num_rows, widest > 1)
 
 
 def priced_graphs(runner: ModelRunner, max_width: int) -> list[GraphKey]:
     """Graphs with a price of their own. Where nobody looks ahead, only steps with prompts are ever
-    priced; trees never are, nor draft steps.
+    priced; draft steps never are.
 
     Args:
         max_width: rows that a request feeds, at most.
@@ -350,10 +357,12 @@ def priced_graphs(runner: ModelRunner, max_width: int) -> list[GraphKey]:
     return [
         key
         for key in ([] if keys is None else keys.all)
-        if (key.tag == MIXED or looks_ahead)
-        and not key.has_tree
-        and key.hidden_width == runner.model.hidden_width
+        if (key.tag == MIXED or looks_ahead) and key.hidden_width == runner.model.hidden_width
     ]
+
+
+def _kind(key: GraphKey) -> tuple[str, bool]:
+    return key.tag, key.has_tree
 
 
 def _over_kv(batch: ForwardBatch, kv_len: int) -> ForwardBatch:

@@ -53,11 +53,6 @@ def tree_from_flags(args: ServerArgs) -> TreeShape | None:
 
 def _check_others(args: ServerArgs, topk: int) -> None:
     """Refuses what is of chains alone, or says that nothing becomes of it."""
-    if args.tile_spec:
-        raise ConfigError(
-            f"--tile-spec cuts chains of drafts, and {TOPK} {topk} drafts trees; leave it out,"
-            f" {CHAINS}."
-        )
     if args.speculative_load_aware == "on":
         raise ConfigError(
             f"--speculative-load-aware on chooses how long chains are, and {TOPK} {topk} drafts"

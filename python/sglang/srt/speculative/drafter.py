@@ -46,6 +46,7 @@ class RowPlan:
         max_accepted: tokens that any request may be given, at most.
         lookahead_token: what rows behind the pending tokens feed.
         wants_probs: the drafter looks at `ComputedStep.probs`.
+        wants_paths: of trees, results carry the confirmed paths (`GenerationBatchResult.paths`).
         accepts_unconfirmed: of requests that emit what nothing has confirmed (see `StepCounts`),
             how many tokens are accepted: [R] int64, 1 at least, from the step's choice; what it
             says of other requests is not looked at. None: there are no such requests.
@@ -59,6 +60,7 @@ class RowPlan:
     max_accepted: int = 1
     lookahead_token: int = NO_TOKEN
     wants_probs: bool = False
+    wants_paths: bool = False
     accepts_unconfirmed: Callable[[ChosenTokens], torch.Tensor] | None = None
     tier: int = 0
     next_drafts: Sequence[int] = ()

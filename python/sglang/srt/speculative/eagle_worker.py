@@ -187,12 +187,12 @@ def measured_rounds(parts: DrafterParts, target_prices: PriceTable) -> MeasuredR
     rounds: RoundOptions = parts.options.rounds
     head, num_rows = parts.runners.runners[1], parts.runners.memory.table.num_rows
     width = 1 + rounds.num_steps
-    steps = tuple(shape for shape in head.config.draft_steps if isinstance(shape, int))
-    measure = partial(measure_draft_prices, head, num_rows, width, steps)
+    measure = partial(measure_draft_prices, head, num_rows, width, tuple(head.config.draft_steps))
     if rounds.tile_spec_cache is None:
-        return MeasuredRounds(target_prices, measure())
+        return MeasuredRounds(target_prices, measure(), tree=rounds.tree)
     profiler = TileSpecProfiler(rounds.tile_spec_cache, parts.runners.target)
-    return MeasuredRounds(target_prices, profiler.head(head, target_prices, measure))
+    prices = profiler.head(head, target_prices, measure)
+    return MeasuredRounds(target_prices, prices, tree=rounds.tree)
 
 
 def rows_of_requests(ends: torch.Tensor, inputs: ForwardBatch) -> torch.Tensor:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.step.step_ops import NUM_PROMPT, Q_LEN, Q_START
@@ -18,10 +19,11 @@ def rows_of_paths(
     """The rows of a step that its requests may have kept, each request's side by side and without
     branches: all rows of a prompt, and of other requests the certain token and the confirmed path.
     Where a path is shorter than it may be, rows follow that lie behind the watermark and mean
-    nothing. Nothing here waits for the device.
+    nothing. Of a packed step each request has as many rows as if it had verified its whole tree,
+    since only the device knows how many it did. Nothing here waits for the device.
 
     Args:
-        step: of trees; how many rows each request feeds the host knows.
+        step: of trees.
         page_table: [rows, width] int32.
         hidden: [T, width]; of each row of the step.
 
@@ -31,16 +33,18 @@ def rows_of_paths(
     """
     inputs, layout, path = step.inputs, step.chosen.layout, step.accepted.path
     assert path is not None, "A step with trees confirms paths."
-    assert inputs.q_starts is None, "The host knows how many rows each request feeds."
     per_request, most = layout.per_request, step.plan.max_accepted
     starts, q_lens, is_prompt = (per_request[name] for name in (Q_START, Q_LEN, NUM_PROMPT))
     is_prompt = is_prompt > 0
-    kept = torch.where(is_prompt, q_lens, q_lens.clamp(max=most))
-    ends = kept.cumsum(0)
     fed = [
         num_prompt or min(count, most)
         for num_prompt, count in zip(step.batch.num_prompt_tokens, inputs.q_lens, strict=True)
     ]
+    if inputs.q_starts is None:
+        kept = torch.where(is_prompt, q_lens, q_lens.clamp(max=most))
+    else:
+        kept = to_device(fed, q_lens.device, torch.int64)
+    ends = kept.cumsum(0)
     places = torch.arange(sum(fed), device=ends.device)
     requests = torch.searchsorted(ends, places, right=True)
     offsets = places - (ends - kept)[requests]
@@ -58,6 +62,7 @@ def rows_of_paths(
         kv_len_upper_bounds=[bound - count + rows for bound, count, rows in bounds],
         ancestors=None,
         tree_starts=None,
+        q_starts=None,
         hidden=hidden[source],
     )
     return batch, ends - kept, ends

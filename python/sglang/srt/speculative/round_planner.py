@@ -2,8 +2,8 @@
 which of them are verified.
 
 All requests that are drafted for in a step get chains of the same number of drafts, from 0 on:
-their tier. It is chosen by a `TierPolicy` one step before the drafts are verified. `TileSpec` may
-then cut the step to the drafts that pay. Trees are all of one shape, whose depth is the only tier.
+their tier. It is chosen by a `TierPolicy` one step before the drafts are verified. Trees are all of
+one shape, whose depth is the only tier. `TileSpec` may then cut the step to the drafts that pay.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ class RoundOptions:
             return
         assert self.tree.depth == self.num_steps, "A tree is as deep as there are steps."
         assert self.tier_policy == "fixed", "Trees are all of one shape."
-        assert self.tile_spec_cache is None, "Chains alone are cut."
 
     @property
     def tier_options(self) -> TierOptions:
@@ -177,7 +176,8 @@ class RoundPlanner:
             confidence = parts.state.confidence
             assert confidence is not None, "Rows are divided by them (DrafterNeeds.max_masks)."
             tables = RoundTables(prices, packs_in_graphs)
-            self.tile_spec = TileSpec(tables, confidence.drafts, options.tile_spec_drafts)
+            fixed, has_trees = options.tile_spec_drafts, options.tree is not None
+            self.tile_spec = TileSpec(tables, confidence.drafts, fixed, has_trees)
             policy_prices = CutRounds(prices, self.tile_spec)
         keys = parts.runners.target.graph_keys
         graph_size = same_size if keys is None else keys.decode_size

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
+from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from sglang.srt.speculative.round_excess import Excess
 from sglang.srt.step.price_table import DraftPrices, PriceTable, StepShape
 
@@ -61,13 +62,16 @@ class RoundCost:
     rows_ms: float
     kv_ms: float
 
+    def __add__(self, other: RoundCost) -> RoundCost:
+        return RoundCost(self.rows_ms + other.rows_ms, self.kv_ms + other.kv_ms)
+
     def at(self, kv_tokens: int) -> float:
         """Milliseconds with so many tokens of KV."""
         return self.rows_ms + self.kv_ms * kv_tokens
 
 
 class MeasuredRounds:
-    """Rounds over a target whose head runs in each step and drafts one token at a time.
+    """Rounds over a target whose head runs in each step, and then drafts chains or trees.
 
     Attributes:
         excess: by how much rounds take longer than what was measured.
@@ -75,11 +79,19 @@ class MeasuredRounds:
 
     Args:
         target, head: what was measured at start-up.
+        tree: what drafting gives each request; None: chains.
     """
 
-    def __init__(self, target: PriceTable, head: DraftPrices, excess: Excess | None = None) -> None:
+    def __init__(
+        self,
+        target: PriceTable,
+        head: DraftPrices,
+        excess: Excess | None = None,
+        tree: TreeShape | None = None,
+    ) -> None:
         self.target = target
         self.head = head
+        self.tree = tree
         self.excess = Excess() if excess is None else excess
         self.prompt_row_ms = target.least_row_ms
         self._cost_of = lru_cache(maxsize=MAX_COSTS)(self.cost)
@@ -110,17 +122,38 @@ class MeasuredRounds:
         """What was measured of a round in which so many rows are verified, `num_drafts` of a
         request at most, and each request is given as many drafts for the next one; beside so many
         rows of prompts, without their attention."""
-        target, head = self.target, self.head
-        kv_shape = StepShape(num_reqs, 1 + num_drafts, num_rows, num_rows, 1.0, num_rows / num_reqs)
-        rows = num_reqs, 1 + num_drafts, num_rows
-        if prompt_rows:
-            rows = num_reqs + 1, max(1 + num_drafts, prompt_rows), num_rows + prompt_rows
-        num_read = num_rows + (prompt_rows > 0)
-        rows_ms = target.rows_ms(*rows) + target.head.at(num_read) + head.extend.rows_ms(*rows)
-        kv_ms = target.attention_ms(kv_shape) + head.extend.attention_ms(kv_shape)
-        if num_drafts:
-            rows_ms += head.extend.head.at(num_reqs)  # the first draft
+        width, target = 1 + num_drafts, self.target
+        logits = RoundCost(target.head.at(num_rows + (prompt_rows > 0)), 0.0)
+        verifying = logits + _of_rows(target, num_reqs, width, num_rows, prompt_rows)
+        if self.tree is not None:  # the head is fed paths, whatever was cut
+            width = 1 + min(num_drafts, self.tree.max_confirmed)
+            num_rows = num_reqs * width
+        extending = _of_rows(self.head.extend, num_reqs, width, num_rows, prompt_rows)
+        return verifying + extending + self._drafting(num_reqs, num_drafts)
+
+    def _drafting(self, num_reqs: int, num_drafts: int) -> RoundCost:
+        """Behind the head's pass over the rows of the target. That of trees chooses the first beam,
+        too."""
+        head, tree = self.head, self.tree
+        if num_drafts == 0:
+            return RoundCost(0.0, 0.0)
+        if tree is not None:
+            kv_ms = head.extend.kv_ms + tree.topk * head.extend.row_kv_ms
+            return RoundCost(head.passes[tree].at(num_reqs), tree.num_steps * kv_ms)
+        first_ms, more_ms = head.extend.head.at(num_reqs), 0.0
         if num_drafts > 1:
-            rows_ms += head.passes[num_drafts - 1].at(num_reqs)
-            kv_ms += (num_drafts - 1) * (head.extend.kv_ms + head.extend.row_kv_ms)
-        return RoundCost(rows_ms, kv_ms)
+            more_ms = head.passes[num_drafts - 1].at(num_reqs)
+        kv_ms = (num_drafts - 1) * (head.extend.kv_ms + head.extend.row_kv_ms)
+        return RoundCost(first_ms + more_ms, kv_ms)
+
+
+def _of_rows(
+    prices: PriceTable, num_reqs: int, width: int, num_rows: int, prompt_rows: int
+) -> RoundCost:
+    """A pass over so many rows, of a request `width` at most, beside rows of prompts, without
+    logits."""
+    kv_shape = StepShape(num_reqs, width, num_rows, num_rows, 1.0, num_rows / num_reqs)
+    rows = num_reqs, width, num_rows
+    if prompt_rows:
+        rows = num_reqs + 1, max(width, prompt_rows), num_rows + prompt_rows
+    return RoundCost(prices.rows_ms(*rows), prices.attention_ms(kv_shape))

@@ -6,7 +6,7 @@ import bisect
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sglang.srt.layers.forward_batch import GraphKey
 
@@ -174,10 +174,11 @@ class DraftPrices:
 
     Attributes:
         extend: its pass over the rows that the target was fed, and its logits (`PriceTable.head`).
-        passes: by how many draft steps a pass has, what it takes by requests, with next to no KV.
+        passes: by how many draft steps a pass has, or by the shape of its trees, what it takes by
+            requests, with next to no KV.
         measured_s: seconds that measuring took, of all; 0 of prices that nobody measured.
     """
 
     extend: PriceTable
-    passes: Mapping[int, Curve]
+    passes: Mapping[Any, Curve]
     measured_s: float = 0.0

@@ -133,8 +133,9 @@ class LookaheadLayout:
         num_pending: [R] int64; rows with the certain token and drafts that the target may confirm;
             1 for requests that feed a prompt or emit what nothing has confirmed.
         parents: [T] int32, of trees: of each pending row the one that it follows, by offset in its
-            request; None: all are chains.
-        ancestors: [T] int64, of trees: see `ForwardBatch.ancestors`.
+            request; None: all are chains. -1 of a root, of rows of prompts and of padding.
+        ancestors: [T] int64, of trees: see `ForwardBatch.ancestors`. -1 of rows of prompts and of
+            padding.
     """
 
     q_starts: torch.Tensor

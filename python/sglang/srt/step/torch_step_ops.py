@@ -98,6 +98,8 @@ class TorchStepOps:
             lookahead = self._lookahead(per_request, pending_lens)
         if lookahead is not None and state.trees is not None:
             is_node = is_known & (num_prompt[request] == 0)
+            if fed.exists is not None:
+                is_node &= fed.exists
             lookahead, depths = _with_trees(lookahead, state.trees, rows[request], offsets, is_node)
             positions = committed[request] + depths
         return RowLayout(

@@ -250,7 +250,7 @@ class TritonStepOps:
         if counts.packed is not None:
             assert self._packing is not None, "Packed steps need confidences, and of no more rows."
             self._packing.pack(per_request, state, num_tokens)
-        lookahead = None if counts.is_plain else self._lookahead(num_reqs, num_tokens, state.trees)
+        lookahead = None if counts.is_plain else self._lookahead(num_reqs, counts, state.trees)
         trees = None if lookahead is None else state.trees
         is_packed = counts.packed is not None
         tokens = self._aligned(3, num_tokens, is_packed)
@@ -271,15 +271,18 @@ class TritonStepOps:
         return RowLayout(per_request, input_ids, positions, slots, kv_lens, read, lookahead)
 
     def _lookahead(
-        self, num_reqs: int, num_tokens: int, trees: DraftTrees | None
+        self, num_reqs: int, counts: StepCounts, trees: DraftTrees | None
     ) -> LookaheadLayout:
-        """Room for it."""
+        """Room for it; what rows of padding have of trees stays as it is."""
         size = num_reqs // 2 * 2 + 2  # num_reqs + 1 at least, and a multiple of 16 bytes
         numbers = torch.empty(size + num_reqs, dtype=torch.int64, device=self._device)
         parents = ancestors = None
         if trees is not None:
-            parents = torch.empty(num_tokens, dtype=torch.int32, device=self._device)
-            ancestors = torch.empty(num_tokens, dtype=torch.int64, device=self._device)
+            parents = torch.empty(counts.num_rows, dtype=torch.int32, device=self._device)
+            ancestors = torch.empty(counts.num_rows, dtype=torch.int64, device=self._device)
+            if counts.packed is not None:
+                for values in (parents, ancestors):
+                    values.fill_(-1)
         starts, num_pending = numbers[: num_reqs + 1], numbers[size:]
         return LookaheadLayout(starts, num_pending, parents, ancestors)
 

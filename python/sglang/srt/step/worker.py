@@ -161,6 +161,7 @@ class HostResult:
         hidden_states: of each row its float32 values, as they lie in memory.
         num_drafts: R counts of drafts that were fed; empty where there were none.
         tier: see `GenerationBatchResult`.
+        paths: R lists of M nodes, see `GenerationBatchResult`; empty where nobody asked for them.
     """
 
     next_token_ids: list[list[int]]
@@ -171,6 +172,7 @@ class HostResult:
     hidden_states: list[bytes] = field(default_factory=list)
     num_drafts: list[int] = field(default_factory=list)
     tier: int = 0
+    paths: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,9 @@ class GenerationBatchResult:
         num_drafts: [R] int64; drafts fed, of which accept_lens[i] - 1 were confirmed in requests
             that emit only what is confirmed; None: there were none.
         tier: how far the drafter looked ahead, by its own count (`RowPlan.tier`).
+        paths: [R, M] int32; of each accepted token the node of its request's tree that it follows,
+            0 is the certain token; the first accept_lens[i] of row i mean something. None: nobody
+            asked for them (`RowPlan.wants_paths`).
 
     The copy to the host begins when this is made.
     """
@@ -200,6 +205,7 @@ class GenerationBatchResult:
     hidden_states: torch.Tensor | None = None
     num_drafts: torch.Tensor | None = None
     tier: int = 0
+    paths: torch.Tensor | None = None
 
     _copy: HostCopy = field(init=False)
 
@@ -209,11 +215,15 @@ class GenerationBatchResult:
         object.__setattr__(self, "_copy", copy)
 
     def _copied(self) -> list[tuple[torch.Tensor, ...]]:
-        """What goes to the host: lengths and tokens, log-probabilities of both kinds, states."""
+        """What goes to the host: lengths and tokens, counts of drafts, paths, log-probabilities of
+        both kinds, states."""
         emitted, prompts, hidden = self.emitted_logprobs, self.prompt_logprobs, self.hidden_states
         drafts = () if self.num_drafts is None else (self.num_drafts,)
+        paths = () if self.paths is None else (self.paths,)
         return [
-            (self.next_token_ids, self.accept_lens, self.kept_lens, *drafts),
+            (self.next_token_ids, self.accept_lens, self.kept_lens),
+            drafts,
+            paths,
             () if emitted is None else emitted.tensors,
             () if prompts is None else prompts.tensors,
             () if hidden is None else (hidden,),
@@ -232,8 +242,9 @@ class GenerationBatchResult:
         """Waits for the step and returns its outcome."""
         copies = iter(self._copy.read())
         sizes = [len(group) for group in self._copied()]
-        step, emitted, prompts, hidden = (list(islice(copies, size)) for size in sizes)
-        token_ids, accept_lens, kept_lens, *drafts = (tensor.tolist() for tensor in step)
+        step, drafts, paths, *others = (list(islice(copies, size)) for size in sizes)
+        emitted, prompts, hidden = others
+        token_ids, accept_lens, kept_lens = (tensor.tolist() for tensor in step)
         return HostResult(
             token_ids,
             accept_lens,
@@ -241,8 +252,9 @@ class GenerationBatchResult:
             HostLogprobs.of(emitted),
             HostLogprobs.of(prompts),
             [row.tobytes() for row in hidden[0].float().numpy()] if hidden else [],
-            drafts[0] if drafts else [],
+            drafts[0].tolist() if drafts else [],
             self.tier,
+            paths[0].tolist() if paths else [],
         )
 
 

@@ -366,6 +366,7 @@ def _result(
         hidden_states=hidden,
         num_drafts=accepted.num_drafts,
         tier=plan.tier,
+        paths=accepted.path if plan.wants_paths else None,
     )
 
 

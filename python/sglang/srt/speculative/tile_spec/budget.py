@@ -1,9 +1,9 @@
 """How many rows a step of drafts gets, chosen on the host from what it read last.
 
-The head has drafted a chain of the same length for each request. Where fewer drafts give more
-tokens per millisecond, the step is packed: it gets the rows of so many drafts, and the device
-divides them among the requests by the scores of these very drafts (`RowPacking`). Where all of them
-pay, the step is the one that it would be without this.
+The head has drafted a chain of the same length, or a tree of the same size, for each request.
+Where fewer drafts give more tokens per millisecond, the step is packed: it gets the rows of so many
+drafts, and the device divides them among the requests by the scores of these very drafts
+(`RowPacking`). Where all of them pay, the step is the one that it would be without this.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class RoundTables:
         self._uniform = self._packed = rounds
         if not packs_in_graphs:
             head = replace(rounds.head, extend=_without_graphs(rounds.head.extend))
-            self._packed = MeasuredRounds(_without_graphs(rounds.target), head, rounds.excess)
+            target = _without_graphs(rounds.target)
+            self._packed = MeasuredRounds(target, head, rounds.excess, rounds.tree)
         self._sizes = self._packed.target.sizes
         self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
 
@@ -134,21 +135,28 @@ class TileSpec:
     """Cuts steps of drafts to the rows that pay.
 
     What it goes by is one round old: the scores of the last step that was read, whose distribution
-    is taken for that of the drafts at hand, and how often drafts of such scores were confirmed.
+    is taken for that of the drafts at hand, and how often drafts of such scores were confirmed: of
+    a tree those on the confirmed path.
 
     Args:
         tables: what rounds cost.
         confidence: `Confidence.drafts`, on the device.
         fixed: drafts of a request that are verified on average, whatever they are worth; None:
             those that pay.
+        has_trees: drafts are trees, each with its nodes in the order of their scores.
     """
 
     def __init__(
-        self, tables: RoundTables, confidence: torch.Tensor, fixed: float | None = None
+        self,
+        tables: RoundTables,
+        confidence: torch.Tensor,
+        fixed: float | None = None,
+        has_trees: bool = False,
     ) -> None:
         self._tables = tables
         self._confidence = confidence
         self._fixed = fixed
+        self._has_trees = has_trees
         self._calibration = Calibration()
         self._scores: Floats | None = None  # [D, S], of the drafts of the last step read
         self._launched = deque[_Launched]()
@@ -170,6 +178,7 @@ class TileSpec:
             return plan
         copy = HostCopy([self._confidence.clone()])
         self._launched.append(_Launched(batch.rows, num_drafts, copy))
+        plan = replace(plan, wants_paths=self._has_trees)
         num_verified = self.num_verified(table, num_drafts, batch.num_prompt_tokens.count(0))
         if num_verified < most:
             spare = self._spare_rows(plan, most - num_verified)
@@ -222,7 +231,8 @@ class TileSpec:
             Of each request that had drafts, how many, and how many of them were right. A chain that
             was cut, and was right as far as it was fed, is continued by lot: each further draft is
             right with its chance, given those before it. So whoever learns from this how good
-            drafts are takes no cut draft for a wrong one, nor learns from the likely ones alone.
+            drafts are takes no cut draft for a wrong one, nor learns from the likely ones alone. A
+            tree is not continued: all are of one size, which nobody chooses.
         """
         launched = self._launched.popleft()
         self._num_read += 1
@@ -236,15 +246,26 @@ class TileSpec:
             num_right = result.accept_lens[index] - 1
             drafting.append(index)
             num_fed.append(fed[index])
-            if num_right == fed[index] < count:
+            if num_right == fed[index] < count and not self._has_trees:
                 assert chances is not None, "A step is cut by scores."
                 num_right = self._continued(chances[index, :count], num_right)
             verified.append((count, num_right))
         if scores is not None:
             self._scores = scores[drafting]
-            confirmed = [result.accept_lens[index] - 1 for index in drafting]
-            self._calibrate(self._scores, np.array(num_fed), np.array(confirmed))
+            was_fed = np.arange(self._scores.shape[1]) < np.array(num_fed)[:, None]
+            confirmed = self._confirmed(result, drafting)
+            self._calibration.observe(self._scores[was_fed], confirmed[was_fed])
         return verified
+
+    def _confirmed(self, result: HostResult, drafting: list[int]) -> NDArray[np.bool_]:
+        """[D, S] bool; which drafts of these requests were confirmed, and all that they follow."""
+        assert self._scores is not None
+        num_confirmed = np.array([result.accept_lens[index] - 1 for index in drafting])
+        if self._has_trees:
+            paths = np.array([result.paths[index] for index in drafting])
+            return confirmed_nodes(paths, num_confirmed, self._scores.shape[1])
+        confirmed: NDArray[np.bool_] = np.arange(self._scores.shape[1]) < num_confirmed[:, None]
+        return confirmed
 
     def _continued(self, chain: Floats, num_right: int) -> int:
         """Drafts of a chain that are right, if the first so many are; chain [S] of chances."""
@@ -255,19 +276,20 @@ class TileSpec:
             num_right += 1
         return num_right
 
-    def _calibrate(
-        self, scores: Floats, num_fed: NDArray[np.int64], num_confirmed: NDArray[np.int64]
-    ) -> None:
-        """Tells which of the drafts that were fed were confirmed, and all before them.
 
-        Args:
-            scores: [D, S].
-            num_fed, num_confirmed: [D].
-        """
-        position = np.arange(scores.shape[1])
-        was_fed = position < num_fed[:, None]
-        was_confirmed = position < num_confirmed[:, None]
-        self._calibration.observe(scores[was_fed], was_confirmed[was_fed])
+def confirmed_nodes(
+    paths: NDArray[np.int64], num_confirmed: NDArray[np.int64], num_drafts: int
+) -> NDArray[np.bool_]:
+    """[D, num_drafts]; whether each draft of D trees is on its confirmed path.
+
+    Args:
+        paths: [D, M]; nodes from the root on, 0; draft j is node j + 1.
+        num_confirmed: [D]; what is behind so many drafts of a path means nothing.
+    """
+    is_on_path = np.arange(paths.shape[1]) <= num_confirmed[:, None]
+    nodes = np.zeros((len(paths), 1 + num_drafts), dtype=np.bool_)
+    nodes[np.arange(len(paths))[:, None], np.where(is_on_path, paths, 0)] = True
+    return nodes[:, 1:]
 
 
 def resampled(scores: Floats, longest: int, count: int) -> Floats:

@@ -27,6 +27,7 @@ import torch
 
 import sgl_kernel
 from sglang.srt.layers.forward_batch import GraphKey
+from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import graph_finder, priced_graphs
 from sglang.srt.platform import Platform, driver_version
@@ -121,22 +122,22 @@ class KeptDrafts(msgspec.Struct, forbid_unknown_fields=True):
     """`DraftPrices` as they are kept."""
 
     extend: KeptTable
-    passes: dict[int, Prices]
+    passes: list[tuple[int | TreeShape, Prices]]
     measured_s: Seconds
 
     @classmethod
     def of(cls, prices: DraftPrices) -> KeptDrafts:
-        passes = {count: _pairs(curve) for count, curve in prices.passes.items()}
+        passes = [(shape, _pairs(curve)) for shape, curve in prices.passes.items()]
         return cls(KeptTable.of(prices.extend), passes, prices.measured_s)
 
     def draft_prices(self, extend: PriceTable) -> DraftPrices:
         """The prices, with those of the head's steps as `extend` has them."""
-        passes = {count: _curve(pairs) for count, pairs in self.passes.items()}
+        passes = {shape: _curve(pairs) for shape, pairs in self.passes}
         return DraftPrices(extend, passes, self.measured_s)
 
     def prices_of(self, runner: ModelRunner) -> DraftPrices:
         """The prices of exactly the draft steps that a runner has."""
-        if {*self.passes} != {*runner.config.draft_steps}:
+        if Counter(shape for shape, _ in self.passes) != Counter([*runner.config.draft_steps]):
             raise ProfileError("its prices are damaged")
         return self.draft_prices(self.extend.table_of(runner))
 
@@ -160,7 +161,7 @@ class Profile(msgspec.Struct):
 
     target: Kept[KeptTable]
     head: Kept[KeptDrafts]
-    format: Literal[3] = 3
+    format: Literal[4] = 4
 
     @property
     def measured_s(self) -> float:
