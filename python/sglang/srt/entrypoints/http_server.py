@@ -17,7 +17,7 @@ from sglang.srt.entrypoints.http_io import (
     read_body,
     unless_client_leaves,
 )
-from sglang.srt.entrypoints.openai.protocol import UNSUPPORTED, CompletionRequest
+from sglang.srt.entrypoints.openai.protocol import CompletionRequest, parse_completion
 from sglang.srt.entrypoints.openai.serving_completions import (
     Completion,
     describe_models,
@@ -186,9 +186,9 @@ def _add_openai(app: FastAPI, state: ServerState) -> None:
         if kind.lower() != "application/json":
             raise field_error("content-type", "must be application/json")
         raw = await read_body(request, args.max_request_bytes)
+        unknown = manager.limits.unknown_openai_fields
         completion = await in_thread_if_large(
-            lambda: Completion(manager, parse_struct(raw, CompletionRequest, UNSUPPORTED), name),
-            len(raw),
+            lambda: Completion(manager, parse_completion(raw, unknown), name), len(raw)
         )
         outputs = completion.chunks() if completion.streams else completion.answer()
         first = await unless_client_leaves(request.receive, anext(outputs))
