@@ -26,7 +26,7 @@ from sglang.srt.entrypoints.openai.serving_completions import (
     describe_model as describe_openai_model,
 )
 from sglang.srt.entrypoints.openapi_schema import body_of, install_openapi
-from sglang.srt.entrypoints.server_info import describe_model, describe_server
+from sglang.srt.entrypoints.server_info import describe_model, describe_server, describe_tokenizer
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.frontend.body_parsing import parse_json_object, parse_struct
 from sglang.srt.frontend.errors import field_error
@@ -83,7 +83,9 @@ def _add_generate(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_health(app: FastAPI, state: ServerState) -> None:
+    @app.head("/ping", include_in_schema=False)
     @app.get("/ping", include_in_schema=False)
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """200 if every process is alive and looping."""
@@ -126,6 +128,12 @@ def _add_info(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_tokenizer(app: FastAPI, state: ServerState) -> None:
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """What clients need to know that count or make tokens themselves."""
+        tokenizer = state.ready_manager.tokenizer
+        return json_response(describe_tokenizer(state.server_args, tokenizer, state.scheduler))
+
     @app.post("/tokenize", openapi_extra=body_of(TokenizeReqInput))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, or of each text of a list."""
