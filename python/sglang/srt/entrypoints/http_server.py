@@ -37,6 +37,7 @@ from sglang.srt.frontend.tokenizer_bodies import (
     check_detokenize,
 )
 from sglang.srt.frontend.work_in_threads import in_thread_if_large, map_texts
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.sglang_surface import neutral_fields
 
 
@@ -63,6 +64,18 @@ def create_app(state: ServerState) -> FastAPI:
     install_openapi(app)
     add_guard(app, AccessRules.of(state.server_args))
     return app
+
+
+def launch_server(server_args: ServerArgs) -> None:
+    """Serves until SIGTERM or SIGINT, in the main thread: what launch scripts of trainers call.
+
+    Raises:
+        SystemExit: if the server cannot start or a process of it dies; standard error says why.
+    """
+    from sglang.srt.entrypoints.server_process import run_server  # which makes this application
+
+    if code := run_server(server_args):
+        raise SystemExit(code)
 
 
 def _add_generate(app: FastAPI, state: ServerState) -> None:
