@@ -549,7 +549,6 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         ({"output_dir": "a\0b"}, "output_dir"),
         ({"num_steps": 0}, "num_steps"),
         ({"num_steps": 10_001}, "num_steps"),
-        ({"activities": []}, "activities"),
         ({"activities": ["RPD"]}, "activities[0]"),
         ({"profile_by_stage": True}, "profile_by_stage"),
         ({"start_step": 5}, "start_step"),

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from fake_backend import LIMITS
+from sglang.srt.entrypoints.launch import LaunchError
 from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
 from sglang.srt.entrypoints.openai.protocol import (
     CompletionRequest,
@@ -162,3 +163,16 @@ def test_custom_params_of_a_completion_must_be_an_object() -> None:
     with pytest.raises(RequestError) as caught:
         completed(custom_params=[1])
     assert caught.value.field == "custom_params"
+
+
+def test_preferred_parameters_may_be_in_custom_params_and_must_be_known() -> None:
+    info = msgspec.structs.replace(INFO, mtp_max_k=8)
+
+    def limits(text: str) -> RequestLimits:
+        args = ServerArgs(model_path="m", preferred_sampling_params=text, unknown_fields="ignore")
+        return limits_from_flags(args, info)
+
+    preferred = limits(msgspec.json.encode({"custom_params": MTP}).decode())
+    assert sampled(preferred) == sampled(**MTP)
+    with pytest.raises(LaunchError, match="wish"):
+        limits('{"wish": 1}')

@@ -59,12 +59,12 @@ class StartProfileReqInput(msgspec.Struct, kw_only=True):
     Attributes:
         output_dir: folder of the trace, inside SGLANG_TORCH_PROFILER_DIR of the server; null: that.
         num_steps: the profile ends by itself after so many steps.
-        activities: what is looked at; null: all there is.
+        activities: what is looked at; null, or none: all there is.
     """
 
     output_dir: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
     num_steps: Annotated[int, Meta(ge=1, le=MAX_PROFILED_STEPS)] | None = None
-    activities: Annotated[list[Literal["CPU", "GPU"]], Meta(min_length=1)] | None = None
+    activities: list[Literal["CPU", "GPU"]] | None = None
     with_stack: bool = False
     record_shapes: bool = False
 
