@@ -126,6 +126,11 @@ def test_a_server_that_cannot_start_is_an_error() -> None:
         HttpServerEngineAdapter(model_path="no such model", port=get_open_port())
 
 
+def test_no_other_server_is_taken_for_its_own(adapter: HttpServerEngineAdapter) -> None:
+    with pytest.raises(LaunchError, match="is in use"):
+        HttpServerEngineAdapter(adapter.server_args)
+
+
 def test_launch_server_serves_until_it_is_told_to_stop(model_dir: Path) -> None:
     program = (
         "import sys\n"

@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from http.client import HTTPResponse
 from pathlib import Path
@@ -30,6 +31,7 @@ from sglang.srt.entrypoints.launch import LaunchError, child_environ
 from sglang.srt.entrypoints.server_process import run_server
 from sglang.srt.entrypoints.tensor_file import NamedTensors, written_tensors
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.common import is_port_available
 
 MODULE = "sglang.srt.entrypoints.http_server_engine"
 START_TIMEOUT_S = 600.0
@@ -46,6 +48,8 @@ def launch_server_process(
     Raises:
         LaunchError: if it cannot start, or not in time; its log says why.
     """
+    if not is_port_available(server_args.port):
+        raise LaunchError(f"Port {server_args.port} is in use; give another one.")
     process = subprocess.Popen(
         [sys.executable, "-m", MODULE],
         stdin=subprocess.PIPE,
@@ -54,8 +58,9 @@ def launch_server_process(
     )
     if process.stdin is None:
         raise LaunchError("A child process has no standard input.")
-    process.stdin.write(msgspec.json.encode(asdict(server_args)) + b"\n")
-    process.stdin.flush()
+    with suppress(BrokenPipeError):  # it has ended, which is noticed below
+        process.stdin.write(msgspec.json.encode(asdict(server_args)) + b"\n")
+        process.stdin.flush()
     opener = _opener()
     deadline = time.monotonic() + timeout_s
     while process.poll() is None and time.monotonic() < deadline:
