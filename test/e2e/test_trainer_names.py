@@ -162,7 +162,7 @@ def test_a_place_to_run_and_three_to_wait_are_four_places(engine: Engine) -> Non
     for _ in range(5):
         assert len(engine.generate(["hello"] * 4, GREEDY)) == 4
     with pytest.raises(RuntimeError, match="queue is full"):
-        engine.generate(["hello"] * 5, GREEDY)
+        engine.generate(["hello"] * 5, {**GREEDY, "max_new_tokens": 300})
 
 
 def test_an_engine_in_a_forked_child_raises_at_once_and_goes_on_in_its_parent(

@@ -253,6 +253,20 @@ def test_places_of_running_requests_are_no_places_in_the_queue() -> None:
     assert all(harness.outputs[req_id].token_ids for req_id in ids)
 
 
+def test_the_place_of_a_request_that_has_just_ended_is_free() -> None:
+    """Under overlap a step that its client does not wait for may still be in flight."""
+    setup = Setup(max_running_requests=1, max_queued_requests=3, enable_overlap=True)
+    harness = SchedulerHarness(setup, FakeWorker("plain", K, 1, seed=0))
+    stop = oracle([9, 2, 3], 5)[-1]
+    first = harness.submit([9, 2, 3], max_new_tokens=50, temperature=0.0, stop_token_ids=[stop])
+    while harness.outputs[first].finish_reason is None:
+        harness.step()
+    assert harness.ongoing is not None
+    ids = [harness.submit([i, 2, 3], max_new_tokens=3, temperature=0.0) for i in range(4)]
+    harness.run()
+    assert all(harness.outputs[req_id].token_ids for req_id in ids)
+
+
 def test_a_queue_behind_a_full_pool_is_no_longer_than_it_may_be() -> None:
     setup = Setup(max_running_requests=8, max_queued_requests=2, num_pages=60)
     harness = SchedulerHarness(setup, FakeWorker("plain", K, 8, seed=0))
