@@ -26,7 +26,7 @@ from benchmark.goals import THROUGHPUT_SHAPE, THROUGHPUT_TOK_S
 from benchmark.gpu_load import sample_gpu
 from benchmark.random_model import GEOMETRIES, random_model
 from sglang.bench_one_batch import OneBatch
-from sglang.srt.argument_parsing import number_or_word
+from sglang.srt.flag_values import number_or_word
 from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.processes.runtime_config import AUTO

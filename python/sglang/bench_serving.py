@@ -38,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--disable-tqdm", action="store_true")
     add("--extra-request-body", type=json.loads, default={}, help="JSON object.")
     add("--flush-cache", action="store_true", help="Empty the prefix cache first.")
+    add("--profile", action="store_true", help="Have the server profile its steps meanwhile.")
     add("--output-file", help="Gets one JSON line per run.")
     add("--output-details", action="store_true", help="Put each request into that line.")
     add_dataset_args(parser)
@@ -77,9 +78,13 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
                 raise DatasetError(f"The warm-up request failed: {warm.error}")
         if args.flush_cache:
             (await client.post("/flush_cache")).raise_for_status()
+        if args.profile:
+            await _profile(client, "start")
         start = time.perf_counter()
         results = await _send_all(client, args, prompts, options)
         summary = summarize(results, time.perf_counter() - start)
+        if args.profile:
+            print(f"The profile is in {(await _profile(client, 'stop'))['path']}.")
         server_info = await _get_json(client, "/server_info")
     state = (server_info.get("internal_states") or [{}])[0]
     summary = {
@@ -125,6 +130,18 @@ async def _send_all(
     results = await asyncio.gather(*tasks)
     progress.close()
     return results
+
+
+async def _profile(client: httpx.AsyncClient, verb: str) -> dict[str, Any]:
+    """Starts or stops a profile of the server.
+
+    Raises:
+        DatasetError: with the server's reason, if it has none.
+    """
+    response = await client.post(f"/{verb}_profile", json={})
+    if response.status_code != 200:
+        raise DatasetError(f"--profile: HTTP {response.status_code}: {response.text[:300]}")
+    return response.json()
 
 
 async def _get_json(client: httpx.AsyncClient, path: str) -> dict[str, Any]:

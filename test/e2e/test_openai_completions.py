@@ -105,13 +105,15 @@ def test_streamed_logprobs_are_those_of_the_answer(server: RunningServer) -> Non
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [99999]}, "prompt[0][0]"),
         ({"max_tokens": -1}, "max_tokens"),
-        ({"max_tokens": 100_000}, "prompt[0]"),
+        ({"max_tokens": 100_000}, "max_tokens"),
         ({"temperature": "hot"}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"seed": 1.5}, "seed"),
         ({"logprobs": 1000}, "logprobs"),
-        ({"tools": [1]}, "tools"),
-        ({"stream_options": {"x": 1}}, "stream_options"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"custom_params": {"mtp_enabled": True, "mtp_k": 99}}, "custom_params.mtp_k"),
     ],
 )
 def test_bad_fields_are_named_in_openais_terms(

@@ -21,6 +21,7 @@ class FakeWeights:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self.num_applied = 0
+        self.values = {"w": torch.arange(6.0).reshape(3, 2), "b": torch.ones(2)}
         self.error: Exception | None = None
 
     def from_directory(self, path: str) -> StagedWeights:
@@ -40,8 +41,16 @@ class FakeWeights:
             error, self.error = self.error, None
             raise error
         self.num_applied += 1
+        for name in staged.keys() & self.values.keys():
+            self.values[name] = staged[name].expand(self.values[name].shape).clone()
         if isinstance(self._worker, FakeWorker):
             self._worker.weights_version += 1
+
+    def names(self) -> list[str]:
+        return sorted(self.values)
+
+    def value_of(self, name: str) -> torch.Tensor | None:
+        return self.values.get(name)
 
     def _stage(self, name: str) -> StagedWeights:
         if name == "bad":

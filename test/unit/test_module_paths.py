@@ -11,7 +11,12 @@ from code_shape import PACKAGE, imported_names, module_name, only_gives_names, p
 PATHS = {
     "sglang": ("Engine",),
     "sglang.srt.entrypoints.engine": ("Engine",),
-    "sglang.srt.entrypoints.http_server": (),
+    "sglang.srt.entrypoints.EngineBase": ("EngineBase",),
+    "sglang.srt.entrypoints.http_server": ("launch_server",),
+    "sglang.srt.entrypoints.http_server_engine": (
+        "HttpServerEngineAdapter",
+        "launch_server_process",
+    ),
     "sglang.srt.layers.attention.flashinfer_backend": ("FlashInferBackend",),
     "sglang.srt.layers.attention.torch_native_backend": ("TorchNativeBackend",),
     "sglang.srt.layers.attention.triton_backend": ("TritonBackend",),
@@ -43,6 +48,9 @@ PATHS = {
     "sglang.srt.model_executor.model_runner": ("ModelRunner",),
     "sglang.srt.sampling.sampling_params": ("SamplingParams",),
     "sglang.srt.server_args": ("ServerArgs",),
+    "sglang.srt.utils": ("MultiprocessingSerializer", "get_open_port", "kill_process_tree"),
+    "sglang.srt.utils.common": ("get_ip", "is_cuda"),
+    "sglang.utils": ("print_highlight", "terminate_process", "wait_for_server"),
 }
 
 

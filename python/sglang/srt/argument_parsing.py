@@ -1,10 +1,9 @@
-"""How words of a command line are read: flags of SGLang alone, misspelt ones, numbers."""
+"""How words of a command line are read: flags of SGLang alone, and misspelt ones."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import math
 from typing import Any, NoReturn
 
 from sglang.srt.sglang_surface import SGLangArgument
@@ -48,26 +47,3 @@ class SuggestingParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\nSee --help.\n")
-
-
-def number_or_word(text: str) -> int | str:
-    """The integer that a text stands for, or the text."""
-    try:
-        return int(text)
-    except ValueError:
-        return text
-
-
-def finite_number(text: str) -> float:
-    """The number that a text stands for.
-
-    Raises:
-        argparse.ArgumentTypeError: if it stands for none, or for infinity.
-    """
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
-    return number

@@ -32,6 +32,8 @@ class Environ:
         tile_spec_drafts: for benchmarks, drafts of a request that a step with `--tile-spec`
             verifies on average, whatever they are worth (`SGLANG_TILE_SPEC_DRAFTS`); None: those
             that pay.
+        torch_profiler_dir: folder that `/start_profile` may write to; None: it may not
+            (`SGLANG_TORCH_PROFILER_DIR`).
     """
 
     test_retract_interval: int = 0
@@ -43,6 +45,7 @@ class Environ:
     mtp_fixed_k: bool = False
     simulated_accept_len: float | None = None
     tile_spec_drafts: float | None = None
+    torch_profiler_dir: str | None = None
 
     @classmethod
     def read(cls) -> Environ:
@@ -61,6 +64,7 @@ class Environ:
             mtp_fixed_k=_steps("SGLANG_MTP_FIXED_K") > 0,
             simulated_accept_len=_tokens("SGLANG_SIMULATE_ACC_LEN"),
             tile_spec_drafts=_tokens("SGLANG_TILE_SPEC_DRAFTS"),
+            torch_profiler_dir=os.environ.get("SGLANG_TORCH_PROFILER_DIR") or None,
         )
 
 

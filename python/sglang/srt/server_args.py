@@ -9,16 +9,11 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
-from sglang.srt.argument_parsing import (
-    MissingFlag,
-    SuggestingParser,
-    finite_number,
-    number_or_word,
-)
+from sglang.srt.argument_parsing import MissingFlag, SuggestingParser
+from sglang.srt.flag_values import value_type
 from sglang.srt.model_config import DTYPES
 from sglang.srt.registry import ATTENTION_BACKENDS
 from sglang.srt.sglang_surface import missing_arguments, own_arguments
@@ -257,6 +252,12 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     )
 
     # Limits of one HTTP request
+    unknown_fields: str | None = flag(
+        None,
+        "Fields of a body that nobody knows are refused by name, or left out and logged once."
+        " Default: `refuse` for /generate, `ignore` for /v1/*.",
+        choices=("refuse", "ignore"),
+    )
     max_request_bytes: int = flag(32 * 1024 * 1024, "Size of an HTTP body at most.")
     max_weight_bytes: int = flag(
         2 * 1024 * 1024 * 1024, "Size of an HTTP body of /update_weights_from_tensor at most."
@@ -304,7 +305,7 @@ SECTIONS = {
     "device": "Execution",
     "mtp_max_k": "Multi-token prediction",
     "speculative_algorithm": "Speculative decoding",
-    "max_request_bytes": "Limits of one request",
+    "unknown_fields": "Limits of one request",
     "log_level": "Logging",
 }
 
@@ -321,7 +322,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         if hints[entry.name] is bool:
             kwargs["action"] = "store_true"
         else:
-            kwargs["type"] = _value_type(hints[entry.name])
+            kwargs["type"] = value_type(hints[entry.name])
             kwargs["choices"] = entry.metadata["choices"]
         if entry.default is MISSING:
             kwargs["required"] = True
@@ -333,14 +334,6 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     for argument in missing_arguments(hints).values():
         if argument.flags:
             parser.add_argument(*argument.flags, action=MissingFlag, argument=argument)
-
-
-def _value_type(hint: Any) -> Callable[[str], Any]:
-    """`int` of `int | None`."""
-    types = [member for member in get_args(hint) or (hint,) if member is not type(None)]
-    if {int, str} <= {*types}:
-        return number_or_word
-    return finite_number if types[0] is float else types[0]
 
 
 def parse_cli(argv: list[str] | None = None) -> ServerArgs:

@@ -13,6 +13,8 @@ from sglang.srt.frontend.errors import RequestError
 BODIES = {route.body.__name__: route.body for route in CALL_ROUTES}
 # What a body needs beside the field under test.
 REQUIRED: dict[str, dict[str, Any]] = {
+    "CheckWeightsReqInput": {"action": "compare"},
+    "GetWeightsByNameReqInput": {"name": "w"},
     "InitWeightsUpdateGroupReqInput": {
         "master_address": "host",
         "master_port": 1,

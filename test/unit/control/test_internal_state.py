@@ -9,8 +9,10 @@ import pytest
 from fake_worker import FakeWorker
 from sglang.srt.control.internal_state import SchedulerStats
 from sglang.srt.mem_cache.kv_ledger import KVLedger
+from sglang.srt.messages.control import FlushCacheReqInput
 from sglang.srt.scheduling.invariants import InvariantChecker
 from sglang.srt.scheduling.request import LaunchedRow
+from sglang.srt.step.worker import StepWidth
 from utils import FakeInbox, SchedulerHarness, Setup
 
 
@@ -160,3 +162,60 @@ def test_the_state_shows_the_tier_and_the_switches() -> None:
     assert shown() == [3, 4, {}]
     switches_after(stats, 1, 0, 1)
     assert shown() == [1, 2, {"0": 1, "1": 1}]
+
+
+def looking_ahead(num_rows: int = 4) -> LaunchedRow:
+    """A decode row of a request that looks ahead, or of one that does not."""
+    found = row(is_decode=True)
+    found.req.width = StepWidth(num_rows, 1, 1)
+    return found
+
+
+def averages(stats: SchedulerStats) -> tuple[float | None, float | None, float | None]:
+    return stats.avg_accept_length, stats.avg_accept_rate, stats.avg_num_drafts
+
+
+def test_averages_are_of_steps_of_requests_that_look_ahead_and_of_nothing_else() -> None:
+    stats = SchedulerStats(3)
+    rows = [looking_ahead(), looking_ahead(1), row(False), looking_ahead()]
+    stats.on_read(rows, [3, 1, 1, 4], [3, 0, 3, 3], 3, [False, False, False, True])
+    assert averages(stats) == (3.0, 2 / 3, 3.0)
+    stats.on_read([looking_ahead()], [1], [], 0)
+    assert averages(stats) == (2.0, 2 / 3, 1.5)
+
+
+def test_a_flush_begins_averages_anew() -> None:
+    harness = running_harness()
+    harness.run()
+    stats = harness.scheduler.stats
+    stats.on_read([looking_ahead()], [3], [3], 3)
+    assert harness.scheduler.control.internal_state()["avg_spec_accept_length"] == 3.0
+    assert harness.call(FlushCacheReqInput(call_id=3)).success
+    assert averages(stats) == (None, None, None)
+    stats.on_read([looking_ahead()], [2], [3], 3)
+    assert averages(stats) == (2.0, 1 / 3, 3.0)
+
+
+def test_a_step_that_a_request_did_not_need_any_more_is_in_no_average(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under overlap a step may be launched for a request that the one before has ended."""
+    worker = FakeWorker("verify", 4, Setup().max_running_requests, 0)
+    harness = SchedulerHarness(Setup(enable_overlap=True), worker)
+    accepted: list[int] = []
+    num_over = 0
+    on_read = SchedulerStats.on_read
+
+    def spy(stats: SchedulerStats, rows: Any, lens: Any, drafts: Any, tier: Any, over: Any) -> None:
+        nonlocal num_over
+        kept = [row.is_decode and not is_over for row, is_over in zip(rows, over, strict=True)]
+        accepted.extend(num for num, is_kept in zip(lens, kept, strict=True) if is_kept)
+        num_over += sum(over)
+        on_read(stats, rows, lens, drafts, tier, over)
+
+    monkeypatch.setattr(SchedulerStats, "on_read", spy)
+    for start in range(10):
+        harness.submit([start, 2, 3], max_new_tokens=13, temperature=0.0)
+    harness.run()
+    assert num_over
+    assert harness.scheduler.stats.avg_accept_length == sum(accepted) / len(accepted)

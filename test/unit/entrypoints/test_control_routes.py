@@ -17,6 +17,7 @@ from serving_utils import make_model_dir
 from sglang import __version__
 from sglang.srt.messages.control import (
     AbortReq,
+    CheckWeightsReq,
     ContinueGenerationReq,
     EngineStatus,
     FlushCacheReqInput,
@@ -24,8 +25,11 @@ from sglang.srt.messages.control import (
     FromDirectory,
     FromFile,
     FromGroup,
+    GetWeightsByNameReq,
     MemoryOccupationReq,
     PauseGenerationReq,
+    StartProfileReq,
+    StopProfileReq,
     UpdateWeightsReq,
     UpdateWeightVersionReq,
     WeightGroupReq,
@@ -334,6 +338,62 @@ def test_shutdown_answers_waiting_control_calls_with_503(server: Server) -> None
         assert answer.headers["retry-after"]
 
 
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_weight_is_answered_as_sglang_does(server: Server, method: str) -> None:
+    server.reply = {"message": "", "fields": {"parameter": [[1.5, 2.0]]}}
+    answer = server.request(method, "/get_weights_by_name", json={"name": "w"})
+    assert (answer.status_code, answer.json()) == (200, [[1.5, 2.0]])
+    message = server.only(GetWeightsByNameReq)
+    assert (message.name, message.truncate_size) == ("w", 100)
+
+
+@pytest.mark.parametrize(("action", "sent"), [("compare", "compare"), ("reset_tensors", "reset")])
+def test_the_checker_is_told_what_to_do(server: Server, action: str, sent: str) -> None:
+    answer = server.post("/weights_checker", {"action": action})
+    assert answer.json() == {"success": True, "message": "Done."}
+    assert server.only(CheckWeightsReq).action == sent
+
+
+def test_a_profile_is_started_as_bench_clients_do(server: Server) -> None:
+    body = {
+        "activities": ["CPU", "GPU"],
+        "num_steps": 5,
+        "profile_by_stage": False,
+        "output_dir": None,
+        "profile_prefix": None,
+    }
+    assert server.post("/start_profile", body).json()["success"]
+    message = server.only(StartProfileReq)
+    assert (message.activities, message.num_steps, message.output_dir) == (["CPU", "GPU"], 5, "")
+    assert server.post("/stop_profile").json()["success"]
+    assert server.only(StopProfileReq)
+
+
+def test_routes_have_the_other_names_that_clients_use(server: Server) -> None:
+    assert server.request("GET", "/weight_version").json() == {"weight_version": "default"}
+    loads, others = (server.request("GET", path).json() for path in ("/get_loads", "/v1/loads"))
+    assert loads["loads"] == others["loads"]
+    for path in ("/health", "/ping"):
+        answer = server.request("HEAD", path)
+        assert (answer.status_code, answer.content) == (200, b"")
+
+
+def test_the_tokenizer_says_how_texts_begin(server: Server) -> None:
+    answer = server.request("GET", "/tokenizer_info").json()
+    tokenizer = server.manager.tokenizer
+    assert answer["bos_token_id"] == tokenizer.bos_token_id
+    assert answer["bos_token"] == tokenizer.decode([tokenizer.bos_token_id or 0], False)
+
+
+def test_unavailable_is_said_in_both_forms(server: Server) -> None:
+    server.state.manager = None
+    answer = server.post("/generate", {"text": "x"})
+    body = answer.json()
+    assert answer.status_code == body["code"] == body["error"]["code"] == 503
+    assert body["object"] == "error"
+    assert body["message"] == body["error"]["message"] == "The server is starting."
+
+
 # ---------------------------------------------------------------- refusals
 
 DISK = {"model_path": "x"}
@@ -475,9 +535,32 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         ({"tags": ["cuda_graph"], "x": 1}, "x"),
     ],
     "/resume_memory_occupation": [({"tags": ["kv"]}, "tags[0]")],
+    "/get_weights_by_name": [
+        ({}, ""),
+        ({"name": ""}, "name"),
+        ({"name": "a\nb"}, "name"),
+        ({"name": "x" * 513}, "name"),
+        ({"name": "x", "truncate_size": 0}, "truncate_size"),
+        ({"name": "x", "truncate_size": "5"}, "truncate_size"),
+    ],
+    "/weights_checker": [({}, ""), ({"action": "steal"}, "action"), ({"action": 1}, "action")],
+    "/start_profile": [
+        ({"output_dir": ""}, "output_dir"),
+        ({"output_dir": "a\0b"}, "output_dir"),
+        ({"num_steps": 0}, "num_steps"),
+        ({"num_steps": 10_001}, "num_steps"),
+        ({"activities": ["RPD"]}, "activities[0]"),
+        ({"profile_by_stage": True}, "profile_by_stage"),
+        ({"start_step": 5}, "start_step"),
+        ({"with_stack": "yes"}, "with_stack"),
+    ],
+    "/stop_profile": [({"x": 1}, "x")],
 }
 CASES = [(path, body, field) for path, cases in BAD.items() for body, field in cases]
-WEIGHT_PATHS = [path for path in BAD if "weight" in path or "memory" in path]
+NO_UPDATES = ("/get_weights_by_name",)
+WEIGHT_PATHS = [
+    path for path in BAD if ("weight" in path or "memory" in path) and path not in NO_UPDATES
+]
 
 
 @pytest.mark.parametrize(("path", "body", "field"), CASES)
@@ -576,6 +659,8 @@ def test_starting_server_says_so(server: Server, path: str) -> None:
         "/update_weights_from_distributed": TENSORS,
         "/init_weights_update_group": GROUP,
         "/update_weight_version": {"new_version": "v"},
+        "/get_weights_by_name": {"name": "w"},
+        "/weights_checker": {"action": "compare"},
     }
     answer = server.post(path, good.get(path, {}))
     assert answer.status_code == 503

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
-from sglang.srt.entrypoints.server_info import describe_server, describe_start
+from sglang.srt.entrypoints.server_info import (
+    AS_BUILT,
+    ONE_RANK,
+    describe_server,
+    describe_start,
+)
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.sglang_surface import missing_arguments
 
 RESOLVED: dict[str, Any] = {
     "device": "cpu",
@@ -51,6 +58,21 @@ def test_server_info_has_accept_thresholds() -> None:
     found = describe_server(args, info_of({"chunked_prefill_size": 512}), {})
     assert found["speculative_accept_threshold_single"] == 1.0
     assert found["speculative_accept_threshold_acc"] == 0.5
+
+
+def test_server_info_has_what_trainers_and_routers_read_of_sglangs_flags() -> None:
+    args = ServerArgs(model_path="m", host="h", port=5)
+    found = describe_server(args, info_of({"chunked_prefill_size": 512}), {})
+    ones = "tp_size", "dp_size", "pp_size", "ep_size", "nnodes"
+    assert {found[name] for name in ones} == {1}
+    assert (found["node_rank"], found["base_gpu_id"]) == (0, 0)
+    assert found["disaggregation_mode"] == "null"
+    assert found["enable_memory_saver"] is True
+    assert found["trust_remote_code"] is False
+    assert (found["host"], found["port"], found["model_path"]) == ("h", 5, "m")
+    missing = missing_arguments([field.name for field in dataclasses.fields(ServerArgs)])
+    for name, value in {**ONE_RANK, **AS_BUILT}.items():
+        assert missing[name].problem(value, name) is None, "as the flag is taken"
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,8 @@ for _ in range(400):
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("messages", {"messages": []}),
     ("messages", {"messages": [{"role": "user", "content": "hello " * 300}]}),
-    ("messages", {"messages": HELLO, "max_tokens": 1000}),
+    ("max_tokens", {"messages": HELLO, "max_tokens": 1000}),
+    ("max_completion_tokens", {"messages": HELLO, "max_completion_tokens": 1000}),
     ("messages", {"messages": HELLO * 20_000}),
     (
         "messages[0].content",

@@ -13,6 +13,7 @@ from fake_backend import LENGTH, Backend, run
 from serving_utils import BOS, make_model_dir
 from sglang.srt.entrypoints.openai import serving_completions
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest, StreamOptions
+from sglang.srt.frontend.errors import RequestError
 from sglang.srt.messages.requests import BatchStrOutput, PositionLogprobs, ReqTextOutput
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 
@@ -214,5 +215,30 @@ def test_weights_of_every_choice_are_told_once(tokenizer: Tokenizer, stream: boo
                 {"index": 1, "version": "new", "start": 0, "end": 1},
             ],
         }
+
+    run(tokenizer, scenario)
+
+
+def test_an_empty_prompt_is_the_bos_alone(tokenizer: Tokenizer) -> None:
+    (choice,) = complete(tokenizer, "", [5, 6], echo=True)
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -1.0]
+    assert choice["logprobs"]["text_offset"][:2] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "prompt", "field"), [(5000, "hello", "max_tokens"), (1, [5] * 300, "prompt[0]")]
+)
+def test_what_is_too_long_is_named(
+    tokenizer: Tokenizer, max_tokens: int, prompt: Any, field: str
+) -> None:
+    body = CompletionRequest(prompt=prompt, max_tokens=max_tokens)
+
+    async def scenario(backend: Backend) -> None:
+        outputs = serving_completions.Completion(backend.manager, body, "model").answer()
+        with pytest.raises(RequestError) as caught:
+            await anext(outputs)
+        assert caught.value.field == field
+        assert caught.value.message.startswith(f"{field}: the prompt (")
+        assert f"and max_tokens ({max_tokens})" in caught.value.message
 
     run(tokenizer, scenario)

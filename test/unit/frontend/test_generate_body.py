@@ -21,7 +21,9 @@ from sglang.srt.frontend.generate_body import (
 from sglang.srt.frontend.request_limits import RequestLimits, check_id_lists, check_length
 from sglang.srt.frontend.sampling_validation import expand_samples
 from sglang.srt.frontend.tokenizer_bodies import TokenizeReqInput
+from sglang.srt.frontend.work_in_threads import bos_alone
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.tokenizer import Tokenizer
 
 LIMITS = RequestLimits(
     vocab_size=100,
@@ -50,11 +52,9 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({}, "text"),
     ({"text": None, "input_ids": None}, "text"),
     ({"text": "x", "input_ids": [1]}, "text"),
-    ({"text": ""}, "text"),
     ({"text": []}, "text"),
     ({"text": 5}, "text"),
     ({"text": {}}, "text"),
-    ({"text": ["a", ""]}, "text[1]"),
     ({"text": ["a", 1]}, "text[1]"),
     ({"text": ["a", ["b"]]}, "text[1]"),
     ({"text": "\ud800"}, "text"),
@@ -240,13 +240,28 @@ def test_prompt_and_output_must_fit(length: int, ok: bool) -> None:
     if ok:
         check_length("text", length - 4, 4, LIMITS)
         return
-    with pytest.raises(RequestError, match="the model's context length"):
+    with pytest.raises(RequestError, match="the model's context length") as caught:
         check_length("text", length - 4, 4, LIMITS)
+    assert caught.value.field == "sampling_params.max_new_tokens"
+    with pytest.raises(RequestError, match="the model's context length") as caught:
+        check_length("text", length, 4, LIMITS)
+    assert caught.value.field == "text"
 
 
 def test_prompt_without_tokens_is_refused() -> None:
     with pytest.raises(RequestError, match="no tokens"):
         check_length("text", 0, 4, LIMITS)
+
+
+def test_a_text_without_tokens_is_the_bos_of_a_model_that_has_one() -> None:
+    for bos, expected in (([7], [7]), ([], [])):
+
+        def encode(text: str, adds: bool, bos: list[int] = bos) -> list[int]:
+            return bos * (adds and text != "") + [ord(char) for char in text]
+
+        tokenizer = Tokenizer(encode, lambda ids: "".join(map(chr, ids)), frozenset())
+        assert tokenizer.encode("") == []
+        assert bos_alone(tokenizer) == expected
 
 
 def test_samples_of_a_seeded_request_have_their_own_seeds() -> None:

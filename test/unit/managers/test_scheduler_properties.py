@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 
 from fake_worker import VOCAB_SIZE, FakeWorker, oracle
-from sglang.srt.messages.control import AbortReq, FlushCacheReqInput, FlushCacheReqOutput
+from sglang.srt.messages.control import (
+    AbortReq,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    PauseGenerationReq,
+)
 from sglang.srt.step.worker import GenerationBatchResult, ScheduleBatch
 from utils import RandomBudget, SchedulerHarness, Setup
 
@@ -235,8 +240,53 @@ def test_the_queue_limit_refuses_exactly_the_surplus_with_503() -> None:
     harness.run()
     ends = [harness.outputs[req_id].finish_reason for req_id in ids]
     refused = [end for end in ends if end is not None and end.status_code == 503]
-    assert len(refused) == 5
-    assert all(end is not None and end.type == "length" for end in ends[:3])
+    assert len(refused) == 4
+    assert all(end is not None and end.type == "length" for end in ends[:4])
+
+
+def test_places_of_running_requests_are_no_places_in_the_queue() -> None:
+    """Requests that come together find the engine idle, whatever a step can read of them."""
+    setup = Setup(max_running_requests=4, max_queued_requests=3, chunked_prefill_size=4)
+    harness = SchedulerHarness(setup, FakeWorker("plain", K, 4, seed=0))
+    ids = [harness.submit([i, 2, 3], max_new_tokens=30, temperature=0.0) for i in range(7)]
+    harness.run()
+    assert all(harness.outputs[req_id].token_ids for req_id in ids)
+
+
+def test_the_place_of_a_request_that_has_just_ended_is_free() -> None:
+    """Under overlap a step that its client does not wait for may still be in flight."""
+    setup = Setup(max_running_requests=1, max_queued_requests=3, enable_overlap=True)
+    harness = SchedulerHarness(setup, FakeWorker("plain", K, 1, seed=0))
+    stop = oracle([9, 2, 3], 5)[-1]
+    first = harness.submit([9, 2, 3], max_new_tokens=50, temperature=0.0, stop_token_ids=[stop])
+    while harness.outputs[first].finish_reason is None:
+        harness.step()
+    assert harness.ongoing is not None
+    ids = [harness.submit([i, 2, 3], max_new_tokens=3, temperature=0.0) for i in range(4)]
+    harness.run()
+    assert all(harness.outputs[req_id].token_ids for req_id in ids)
+
+
+def test_a_queue_behind_a_full_pool_is_no_longer_than_it_may_be() -> None:
+    setup = Setup(max_running_requests=8, max_queued_requests=2, num_pages=60)
+    harness = SchedulerHarness(setup, FakeWorker("plain", K, 8, seed=0))
+    running = harness.submit([1] * 40, max_new_tokens=15, temperature=0.0)
+    harness.step()
+    ids = [harness.submit([i] * 40, max_new_tokens=3, temperature=0.0) for i in range(2, 7)]
+    harness.run()
+    ends = [harness.outputs[req_id].finish_reason for req_id in (running, *ids)]
+    assert [end is not None and end.status_code for end in ends] == [None] * 3 + [503] * 3
+
+
+def test_a_paused_engine_has_no_places_but_those_of_its_queue() -> None:
+    harness = SchedulerHarness(
+        Setup(max_running_requests=4, max_queued_requests=1), FakeWorker("plain", K, 4, seed=0)
+    )
+    harness.call(PauseGenerationReq(call_id=5, mode="retract"))
+    ids = [harness.submit([i, 2, 3], max_new_tokens=3, temperature=0.0) for i in range(3)]
+    harness.step()
+    refused = [harness.outputs[req_id].finish_reason is not None for req_id in ids]
+    assert refused == [False, True, True]
 
 
 def test_without_a_limit_a_batch_of_any_size_waits() -> None:

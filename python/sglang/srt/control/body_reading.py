@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from sglang.srt.control.bodies import RollbackWeightUpdateReqInput
+from sglang.srt.control.inspection_bodies import StartProfileReqInput
 from sglang.srt.frontend.body_parsing import convert_fields
 from sglang.srt.frontend.errors import RequestError, field_error, shorten
 from sglang.srt.sglang_surface import is_neutral
@@ -67,6 +68,20 @@ SGLANG_FIELDS: dict[str, Ignored] = {
     ),
 }
 MISSPELT_ABORT, ABORT = "abort_all_request", "abort_all_requests"  # the first is some clients'
+# Fields of single bodies beside these.
+MORE_FIELDS: dict[type, dict[str, Ignored]] = {
+    StartProfileReqInput: dict.fromkeys(
+        (
+            "start_step",
+            "profile_by_stage",
+            "profile_stages",
+            "merge_profiles",
+            "profile_prefix",
+            "profile_id",
+        ),
+        Ignored((), "is not supported here; leave it out"),
+    )
+}
 OWN_CALLS = (RollbackWeightUpdateReqInput,)  # SGLang has no such call
 DECIMALS = ("master_port",)  # numbers that some trainers send as strings
 MAX_DECIMAL_DIGITS = 9
@@ -81,7 +96,7 @@ def make_body(struct: type[S], fields: Mapping[str, Any]) -> S:
     """
     known = struct.__struct_fields__
     given = _with_right_name(fields) if ABORT in known else dict(fields)
-    ignored_fields = {} if struct in OWN_CALLS else SGLANG_FIELDS
+    ignored_fields = {} if struct in OWN_CALLS else SGLANG_FIELDS | MORE_FIELDS.get(struct, {})
     for name, ignored in ignored_fields.items():
         if name in given and name not in known and not ignored.accepts(given[name]):
             raise field_error(name, ignored.reason)

@@ -13,7 +13,9 @@ from sglang.srt.control.engine_state import BetweenStepsQueue, EngineState
 from sglang.srt.control.internal_state import SchedulerStats, read_internal_state
 from sglang.srt.control.memory_control import MemoryControl, MemoryPart
 from sglang.srt.control.pause import PauseController
+from sglang.srt.control.profile_control import ProfileControl, Profiler
 from sglang.srt.control.weight_control import POLL_S, ModelWeights, WeightControl
+from sglang.srt.control.weight_inspection import WeightInspection
 from sglang.srt.messages.control import (
     ABORT_MESSAGE,
     AbortReq,
@@ -33,10 +35,12 @@ class ModelResources:
 
     Attributes:
         memory: what can be given back, by tag.
+        profiler: what profiles the steps; None for nothing.
     """
 
     weights: ModelWeights
     memory: Mapping[str, MemoryPart]
+    profiler: Profiler | None = None
 
 
 class Control:
@@ -74,6 +78,8 @@ class Control:
         self._flusher = CacheFlusher(*shared, self._reset_counters, reply, clock)
         self._weights = WeightControl(resources.weights, *shared, self._abort_all, reply)
         memory = MemoryControl(resources.memory, *shared, reply)
+        inspection = WeightInspection(resources.weights, *shared, reply)
+        self._profile = ProfileControl(resources.profiler, stats, self._between_steps, reply)
         self.handlers: dict[type, Callable[[Any], None]] = {
             AbortReq: self._abort,
             GetInternalStateReq: self._internal_state,
@@ -82,6 +88,8 @@ class Control:
             **self._flusher.handlers,
             **self._weights.handlers,
             **memory.handlers,
+            **inspection.handlers,
+            **self._profile.handlers,
         }
 
     @property
@@ -110,6 +118,7 @@ class Control:
         self._pause.tick()
         self._weights.tick()
         self._flusher.tick()
+        self._profile.tick()
 
     def between_steps(self) -> None:
         """No step is in flight: does what has waited for that, and what follows."""

@@ -22,6 +22,7 @@ class SchedulerStats:
             which requests decoded, steps that try another number aside.
         num_tier_switches: how often that became each number, also as batches of another size came.
         has_drafter: whether there is one that says so.
+        num_launched: steps launched since the start.
         forward_ct_decode: steps launched with at least one decode row, since start or flush.
 
     Args:
@@ -35,6 +36,7 @@ class SchedulerStats:
         self.num_tier_switches = Counter[int]()
         self._has_decoded = False
         self.has_drafter = num_draft_steps > 0
+        self.num_launched = 0
         self.forward_ct_decode = 0
         self.has_current_batch = False
         self.has_last_batch = False
@@ -50,12 +52,12 @@ class SchedulerStats:
     @property
     def avg_accept_length(self) -> float | None:
         """Tokens per step of a request that looks ahead, steps with its prompt left out, since the
-        start."""
+        start or the last flush. So are the other averages."""
         return self._num_accepted / self._num_steps if self._num_steps else None
 
     @property
     def avg_accept_rate(self) -> float | None:
-        """Share of the drafts verified that were confirmed, since the start."""
+        """Share of the drafts verified that were confirmed."""
         return self._num_confirmed / self._num_drafts if self._num_drafts else None
 
     @property
@@ -64,6 +66,7 @@ class SchedulerStats:
         return self._num_drafts / self._num_steps if self._num_steps else None
 
     def on_launch(self, has_decode: bool) -> None:
+        self.num_launched += 1
         self.forward_ct_decode += has_decode
         self.has_current_batch = True
 
@@ -73,23 +76,29 @@ class SchedulerStats:
         accept_lens: Sequence[int],
         num_drafts: Sequence[int],
         tier: int = 0,
+        had_ended: Sequence[bool] = (),
     ) -> None:
         """A step of R requests has been read.
 
         Args:
             num_drafts: R counts of drafts verified; empty where there were none.
             tier: see `RowPlan.tier`.
+            had_ended: which of the R had ended before, so that nobody gets their tokens; empty if
+                none had.
         """
         self.has_last_batch = True
         if self.has_drafter and any(row.is_decode for row in rows):
             self.num_tier_switches[tier] += self._has_decoded and tier != self.num_draft_steps
             self.num_draft_steps = tier
             self._has_decoded = True
-        for row, num_accepted in zip(rows, accept_lens, strict=True):
-            if row.is_decode and row.req.width.decode_rows > 1:
-                self._num_accepted += num_accepted
-                self._num_steps += 1
-        for count, num_accepted in zip(num_drafts, accept_lens, strict=False):
+        counts = num_drafts or [0] * len(rows)
+        for row, num_accepted, count, is_over in zip(
+            rows, accept_lens, counts, had_ended or [False] * len(rows), strict=True
+        ):
+            if is_over or not row.is_decode or row.req.width.decode_rows == 1:
+                continue
+            self._num_accepted += num_accepted
+            self._num_steps += 1
             if count:
                 self._num_drafts += count
                 self._num_confirmed += num_accepted - 1
@@ -98,7 +107,10 @@ class SchedulerStats:
         self.has_current_batch = self.has_last_batch = False
 
     def reset(self) -> None:
+        """Starts averages anew, and the count of steps with decodes."""
         self.forward_ct_decode = 0
+        self._num_accepted = self._num_steps = 0
+        self._num_drafts = self._num_confirmed = 0
 
 
 def read_internal_state(

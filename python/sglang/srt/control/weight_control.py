@@ -62,6 +62,10 @@ class ModelWeights(Protocol):
 
     def apply(self, staged: StagedWeights) -> None: ...
 
+    def names(self) -> list[str]: ...
+
+    def value_of(self, name: str) -> torch.Tensor | None: ...
+
 
 @dataclass(slots=True)
 class _Job:

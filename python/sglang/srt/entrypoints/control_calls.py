@@ -24,6 +24,12 @@ from sglang.srt.control.bodies import (
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightVersionReqInput,
 )
+from sglang.srt.control.inspection_bodies import (
+    CheckWeightsReqInput,
+    GetWeightsByNameReqInput,
+    StartProfileReqInput,
+    StopProfileReqInput,
+)
 from sglang.srt.messages.control import ControlCall
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -39,6 +45,7 @@ class CallRoute(Generic[S]):
         description: for `/openapi.json`.
         reports_success: errors too have `success` and `message`, as SGLang's weight updates.
         alias: method and path of a second route that does the same and is not documented.
+        answer: the field of the reply that is the whole answer; None: message and fields are.
     """
 
     path: str
@@ -47,6 +54,7 @@ class CallRoute(Generic[S]):
     description: str
     reports_success: bool = True
     alias: tuple[str, str] | None = None
+    answer: str | None = None
 
 
 CALL_ROUTES: tuple[CallRoute[Any], ...] = (
@@ -126,6 +134,35 @@ CALL_ROUTES: tuple[CallRoute[Any], ...] = (
         MemoryOccupationReqInput.resume,
         "Takes released memory again.",
         alias=("GET", "/resume_memory_occupation"),
+    ),
+    CallRoute(
+        "/get_weights_by_name",
+        GetWeightsByNameReqInput,
+        GetWeightsByNameReqInput.message,
+        "The first values of a weight, as nested lists.",
+        reports_success=False,
+        alias=("GET", "/get_weights_by_name"),
+        answer="parameter",
+    ),
+    CallRoute(
+        "/weights_checker",
+        CheckWeightsReqInput,
+        CheckWeightsReqInput.message,
+        "Notes what all weights are, compares them with that, or makes them zero.",
+    ),
+    CallRoute(
+        "/start_profile",
+        StartProfileReqInput,
+        StartProfileReqInput.message,
+        "Begins a profile of the steps, in a folder that the operator has allowed.",
+        alias=("GET", "/start_profile"),
+    ),
+    CallRoute(
+        "/stop_profile",
+        StopProfileReqInput,
+        StopProfileReqInput.message,
+        "Ends the profile and writes it.",
+        alias=("GET", "/stop_profile"),
     ),
 )
 CALL_PATHS = (

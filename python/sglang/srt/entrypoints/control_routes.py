@@ -56,7 +56,8 @@ def _add_call(app: FastAPI, state: ServerState, route: CallRoute[Any]) -> None:
     async def call(request: Request) -> Response:
         raw = await read_body(request, state.server_args.max_request_bytes)
         body = make_body(route.body, parse_json_object(raw if raw.strip() else b"{}"))
-        return json_response(await state.control.call(route.message(body)))
+        reply = await state.control.call(route.message(body))
+        return json_response(reply if route.answer is None else reply[route.answer])
 
     answer = _reports_success(call) if route.reports_success else call
     required = any(field.required for field in msgspec.structs.fields(route.body))
@@ -119,6 +120,7 @@ def _add_tensor_updates(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_state(app: FastAPI, state: ServerState) -> None:
+    @app.get("/weight_version", include_in_schema=False)
     @app.get("/get_weight_version")
     async def get_weight_version() -> Response:
         """The label of the weights."""
@@ -131,6 +133,7 @@ def _add_state(app: FastAPI, state: ServerState) -> None:
         text = metrics_text(internal_state, state.num_kv_slots, state.model_name)
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
+    @app.get("/get_loads", include_in_schema=False)
     @app.get("/v1/loads")
     async def loads() -> Response:
         """Requests and KV tokens, for those who spread requests over servers."""

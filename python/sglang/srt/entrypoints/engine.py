@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, Self
-
-import msgspec
 
 from sglang.srt.control.bodies import (
     AbortReqInput,
@@ -26,17 +24,26 @@ from sglang.srt.control.bodies import (
     check_flush_timeout,
 )
 from sglang.srt.control.body_reading import make_body
+from sglang.srt.control.inspection_bodies import (
+    CheckWeightsReqInput,
+    GetWeightsByNameReqInput,
+    StartProfileReqInput,
+    StopProfileReqInput,
+)
+from sglang.srt.entrypoints.engine_answers import (
+    SamplingInput,
+    close,
+    next_chunk,
+    only_answer,
+    sampling_fields,
+)
 from sglang.srt.entrypoints.engine_runtime import EngineRuntime
 from sglang.srt.entrypoints.launch import check_model
 from sglang.srt.entrypoints.server_info import describe_server
 from sglang.srt.entrypoints.tensor_file import NamedTensors, written_tensors
 from sglang.srt.managers.tokenizer_manager import Answer
 from sglang.srt.messages.control import ControlCall, FlushCacheReqOutput
-from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-
-OneSampling = dict[str, Any] | SamplingParams
-SamplingInput = OneSampling | Sequence[OneSampling] | None
 
 
 class Engine:
@@ -89,7 +96,7 @@ class Engine:
         outputs = self._outputs(prompt, sampling_params, input_ids, stream, rid, fields)
         if stream:
             return self._iterate(outputs)
-        return self._runtime.wait_for(_only(outputs))
+        return self._runtime.wait_for(only_answer(outputs))
 
     async def async_generate(
         self,
@@ -104,7 +111,7 @@ class Engine:
         outputs = self._outputs(prompt, sampling_params, input_ids, stream, rid, fields)
         if stream:
             return self._iterate_async(outputs)
-        return await self._runtime.wait_for_async(_only(outputs))
+        return await self._runtime.wait_for_async(only_answer(outputs))
 
     # ---------------------------------------------------------------- pause, abort, flush
 
@@ -284,6 +291,23 @@ class Engine:
         """Takes released memory again."""
         return self._call(make_body(MemoryOccupationReqInput, {"tags": tags}).resume())
 
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:
+        """The first values of a weight as nested lists; `name` is the checkpoint's."""
+        fields = {"name": name, "truncate_size": truncate_size}
+        return self._call(make_body(GetWeightsByNameReqInput, fields).message())["parameter"]
+
+    def check_weights(self, action: str) -> dict[str, Any]:
+        """Notes all weights (`snapshot`), compares them with that, or makes them zero (`reset`)."""
+        return self._call(make_body(CheckWeightsReqInput, {"action": action}).message())
+
+    def start_profile(self, **options: Any) -> dict[str, Any]:
+        """Begins a profile of the steps; `options` are the fields of `/start_profile`."""
+        return self._call(make_body(StartProfileReqInput, options).message())
+
+    def stop_profile(self) -> dict[str, Any]:
+        """Ends the profile and writes it; the answer has its `path`."""
+        return self._call(StopProfileReqInput().message())
+
     def _call(self, call: ControlCall) -> dict[str, Any]:
         return self._runtime.wait_for(self._runtime.control.call(call))
 
@@ -324,7 +348,7 @@ class Engine:
         body = {
             "text": prompt,
             "input_ids": input_ids,
-            "sampling_params": _sampling_fields(sampling_params),
+            "sampling_params": sampling_fields(sampling_params),
             "rid": rid,
             "stream": stream,
             **fields,
@@ -333,17 +357,17 @@ class Engine:
 
     def _iterate(self, outputs: AsyncGenerator[Answer, None]) -> Iterator[Any]:
         try:
-            while (chunk := self._runtime.wait_for(_next(outputs))) is not None:
+            while (chunk := self._runtime.wait_for(next_chunk(outputs))) is not None:
                 yield chunk
         finally:
-            self._runtime.submit(_close(outputs))
+            self._runtime.submit(close(outputs))
 
     async def _iterate_async(self, outputs: AsyncGenerator[Answer, None]) -> AsyncIterator[Any]:
         try:
-            while (chunk := await self._runtime.wait_for_async(_next(outputs))) is not None:
+            while (chunk := await self._runtime.wait_for_async(next_chunk(outputs))) is not None:
                 yield chunk
         finally:
-            self._runtime.submit(_close(outputs))
+            self._runtime.submit(close(outputs))
 
 
 def _pause(*values: Any) -> ControlCall:
@@ -351,27 +375,3 @@ def _pause(*values: Any) -> ControlCall:
     names = ("mode", "lease_s", "lease_end", "drain_timeout_s")
     given = {name: value for name, value in zip(names, values, strict=True) if value is not None}
     return make_body(PauseGenerationReqInput, {"mode": "retract", **given}).message()
-
-
-def _sampling_fields(params: Any) -> Any:
-    """Sampling parameters as `/generate` takes them; what is no such thing is refused there."""
-    if isinstance(params, list | tuple):
-        return [_sampling_fields(item) for item in params]
-    return msgspec.to_builtins(params) if isinstance(params, SamplingParams) else params
-
-
-async def _next(outputs: AsyncGenerator[Answer, None]) -> Answer | None:
-    """The next chunk, or None at the end."""
-    return await anext(outputs, None)
-
-
-async def _only(outputs: AsyncGenerator[Answer, None]) -> Answer:
-    """The one answer of a request that does not stream."""
-    try:
-        return await anext(outputs)
-    finally:
-        await outputs.aclose()
-
-
-async def _close(outputs: AsyncGenerator[Answer, None]) -> None:
-    await outputs.aclose()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Awaitable, Coroutine
 from concurrent.futures import Future
@@ -24,6 +25,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WIND_DOWN_TIMEOUT_S = 1.0
+FORKED_MESSAGE = (
+    "This Engine was made before this process was forked, and its threads and sockets are its"
+    " parent's. Make the Engine in the process that uses it, or start processes with the method"
+    " spawn."
+)
 SHUTDOWN_MESSAGE = "The Engine has been shut down."
 RECEIVE_FAILED = "The front end cannot receive outputs; the Engine cannot go on."
 
@@ -49,14 +55,16 @@ class EngineRuntime:
         self._request_log: RequestLog | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._pid = os.getpid()
 
     @property
     def manager(self) -> TokenizerManager:
         """The manager.
 
         Raises:
-            RuntimeError: before the start and after the end.
+            RuntimeError: before the start and after the end, and in a forked child.
         """
+        self._refuse_if_forked()
         if self._manager is None or self._closed:
             raise RuntimeError(SHUTDOWN_MESSAGE)
         return self._manager
@@ -115,7 +123,17 @@ class EngineRuntime:
         with suppress(RuntimeError):
             self._submit(work)
 
+    def _refuse_if_forked(self) -> None:
+        """Nothing would ever answer: a fork takes no threads along."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(FORKED_MESSAGE)
+
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        try:
+            self._refuse_if_forked()
+        except RuntimeError:
+            work.close()
+            raise
         with self._lock:
             if not self._closed:
                 return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -132,7 +150,10 @@ class EngineRuntime:
             self._manager.fail_all(message)
 
     def stop(self) -> None:
-        """Fails what still runs, ends the loop and the processes; later calls do nothing."""
+        """Fails what still runs, ends the loop and the processes; later calls do nothing, nor does
+        one in a forked child, whose parent may go on."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._closed:
                 return

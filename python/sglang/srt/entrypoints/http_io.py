@@ -39,10 +39,10 @@ def json_response(content: Any, status_code: int = 200) -> Response:
 
 
 def error_body(message: str, status_code: int, field: str | None = None) -> dict[str, Any]:
-    """The body of every error."""
+    """The body of every error. Of 503, which routers read, it has SGLang's own form beside."""
     kind = ERROR_TYPES.get(status_code, "Error")
     error = {"message": message, "type": kind, "param": field, "code": status_code}
-    return {"error": error}
+    return {"error": error} if status_code != 503 else {"object": "error", **error, "error": error}
 
 
 def error_response(

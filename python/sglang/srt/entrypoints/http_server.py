@@ -19,7 +19,7 @@ from sglang.srt.entrypoints.http_io import (
 )
 from sglang.srt.entrypoints.openai.routes import add_openai_routes
 from sglang.srt.entrypoints.openapi_schema import body_of, install_openapi
-from sglang.srt.entrypoints.server_info import describe_model, describe_server
+from sglang.srt.entrypoints.server_info import describe_model, describe_server, describe_tokenizer
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.frontend.body_parsing import parse_json_object, parse_struct
 from sglang.srt.frontend.errors import field_error
@@ -30,6 +30,7 @@ from sglang.srt.frontend.tokenizer_bodies import (
     check_detokenize,
 )
 from sglang.srt.frontend.work_in_threads import in_thread_if_large, map_texts
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.sglang_surface import neutral_fields
 
 
@@ -58,6 +59,18 @@ def create_app(state: ServerState) -> FastAPI:
     return app
 
 
+def launch_server(server_args: ServerArgs) -> None:
+    """Serves until SIGTERM or SIGINT, in the main thread: what launch scripts of trainers call.
+
+    Raises:
+        SystemExit: if the server cannot start or a process of it dies; standard error says why.
+    """
+    from sglang.srt.entrypoints.server_process import run_server  # which makes this application
+
+    if code := run_server(server_args):
+        raise SystemExit(code)
+
+
 def _add_generate(app: FastAPI, state: ServerState) -> None:
     @app.put("/generate", include_in_schema=False)
     @app.post("/generate", openapi_extra=body_of(GenerateReqInput))
@@ -76,7 +89,9 @@ def _add_generate(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_health(app: FastAPI, state: ServerState) -> None:
+    @app.head("/ping", include_in_schema=False)
     @app.get("/ping", include_in_schema=False)
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """200 if every process is alive and looping."""
@@ -119,6 +134,12 @@ def _add_info(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_tokenizer(app: FastAPI, state: ServerState) -> None:
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """What clients need to know that count or make tokens themselves."""
+        tokenizer = state.ready_manager.tokenizer
+        return json_response(describe_tokenizer(state.server_args, tokenizer, state.scheduler))
+
     @app.post("/tokenize", openapi_extra=body_of(TokenizeReqInput))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, or of each text of a list."""

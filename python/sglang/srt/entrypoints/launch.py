@@ -143,7 +143,7 @@ class ProcessTree:
         child = subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
-            env=_child_environ(),
+            env=child_environ(),
             process_group=0,
         )
         if child.stdin is None:
@@ -198,7 +198,7 @@ class ProcessTree:
         self._on_death(role, code)
 
 
-def _child_environ() -> dict[str, str]:
+def child_environ() -> dict[str, str]:
     """The environment of children: they find this package as this process did."""
     package_root = str(Path(__file__).resolve().parents[3])
     paths = [package_root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

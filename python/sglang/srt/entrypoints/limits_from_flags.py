@@ -9,7 +9,12 @@ from sglang.srt.entrypoints.launch import LaunchError
 from sglang.srt.frontend.body_parsing import parse_json_object
 from sglang.srt.frontend.errors import RequestError, field_error
 from sglang.srt.frontend.request_limits import NO_MASK_TOKEN, RequestLimits
-from sglang.srt.frontend.sampling_validation import check_sampling_params, check_stop_sizes
+from sglang.srt.frontend.sampling_validation import (
+    check_sampling_params,
+    check_stop_sizes,
+    take_custom_params,
+)
+from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.stop_expressions import check_expression_list
@@ -48,10 +53,14 @@ def limits_from_flags(server_args: ServerArgs, info: SchedulerInfo) -> RequestLi
         max_cache_key_chars=server_args.max_cache_key_chars,
         allow_hidden_states=server_args.enable_return_hidden_states,
         allow_priority=server_args.enable_priority_scheduling,
+        unknown_fields=UnknownFields(server_args.unknown_fields != "ignore"),
+        unknown_openai_fields=UnknownFields(server_args.unknown_fields == "refuse"),
     )
     try:
         preferred = _preferred_sampling_params(server_args)
-        params = check_sampling_params(preferred, limits, PREFERRED_FLAG)
+        strict = dataclasses.replace(limits, unknown_fields=REFUSED)
+        params = check_sampling_params(preferred, strict, PREFERRED_FLAG)
+        preferred, _ = take_custom_params(preferred, f"{PREFERRED_FLAG}.", REFUSED)
         check_stop_sizes([params], PREFERRED_FLAG)
         check_expression_list(params.stop_regexes)
     except RequestError as error:

@@ -9,6 +9,26 @@ from sglang.srt.frontend.errors import ServiceError
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs, public_fields
+from sglang.srt.tokenizer import Tokenizer
+
+# What trainers and routers read of SGLang's flags, where there is no such choice here.
+ONE_RANK = {
+    **dict.fromkeys(("tp_size", "dp_size", "pp_size", "ep_size", "nnodes", "gpu_id_step"), 1),
+    **dict.fromkeys(("node_rank", "base_gpu_id"), 0),
+    **dict.fromkeys(("dist_init_addr", "nccl_port")),
+}
+AS_BUILT = {
+    "disaggregation_mode": "null",
+    "enable_memory_saver": True,  # memory can always be released,
+    "enable_weights_cpu_backup": True,  # and weights come back with their values
+    "enable_metrics": True,
+    "enable_dp_attention": False,
+    "enable_lora": False,
+    "is_embedding": False,
+    "trust_remote_code": False,
+    "kv_cache_dtype": "auto",
+    "quantization": None,
+}
 
 
 def describe_model(
@@ -42,8 +62,8 @@ def describe_server(
         **public_fields(server_args),
         "served_model_name": server_args.served_model_name or server_args.model_path,
         "tokenizer_path": server_args.tokenizer_path or server_args.model_path,
-        "tp_size": 1,
-        "dp_size": 1,
+        **ONE_RANK,
+        **AS_BUILT,
         "chunked_prefill_size": scheduler.resolved["schedule"]["chunked_prefill_size"],
         **_drafts(scheduler.resolved),
         "vocab_size": scheduler.vocab_size,
@@ -55,6 +75,30 @@ def describe_server(
         "status": "ready",
         "version": __version__,
         "internal_states": [internal_state],
+    }
+
+
+def describe_tokenizer(
+    server_args: ServerArgs, tokenizer: Tokenizer, scheduler: SchedulerInfo | None
+) -> dict[str, Any]:
+    """The answer of `/tokenizer_info`: ids and texts of the tokens that begin and end a text."""
+    eos_ids = [] if scheduler is None else scheduler.eos_token_ids
+    bos_id = tokenizer.bos_token_id
+
+    def text(token_id: int | None) -> str | None:
+        return None if token_id is None else tokenizer.decode([token_id], False)
+
+    return {
+        "tokenizer_path": server_args.tokenizer_path or server_args.model_path,
+        "vocab_size": None if scheduler is None else scheduler.vocab_size,
+        "model_max_length": None if scheduler is None else scheduler.context_len,
+        "bos_token_id": bos_id,
+        "bos_token": text(bos_id),
+        "eos_token_id": eos_ids[0] if eos_ids else None,
+        "eos_token_ids": eos_ids,
+        "eos_token": text(eos_ids[0]) if eos_ids else None,
+        "pad_token": None,
+        "adds_bos": bos_id is not None,
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from sglang.srt.frontend.errors import RequestError, field_error, shorten
+from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
 from sglang.srt.garbage import paused_collections
 from sglang.srt.sglang_surface import is_neutral
 
@@ -44,17 +45,27 @@ def require_object(body: Any) -> dict[str, Any]:
 def parse_struct(
     raw: bytes, struct: type[S], unsupported: Mapping[str, tuple[Any, ...]] | None = None
 ) -> S:
-    """Parses a body into a struct; null stands for a field's default.
+    """`struct_of` the object that a body's bytes are."""
+    return struct_of(parse_json_object(raw), struct, unsupported or {})
+
+
+def struct_of(
+    body: Mapping[str, Any],
+    struct: type[S],
+    unsupported: Mapping[str, tuple[Any, ...]],
+    unknown: UnknownFields = REFUSED,
+) -> S:
+    """Makes a parsed body into a struct; null stands for a field's default.
 
     Args:
         unsupported: fields that the client may send but that do nothing here, each with the values
             that are accepted, since they ask for nothing.
+        unknown: what becomes of fields that nobody knows.
 
     Raises:
         RequestError: naming the field that is unknown, not supported or of a wrong type.
     """
-    body = parse_json_object(raw)
-    check_known_fields(body, struct.__struct_fields__, unsupported or {}, "")
+    check_known_fields(body, struct.__struct_fields__, unsupported, "", unknown)
     given = {k: v for k, v in body.items() if v is not None and k in struct.__struct_fields__}
     return convert_fields(given, struct)
 
@@ -103,15 +114,16 @@ def check_known_fields(
     handled: Collection[str],
     unsupported: Mapping[str, tuple[Any, ...]],
     prefix: str,
+    unknown: UnknownFields = REFUSED,
 ) -> None:
-    """Refuses unknown fields, and `unsupported` ones whose value asks for something; see
-    `parse_struct`."""
+    """Looks at unknown fields, and refuses `unsupported` ones whose value asks for something; see
+    `struct_of`."""
     for name, value in fields.items():
         if name in handled:
             continue
         if name not in unsupported:
-            raise field_error(prefix + shorten(name), "is not a known field")
-        if not is_neutral(value, unsupported[name]):
+            unknown.meet(prefix + shorten(name))
+        elif not is_neutral(value, unsupported[name]):
             raise field_error(prefix + name, "is not supported here; leave it out")
 
 

@@ -64,7 +64,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
         no_logs: leave the request out of the request log.
     """
 
-    text: Text | Annotated[list[Text], NotEmpty] | None = None
+    text: str | Annotated[list[str], NotEmpty] | None = None
     input_ids: Annotated[list[TokenId | TokenIds], NotEmpty] | None = None
     sampling_params: Sampling | list[Sampling | None] = {}
     rid: Text | list[Text] | None = None
@@ -157,7 +157,7 @@ def check_generate_request(body: Any, limits: RequestLimits) -> CheckedRequest:
     """
     fields = require_object(body)
     known = GenerateReqInput.__struct_fields__
-    check_known_fields(fields, known, neutral_fields("generate"), "")
+    check_known_fields(fields, known, neutral_fields("generate"), "", limits.unknown_fields)
     given = {k: v for k, v in fields.items() if k in known and not _is_default(k, v)}
     _check_one_kind_of_prompts(given, limits)
     request = convert_fields(given, GenerateReqInput)

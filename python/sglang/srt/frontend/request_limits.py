@@ -8,7 +8,9 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from sglang.srt.frontend.errors import RequestError, field_error
+from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
 
+MAX_NEW_TOKENS = "sampling_params.max_new_tokens"
 TokenId = Annotated[int, Meta(ge=0)]  # `check_id_lists` knows the vocabulary's size
 
 
@@ -33,6 +35,8 @@ class RequestLimits:
         mtp_max_k: tokens predicted per step at most; 0 where no request may predict several.
         mtp_refusal: why, and the remedy.
         preferred_sampling_params: what holds where a request says nothing.
+        unknown_fields, unknown_openai_fields: what becomes of fields that nobody knows, in
+            `/generate` and in `/v1/*`.
     """
 
     vocab_size: int
@@ -54,6 +58,8 @@ class RequestLimits:
     mtp_max_k: int = 0
     mtp_refusal: str = NO_MASK_TOKEN
     preferred_sampling_params: dict[str, Any] = field(default_factory=dict)
+    unknown_fields: UnknownFields = REFUSED
+    unknown_openai_fields: UnknownFields = field(default_factory=lambda: UnknownFields(False))
 
 
 def check_length(
@@ -61,14 +67,18 @@ def check_length(
 ) -> None:
     """Checks the length of a tokenized prompt with its output.
 
+    Args:
+        field: the prompt's name.
+
     Raises:
-        RequestError: if the prompt is empty, or both together are too long.
+        RequestError: if the prompt is empty or too long, or if the output is beside it.
     """
     if num_prompt_tokens == 0:
         raise field_error(field, "the prompt has no tokens; give at least one")
     if num_prompt_tokens + max_new_tokens > limits.max_req_len:
+        prompt_fits = num_prompt_tokens < limits.max_req_len
         raise field_error(
-            field,
+            MAX_NEW_TOKENS if prompt_fits else field,
             f"the prompt ({num_prompt_tokens} tokens) and max_new_tokens ({max_new_tokens}) are"
             f" together more than {limits.max_req_len} tokens ({limits.max_req_len_reason})",
         )

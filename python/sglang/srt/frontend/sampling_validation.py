@@ -8,15 +8,16 @@ from typing import Any
 import msgspec
 
 from sglang.srt.frontend.body_parsing import check_known_fields, convert_fields
-from sglang.srt.frontend.errors import field_error
+from sglang.srt.frontend.errors import RequestError, field_error, shorten
 from sglang.srt.frontend.request_limits import RequestLimits, check_encodable, check_token_ids
+from sglang.srt.frontend.unknown_fields import UnknownFields
 from sglang.srt.sampling.sampling_params import (
     INT64_MAX,
     INT64_MIN,
     MTP_STRATEGY_RULE,
     SamplingParams,
 )
-from sglang.srt.sglang_surface import neutral_fields
+from sglang.srt.sglang_surface import is_neutral, neutral_fields
 from sglang.srt.stop_expressions import check_size
 
 MAX_ID_DIGITS = 9
@@ -25,6 +26,8 @@ STRATEGY_FIELDS = ("mtp_strategy", "mtp_conf_threshold")
 DEFAULT_MTP_K = SamplingParams().mtp_k
 MAY_BE_EMPTY = frozenset(("stop", "stop_regex", "stop_token_ids", "logit_bias"))
 SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
+CUSTOM_PARAMS = "custom_params"
+CUSTOM_FIELDS = frozenset(name for name in SAMPLING_FIELDS if name.startswith(MTP_PREFIX))
 
 
 def check_sampling_params(value: Any, limits: RequestLimits, name: str) -> SamplingParams:
@@ -40,7 +43,16 @@ def check_sampling_params(value: Any, limits: RequestLimits, name: str) -> Sampl
         value = {}
     if not isinstance(value, dict):
         raise field_error(name, "must be an object")
-    check_known_fields(value, SAMPLING_FIELDS, neutral_fields("sampling_params"), f"{name}.")
+    unknown, unsupported = limits.unknown_fields, neutral_fields("sampling_params")
+    value, custom = take_custom_params(value, f"{name}.", unknown)
+    check_known_fields(value, SAMPLING_FIELDS, unsupported, f"{name}.", unknown)
+    try:
+        return _checked(value, limits, name)
+    except RequestError as error:
+        raise _as_written(error, f"{name}.", custom) from None
+
+
+def _checked(value: dict[str, Any], limits: RequestLimits, name: str) -> SamplingParams:
     given = with_preferred(value, limits.preferred_sampling_params)
     given = {k: v for k, v in given.items() if k in SAMPLING_FIELDS and v is not None}
     given = {k: v for k, v in given.items() if k not in MAY_BE_EMPTY or v not in ("", [], {})}
@@ -57,6 +69,49 @@ def check_sampling_params(value: Any, limits: RequestLimits, name: str) -> Sampl
     # Rows are as wide as the vocabulary: a larger top_k keeps all.
     keeps_all = params.top_k >= limits.vocab_size
     return msgspec.structs.replace(params, top_k=-1) if keeps_all else params
+
+
+def take_custom_params(
+    value: dict[str, Any], prefix: str, unknown: UnknownFields
+) -> tuple[dict[str, Any], set[str]]:
+    """Sampling parameters with those of multi-token prediction that are in `custom_params`: routers
+    hand that object on, and drop sampling parameters that they do not know.
+
+    Args:
+        prefix: what the client's names of the fields begin with.
+
+    Returns:
+        The parameters without that object, and the names of those that were in it.
+
+    Raises:
+        RequestError: if it is no object, or has a parameter that is given beside it too.
+    """
+    custom = value.get(CUSTOM_PARAMS)
+    others = {name: item for name, item in value.items() if name != CUSTOM_PARAMS}
+    if not isinstance(custom, dict):
+        if not is_neutral(custom, ()):
+            raise field_error(prefix + CUSTOM_PARAMS, "must be an object")
+        return others, set()
+    taken = dict[str, Any]()
+    for name, item in custom.items():
+        field = f"{prefix}{CUSTOM_PARAMS}.{shorten(name)}"
+        if name not in CUSTOM_FIELDS:
+            if not is_neutral(item, ()):
+                unknown.meet(field, "is none of those that are read there: mtp_*")
+        elif item is not None:
+            if others.get(name) not in (None, item):
+                raise field_error(field, f"is another value than {prefix}{name}; give one of them")
+            taken[name] = item
+    return {**others, **taken}, set(taken)
+
+
+def _as_written(error: RequestError, prefix: str, custom: set[str]) -> RequestError:
+    """An error with the name of a field that the client has put into `custom_params`."""
+    field = error.field or ""
+    if field.removeprefix(prefix).partition("[")[0] not in custom:
+        return error
+    written = field.replace(prefix, f"{prefix}{CUSTOM_PARAMS}.", 1)
+    return RequestError(written, error.message.replace(field, written, 1), error.status_code)
 
 
 def _check_sampling_limits(params: SamplingParams, limits: RequestLimits, name: str) -> None:

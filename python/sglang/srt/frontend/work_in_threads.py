@@ -71,6 +71,11 @@ async def encode_prompts(
     return await map_texts(encode, range(len(request.prompts)), num_chars)
 
 
+def bos_alone(tokenizer: Tokenizer) -> list[int]:
+    """What stands for a text without tokens: the BOS, if the model has one."""
+    return [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+
+
 def _input_ids_of(
     request: CheckedRequest, index: int, tokenizer: Tokenizer, limits: RequestLimits
 ) -> list[int]:
@@ -84,7 +89,7 @@ def _input_ids_of(
         # A text that cannot fit is refused before any time goes into encoding it.
         at_least = max(1, tokenizer.min_num_tokens(prompt.text))
         check_length(field, at_least, max_new_tokens, limits)
-        input_ids = tokenizer.encode(prompt.text)
+        input_ids = tokenizer.encode(prompt.text) or bos_alone(tokenizer)
         if max(input_ids, default=0) >= limits.vocab_size:
             raise field_error(
                 field,

@@ -204,6 +204,7 @@ class Scheduler:
 
     def _launch_next(self, has_inflight: bool) -> LaunchedStep | None:
         planned = self._plan(has_inflight)
+        self._refuse_surplus()
         return None if planned is None else self._launch(planned)
 
     def _plan(self, has_inflight: bool) -> PlannedStep | None:
@@ -225,9 +226,10 @@ class Scheduler:
         return LaunchedStep(planned.rows, result, planned.price_ms)
 
     def _read(self, step: LaunchedStep) -> None:
+        had_ended = [row.req.finish_reason is not None for row in step.rows]
         result = self.processor.process(step)
         self._worker.observe(result)
-        self.stats.on_read(step.rows, result.accept_lens, result.num_drafts, result.tier)
+        self.stats.on_read(step.rows, result.accept_lens, result.num_drafts, result.tier, had_ended)
         self.checker.after_step("result read")
 
     def _await_arrival(self) -> None:
@@ -258,22 +260,23 @@ class Scheduler:
         self.lifecycle.submit(req)
         if self._config.refuses_while_stopped and self.control.state.stopped:
             self._refuse(req, f"{self.control.state.stopped} Try again later.")
-        else:
-            self._refuse_surplus()
 
     def _refuse_surplus(self) -> None:
-        """Ends the request that would be the last to run with 503, if more wait than may. Those
-        that have run before are neither counted nor refused."""
+        """Ends the requests that would be the last to run with 503, if more wait than may. Those
+        that have run before are neither counted nor refused, and those for whom there is a place
+        among the running ones do not wait: the step's prompt tokens were used up."""
         limit = self._config.max_queued_requests
         if limit is None or len(self.lifecycle.waiting) <= limit:
             return
         fresh = [req for req in self.lifecycle.waiting if not req.was_admitted]
-        if len(fresh) <= limit:
+        num_places = self._planner.num_places() if self.control.state.admits else 0
+        if len(fresh) <= limit + num_places:
             return
-        last = fresh[-1]
         if self._config.planner.preemption_threshold is not None:
-            last = order_by_priority(fresh)[-1]
-        self._refuse(last, QUEUE_FULL_MESSAGE)
+            fresh = order_by_priority(fresh)
+        for req in fresh[limit + num_places :]:
+            self._refuse(req, QUEUE_FULL_MESSAGE)
+        self.processor.flush()
 
     def _refuse(self, req: Req, message: str) -> None:
         reason = FinishReason(

@@ -207,6 +207,42 @@ class MemoryOccupationReq(CallMessage):
         return WEIGHTS_TIMEOUT_S
 
 
+class GetWeightsByNameReq(CallMessage):
+    """Asks for the values of one weight. See `GetWeightsByNameReqInput`."""
+
+    verdict = {}
+    name: str
+    truncate_size: int
+
+
+class CheckWeightsReq(CallMessage):
+    """Notes, compares or resets all weights. See `CheckWeightsReqInput`."""
+
+    action: Literal["snapshot", "compare", "reset"]
+
+    @property
+    def reply_timeout_s(self) -> float | None:
+        return WEIGHTS_TIMEOUT_S
+
+
+class StartProfileReq(CallMessage):
+    """Begins a profile of the steps. See `StartProfileReqInput`; an empty `output_dir` is null."""
+
+    output_dir: str
+    num_steps: int
+    activities: list[str]
+    with_stack: bool
+    record_shapes: bool
+
+
+class StopProfileReq(CallMessage):
+    """Ends the profile and writes it."""
+
+    @property
+    def reply_timeout_s(self) -> float | None:
+        return WEIGHTS_TIMEOUT_S
+
+
 # ---------------------------------------------------------------- scheduler -> front end
 
 
@@ -266,6 +302,10 @@ ControlCall = (
     | UpdateWeightVersionReq
     | WeightGroupReq
     | MemoryOccupationReq
+    | GetWeightsByNameReq
+    | CheckWeightsReq
+    | StartProfileReq
+    | StopProfileReq
 )
 ControlRequest = ControlCall | AbortReq | FlushCacheReqInput | GetInternalStateReq
 ControlOutput = ControlReply | FlushCacheReqOutput | GetInternalStateReqOutput | EngineStatus

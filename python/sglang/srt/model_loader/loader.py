@@ -147,6 +147,15 @@ class WeightPlaces:
         return self._names.own_name(name)
 
     @property
+    def names(self) -> list[str]:
+        """The model's names of all weights."""
+        return sorted(self._by_name)
+
+    def find(self, name: str) -> torch.Tensor | None:
+        """The place of a weight by a checkpoint's name, if there is one; no autograd."""
+        return self._by_name.get(self.own_name(name))
+
+    @property
     def num_weights(self) -> int:
         """Weights of a complete checkpoint."""
         return len(self._by_name)

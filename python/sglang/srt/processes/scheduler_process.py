@@ -35,6 +35,7 @@ from sglang.srt.processes.worker_factory import (
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.step_profiler import StepProfiler
 from sglang.srt.stops import StopSet
 from sglang.srt.tokenizer import StopFinder, Tokenizer, load_tokenizer
 
@@ -88,12 +89,13 @@ def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, Schedul
         environ.simulated_accept_len,
     )
     config = with_chunks_that_fit(config, runners.max_prompt_rows)
+    profiler = StepProfiler(environ.torch_profiler_dir, config.execution.device != "cpu")
     inbox: Receiver[Any] = Receiver(addresses.scheduler, ToScheduler)
     scheduler = Scheduler(
         config.scheduler,
         worker,
         make_ledger(config, runners.memory.num_pages),
-        make_resources(runners),
+        make_resources(runners, profiler),
         inbox,
         Sender[Any](addresses.detokenizer).send,
         Sender[Any](addresses.frontend).send,
@@ -113,13 +115,13 @@ def _debug(environ: Environ, trace: DebugTrace | None) -> SchedulerDebug:
     )
 
 
-def make_resources(runners: RunnerGroup) -> ModelResources:
+def make_resources(runners: RunnerGroup, profiler: StepProfiler | None = None) -> ModelResources:
     """What control calls may change: the memory of all models, and the target's weights."""
     memory = {
         KV_TAG: MemoryPart(runners.memory.release, runners.restore_kv),
         WEIGHTS_TAG: MemoryPart(runners.release_weights, runners.restore_weights),
     }
-    return ModelResources(weights=runners.target.weights, memory=memory)
+    return ModelResources(weights=runners.target.weights, memory=memory, profiler=profiler)
 
 
 def make_ledger(config: RuntimeConfig, num_pages: int) -> KVLedger:

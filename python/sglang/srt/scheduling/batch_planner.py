@@ -230,6 +230,15 @@ class BatchPlanner:
         is_full = len(self._lifecycle.running) + num_kept >= self._config.max_running_requests
         return not is_full and self._ledger.num_free_rows > num_kept
 
+    def num_places(self) -> int:
+        """How many waiting requests could run now or as soon as the step in flight is read, as far
+        as rows go; none while the first of them finds no room in the pool."""
+        waiting, running = self._lifecycle.waiting, self._lifecycle.running
+        num_places = self._config.max_running_requests - len(running)
+        if num_places <= 0 or not waiting:
+            return 0
+        return num_places if self._admission.fits(self._order()[0], running) else 0
+
     def _decode_end(self, req: Req) -> int:
         return req.committed_bound + req.width.decode_rows
 

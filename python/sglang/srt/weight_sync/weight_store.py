@@ -143,6 +143,15 @@ class WeightStore:
             for tell in self.after_update:
                 tell()
 
+    def names(self) -> list[str]:
+        """The model's names of all weights."""
+        return self._places.names
+
+    def value_of(self, name: str) -> torch.Tensor | None:
+        """What serves under a checkpoint's name, in place; None if there is no such weight. Not to
+        be read while the memory is released."""
+        return self._places.find(name)
+
     def release(self) -> None:
         """Gives the memory of the weights back. The values are kept: those of an accelerator in
         host memory, those of a CPU in a file without a name (in TMPDIR), which is gone when this

@@ -66,6 +66,7 @@ class ChatCompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
         return_prompt_token_ids: each choice gets `prompt_token_ids`.
         return_token_ids: each choice gets these and `response_token_ids`.
         return_meta_info: each choice gets the `meta_info` of `/generate`.
+        custom_params: may hold the `mtp_*` parameters, for routers that drop these elsewhere.
     """
 
     messages: list[dict[str, Any]]
@@ -94,6 +95,7 @@ class ChatCompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
     extra_key: str | None = None
     priority: int | None = None
     custom_labels: dict[str, str] | None = None
+    custom_params: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """The rules that types cannot say.

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
+from sglang.srt.frontend.body_parsing import check_known_fields, parse_json_object, struct_of
 from sglang.srt.frontend.errors import RequestError, field_error
+from sglang.srt.frontend.sampling_validation import CUSTOM_PARAMS, take_custom_params
+from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.sglang_surface import ANYTHING, neutral_fields
+from sglang.srt.sglang_surface import ANYTHING, is_neutral, neutral_fields
+
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 # OpenAI's names of sampling parameters that we call otherwise.
 RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
@@ -19,14 +24,14 @@ NOT_IN_COMPLETIONS = frozenset(("spaces_between_special_tokens", "stream_interva
 SAMPLING = {
     name: RENAMED.get(name, name)
     for name in SamplingParams.__struct_fields__
-    if name not in NOT_IN_COMPLETIONS and not name.startswith("mtp_")
+    if name not in NOT_IN_COMPLETIONS
 }
 # Fields that are accepted at neutral values only; the last two are OpenAI's, for its own records.
 RECORDS: dict[str, tuple[Any, ...]] = {"metadata": (ANYTHING,), "store": (ANYTHING,)}
 UNSUPPORTED = neutral_fields("/v1/completions") | RECORDS
 
 
-class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class StreamOptions(msgspec.Struct, kw_only=True):
     """What a stream says of usage; null is false.
 
     Attributes:
@@ -54,6 +59,7 @@ class CompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
         prompt: a text, token ids, or a list of either.
         logprobs: best tokens per position; any number asks for log-probabilities.
         echo: put the prompt before each output, and its log-probabilities too.
+        custom_params: may hold the `mtp_*` parameters, for routers that drop these elsewhere.
     """
 
     prompt: str | list[str | int | list[int]]
@@ -68,6 +74,48 @@ class CompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
     extra_key: str | list[str] | None = None
     priority: int | None = None
     custom_labels: dict[str, str] | None = None
+    custom_params: dict[str, Any] | None = None
+
+
+def parse_completion(raw: bytes, unknown: UnknownFields = REFUSED) -> CompletionRequest:
+    """Reads a body of `/v1/completions`, as `parse_openai` does."""
+    return parse_openai(raw, CompletionRequest, UNSUPPORTED, unknown)
+
+
+def parse_openai(
+    raw: bytes,
+    kind: type[Body],
+    unsupported: Mapping[str, tuple[Any, ...]],
+    unknown: UnknownFields = REFUSED,
+) -> Body:
+    """Reads a body of one of OpenAI's routes that generate.
+
+    Args:
+        kind: a struct with SamplingFields, `stream_options` and `custom_params`.
+        unsupported: fields that are accepted at neutral values only.
+        unknown: what becomes of fields that nobody knows.
+
+    Raises:
+        RequestError: naming the field that is unknown, not supported or of a wrong type.
+    """
+    body = parse_json_object(raw)
+    custom = body.get(CUSTOM_PARAMS)
+    if isinstance(custom, dict):
+        _, names = take_custom_params({CUSTOM_PARAMS: custom}, "", unknown)
+        body[CUSTOM_PARAMS] = {name: custom[name] for name in names}
+    elif is_neutral(custom, ()):
+        body[CUSTOM_PARAMS] = None
+    read_stream_options(body, unknown)
+    return struct_of(body, kind, unsupported, unknown)
+
+
+def read_stream_options(body: dict[str, Any], unknown: UnknownFields) -> None:
+    """Leaves what is known in the `stream_options` of a body; raises as `parse_openai` does."""
+    options = body.get("stream_options")
+    if isinstance(options, dict):
+        known = StreamOptions.__struct_fields__
+        check_known_fields(options, known, {}, "stream_options.", unknown)
+        body["stream_options"] = {name: options[name] for name in known if name in options}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +154,7 @@ def common_body(request: Any) -> dict[str, Any]:
         request: a struct with SamplingFields, and the fields that are read here.
     """
     sampling = {ours: getattr(request, theirs) for ours, theirs in SAMPLING.items()}
+    sampling[CUSTOM_PARAMS] = request.custom_params
     return {
         "sampling_params": {name: value for name, value in sampling.items() if value is not None},
         "stream": request.stream,
@@ -149,4 +198,7 @@ def in_openai_terms(
     ours = field.removeprefix("sampling_params.")
     head, bracket, rest = ours.partition("[")
     theirs = names.get(head, head) + bracket + rest
-    return RequestError(theirs, error.message.replace(field, theirs, 1), error.status_code)
+    message = error.message.replace(field, theirs, 1).replace("sampling_params.", "")
+    for our_name, their_name in RENAMED.items():
+        message = message.replace(our_name, their_name)
+    return RequestError(theirs, message, error.status_code)

@@ -19,12 +19,15 @@ from sglang.srt.entrypoints.openai import chat_protocol
 from sglang.srt.entrypoints.openai.chat_protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.chat_settings import chat_settings_of
 from sglang.srt.entrypoints.openai.models import describe_model, describe_models
-from sglang.srt.entrypoints.openai.protocol import UNSUPPORTED, CompletionRequest
+from sglang.srt.entrypoints.openai.protocol import (
+    CompletionRequest,
+    parse_completion,
+    parse_openai,
+)
 from sglang.srt.entrypoints.openai.serving_chat import ChatCompletion
 from sglang.srt.entrypoints.openai.serving_completions import Completion
 from sglang.srt.entrypoints.openapi_schema import body_of
 from sglang.srt.entrypoints.server_state import ServerState
-from sglang.srt.frontend.body_parsing import parse_struct
 from sglang.srt.frontend.errors import field_error
 from sglang.srt.frontend.work_in_threads import in_thread_if_large
 
@@ -53,9 +56,10 @@ def add_openai_routes(app: FastAPI, state: ServerState) -> None:
     async def completions(request: Request) -> Response:
         """Completes a prompt, or each of a list, in the form of OpenAI's API."""
         manager = state.ready_manager
+        unknown = manager.limits.unknown_openai_fields
 
         def make(raw: bytes) -> Call:
-            return Completion(manager, parse_struct(raw, CompletionRequest, UNSUPPORTED), name)
+            return Completion(manager, parse_completion(raw, unknown), name)
 
         return await _run(request, state, make)
 
@@ -63,9 +67,11 @@ def add_openai_routes(app: FastAPI, state: ServerState) -> None:
     async def chat_completions(request: Request) -> Response:
         """Continues a chat, in the form of OpenAI's API."""
         manager = state.ready_manager
+        unknown = manager.limits.unknown_openai_fields
 
         def make(raw: bytes) -> Call:
-            body = parse_struct(raw, ChatCompletionRequest, chat_protocol.UNSUPPORTED)
+            unsupported = chat_protocol.UNSUPPORTED
+            body = parse_openai(raw, ChatCompletionRequest, unsupported, unknown)
             return ChatCompletion(manager, chat, body, name)
 
         return await _run(request, state, make)

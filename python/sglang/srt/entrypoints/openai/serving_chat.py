@@ -174,7 +174,10 @@ class ChatCompletion:
             return []
         limits, tokenizer = self._manager.limits, self._manager.tokenizer
         at_least = max(1, tokenizer.min_num_tokens(prompt))
-        check_length("messages", at_least, self._request.max_new_tokens or 1, limits)
+        try:
+            check_length("messages", at_least, self._request.max_new_tokens or 1, limits)
+        except RequestError as error:
+            raise self.translate(error) from None
         (ids,) = await self._manager.encode([prompt], add_special_tokens=False)
         check_token_ids("messages", ids, limits.vocab_size)
         return ids

@@ -1,0 +1,88 @@
+"""The bodies of control calls that look at the engine: its weights, and the times of its steps.
+
+As in `bodies.py`, `body_reading.make_body` makes them, and `message` is what the scheduler gets.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from sglang.srt.control.bodies import TensorName, check_printable
+from sglang.srt.messages.control import (
+    CheckWeightsReq,
+    GetWeightsByNameReq,
+    StartProfileReq,
+    StopProfileReq,
+)
+
+MAX_PROFILED_STEPS = 10_000  # a trace of more fills memory and is read by nobody
+
+
+class GetWeightsByNameReqInput(msgspec.Struct, kw_only=True):
+    """Body of `/get_weights_by_name`.
+
+    Attributes:
+        name: of a weight, as the checkpoint calls it.
+        truncate_size: entries of its first dimension at most.
+    """
+
+    name: TensorName
+    truncate_size: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 100
+
+    def __post_init__(self) -> None:
+        check_printable(name=self.name)
+
+    def message(self) -> GetWeightsByNameReq:
+        return GetWeightsByNameReq(name=self.name, truncate_size=self.truncate_size)
+
+
+class CheckWeightsReqInput(msgspec.Struct, kw_only=True):
+    """Body of `/weights_checker`.
+
+    Attributes:
+        action: `snapshot` notes what all weights are, `compare` says whether they are so now,
+            `reset` (or `reset_tensors`) makes them all zero, so that an update must bring them.
+    """
+
+    action: Literal["snapshot", "compare", "reset", "reset_tensors"]
+
+    def message(self) -> CheckWeightsReq:
+        return CheckWeightsReq(action="reset" if self.action == "reset_tensors" else self.action)
+
+
+class StartProfileReqInput(msgspec.Struct, kw_only=True):
+    """Body of `/start_profile`.
+
+    Attributes:
+        output_dir: folder of the trace, inside SGLANG_TORCH_PROFILER_DIR of the server; null: that.
+        num_steps: the profile ends by itself after so many steps.
+        activities: what is looked at; null, or none: all there is.
+    """
+
+    output_dir: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    num_steps: Annotated[int, Meta(ge=1, le=MAX_PROFILED_STEPS)] | None = None
+    activities: list[Literal["CPU", "GPU"]] | None = None
+    with_stack: bool = False
+    record_shapes: bool = False
+
+    def __post_init__(self) -> None:
+        check_printable(output_dir=self.output_dir)
+
+    def message(self) -> StartProfileReq:
+        return StartProfileReq(
+            output_dir=self.output_dir or "",
+            num_steps=self.num_steps or MAX_PROFILED_STEPS,
+            activities=sorted(set(self.activities or ("CPU", "GPU"))),
+            with_stack=self.with_stack,
+            record_shapes=self.record_shapes,
+        )
+
+
+class StopProfileReqInput(msgspec.Struct, kw_only=True):
+    """Body of `/stop_profile`."""
+
+    def message(self) -> StopProfileReq:
+        return StopProfileReq()

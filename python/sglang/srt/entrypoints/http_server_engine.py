@@ -1,0 +1,266 @@
+"""An engine behind HTTP: a server of its own in another process, with the Engine's methods.
+
+`python -m sglang.srt.entrypoints.http_server_engine` is that process: it reads its flags from a
+line of standard input, so that no key is in the list of processes, and ends when that does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from http.client import HTTPResponse
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlencode
+
+import msgspec
+
+from sglang.srt.entrypoints.engine_answers import SamplingInput, sampling_fields
+from sglang.srt.entrypoints.launch import LaunchError, child_environ
+from sglang.srt.entrypoints.server_process import run_server
+from sglang.srt.entrypoints.tensor_file import NamedTensors, written_tensors
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.common import is_port_available
+
+MODULE = "sglang.srt.entrypoints.http_server_engine"
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 30.0
+POLL_S = 0.1
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+
+
+def launch_server_process(
+    server_args: ServerArgs, timeout_s: float = START_TIMEOUT_S
+) -> subprocess.Popen[bytes]:
+    """Starts a server and waits until it takes requests. It ends with this process.
+
+    Raises:
+        LaunchError: if it cannot start, or not in time; its log says why.
+    """
+    if not is_port_available(server_args.port):
+        raise LaunchError(f"Port {server_args.port} is in use; give another one.")
+    process = subprocess.Popen(
+        [sys.executable, "-m", MODULE],
+        stdin=subprocess.PIPE,
+        env=child_environ(),
+        process_group=0,
+    )
+    if process.stdin is None:
+        raise LaunchError("A child process has no standard input.")
+    with suppress(BrokenPipeError):  # it has ended, which is noticed below
+        process.stdin.write(msgspec.json.encode(asdict(server_args)) + b"\n")
+        process.stdin.flush()
+    opener = _opener()
+    deadline = time.monotonic() + timeout_s
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            with opener.open(f"{url_of(server_args)}/ready", timeout=10):
+                return process
+        except (URLError, OSError):
+            time.sleep(POLL_S)
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+        raise LaunchError(f"The server was not ready in {timeout_s:g} s.")
+    raise LaunchError(f"The server ended with exit code {process.returncode}; its log says why.")
+
+
+def url_of(server_args: ServerArgs) -> str:
+    """Where a server of this machine is reached."""
+    host = ANY_ADDRESS.get(server_args.host, server_args.host)
+    return (
+        f"http://[{host}]:{server_args.port}"
+        if ":" in host
+        else f"http://{host}:{server_args.port}"
+    )
+
+
+class HttpServerEngineAdapter:
+    """The methods of an `Engine` over a server that it starts. Use it as a context manager, or call
+    `shutdown`.
+
+    Raises:
+        LaunchError: if the server cannot start.
+    """
+
+    def __init__(self, server_args: ServerArgs | None = None, **kwargs: Any) -> None:
+        if server_args is not None and kwargs:
+            raise ValueError("Give server_args or keyword arguments, not both.")
+        self.server_args = server_args or ServerArgs(**kwargs)
+        self._opener = _opener()
+        self.process = launch_server_process(self.server_args)
+
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: SamplingInput = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        stream: bool = False,
+        **fields: Any,
+    ) -> Any:
+        """The answer of `/generate`; with `stream`, an iterator of cumulative chunks.
+
+        Raises:
+            ValueError: naming the field that is wrong. So do all calls.
+            RuntimeError: if the server cannot answer. So do all calls.
+        """
+        body = {
+            "text": prompt,
+            "input_ids": input_ids,
+            "sampling_params": sampling_fields(sampling_params),
+            "stream": stream,
+            **fields,
+        }
+        if stream:
+            return self._stream(body)
+        return self._call("/generate", body, self.server_args.api_key)
+
+    def update_weights_from_tensor(
+        self, named_tensors: NamedTensors, load_format: str | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """Changes some weights to these tensors; `options` as for an Engine."""
+        given = {"load_format": load_format, **options}
+        query = urlencode({k: _word(v) for k, v in given.items() if v is not None})
+        with (
+            written_tensors(named_tensors, Path(tempfile.gettempdir())) as source,
+            open(source.path, "rb") as file,
+        ):
+            headers = {
+                "Content-Type": "application/octet-stream",
+                "Content-Length": str(os.fstat(file.fileno()).st_size),
+            }
+            with self._open(f"/update_weights_from_tensor?{query}", file, headers) as answer:
+                return msgspec.json.decode(answer.read())
+
+    def flush_cache(self) -> bool:
+        """Empties the prefix cache.
+
+        Raises:
+            ValueError: if requests hold KV.
+        """
+        with self._open("/flush_cache", b"", {}):
+            return True
+
+    def release_memory_occupation(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
+        """Gives memory back; `tags` as for an Engine."""
+        return self._call("/release_memory_occupation", {"tags": tags})
+
+    def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
+        """Takes released memory again."""
+        return self._call("/resume_memory_occupation", {"tags": tags})
+
+    def pause_generation(self, mode: str = "abort") -> dict[str, Any]:
+        """Stops generation; answers when the engine has stopped."""
+        return self._call("/pause_generation", {"mode": mode})
+
+    def continue_generation(self) -> dict[str, Any]:
+        """Ends a pause."""
+        return self._call("/continue_generation", {})
+
+    def shutdown(self) -> None:
+        """Ends the server; later calls do nothing."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _call(self, path: str, body: dict[str, Any], key: str | None = None) -> Any:
+        with self._open(path, msgspec.json.encode(body), JSON, key) as answer:
+            return msgspec.json.decode(answer.read())
+
+    def _stream(self, body: dict[str, Any]) -> Iterator[Any]:
+        key = self.server_args.api_key
+        with self._open("/generate", msgspec.json.encode(body), JSON, key) as answer:
+            for line in answer:
+                data = line.removeprefix(b"data:").strip()
+                if not data or data == b"[DONE]":
+                    continue
+                chunk = msgspec.json.decode(data)
+                if "error" in chunk:
+                    raise RuntimeError(chunk["error"]["message"])
+                yield chunk
+
+    def _open(
+        self,
+        path: str,
+        data: bytes | IO[bytes],
+        headers: dict[str, str],
+        key: str | None = None,
+    ) -> HTTPResponse:
+        """The answer of a POST; without a key with that of the admin."""
+        key = key or self.server_args.admin_api_key or self.server_args.api_key
+        given = headers if key is None else {**headers, "Authorization": f"Bearer {key}"}
+        request = urllib.request.Request(
+            url_of(self.server_args) + path, data, given, method="POST"
+        )
+        try:
+            answer: HTTPResponse = self._opener.open(request)
+        except HTTPError as error:
+            message = _message_of(error.read())
+            kind = ValueError if error.code < 500 else RuntimeError
+            raise kind(message or f"{path}: HTTP {error.code}.") from None
+        except OSError as error:
+            raise RuntimeError(f"The server does not answer: {error}.") from None
+        return answer
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    """No proxy is between this machine and itself."""
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _message_of(raw: bytes) -> str:
+    """What an error's body says."""
+    try:
+        return str(msgspec.json.decode(raw)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return raw[:300].decode(errors="replace").strip()
+
+
+def main() -> int:
+    """Serves until standard input ends or a signal comes; returns the exit code."""
+    fields = msgspec.json.decode(sys.stdin.buffer.readline())
+
+    def stop_with_parent() -> None:
+        while os.read(sys.stdin.fileno(), 1):  # not by sys.stdin, whose lock outlives threads
+            continue
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_with_parent, name="parent-watch", daemon=True).start()
+    return run_server(msgspec.convert(fields, ServerArgs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""From the words of a command line to the values of flags."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import Any, get_args
+
+
+def value_type(hint: Any) -> Callable[[str], Any]:
+    """What reads the value of a flag of this type: `int` of `int | None`."""
+    types = [member for member in get_args(hint) or (hint,) if member is not type(None)]
+    if {int, str} <= {*types}:
+        return number_or_word
+    return finite_number if types[0] is float else types[0]
+
+
+def number_or_word(text: str) -> int | str:
+    """The integer that a text stands for, or the text."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def finite_number(text: str) -> float:
+    """The number that a text stands for.
+
+    Raises:
+        argparse.ArgumentTypeError: if it stands for none, or for infinity.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
+    return number
