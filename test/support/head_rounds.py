@@ -15,6 +15,7 @@ import torch
 from draft_heads import EAGLE, EAGLE3, write_eagle, write_eagle3
 from sglang.srt.head_config import load_head_config
 from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.mem_cache.memory_pool import row_width
 from sglang.srt.model_executor.draft_passes import Drafts
 from sglang.srt.model_executor.draft_tree_passes import DraftShape
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -39,7 +40,7 @@ def make_head(
     **changes: Any,
 ) -> ModelRunner:
     """The runner of a head that drafts these shapes; `changes` are fields of `ExecutionConfig`."""
-    width = -(-(CONTEXT + 2 * MAX_ROWS) // page_size)
+    width = row_width(CONTEXT, MAX_ROWS, page_size) // page_size
     setup = Setup(
         num_pages=MAX_REQUESTS * width, page_size=page_size, max_running_requests=MAX_REQUESTS
     )

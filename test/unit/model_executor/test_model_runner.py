@@ -114,7 +114,7 @@ def test_a_step_that_does_not_fit_makes_chunks_smaller(caplog: pytest.LogCapture
     runner = make_runner(resolve_model_path("demo"), Setup(num_pages=64, max_running_requests=3))
     with a_small_gpu(runner, 2048, room=600) as sizes:
         runner.warm_up()
-    assert sizes[1:] == [CONTEXT_LEN * 3 + 6, 1024 + 1, 512 + 2]
+    assert sizes[1:] == [3 * (CONTEXT_LEN + 3), 1024 + 1, 512 + 2]
     assert runner.max_prompt_rows == 512
     [record] = caplog.records
     assert "up to 512 prompt tokens, not 2048 (--chunked-prefill-size)" in record.message

@@ -240,5 +240,5 @@ def test_the_largest_step_of_all_models_is_run_while_what_the_target_computed_is
         mock.patch.object(torch.cuda, "mem_get_info", return_value=(5 << 20, 100 << 20)),
     ):
         target.warm_up(drafting=group.runners[1:])
-    assert rows[1:] == [3 * CONTEXT_LEN + 6, 1024 + 1, 512 + 2]
+    assert rows[1:] == [3 * (CONTEXT_LEN + 3), 1024 + 1, 512 + 2]
     assert group.max_prompt_rows == 512

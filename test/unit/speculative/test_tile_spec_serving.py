@@ -202,11 +202,15 @@ def test_figures_count_the_drafts_that_were_fed(paths: dict[str, Path], tmp_path
         ids = [harness.submit(prompt, **params_of(i)) for i, prompt in enumerate(prompts())]
         harness.run()
     state = harness.scheduler.control.internal_state()
-    assert state["avg_spec_accept_rate"] == harness.seen["confirmed"] / harness.seen["fed"]
+    outcomes = [harness.outputs[req_id] for req_id in ids]
+    confirmed = sum(
+        count * each for outcome in outcomes for count, each in enumerate(outcome.accept_histogram)
+    )
+    proposed = sum(outcome.num_proposed_drafts for outcome in outcomes)
+    assert state["avg_spec_accept_rate"] == confirmed / proposed
     num_steps = (
         state["avg_spec_accept_length"]
         - state["avg_spec_accept_rate"] * (state["avg_spec_verified_drafts"])
     )
     assert num_steps == pytest.approx(1.0), "each step gives a token beside its right drafts"
-    proposed = sum(harness.outputs[req_id].num_proposed_drafts for req_id in ids)
     assert 0 < proposed <= harness.seen["fed"]
