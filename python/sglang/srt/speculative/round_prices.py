@@ -94,7 +94,7 @@ class MeasuredRounds:
         self.tree = tree
         self.excess = Excess() if excess is None else excess
         self.prompt_row_ms = target.least_row_ms
-        self._cost_of = lru_cache(maxsize=MAX_COSTS)(self.cost)
+        self._known_cost = lru_cache(maxsize=MAX_COSTS)(self._cost)
 
     @property
     def spread(self) -> float:
@@ -105,7 +105,7 @@ class MeasuredRounds:
 
     def _case_ms(self, case: UpcomingRound, num_drafts: int) -> float:
         num_rows = case.num_reqs * (1 + num_drafts)
-        cost = self._cost_of(case.num_reqs, num_drafts, num_rows, case.prompt_rows)
+        cost = self.cost(case.num_reqs, num_drafts, num_rows, case.prompt_rows)
         whole_ms = cost.at(case.kv_tokens)
         own_ms = whole_ms - self.prompts_ms(case.prompt_rows, num_rows, whole_ms)
         return own_ms * self.excess.at(num_rows + case.prompt_rows)
@@ -122,6 +122,9 @@ class MeasuredRounds:
         """What was measured of a round in which so many rows are verified, `num_drafts` of a
         request at most, and each request is given as many drafts for the next one; beside so many
         rows of prompts, without their attention."""
+        return self._known_cost(num_reqs, num_drafts, num_rows, prompt_rows)
+
+    def _cost(self, num_reqs: int, num_drafts: int, num_rows: int, prompt_rows: int) -> RoundCost:
         width, target = 1 + num_drafts, self.target
         logits = RoundCost(target.head.at(num_rows + (prompt_rows > 0)), 0.0)
         verifying = logits + _of_rows(target, num_reqs, width, num_rows, prompt_rows)
