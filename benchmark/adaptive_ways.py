@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import sglang
+from benchmark.mtp_model import start_engine
 
 PREDICTABLE, UNPREDICTABLE = "predictable", "unpredictable"
 KINDS = (PREDICTABLE, UNPREDICTABLE)
@@ -88,7 +89,7 @@ def start_engines(
 
     def start(name: str) -> sglang.Engine:
         drafter = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head}
-        engine = sglang.Engine(**flags, **(drafter if name != PLAIN else {}), **ways[name])
+        engine = start_engine(flags, **(drafter if name != PLAIN else {}), **ways[name])
         stack.callback(engine.shutdown)
         return engine
 

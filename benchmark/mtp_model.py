@@ -15,11 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import sglang
 from benchmark.command import make_parser
 from benchmark.environment import ROOT
 
 INFLATED = "inflated"
 LONG_CHUNK = 8192  # prompt tokens of a step
+SPARE_CONTEXT = 16  # tokens that requests could have beyond those that they are given
 SILENT_STD = "1e-12"  # no zeros in matrices, which could be multiplied faster than numbers
 SMALL_TARGET = {  # for trials on a CPU
     "hidden-size": 1024,
@@ -75,9 +77,33 @@ def engine_flags(arguments: argparse.Namespace, model_path: str) -> dict[str, An
         "attention_backend": arguments.attention_backend,
         "chunked_prefill_size": arguments.chunked_prefill_size,
         "max_running_requests": max(arguments.concurrency, default=8),
-        "context_length": arguments.prompt_tokens + arguments.new_tokens + 16,
+        "context_length": arguments.prompt_tokens + arguments.new_tokens + SPARE_CONTEXT,
         "disable_radix_cache": True,
     }
+
+
+def start_engine(flags: dict[str, Any], **more: Any) -> sglang.Engine:
+    """An Engine whose KV pool holds all its requests. On a GPU that others have filled a pool can
+    be too small: then requests wait for each other, and nothing that is measured means anything.
+
+    Args:
+        flags: of `engine_flags`.
+        more: further arguments of the Engine.
+
+    Raises:
+        RuntimeError: the pool is too small.
+    """
+    engine = sglang.Engine(**flags, **more)
+    found = engine.get_server_info()["max_total_num_tokens"]
+    needed = flags["max_running_requests"] * (flags["context_length"] - SPARE_CONTEXT)
+    if found < needed:
+        engine.shutdown()
+        raise RuntimeError(
+            f"The KV pool has room for {found} tokens, and the requests have {needed}: other"
+            " Engines have taken the GPU's memory. Compare fewer ways at once, or ask for fewer"
+            " requests (--concurrency) or tokens (--new-tokens)."
+        )
+    return engine
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -137,7 +137,8 @@ def policies_over(
     target, head = runners.runners
     num_rows = runners.memory.table.num_rows
     width, steps = 1 + options.num_steps, tuple(options.draft_steps)
-    rounds = MeasuredRounds(prices, measure_draft_prices(head, num_rows, width, steps))
+    drafts = measure_draft_prices(head, num_rows, width, steps)
+    rounds = MeasuredRounds(prices, drafts, max_requests=num_rows)
     keys = target.graph_keys
     more = () if keys is None else (keys.decode_size,)
     return {

@@ -43,7 +43,13 @@ from benchmark.goals import (
     NGRAM_REPEATS_SPEED_UP,
 )
 from benchmark.held_out import held_out_prompts
-from benchmark.mtp_model import engine_flags, make_mtp_parser, model_path_of, settings
+from benchmark.mtp_model import (
+    engine_flags,
+    make_mtp_parser,
+    model_path_of,
+    settings,
+    start_engine,
+)
 from benchmark.random_model import random_model
 from benchmark.scheduled_tiers import TimedWorker
 from sglang.bench_one_batch import OneBatch
@@ -252,7 +258,7 @@ def measure(arguments: argparse.Namespace, model_path: str, budget: Budget) -> d
         "speculative_num_draft_tokens": arguments.num_draft_tokens,
     }
     works = works_of(prompts, arguments.new_tokens)
-    with sglang.Engine(**flags) as plain, sglang.Engine(**flags, **drafter) as ngram:
+    with start_engine(flags) as plain, start_engine(flags, **drafter) as ngram:
         engines: dict[str, dict[str, AsyncEngine]] = {}
         for kind, engine in ((PLAIN, plain), (NGRAM, ngram)):
             salted = Salted(engine)

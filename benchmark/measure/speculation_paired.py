@@ -47,6 +47,7 @@ from benchmark.mtp_model import (
     make_mtp_parser,
     model_path_of,
     settings,
+    start_engine,
 )
 from benchmark.random_model import DRAFT_GEOMETRIES
 from sglang.srt.model_config import resolve_model_path
@@ -186,10 +187,10 @@ def measure(
     params = {"temperature": 0, "max_new_tokens": arguments.new_tokens, "ignore_eos": True}
     starts = {}
     begin = time.perf_counter()
-    with sglang.Engine(**flags) as plain:
+    with start_engine(flags) as plain:
         starts[PLAIN] = round(time.perf_counter() - begin, 1)
         begin = time.perf_counter()
-        with sglang.Engine(**flags, **drafter) as drafted:
+        with start_engine(flags, **drafter) as drafted:
             starts[DRAFTED] = round(time.perf_counter() - begin, 1)
             result["startup_s"] = starts
             rounds = Rounds({PLAIN: plain, DRAFTED: drafted}, prompts, loads, params)

@@ -36,7 +36,13 @@ from benchmark.environment import describe_environment
 from benchmark.goals import MIN_PAIRED_MEDIAN, MIN_PAIRED_ROUND
 from benchmark.held_out import held_out_prompts
 from benchmark.measure.speculation_paired import HEADS, head_path_of
-from benchmark.mtp_model import engine_flags, make_mtp_parser, model_path_of, settings
+from benchmark.mtp_model import (
+    engine_flags,
+    make_mtp_parser,
+    model_path_of,
+    settings,
+    start_engine,
+)
 from benchmark.score_counts import measured_calibration
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.speculative.tile_spec.profiler import (
@@ -211,7 +217,7 @@ def start_engines(
         begin = time.perf_counter()
         swept = {DRAFTS: name.split(":")[1]} if name in SWEPT else {}
         with mock.patch.dict(os.environ, swept):
-            engines[name] = sglang.Engine(**flags, **drafter, **WAYS[name])
+            engines[name] = start_engine(flags, **drafter, **WAYS[name])
         stack.callback(engines[name].shutdown)
         started_s[name] = round(time.perf_counter() - begin, 1)
     return engines, started_s

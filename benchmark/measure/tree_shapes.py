@@ -30,7 +30,13 @@ from benchmark.engine_load import Budget, LoadResult, closed_loop, run_rounds
 from benchmark.environment import describe_environment
 from benchmark.held_out import held_out_prompts
 from benchmark.measure.speculation_paired import HEADS, MIN_PROMPTS, head_path_of
-from benchmark.mtp_model import engine_flags, make_mtp_parser, model_path_of, settings
+from benchmark.mtp_model import (
+    engine_flags,
+    make_mtp_parser,
+    model_path_of,
+    settings,
+    start_engine,
+)
 from sglang.srt.model_config import resolve_model_path
 
 PLAIN = "plain"
@@ -159,9 +165,9 @@ def measure(
     }
     params = {"temperature": 0, "max_new_tokens": arguments.new_tokens, "ignore_eos": True}
     with ExitStack() as stack:
-        engines = {PLAIN: stack.enter_context(sglang.Engine(**flags))}
+        engines = {PLAIN: stack.enter_context(start_engine(flags))}
         for shape in arguments.shapes:
-            engine = sglang.Engine(**flags, **drafter, **shape.flags)
+            engine = start_engine(flags, **drafter, **shape.flags)
             engines[str(shape)] = stack.enter_context(engine)
         rounds = Rounds(engines, prompts, loads, params)
         rounds.run(0)

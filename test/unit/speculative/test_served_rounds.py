@@ -12,12 +12,14 @@ from unittest import mock
 import pytest
 
 from served_rounds import MAX_DRAFTS, GivenClock, Load, ServedRounds, batch_of, rounds
+from sglang.srt.layers.forward_batch import MIXED, GraphKey
 from sglang.srt.speculative.drafter import plan_of_drafts
 from sglang.srt.speculative.prompt_mix import MEMORY_STEPS, ROW_GRAIN, PromptMix, round_of
 from sglang.srt.speculative.round_excess import LEAST, MOST, Excess
 from sglang.srt.speculative.round_planner import RoundOptions
-from sglang.srt.speculative.round_prices import MAX_COSTS, UpcomingRound
+from sglang.srt.speculative.round_prices import MAX_COSTS, MeasuredRounds, UpcomingRound
 from sglang.srt.speculative.round_times import RoundTimes
+from sglang.srt.speculative.tile_spec.budget import RoundTables
 from sglang.srt.step.price_table import Curve
 from tile_spec_decode import Text
 
@@ -133,6 +135,29 @@ def test_a_round_beside_prompts_costs_what_it_adds_to_them() -> None:
     assert prices.round_ms(mixed, 3) == pytest.approx(expected)
     grows = [prices.round_ms(each, 7) - prices.round_ms(each, 1) for each in (few, sure)]
     assert grows[1] > grows[0] + 0.5, "beside prompts rows are not free"
+
+
+def test_a_full_server_has_no_room_for_one_more_prompt() -> None:
+    """It comes when another request has ended, so the step replays a graph of as many requests;
+    without one it would seem to cost the same whatever is drafted."""
+    most = 32
+    target, head = rounds().target, rounds().head
+    key = GraphKey(MIXED, most, 8, 512)
+
+    def find(num_reqs: int, widest: int, num_rows: int) -> GraphKey | None:
+        return key if num_reqs <= most and num_rows <= key.num_tokens else None
+
+    target = replace(target, find=find, graphs_ms={key: 10.0}, eager=Curve((1, 4096), (99.0, 99.0)))
+    prices = MeasuredRounds(target, head, max_requests=most)
+    beside = UpcomingRound(most, 0, 1.0, 64)
+    for num_drafts in (0, 1, 7):
+        full = prices.cost(most, num_drafts, most * (1 + num_drafts), 64)
+        assert full.rows_ms < 99.0
+        assert prices.round_ms(beside, num_drafts) < 20.0
+        last_bucket = RoundTables(prices, packs_in_graphs=True).table(beside, max(1, num_drafts))
+        assert last_bucket.costs_ms[-1] < 20.0
+    without_bound = MeasuredRounds(target, head)
+    assert without_bound.cost(most, 1, 2 * most, 64).rows_ms > 99.0, "what this is about"
 
 
 def test_a_step_knows_its_prompts() -> None:

@@ -189,10 +189,10 @@ def measured_rounds(parts: DrafterParts, target_prices: PriceTable) -> MeasuredR
     width = 1 + rounds.num_steps
     measure = partial(measure_draft_prices, head, num_rows, width, tuple(head.config.draft_steps))
     if rounds.tile_spec_cache is None:
-        return MeasuredRounds(target_prices, measure(), tree=rounds.tree)
+        return MeasuredRounds(target_prices, measure(), tree=rounds.tree, max_requests=num_rows)
     profiler = TileSpecProfiler(rounds.tile_spec_cache, parts.runners.target)
     prices = profiler.head(head, target_prices, measure)
-    return MeasuredRounds(target_prices, prices, tree=rounds.tree)
+    return MeasuredRounds(target_prices, prices, tree=rounds.tree, max_requests=num_rows)
 
 
 def rows_of_requests(ends: torch.Tensor, inputs: ForwardBatch) -> torch.Tensor:

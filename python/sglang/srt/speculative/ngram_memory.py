@@ -85,6 +85,7 @@ class NgramMemory:
             self.tags[slots] = tag
             start += count
             self._host_head = (self._host_head + count) % self.capacity
-        self.tokens[self._host_head] = NOT_A_TOKEN
-        self.tags[self._host_head] = NO_TAG
+        gap = slice(self._host_head, self._host_head + 1)  # writing to one index waits for the GPU
+        self.tokens[gap] = NOT_A_TOKEN
+        self.tags[gap] = NO_TAG
         self._host_head = (self._host_head + 1) % self.capacity

@@ -100,7 +100,8 @@ class NgramDrafter:
         self._confidence = _confidence(parts.state, most)
         prices = None
         if options.rounds.needs_prices and parts.prices is not None:
-            prices = MeasuredRounds(parts.prices, _free_drafts(most))
+            num_rows = parts.runners.memory.table.num_rows
+            prices = MeasuredRounds(parts.prices, _free_drafts(most), max_requests=num_rows)
         self.planner = RoundPlanner(options.rounds, parts, prices)
         self._watch: MatchWatch | None = None
         if isinstance(self.planner.policy, MatchedTier):

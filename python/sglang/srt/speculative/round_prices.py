@@ -80,6 +80,7 @@ class MeasuredRounds:
     Args:
         target, head: what was measured at start-up.
         tree: what drafting gives each request; None: chains.
+        max_requests: of a step; None: any number.
     """
 
     def __init__(
@@ -88,10 +89,12 @@ class MeasuredRounds:
         head: DraftPrices,
         excess: Excess | None = None,
         tree: TreeShape | None = None,
+        max_requests: int | None = None,
     ) -> None:
         self.target = target
         self.head = head
         self.tree = tree
+        self.max_requests = max_requests
         self.excess = Excess() if excess is None else excess
         self.prompt_row_ms = target.least_row_ms
         self._known_cost = lru_cache(maxsize=MAX_COSTS)(self._cost)
@@ -127,12 +130,34 @@ class MeasuredRounds:
     def _cost(self, num_reqs: int, num_drafts: int, num_rows: int, prompt_rows: int) -> RoundCost:
         width, target = 1 + num_drafts, self.target
         logits = RoundCost(target.head.at(num_rows + (prompt_rows > 0)), 0.0)
-        verifying = logits + _of_rows(target, num_reqs, width, num_rows, prompt_rows)
+        verifying = logits + self._of_rows(target, num_reqs, width, num_rows, prompt_rows)
         if self.tree is not None:  # the head is fed paths, whatever was cut
             width = 1 + min(num_drafts, self.tree.max_confirmed)
             num_rows = num_reqs * width
-        extending = _of_rows(self.head.extend, num_reqs, width, num_rows, prompt_rows)
+        extending = self._of_rows(self.head.extend, num_reqs, width, num_rows, prompt_rows)
         return verifying + extending + self._drafting(num_reqs, num_drafts)
+
+    def _of_rows(
+        self, prices: PriceTable, num_reqs: int, width: int, num_rows: int, prompt_rows: int
+    ) -> RoundCost:
+        """A pass over so many rows, of a request `width` at most, beside rows of prompts, without
+        logits."""
+        kv_shape = StepShape(num_reqs, width, num_rows, num_rows, 1.0, num_rows / num_reqs)
+        rows = self.fed(num_reqs, width, num_rows, prompt_rows)
+        return RoundCost(prices.rows_ms(*rows), prices.attention_ms(kv_shape))
+
+    def fed(
+        self, num_reqs: int, width: int, num_rows: int, prompt_rows: int
+    ) -> tuple[int, int, int]:
+        """What a pass is fed beside so many rows of prompts: requests, rows of the widest one, and
+        rows in all. A prompt is one more request, unless there is room for no more: then it can
+        only come when another one has ended."""
+        if not prompt_rows:
+            return num_reqs, width, num_rows
+        count = num_reqs + 1
+        if self.max_requests is not None:
+            count = min(count, max(num_reqs, self.max_requests))
+        return count, max(width, prompt_rows), num_rows + prompt_rows
 
     def _drafting(self, num_reqs: int, num_drafts: int) -> RoundCost:
         """Behind the head's pass over the rows of the target. That of trees chooses the first beam,
@@ -148,15 +173,3 @@ class MeasuredRounds:
             more_ms = head.passes[num_drafts - 1].at(num_reqs)
         kv_ms = (num_drafts - 1) * (head.extend.kv_ms + head.extend.row_kv_ms)
         return RoundCost(first_ms + more_ms, kv_ms)
-
-
-def _of_rows(
-    prices: PriceTable, num_reqs: int, width: int, num_rows: int, prompt_rows: int
-) -> RoundCost:
-    """A pass over so many rows, of a request `width` at most, beside rows of prompts, without
-    logits."""
-    kv_shape = StepShape(num_reqs, width, num_rows, num_rows, 1.0, num_rows / num_reqs)
-    rows = num_reqs, width, num_rows
-    if prompt_rows:
-        rows = num_reqs + 1, max(width, prompt_rows), num_rows + prompt_rows
-    return RoundCost(prices.rows_ms(*rows), prices.attention_ms(kv_shape))

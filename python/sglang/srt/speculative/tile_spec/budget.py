@@ -52,7 +52,9 @@ class RoundTables:
         if not packs_in_graphs:
             head = replace(rounds.head, extend=_without_graphs(rounds.head.extend))
             target = _without_graphs(rounds.target)
-            self._packed = MeasuredRounds(target, head, rounds.excess, rounds.tree)
+            self._packed = MeasuredRounds(
+                target, head, rounds.excess, rounds.tree, rounds.max_requests
+            )
         self._sizes = self._packed.target.sizes
         self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
 
@@ -83,8 +85,8 @@ class RoundTables:
         most = num_reqs * width
         sizes = (size - prompt_rows for size in self._sizes)
         least = [num_reqs, *(size for size in sizes if num_reqs < size < most)]
-        whole = num_reqs + (prompt_rows > 0), max(width, prompt_rows)
-        rooms = {self.room(*whole, prompt_rows + rows) - prompt_rows for rows in least}
+        wholes = (self._packed.fed(num_reqs, width, each, prompt_rows) for each in least)
+        rooms = {self.room(*whole) - prompt_rows for whole in wholes}
         rows = sorted(room for room in rooms if room < most)
         costs = [self._packed.cost(num_reqs, num_drafts, each, prompt_rows) for each in rows]
         costs.append(self._uniform.cost(num_reqs, num_drafts, most, prompt_rows))
