@@ -3,6 +3,7 @@ prompts take the room that drafts would have had for nothing, and steps take lon
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,16 @@ import pytest
 from served_rounds import MAX_DRAFTS, GivenClock, Load, ServedRounds, batch_of, rounds
 from sglang.srt.layers.forward_batch import MIXED, GraphKey
 from sglang.srt.speculative.drafter import plan_of_drafts
-from sglang.srt.speculative.prompt_mix import MEMORY_STEPS, ROW_GRAIN, PromptMix, round_of
+from sglang.srt.speculative.prompt_mix import (
+    MAX_NUMBERS,
+    MEMORY_STEPS,
+    ROW_GRAIN,
+    PromptMix,
+    round_of,
+)
 from sglang.srt.speculative.round_excess import LEAST, MOST, Excess
 from sglang.srt.speculative.round_planner import RoundOptions
-from sglang.srt.speculative.round_prices import MAX_COSTS, MeasuredRounds, UpcomingRound
+from sglang.srt.speculative.round_prices import MAX_COSTS, MeasuredRounds, RoundCase, UpcomingRound
 from sglang.srt.speculative.round_times import RoundTimes
 from sglang.srt.speculative.tile_spec.budget import RoundTables
 from sglang.srt.step.price_table import Curve
@@ -52,7 +59,7 @@ def test_numbers_by_load_are_as_fast_as_the_best_fixed_one(
 def test_without_a_thought_for_prompts_too_much_is_drafted() -> None:
     """What the simulation is for: rows that would cost next to nothing alone."""
     load = Load(28)
-    with mock.patch.object(PromptMix, "observe"):
+    with mock.patch.object(PromptMix, "observe"):  # there seem to be none
         blind = rate(load, SURE, BY_LOAD)
     assert blind < 0.97 * rate(load, SURE, BY_LOAD)
 
@@ -94,7 +101,8 @@ def test_excess_follows_what_was_seen_of_such_rows_and_of_its_neighbours() -> No
     for _ in range(200):
         excess.observe(1000, 10.0, 15.0)
     assert 1.2 < excess.at(300) < 1.5
-    assert excess.of([90, 300, 1000]).tolist() == [excess.at(90), excess.at(300), excess.at(1000)]
+    some = [1, 90, 100, 128, 300, 512, 1000, 8000]
+    assert excess.of(some).tolist() == pytest.approx([excess.at(rows) for rows in some])
 
 
 def test_one_step_that_took_long_tells_little() -> None:
@@ -110,27 +118,47 @@ def test_one_step_that_took_long_tells_little() -> None:
 
 def test_how_often_prompts_share_steps_is_remembered_for_a_while() -> None:
     mix = PromptMix()
-    assert mix.upcoming(4, 100) == UpcomingRound(4, 100)
-    for number in range(100):
-        mix.observe(100 if number % 4 == 0 else 0)
-    upcoming = mix.upcoming(4, 100)
-    assert upcoming.prompt_share == pytest.approx(0.25, abs=0.02)
-    assert upcoming.prompt_rows == 3 * ROW_GRAIN
-    for _ in range(5 * MEMORY_STEPS):
-        mix.observe(0)
-    assert mix.upcoming(4, 100) == UpcomingRound(4, 100)
+    assert mix.upcoming(4, 100, 1.0) == UpcomingRound(4, 100)
+    for number in range(400):
+        mix.observe(*((1, 100) if number % 4 == 0 else (0, 0)))
+        mix.hear(8)
+    (none, no_rows), *some = mix.upcoming(4, 100, 2.0).prompts
+    assert no_rows == 0
+    assert none == pytest.approx(math.exp(-0.25), abs=0.03)
+    assert next(rows for _, rows in some) == round(100 / ROW_GRAIN) * ROW_GRAIN
+    for _ in range(8 * MEMORY_STEPS):
+        mix.observe(0, 0)
+        mix.hear(8)
+    assert mix.upcoming(4, 100, 2.0) == UpcomingRound(4, 100)
+
+
+def test_the_faster_requests_are_given_tokens_the_more_prompts_come() -> None:
+    """As many per token, whatever number of requests a round has and however many it gives each:
+    counted by a server whose 16 requests are given 2 tokens a step, and each of them 64 in all."""
+    mix = PromptMix()
+    for number in range(400):
+        mix.observe(*((1, 50) if number % 2 == 0 else (0, 0)))
+        mix.hear(32)
+    for num_reqs, pace in ((16, 1.0), (16, 2.0), (16, 4.0), (64, 1.0), (64, 3.0), (512, 8.0)):
+        prompts = mix.upcoming(num_reqs, 0, pace).prompts
+        assert len(prompts) <= MAX_NUMBERS + 1
+        assert sum(chance for chance, _ in prompts) == pytest.approx(1.0)
+        expected = num_reqs * pace / 64
+        # The least of numbers far apart stands for those below it.
+        mean = sum(chance * rows for chance, rows in prompts) / 50
+        assert mean == pytest.approx(expected, rel=0.1, abs=0.15)
 
 
 def test_a_round_beside_prompts_costs_what_it_adds_to_them() -> None:
     """In steps so wide that each row costs the same, prompts change nothing."""
     prices = rounds()
     alone = UpcomingRound(512)
-    beside = alone._replace(prompt_share=1.0, prompt_rows=1024)
+    beside = alone._replace(prompts=((1.0, 1024),))
     for tier in (1, 3, 7):
         assert prices.round_ms(beside, tier) == pytest.approx(prices.round_ms(alone, tier), rel=0.1)
     few = UpcomingRound(8)
-    mixed = few._replace(prompt_share=0.25, prompt_rows=512)
-    sure = mixed._replace(prompt_share=1.0)
+    mixed = few._replace(prompts=((0.75, 0), (0.25, 512)))
+    sure = few._replace(prompts=((1.0, 512),))
     expected = 0.75 * prices.round_ms(few, 3) + 0.25 * prices.round_ms(sure, 3)
     assert prices.round_ms(mixed, 3) == pytest.approx(expected)
     grows = [prices.round_ms(each, 7) - prices.round_ms(each, 1) for each in (few, sure)]
@@ -149,20 +177,22 @@ def test_a_full_server_has_no_room_for_one_more_prompt() -> None:
 
     target = replace(target, find=find, graphs_ms={key: 10.0}, eager=Curve((1, 4096), (99.0, 99.0)))
     prices = MeasuredRounds(target, head, max_requests=most)
-    beside = UpcomingRound(most, 0, 1.0, 64)
+    beside = UpcomingRound(most, 0, ((1.0, 64),))
     for num_drafts in (0, 1, 7):
         full = prices.cost(most, num_drafts, most * (1 + num_drafts), 64)
         assert full.rows_ms < 99.0
         assert prices.round_ms(beside, num_drafts) < 20.0
-        last_bucket = RoundTables(prices, packs_in_graphs=True).table(beside, max(1, num_drafts))
+        last_bucket = RoundTables(prices, packs_in_graphs=True).table(
+            beside.cases[0][1], max(1, num_drafts)
+        )
         assert last_bucket.costs_ms[-1] < 20.0
     without_bound = MeasuredRounds(target, head)
     assert without_bound.cost(most, 1, 2 * most, 64).rows_ms > 99.0, "what this is about"
 
 
 def test_a_step_knows_its_prompts() -> None:
-    assert round_of(batch_of([0, 0, 0])) == UpcomingRound(3)
-    assert round_of(batch_of([100, 0, 20, 0])) == UpcomingRound(2, 0, 1.0, 128)
+    assert round_of(batch_of([0, 0, 0])) == RoundCase(3)
+    assert round_of(batch_of([100, 0, 20, 0])) == RoundCase(2, 0, 128)
 
 
 def test_only_rounds_of_one_number_of_drafts_are_compared() -> None:
@@ -230,6 +260,6 @@ def test_prices_that_are_remembered_are_bounded() -> None:
     prices = rounds()
     right = prices.round_ms(UpcomingRound(8), 3)
     for number in range(2 * MAX_COSTS):
-        prices.round_ms(UpcomingRound(8, 0, 1.0, number), 3)
+        prices.round_ms(UpcomingRound(8, 0, ((1.0, number),)), 3)
     assert prices._known_cost.cache_info().currsize <= MAX_COSTS
     assert prices.round_ms(UpcomingRound(8), 3) == right

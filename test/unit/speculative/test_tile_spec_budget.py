@@ -14,7 +14,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.speculative.drafter import RowPlan, plan_of_drafts
-from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
+from sglang.srt.speculative.round_prices import MeasuredRounds, RoundCase, UpcomingRound
 from sglang.srt.speculative.tile_spec.budget import (
     GAIN_STEPS,
     CutRounds,
@@ -48,17 +48,17 @@ def with_graphs(support: GraphSupport, max_requests: int = 64) -> MeasuredRounds
 
 def test_buckets_are_the_graphs_that_a_step_may_replay() -> None:
     tables = RoundTables(with_graphs(GraphSupport.RAGGED_Q), packs_in_graphs=True)
-    found = tables.table(UpcomingRound(64), DEPTH)
+    found = tables.table(RoundCase(64), DEPTH)
     assert found.rows == (96, 128, 160, 192, 224, 256)
     assert found.costs_ms == pytest.approx([1.1 * rows for rows in (96, 128, 160, 96, 224, 256)])
-    few = tables.table(UpcomingRound(5), 1)
+    few = tables.table(RoundCase(5), 1)
     assert few.rows[-1] == 10, "all drafts, whatever room the graph has"
     assert few.most_gain == 0.0, "one graph serves any number of them"
 
 
 def test_each_token_of_kv_is_priced_by_how_many_rows_see_it() -> None:
     tables = RoundTables(with_graphs(GraphSupport.RAGGED_Q), packs_in_graphs=True)
-    without, with_kv = (tables.table(UpcomingRound(64, kv), DEPTH) for kv in (0, 64_000))
+    without, with_kv = (tables.table(RoundCase(64, kv), DEPTH) for kv in (0, 64_000))
     more = np.subtract(with_kv.costs_ms, without.costs_ms)
     # The target and the head over so many rows, then two draft steps over one row of each request.
     each = [2 * (1e-6 + 1e-7 * rows / 64) + 2 * (1e-6 + 1e-7) for rows in without.rows]
@@ -69,7 +69,7 @@ def test_each_token_of_kv_is_priced_by_how_many_rows_see_it() -> None:
 def test_where_packed_steps_replay_no_graph_they_are_priced_without() -> None:
     """Uniform graphs serve steps of all drafts alone."""
     tables = RoundTables(with_graphs(GraphSupport.UNIFORM_Q), packs_in_graphs=False)
-    found = tables.table(UpcomingRound(64), DEPTH)
+    found = tables.table(RoundCase(64), DEPTH)
     assert found.costs_ms[-1] == pytest.approx(1.1 * 256)
     assert min(found.costs_ms[:-1]) > 1000
     assert found.most_gain == 0.0
@@ -140,7 +140,7 @@ def test_a_confidence_that_is_no_share_counts_as_0(value: float) -> None:
         for _ in range(3):
             plans.append(cut(tile_spec, [DEPTH] * 4).counts)
             told.append(tile_spec.observe(result_of([DEPTH, 0, 1, DEPTH], [1, 0, 1, 0])))
-        plans.append(tile_spec.gain(UpcomingRound(4), DEPTH))
+        plans.append(tile_spec.gain(RoundCase(4), DEPTH))
     assert plans[:4] == plans[4:]
     assert told[:3] == told[3:]
 

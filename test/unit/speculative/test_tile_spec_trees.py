@@ -27,7 +27,7 @@ from recorded_graphs import recorded_graphs, replayable_backends
 from round_serving import serving, setup_of
 from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from sglang.srt.speculative.drafter import ComputedStep, plan_of_drafts
-from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
+from sglang.srt.speculative.round_prices import MeasuredRounds, RoundCase
 from sglang.srt.speculative.tile_spec.budget import RoundTables, TileSpec, confirmed_nodes
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
 from sglang.srt.step.step_ops import Q_LEN
@@ -414,6 +414,6 @@ def test_a_round_costs_the_rows_verified_the_pass_over_paths_and_the_drafting(
         kv_ms = 3 + 4 * rows / num_reqs + 0.3 + 0.4 * paths
         kv_ms += (shape.depth - 1) * (0.3 + 0.4 * shape.topk)
         assert cost.kv_ms == pytest.approx(kv_ms)
-    table = RoundTables(rounds, packs_in_graphs=False).table(UpcomingRound(3), shape.num_drafts)
+    table = RoundTables(rounds, packs_in_graphs=False).table(RoundCase(3), shape.num_drafts)
     assert table.rows[-1] == 3 * width
     assert table.costs_ms[-1] == pytest.approx(rounds.cost(3, shape.num_drafts, 3 * width).rows_ms)

@@ -20,6 +20,7 @@ from sglang.srt.speculative.tier_policy import (
     TierOptions,
     TierParts,
     best_tier,
+    costs_of_tiers,
 )
 
 # The longest match of each class but the last one; 0 is the class of those without a place.
@@ -101,7 +102,7 @@ class MatchedTier:
 
     def choose(self, upcoming: UpcomingRound) -> int:
         lengths = self._lengths()
-        costs = {tier: self._prices.round_ms(upcoming, tier) for tier in self._tiers}
+        costs = costs_of_tiers(self._prices, upcoming, self._tiers, lengths)
         best = best_tier(lengths, costs, self._least_gain)
         held = self.settled
         if best and held and lengths[held] / costs[held] > lengths[0] / costs[0]:

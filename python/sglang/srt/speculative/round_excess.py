@@ -7,6 +7,8 @@ timed while they serve.
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -39,8 +41,16 @@ class Excess:
         self._values = [self._ratios[bucket] for bucket in buckets]
 
     def at(self, num_rows: int) -> float:
-        """Of rounds of so many rows."""
-        return float(self.of((num_rows,))[0])
+        """Of rounds of so many rows; without numpy, which takes ten times as long for one."""
+        places, values = self._places, self._values
+        if not places:
+            return 1.0
+        place = math.log2(num_rows)
+        right = bisect.bisect_left(places, place)
+        if right in (0, len(places)):
+            return values[max(0, right - 1)]
+        share = (place - places[right - 1]) / (places[right] - places[right - 1])
+        return values[right - 1] + share * (values[right] - values[right - 1])
 
     def of(self, num_rows: Sequence[int]) -> NDArray[np.float64]:
         """[n]; of rounds of each number of rows."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -204,7 +205,8 @@ class RoundPlanner:
         ]
         has_decodes = 0 in batch.num_prompt_tokens
         if has_decodes:
-            self._prompts.observe(sum(batch.num_prompt_tokens))
+            num_prompts = len(batch.rows) - batch.num_prompt_tokens.count(0)
+            self._prompts.observe(num_prompts, sum(batch.num_prompt_tokens))
         self._launched.append(self._next_round if has_decodes else None)
         plan = plan_of_drafts(batch, num_drafts, self._options.max_confirmed)
         plan = replace(plan, tier=self._next_round.tier)
@@ -232,6 +234,7 @@ class RoundPlanner:
                 if count
             ]
         if launched is not None:
+            self._prompts.hear(sum(result.accept_lens))
             self.policy.observe(RoundOutcome(*launched, verified))
 
     def _next_drafts(self, batch: ScheduleBatch, max_accepted: int) -> list[int]:
@@ -244,14 +247,15 @@ class RoundPlanner:
 
     def _next_tier(self, batch: ScheduleBatch) -> int:
         """Drafts that requests get for their next step, which is taken to have the requests that
-        emit in this one, and prompts as often as steps had them lately; 0 if nobody emits, whatever
-        tiers there are."""
+        emit in this one, and as many prompts per new token as there were lately; 0 if nobody emits,
+        whatever tiers there are."""
         bounds, slots = batch.kv_len_upper_bounds, batch.max_q_lens
         lens = zip(bounds, slots, batch.num_prompt_tokens, batch.emits, strict=True)
         emitting = [bound - most + num_prompt for bound, most, num_prompt, emits in lens if emits]
         if not emitting:
             return 0
-        tier = self.policy.choose(self._prompts.upcoming(len(emitting), sum(emitting)))
+        upcoming = partial(self._prompts.upcoming, len(emitting), sum(emitting))
+        tier = self.policy.choose(upcoming(1.0)._replace(of_pace=upcoming))
         self._next_round = _Round(self.policy.settled, len(emitting))
         return tier
 

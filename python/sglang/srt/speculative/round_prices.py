@@ -3,6 +3,7 @@ the next one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -14,30 +15,43 @@ from sglang.srt.step.price_table import DraftPrices, PriceTable, StepShape
 MAX_COSTS = 4096  # that are remembered
 
 
-class UpcomingRound(NamedTuple):
-    """Requests that will verify drafts in the next step, as far as the host knows.
+class RoundCase(NamedTuple):
+    """Requests that verify drafts in a step, as far as the host knows.
 
     Attributes:
         kv_tokens: tokens with KV of all of them, at most.
-        prompt_share: chance that prompts are fed in the same step.
-        prompt_rows: rows of these.
+        prompt_rows: rows of prompts that are fed in the same step.
     """
 
     num_reqs: int
     kv_tokens: int = 0
-    prompt_share: float = 0.0
     prompt_rows: int = 0
 
+
+class UpcomingRound(NamedTuple):
+    """The next step, of which it is not known what prompts it will feed.
+
+    Attributes:
+        num_reqs, kv_tokens: see `RoundCase`.
+        prompts: rows of prompts that it may feed, each with its chance.
+        of_pace: the same round by how many tokens rounds give each request, on which it depends
+            how many prompts there are; None: it does not.
+    """
+
+    num_reqs: int
+    kv_tokens: int = 0
+    prompts: tuple[tuple[float, int], ...] = ((1.0, 0),)
+    of_pace: Callable[[float], UpcomingRound] | None = None
+
     @property
-    def cases(self) -> list[tuple[float, UpcomingRound]]:
-        """Rounds of which it is known whether they feed prompts, each with its chance."""
-        without = self._replace(prompt_share=0.0, prompt_rows=0)
-        if self.prompt_share == 0.0:
-            return [(1.0, without)]
-        beside = self._replace(prompt_share=1.0)
-        if self.prompt_share == 1.0:
-            return [(1.0, beside)]
-        return [(1.0 - self.prompt_share, without), (self.prompt_share, beside)]
+    def cases(self) -> list[tuple[float, RoundCase]]:
+        """What it may be, each with its chance."""
+        num_reqs, kv_tokens = self.num_reqs, self.kv_tokens
+        return [(chance, RoundCase(num_reqs, kv_tokens, rows)) for chance, rows in self.prompts]
+
+    def at_pace(self, length: float) -> UpcomingRound:
+        """The round if rounds give each request so many tokens."""
+        return self if self.of_pace is None else self.of_pace(length)
 
 
 class RoundPrices(Protocol):
@@ -104,9 +118,10 @@ class MeasuredRounds:
         return self.target.spread
 
     def round_ms(self, upcoming: UpcomingRound, num_drafts: int) -> float:
-        return sum(chance * self._case_ms(case, num_drafts) for chance, case in upcoming.cases)
+        return sum(chance * self.case_ms(case, num_drafts) for chance, case in upcoming.cases)
 
-    def _case_ms(self, case: UpcomingRound, num_drafts: int) -> float:
+    def case_ms(self, case: RoundCase, num_drafts: int) -> float:
+        """As `round_ms`, of a round of which all is known."""
         num_rows = case.num_reqs * (1 + num_drafts)
         cost = self.cost(case.num_reqs, num_drafts, num_rows, case.prompt_rows)
         whole_ms = cost.at(case.kv_tokens)

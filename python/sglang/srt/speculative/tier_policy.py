@@ -7,7 +7,7 @@ there. A tier is chosen one step earlier, when drafts are proposed, since drafti
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -141,8 +141,8 @@ class LoadAwareTier:
     What all of them lose stays within PROBE_SHARE of the time and PROBE_STEPS steps, as far as
     prices are right.
 
-    A tier that is best stays for DWELL_MS of batches of one size, unless another one gains
-    URGENT_GAIN or the best is none.
+    A tier that is best stays for DWELL_MS, unless another one gains URGENT_GAIN, or no drafts gain
+    as much as drafts must gain over none.
 
     Where `TierOptions.adaptive` says which tiers batches of a size may have, it chooses from these
     and 0.
@@ -170,7 +170,7 @@ class LoadAwareTier:
         self._least_gain = max(LEAST_GAIN, prices.spread)
         self._survival = Survival(1 + options.max_drafts, MEMORY_TRIALS)
         self._recent = Survival(1 + options.max_drafts, RECENT_TRIALS)
-        self._held: dict[int, _Held] = {}  # by the size of batches
+        self._held = _Held(0, -DWELL_MS)
         self._now_ms = 0.0
         self.settled = 0
         self._allowance_ms: float | None = None
@@ -182,27 +182,26 @@ class LoadAwareTier:
         size = self._graph_size(upcoming.num_reqs)
         allowed = self._options.candidates(size)
         tiers = self._tiers if allowed is None else sorted({0, *allowed})
-        costs = {tier: self._prices.round_ms(upcoming, tier) for tier in tiers}
         self._survival.window = max(MEMORY_TRIALS, MEMORY_STEPS * upcoming.num_reqs)
         self._recent.window = max(RECENT_TRIALS, RECENT_STEPS * upcoming.num_reqs)
         lengths = self._survival.mean_lengths(1 + tiers[-1])
-        best = self._settle(size, best_tier(lengths, costs, self._least_gain), lengths, costs)
+        costs = costs_of_tiers(self._prices, upcoming, tiers, lengths)
+        best = self._settle(best_tier(lengths, costs, self._least_gain), lengths, costs)
         self.settled = best
         chosen = self._with_probes(upcoming, lengths, costs, best)
         self._now_ms += costs[chosen]
         return chosen
 
-    def _settle(
-        self, size: int, best: int, lengths: Sequence[float], costs: Mapping[int, float]
-    ) -> int:
-        """The best tier, or for a while the one that was best for batches of this size before."""
-        held = self._held.get(size)
-        if held is not None and best not in (0, held.tier):
+    def _settle(self, best: int, lengths: Sequence[float], costs: Mapping[int, float]) -> int:
+        """The best tier, or for a while the one that was best before, if it may be chosen."""
+        held = self._held
+        if best != held.tier and held.tier in costs:
             gain = lengths[best] / costs[best] / (lengths[held.tier] / costs[held.tier]) - 1
-            if gain < URGENT_GAIN and self._now_ms - held.since_ms < DWELL_MS:
+            urgent = URGENT_GAIN if best else self._least_gain
+            if gain < urgent and self._now_ms - held.since_ms < DWELL_MS:
                 return held.tier
-        if held is None or held.tier != best:
-            self._held[size] = _Held(best, self._now_ms)
+        if held.tier != best:
+            self._held = _Held(best, self._now_ms)
         return best
 
     def _with_probes(
@@ -260,6 +259,13 @@ class _Held(NamedTuple):
 
     tier: int
     since_ms: float
+
+
+def costs_of_tiers(
+    prices: RoundPrices, upcoming: UpcomingRound, tiers: Iterable[int], lengths: Sequence[float]
+) -> dict[int, float]:
+    """Milliseconds of a round of each tier; lengths as for `best_tier`."""
+    return {tier: prices.round_ms(upcoming.at_pace(lengths[tier]), tier) for tier in tiers}
 
 
 def best_tier(lengths: Sequence[float], costs: Mapping[int, float], least_gain: float = 0.0) -> int:

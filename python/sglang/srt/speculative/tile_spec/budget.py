@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from sglang.srt.device_copies import HostCopy
 from sglang.srt.speculative.drafter import RowPlan
 from sglang.srt.speculative.prompt_mix import round_of
-from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
+from sglang.srt.speculative.round_prices import MeasuredRounds, RoundCase, UpcomingRound
 from sglang.srt.speculative.tile_spec.core import (
     Calibration,
     Floats,
@@ -58,7 +58,7 @@ class RoundTables:
         self._sizes = self._packed.target.sizes
         self._buckets = lru_cache(maxsize=4096)(self._buckets_of)
 
-    def table(self, case: UpcomingRound, num_drafts: int) -> LatencyTable:
+    def table(self, case: RoundCase, num_drafts: int) -> LatencyTable:
         """Of rounds in which each request has so many drafts, 1 at least; its last bucket is the
         round that verifies all of them.
 
@@ -201,7 +201,7 @@ class TileSpec:
         chances = self._chances(self._scores, max(num_drafts), most)
         return compute_optimal_k(chances, num_decodes, table, LEAST_GAIN)
 
-    def gain(self, case: UpcomingRound, num_drafts: int) -> float:
+    def gain(self, case: RoundCase, num_drafts: int) -> float:
         """How many times as many tokens per millisecond rounds give that verify the drafts that
         pay, of chains of so many, as rounds that verify all; `case` as for `RoundTables.table`."""
         if self._scores is None or num_drafts == 0:
@@ -337,11 +337,11 @@ class CutRounds:
 
     def round_ms(self, upcoming: UpcomingRound, num_drafts: int) -> float:
         return sum(
-            chance * self._rounds.round_ms(case, num_drafts) / self._gain(case, num_drafts)
+            chance * self._rounds.case_ms(case, num_drafts) / self._gain(case, num_drafts)
             for chance, case in upcoming.cases
         )
 
-    def _gain(self, case: UpcomingRound, num_drafts: int) -> float:
+    def _gain(self, case: RoundCase, num_drafts: int) -> float:
         key, period = (case.num_reqs, num_drafts, case.prompt_rows), self._tile_spec.gain_period
         if period != self._period:
             self._gains, self._period = {}, period
