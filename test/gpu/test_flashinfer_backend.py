@@ -12,7 +12,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention_cases import CASES, MIXED, TOLERANCE, AttentionCase, PlacedCase
+from attention_cases import (
+    CASES,
+    GROWN_CASES,
+    MIXED,
+    PACKED_CASES,
+    TOLERANCE,
+    TREE_CASES,
+    AttentionCase,
+    PlacedCase,
+)
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferBackend, why_not_here
 from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
 
@@ -144,6 +153,19 @@ def test_lengths_that_only_the_device_knows() -> None:
     loose = [min(bound + 50, width) for bound in placed.batch.kv_len_upper_bounds]
     placed.batch = replace(placed.batch, kv_len_upper_bounds=loose, bounds_are_exact=False)
     check(placed)
+
+
+@pytest.mark.parametrize("name", [*TREE_CASES, *GROWN_CASES, "packed, trees"])
+def test_trees(name: str) -> None:
+    case = (TREE_CASES | GROWN_CASES | PACKED_CASES)[name]
+    placed = PlacedCase(replace(case, head_dim=64, graph_width=None), "cuda", torch.bfloat16, 0)
+    backend = backend_of(placed)
+    for _ in range(2):  # causal steps between them have no masks
+        backend.plan(placed.batch)
+        for layer, right in enumerate(placed.expected()):
+            out = backend.forward(layer, placed.q[layer])[: placed.num_fed]
+            check_close(out, right.float())
+        check(place(AttentionCase(shape=MIXED)))
 
 
 @pytest.mark.parametrize("count", [1, 3, 64])

@@ -100,6 +100,7 @@ class ReplayableAttention:
             graph=cls.support,
             needs_host_lens=False,
             tree_masks=True,
+            captures_trees=True,
             reads_q_starts=True,
             captures_plans=cls.captures_plans,
         )

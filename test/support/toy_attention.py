@@ -37,6 +37,7 @@ class ToyAttention:
             graph=GraphSupport.NEVER,
             needs_host_lens=True,
             tree_masks=True,
+            captures_trees=True,
             reads_q_starts=False,
             captures_plans=False,
         )

@@ -262,7 +262,7 @@ def test_without_being_asked_no_graph_is_for_trees(path: Path) -> None:
 def test_a_backend_without_masks_for_trees_has_no_graphs_for_them(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without = replace(ReplayableAttention.capabilities(), tree_masks=False)
+    without = replace(ReplayableAttention.capabilities(), captures_trees=False)
     monkeypatch.setattr(ReplayableAttention, "capabilities", lambda: without)
     graphs = make(path, "ragged", WIDTH, trees=True)
     assert graphs.graph_keys is not None

@@ -207,7 +207,7 @@ class ModelRunner:
             config.max_graph_width,
             config.max_graph_rows,
             config.capture.all_rows,
-            config.captures_trees and capabilities.tree_masks,
+            config.captures_trees and capabilities.captures_trees,
             model.hidden_width,
             self.reads_one_row,
             model.draft_hidden_width if steps_alone else 0,

@@ -29,6 +29,7 @@ class AttentionCapabilities:
         page_sizes: None for any.
         needs_host_lens: a plan may wait for the device to know the lengths.
         tree_masks: it heeds `ForwardBatch.ancestors` and `tree_starts`.
+        captures_trees: graphs may have steps with `ancestors`.
         reads_q_starts: `ForwardBatch.q_starts` stays on the device, so a packed batch makes the
             host wait for nothing. Other backends attend packed batches too, but read it first.
         captures_plans: a plan for a graph whose `GraphKey.is_uniform` does nothing on the host
@@ -42,6 +43,7 @@ class AttentionCapabilities:
     graph: GraphSupport
     needs_host_lens: bool
     tree_masks: bool
+    captures_trees: bool
     reads_q_starts: bool
     captures_plans: bool
 
@@ -56,19 +58,6 @@ class AttentionCapabilities:
         if self.page_sizes is not None and page_size not in self.page_sizes:
             found.append(f"page sizes are {sorted(self.page_sizes)}, not {page_size}")
         return found
-
-
-def refuse_ancestors(batch: ForwardBatch, name: str) -> None:
-    """For the plan of a backend without `tree_masks`, called `name`.
-
-    Raises:
-        ValueError: if the batch has such masks.
-    """
-    if batch.ancestors is not None:
-        raise ValueError(
-            f"The attention backend {name} has no masks for trees of draft tokens."
-            " Use --attention-backend triton, or torch_native on a CPU."
-        )
 
 
 class AttentionBackend(Protocol):
@@ -107,10 +96,8 @@ class AttentionBackend(Protocol):
 
     def plan(self, batch: ForwardBatch) -> None:
         """Once per step (and once before each capture and replay of a graph), before the first
-        layer. See `ForwardBatch.graph_key`.
-
-        Raises:
-            ValueError: for a batch with `ancestors`, if the backend has no `tree_masks`.
+        layer. See `ForwardBatch.graph_key`. A batch has `ancestors` only if the backend has
+        `tree_masks`.
         """
 
     def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:

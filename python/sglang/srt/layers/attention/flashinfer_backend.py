@@ -19,8 +19,8 @@ from sglang.srt.device_copies import to_device
 from sglang.srt.layers.attention.base_attn_backend import (
     AttentionCapabilities,
     GraphSupport,
-    refuse_ancestors,
 )
+from sglang.srt.layers.attention.flashinfer_masks import tree_masks
 from sglang.srt.layers.attention.flashinfer_plan import (
     Heads,
     StepLayout,
@@ -185,7 +185,16 @@ class _Wrapper:
             "paged_kv_last_page_len_buf": last_page_lens,
         }
 
-    def plan(self, step: _PagedStep, page_size: int, dtype: torch.dtype) -> None:
+    def plan(
+        self,
+        step: _PagedStep,
+        page_size: int,
+        dtype: torch.dtype,
+        mask: torch.Tensor | None = None,
+    ) -> None:
+        """Args:
+        mask: of `tree_masks`, in which the window is; None: rows are causal. Waits for the device.
+        """
         # FlashInfer writes each plan to the same page-locked buffer and does not ask whether the
         # copy of the last one to the device has happened. It has, unless the host is more than a
         # step ahead; the step that the copy was for is not waited for.
@@ -201,13 +210,20 @@ class _Wrapper:
             "seq_lens": step.kv_lens,
         }
         pages = (step.page_indptr, step.page_indices, step.last_page_lens)
-        if self._is_decode:
+        longest = {"max_token_per_sequence": max(step.layout.q_lens)}
+        if mask is not None:
+            # It packs masks on the device, by numbers that must be there.
+            numbers = (step.qo_indptr, *pages)
+            on_device = [each.to(self._device, non_blocking=True) for each in numbers]
+            options |= {"custom_mask": mask, "window_left": -1, **longest}
+            self._wrapper.plan(*on_device, *shape, **options)
+        elif self._is_decode:
             # Without a graph it copies an index range of its own from pageable memory. That is not
             # ours to change, and too small (R + 1 numbers) for the driver to wait.
             self._wrapper.plan(*pages, *shape, **options)
         else:
             # The longest q, else it looks for it element by element.
-            options |= {"causal": True, "max_token_per_sequence": max(step.layout.q_lens)}
+            options |= {"causal": True, **longest}
             self._wrapper.plan(step.qo_indptr, *pages, *shape, **options)
         if self._device.type == "cuda":
             self._staged = self._staged or torch.cuda.Event()
@@ -232,7 +248,8 @@ def _read_lens(batch: ForwardBatch) -> tuple[list[int], list[int]]:
 
 class FlashInferBackend:
     """One plan per step and distinct window. A step whose bounds of lengths are exact never waits
-    for the device; another waits once, to read the lengths, and so does a packed one.
+    for the device; another waits once, to read the lengths, and so does a packed one. A step of
+    trees waits, too, while FlashInfer packs its masks, and replays no graph.
 
     A graph is planned for all its requests with the same number of rows each. Every `GraphKey` and
     window has wrappers of its own, since what a graph knows of a plan (grids, addresses) is fixed.
@@ -280,16 +297,17 @@ class FlashInferBackend:
             page_sizes=None,
             graph=GraphSupport.UNIFORM_Q,
             needs_host_lens=True,
-            tree_masks=False,
+            tree_masks=True,
+            captures_trees=False,
             reads_q_starts=False,
             captures_plans=False,
         )
 
     def plan(self, batch: ForwardBatch) -> None:
-        refuse_ancestors(batch, "flashinfer")
         key = batch.graph_key
         assert key is None or batch.q_lens == [key.width] * key.num_reqs, (key, batch.q_lens)
-        assert key is None or batch.q_starts is None, "No graph serves packed batches."
+        is_plain = batch.q_starts is None and batch.ancestors is None
+        assert key is None or is_plain, "No graph serves packed batches or trees."
         q_lens, kv_lens = _read_lens(batch)
         assert max(kv_lens) <= self._table.shape[1], "A request is longer than its row."
         layout = lay_out(q_lens, kv_lens, self._page_size)
@@ -304,12 +322,13 @@ class FlashInferBackend:
             kv_lens=self._on_host(layout.kv_lens),
             page_indices=self._find_pages(layout, batch.rows),
         )
-        self._current = {
-            window: self._wrapper(key, layout.is_decode, window)
-            for window in dict.fromkeys(self._window_of_layer)
-        }
-        for wrapper in self._current.values():
-            wrapper.plan(step, self._page_size, self._dtype)
+        windows, masks = dict.fromkeys(self._window_of_layer), dict[int | None, torch.Tensor]()
+        if batch.ancestors is not None:
+            masks = tree_masks(batch, layout, self._window_of_layer)
+        is_decode = layout.is_decode and not masks  # whose kernels know no masks
+        self._current = {window: self._wrapper(key, is_decode, window) for window in windows}
+        for window, wrapper in self._current.items():
+            wrapper.plan(step, self._page_size, self._dtype, masks.get(window))
 
     def forward(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         assert q.stride(-1) == 1

@@ -68,6 +68,7 @@ class TorchNativeBackend:
             graph=GraphSupport.NEVER,
             needs_host_lens=True,
             tree_masks=True,
+            captures_trees=False,
             reads_q_starts=False,
             captures_plans=False,
         )

@@ -150,8 +150,7 @@ class TritonBackend:
         windows: Sequence[int | None],
     ) -> None:
         self._windows = tuple(windows)
-        self._table = req_to_token_pool.req_to_token
-        self._kv_pool = kv_pool
+        self._kv_pool, self._table = kv_pool, req_to_token_pool.req_to_token
         self._device = kv_pool.kv[0].device
         self._num_kv_heads = kv_pool.kv[0].shape[1] // 2
         self._group = num_heads // self._num_kv_heads
@@ -200,6 +199,7 @@ class TritonBackend:
             graph=GraphSupport.RAGGED_Q,
             needs_host_lens=False,
             tree_masks=True,
+            captures_trees=True,
             reads_q_starts=True,
             captures_plans=True,
         )
