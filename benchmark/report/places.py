@@ -91,6 +91,15 @@ TABLES = {
         speculation_tables.speculation_paired,
         has_provenance=True,
     ),
+    "standalone_paired": Table(
+        SPECULATION,
+        "standalone_paired*.json",
+        speculation_tables.standalone_paired,
+        has_provenance=True,
+    ),
+    "ngram_rounds": Table(
+        SPECULATION, "ngram_rounds*.json", speculation_tables.ngram_rounds, has_provenance=True
+    ),
     "adaptive_steps": Table(
         ADAPTIVE, "adaptive_steps*.json", speculation_tables.adaptive_steps, has_provenance=True
     ),

@@ -10,6 +10,9 @@ from benchmark.goals import (
     MIN_PAIRED_MEDIAN,
     MIN_PAIRED_ROUND,
     MIN_SPEED_UP_OF_ACCEPT_LENGTH,
+    MIN_STANDALONE_SPEED_UP,
+    NGRAM_HOST_US,
+    NGRAM_REPEATS_SPEED_UP,
     PROFILING_FROM_CACHE_S,
     PROFILING_S,
     STATIONARY_OVER_BEST_FIXED,
@@ -140,10 +143,13 @@ def _calibration(result: Result) -> list[str]:
 
 
 def adaptive_stationary(results: list[Result]) -> str:
-    """One row per load and adaptive way, beside no drafts and the load's best fixed number."""
-    rows, num_rounds = [], []
+    """A table per result: one row per load and adaptive way, beside no drafts and the load's best
+    fixed number."""
+    head = ["requests at once", "way", "tokens/s", "best fixed number", "beside that"]
+    head += ["beside no drafts", "lowest round", "switches/s", "reached"]
+    tables = []
     for result in results:
-        num_rounds.append(result["rounds"])
+        rows = []
         for load in result["rows"]:
             speeds = {way["way"]: f"{way['tok_s']:,.0f}" for way in load["ways"]}
             best = load["best_fixed"]
@@ -161,20 +167,62 @@ def adaptive_stationary(results: list[Result]) -> str:
                         "yes" if is_steady(way) else "**no**",
                     ]
                 )
-    head = ["requests at once", "way", "tokens/s", "best fixed number", "beside that"]
-    head += ["beside no drafts", "lowest round", "switches/s", "reached"]
+        measured = f"Commit {result['commit'][:12]}, {result['rounds']} rounds in turn:"
+        tables.append(f"{measured}\n\n{table(head, rows)}\n")
     asked = [
         f"Asked: beside the best fixed number {STATIONARY_OVER_BEST_FIXED:.2f}, beside no drafts",
         f"{MIN_PAIRED_MEDIAN:.2f} and in no round below {MIN_PAIRED_ROUND:.2f}, fewer than",
-        f"{SWITCHES_PER_S:g} switches per second. Medians of {_span(num_rounds)} rounds in turn.",
+        f"{SWITCHES_PER_S:g} switches per second. Medians of the rounds.",
     ]
-    return f"{table(head, rows)}\n{' '.join(asked)}\n"
+    return "".join(tables) + " ".join(asked) + "\n"
 
 
-def _span(numbers: list[int]) -> str:
-    """Such as 5, or 3 to 5."""
-    least, most = min(numbers), max(numbers)
-    return f"{least}" if least == most else f"{least} to {most}"
+def standalone_paired(results: list[Result]) -> str:
+    """A draft model beside no drafts: one row per number of requests."""
+    rows = [
+        [
+            str(row["requests"]),
+            f"{statistics.median(row['plain_tok_s']):,.0f}",
+            f"{statistics.median(row['drafted_tok_s']):,.0f}",
+            f"{row['median']:.2f}",
+            f"{row['accept_length']:.2f}",
+            *_asked(MIN_STANDALONE_SPEED_UP.get(row["requests"]), row["median"]),
+        ]
+        for result in results
+        for row in result["rows"]
+    ]
+    head = ["requests at once", "no drafts, tokens/s", "draft model", "speed-up"]
+    return table([*head, "tokens per step with drafts", "asked", "reached"], rows) + "\n"
+
+
+def _asked(asked: float | None, reached: float) -> list[str]:
+    """The least that was asked, if anything was, and whether it was reached."""
+    return ["-", "-"] if asked is None else [f"{asked:.2f}", verdict(reached, asked, is_least=True)]
+
+
+def ngram_rounds(results: list[Result]) -> str:
+    """NGRAM beside no drafts: one row per kind of text and number of requests."""
+    lines = []
+    for result in results:
+        rows = []
+        for row in result["rows"]:
+            repeats_alone = row["work"] == "repeats" and row["requests"] == 1
+            goal = _asked(NGRAM_REPEATS_SPEED_UP if repeats_alone else None, row["median"])
+            if row["work"] == "novel":
+                is_safe = row["median"] >= MIN_PAIRED_MEDIAN and row["lowest"] >= MIN_PAIRED_ROUND
+                asked = f"{MIN_PAIRED_MEDIAN:g}, lowest round {MIN_PAIRED_ROUND:g}"
+                goal = [asked, "yes" if is_safe else "**no**"]
+            figures = [f"{row['median']:.3f}", f"{row['lowest']:.3f}"]
+            rows.append([row["work"], str(row["requests"]), *figures, *goal])
+        head = ["text", "requests at once", "speed-up", "lowest round", "asked", "reached"]
+        host = result["host"]
+        lines += [
+            table(head, rows),
+            f"A step of {host['batch']} requests takes {host['ngram_us']:.0f} us of the host, and"
+            f" {host['plain_us']:.0f} us without drafts (asked of what NGRAM adds: less than"
+            f" {NGRAM_HOST_US:g}). {result['rounds']} rounds in turn.\n",
+        ]
+    return "\n".join(lines)
 
 
 def adaptive_costs(results: list[Result]) -> str:

@@ -1,11 +1,9 @@
-"""The shipped draft model of the demo model: complete, described by its results, and good. Without
-its weights, which a GPU trains (CLAUDE.md), there is nothing to test."""
+"""The shipped draft model of the demo model: complete, described by its results, and good."""
 
 from __future__ import annotations
 
 import json
 
-import pytest
 from test_demo_heads import DEMO, MODULES, NUM_NEW, NUM_PROMPT_TOKENS, RESULTS, SETUP
 
 from drafter_checks import drafter_harness
@@ -19,11 +17,6 @@ from sglang.srt.tokenizer import load_tokenizer
 FOLDER = resolve_model_path("demo-draft")
 LEAST_ACCEPT_LENGTH = 2.0
 MAX_BYTES = 3e6
-
-pytestmark = pytest.mark.skipif(
-    not (FOLDER / "model.safetensors").is_file(),
-    reason="demo_models/tiny-code-draft has no weights: python -m training.train_draft makes them",
-)
 
 
 def test_folder_is_complete_small_and_has_the_models_tokens() -> None:

@@ -109,11 +109,6 @@ def load_model_config(model_path: str, flag: str = "--model-path") -> ModelConfi
         ModelPathError: if the directory or a file is missing, is not JSON or lacks a needed key.
     """
     path = resolve_model_path(model_path, flag)
-    if model_path in DEMO_DRAFTS and not path.is_dir():
-        raise ModelPathError(
-            f"{flag} {model_path}: {path} is not there, as it has not been trained yet. Train it"
-            " (`python -m training.train_draft`), or give another model with the same tokenizer."
-        )
     config = _read_json(path / "config.json")
     try:
         parsed = _parse(path, config)

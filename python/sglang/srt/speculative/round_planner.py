@@ -26,6 +26,7 @@ from sglang.srt.speculative.adaptive_runtime_state import (
 from sglang.srt.speculative.draft_steps import who_drafts
 from sglang.srt.speculative.drafter import DrafterNeeds, DrafterParts, RowPlan, plan_of_drafts
 from sglang.srt.speculative.prompt_mix import PromptMix
+from sglang.srt.speculative.request_mix import RequestMix
 from sglang.srt.speculative.round_prices import MeasuredRounds, RoundPrices
 from sglang.srt.speculative.round_times import RoundTimes
 from sglang.srt.speculative.tier_policy import (
@@ -188,13 +189,15 @@ class RoundPlanner:
         num_rows = parts.runners.memory.table.num_rows
         self._num_pending_drafts = [0] * num_rows  # of each row of the page table
         self._prompts = PromptMix()
+        self._requests = RequestMix(num_rows)
         self._next_round = _Round(self.policy.settled, 0)
-        self._launched = deque[_Round | None]()  # of steps not read; None: nobody decodes in it
+        self._launched = deque[_Launched]()  # steps that have not been read
 
     def admit(self, new_rows: list[NewRow]) -> None:
         """See `Drafter`."""
         for new in new_rows:
             self._num_pending_drafts[new.row] = 0
+            self._requests.admit(new.row)
 
     def plan(self, batch: ScheduleBatch) -> RowPlan:
         """What a step feeds, and how many drafts are proposed behind it
@@ -207,7 +210,8 @@ class RoundPlanner:
         if has_decodes:
             num_prompts = len(batch.rows) - batch.num_prompt_tokens.count(0)
             self._prompts.observe(num_prompts, sum(batch.num_prompt_tokens))
-        self._launched.append(self._next_round if has_decodes else None)
+        decoding = self._next_round if has_decodes else None
+        self._launched.append(_Launched(decoding, batch.rows, num_drafts))
         plan = plan_of_drafts(batch, num_drafts, self._options.max_confirmed)
         plan = replace(plan, tier=self._next_round.tier)
         if self.tile_spec is not None:
@@ -227,15 +231,20 @@ class RoundPlanner:
             self._times.compare()
         if self.tile_spec is not None:
             verified = self.tile_spec.observe(result)
+            counts = launched.num_drafts
         else:
+            counts = result.num_drafts
             verified = [
                 (count, taken - 1)
-                for count, taken in zip(result.num_drafts, result.accept_lens, strict=False)
+                for count, taken in zip(counts, result.accept_lens, strict=False)
                 if count
             ]
-        if launched is not None:
+        rows = (row for row, count in zip(launched.rows, counts, strict=False) if count)
+        for row, (count, num_right) in zip(rows, verified, strict=True):
+            self._requests.observe(row, count, num_right)
+        if launched.round is not None:
             self._prompts.hear(sum(result.accept_lens))
-            self.policy.observe(RoundOutcome(*launched, verified))
+            self.policy.observe(RoundOutcome(*launched.round, verified))
 
     def _next_drafts(self, batch: ScheduleBatch, max_accepted: int) -> list[int]:
         """Drafts that each request of a step is given for its next one."""
@@ -252,10 +261,12 @@ class RoundPlanner:
         bounds, slots = batch.kv_len_upper_bounds, batch.max_q_lens
         lens = zip(bounds, slots, batch.num_prompt_tokens, batch.emits, strict=True)
         emitting = [bound - most + num_prompt for bound, most, num_prompt, emits in lens if emits]
+        rows = [row for row, emits in zip(batch.rows, batch.emits, strict=True) if emits]
         if not emitting:
             return 0
         upcoming = partial(self._prompts.upcoming, len(emitting), sum(emitting))
-        tier = self.policy.choose(upcoming(1.0)._replace(of_pace=upcoming))
+        factors = partial(self._requests.factors, rows)
+        tier = self.policy.choose(upcoming(1.0)._replace(of_pace=upcoming, factors=factors))
         self._next_round = _Round(self.policy.settled, len(emitting))
         return tier
 
@@ -270,6 +281,20 @@ class _Round(NamedTuple):
 
     tier: int
     num_reqs: int
+
+
+class _Launched(NamedTuple):
+    """A step that has not been read.
+
+    Attributes:
+        round: None where nobody decodes.
+        rows: R rows of the page table.
+        num_drafts: R counts of drafts that its requests had.
+    """
+
+    round: _Round | None
+    rows: list[int]
+    num_drafts: list[int]
 
 
 def _packs_in_graphs(parts: DrafterParts) -> bool:

@@ -184,13 +184,21 @@ class LoadAwareTier:
         tiers = self._tiers if allowed is None else sorted({0, *allowed})
         self._survival.window = max(MEMORY_TRIALS, MEMORY_STEPS * upcoming.num_reqs)
         self._recent.window = max(RECENT_TRIALS, RECENT_STEPS * upcoming.num_reqs)
-        lengths = self._survival.mean_lengths(1 + tiers[-1])
+        lengths = self._lengths(upcoming, tiers[-1])
         costs = costs_of_tiers(self._prices, upcoming, tiers, lengths)
         best = self._settle(best_tier(lengths, costs, self._least_gain), lengths, costs)
         self.settled = best
         chosen = self._with_probes(upcoming, lengths, costs, best)
         self._now_ms += costs[chosen]
         return chosen
+
+    def _lengths(self, upcoming: UpcomingRound, most: int) -> list[float]:
+        """Tokens that a request is given per round with 0, 1, ... drafts."""
+        lengths = self._survival.mean_lengths(1 + most)
+        if upcoming.factors is None:
+            return lengths
+        factors = upcoming.factors(self.settled, most)
+        return [length * factor for length, factor in zip(lengths, factors, strict=True)]
 
     def _settle(self, best: int, lengths: Sequence[float], costs: Mapping[int, float]) -> int:
         """The best tier, or for a while the one that was best before, if it may be chosen."""
