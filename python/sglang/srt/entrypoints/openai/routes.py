@@ -17,7 +17,7 @@ from sglang.srt.entrypoints.http_io import (
 )
 from sglang.srt.entrypoints.openai import chat_protocol
 from sglang.srt.entrypoints.openai.chat_protocol import ChatCompletionRequest
-from sglang.srt.entrypoints.openai.chat_settings import chat_settings_of
+from sglang.srt.entrypoints.openai.chat_settings import ChatSettings
 from sglang.srt.entrypoints.openai.models import describe_model, describe_models
 from sglang.srt.entrypoints.openai.protocol import (
     CompletionRequest,
@@ -43,14 +43,10 @@ class Call(Protocol):
     def chunks(self) -> AsyncGenerator[dict[str, Any], None]: ...
 
 
-def add_openai_routes(app: FastAPI, state: ServerState) -> None:
-    """Adds `/v1/models`, `/v1/completions` and `/v1/chat/completions`.
-
-    Raises:
-        LaunchError: if a flag about chats makes no sense.
-    """
+def add_openai_routes(app: FastAPI, state: ServerState, chat: ChatSettings) -> None:
+    """Adds `/v1/models`, `/v1/completions` and `/v1/chat/completions`."""
     _add_models(app, state)
-    name, chat = state.model_name, chat_settings_of(state.server_args)
+    name = state.model_name
 
     @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def completions(request: Request) -> Response:
