@@ -1,5 +1,5 @@
-"""The checks of `check_openai_client.py`: they run where an `openai` package is, and import nothing
-else. Prints a JSON object on standard output: the name of each check to `ok` or to what it raised.
+"""The checks of `check_openai_client.py`: they run where an `openai` package is, and little else.
+Prints a JSON object on standard output: the name of each check to `ok` or to what it raised.
 """
 
 from __future__ import annotations
@@ -13,19 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import openai
+from _example_chats import NAME, TOOLS, calling_chat
 
 MESSAGES = [{"role": "user", "content": "Read the lines of a file."}]
 PROMPT = "def read_lines(path):\n"
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "read_file",
-            "description": "Reads a file.",
-            "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
-        },
-    }
-]
+PATH = "notes.txt"
+CALLING_CHAT = calling_chat(PATH)
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 16}
 
 
@@ -51,7 +44,9 @@ class Checks:
             "chat, fields of SGLang": self.extra_body,
             "chat, raw response": self.raw_response,
             "logprobs": self.logprobs,
-            "tools": self.tools,
+            "tools, unused": self.tools,
+            "tools, called": self.calls,
+            "tools, called in a stream": self.streamed_calls,
             "errors": self.errors,
             "errors of a stream's start": self.stream_errors,
         }
@@ -158,12 +153,36 @@ class Checks:
         assert all(entry.logprob <= 0 for entry in content)
 
     def tools(self) -> None:
-        """The bundled model knows no tools: what it writes is content, and no error."""
+        """What is no call is content, and no error."""
         for choice in ("auto", "none", "required"):
             answer = self._chat(tools=TOOLS, tool_choice=choice)
             message = answer.choices[0].message
             assert message.content or message.tool_calls
         list(self._chat(tools=TOOLS, stream=True))
+
+    def calls(self) -> None:
+        """A call comes, and goes back with what the tool said."""
+        first = self._chat(**CALLING_CHAT).choices[0]
+        (call,) = first.message.tool_calls
+        assert (call.type, call.function.name) == ("function", NAME)
+        assert json.loads(call.function.arguments) == {"path": PATH}
+        assert first.finish_reason == "tool_calls"
+        said = {"role": "tool", "tool_call_id": call.id, "content": "Nothing is in it."}
+        required = {"type": "function", "function": {"name": NAME}}
+        chat = [*CALLING_CHAT["messages"], first.message, said, *CALLING_CHAT["messages"]]
+        answer = self._chat(**{**CALLING_CHAT, "messages": chat, "tool_choice": required})
+        message = answer.choices[0].message
+        assert message.content or message.tool_calls
+
+    def streamed_calls(self) -> None:
+        call = {"model": self._model, **CALLING_CHAT}
+        with self._client.chat.completions.stream(**call) as events:
+            found = events.get_final_completion().choices[0]
+        (call_found,) = found.message.tool_calls
+        assert call_found.function.name == NAME
+        assert json.loads(call_found.function.arguments) == {"path": PATH}
+        assert call_found.id
+        assert found.finish_reason == "tool_calls"
 
     def errors(self) -> None:
         self._is_refused("temperature", temperature=-1)
