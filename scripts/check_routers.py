@@ -4,9 +4,9 @@
 
 Each version of sglang-router gets an environment of its own in build/routers. The load is bounded,
 and all of it stays on 127.0.0.1: `/generate`, completions, chats and calls of tools, streamed and
-not, whose answers have to be those of a server without a router. Under load the server with the most running requests is killed
-(SIGKILL), comes back, and in another phase is told to stop (SIGTERM). Writes
-benchmark/results/routers.json.
+not. Each answer has to be that of a server without a router. Under load the server with the most
+running requests is killed (SIGKILL), comes back, and in another phase is told to stop (SIGTERM).
+Writes benchmark/results/routers.json.
 """
 
 from __future__ import annotations
