@@ -24,15 +24,20 @@ from sglang.srt.entrypoints.server_info import describe_model, describe_server, 
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.frontend.body_parsing import parse_json_object, parse_struct
 from sglang.srt.frontend.errors import field_error
-from sglang.srt.frontend.generate_body import GenerateReqInput
+from sglang.srt.frontend.generate_body import ONE_PROMPT, GenerateReqInput
 from sglang.srt.frontend.tokenizer_bodies import (
     DetokenizeReqInput,
     TokenizeReqInput,
     check_detokenize,
 )
 from sglang.srt.frontend.work_in_threads import in_thread_if_large, map_texts
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.sglang_surface import neutral_fields
+
+GENERATE_BODY = body_of(
+    GenerateReqInput, refers_to=[SamplingParams], more={"GenerateReqInput": ONE_PROMPT}
+)
 
 
 def create_app(state: ServerState) -> FastAPI:
@@ -75,7 +80,7 @@ def launch_server(server_args: ServerArgs) -> None:
 
 def _add_generate(app: FastAPI, state: ServerState) -> None:
     @app.put("/generate", include_in_schema=False)
-    @app.post("/generate", openapi_extra=body_of(GenerateReqInput))
+    @app.post("/generate", openapi_extra=GENERATE_BODY)
     async def generate(request: Request) -> Response:
         """Generates text for a prompt or a batch of prompts, as one answer or as a stream."""
         manager = state.ready_manager

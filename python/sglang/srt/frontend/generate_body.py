@@ -46,6 +46,15 @@ HIDDEN_STATES: dict[bool | str, Literal["none", "all", "last"]] = {
     True: "all",
     "last": "last",
 }
+# What its types cannot say, as JSON Schema.
+_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_IDS_OR_LISTS = {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1}]}
+ONE_PROMPT: dict[str, Any] = {
+    "oneOf": [
+        {"required": ["text"], "properties": {"text": {"type": ["string", "array"]}}},
+        {"required": ["input_ids"], "properties": {"input_ids": _IDS_OR_LISTS}},
+    ]
+}
 
 
 class GenerateReqInput(msgspec.Struct, kw_only=True):

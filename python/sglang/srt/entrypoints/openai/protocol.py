@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from sglang.srt.frontend.body_parsing import check_known_fields, parse_json_object, struct_of
 from sglang.srt.frontend.errors import RequestError, field_error
@@ -15,6 +16,7 @@ from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sglang_surface import ANYTHING, is_neutral, neutral_fields
 
+Count = Annotated[int, Meta(ge=0)]
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 # OpenAI's names of sampling parameters that we call otherwise.
@@ -67,7 +69,7 @@ class CompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
     max_tokens: int = 16
     stream: bool = False
     stream_options: StreamOptions | None = None
-    logprobs: int | None = None
+    logprobs: Count | None = None
     echo: bool = False
     rid: str | list[str] | None = None
     cache_salt: str | list[str] | None = None
