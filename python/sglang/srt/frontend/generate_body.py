@@ -66,6 +66,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     Attributes:
         rid: the client's label; one for a batch names all of it.
         logprob_start_len: first prompt position whose logprob is returned; -1: outputs only.
+        return_prompt_token_ids: each answer gets `prompt_token_ids`, with a BOS that was added.
         token_ids_logprob: ids whose logprobs are returned at every position.
         priority: larger ones go first (with --enable-priority-scheduling).
         cache_salt, extra_key: KV is shared only between requests that have the same.
@@ -83,6 +84,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     top_logprobs_num: Count | list[Count] = 0
     token_ids_logprob: list[TokenId | list[TokenId]] = []
     return_text_in_logprobs: bool = False
+    return_prompt_token_ids: bool = False
     return_hidden_states: HiddenStates = False
     priority: Priority = 0
     cache_salt: str = ""

@@ -60,6 +60,7 @@ class CompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
     Attributes:
         prompt: a text, token ids, or a list of either.
         logprobs: best tokens per position; any number asks for log-probabilities.
+        return_token_ids: each choice gets `prompt_token_ids` and `token_ids`.
         echo: put the prompt before each output, and its log-probabilities too.
         custom_params: may hold the `mtp_*` parameters, for routers that drop these elsewhere.
     """
@@ -71,6 +72,7 @@ class CompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     logprobs: Count | None = None
     echo: bool = False
+    return_token_ids: bool = False
     rid: str | list[str] | None = None
     cache_salt: str | list[str] | None = None
     extra_key: str | list[str] | None = None
@@ -171,6 +173,7 @@ def common_body(request: Any) -> dict[str, Any]:
 def to_generate_body(request: CompletionRequest, prompts: Prompts) -> dict[str, Any]:
     """The body of `/generate` that a completion is; always a batch."""
     body = common_body(request)
+    body["return_prompt_token_ids"] = request.return_token_ids
     body["text" if prompts.texts is not None else "input_ids"] = prompts.texts or prompts.ids
     if request.logprobs is not None:
         body |= {
