@@ -3,9 +3,10 @@
     python scripts/check_routers.py
 
 Each version of sglang-router gets an environment of its own in build/routers. The load is bounded,
-and all of it stays on 127.0.0.1. Under load the server with the most running requests is killed
-(SIGKILL), comes back, and in another phase is told to stop (SIGTERM). Writes
-benchmark/results/routers.json.
+and all of it stays on 127.0.0.1: `/generate`, completions, chats and calls of tools, streamed and
+not. Each answer has to be that of a server without a router. Under load the server with the most
+running requests is killed (SIGKILL), comes back, and in another phase is told to stop (SIGTERM).
+Writes benchmark/results/routers.json.
 """
 
 from __future__ import annotations
@@ -27,12 +28,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from _client_checks import ROOT, client_python
+from _router_requests import (
+    PROMPTS,
+    REQUESTS,
+    UNSTREAMED,
+    Answers,
+    expected_answers,
+    get,
+    post,
+)
 
-from benchmark.command import RESULTS, store  # noqa: E402
-from benchmark.environment import describe_environment  # noqa: E402
-from benchmark.server_process import free_port  # noqa: E402
+from benchmark.command import RESULTS, store
+from benchmark.environment import describe_environment
+from benchmark.server_process import free_port
 
 VERSIONS = ("0.3.2", "0.2.2")
 RESULT = RESULTS / "routers.json"
@@ -49,12 +58,10 @@ WORKER_PATHS = (
     *("/get_model_info", "/model_info", "/v1/models", "/v1/loads", "/get_load", "/metrics"),
 )
 ROUTER_PATHS = ("/health", "/readiness", "/v1/models", "/get_server_info", "/get_loads", "/workers")
+KINDS_AT_THE_END = (["generate", "completions", "chat", "tools"], ["stream", "chat stream"])
 POLICIES = ("cache_aware", "round_robin")
-CONCURRENCY, NUM_TOKENS = 8, 96
+CONCURRENCY = 8
 WAIT_S = 180.0
-PROMPTS = [
-    f"def function_{i}(value):\n    return value + {i}\n\n\ndef other_{i}(" for i in range(6)
-]
 
 
 def main() -> int:
@@ -68,7 +75,7 @@ def main() -> int:
         for worker in workers:
             worker.wait()
         paths = {path: get(workers[0].url + path)[0] for path in WORKER_PATHS}
-        expected = {prompt: generate(workers[0].url, prompt) for prompt in PROMPTS}
+        expected = expected_answers(workers[0].url)
         for version in arguments.versions:
             for policy in POLICIES:
                 run = check_router(version, policy, workers, expected, arguments.requests)
@@ -83,10 +90,10 @@ def main() -> int:
 
 
 def check_router(
-    version: str, policy: str, workers: list[Worker], expected: dict[str, str], num: int
+    version: str, policy: str, workers: list[Worker], expected: Answers, num: int
 ) -> dict[str, Any]:
     """All phases with one router."""
-    python = router_python(version)
+    python = client_python(WORK / f"venv-{version}", f"sglang-router=={version}")
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [str(python), "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
@@ -97,7 +104,7 @@ def check_router(
         wait_for(lambda: get(url + "/readiness")[0] == 200, "the router is ready")
         phases = [Load(url, expected, kind, num=num).run() for kind in REQUESTS]
         for number in (signal.SIGKILL, signal.SIGTERM):
-            for kinds in (["generate", "completions"], ["stream"]):
+            for kinds in KINDS_AT_THE_END:
                 load = Load(url, expected, *kinds, num=num, workers=workers, number=number)
                 phases.append(load.run())
                 for worker in workers:
@@ -128,6 +135,7 @@ class Worker:
     def _start(self) -> None:
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", "demo"]
         command += ["--port", str(self._port), "--num-threads", "1"]
+        command += ["--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
         WORK.mkdir(parents=True, exist_ok=True)
         paths = f"{ROOT / 'python'}:{ROOT / 'sgl-kernel/python'}"
         with (WORK / f"worker-{self._index}.log").open("w") as log:
@@ -163,7 +171,7 @@ class Load:
     def __init__(
         self,
         url: str,
-        expected: dict[str, str],
+        expected: Answers,
         *kinds: str,
         num: int,
         workers: Sequence[Worker] = (),
@@ -180,7 +188,8 @@ class Load:
             counts = Counter(future.result() for future in futures)
         lost = self._num - counts["whole"]
         # A stream that has begun cannot go on elsewhere: of those, a server's end may cut some.
-        may_lose = CONCURRENCY if num_hit and "stream" in self._kinds else 0
+        streams = any(kind in UNSTREAMED for kind in self._kinds)
+        may_lose = CONCURRENCY if num_hit and streams else 0
         return {
             "requests": " + ".join(self._kinds),
             "signal": None if self._number is None else self._number.name,
@@ -204,89 +213,15 @@ class Load:
 
     def _one(self, index: int) -> str:
         """How one request went: `whole`, `wrong`, `cut` or an HTTP status."""
-        prompt = PROMPTS[index % len(PROMPTS)]
+        prompt, kind = PROMPTS[index % len(PROMPTS)], self._kinds[index % len(self._kinds)]
         try:
-            text = REQUESTS[self._kinds[index % len(self._kinds)]](self._url, prompt)
+            answer = REQUESTS[kind](self._url, prompt)
         except urllib.error.HTTPError as error:
             error.read()
             return f"status {error.code}"
         except (OSError, ValueError, http.client.HTTPException):
             return "cut"
-        return "whole" if text == self._expected[prompt] else "wrong"
-
-
-def generate(url: str, prompt: str) -> str:
-    """The text of one answer of /generate."""
-    body = {"text": prompt, "sampling_params": {"max_new_tokens": NUM_TOKENS, "temperature": 0}}
-    answer = json.loads(post(url + "/generate", body, raises=True)[1])
-    return str(answer["text"])
-
-
-def complete(url: str, prompt: str) -> str:
-    """The text of one answer of /v1/completions."""
-    body = {"model": "demo", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
-    answer = json.loads(post(url + "/v1/completions", body, raises=True)[1])
-    return str(answer["choices"][0]["text"])
-
-
-def stream(url: str, prompt: str) -> str:
-    """The last text of a stream of /generate; raises ValueError unless it ends as it should."""
-    body = {"text": prompt, "sampling_params": {"max_new_tokens": NUM_TOKENS, "temperature": 0}}
-    chunks = data_of(post(url + "/generate", {**body, "stream": True}, raises=True)[1].decode())
-    if len(chunks) < 2 or chunks[-1] != "[DONE]":
-        raise ValueError("the stream has no end")
-    last = json.loads(chunks[-2])
-    if last.get("meta_info", {}).get("finish_reason", {}).get("type") not in ("stop", "length"):
-        raise ValueError("the stream ended early")
-    return str(last["text"])
-
-
-def stream_completion(url: str, prompt: str) -> str:
-    """The joined text of a stream of /v1/completions."""
-    body = {"model": "demo", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
-    raw = post(url + "/v1/completions", {**body, "stream": True}, raises=True)[1].decode()
-    chunks = data_of(raw)
-    if not chunks or chunks[-1] != "[DONE]":
-        raise ValueError("the stream has no end")
-    return "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks[:-1])
-
-
-def data_of(events: str) -> list[str]:
-    """What each event of a stream says."""
-    lines = events.split("\n\n")
-    return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-
-
-REQUESTS: dict[str, Callable[[str, str], str]] = {
-    "generate": generate,
-    "completions": complete,
-    "stream": stream,
-    "completions stream": stream_completion,
-}
-
-
-def get(url: str) -> tuple[int, bytes]:
-    """(status, body); 0 for a server that cannot be reached."""
-    try:
-        with urllib.request.urlopen(url, timeout=30) as answer:
-            return answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read()
-    except OSError:
-        return 0, b""
-
-
-def post(url: str, body: dict[str, Any], raises: bool = False) -> tuple[int, bytes]:
-    """(status, body) of a JSON body; `raises` makes an error of any status but 200."""
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        if raises:
-            raise
-        return error.code, error.read()
+        return "whole" if answer == self._expected[kind][prompt] else "wrong"
 
 
 def num_healthy(url: str) -> int:
@@ -318,19 +253,8 @@ def running(command: list[str], log_path: Path) -> Iterator[None]:
                 process.kill()
 
 
-def router_python(version: str) -> Path:
-    """The interpreter of an environment that has this router, made if need be."""
-    directory = WORK / f"venv-{version}"
-    python = directory / "bin/python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
-    package = f"sglang-router=={version}"
-    subprocess.run([str(python), "-m", "pip", "install", "-q", package], check=True)
-    return python
-
-
 def show(runs: list[dict[str, Any]]) -> None:
-    row = "{:6} {:12} {:23} {:8} {:>8} {:>5} {:>6}  {}"
+    row = "{:6} {:12} {:41} {:8} {:>8} {:>5} {:>6}  {}"
     heads = ("router", "policy", "requests", "signal", "hit", "sent", "whole", "others")
     print(row.format(*heads))
     known = {"requests", "signal", "running_there", "sent", "whole", "seconds", "ok"}

@@ -59,6 +59,11 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     chat_template: str | None = flag(
         None, "File with the Jinja template of chats; default: the model's own."
     )
+    default_chat_template_kwargs: str | None = flag(
+        None,
+        "JSON object of variables for the chat template, where a chat's chat_template_kwargs do"
+        " not say otherwise.",
+    )
     tool_call_parser: str | None = flag(
         None,
         "How the model writes calls of functions: `llama3`, `qwen25` (`qwen`, `hermes`) or"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -14,8 +15,9 @@ import pytest
 from chat_template_cases import CALL, DEEPSEEK, QWEN, TOOL
 from fake_backend import Backend, run
 from serving_utils import make_model_dir
+from sglang.srt.entrypoints.launch import LaunchError
 from sglang.srt.entrypoints.openai.chat_protocol import UNSUPPORTED, ChatCompletionRequest
-from sglang.srt.entrypoints.openai.chat_settings import ChatSettings
+from sglang.srt.entrypoints.openai.chat_settings import ChatSettings, chat_settings_of
 from sglang.srt.entrypoints.openai.serving_chat import ChatCompletion
 from sglang.srt.frontend.body_parsing import parse_struct
 from sglang.srt.frontend.errors import RequestError
@@ -29,6 +31,7 @@ from sglang.srt.messages.requests import (
 from sglang.srt.parser.chat_templates import ChatTemplates
 from sglang.srt.parser.reasoning_parser import REASONING_FORMATS
 from sglang.srt.parser.template_files import TemplateFiles
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 
 STOP = FinishReason(type="stop", matched="<eos>")
@@ -445,3 +448,77 @@ def test_reasoning_that_the_prompt_begins(tokenizer: Tokenizer) -> None:
     message = chat(tokenizer, settings, "why</think>so", input_ids=ids).choice["message"]
     assert message["reasoning_content"] == "why"
     settings.templates.close()
+
+
+# ---------------------------------------------------------------- tokens of reasoning
+
+THOUGHT = "<think>\nLet me see é.\n</think>\n\nI say 😀."
+
+
+def _reasoning_tokens(usage: dict[str, Any]) -> int:
+    return usage["completion_tokens_details"]["reasoning_tokens"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("output", [THOUGHT, "<think>No end", "Hi", "<thin", " <think>a</think>"])
+def test_reasoning_tokens_are_those_up_to_the_end_of_reasoning(
+    tokenizer: Tokenizer, qwen: ChatSettings, output: str, size: int
+) -> None:
+    ids = tokenizer.encode(output, False)
+    texts = [tokenizer.decode(ids[:count], False) for count in range(len(ids) + 1)]
+    ends = [count for count, text in enumerate(texts) if "</think>" in text]
+    expected = min(ends, default=len(ids)) if "<think>" in output else 0
+    (whole,) = chat(tokenizer, qwen, output, size).answers
+    assert _reasoning_tokens(whole["usage"]) == expected
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = chat(tokenizer, qwen, output, size, stream=True, stream_options=options).answers
+    assert _reasoning_tokens(last["usage"]) == expected
+    counts = [_reasoning_tokens(chunk["usage"]) for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == expected
+
+
+def test_reasoning_tokens_of_samples_add_up(tokenizer: Tokenizer, qwen: ChatSettings) -> None:
+    (one,) = chat(tokenizer, qwen, THOUGHT).answers
+    (three,) = chat(tokenizer, qwen, THOUGHT, n=3).answers
+    assert _reasoning_tokens(three["usage"]) == 3 * _reasoning_tokens(one["usage"]) > 0
+
+
+def test_reasoning_that_the_prompt_begins_counts_too(tokenizer: Tokenizer) -> None:
+    settings = settings_of(DEEPSEEK, "qwen25", "qwen3")
+    (answer,) = chat(tokenizer, settings, "why\n</think>\n\nso").answers
+    assert _reasoning_tokens(answer["usage"]) == len(tokenizer.encode("why\n</think>", False))
+    settings.templates.close()
+
+
+def test_without_a_reasoning_parser_nothing_is_said_of_it(
+    tokenizer: Tokenizer, plain: ChatTemplates
+) -> None:
+    (answer,) = chat(tokenizer, plain, THOUGHT).answers
+    assert "completion_tokens_details" not in answer["usage"]
+
+
+# ---------------------------------------------------------------- variables of templates
+
+
+def test_a_chat_s_variables_go_before_the_server_s(
+    tokenizer: Tokenizer, qwen: ChatSettings
+) -> None:
+    off = dataclasses.replace(qwen, template_kwargs={"enable_thinking": False})
+    ending = "<think>\n\n</think>\n\n"
+    assert chat(tokenizer, off).prompt.endswith(ending)
+    wanted = {"enable_thinking": True}
+    assert not chat(tokenizer, off, chat_template_kwargs=wanted).prompt.endswith(ending)
+    assert not chat(tokenizer, qwen).prompt.endswith(ending)
+
+
+def test_the_flag_for_variables_is_a_json_object() -> None:
+    def settings(text: str | None) -> ChatSettings:
+        args = ServerArgs(model_path="demo", default_chat_template_kwargs=text)
+        return chat_settings_of(args)
+
+    assert settings('{"a": [1, null]}').template_kwargs == {"a": [1, None]}
+    assert settings(None).template_kwargs == {}
+    for text in ("[1]", "{", "nonsense", '{"messages": []}', "null", '"\ud800"'):
+        with pytest.raises(LaunchError, match="--default-chat-template-kwargs"):
+            settings(text)

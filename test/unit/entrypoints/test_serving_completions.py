@@ -242,3 +242,21 @@ def test_what_is_too_long_is_named(
         assert f"and max_tokens ({max_tokens})" in caught.value.message
 
     run(tokenizer, scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("by_ids", [False, True])
+def test_token_ids_of_prompt_and_output(tokenizer: Tokenizer, stream: bool, by_ids: bool) -> None:
+    prompt_ids = tokenizer.encode("hello é world")
+    assert prompt_ids[0] == tokenizer.bos_token_id  # which no text shows
+    output_ids = tokenizer.encode(OUTPUT, False)
+    prompt = prompt_ids if by_ids else "hello é world"
+    first, *others = complete(
+        tokenizer, prompt, output_ids, 2, stream=stream, return_token_ids=True
+    )
+    assert bool(others) == stream
+    assert first["prompt_token_ids"] == prompt_ids
+    assert not any("prompt_token_ids" in choice for choice in others)
+    assert [i for choice in [first, *others] for i in choice["token_ids"]] == output_ids
+    (plain,) = complete(tokenizer, prompt, output_ids)
+    assert not {"token_ids", "prompt_token_ids"} & plain.keys()

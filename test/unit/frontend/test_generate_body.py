@@ -48,6 +48,22 @@ def sampling(**params: Any) -> dict[str, Any]:
     return {"text": "x", "sampling_params": params}
 
 
+def test_a_whole_number_may_have_a_fraction_of_zero() -> None:
+    """As in JSON Schema, and as other languages write it."""
+    ids = check(input_ids=[[1.0, 2], [3.0]], top_logprobs_num=[2.0, 0], sampling_params={"n": 2.0})
+    plain = check(input_ids=[[1, 2], [3]], top_logprobs_num=[2, 0], sampling_params={"n": 2})
+    assert ids.prompts == plain.prompts
+    assert [type(token) for prompt in ids.prompts for token in prompt.input_ids or []] == [int] * 3
+
+
+@pytest.mark.parametrize("value", [1.5, 2.0**60, -1.0, "1", True, [[1.0]]])
+def test_no_other_number_becomes_a_whole_one(value: Any) -> None:
+    for ids in ([value], [[value]]):
+        with pytest.raises(RequestError) as raised:
+            check(input_ids=ids)
+        assert (raised.value.field or "").startswith("input_ids")
+
+
 BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({}, "text"),
     ({"text": None, "input_ids": None}, "text"),
@@ -67,7 +83,7 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1, 100]}, "input_ids[1]"),
     ({"input_ids": [-1]}, "input_ids[0]"),
     ({"input_ids": [True]}, "input_ids[0]"),
-    ({"input_ids": [1.0]}, "input_ids[0]"),
+    ({"input_ids": [1.5]}, "input_ids[0]"),
     ({"input_ids": ["1"]}, "input_ids[0]"),
     ({"input_ids": [None]}, "input_ids[0]"),
     ({"input_ids": [2**70]}, "input_ids[0]"),

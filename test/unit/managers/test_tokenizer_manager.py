@@ -84,6 +84,19 @@ def test_batch_of_one_is_answered_with_a_list(tokenizer: Tokenizer) -> None:
     run(tokenizer, scenario)
 
 
+def test_prompt_ids_come_back_if_wanted(tokenizer: Tokenizer) -> None:
+    async def scenario(backend: Backend) -> None:
+        body = {"text": ["hello", "the fox"], "return_prompt_token_ids": True}
+        task = asyncio.create_task(answer_of(backend, **body))
+        await backend.wait_sent(2)
+        for request in backend.requests:
+            backend.put(request.req_id, "x", (1,), LENGTH)
+        expected = [tokenizer.encode("hello"), tokenizer.encode("the fox")]
+        assert [item["prompt_token_ids"] for item in await task] == expected
+
+    run(tokenizer, scenario)
+
+
 def test_slow_reader_gets_coalesced_cumulative_chunks(tokenizer: Tokenizer) -> None:
     async def scenario(backend: Backend) -> None:
         chunks = []

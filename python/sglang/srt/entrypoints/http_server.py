@@ -17,21 +17,27 @@ from sglang.srt.entrypoints.http_io import (
     read_body,
     unless_client_leaves,
 )
+from sglang.srt.entrypoints.openai.chat_settings import ChatSettings, chat_settings_of
 from sglang.srt.entrypoints.openai.routes import add_openai_routes
 from sglang.srt.entrypoints.openapi_schema import body_of, install_openapi
 from sglang.srt.entrypoints.server_info import describe_model, describe_server, describe_tokenizer
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.frontend.body_parsing import parse_json_object, parse_struct
 from sglang.srt.frontend.errors import field_error
-from sglang.srt.frontend.generate_body import GenerateReqInput
+from sglang.srt.frontend.generate_body import ONE_PROMPT, GenerateReqInput
 from sglang.srt.frontend.tokenizer_bodies import (
     DetokenizeReqInput,
     TokenizeReqInput,
     check_detokenize,
 )
 from sglang.srt.frontend.work_in_threads import in_thread_if_large, map_texts
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.sglang_surface import neutral_fields
+
+GENERATE_BODY = body_of(
+    GenerateReqInput, refers_to=[SamplingParams], more={"GenerateReqInput": ONE_PROMPT}
+)
 
 
 def create_app(state: ServerState) -> FastAPI:
@@ -52,8 +58,9 @@ def create_app(state: ServerState) -> FastAPI:
     _add_health(app, state)
     _add_info(app, state)
     add_control_routes(app, state)
-    _add_tokenizer(app, state)
-    add_openai_routes(app, state)
+    chat = chat_settings_of(state.server_args)
+    _add_tokenizer(app, state, chat)
+    add_openai_routes(app, state, chat)
     install_openapi(app)
     add_guard(app, AccessRules.of(state.server_args))
     return app
@@ -73,7 +80,7 @@ def launch_server(server_args: ServerArgs) -> None:
 
 def _add_generate(app: FastAPI, state: ServerState) -> None:
     @app.put("/generate", include_in_schema=False)
-    @app.post("/generate", openapi_extra=body_of(GenerateReqInput))
+    @app.post("/generate", openapi_extra=GENERATE_BODY)
     async def generate(request: Request) -> Response:
         """Generates text for a prompt or a batch of prompts, as one answer or as a stream."""
         manager = state.ready_manager
@@ -133,12 +140,13 @@ def _add_info(app: FastAPI, state: ServerState) -> None:
         return json_response({**info, "startup_time": round(state.startup_time_s, 3)})
 
 
-def _add_tokenizer(app: FastAPI, state: ServerState) -> None:
+def _add_tokenizer(app: FastAPI, state: ServerState, chat: ChatSettings) -> None:
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
         """What clients need to know that count or make tokens themselves."""
-        tokenizer = state.ready_manager.tokenizer
-        return json_response(describe_tokenizer(state.server_args, tokenizer, state.scheduler))
+        tokenizer, args = state.ready_manager.tokenizer, state.server_args
+        template = chat.templates.default
+        return json_response(describe_tokenizer(args, tokenizer, state.scheduler, template))
 
     @app.post("/tokenize", openapi_extra=body_of(TokenizeReqInput))
     async def tokenize(request: Request) -> Response:
@@ -173,4 +181,5 @@ def _add_tokenizer(app: FastAPI, state: ServerState) -> None:
             return manager.tokenizer.decode(ids, tokens.skip_special_tokens)
 
         texts = await map_texts(decode, tokens.lists, sum(map(len, tokens.lists)))
-        return json_response({"text": texts if tokens.is_list else texts[0]})
+        answer = texts if tokens.is_list else texts[0]
+        return json_response({"text": answer, "prompt": answer})  # SGLang's name and vLLM's

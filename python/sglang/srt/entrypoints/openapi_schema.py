@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 REF = "#/components/schemas/{name}"
 SCHEMAS = "x-schemas"  # of a route, until the document is made: the schemas of its body
@@ -38,9 +37,28 @@ ERRORS = {
 }
 
 
-def body_of(struct: type[msgspec.Struct], required: bool = True) -> dict[str, Any]:
-    """What documents a route's JSON body: FastAPI's `openapi_extra`."""
-    (schema,), schemas = msgspec.json.schema_components([struct], ref_template=REF)
+def body_of(
+    struct: type[msgspec.Struct],
+    required: bool = True,
+    refers_to: Sequence[type[msgspec.Struct]] = (),
+    takes_others: bool = False,
+    more: Mapping[str, dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """What documents a route's JSON body: FastAPI's `openapi_extra`.
+
+    Args:
+        refers_to: other structs whose schemas the body's fields name; none takes unknown fields.
+        takes_others: unknown fields are no error.
+        more: what types cannot say, by the name of a struct: schemas of fields in `properties`, and
+            other keywords of JSON Schema.
+    """
+    (schema, *_), schemas = msgspec.json.schema_components([struct, *refers_to], ref_template=REF)
+    for name, found in schemas.items():
+        if "properties" in found and not (takes_others and name == struct.__name__):
+            found["additionalProperties"] = False
+    for name, keywords in (more or {}).items():
+        schemas[name]["properties"] |= keywords.get("properties", {})
+        schemas[name] |= {key: keywords[key] for key in keywords.keys() - {"properties"}}
     content = {"application/json": {"schema": schema}}
     return {"requestBody": {"required": required, "content": content}, SCHEMAS: schemas}
 
@@ -62,8 +80,6 @@ def install_openapi(app: FastAPI) -> None:
                 operation.pop(SCHEMAS, None)  # a copy without the defaults that are null
                 operation["responses"].pop("422", None)
                 operation["responses"].update(_error_responses())
-        # `/generate` refers to it, and checks it by itself.
-        schemas.update(msgspec.json.schema_components([SamplingParams], ref_template=REF)[1])
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]

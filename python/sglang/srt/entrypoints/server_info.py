@@ -79,9 +79,13 @@ def describe_server(
 
 
 def describe_tokenizer(
-    server_args: ServerArgs, tokenizer: Tokenizer, scheduler: SchedulerInfo | None
+    server_args: ServerArgs,
+    tokenizer: Tokenizer,
+    scheduler: SchedulerInfo | None,
+    chat_template: str | None,
 ) -> dict[str, Any]:
-    """The answer of `/tokenizer_info`: ids and texts of the tokens that begin and end a text."""
+    """The answer of `/tokenizer_info`: ids and texts of the tokens that begin and end a text, and
+    the template of chats without tools."""
     eos_ids = [] if scheduler is None else scheduler.eos_token_ids
     bos_id = tokenizer.bos_token_id
 
@@ -99,6 +103,7 @@ def describe_tokenizer(
         "eos_token": text(eos_ids[0]) if eos_ids else None,
         "pad_token": None,
         "adds_bos": bos_id is not None,
+        "chat_template": chat_template,
     }
 
 

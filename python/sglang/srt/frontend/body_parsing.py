@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
@@ -16,6 +17,8 @@ from sglang.srt.sglang_surface import is_neutral
 
 S = TypeVar("S", bound=msgspec.Struct)
 MAX_EXPLAINED_BYTES = 262_144
+MAX_EXACT = 2**53  # of the integers that floats can tell apart
+FLOAT_IN_FIELD = re.compile(r"got `float` - at `\$\.(\w+)")
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
@@ -71,7 +74,7 @@ def struct_of(
 
 
 def convert_fields(fields: Mapping[str, Any], struct: type[S], prefix: str = "") -> S:
-    """The struct of these fields.
+    """The struct of these fields. As in JSON Schema 2.0 is an integer, and stands for 2.
 
     Args:
         prefix: what the client's names of the fields begin with, such as `sampling_params.`.
@@ -82,7 +85,7 @@ def convert_fields(fields: Mapping[str, Any], struct: type[S], prefix: str = "")
     """
     try:
         with paused_collections():
-            return msgspec.convert(fields, struct)
+            return _convert(fields, struct)
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, RequestError):  # a rule of the struct's __post_init__
             raise error.__cause__ from None
@@ -97,6 +100,37 @@ def convert_fields(fields: Mapping[str, Any], struct: type[S], prefix: str = "")
         raise field_error(
             f"{prefix}{field}".rstrip(".") or None, "half a surrogate pair is not text"
         ) from None
+
+
+def _convert(fields: Mapping[str, Any], struct: type[S]) -> S:
+    """`msgspec.convert`, and again with whole numbers in the field that has a float too many."""
+    mended: set[str] = set()
+    while True:
+        try:
+            return msgspec.convert(fields, struct)
+        except msgspec.ValidationError as error:
+            found = FLOAT_IN_FIELD.search(str(error))
+            name = found and found[1]
+            if name is None or name in mended or name not in fields:
+                raise
+            mended.add(name)
+            fields = {**fields, name: _with_whole_numbers(fields[name])}
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """A number, a list or a list of lists with integers in place of floats that are integers."""
+    if isinstance(value, list):
+        lists = (item if isinstance(item, list) else [item] for item in value)
+        whole = [[_whole_number(number) for number in numbers] for numbers in lists]
+        return [
+            new if isinstance(old, list) else new[0] for old, new in zip(value, whole, strict=True)
+        ]
+    return _whole_number(value)
+
+
+def _whole_number(value: Any) -> Any:
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) <= MAX_EXACT
+    return int(value) if is_whole else value
 
 
 def _type_error(error: msgspec.ValidationError, prefix: str = "") -> RequestError:

@@ -46,6 +46,15 @@ HIDDEN_STATES: dict[bool | str, Literal["none", "all", "last"]] = {
     True: "all",
     "last": "last",
 }
+# What its types cannot say, as JSON Schema.
+_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_IDS_OR_LISTS = {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1}]}
+ONE_PROMPT: dict[str, Any] = {
+    "oneOf": [
+        {"required": ["text"], "properties": {"text": {"type": ["string", "array"]}}},
+        {"required": ["input_ids"], "properties": {"input_ids": _IDS_OR_LISTS}},
+    ]
+}
 
 
 class GenerateReqInput(msgspec.Struct, kw_only=True):
@@ -57,6 +66,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     Attributes:
         rid: the client's label; one for a batch names all of it.
         logprob_start_len: first prompt position whose logprob is returned; -1: outputs only.
+        return_prompt_token_ids: each answer gets `prompt_token_ids`, with a BOS that was added.
         token_ids_logprob: ids whose logprobs are returned at every position.
         priority: larger ones go first (with --enable-priority-scheduling).
         cache_salt, extra_key: KV is shared only between requests that have the same.
@@ -74,6 +84,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     top_logprobs_num: Count | list[Count] = 0
     token_ids_logprob: list[TokenId | list[TokenId]] = []
     return_text_in_logprobs: bool = False
+    return_prompt_token_ids: bool = False
     return_hidden_states: HiddenStates = False
     priority: Priority = 0
     cache_salt: str = ""

@@ -25,6 +25,7 @@ class Sample:
 
     Attributes:
         index: place in the client's answer.
+        prompt_token_ids: for a client that wants them back.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Sample:
         self.rid = rid
         self.finish_reason: FinishReason | None = None
         self.log_fields: dict[str, Any] | None = None
+        self.prompt_token_ids: list[int] | None = None
         self._lists = lists
         self._first_output_time: float | None = None
         self._text = ""
@@ -126,7 +128,10 @@ class Sample:
         }
         if self._step_lens is not None:
             meta["mtp_effective_k"] = list(self._step_lens)
-        return {"text": self._text, "output_ids": list(self._output_ids), "meta_info": meta}
+        answer = {"text": self._text, "output_ids": list(self._output_ids), "meta_info": meta}
+        if self.prompt_token_ids is not None:
+            answer["prompt_token_ids"] = self.prompt_token_ids
+        return answer
 
 
 class GenerateCall:

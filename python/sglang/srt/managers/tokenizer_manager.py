@@ -163,6 +163,8 @@ class TokenizerManager:
             lists = LogprobsAndHiddenLists(message, text_of_token)
             sample = call.add_sample(message.req_id, message.rid, lists, params.reports_steps)
             self._samples[sample.req_id] = sample
+            if request.body.return_prompt_token_ids:
+                sample.prompt_token_ids = message.input_ids
             sample.log_fields = self._log_fields(request, request.prompts[index], params)
         self._idle.clear()
         for index, _, message in messages:
@@ -177,10 +179,8 @@ class TokenizerManager:
     ) -> ReqTextOutput:
         """The only output of a sample that ends before it is sent."""
         spans = [(self.control.status.weight_version, 0)]
-        num_tokens = len(message.input_ids)
-        return ReqTextOutput(
-            message.req_id, "", [], reason, num_tokens, 0, 0, 0, weight_spans=spans
-        )
+        counts = (len(message.input_ids), 0, 0, 0)
+        return ReqTextOutput(message.req_id, "", [], reason, *counts, weight_spans=spans)
 
     def _message(
         self,

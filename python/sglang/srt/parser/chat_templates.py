@@ -149,6 +149,11 @@ class ChatTemplates:
         self._idle: list[RenderProcess] = []
         self._turns = asyncio.Semaphore(max_processes)
 
+    @property
+    def default(self) -> str | None:
+        """The text of the template for chats without tools, if there is one."""
+        return self._files.templates.get(self._files.choose(has_tools=False) or "")
+
     def reads(self, name: str, has_tools: bool) -> bool:
         """Whether the template for a chat mentions a variable."""
         template = self._files.choose(has_tools)

@@ -60,11 +60,22 @@ class ReasoningParser:
         self._at_start = True
         self._in_reasoning = False
         self._skips_space = False  # white space here is around reasoning
+        self._has_reasoned = False
 
     @property
     def in_reasoning(self) -> bool:
         """Whether reasoning has begun and not ended."""
         return self._in_reasoning
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether reasoning has begun, be it over or not."""
+        return self._has_reasoned
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all that follows is content: reasoning is over, or there was none."""
+        return not (self._at_start or self._in_reasoning)
 
     def push(self, text: str) -> Parts:
         """Adds text and returns what is certain now."""
@@ -91,6 +102,7 @@ class ReasoningParser:
         self._at_start = False
         has_start = text.startswith(start)
         self._in_reasoning = has_start or self._is_open
+        self._has_reasoned = self._in_reasoning
         if self._in_reasoning:
             self._text = text.removeprefix(start)
             self._skips_space = True

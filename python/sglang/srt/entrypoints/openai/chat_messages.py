@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from sglang.srt.entrypoints.openai.chat_protocol import NEEDS_GRAMMAR, ChatCompletionRequest
 from sglang.srt.frontend.body_parsing import check_known_fields, convert_fields
@@ -34,7 +35,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 class Part(msgspec.Struct, kw_only=True):
     """A part of a content; only texts are read."""
 
-    type: str
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text"]})]
     text: str | None = None
 
 

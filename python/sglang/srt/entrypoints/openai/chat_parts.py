@@ -12,6 +12,7 @@ from typing import Any
 from sglang.srt.function_call.formats import CallFormat
 from sglang.srt.function_call.function_call_parser import FunctionCall, FunctionCallParser
 from sglang.srt.parser.reasoning_parser import Parts, ReasoningFormat, ReasoningParser
+from sglang.srt.tokenizer import DecodeStream
 
 PIECE_CHARS = 4096
 ID_CHARS = string.ascii_letters + string.digits
@@ -53,6 +54,31 @@ class News:
 
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.calls)
+
+
+class ReasoningTokens:
+    """How many tokens of one output are reasoning: those up to the end of its mark, or all."""
+
+    def __init__(self, form: ReasoningFormat, is_open: bool, stream: DecodeStream) -> None:
+        self._parser = ReasoningParser(form, is_open)
+        self._stream = stream
+        self._num_tokens = 0
+        self._has_begun = is_open
+        self._has_ended = False
+
+    @property
+    def count(self) -> int:
+        return self._num_tokens if self._has_begun else 0
+
+    def update(self, output_ids: list[int]) -> None:
+        """Looks at what is new of the ids of the output so far. Nothing is, once it has ended."""
+        for token_id in output_ids[self._num_tokens :] if not self._has_ended else ():
+            self._num_tokens += 1
+            self._parser.push(self._stream.push([token_id]))
+            self._has_begun = self._has_begun or self._parser.has_begun
+            if self._parser.has_ended:
+                self._has_ended = True
+                break
 
 
 class ChoiceParts:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 from sglang.srt.entrypoints.openai.protocol import (
     RECORDS,
     RENAMED,
+    Count,
     SamplingFields,
     StreamOptions,
     common_body,
@@ -41,7 +41,6 @@ _BATCH = "[0]"  # the one prompt is sent as a batch
 NEEDS_GRAMMAR = (
     "needs grammars, which this runtime does not have yet; ask for the format in a message"
 )
-Count = Annotated[int, Meta(ge=0)]
 
 
 class ChatCompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import msgspec
 
 from sglang.srt.entrypoints.launch import LaunchError
+from sglang.srt.entrypoints.openai.chat_protocol import RESERVED
 from sglang.srt.function_call.formats import CALL_FORMATS, CallFormat
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.parser.chat_templates import ChatTemplates
@@ -25,18 +28,21 @@ class ChatSettings:
     Attributes:
         calls: None: functions cannot be called.
         reasoning: None: what the model thinks is content.
+        template_kwargs: variables for templates, where a chat does not say otherwise.
     """
 
     templates: ChatTemplates
     calls: CallFormat | None = None
     reasoning: ReasoningFormat | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def chat_settings_of(args: ServerArgs) -> ChatSettings:
     """The settings of a server.
 
     Raises:
-        LaunchError: if the file of --chat-template cannot be used, or a parser has no such name.
+        LaunchError: if the file of --chat-template cannot be used, a parser has no such name, or
+            the variables of templates are no object.
     """
     folder = Path(args.tokenizer_path or resolve_model_path(args.model_path))
     try:
@@ -47,7 +53,22 @@ def chat_settings_of(args: ServerArgs) -> ChatSettings:
         ChatTemplates(files),
         _named("--tool-call-parser", args.tool_call_parser, CALL_FORMATS),
         _named("--reasoning-parser", args.reasoning_parser, REASONING_FORMATS),
+        _template_kwargs(args.default_chat_template_kwargs),
     )
+
+
+def _template_kwargs(text: str | None) -> dict[str, Any]:
+    """The variables of a flag's JSON."""
+    flag = "--default-chat-template-kwargs"
+    try:
+        found = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise LaunchError(f"{flag}: {error}; give a JSON object in quotes.") from None
+    if not isinstance(found, dict):
+        raise LaunchError(f"{flag}: must be a JSON object, such as '{{\"name\": true}}'.")
+    for name in found.keys() & RESERVED:
+        raise LaunchError(f"{flag}: {name} is set by the server; leave it out.")
+    return found
 
 
 def _named(flag: str, name: str | None, known: Mapping[str, T]) -> T | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from sglang.srt.frontend.body_parsing import check_known_fields, parse_json_object, struct_of
 from sglang.srt.frontend.errors import RequestError, field_error
@@ -15,6 +16,7 @@ from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sglang_surface import ANYTHING, is_neutral, neutral_fields
 
+Count = Annotated[int, Meta(ge=0)]
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 # OpenAI's names of sampling parameters that we call otherwise.
@@ -58,6 +60,7 @@ class CompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
     Attributes:
         prompt: a text, token ids, or a list of either.
         logprobs: best tokens per position; any number asks for log-probabilities.
+        return_token_ids: each choice gets `prompt_token_ids` and `token_ids`.
         echo: put the prompt before each output, and its log-probabilities too.
         custom_params: may hold the `mtp_*` parameters, for routers that drop these elsewhere.
     """
@@ -67,8 +70,9 @@ class CompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
     max_tokens: int = 16
     stream: bool = False
     stream_options: StreamOptions | None = None
-    logprobs: int | None = None
+    logprobs: Count | None = None
     echo: bool = False
+    return_token_ids: bool = False
     rid: str | list[str] | None = None
     cache_salt: str | list[str] | None = None
     extra_key: str | list[str] | None = None
@@ -169,6 +173,7 @@ def common_body(request: Any) -> dict[str, Any]:
 def to_generate_body(request: CompletionRequest, prompts: Prompts) -> dict[str, Any]:
     """The body of `/generate` that a completion is; always a batch."""
     body = common_body(request)
+    body["return_prompt_token_ids"] = request.return_token_ids
     body["text" if prompts.texts is not None else "input_ids"] = prompts.texts or prompts.ids
     if request.logprobs is not None:
         body |= {

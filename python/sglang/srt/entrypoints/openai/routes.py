@@ -16,17 +16,16 @@ from sglang.srt.entrypoints.http_io import (
     unless_client_leaves,
 )
 from sglang.srt.entrypoints.openai import chat_protocol
+from sglang.srt.entrypoints.openai.body_schemas import CHAT_BODY, COMPLETION_BODY
 from sglang.srt.entrypoints.openai.chat_protocol import ChatCompletionRequest
-from sglang.srt.entrypoints.openai.chat_settings import chat_settings_of
+from sglang.srt.entrypoints.openai.chat_settings import ChatSettings
 from sglang.srt.entrypoints.openai.models import describe_model, describe_models
 from sglang.srt.entrypoints.openai.protocol import (
-    CompletionRequest,
     parse_completion,
     parse_openai,
 )
 from sglang.srt.entrypoints.openai.serving_chat import ChatCompletion
 from sglang.srt.entrypoints.openai.serving_completions import Completion
-from sglang.srt.entrypoints.openapi_schema import body_of
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.frontend.errors import field_error
 from sglang.srt.frontend.work_in_threads import in_thread_if_large
@@ -43,16 +42,12 @@ class Call(Protocol):
     def chunks(self) -> AsyncGenerator[dict[str, Any], None]: ...
 
 
-def add_openai_routes(app: FastAPI, state: ServerState) -> None:
-    """Adds `/v1/models`, `/v1/completions` and `/v1/chat/completions`.
-
-    Raises:
-        LaunchError: if a flag about chats makes no sense.
-    """
+def add_openai_routes(app: FastAPI, state: ServerState, chat: ChatSettings) -> None:
+    """Adds `/v1/models`, `/v1/completions` and `/v1/chat/completions`."""
     _add_models(app, state)
-    name, chat = state.model_name, chat_settings_of(state.server_args)
+    name = state.model_name
 
-    @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
+    @app.post("/v1/completions", openapi_extra=COMPLETION_BODY)
     async def completions(request: Request) -> Response:
         """Completes a prompt, or each of a list, in the form of OpenAI's API."""
         manager = state.ready_manager
@@ -63,7 +58,7 @@ def add_openai_routes(app: FastAPI, state: ServerState) -> None:
 
         return await _run(request, state, make)
 
-    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatCompletionRequest))
+    @app.post("/v1/chat/completions", openapi_extra=CHAT_BODY)
     async def chat_completions(request: Request) -> Response:
         """Continues a chat, in the form of OpenAI's API."""
         manager = state.ready_manager

@@ -4,7 +4,7 @@ its outputs into OpenAI's frame, as one answer or as chunks."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -27,6 +27,9 @@ class Form(Protocol):
 
     def translate(self, error: RequestError) -> RequestError:
         """An error of `/generate` in the route's terms."""
+
+    def usage_details(self, indices: Iterable[int]) -> dict[str, Any]:
+        """What the usage of these choices, as far as they were built, says beside its numbers."""
 
     def choice(self, index: int, result: dict[str, Any]) -> dict[str, Any]:
         """A choice as a whole."""
@@ -69,7 +72,7 @@ class OpenAIAnswer:
             await self._build(self._form.choice, index, result)
             for index, result in enumerate(results)
         ]
-        usage = usage_of(results, self._num_samples)
+        usage = self._usage_of(results, range(len(results)))
         yield {**self._form.base, "choices": choices, "usage": usage, **_metadata(results)}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -96,21 +99,24 @@ class OpenAIAnswer:
                 raise self._form.translate(error) from None
         if gives_usage:
             results = in_order(latest)
-            usage = usage_of(results, self._num_samples)
+            usage = self._usage_of(results, latest)
             yield {**self._form.base, "choices": [], "usage": usage, **_metadata(results)}
 
     async def _chunks_of(
         self, index: int, result: dict[str, Any], metadata: dict[str, Any]
     ) -> list[dict[str, Any]]:
         """The chunks with what is new of a choice; the last one has the metadata."""
+        choices = await self._build(self._form.news, index, result)
         usage = {}
         if self._options.continuous_usage_stats:
-            usage = {"usage": usage_of([result], 1)}
-        choices = await self._build(self._form.news, index, result)
+            usage = {"usage": usage_of([result], 1) | self._form.usage_details([index])}
         found = [{**self._form.base, "choices": [choice], **usage} for choice in choices]
         if found:
             found[-1] |= metadata
         return found
+
+    def _usage_of(self, results: list[dict[str, Any]], indices: Iterable[int]) -> dict[str, Any]:
+        return usage_of(results, self._num_samples) | self._form.usage_details(indices)
 
     async def _build(self, build: Any, index: int, result: dict[str, Any]) -> Any:
         if self._form.takes_long:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 
 from sglang.srt.entrypoints.openai.chat_messages import messages_of, tool_use_of
-from sglang.srt.entrypoints.openai.chat_parts import ChoiceParts, Division, News
+from sglang.srt.entrypoints.openai.chat_parts import ChoiceParts, Division, News, ReasoningTokens
 from sglang.srt.entrypoints.openai.chat_protocol import (
     ChatCompletionRequest,
     names_in,
@@ -71,7 +71,10 @@ class ChatCompletion:
             "created": int(time.time()),
             "model": model,
         }
-        self.takes_long = request.logprobs
+        counts_reasoning = settings.reasoning is not None
+        self.takes_long = request.logprobs or (counts_reasoning and not request.stream)
+        self._is_open = False  # outputs begin with reasoning
+        self._reasoning_tokens: dict[int, ReasoningTokens] = {}
         self._division = Division()
         self._sent: dict[int, ChoiceParts] = {}
 
@@ -114,12 +117,13 @@ class ChatCompletion:
         """
         beginning, closing, given = "", "", self._request.input_ids
         prompt = await self._render() if given is None else self._end_of_prompt(given)
-        is_open = self._is_open(prompt)
+        is_open = self._begins_open(prompt)
         if self._tools.must_call and self._calls is not None:
             beginning = self._calls.beginning(self._tools.only)
             if is_open and self._settings.reasoning is not None:
                 closing = f"{self._settings.reasoning.end}\n\n"
                 is_open = False
+        self._is_open = is_open
         self._division = Division(
             reasoning=None if beginning else self._reasoning,
             is_open=is_open,
@@ -133,7 +137,7 @@ class ChatCompletion:
         self._checked = self._with_prompt([*(given or []), *ids])
         return OpenAIAnswer(self._manager, self._checked, self, self._request.stream_options)
 
-    def _is_open(self, prompt: str) -> bool:
+    def _begins_open(self, prompt: str) -> bool:
         """Whether outputs begin with reasoning: the format says so, or the prompt's end."""
         form = self._settings.reasoning
         if form is None:
@@ -145,11 +149,12 @@ class ChatCompletion:
 
     async def _render(self) -> str:
         request = self._request
+        kwargs = {**self._settings.template_kwargs, **request.chat_template_kwargs}
         variables = {
-            **request.chat_template_kwargs,
+            **kwargs,
             "messages": self._messages,
             "tools": self._tools.tools,
-            "documents": request.chat_template_kwargs.get("documents"),
+            "documents": kwargs.get("documents"),
             "add_generation_prompt": request.begins_message,
         }
         if request.reasoning_effort is not None:
@@ -196,6 +201,7 @@ class ChatCompletion:
 
     def choice(self, index: int, result: dict[str, Any]) -> dict[str, Any]:
         """A choice as a whole."""
+        self._count_reasoning(index, result)
         parts = ChoiceParts(self._division)
         news = parts.news(result["text"], has_ended=True)
         message: dict[str, Any] = {
@@ -223,6 +229,7 @@ class ChatCompletion:
 
     def news(self, index: int, result: dict[str, Any]) -> list[dict[str, Any]]:
         """Chunks: the role first, then what is new, then the reason of the end."""
+        self._count_reasoning(index, result)
         parts = self._sent.get(index) or self._sent.setdefault(index, ChoiceParts(self._division))
         has_ended = result["meta_info"]["finish_reason"] is not None
         news = parts.news(result["text"], has_ended)
@@ -244,6 +251,22 @@ class ChatCompletion:
                 last["meta_info"] = result["meta_info"]
             found.append(last)
         return found
+
+    def usage_details(self, indices: Iterable[int]) -> dict[str, Any]:
+        if self._settings.reasoning is None:
+            return {}
+        num_tokens = sum(self._reasoning_tokens[index].count for index in indices)
+        return {"completion_tokens_details": {"reasoning_tokens": num_tokens}}
+
+    def _count_reasoning(self, index: int, result: dict[str, Any]) -> None:
+        form = self._settings.reasoning
+        if form is None:
+            return
+        if index not in self._reasoning_tokens:
+            skips = self._checked.prompts[0].sampling_params.skip_special_tokens
+            stream = self._manager.tokenizer.decode_stream(skips)
+            self._reasoning_tokens[index] = ReasoningTokens(form, self._is_open, stream)
+        self._reasoning_tokens[index].update(result["output_ids"])
 
     def _chunk(
         self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None

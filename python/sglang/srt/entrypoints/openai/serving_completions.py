@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 from sglang.srt.entrypoints.openai.protocol import (
@@ -101,6 +101,9 @@ class Completion:
     def translate(self, error: RequestError) -> RequestError:
         return in_openai_terms(error)
 
+    def usage_details(self, indices: Iterable[int]) -> dict[str, Any]:
+        return {}
+
     def choice(self, index: int, result: dict[str, Any]) -> dict[str, Any]:
         """A choice as a whole."""
         return self._build(index, result, self._begin(index))
@@ -127,6 +130,10 @@ class Completion:
             "finish_reason": None if reason is None else reason["type"],
             "matched_stop": None if reason is None else reason.get("matched"),
         }
+        if self._request.return_token_ids:
+            choice["token_ids"] = result["output_ids"][sent.num_tokens :]
+            if not sent.has_begun:
+                choice["prompt_token_ids"] = result["prompt_token_ids"]
         sent.has_begun = True
         sent.num_chars = len(result["text"])
         sent.num_tokens = len(result["output_ids"])

@@ -1,0 +1,224 @@
+"""The checks of `check_openai_client.py`: they run where an `openai` package is, and little else.
+Prints a JSON object on standard output: the name of each check to `ok` or to what it raised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import openai
+from _example_chats import NAME, TOOLS, calling_chat
+
+MESSAGES = [{"role": "user", "content": "Read the lines of a file."}]
+PROMPT = "def read_lines(path):\n"
+PATH = "notes.txt"
+CALLING_CHAT = calling_chat(PATH)
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 16}
+
+
+class Checks:
+    """The checks, over a client of the package and the name of the model."""
+
+    def __init__(self, url: str) -> None:
+        self._base_url = f"{url}/v1"
+        self._client = openai.OpenAI(base_url=self._base_url, api_key="none", max_retries=0)
+        self._model = self._client.models.list().data[0].id
+
+    def all(self) -> dict[str, Callable[[], None]]:
+        """By name."""
+        return {
+            "models": self.models,
+            "completion": self.completion,
+            "completion of token ids, echoed": self.completion_of_ids,
+            "completion, streamed": self.completion_stream,
+            "chat": self.chat,
+            "chat, streamed": self.stream,
+            "chat, the package's own gathering of a stream": self.gathered_stream,
+            "chat, asynchronous": self.asynchronous,
+            "chat, fields of SGLang": self.extra_body,
+            "chat, raw response": self.raw_response,
+            "logprobs": self.logprobs,
+            "tools, unused": self.tools,
+            "tools, called": self.calls,
+            "tools, called in a stream": self.streamed_calls,
+            "errors": self.errors,
+            "errors of a stream's start": self.stream_errors,
+        }
+
+    def _chat(self, **fields: Any) -> Any:
+        fields = {"messages": MESSAGES, "model": self._model, **GREEDY, **fields}
+        return self._client.chat.completions.create(**fields)
+
+    def _complete(self, **fields: Any) -> Any:
+        fields = {"prompt": PROMPT, "model": self._model, **GREEDY, **fields}
+        return self._client.completions.create(**fields)
+
+    def models(self) -> None:
+        model = self._client.models.retrieve(self._model)
+        assert model.id == self._model
+        assert model.object == "model"
+
+    def completion(self) -> None:
+        answer = self._complete()
+        assert answer.choices[0].text
+        usage = answer.usage
+        assert usage.completion_tokens == 16
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+    def completion_of_ids(self) -> None:
+        """Two prompts as ids of one text: each echo is that text, with a value for each token."""
+        known = self._chat(extra_body={"return_token_ids": True}).choices[0].response_token_ids
+        answer = self._complete(prompt=[known, known], echo=True, logprobs=2, max_tokens=2)
+        first, second = answer.choices
+        assert first.text == second.text
+        assert (first.index, second.index) == (0, 1)
+        assert len(first.logprobs.token_logprobs) == len(known) + 2
+        assert first.logprobs.token_logprobs[0] is None
+        assert all(value <= 0 for value in first.logprobs.token_logprobs[1:])
+        assert "".join(first.logprobs.tokens) == first.text
+
+    def completion_stream(self) -> None:
+        whole = self._complete(logprobs=1)
+        chunks = list(self._complete(logprobs=1, stream=True))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+        tokens = [token for chunk in chunks for token in chunk.choices[0].logprobs.tokens]
+        assert tokens == whole.choices[0].logprobs.tokens
+        assert chunks[-1].choices[0].finish_reason == "length"
+
+    def chat(self) -> None:
+        answer = self._chat(n=2, seed=1)
+        assert [choice.index for choice in answer.choices] == [0, 1]
+        message = answer.choices[0].message
+        assert message.role == "assistant"
+        assert message.content
+        assert message.reasoning_content is None
+        assert answer.choices[0].finish_reason in ("stop", "length")
+        self._chat(messages=[*MESSAGES, message, *MESSAGES])  # as it came
+
+    def stream(self) -> None:
+        whole = self._chat().choices[0].message.content
+        chunks = list(self._chat(stream=True, stream_options={"include_usage": True}))
+        assert chunks[0].choices[0].delta.role == "assistant"
+        parts = [c.choices[0].delta.content or "" for c in chunks if c.choices]
+        assert "".join(parts) == whole
+        assert chunks[-1].usage.completion_tokens > 0
+        assert chunks[-2].choices[0].finish_reason in ("stop", "length")
+
+    def gathered_stream(self) -> None:
+        """With a stop string: for an answer that is cut at its length the package raises."""
+        stop = self._chat().choices[0].message.content[5:9]
+        whole = self._chat(tools=TOOLS, stop=stop).choices[0]
+        call = {"messages": MESSAGES, "model": self._model, **GREEDY, "tools": TOOLS, "stop": stop}
+        with self._client.chat.completions.stream(**call) as events:
+            kinds = {event.type for event in events}
+            found = events.get_final_completion().choices[0]
+        assert {"chunk", "content.delta"} <= kinds
+        assert found.message.content == whole.message.content
+        assert found.finish_reason == whole.finish_reason == "stop"
+
+    def asynchronous(self) -> None:
+        """Eight chats at once say what one says."""
+        asyncio.run(self._asynchronous())
+
+    async def _asynchronous(self) -> None:
+        whole = self._chat().choices[0].message.content
+        settings = {"base_url": self._base_url, "api_key": "none", "max_retries": 0}
+        async with openai.AsyncOpenAI(**settings) as client:
+            call = {"messages": MESSAGES, "model": self._model, **GREEDY}
+            calls = [client.chat.completions.create(**call) for _ in range(8)]
+            answers = await asyncio.gather(*calls)
+        assert {answer.choices[0].message.content for answer in answers} == {whole}
+
+    def extra_body(self) -> None:
+        fields = {"ignore_eos": True, "min_p": 0.1, "top_k": 1, "return_token_ids": True}
+        choice = self._chat(extra_body=fields).choices[0]
+        assert len(choice.response_token_ids) == 16
+        assert choice.prompt_token_ids
+
+    def raw_response(self) -> None:
+        raw = self._client.chat.completions.with_raw_response
+        answer = raw.create(messages=MESSAGES, model=self._model, **GREEDY)
+        assert answer.headers["content-type"].startswith("application/json")
+        assert answer.parse().choices[0].message.content
+
+    def logprobs(self) -> None:
+        content = self._chat(logprobs=True, top_logprobs=3).choices[0].logprobs.content
+        assert all(len(entry.top_logprobs) == 3 for entry in content)
+        assert all(entry.logprob <= 0 for entry in content)
+
+    def tools(self) -> None:
+        """What is no call is content, and no error."""
+        for choice in ("auto", "none", "required"):
+            answer = self._chat(tools=TOOLS, tool_choice=choice)
+            message = answer.choices[0].message
+            assert message.content or message.tool_calls
+        list(self._chat(tools=TOOLS, stream=True))
+
+    def calls(self) -> None:
+        """A call comes, and goes back with what the tool said."""
+        first = self._chat(**CALLING_CHAT).choices[0]
+        (call,) = first.message.tool_calls
+        assert (call.type, call.function.name) == ("function", NAME)
+        assert json.loads(call.function.arguments) == {"path": PATH}
+        assert first.finish_reason == "tool_calls"
+        said = {"role": "tool", "tool_call_id": call.id, "content": "Nothing is in it."}
+        required = {"type": "function", "function": {"name": NAME}}
+        chat = [*CALLING_CHAT["messages"], first.message, said, *CALLING_CHAT["messages"]]
+        answer = self._chat(**{**CALLING_CHAT, "messages": chat, "tool_choice": required})
+        message = answer.choices[0].message
+        assert message.content or message.tool_calls
+
+    def streamed_calls(self) -> None:
+        call = {"model": self._model, **CALLING_CHAT}
+        with self._client.chat.completions.stream(**call) as events:
+            found = events.get_final_completion().choices[0]
+        (call_found,) = found.message.tool_calls
+        assert call_found.function.name == NAME
+        assert json.loads(call_found.function.arguments) == {"path": PATH}
+        assert call_found.id
+        assert found.finish_reason == "tool_calls"
+
+    def errors(self) -> None:
+        self._is_refused("temperature", temperature=-1)
+        try:
+            self._client.models.retrieve("nothing")
+        except openai.NotFoundError:
+            return
+        raise AssertionError("a model that does not exist was found")
+
+    def stream_errors(self) -> None:
+        self._is_refused("temperature", stream=True, temperature=-1)
+
+    def _is_refused(self, field: str, **fields: Any) -> None:
+        try:
+            self._chat(**fields)
+        except openai.BadRequestError as error:
+            found = (error.param, bool(error.body["message"]))
+        else:
+            found = (None, False)
+        assert found == (field, True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--url", required=True, help="such as http://127.0.0.1:30000")
+    outcomes = {}
+    for name, check in Checks(parser.parse_args().url).all().items():
+        try:
+            check()
+        except Exception as error:  # noqa: BLE001 - a check that fails says so, and others go on
+            traceback.print_exc()
+            outcomes[name] = repr(error)
+        else:
+            outcomes[name] = "ok"
+    json.dump(outcomes, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
