@@ -117,11 +117,12 @@ class ChatCompletion:
         is_open = self._is_open(prompt)
         if self._tools.must_call and self._calls is not None:
             beginning = self._calls.beginning(self._tools.only)
-            if is_open and self._settings.reasoning is not None:
-                closing = f"{self._settings.reasoning.end}\n\n"
-                is_open = False
+        is_fixed = bool(beginning) or self._checked.prompts[0].sampling_params.grammar is not None
+        if is_fixed and is_open and self._settings.reasoning is not None:
+            closing = f"{self._settings.reasoning.end}\n\n"
+            is_open = False
         self._division = Division(
-            reasoning=None if beginning else self._reasoning,
+            reasoning=None if is_fixed else self._reasoning,
             is_open=is_open,
             streams_reasoning=self._request.stream_reasoning,
             calls=self._calls,

@@ -9,9 +9,11 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from sglang.srt.entrypoints.openai.protocol import (
+    COMPLETION_NAMES,
     CompletionRequest,
     Prompts,
     in_openai_terms,
+    names_of_format,
     prompts_of,
     to_generate_body,
 )
@@ -61,10 +63,11 @@ class Completion:
         self._manager = manager
         self._request = request
         self._prompts: Prompts = prompts_of(request)
+        self._names = COMPLETION_NAMES | names_of_format(request.response_format)
         try:
             self._checked = manager.check(to_generate_body(request, self._prompts))
         except RequestError as error:
-            raise in_openai_terms(error) from None
+            raise self.translate(error) from None
         self._params = self._checked.prompts[0].sampling_params  # of all prompts
         self._base = {
             "id": f"cmpl-{uuid.uuid4().hex}",
@@ -99,7 +102,7 @@ class Completion:
         return self._base
 
     def translate(self, error: RequestError) -> RequestError:
-        return in_openai_terms(error)
+        return in_openai_terms(error, self._names)
 
     def choice(self, index: int, result: dict[str, Any]) -> dict[str, Any]:
         """A choice as a whole."""
