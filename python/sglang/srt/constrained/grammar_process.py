@@ -108,9 +108,7 @@ class GrammarWork:
             try:
                 text = read_tokenizer_json(setup.tokenizer_path)
             except TokenizerError as error:
-                raise GrammarError(
-                    f"grammars cannot be used with this tokenizer: {error}"
-                ) from None
+                raise GrammarError(f"the tokenizer cannot be used: {error}") from None
             self._compiler = GrammarCompiler(
                 text, setup.vocab_size, setup.eos_token_ids, setup.never_allowed
             )

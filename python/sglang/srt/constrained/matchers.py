@@ -13,6 +13,7 @@ from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, Grammar
 BYTES_OF_ENTRY = 4  # of a bitmask
 NUM_CHECKED_TOKENS = 4
 MAX_ERROR_CHARS = 300
+NO_TEXT = "NoExtension"  # as the library calls it
 # Between two parts of a JSON text. Without a bound a weak model may write spaces to the end.
 JSON_WHITESPACE = r"[ \t\n\r]{0,32}"
 # A mask is a few thousand steps of the lexer; the default bounds are 15 ms of it.
@@ -106,7 +107,8 @@ class Matcher:
     def _refuse_error(self) -> None:
         """Raises GrammarError if there is an error: the matcher never leaves that state."""
         if self._matcher.is_error():
-            raise GrammarError(one_line(self._matcher.get_error()))
+            reason = one_line(self._matcher.get_error())
+            raise GrammarError("no text matches" if reason.startswith(NO_TEXT) else reason)
 
 
 class GrammarCompiler:

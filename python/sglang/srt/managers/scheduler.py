@@ -248,6 +248,8 @@ class Scheduler:
     def _add_request(self, message: TokenizedGenerateReqInput) -> None:
         params = message.sampling_params
         stop_ids = frozenset(params.stop_token_ids or ())
+        if params.ends_at_eos:
+            stop_ids |= self._config.eos_token_ids
         req = Req(
             req_id=message.req_id,
             rid=message.rid,
@@ -260,9 +262,7 @@ class Scheduler:
             priority=-message.priority if self._config.low_priority_first else message.priority,
             logprobs=message.logprobs,
             hidden_states=message.hidden_states,
-            stop_token_ids=stop_ids | self._config.eos_token_ids
-            if params.ends_at_eos
-            else stop_ids,
+            stop_token_ids=stop_ids,
             stop_finder=self._make_stop_finder(params) if params.has_stop_texts else None,
             grammar=self._open_grammar(params),
         )

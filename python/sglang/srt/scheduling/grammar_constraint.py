@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -42,7 +43,7 @@ class GrammarConstraint:
     """
 
     def __init__(self, restricted: list[tuple[int, Req]], unread: LaunchedStep | None) -> None:
-        self.requests = [index for index, _ in restricted]
+        self.requests: Sequence[int] = [index for index, _ in restricted]
         self._reqs = [req for _, req in restricted]
         self._unread = unread
 
