@@ -6,13 +6,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, regex_to_lark
 
 from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, Grammar
 
 BYTES_OF_ENTRY = 4  # of a bitmask
 NUM_CHECKED_TOKENS = 4
 MAX_ERROR_CHARS = 300
+ASCII_CLASSES = "dws"  # of a regex: \\d, \\w and \\s are ASCII alone
+ERROR_LINE = "error: "
 NO_TEXT = "NoExtension"  # as the library calls it
 # Between two parts of a JSON text. Without a bound a weak model may write spaces to the end.
 JSON_WHITESPACE = r"[ \t\n\r]{0,32}"
@@ -188,7 +190,7 @@ def _to_llguidance(grammar: Grammar) -> str:
             return grammar_from("ebnf", grammar.text)
         except (ValueError, IndexError, RecursionError) as error:
             raise GrammarError(one_line(str(error))) from None
-    return LLMatcher.grammar_from_regex(grammar.text)
+    return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, ASCII_CLASSES)}/")
 
 
 def is_set(mask: bytes, token: int) -> bool:
@@ -212,7 +214,10 @@ def _first(mask: bytes, but: bytes) -> int:
 
 
 def one_line(text: str) -> str:
-    """A library's message on one line, as much as a client needs of it."""
+    """A library's message on one line, as much as a client needs of it: of a long one that shows
+    the place, only what is wrong there."""
+    text = next((line for line in text.splitlines() if line.startswith(ERROR_LINE)), text)
     plain = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     plain = plain.removesuffix("<non-verbose/>").strip()
-    return plain if len(plain) <= MAX_ERROR_CHARS else plain[:MAX_ERROR_CHARS] + "..."
+    half = MAX_ERROR_CHARS // 2
+    return plain if len(plain) <= MAX_ERROR_CHARS else f"{plain[:half]}...{plain[-half:]}"

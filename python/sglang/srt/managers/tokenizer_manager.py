@@ -33,6 +33,7 @@ from sglang.srt.frontend.tokenizing_calls import AbortSelector, TokenizingCalls
 from sglang.srt.frontend.work_in_threads import check_grammars, encode_prompts, map_texts
 from sglang.srt.messages.control import AbortReq
 from sglang.srt.messages.requests import (
+    BROKEN_OUTPUT,
     BatchStrOutput,
     FinishReason,
     ReqTextOutput,
@@ -55,12 +56,6 @@ PROBE = {"input_ids": [0], "sampling_params": PROBE_PARAMS, "no_logs": True}
 ABORT_TIMEOUT_S = 3.0  # for the last chunks of requests aborted at shutdown
 Answer = dict[str, Any] | list[dict[str, Any]]
 SHUTDOWN_MESSAGE = "The server is shutting down."
-BROKEN_OUTPUT = FinishReason(
-    type="abort",
-    message="The output could not be taken in; see the server's log.",
-    status_code=500,
-    err_type="InternalServerError",
-)
 
 
 class TokenizerManager:
