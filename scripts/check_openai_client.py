@@ -11,6 +11,7 @@ fails.
 from __future__ import annotations
 
 import argparse
+import json
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[1]
 START_LIMIT_S = 120
@@ -56,6 +57,8 @@ class Checks:
             "chat, streamed": self.stream,
             "logprobs": self.logprobs,
             "tools": self.tools,
+            "response_format": self.response_format,
+            "response_format, parsed": self.parsed,
             "errors": self.errors,
             "errors of a stream's start": self.stream_errors,
         }
@@ -108,6 +111,31 @@ class Checks:
             assert message.content or message.tool_calls
         list(self._chat(tools=TOOLS, stream=True))
 
+    def response_format(self) -> None:
+        lines = {"type": "integer", "minimum": 0, "maximum": 999}
+        schema = {"type": "object", "properties": {"lines": lines}, "required": ["lines"]}
+        wanted = {"name": "file", "schema": schema | {"additionalProperties": False}}
+        form = {"type": "json_schema", "json_schema": wanted}
+        choice = self._chat(response_format=form, max_tokens=200).choices[0]
+        assert choice.finish_reason == "stop"
+        assert set(json.loads(choice.message.content)) == {"lines"}
+        choice = self._chat(response_format={"type": "json_object"}).choices[0]
+        assert choice.message.content.startswith("{")
+
+    def parsed(self) -> None:
+        """The package makes the schema of a class, and an object of it of the answer."""
+
+        from pydantic import BaseModel  # comes with the package
+
+        class File(BaseModel):
+            path: Literal["a.txt", "b.txt"]
+            is_new: bool | None
+
+        answer = self._client.chat.completions.parse(
+            messages=MESSAGES, model=self._model, temperature=0, response_format=File
+        )
+        assert isinstance(answer.choices[0].message.parsed, File)
+
     def errors(self) -> None:
         self._is_refused("temperature", temperature=-1)
         try:
@@ -117,7 +145,9 @@ class Checks:
         raise AssertionError("a model that does not exist was found")
 
     def stream_errors(self) -> None:
-        self._is_refused("response_format", stream=True, response_format={"type": "json_object"})
+        schema = {"name": "x", "schema": {"uniqueItems": True}}
+        wanted = {"type": "json_schema", "json_schema": schema}
+        self._is_refused("response_format", stream=True, response_format=wanted)
 
     def _is_refused(self, field: str, **fields: Any) -> None:
         try:

@@ -25,7 +25,7 @@ MAX_ID_DIGITS = 9
 MTP_PREFIX = "mtp_"
 STRATEGY_FIELDS = ("mtp_strategy", "mtp_conf_threshold")
 DEFAULT_MTP_K = SamplingParams().mtp_k
-MAY_BE_EMPTY = frozenset(("stop", "stop_regex", "stop_token_ids", "logit_bias", *GRAMMAR_FIELDS))
+MAY_BE_EMPTY = frozenset(("stop", "stop_regex", "stop_token_ids", "logit_bias"))
 # A request's grammar is instead of the server's, and says by itself where the output ends.
 ENDED_BY_GRAMMAR = frozenset((*GRAMMAR_FIELDS, "min_new_tokens"))
 SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
@@ -59,6 +59,7 @@ def _checked(value: dict[str, Any], limits: RequestLimits, name: str) -> Samplin
     given = with_preferred(value, limits.preferred_sampling_params)
     given = {k: v for k, v in given.items() if k in SAMPLING_FIELDS and v is not None}
     given = {k: v for k, v in given.items() if k not in MAY_BE_EMPTY or v not in ("", [], {})}
+    given = {k: v for k, v in given.items() if k not in GRAMMAR_FIELDS or v != ""}
     for key, number in given.items():
         if isinstance(number, int) and not INT64_MIN <= number <= INT64_MAX:
             raise field_error(f"{name}.{key}", "must fit in 64 bits")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints
@@ -218,6 +219,12 @@ def to_generate_body(request: CompletionRequest, prompts: Prompts) -> dict[str, 
             "logprob_start_len": 0 if request.echo else -1,
         }
     return body
+
+
+def possible(top: list[Any] | None) -> list[Any]:
+    """Of the best tokens at a position those that can be drawn: a grammar may leave fewer than are
+    asked for, and the others have no log-probability that JSON knows."""
+    return [entry for entry in top or [] if entry[0] is None or entry[0] > -math.inf]
 
 
 COMPLETION_NAMES = RENAMED | {"top_logprobs_num": "logprobs", "text": "prompt"}

@@ -20,7 +20,7 @@ from sglang.srt.entrypoints.openai.chat_protocol import (
     without_batch,
 )
 from sglang.srt.entrypoints.openai.chat_settings import ChatSettings
-from sglang.srt.entrypoints.openai.protocol import in_openai_terms
+from sglang.srt.entrypoints.openai.protocol import in_openai_terms, possible
 from sglang.srt.entrypoints.openai.serving_base import OpenAIAnswer
 from sglang.srt.frontend.errors import RequestError, field_error
 from sglang.srt.frontend.generate_body import CheckedRequest
@@ -266,7 +266,7 @@ class ChatCompletion:
         tops = meta.get("output_top_logprobs", [])[start:] or [[]] * len(entries)
         return {
             "content": [
-                {**_token(entry), "top_logprobs": [_token(item) for item in top or []]}
+                {**_token(entry), "top_logprobs": [_token(item) for item in possible(top)]}
                 for entry, top in zip(entries, tops, strict=True)
             ],
             "refusal": None,

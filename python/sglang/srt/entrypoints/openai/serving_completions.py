@@ -14,6 +14,7 @@ from sglang.srt.entrypoints.openai.protocol import (
     Prompts,
     in_openai_terms,
     names_of_format,
+    possible,
     prompts_of,
     to_generate_body,
 )
@@ -148,7 +149,8 @@ class Completion:
             "tokens": [text for _, _, text in entries],
             "token_logprobs": [logprob for logprob, _, _ in entries],
             "top_logprobs": [
-                None if top is None else {text: logprob for logprob, _, text in top} for top in tops
+                None if top is None else {text: logprob for logprob, _, text in possible(top)}
+                for top in tops
             ]
             or None,
             "text_offset": offsets,
