@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 # a large answer is built bit by bit.
 UNSTREAMED_INTERVAL = 50
 HEALTH_TIMEOUT_S = 20.0
-PROBE_PARAMS = {"temperature": 0, "max_new_tokens": 1, "min_new_tokens": 0, "n": 1}
+PROBE_PARAMS = {"temperature": 0, "max_new_tokens": 1, "min_new_tokens": 0, "n": 1, "regex": ""}
 PROBE = {"input_ids": [0], "sampling_params": PROBE_PARAMS, "no_logs": True}
 ABORT_TIMEOUT_S = 3.0  # for the last chunks of requests aborted at shutdown
 Answer = dict[str, Any] | list[dict[str, Any]]
