@@ -55,6 +55,7 @@ class CountedGrammars:
         session = question.session
         assert isinstance(session, CountedSession)
         assert session.num_closed == 0, "a request that has ended is asked for"
+        assert session.is_ready, "a grammar that is not compiled yet is asked"
         session.tokens += question.news
         ways: list[list[int] | None] = [list(session.tokens)]
         for draft, parent in zip(question.drafts, question.parents, strict=True):
