@@ -37,14 +37,19 @@ class CountedSession:
 
 
 class CountedGrammars:
-    """Has the form of `GrammarSessions`, over a vocabulary of up to 32 tokens."""
+    """Has the form of `GrammarSessions`, over a vocabulary of up to 32 tokens.
 
-    def __init__(self, vocab_size: int) -> None:
+    Args:
+        max_delay: how often a session may say that it is not ready.
+    """
+
+    def __init__(self, vocab_size: int, max_delay: int = 12) -> None:
         self._vocab_size = vocab_size
+        self._max_delay = max_delay
         self.sessions: list[CountedSession] = []
 
     def open(self, grammar: Grammar) -> CountedSession:
-        session = CountedSession(self, grammar, delay=len(self.sessions) % 4)
+        session = CountedSession(self, grammar, delay=self._max_delay - len(self.sessions) % 13)
         self.sessions.append(session)
         return session
 

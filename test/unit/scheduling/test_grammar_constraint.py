@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from drafter_checks import make_drafter_runners
+from fake_worker import FakeWorker
 from grammar_cases import CASES, DEMO, DEMO_EOS, DEMO_MASK, ENDLESS, SETUP
 from ngram_drafter import PLACE, NgramOptions
 from sglang.srt.constrained.grammar_sessions import GrammarSessions
@@ -21,6 +22,7 @@ from sglang.srt.registry import DRAFTERS
 from sglang.srt.speculative.drafter import DrafterConfig
 from sglang.srt.step.worker import Worker
 from sglang.srt.tokenizer import load_tokenizer
+from storm_grammars import CountedGrammars
 from utils import (
     MTP_MAX_ROWS,
     Collected,
@@ -189,6 +191,27 @@ def test_grammars_that_are_compiled_hold_nobody_up(
     assert reason is not None
     assert reason.type == "abort"
     sessions.close()  # so that nobody waits for what is compiled in vain
+
+
+@pytest.mark.parametrize("delay", range(12, 24))
+def test_a_grammar_that_is_ready_at_any_moment_is_not_overlooked(delay: int) -> None:
+    """Whenever the last look at it was, the scheduler does not go to sleep for good."""
+    harness = SchedulerHarness(
+        Setup(),
+        FakeWorker("plain", 1, 9, seed=0),
+        grammars=CountedGrammars(12, max_delay=delay),  # type: ignore[arg-type]
+    )
+    req_id = harness.submit([1, 2, 3], regex="a", max_new_tokens=3)
+
+    def wait(timeout_s: float | None) -> bool:
+        assert timeout_s is not None, "nobody would wake it"
+        return bool(harness.inbox.messages)
+
+    harness.inbox.wait = wait  # type: ignore[method-assign]
+    while harness.outputs[req_id].finish_reason is None:
+        if harness.ongoing is None and not harness.scheduler.control.has_work:
+            harness.scheduler._wait_for_message()
+        harness.step()
 
 
 def test_a_request_whose_grammar_fails_ends_alone_with_the_reason(

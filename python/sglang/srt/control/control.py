@@ -109,11 +109,13 @@ class Control:
 
     @property
     def wait_s(self) -> float | None:
-        """How long the scheduler may wait for a message; None for any time."""
+        """How long the scheduler may wait for a message, with nothing to do; None for any time."""
         if self._weights.is_busy:
             return POLL_S
         if self._lifecycle.is_compiling:
             return COMPILE_POLL_S
+        if self.has_work:  # what was compiled a moment ago
+            return 0.0
         deadline = min(self._pause.next_deadline, self._flusher.next_deadline)
         return None if deadline == math.inf else max(0.0, deadline - self._clock())
 
