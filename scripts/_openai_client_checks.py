@@ -10,7 +10,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import openai
 from _example_chats import NAME, TOOLS, calling_chat
@@ -44,6 +44,8 @@ class Checks:
             "chat, fields of SGLang": self.extra_body,
             "chat, raw response": self.raw_response,
             "logprobs": self.logprobs,
+            "response_format": self.response_format,
+            "response_format, parsed": self.parsed,
             "tools, unused": self.tools,
             "tools, called": self.calls,
             "tools, called in a stream": self.streamed_calls,
@@ -152,6 +154,30 @@ class Checks:
         assert all(len(entry.top_logprobs) == 3 for entry in content)
         assert all(entry.logprob <= 0 for entry in content)
 
+    def response_format(self) -> None:
+        lines = {"type": "integer", "minimum": 0, "maximum": 999}
+        schema = {"type": "object", "properties": {"lines": lines}, "required": ["lines"]}
+        wanted = {"name": "file", "schema": schema | {"additionalProperties": False}}
+        form = {"type": "json_schema", "json_schema": wanted}
+        choice = self._chat(response_format=form, max_tokens=200).choices[0]
+        assert choice.finish_reason == "stop"
+        assert set(json.loads(choice.message.content)) == {"lines"}
+        choice = self._chat(response_format={"type": "json_object"}).choices[0]
+        assert choice.message.content.startswith("{")
+
+    def parsed(self) -> None:
+        """The package makes the schema of a class, and an object of it of the answer."""
+        from pydantic import BaseModel  # comes with the package
+
+        class File(BaseModel):
+            path: Literal["a.txt", "b.txt"]
+            is_new: bool | None
+
+        completions = self._client.chat.completions
+        parse = getattr(completions, "parse", None) or self._client.beta.chat.completions.parse
+        answer = parse(messages=MESSAGES, model=self._model, temperature=0, response_format=File)
+        assert isinstance(answer.choices[0].message.parsed, File)
+
     def tools(self) -> None:
         """What is no call is content, and no error."""
         for choice in ("auto", "none", "required"):
@@ -194,6 +220,9 @@ class Checks:
 
     def stream_errors(self) -> None:
         self._is_refused("temperature", stream=True, temperature=-1)
+        schema = {"name": "x", "schema": {"uniqueItems": True}}
+        wanted = {"type": "json_schema", "json_schema": schema}
+        self._is_refused("response_format", stream=True, response_format=wanted)
 
     def _is_refused(self, field: str, **fields: Any) -> None:
         try:

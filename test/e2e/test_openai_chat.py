@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import psutil
 import pytest
 from transformers import AutoTokenizer
 
+from grammar_cases import ENDLESS, PERSON
 from serving_utils import (
     DUMMY,
     RunningServer,
@@ -25,6 +28,7 @@ from serving_utils import (
 from sglang.srt.model_config import resolve_model_path
 
 FLAGS = ("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
+PROMPT = {"prompt": "x = "}
 MESSAGES = [{"role": "user", "content": "Read a file.\nIt is small."}]
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
@@ -70,6 +74,54 @@ def test_stream_is_the_answer(server: RunningServer) -> None:
     answer = chat(server)
     assert text == answer["choices"][0]["message"]["content"]
     assert usage["usage"]["completion_tokens"] == answer["usage"]["completion_tokens"]
+
+
+def test_content_matches_the_schema_of_the_response_format(server: RunningServer) -> None:
+    """Of chats and completions, greedy and sampled, with log-probabilities that JSON can hold."""
+    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    body = {"response_format": wanted, "max_tokens": 400, "logprobs": True, "top_logprobs": 4}
+    validator = jsonschema_rs.Draft202012Validator(PERSON)
+    for how in ({}, {"temperature": 1.0, "seed": 3, "n": 2}):
+        for choice in chat(server, **body, **how)["choices"]:
+            assert choice["finish_reason"] == "stop"
+            validator.validate(json.loads(choice["message"]["content"]))
+            tops = [top for entry in choice["logprobs"]["content"] for top in entry["top_logprobs"]]
+            assert all(top["logprob"] <= 0 for top in tops)
+    body = {"prompt": "x = ", "response_format": wanted, "max_tokens": 400, "logprobs": 3}
+    (choice,) = server.post("/v1/completions", body).json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    validator.validate(json.loads(choice["text"]))
+
+
+def test_a_json_object_is_one_if_it_ends(server: RunningServer) -> None:
+    """Nothing in this format says that it must."""
+    found = []
+    body = {"response_format": {"type": "json_object"}, "max_tokens": 100, "temperature": 1.0}
+    for choice in chat(server, **body, n=8, seed=1)["choices"]:
+        text = choice["message"]["content"]
+        assert text.startswith("{")
+        if choice["finish_reason"] == "stop":
+            found.append(json.loads(text))
+    assert found
+    assert all(isinstance(value, dict) for value in found)
+
+
+def test_a_format_that_cannot_be_kept_is_400_with_the_reason(server: RunningServer) -> None:
+    schema = {"type": "array", "uniqueItems": True}
+    wanted = {"type": "json_schema", "json_schema": {"name": "p", "schema": schema}}
+    for route, prompt in (("chat/completions", {"messages": MESSAGES}), ("completions", PROMPT)):
+        for stream in (False, True):
+            body = {**prompt, "response_format": wanted, "stream": stream}
+            response = server.post(f"/v1/{route}", body)
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert error["param"] == "response_format"
+            assert "uniqueItems" in error["message"]
+    hostile = {"text": "x", "sampling_params": {ENDLESS.kind: ENDLESS.text}}
+    response = server.post("/generate", hostile)
+    assert response.status_code == 400
+    assert "to compile" in response.json()["error"]["message"]
+    assert chat(server)["choices"]
 
 
 def test_a_client_that_leaves_aborts_its_chat(server: RunningServer) -> None:

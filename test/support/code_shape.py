@@ -43,15 +43,16 @@ MAY_IMPORT = {
     "workers": "speculative model_executor step layers mem_cache base",
     "mtp": "workers speculative model_executor step layers mem_cache base",
     "parser": "base",
+    "constrained": "base",
     "function_call": "parser base",
     "messages": "base",
-    "frontend": "messages base",
-    "scheduling": "messages step layers mem_cache base",
+    "frontend": "messages constrained base",
+    "scheduling": "messages constrained step layers mem_cache base",
     "control": "scheduling frontend messages weight_sync base",
-    "managers": "control scheduling frontend messages step mem_cache base",
-    "processes": "managers control scheduling frontend messages"
+    "managers": "control scheduling frontend messages constrained step mem_cache base",
+    "processes": "managers control scheduling frontend messages constrained"
     " mtp workers speculative model_executor step weight_sync mem_cache base",
-    "entrypoints": "processes managers control frontend function_call parser messages"
+    "entrypoints": "processes managers control frontend function_call parser messages constrained"
     " model_executor base",
 }
 SERVER_ARGS_READERS = re.compile(
@@ -66,6 +67,7 @@ TORCH_FREE = (
     "srt/frontend/*.py",
     "srt/function_call/*.py",
     "srt/parser/*.py",
+    "srt/constrained/*.py",
     "srt/control/client.py",
     "srt/managers/io_struct.py",
     "srt/managers/tokenizer_manager.py",

@@ -50,7 +50,7 @@ def check_request(job: Job, outcome: Collected, eos_ids: frozenset[int]) -> Coun
     reason, tokens = outcome.finish_reason, outcome.token_ids
     assert reason is not None
     own = frozenset(params.stop_token_ids or ())
-    stop_ids = own if params.ignore_eos else own | eos_ids
+    stop_ids = own | eos_ids if params.ends_at_eos else own
     end = expected_end(params, tokens, stop_ids)
     if reason.type == "abort":
         require(reason.status_code in (None, 503), f"aborted: {reason}")

@@ -18,6 +18,7 @@ import sgl_kernel.reference as sampling_reference
 from sgl_kernel import SamplingRows
 from sglang.srt.messages.requests import FinishReason, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
+from storm_grammars import is_allowed
 
 TEXTS = [b"a", b"b", b"c", b"d", b"e", b"f", b" ", b"\n", b"\xc3", b"\xa9", b"", b""]
 VOCAB_SIZE = len(TEXTS)
@@ -274,7 +275,7 @@ class Expectation:
 
     def _adjusted(self, logits: torch.Tensor, num_outputs: list[int]) -> torch.Tensor:
         """Logits of the tokens behind so many outputs each: penalties, biases, stops that must not
-        be drawn yet, the mask."""
+        be drawn yet, the mask, what a grammar forbids."""
         params, logits = self.params, logits.clone()
         for row, num in zip(logits, num_outputs, strict=True):
             if params.has_penalties:
@@ -288,6 +289,11 @@ class Expectation:
             if num < params.min_new_tokens:
                 row[sorted(self.stop_ids)] = float("-inf")
             row[MASK] = float("-inf")
+            if params.grammar is not None:
+                output = self.tokens[:num]
+                for token in range(VOCAB_SIZE):
+                    if not is_allowed(params.grammar, output, token):
+                        row[token] = float("-inf")
         return logits
 
     def chosen(self, logits: torch.Tensor, start: int = 0) -> list[int]:

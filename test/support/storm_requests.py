@@ -140,6 +140,9 @@ class RequestMaker:
             params["stop"] = choose([choose(STOPS), self._random.sample(STOPS, 2)])
         if chance() < 0.1:
             params["stop_regex"] = choose([choose(EXPRESSIONS), list(EXPRESSIONS[:2])])
+        if chance() < 0.2 and kind not in ("static", "adaptive"):
+            params["regex"] = choose(EXPRESSIONS)
+            params.pop("min_new_tokens", None)
         if chance() < 0.15:
             params["stream_interval"] = choose([1, 2, 7])
         return params

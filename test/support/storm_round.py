@@ -27,6 +27,7 @@ from sglang.srt.tokenizer import StopFinder, Tokenizer
 from sglang.srt.workers.tp_worker import TpModelWorker
 from storm_checks import Job, StormFailure, check_request, require
 from storm_control import WEIGHT_CALLS, Call, ControlMaker, WeightHistory
+from storm_grammars import CountedGrammars
 from storm_oracle import MASK, VOCAB_SIZE, Stretch, text_of
 from storm_parts import (
     Checkpoints,
@@ -90,6 +91,7 @@ class Round(SchedulerHarness):
         max_rows = setup.max_decode_rows
         check = TokenTableCheck(worker, all_confirm=has_head(seed))
         self._executor = LaterExecutor()
+        self.grammars = CountedGrammars(VOCAB_SIZE)
         with mock.patch.object(weight_control, "ThreadPoolExecutor", return_value=self._executor):
             super().__init__(
                 setup,
@@ -99,6 +101,7 @@ class Round(SchedulerHarness):
                 ),
                 resources=make_resources(group),
                 make_stop_finder=_make_stop_finder,
+                grammars=self.grammars,  # type: ignore[arg-type]
             )
         check.lifecycle = self.scheduler.lifecycle
         self.worker = worker
@@ -313,6 +316,8 @@ class Round(SchedulerHarness):
         self._run_until_asleep()
         require(flush.reply is not None and flush.reply.success, f"no flush at the end: {flush}")
         require(ledger.num_free_tokens == ledger.num_pool_tokens, "the pool is not full again")
+        closed = [session.num_closed for session in self.grammars.sessions]
+        require(set(closed) <= {1}, f"grammars of ended requests were closed {closed} times")
         lost = [report for report in self._audits if report.missing_from_terminal_release_count]
         require(not lost, f"slots of ended requests are nobody's: {lost}")
         checker = self.scheduler.checker
@@ -324,6 +329,7 @@ class Round(SchedulerHarness):
             kind = type(call.message).__name__
             seen[kind] += 1
             seen["refused calls"] += not getattr(call.reply, "success", True)
+        seen["grammars"] = len(closed)
         seen["updates"] = self.history.num_updates
         state = self.scheduler.control.internal_state()
         if self.confirmed:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fake_weights import FakeWeights
+from sglang.srt.constrained.grammar_sessions import GrammarSessions
 from sglang.srt.control.control import ModelResources
 from sglang.srt.managers.scheduler import (
     NO_DEBUG,
@@ -155,6 +156,7 @@ class SchedulerHarness:
         debug: SchedulerDebug = NO_DEBUG,
         resources: ModelResources | None = None,
         make_stop_finder: Callable[[SamplingParams], StopFinder] | None = None,
+        grammars: GrammarSessions | None = None,
     ) -> None:
         self.setup = setup
         self.inbox = FakeInbox()
@@ -198,6 +200,7 @@ class SchedulerHarness:
             debug=debug,
             budget=setup.make_budget and setup.make_budget(),
             clock=self.clock,
+            grammars=grammars,
         )
 
     def clock(self) -> float:

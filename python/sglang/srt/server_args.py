@@ -74,6 +74,11 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
         "How the model marks what it thinks: `qwen3`, `qwen3-thinking` or `deepseek-r1`."
         " Default: that is a part of its answer.",
     )
+    grammar_backend: str = flag(
+        "llguidance",
+        "What keeps outputs to a `json_schema`, `regex` or `ebnf`; `none` refuses such requests.",
+        choices=("llguidance", "none"),
+    )
     load_format: str = flag(
         "auto",
         "`auto` reads safetensors; `dummy` fills random weights from config.json alone.",
@@ -271,6 +276,7 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     max_n: int = flag(128, "Samples per prompt (`n`) at most.")
     max_stop_strings: int = flag(32, "Entries of `stop`, and of `stop_token_ids`, at most.")
     max_stop_regex_bytes: int = flag(256, "Bytes of one `stop_regex` at most.")
+    max_grammar_bytes: int = flag(65_536, "Bytes of a `json_schema`, `regex` or `ebnf` at most.")
     max_logit_bias: int = flag(1024, "Entries of `logit_bias` at most.")
     max_label_chars: int = flag(256, "Characters of `rid`, and of a custom label, at most.")
     max_custom_labels: int = flag(32, "Entries of `custom_labels` at most.")

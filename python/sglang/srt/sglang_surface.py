@@ -36,7 +36,6 @@ _MORE_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
         "data_parallel_rank": (0,),
         "disagg_prefill_dp_rank": (0,),
         "best_of": (1,),
-        "response_format": ({"type": "text"},),
         "user": (ANYTHING,),
     },
     "/v1/chat/completions": {
@@ -54,7 +53,6 @@ _MORE_OF_FLAGS: dict[str, tuple[Any, ...]] = {
     "--enable-mixed-chunk": (True,),  # prompts and decode rows share steps
     "--enable-memory-saver": (True,),  # memory can always be released,
     "--enable-weights-cpu-backup": (True,),  # and weights come back with their values
-    "--grammar-backend": ("none",),
     "--disable-custom-all-reduce": (True,),  # there is one rank
     "--dist-init-addr": (ANYTHING,),
     "--dist-timeout": (ANYTHING,),

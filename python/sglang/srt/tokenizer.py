@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tokenizers
 
@@ -188,18 +188,43 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     )
 
 
+def read_tokenizer_json(path: str | os.PathLike[str]) -> str:
+    """The tokenizer of a model directory as the text of a `tokenizer.json`.
+
+    Raises:
+        TokenizerError: if there is none, or it cannot be written as such a text.
+    """
+    directory = Path(path)
+    if (directory / "tokenizer.json").is_file():
+        backend = _read_backend(directory / "tokenizer.json")
+    else:
+        tokenizer = _read_with_transformers(directory)
+        if not tokenizer.is_fast:
+            raise TokenizerError(f"{directory} has a tokenizer that has no form as tokenizer.json.")
+        backend = tokenizer.backend_tokenizer
+    return str(_plain(backend).to_str())
+
+
 def _load_tokenizer_json(path: Path) -> Tokenizer:
+    return _wrap(_read_backend(path))
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception
         reason = str(error).splitlines()[0][:200]
         raise TokenizerError(f"{path} is not a tokenizer that can be read: {reason}.") from None
-    return _wrap(backend)
+
+
+def _plain(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
 
 
 def _wrap(backend: tokenizers.Tokenizer) -> Tokenizer:
-    backend.no_padding()
-    backend.no_truncation()
+    _plain(backend)
     added = backend.get_added_tokens_decoder()
 
     def encode_ids(text: str, add_special_tokens: bool) -> list[int]:
@@ -231,7 +256,7 @@ def _max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
     return max(map(len, backend.get_vocab(with_added_tokens=True)))
 
 
-def _load_with_transformers(directory: Path) -> Tokenizer:
+def _read_with_transformers(directory: Path) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError:
@@ -241,10 +266,14 @@ def _load_with_transformers(directory: Path) -> Tokenizer:
             " as tokenizer.json."
         ) from None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # noqa: BLE001 - whatever it says, the start ends with one line
         reason = str(error).splitlines()[0][:200]
         raise TokenizerError(f"The tokenizer in {directory} cannot be read: {reason}") from None
+
+
+def _load_with_transformers(directory: Path) -> Tokenizer:
+    tokenizer = _read_with_transformers(directory)
     if tokenizer.is_fast:
         return _wrap(tokenizer.backend_tokenizer)
 

@@ -190,7 +190,9 @@ def test_each_figure_that_is_not_as_asked_is_a_miss(key: str, value: float) -> N
 def test_the_table_has_a_row_per_load_and_adaptive_way() -> None:
     rows = [{**Load(8, PREDICTABLE)._asdict(), "lead": 1, "counted": 2, **summarize(FOUND)}]
     more = [{**Load(32, UNPREDICTABLE)._asdict(), "lead": 1, "counted": 1, **summarize(FOUND)}]
-    text = table_of([{"rounds": 5, "rows": rows}, {"rounds": 3, "rows": more}])
+    text = table_of(
+        [{"commit": "a", "rounds": 5, "rows": rows}, {"commit": "b", "rounds": 3, "rows": more}]
+    )
     assert (
         "| 8 predictable | throughput | 110 | 110 (fixed 1) | 0.990 | 1.188 | 1.100 | 0.50 | yes |"
     ) in text

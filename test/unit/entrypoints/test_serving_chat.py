@@ -243,8 +243,20 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("temperature", {"temperature": -1}),
     ("seed", {"seed": "x"}),
     ("n", {"n": 99}),
-    ("response_format", {"response_format": {"type": "json_object"}}),
-    ("response_format", {"response_format": {"type": "json_schema", "json_schema": {}}}),
+    ("response_format.type", {"response_format": {"type": "structural_tag"}}),
+    (
+        "response_format.json_schema.schema",
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+    ),
+    (
+        "response_format",
+        {
+            "response_format": {"type": "json_object"},
+            "min_tokens": 1,
+            "max_tokens": 2,
+            "json_schema": "{}",
+        },
+    ),
     ("response_format.type", {"response_format": {}}),
     ("tools", {"tools": [TOOL]}),  # this server has no parser
     ("tools[0]", {"tools": [{"type": "function"}]}),
@@ -261,7 +273,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ),
     ("functions", {"functions": [{"name": "f"}]}),
     ("audio", {"audio": {"voice": "x"}}),
-    ("regex", {"regex": "a"}),
+    ("ebnf", {"regex": "a", "ebnf": "b"}),
+    ("min_tokens", {"response_format": {"type": "json_object"}, "min_tokens": 1}),
     ("nonsense", {"nonsense": 1}),
 ]
 
@@ -326,6 +339,39 @@ def test_logprobs_and_ids_are_of_every_token(
     assert [i for c in choices for i in c.get("response_token_ids", [])] == ids
     prompt = tokenizer.encode("user: hello\nassistant: ", False)
     assert choices[0]["prompt_token_ids"] == prompt
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_with_a_format_has_no_reasoning(
+    tokenizer: Tokenizer, qwen: ChatSettings, stream: bool
+) -> None:
+    """What the prompt has begun to think ends there: the grammar is that of the content."""
+    person = {"type": "object", "properties": {"é": {"type": "integer"}}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": person}}
+    opened = [*HELLO, {"role": "assistant", "content": "well <think>\n"}]
+    flags = {"messages": opened, "continue_final_message": True, "stream": stream}
+    found = chat(tokenizer, qwen, '{"é": 1}', response_format=wanted, **flags)
+    assert found.prompt.endswith("well <think>\n</think>\n\n")
+    assert json.loads(found.params.json_schema) == person
+    content = found.joined("content") if stream else found.choice["message"]["content"]
+    assert content == '{"é": 1}'
+
+
+def test_formats_are_schemas_and_regex_and_ebnf_are_taken(
+    tokenizer: Tokenizer, plain: ChatTemplates
+) -> None:
+    anything = chat(tokenizer, plain, "{}", response_format={"type": "json_object"}).params
+    assert json.loads(anything.json_schema) == {"type": "object"}
+    assert chat(tokenizer, plain, response_format={"type": "text"}).params.grammar is None
+    assert chat(tokenizer, plain, regex="a+").params.regex == "a+"
+    assert chat(tokenizer, plain, ebnf="root ::= [a]").params.ebnf == "root ::= [a]"
+
+
+def test_a_format_leaves_no_room_for_calls(tokenizer: Tokenizer, qwen: ChatSettings) -> None:
+    wanted = {"response_format": {"type": "json_object"}}
+    refused(tokenizer, qwen, "response_format", "tool_choice", **TOOLS, **wanted)
+    found = chat(tokenizer, qwen, "{}", **TOOLS, tool_choice="none", **wanted)
+    assert found.params.grammar is not None
 
 
 # ---------------------------------------------------------------- calls and reasoning

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from sglang.srt.frontend.request_limits import RequestLimits, check_id_lists, ch
 from sglang.srt.frontend.sampling_validation import expand_samples
 from sglang.srt.frontend.tokenizer_bodies import TokenizeReqInput
 from sglang.srt.frontend.work_in_threads import bos_alone
+from sglang.srt.sampling.grammar import Grammar
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.tokenizer import Tokenizer
 
@@ -172,10 +174,31 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"text": "x", "extra_key": 5}, "extra_key"),
     ({"text": "x", "priority": 1.5}, "priority"),
     (sampling(repetition_penalty=2.1), "sampling_params.repetition_penalty"),
-    (sampling(json_schema="{}"), "sampling_params.json_schema"),
+    (sampling(json_schema={}), "sampling_params.json_schema"),
+    (sampling(json_schema="x" * 65_537), "sampling_params.json_schema"),
+    (sampling(regex="\ud800"), "sampling_params.regex"),
+    (sampling(json_schema="{}", regex="a"), "sampling_params.regex"),
+    (sampling(regex="a", ebnf="b"), "sampling_params.ebnf"),
+    (sampling(regex="a", min_new_tokens=1), "sampling_params.min_new_tokens"),
+    (sampling(structural_tag="{}"), "sampling_params.structural_tag"),
     (sampling(beam_width=2), "sampling_params.beam_width"),
     (sampling(mtp_enabled=True), "sampling_params.mtp_enabled"),
 ]
+
+
+def test_grammars_are_refused_with_the_remedy_where_there_are_none() -> None:
+    limits = replace(LIMITS, grammar_refusal="start it without that flag")
+    check_generate_request(sampling(regex=""), limits)
+    with pytest.raises(RequestError, match="without that flag"):
+        check_generate_request(sampling(regex="a"), limits)
+
+
+def test_a_request_s_grammar_is_instead_of_the_server_s() -> None:
+    preferred = {"json_schema": "{}", "min_new_tokens": 3, "top_k": 5}
+    limits = replace(LIMITS, preferred_sampling_params=preferred)
+    (prompt,) = check_generate_request(sampling(regex="a"), limits).prompts
+    params = prompt.sampling_params
+    assert (params.grammar, params.min_new_tokens, params.top_k) == (Grammar("regex", "a"), 0, 5)
 
 
 @pytest.mark.parametrize(("body", "field"), BAD_BODIES)

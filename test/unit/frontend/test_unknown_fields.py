@@ -95,7 +95,7 @@ def test_completions_ignore_unknown_fields_unless_told_to_refuse_them() -> None:
         assert (caught.value.field or "").startswith(name)
 
 
-@pytest.mark.parametrize(("name", "wish"), [("best_of", 3), ("suffix", "tail"), ("regex", "a")])
+@pytest.mark.parametrize(("name", "wish"), [("best_of", 3), ("suffix", "tail"), ("lora_path", "a")])
 def test_what_is_known_and_missing_is_refused_wherever_unknown_fields_are_not(
     name: str, wish: Any
 ) -> None:

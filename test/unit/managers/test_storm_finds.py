@@ -17,6 +17,7 @@ from sglang.srt.messages.requests import FinishReason
 from sglang.srt.mtp.lookahead_rows import LookaheadRows
 from sglang.srt.scheduling import batch_result_processor, step_builder
 from sglang.srt.scheduling.batch_result_processor import BatchResultProcessor
+from sglang.srt.scheduling.grammar_constraint import GrammarConstraint
 from sglang.srt.scheduling.logprobs_and_hidden import LogprobsAndHiddenReader
 from sglang.srt.scheduling.request import Req
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
@@ -192,25 +193,30 @@ def forgets_retracted_requests(patch: Patch) -> None:
     patch.setattr(RequestLifecycle, "retract_all", lose_one)
 
 
+def makes_masks_before_the_step_in_flight_is_read(patch: Patch) -> None:
+    patch.setattr(GrammarConstraint, "_unread_tokens", lambda self: {})
+
+
 # With a seed whose round finds it, or that of the next one.
 DEFECTS: dict[Callable[[Patch], None], int] = {
     forgets_a_page: 1,
     drops_a_token: 0,
-    sends_a_token_twice: 0,
-    looks_for_stops_at_the_end_of_a_run_only: 8,
+    sends_a_token_twice: 1,
+    looks_for_stops_at_the_end_of_a_run_only: 11,
     reads_a_wrong_row: 3,
-    caches_tokens_without_kv: 12,
-    keeps_kv_of_old_weights: 1,
+    caches_tokens_without_kv: 17,
+    keeps_kv_of_old_weights: 9,
     loses_entries_of_the_page_table: 2,
-    forgets_penalties_with_a_retraction: 0,
+    forgets_penalties_with_a_retraction: 1,
     leaves_biases_in_a_row: 13,
-    leaves_thresholds_in_a_row: 21,
+    leaves_thresholds_in_a_row: 25,
     draws_another_seed_after_a_retraction: 1,
-    hands_logprobs_to_the_next_request: 525,
-    answers_no_abort_of_a_waiting_request: 22,
-    answers_no_drain: 17,
+    hands_logprobs_to_the_next_request: 564,
+    answers_no_abort_of_a_waiting_request: 28,
+    answers_no_drain: 29,
     labels_only_what_runs: 4,
     forgets_retracted_requests: 11,
+    makes_masks_before_the_step_in_flight_is_read: 0,
 }
 
 

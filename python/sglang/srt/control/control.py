@@ -28,6 +28,8 @@ from sglang.srt.scheduling.invariants import InvariantChecker
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 from sglang.srt.scheduling.schedule_policy import NewTokenRatio
 
+COMPILE_POLL_S = 0.002  # how often a waiting scheduler looks whether a grammar is compiled
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelResources:
@@ -102,14 +104,18 @@ class Control:
         if self._between_steps:
             return True
         lifecycle = self._lifecycle
-        can_start = lifecycle.waiting if self.state.admits else lifecycle.awaits_finish
+        can_start = lifecycle.startable if self.state.admits else lifecycle.awaits_finish
         return bool(self.state.may_launch and (lifecycle.running or can_start))
 
     @property
     def wait_s(self) -> float | None:
-        """How long the scheduler may wait for a message; None for any time."""
+        """How long the scheduler may wait for a message, with nothing to do; None for any time."""
         if self._weights.is_busy:
             return POLL_S
+        if self._lifecycle.is_compiling:
+            return COMPILE_POLL_S
+        if self.has_work:  # what was compiled a moment ago
+            return 0.0
         deadline = min(self._pause.next_deadline, self._flusher.next_deadline)
         return None if deadline == math.inf else max(0.0, deadline - self._clock())
 

@@ -18,6 +18,7 @@ from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.observability.request_log import RequestLog
+from sglang.srt.processes.grammar_flags import grammar_setup
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer
 
@@ -89,8 +90,11 @@ class EngineRuntime:
         self._channels = self.wait_for(self._open_channels())
         self._info = self._tree.start()
         limits = limits_from_flags(self._server_args, self._info)
+        grammars = grammar_setup(self._server_args, self._info.vocab_size, self._info.eos_token_ids)
         self._request_log = open_request_log(self._server_args)
-        self._manager = self._channels.make_manager(self._tokenizer, limits, self._request_log)
+        self._manager = self._channels.make_manager(
+            self._tokenizer, limits, self._request_log, grammars
+        )
         self.wait_for(self._start_receiving(self._manager))
 
     async def _open_channels(self) -> FrontendChannels:

@@ -15,6 +15,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from sglang.srt.constrained.grammar_check import GrammarCheck
+from sglang.srt.constrained.grammar_messages import GrammarSetup
 from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.messages.ipc import AsyncReceiver, ChildConfig, IpcAddresses, Receiver, Sender
@@ -234,7 +236,8 @@ def open_request_log(server_args: ServerArgs) -> RequestLog | None:
 
 
 class FrontendChannels:
-    """The front end's two sockets; make and close it in the thread of the loop that uses it.
+    """The front end's two sockets, and what checks grammars for it; make and close it in the thread
+    of the loop that uses it.
 
     Raises:
         LaunchError: if they cannot be made where the addresses say.
@@ -246,14 +249,22 @@ class FrontendChannels:
         except zmq.ZMQError as error:
             raise LaunchError(f"{addresses.frontend}: {error}. {TMPDIR_REMEDY}") from None
         self.sender: Sender[ToScheduler] = Sender(addresses.scheduler)
+        self._grammars: GrammarCheck | None = None
 
     def make_manager(
-        self, tokenizer: Tokenizer, limits: RequestLimits, request_log: RequestLog | None = None
+        self,
+        tokenizer: Tokenizer,
+        limits: RequestLimits,
+        request_log: RequestLog | None = None,
+        grammars: GrammarSetup | None = None,
     ) -> TokenizerManager:
         """A tokenizer manager on these sockets."""
         send, receive = self.sender.send, self.receiver.receive
-        return TokenizerManager(tokenizer, limits, send, receive, request_log)
+        self._grammars = None if grammars is None else GrammarCheck(grammars)
+        return TokenizerManager(tokenizer, limits, send, receive, request_log, self._grammars)
 
     def close(self) -> None:
+        if self._grammars is not None:
+            self._grammars.close()
         self.sender.close()
         self.receiver.close()

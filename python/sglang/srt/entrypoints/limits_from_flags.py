@@ -16,6 +16,7 @@ from sglang.srt.frontend.sampling_validation import (
 )
 from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
 from sglang.srt.messages.requests import SchedulerInfo
+from sglang.srt.processes.grammar_flags import NO_GRAMMARS, REFUSAL
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.stop_expressions import check_expression_list
 
@@ -43,6 +44,8 @@ def limits_from_flags(server_args: ServerArgs, info: SchedulerInfo) -> RequestLi
         max_stop_strings=server_args.max_stop_strings,
         max_stop_string_chars=server_args.max_stop_string_chars,
         max_stop_regex_bytes=server_args.max_stop_regex_bytes,
+        max_grammar_bytes=server_args.max_grammar_bytes,
+        grammar_refusal=REFUSAL if server_args.grammar_backend == NO_GRAMMARS else None,
         max_logit_bias=server_args.max_logit_bias,
         max_label_chars=server_args.max_label_chars,
         max_custom_labels=server_args.max_custom_labels,

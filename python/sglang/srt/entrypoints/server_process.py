@@ -32,6 +32,7 @@ from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelPathError, load_model_config
 from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.processes.child_process import configure_logging
+from sglang.srt.processes.grammar_flags import grammar_setup
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer, TokenizerError
 
@@ -165,8 +166,9 @@ class _Server:
         try:
             info = await self._start(tree)
             limits = limits_from_flags(self._args, info)
+            grammars = grammar_setup(self._args, info.vocab_size, info.eos_token_ids)
             self._request_log = open_request_log(self._args)
-            manager = channels.make_manager(self._tokenizer, limits, self._request_log)
+            manager = channels.make_manager(self._tokenizer, limits, self._request_log, grammars)
             await self._serve_until_stopped(manager, info)
         except (LaunchError, ServiceError) as error:
             if not self._stop.is_set():

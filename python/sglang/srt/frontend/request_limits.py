@@ -30,6 +30,8 @@ class RequestLimits:
         max_req_len_reason: what sets `max_req_len`, and the remedy.
         max_batch_size: prompts times n at most.
         max_stop_strings: entries of `stop`, and of `stop_token_ids`, at most.
+        max_grammar_bytes: of what an output must match.
+        grammar_refusal: why no request may have a grammar, and the remedy; None: it may.
         max_top_logprobs, max_token_ids_logprob: of one prompt.
         max_cache_key_chars: of `cache_salt`, and of `extra_key`.
         mtp_max_k: tokens predicted per step at most; 0 where no request may predict several.
@@ -47,6 +49,8 @@ class RequestLimits:
     max_stop_strings: int
     max_stop_string_chars: int
     max_stop_regex_bytes: int = 256
+    max_grammar_bytes: int = 65_536
+    grammar_refusal: str | None = None
     max_logit_bias: int = 1024
     max_label_chars: int = 256
     max_custom_labels: int = 32

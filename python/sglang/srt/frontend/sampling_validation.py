@@ -11,6 +11,7 @@ from sglang.srt.frontend.body_parsing import check_known_fields, convert_fields
 from sglang.srt.frontend.errors import RequestError, field_error, shorten
 from sglang.srt.frontend.request_limits import RequestLimits, check_encodable, check_token_ids
 from sglang.srt.frontend.unknown_fields import UnknownFields
+from sglang.srt.sampling.grammar import GRAMMAR_FIELDS, Grammar
 from sglang.srt.sampling.sampling_params import (
     INT64_MAX,
     INT64_MIN,
@@ -25,6 +26,8 @@ MTP_PREFIX = "mtp_"
 STRATEGY_FIELDS = ("mtp_strategy", "mtp_conf_threshold")
 DEFAULT_MTP_K = SamplingParams().mtp_k
 MAY_BE_EMPTY = frozenset(("stop", "stop_regex", "stop_token_ids", "logit_bias"))
+# A request's grammar is instead of the server's, and says by itself where the output ends.
+ENDED_BY_GRAMMAR = frozenset((*GRAMMAR_FIELDS, "min_new_tokens"))
 SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
 CUSTOM_PARAMS = "custom_params"
 CUSTOM_FIELDS = frozenset(name for name in SAMPLING_FIELDS if name.startswith(MTP_PREFIX))
@@ -56,6 +59,7 @@ def _checked(value: dict[str, Any], limits: RequestLimits, name: str) -> Samplin
     given = with_preferred(value, limits.preferred_sampling_params)
     given = {k: v for k, v in given.items() if k in SAMPLING_FIELDS and v is not None}
     given = {k: v for k, v in given.items() if k not in MAY_BE_EMPTY or v not in ("", [], {})}
+    given = {k: v for k, v in given.items() if k not in GRAMMAR_FIELDS or v != ""}
     for key, number in given.items():
         if isinstance(number, int) and not INT64_MIN <= number <= INT64_MAX:
             raise field_error(f"{name}.{key}", "must fit in 64 bits")
@@ -142,6 +146,7 @@ def _check_sampling_limits(params: SamplingParams, limits: RequestLimits, name: 
                 f"{name}.stop_regex",
                 f"has more than {limits.max_stop_regex_bytes} bytes (--max-stop-regex-bytes)",
             )
+    _check_grammar(params.grammar, limits, name)
     _check_logit_bias(f"{name}.logit_bias", params.logit_bias or {}, limits)
 
 
@@ -168,6 +173,22 @@ def _check_logit_bias(name: str, bias: dict[str, float], limits: RequestLimits) 
             raise field_error(name, f"keys must be token ids from 0 to {limits.vocab_size - 1}")
 
 
+def _check_grammar(grammar: Grammar | None, limits: RequestLimits, name: str) -> None:
+    """What can be said without compiling it; `GrammarCheck` does that."""
+    if grammar is None:
+        return
+    field = f"{name}.{grammar.kind}"
+    if limits.grammar_refusal is not None:
+        raise field_error(field, limits.grammar_refusal)
+    check_encodable(field, grammar.text)
+    num_bytes = len(grammar.text.encode())
+    if num_bytes > limits.max_grammar_bytes:
+        raise field_error(
+            field,
+            f"has {num_bytes} bytes, more than {limits.max_grammar_bytes} (--max-grammar-bytes)",
+        )
+
+
 def with_preferred(value: dict[str, Any], preferred: dict[str, Any]) -> dict[str, Any]:
     """A request's parameters over the server's. A request that switches multi-token prediction off
     gets none of the server's settings of it, one that brings a strategy keeps its own threshold."""
@@ -177,6 +198,8 @@ def with_preferred(value: dict[str, Any], preferred: dict[str, Any]) -> dict[str
     defaults = dict(preferred)
     if given & set(STRATEGY_FIELDS):
         defaults = {k: v for k, v in defaults.items() if k not in STRATEGY_FIELDS}
+    if given & set(GRAMMAR_FIELDS):
+        defaults = {k: v for k, v in defaults.items() if k not in ENDED_BY_GRAMMAR}
     if value.get("mtp_enabled") is False:
         defaults = {k: v for k, v in defaults.items() if not k.startswith(MTP_PREFIX)}
     return {**defaults, **{name: value[name] for name in value if name in given}}

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from sglang.srt.constrained.grammar_check import GrammarCheck, GrammarRefused
 from sglang.srt.frontend.errors import field_error, shorten
 from sglang.srt.frontend.generate_body import CheckedRequest
 from sglang.srt.frontend.request_limits import RequestLimits, check_length
@@ -52,6 +53,22 @@ async def _check_stop_expressions(request: CheckedRequest) -> None:
         await asyncio.to_thread(check_expression_list, expressions)
     except (ValueError, TimeoutError) as error:
         raise field_error("sampling_params.stop_regex", shorten(str(error))) from None
+
+
+async def check_grammars(request: CheckedRequest, grammars: GrammarCheck | None) -> None:
+    """Has the grammars of a request compiled, in a process of its own.
+
+    Raises:
+        RequestError: if one cannot be used.
+    """
+    params = [prompt.sampling_params for prompt in request.prompts]
+    for grammar in dict.fromkeys(each.grammar for each in params):
+        if grammar is None or grammars is None:
+            continue
+        try:
+            await grammars.check(grammar)
+        except GrammarRefused as error:
+            raise field_error(f"sampling_params.{grammar.kind}", str(error)) from None
 
 
 async def encode_prompts(

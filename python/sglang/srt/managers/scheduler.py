@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from sglang.srt.constrained.grammar_sessions import GrammarSession, GrammarSessions
 from sglang.srt.control.control import Control, ModelResources
 from sglang.srt.control.internal_state import SchedulerStats
 from sglang.srt.garbage import keep_out_of_collections
@@ -23,6 +24,7 @@ from sglang.srt.observability.request_step import RequestStep
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.batch_planner import BatchPlanner, MustDrain, PlannerConfig
 from sglang.srt.scheduling.batch_result_processor import BatchResultProcessor
+from sglang.srt.scheduling.grammar_constraint import with_constraint
 from sglang.srt.scheduling.invariants import InvariantChecker
 from sglang.srt.scheduling.launch_slack import LaunchSlack
 from sglang.srt.scheduling.prompt_budget import PromptBudget
@@ -106,6 +108,7 @@ class Scheduler:
         budget: prompt tokens of each step; None for `PlannerConfig.chunked_prefill_size`.
         to_detokenizer, to_frontend: send one message.
         clock: seconds, for deadlines of control calls and the time that a launch may wait.
+        grammars: of requests that have one; None: no request has.
     """
 
     def __init__(
@@ -121,11 +124,13 @@ class Scheduler:
         debug: SchedulerDebug = NO_DEBUG,
         budget: PromptBudget | None = None,
         clock: Callable[[], float] = time.monotonic,
+        grammars: GrammarSessions | None = None,
     ) -> None:
         self._config = config
         self._worker = worker
         self._inbox = inbox
         self._make_stop_finder = make_stop_finder
+        self._grammars = grammars
         self._arrivals = itertools.count()
         self._seeds = SeedSource(config.random_seed)
         self.stats = SchedulerStats(config.num_draft_steps, config.num_tree_tokens)
@@ -166,7 +171,7 @@ class Scheduler:
     def event_loop_overlap(self, last: LaunchedStep | None) -> LaunchedStep | None:
         """Launches the next step, then reads the last one while it runs."""
         self.receive()
-        ongoing = self._launch_next(has_inflight=last is not None)
+        ongoing = self._launch_next(last)
         if last is not None:
             took_s = self._slack.wait_for_step(last.result)
             if took_s is not None and last.price_ms is not None:
@@ -178,7 +183,7 @@ class Scheduler:
         elif ongoing is not None and ongoing.result.is_ready:
             # Nothing was in flight: a first token need not wait for a second step.
             self._read(ongoing)
-            ongoing = self._launch_next(has_inflight=False)
+            ongoing = self._launch_next(None)
         if ongoing is None:
             self._slack.forget()
             self.control.between_steps()
@@ -187,7 +192,7 @@ class Scheduler:
     def event_loop_normal(self, last: LaunchedStep | None = None) -> None:
         """Launches a step and reads it."""
         self.receive()
-        step = self._launch_next(has_inflight=False)
+        step = self._launch_next(None)
         if step is not None:
             self._read(step)
         self.control.between_steps()
@@ -202,10 +207,11 @@ class Scheduler:
         self.control.tick()
         self.processor.flush()
 
-    def _launch_next(self, has_inflight: bool) -> LaunchedStep | None:
-        planned = self._plan(has_inflight)
+    def _launch_next(self, last: LaunchedStep | None) -> LaunchedStep | None:
+        """Launches a step, if there is one, behind the one in flight."""
+        planned = self._plan(has_inflight=last is not None)
         self._refuse_surplus()
-        return None if planned is None else self._launch(planned)
+        return None if planned is None else self._launch(with_constraint(planned, last))
 
     def _plan(self, has_inflight: bool) -> PlannedStep | None:
         """The next step; None if there is none, or if the one in flight must be read first."""
@@ -242,6 +248,8 @@ class Scheduler:
     def _add_request(self, message: TokenizedGenerateReqInput) -> None:
         params = message.sampling_params
         stop_ids = frozenset(params.stop_token_ids or ())
+        if params.ends_at_eos:
+            stop_ids |= self._config.eos_token_ids
         req = Req(
             req_id=message.req_id,
             rid=message.rid,
@@ -254,12 +262,18 @@ class Scheduler:
             priority=-message.priority if self._config.low_priority_first else message.priority,
             logprobs=message.logprobs,
             hidden_states=message.hidden_states,
-            stop_token_ids=stop_ids if params.ignore_eos else stop_ids | self._config.eos_token_ids,
+            stop_token_ids=stop_ids,
             stop_finder=self._make_stop_finder(params) if params.has_stop_texts else None,
+            grammar=self._open_grammar(params),
         )
         self.lifecycle.submit(req)
         if self._config.refuses_while_stopped and self.control.state.stopped:
             self._refuse(req, f"{self.control.state.stopped} Try again later.")
+
+    def _open_grammar(self, params: SamplingParams) -> GrammarSession | None:
+        if params.grammar is None or self._grammars is None:
+            return None
+        return self._grammars.open(params.grammar)
 
     def _refuse_surplus(self) -> None:
         """Ends the requests that would be the last to run with 503, if more wait than may. Those

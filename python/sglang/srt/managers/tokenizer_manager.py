@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from sglang.srt.constrained.grammar_check import GrammarCheck
 from sglang.srt.control.client import ControlClient
 from sglang.srt.frontend.errors import ServiceError
 from sglang.srt.frontend.generate_body import (
@@ -29,9 +30,10 @@ from sglang.srt.frontend.logprobs_and_hidden_lists import LogprobsAndHiddenLists
 from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.frontend.sampling_validation import expand_samples
 from sglang.srt.frontend.tokenizing_calls import AbortSelector, TokenizingCalls
-from sglang.srt.frontend.work_in_threads import encode_prompts, map_texts
+from sglang.srt.frontend.work_in_threads import check_grammars, encode_prompts, map_texts
 from sglang.srt.messages.control import AbortReq
 from sglang.srt.messages.requests import (
+    BROKEN_OUTPUT,
     BatchStrOutput,
     FinishReason,
     ReqTextOutput,
@@ -49,17 +51,11 @@ logger = logging.getLogger(__name__)
 # a large answer is built bit by bit.
 UNSTREAMED_INTERVAL = 50
 HEALTH_TIMEOUT_S = 20.0
-PROBE_PARAMS = {"temperature": 0, "max_new_tokens": 1, "min_new_tokens": 0, "n": 1}
+PROBE_PARAMS = {"temperature": 0, "max_new_tokens": 1, "min_new_tokens": 0, "n": 1, "regex": ""}
 PROBE = {"input_ids": [0], "sampling_params": PROBE_PARAMS, "no_logs": True}
 ABORT_TIMEOUT_S = 3.0  # for the last chunks of requests aborted at shutdown
 Answer = dict[str, Any] | list[dict[str, Any]]
 SHUTDOWN_MESSAGE = "The server is shutting down."
-BROKEN_OUTPUT = FinishReason(
-    type="abort",
-    message="The output could not be taken in; see the server's log.",
-    status_code=500,
-    err_type="InternalServerError",
-)
 
 
 class TokenizerManager:
@@ -69,6 +65,7 @@ class TokenizerManager:
         send: takes messages for the scheduler.
         receive: waits for the next message of the detokenizer or the scheduler.
         request_log: gets a line at the end of each sample.
+        grammars: checks those of requests; None where no request may have one.
 
     Attributes:
         control: the calls that are not requests to generate, and the engine's status.
@@ -81,6 +78,7 @@ class TokenizerManager:
         send: Callable[[ToScheduler], None],
         receive: Callable[[], Awaitable[ToFrontend]],
         request_log: RequestLog | None = None,
+        grammars: GrammarCheck | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
@@ -90,6 +88,7 @@ class TokenizerManager:
         self._send = send
         self._receive = receive
         self._request_log = request_log
+        self._grammars = grammars
         self._req_ids = itertools.count()
         self._tokenizing = TokenizingCalls()
         self._samples: dict[int, Sample] = {}
@@ -151,6 +150,7 @@ class TokenizerManager:
         Samples that are aborted meanwhile end at once; the scheduler never sees them.
         """
         with self._tokenizing.registered(request) as tokenizing:
+            await check_grammars(request, self._grammars)
             input_ids = await encode_prompts(request, self.tokenizer, self.limits)
         self._refuse_if_closed()
         messages = [

@@ -44,6 +44,12 @@ DECODE_FAILED = FinishReason(
     status_code=500,
     err_type="DetokenizerError",
 )
+BROKEN_OUTPUT = FinishReason(
+    type="abort",
+    message="The output could not be taken in; see the server's log.",
+    status_code=500,
+    err_type="InternalServerError",
+)
 STOP_TOO_SLOW = FinishReason(
     type="abort",
     message="stop_regex takes too long on this output; use a simpler expression.",

@@ -5,23 +5,13 @@ A process starts with the first chat that needs it, and ends with this one: it r
 
 from __future__ import annotations
 
-import asyncio
-import os
-import select
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from sglang.srt.parser.render_messages import (
-    NUM_LENGTH_BYTES,
-    RenderReply,
-    RenderRequest,
-    RenderSetup,
-)
+from sglang.srt.framed_process import FramedProcess, ProcessPool
+from sglang.srt.parser.render_messages import RenderReply, RenderRequest, RenderSetup
 from sglang.srt.parser.template_files import FLAG, TemplateFiles
 
 MODULE = "sglang.srt.parser.render_process"
@@ -31,8 +21,6 @@ MAX_WALL_SECONDS = 30.0  # for a machine that is busy with something else
 MAX_MEMORY_MIB = 1024
 MAX_PROCESSES = 2
 START_SECONDS = 60.0
-PIPE_BYTES = 65_536
-ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG")
 
 
 class TemplateError(ValueError):
@@ -44,19 +32,13 @@ class RenderProcess:
     """One process that renders. A failed or abandoned call leaves it ended."""
 
     def __init__(self, setup: RenderSetup) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", MODULE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=_environ(),
-            start_new_session=True,  # a Ctrl-C in the terminal is the server's alone
-        )
+        self._process = FramedProcess(MODULE)
         self._is_new = True
         self._setup = setup
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return self._process.is_alive
 
     def render(self, request: RenderRequest) -> str:
         """The prompt of a chat; takes as long as it takes, so call it in a thread.
@@ -75,54 +57,34 @@ class RenderProcess:
             messages.insert(0, msgspec.msgpack.encode(self._setup))
             seconds += START_SECONDS
             self._is_new = False
-        deadline = time.monotonic() + seconds
-        try:
-            for message in messages:
-                head = len(message).to_bytes(NUM_LENGTH_BYTES, "little")
-                self._send(head + message, deadline)
-            length = int.from_bytes(self._receive(NUM_LENGTH_BYTES, deadline), "little")
-            reply = msgspec.msgpack.decode(self._receive(length, deadline), type=RenderReply)
-        except (OSError, EOFError, TimeoutError):
+        answer = self._ask(messages, time.monotonic() + seconds)
+        if answer is None:
             self.end()
             raise TemplateError(
                 "the chat template takes too much time or memory for this chat; give another with"
                 f" {FLAG} FILE"
-            ) from None
+            )
+        reply = msgspec.msgpack.decode(answer, type=RenderReply)
         if reply.text is None:
             raise TemplateError(f"the chat template does not take this chat: {reply.error}")
         return reply.text
 
+    def _ask(self, messages: list[bytes], deadline: float) -> bytes | None:
+        """The answer; None if there is none by then, or the process ends."""
+        try:
+            for message in messages:
+                self._process.send(message)
+            return self._process.receive(deadline)
+        except (OSError, EOFError):
+            return None
+
     def end(self) -> None:
         """Ends the process at once; a call that waits for it fails."""
-        self._process.kill()
-        self._process.wait()
+        self._process.end()
 
     def close(self) -> None:
         """Ends it and frees its pipes, once no call uses them."""
-        self.end()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def _send(self, data: bytes, deadline: float) -> None:
-        assert self._process.stdin is not None
-        descriptor, view = self._process.stdin.fileno(), memoryview(data)
-        os.set_blocking(descriptor, False)
-        while view:
-            _wait(descriptor, select.POLLOUT, deadline)
-            view = view[os.write(descriptor, view[:PIPE_BYTES]) :]
-
-    def _receive(self, size: int, deadline: float) -> bytes:
-        assert self._process.stdout is not None
-        descriptor, parts, missing = self._process.stdout.fileno(), [], size
-        while missing:
-            _wait(descriptor, select.POLLIN, deadline)
-            part = os.read(descriptor, min(missing, PIPE_BYTES))
-            if not part:
-                raise EOFError
-            parts.append(part)
-            missing -= len(part)
-        return b"".join(parts)
+        self._process.close()
 
 
 class ChatTemplates:
@@ -146,8 +108,7 @@ class ChatTemplates:
             max_seconds=max_seconds,
             max_memory_mib=MAX_MEMORY_MIB,
         )
-        self._idle: list[RenderProcess] = []
-        self._turns = asyncio.Semaphore(max_processes)
+        self._processes = ProcessPool(lambda: RenderProcess(self._setup), max_processes)
 
     @property
     def default(self) -> str | None:
@@ -181,42 +142,8 @@ class ChatTemplates:
             variables={**self._files.tokens, **variables},
             continue_final_message=continue_final_message,
         )
-        async with self._turns:
-            return await self._render(request)
-
-    async def _render(self, request: RenderRequest) -> str:
-        process = self._idle.pop() if self._idle else None
-        if process is None or not process.is_alive:
-            process = RenderProcess(self._setup)
-        working = asyncio.create_task(asyncio.to_thread(process.render, request))
-        try:
-            return await asyncio.shield(working)
-        except asyncio.CancelledError:
-            process.end()  # so the thread ends too
-            await asyncio.gather(working, return_exceptions=True)
-            raise
-        finally:
-            if process.is_alive:
-                self._idle.append(process)
-            else:
-                process.close()
+        return await self._processes.call(lambda process: process.render(request))
 
     def close(self) -> None:
         """Ends the processes that wait for a chat."""
-        while self._idle:
-            self._idle.pop().close()
-
-
-def _environ() -> dict[str, str]:
-    """The environment of a process that finds this package as this one did, and nothing more."""
-    root = str(Path(__file__).resolve().parents[3])
-    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    kept = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-    return {**kept, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def _wait(descriptor: int, event: int, deadline: float) -> None:
-    poll = select.poll()  # `select` knows the first 1024 descriptors only
-    poll.register(descriptor, event)
-    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        raise TimeoutError
+        self._processes.close()

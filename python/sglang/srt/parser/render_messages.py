@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
-
-NUM_LENGTH_BYTES = 8
 
 
 class RenderSetup(msgspec.Struct, kw_only=True):
@@ -31,19 +29,3 @@ class RenderReply(msgspec.Struct, kw_only=True):
 
     text: str | None = None
     error: str | None = None
-
-
-def write(stream: BinaryIO, message: bytes) -> None:
-    """Writes a message behind its length."""
-    stream.write(len(message).to_bytes(NUM_LENGTH_BYTES, "little") + message)
-    stream.flush()
-
-
-def read(stream: BinaryIO) -> bytes | None:
-    """The next message; None at the end of the stream, or in the middle of a message."""
-    head = stream.read(NUM_LENGTH_BYTES)
-    if len(head) < NUM_LENGTH_BYTES:
-        return None
-    length = int.from_bytes(head, "little")
-    message = stream.read(length)
-    return message if len(message) == length else None

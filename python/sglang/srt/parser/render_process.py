@@ -9,30 +9,25 @@ be written. The parent (`chat_templates.py`) ends a process that does not answer
 
 from __future__ import annotations
 
-import resource
 import signal
 import sys
-import time
 from typing import BinaryIO
 
 import msgspec
 
+from sglang.srt.framed_process import limit_memory, limit_time, read, write
 from sglang.srt.parser.chat_rendering import ChatTemplate, RenderingError
-from sglang.srt.parser.render_messages import RenderReply, RenderRequest, RenderSetup, read, write
-
-MIB = 1024 * 1024
+from sglang.srt.parser.render_messages import RenderReply, RenderRequest, RenderSetup
 
 
 def main(requests: BinaryIO, replies: BinaryIO) -> None:
     """Answers one request after the other until the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup = msgspec.msgpack.decode(read(requests) or b"", type=RenderSetup)
-    _limit(resource.RLIMIT_AS, setup.max_memory_mib * MIB)
-    _limit(resource.RLIMIT_FSIZE, 0)
-    _limit(resource.RLIMIT_CORE, 0)
+    limit_memory(setup.max_memory_mib)
     compiled: dict[str, ChatTemplate] = {}
     while (raw := read(requests)) is not None:
-        _limit_time(setup.max_seconds)
+        limit_time(setup.max_seconds)
         write(replies, msgspec.msgpack.encode(_answer(raw, setup, compiled)))
 
 
@@ -53,16 +48,6 @@ def _answer(raw: bytes, setup: RenderSetup, compiled: dict[str, ChatTemplate]) -
         return RenderReply(error=f"it takes more than {setup.max_memory_mib} MiB of memory")
     except RecursionError:
         return RenderReply(error="it is nested too deeply")
-
-
-def _limit(kind: int, value: int) -> None:
-    resource.setrlimit(kind, (value, value))
-
-
-def _limit_time(seconds: int) -> None:
-    """Lets the system end this process after so much more processor time."""
-    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + seconds + 1, hard))
 
 
 if __name__ == "__main__":

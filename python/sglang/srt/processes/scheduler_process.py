@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from sglang.srt.constrained.grammar_sessions import GrammarSessions
 from sglang.srt.control.control import ModelResources
 from sglang.srt.control.memory_control import KV_TAG, WEIGHTS_TAG, MemoryPart
 from sglang.srt.environ import Environ
@@ -26,6 +27,7 @@ from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.mtp.debug_trace import DebugTrace
 from sglang.srt.platform import Platform
 from sglang.srt.processes.child_process import configure_logging, start_child_process
+from sglang.srt.processes.grammar_flags import grammar_setup
 from sglang.srt.processes.runtime_config import RuntimeConfig, resolve, with_chunks_that_fit
 from sglang.srt.processes.worker_factory import (
     drafter_models,
@@ -102,8 +104,15 @@ def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, Schedul
         _stop_finders(args),
         _debug(environ, trace),
         make_prompt_budget(config, prices),
+        grammars=_grammars(args, config),
     )
     return scheduler, _info(config, runners, [each.model for each in draft_models])
+
+
+def _grammars(args: ServerArgs, config: RuntimeConfig) -> GrammarSessions | None:
+    model, suppressed = config.model, config.needs.suppressed_token_ids
+    setup = grammar_setup(args, model.vocab_size, model.eos_token_ids, suppressed)
+    return None if setup is None else GrammarSessions(setup)
 
 
 def _debug(environ: Environ, trace: DebugTrace | None) -> SchedulerDebug:

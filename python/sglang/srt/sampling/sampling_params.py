@@ -7,6 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, REGEX, Grammar
+
 GREEDY_TEMPERATURE = 1e-6  # below it the most probable token is taken, as SGLang does
 STATIC, CONF_ADAPT = "static", "conf_adapt"
 DEFAULT_TAU = 0.9  # in messages only: there is no default threshold
@@ -45,6 +47,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         mtp_verify: accept only what one token per step would have given.
         spaces_between_special_tokens: only tokenizers that put such spaces heed it.
         stream_interval: a stream gets a chunk every so many tokens; None: the server's.
+        json_schema, regex, ebnf: what the output must match; one of them at most. `json_schema` is
+            the text of a schema.
         n: samples per prompt; the front end makes one request of each.
     """
 
@@ -72,6 +76,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     mtp_strategy: list[str | float] | None = None
     mtp_conf_threshold: float | None = None
     mtp_verify: bool = False
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     n: Annotated[int, Meta(ge=1)] = 1
 
     @property
@@ -93,6 +100,29 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     @property
     def has_stop_texts(self) -> bool:
         return bool(self.stop or self.stop_regex)
+
+    @property
+    def grammars(self) -> list[Grammar]:
+        """All that are given; more than one is refused."""
+        return [
+            Grammar(kind, text)
+            for kind, text in (
+                (JSON_SCHEMA, self.json_schema),
+                (REGEX, self.regex),
+                (EBNF, self.ebnf),
+            )
+            if text is not None
+        ]
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the output must match; None for anything."""
+        return next(iter(self.grammars), None)
+
+    @property
+    def ends_at_eos(self) -> bool:
+        """Whether the model's end-of-text ids end the output. A grammar has no other end."""
+        return not self.ignore_eos or self.grammar is not None
 
     @property
     def has_penalties(self) -> bool:
@@ -151,7 +181,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
             ),
         )
         first = next((f"{name}: {rule}" for name, holds, rule in checks if not holds), None)
+        first = first or self._grammar_problem()
         return first or (self._mtp_problem() if self.mtp_enabled else None)
+
+    def _grammar_problem(self) -> str | None:
+        """The first rule of grammars that is broken."""
+        kinds = [grammar.kind for grammar in self.grammars]
+        if len(kinds) > 1:
+            return f"{kinds[1]}: give {kinds[0]} or {kinds[1]}, not both"
+        if kinds and self.min_new_tokens > 0:
+            return f"min_new_tokens: {kinds[0]} says where the output ends; leave one of them out"
+        return None
 
     def _mtp_problem(self) -> str | None:
         """The first rule of multi-token prediction that is broken."""
@@ -176,4 +216,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
             return "temperature: must be 0 or left out with mtp_enabled, unless mtp_verify is true"
         if self.has_penalties:
             return "mtp_enabled: penalties need mtp_verify: true"
+        if self.grammar is not None:
+            return f"mtp_enabled: {self.grammar.kind} needs mtp_verify: true"
         return None

@@ -114,7 +114,7 @@ class BatchPlanner:
             elif not req.ends_in_flight:
                 decoding.append(req)
                 step.add(req, 0, req.width.decode_rows, req.width.max_kept, emits=True)
-        if not prefilling and not (self._lifecycle.waiting and self.has_room()):
+        if not prefilling and not (self.has_room() and self._lifecycle.startable):
             return step
         allowance = self._budget.open(_decode_load(decoding))
         feed = PromptFeed(
@@ -155,7 +155,7 @@ class BatchPlanner:
     def _preempt(self, has_inflight: bool) -> None:
         """Makes room for the first in the queue at the cost of requests of lower priority."""
         threshold, running = self._config.preemption_threshold, self._lifecycle.running
-        if threshold is None or not self._lifecycle.waiting:
+        if threshold is None or not self._lifecycle.startable:
             return
         first = self._order()[0]
         victims = preemptible(running, first.priority, threshold)
@@ -174,9 +174,10 @@ class BatchPlanner:
         return self._admission.fits(first, others, num_pages * self._ledger.page_size)
 
     def _order(self) -> list[Req]:
+        startable = self._lifecycle.startable
         if self._config.preemption_threshold is not None:
-            return order_by_priority(self._lifecycle.waiting)
-        return order_waiting(self._lifecycle.waiting, self._config.schedule_policy, self._ledger)
+            return order_by_priority(startable)
+        return order_waiting(startable, self._config.schedule_policy, self._ledger)
 
     def _retract_for_room(self) -> None:
         self._retract(choose_victim(self._lifecycle.running))
@@ -190,7 +191,7 @@ class BatchPlanner:
         """Lets waiting requests in, in their order. While a prompt is read that does not end in the
         step, shorter ones may pass those that would have to wait for it; row and slots of the first
         of these are kept for it. Nobody passes one for which the share is saved."""
-        waiting, running = self._lifecycle.waiting, self._lifecycle.running
+        waiting, running = self._lifecycle.startable, self._lifecycle.running
         if not waiting or not self.has_room() or feed.num_for_newcomer == 0:
             return
         num_passed = num_kept = 0
@@ -233,7 +234,7 @@ class BatchPlanner:
     def num_places(self) -> int:
         """How many waiting requests could run now or as soon as the step in flight is read, as far
         as rows go; none while the first of them finds no room in the pool."""
-        waiting, running = self._lifecycle.waiting, self._lifecycle.running
+        waiting, running = self._lifecycle.startable, self._lifecycle.running
         num_places = self._config.max_running_requests - len(running)
         if num_places <= 0 or not waiting:
             return 0

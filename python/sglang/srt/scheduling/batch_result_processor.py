@@ -119,7 +119,7 @@ class BatchResultProcessor:
             return 0
         req.num_emitted_since_admission += 1
         num_before = len(req.output_ids)
-        reason = accept_tokens(req, accepted)
+        reason = _grammar_problem(req) or accept_tokens(req, accepted)
         num_new = len(req.output_ids) - num_before
         if num_new and req.params.reports_steps:
             req.step_len_news.append(num_new)
@@ -182,6 +182,15 @@ def _request_step(index: int, row: LaunchedRow, num_emitted: int, num_kept: int)
         num_emitted=num_emitted,
         num_kept=num_kept,
         finish_reason=None if reason is None else reason.type,
+    )
+
+
+def _grammar_problem(req: Req) -> FinishReason | None:
+    """Why a request must end whose grammar cannot be followed any more."""
+    if req.grammar is None or req.grammar.problem is None:
+        return None
+    return FinishReason(
+        type="abort", message=req.grammar.problem, status_code=400, err_type="BadRequestError"
     )
 
 

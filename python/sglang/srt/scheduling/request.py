@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from sglang.srt.constrained.grammar_sessions import GrammarSession
 from sglang.srt.mem_cache.base_prefix_cache import Namespace
 from sglang.srt.mem_cache.kv_ledger import RequestKV
 from sglang.srt.messages.requests import FinishReason, LogprobOptions, PositionLogprobs
@@ -39,6 +40,7 @@ class Req:
         weight_spans: labels of the weights that generated the output, each with the index of its
             first token.
         spans_were_sent: whether the client knows them.
+        grammar: what its output must match; None for anything.
         must_finish: a drain or a weight update waits for its end, so it may always start again.
     """
 
@@ -81,7 +83,13 @@ class Req:
     row_is_new: bool = False
     weight_spans: list[tuple[str, int]] = field(default_factory=list)
     spans_were_sent: bool = False
+    grammar: GrammarSession | None = None
     must_finish: bool = False
+
+    @property
+    def can_start(self) -> bool:
+        """Whether nothing but a place is missing: its grammar has been compiled."""
+        return self.grammar is None or self.grammar.is_ready
 
     @property
     def is_prefilling(self) -> bool:

@@ -50,6 +50,7 @@ class RequestLifecycle:
         self.waiting: list[Req] = []
         self.running: list[Req] = []
         self._ending: list[Req] = []
+        self._compiling: set[Req] = set()
         self._ended_texts: list[EndedText] = []
         self.weight_version = DEFAULT_WEIGHT_VERSION
         self.counts = LifecycleCounts()
@@ -70,6 +71,22 @@ class RequestLifecycle:
         return any(req.must_finish for req in (*self.running, *self.waiting))
 
     @property
+    def startable(self) -> list[Req]:
+        """Waiting requests that need nothing but a place; not to be changed."""
+        if not self.is_compiling:
+            return self.waiting
+        return [req for req in self.waiting if req not in self._compiling]
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a waiting request's grammar is not compiled yet."""
+        if self._compiling:
+            self._compiling = {
+                req for req in self._compiling if req.finish_reason is None and not req.can_start
+            }
+        return bool(self._compiling)
+
+    @property
     def is_idle(self) -> bool:
         return not (self.waiting or self.running or self._ending)
 
@@ -82,6 +99,8 @@ class RequestLifecycle:
     def submit(self, req: Req) -> None:
         req.begin_weight_span(self.weight_version)
         self.waiting.append(req)
+        if not req.can_start:
+            self._compiling.add(req)
 
     def set_weight_version(self, weight_version: str) -> None:
         """Labels all tokens that come from here on. Only without a step in flight."""
@@ -139,6 +158,8 @@ class RequestLifecycle:
     def finish(self, req: Req, reason: FinishReason) -> None:
         """Ends a request. Its KV is released when no launched step names it any more."""
         req.finish_reason = reason
+        if req.grammar is not None:
+            req.grammar.close()
         self.counts = replace(
             self.counts,
             num_ended=self.counts.num_ended + 1,

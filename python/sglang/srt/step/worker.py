@@ -208,6 +208,7 @@ class GenerationBatchResult:
     paths: torch.Tensor | None = None
 
     _copy: HostCopy = field(init=False)
+    _read: list[HostResult] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         groups = self._copied()
@@ -239,7 +240,12 @@ class GenerationBatchResult:
         self._copy.wait()
 
     def read(self) -> HostResult:
-        """Waits for the step and returns its outcome."""
+        """Waits for the step and returns its outcome, to each who asks."""
+        if not self._read:
+            self._read.append(self._read_copy())
+        return self._read[0]
+
+    def _read_copy(self) -> HostResult:
         copies = iter(self._copy.read())
         sizes = [len(group) for group in self._copied()]
         step, drafts, paths, *others = (list(islice(copies, size)) for size in sizes)

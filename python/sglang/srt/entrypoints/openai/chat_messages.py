@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from sglang.srt.entrypoints.openai.chat_protocol import NEEDS_GRAMMAR, ChatCompletionRequest
+from sglang.srt.entrypoints.openai.chat_protocol import ChatCompletionRequest
 from sglang.srt.frontend.body_parsing import check_known_fields, convert_fields
 from sglang.srt.frontend.errors import field_error, shorten
 
@@ -224,5 +224,7 @@ def _tool_name(tool: dict[str, Any], name: str) -> str:
             f"{name}.function.name", "must be 1 to 128 letters, digits and any of _ . : / -"
         )
     if function.strict:
-        raise field_error(f"{name}.function.strict", NEEDS_GRAMMAR.partition(";")[0])
+        raise field_error(
+            f"{name}.function.strict", "is not there: calls are not kept to a schema; leave it out"
+        )
     return function.name

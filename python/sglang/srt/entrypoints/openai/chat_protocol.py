@@ -13,6 +13,8 @@ from sglang.srt.entrypoints.openai.protocol import (
     SamplingFields,
     StreamOptions,
     common_body,
+    names_of_format,
+    schema_of_format,
 )
 from sglang.srt.frontend.errors import RequestError, field_error
 from sglang.srt.frontend.generate_body import TokenIds
@@ -38,9 +40,6 @@ RESERVED = frozenset(
     ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
 )
 _BATCH = "[0]"  # the one prompt is sent as a batch
-NEEDS_GRAMMAR = (
-    "needs grammars, which this runtime does not have yet; ask for the format in a message"
-)
 
 
 class ChatCompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
@@ -54,6 +53,7 @@ class ChatCompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
         tools: functions that the model may call (with --tool-call-parser).
         tool_choice: none, auto, required, or a function by name.
         parallel_tool_calls: false: one call at most.
+        response_format: text, json_object, or a json_schema that the content must match.
         continue_final_message: the answer goes on with the last message, of the assistant.
         add_generation_prompt: the template begins the assistant's message; by default unless a
             message is continued.
@@ -118,7 +118,11 @@ class ChatCompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
                 raise field_error(
                     f"chat_template_kwargs.{name}", "is set by the server; leave it out"
                 )
-        _check_response_format(self.response_format)
+        has_format = schema_of_format(self.response_format) is not None
+        if has_format and self.tools and self.tool_choice != "none":
+            raise field_error(
+                "response_format", 'leaves no room for calls of tools; set tool_choice "none"'
+            )
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -136,16 +140,6 @@ class ChatCompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt
-
-
-def _check_response_format(value: dict[str, Any] | None) -> None:
-    if value is None:
-        return
-    kind = value.get("type")
-    if kind in ("json_object", "json_schema", "structural_tag"):
-        raise field_error("response_format", f"{kind} {NEEDS_GRAMMAR}")
-    if kind != "text":
-        raise field_error("response_format.type", "must be text")
 
 
 def to_generate_body(request: ChatCompletionRequest, shows_special: bool) -> dict[str, Any]:
@@ -179,6 +173,7 @@ def names_in(request: ChatCompletionRequest) -> dict[str, str]:
         "input_ids": prompt,
         "max_new_tokens": length,
         "top_logprobs_num": "top_logprobs",
+        **names_of_format(request.response_format),
     }
 
 

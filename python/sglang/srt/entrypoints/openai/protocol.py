@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -13,6 +14,7 @@ from sglang.srt.frontend.body_parsing import check_known_fields, parse_json_obje
 from sglang.srt.frontend.errors import RequestError, field_error
 from sglang.srt.frontend.sampling_validation import CUSTOM_PARAMS, take_custom_params
 from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
+from sglang.srt.sampling.grammar import JSON_SCHEMA
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sglang_surface import ANYTHING, is_neutral, neutral_fields
 
@@ -31,6 +33,9 @@ SAMPLING = {
 # Fields that are accepted at neutral values only; the last two are OpenAI's, for its own records.
 RECORDS: dict[str, tuple[Any, ...]] = {"metadata": (ANYTHING,), "store": (ANYTHING,)}
 UNSUPPORTED = neutral_fields("/v1/completions") | RECORDS
+
+
+ANY_JSON_OBJECT = '{"type":"object"}'
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -61,6 +66,7 @@ class CompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
         prompt: a text, token ids, or a list of either.
         logprobs: best tokens per position; any number asks for log-probabilities.
         return_token_ids: each choice gets `prompt_token_ids` and `token_ids`.
+        response_format: text, json_object, or a json_schema that the output must match.
         echo: put the prompt before each output, and its log-probabilities too.
         custom_params: may hold the `mtp_*` parameters, for routers that drop these elsewhere.
     """
@@ -73,6 +79,7 @@ class CompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
     logprobs: Count | None = None
     echo: bool = False
     return_token_ids: bool = False
+    response_format: dict[str, Any] | None = None
     rid: str | list[str] | None = None
     cache_salt: str | list[str] | None = None
     extra_key: str | list[str] | None = None
@@ -151,6 +158,35 @@ def prompts_of(request: CompletionRequest) -> Prompts:
     raise field_error("prompt", "must be a text, token ids, or a list of texts or of token ids")
 
 
+def schema_of_format(value: dict[str, Any] | None) -> str | None:
+    """The JSON schema that `response_format` asks for; None: any text will do.
+
+    Raises:
+        RequestError: naming what is wrong.
+    """
+    kind = "text" if value is None else value.get("type")
+    if value is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return ANY_JSON_OBJECT
+    if kind == "structural_tag":
+        raise field_error(
+            "response_format.type", "structural_tag is not there; give json_schema, or an ebnf"
+        )
+    if kind != "json_schema":
+        raise field_error("response_format.type", "must be text, json_object or json_schema")
+    inner = value.get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if not isinstance(schema, dict | bool):
+        raise field_error("response_format.json_schema.schema", "must be a JSON schema")
+    return msgspec.json.encode(schema).decode()
+
+
+def names_of_format(value: dict[str, Any] | None) -> dict[str, str]:
+    """What a body with this `response_format` calls the schema."""
+    return {} if schema_of_format(value) is None else {JSON_SCHEMA: "response_format"}
+
+
 def common_body(request: Any) -> dict[str, Any]:
     """What all of OpenAI's routes hand on to `/generate` alike.
 
@@ -159,6 +195,11 @@ def common_body(request: Any) -> dict[str, Any]:
     """
     sampling = {ours: getattr(request, theirs) for ours, theirs in SAMPLING.items()}
     sampling[CUSTOM_PARAMS] = request.custom_params
+    schema = schema_of_format(request.response_format)
+    if schema is not None:
+        if request.json_schema:
+            raise field_error("json_schema", "stands beside response_format; give one of them")
+        sampling[JSON_SCHEMA] = schema
     return {
         "sampling_params": {name: value for name, value in sampling.items() if value is not None},
         "stream": request.stream,
@@ -183,6 +224,12 @@ def to_generate_body(request: CompletionRequest, prompts: Prompts) -> dict[str, 
             "logprob_start_len": 0 if request.echo else -1,
         }
     return body
+
+
+def possible(top: list[Any] | None) -> list[Any]:
+    """Of the best tokens at a position those that can be drawn: a grammar may leave fewer than are
+    asked for, and the others have no log-probability that JSON knows."""
+    return [entry for entry in top or [] if entry[0] is None or entry[0] > -math.inf]
 
 
 COMPLETION_NAMES = RENAMED | {"top_logprobs_num": "logprobs", "text": "prompt"}

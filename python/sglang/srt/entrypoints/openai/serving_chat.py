@@ -20,7 +20,7 @@ from sglang.srt.entrypoints.openai.chat_protocol import (
     without_batch,
 )
 from sglang.srt.entrypoints.openai.chat_settings import ChatSettings
-from sglang.srt.entrypoints.openai.protocol import in_openai_terms
+from sglang.srt.entrypoints.openai.protocol import in_openai_terms, possible
 from sglang.srt.entrypoints.openai.serving_base import OpenAIAnswer
 from sglang.srt.frontend.errors import RequestError, field_error
 from sglang.srt.frontend.generate_body import CheckedRequest
@@ -120,12 +120,13 @@ class ChatCompletion:
         is_open = self._begins_open(prompt)
         if self._tools.must_call and self._calls is not None:
             beginning = self._calls.beginning(self._tools.only)
-            if is_open and self._settings.reasoning is not None:
-                closing = f"{self._settings.reasoning.end}\n\n"
-                is_open = False
+        is_fixed = bool(beginning) or self._checked.prompts[0].sampling_params.grammar is not None
+        if is_fixed and is_open and self._settings.reasoning is not None:
+            closing = f"{self._settings.reasoning.end}\n\n"
+            is_open = False
         self._is_open = is_open
         self._division = Division(
-            reasoning=None if beginning else self._reasoning,
+            reasoning=None if is_fixed else self._reasoning,
             is_open=is_open,
             streams_reasoning=self._request.stream_reasoning,
             calls=self._calls,
@@ -288,7 +289,7 @@ class ChatCompletion:
         tops = meta.get("output_top_logprobs", [])[start:] or [[]] * len(entries)
         return {
             "content": [
-                {**_token(entry), "top_logprobs": [_token(item) for item in top or []]}
+                {**_token(entry), "top_logprobs": [_token(item) for item in possible(top)]}
                 for entry, top in zip(entries, tops, strict=True)
             ],
             "refusal": None,

@@ -9,9 +9,12 @@ from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 from sglang.srt.entrypoints.openai.protocol import (
+    COMPLETION_NAMES,
     CompletionRequest,
     Prompts,
     in_openai_terms,
+    names_of_format,
+    possible,
     prompts_of,
     to_generate_body,
 )
@@ -61,10 +64,11 @@ class Completion:
         self._manager = manager
         self._request = request
         self._prompts: Prompts = prompts_of(request)
+        self._names = COMPLETION_NAMES | names_of_format(request.response_format)
         try:
             self._checked = manager.check(to_generate_body(request, self._prompts))
         except RequestError as error:
-            raise in_openai_terms(error) from None
+            raise self.translate(error) from None
         self._params = self._checked.prompts[0].sampling_params  # of all prompts
         self._base = {
             "id": f"cmpl-{uuid.uuid4().hex}",
@@ -99,7 +103,7 @@ class Completion:
         return self._base
 
     def translate(self, error: RequestError) -> RequestError:
-        return in_openai_terms(error)
+        return in_openai_terms(error, self._names)
 
     def usage_details(self, indices: Iterable[int]) -> dict[str, Any]:
         return {}
@@ -152,7 +156,8 @@ class Completion:
             "tokens": [text for _, _, text in entries],
             "token_logprobs": [logprob for logprob, _, _ in entries],
             "top_logprobs": [
-                None if top is None else {text: logprob for logprob, _, text in top} for top in tops
+                None if top is None else {text: logprob for logprob, _, text in possible(top)}
+                for top in tops
             ]
             or None,
             "text_offset": offsets,

@@ -1,0 +1,223 @@
+"""Grammars over llguidance: from a text to what may come next. In a process of its own, since a
+hostile grammar may take very long to compile, or all of the stack."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, regex_to_lark
+
+from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, Grammar
+
+BYTES_OF_ENTRY = 4  # of a bitmask
+NUM_CHECKED_TOKENS = 4
+MAX_ERROR_CHARS = 300
+ASCII_CLASSES = "dws"  # of a regex: \\d, \\w and \\s are ASCII alone
+ERROR_LINE = "error: "
+NO_TEXT = "NoExtension"  # as the library calls it
+# Between two parts of a JSON text. Without a bound a weak model may write spaces to the end.
+JSON_WHITESPACE = r"[ \t\n\r]{0,32}"
+# A mask is a few thousand steps of the lexer; the default bounds are 15 ms of it.
+LIMITS = LLParserLimits(verbose_errors=False)
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be used, or an output that does not follow it; says why."""
+
+
+class Matcher:
+    """A request's place in its grammar.
+
+    Args:
+        matcher: at the beginning of the output.
+        nothing_more: [ceil(V / 32)] int32 as bytes: the end-of-text ids.
+        everything: likewise, all ids.
+        never_allowed: likewise, what nothing may emit.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, nothing_more: bytes, everything: bytes, never_allowed: list[int]
+    ) -> None:
+        self._matcher = matcher
+        self._nothing_more = nothing_more
+        self._everything = everything
+        self._never_allowed = never_allowed
+        self._refuse_error()
+
+    def copy(self) -> Matcher:
+        return Matcher(
+            self._matcher.deep_copy(), self._nothing_more, self._everything, self._never_allowed
+        )
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        """Takes in tokens of the output. What follows its end means nothing, and is left out.
+
+        Raises:
+            GrammarError: if the grammar does not allow one of them.
+        """
+        for token in tokens:
+            if self._matcher.is_stopped():
+                return
+            if not self._matcher.consume_token(token):
+                self._refuse_error()
+                raise GrammarError(f"the output has token {token}, which the grammar forbids")
+
+    def masks(self, drafts: Sequence[int] = (), parents: Sequence[int] = ()) -> bytes:
+        """What may come behind the output, and behind each draft: 1 + len(drafts) rows of
+        ceil(V / 32) int32. Behind a draft that is not allowed itself, anything.
+
+        Args:
+            parents: of each draft the one that it follows, 0 for the output, j + 1 for draft j.
+
+        Raises:
+            GrammarError: if that takes too much, or nothing at all may come.
+        """
+        rows = [self._everything] * (1 + len(drafts))
+        children: list[list[int]] = [[] for _ in rows]
+        for index, parent in enumerate(parents):
+            children[parent].append(index + 1)
+        self._visit(0, drafts, children, rows)
+        return b"".join(rows)
+
+    def _visit(
+        self, node: int, drafts: Sequence[int], children: list[list[int]], rows: list[bytes]
+    ) -> None:
+        rows[node] = self._mask()
+        for child in children[node]:
+            token = drafts[child - 1]
+            is_allowed = 0 <= token < 8 * len(rows[node]) and is_set(rows[node], token)
+            if is_allowed and not self._matcher.is_stopped():
+                if not self._matcher.consume_token(token):
+                    self._refuse_error()
+                self._visit(child, drafts, children, rows)
+                if not self._matcher.rollback(1):
+                    self._refuse_error()
+
+    def _mask(self) -> bytes:
+        if self._matcher.is_stopped():
+            self._refuse_error()
+            return self._nothing_more
+        mask = self._matcher.compute_bitmask()[: len(self._everything)]
+        self._refuse_error()
+        if any(is_set(mask, token) for token in self._never_allowed):
+            mask = without(mask, self._never_allowed)
+        if not mask.strip(b"\0"):
+            raise GrammarError("no token of the model continues an output of this grammar")
+        return mask
+
+    def _refuse_error(self) -> None:
+        """Raises GrammarError if there is an error: the matcher never leaves that state."""
+        if self._matcher.is_error():
+            reason = one_line(self._matcher.get_error())
+            raise GrammarError("no text matches" if reason.startswith(NO_TEXT) else reason)
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer.
+
+    Args:
+        tokenizer_json: text of the tokenizer's file.
+        vocab_size: V, the width of the logits.
+
+    Raises:
+        GrammarError: if the tokenizer cannot be used.
+    """
+
+    def __init__(
+        self,
+        tokenizer_json: str,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        never_allowed: Sequence[int] = (),
+    ) -> None:
+        try:
+            self._tokenizer = LLTokenizer(
+                tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
+            )
+        except (ValueError, RuntimeError) as error:
+            raise GrammarError(f"the tokenizer cannot be used: {one_line(str(error))}") from None
+        num_bytes = -(-vocab_size // 32) * BYTES_OF_ENTRY
+        self._everything = b"\xff" * num_bytes
+        ends = set(eos_token_ids) or {self._tokenizer.eos_token}
+        self._nothing_more = bytes(
+            sum(1 << bit for bit in range(8) if 8 * place + bit in ends)
+            for place in range(num_bytes)
+        )
+        self._never_allowed = [token for token in never_allowed if token < vocab_size]
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        """The matcher of an empty output.
+
+        Raises:
+            GrammarError: if the text is none, or asks for what is not there.
+        """
+        matcher = LLMatcher(self._tokenizer, _to_llguidance(grammar), log_level=0, limits=LIMITS)
+        return Matcher(matcher, self._nothing_more, self._everything, self._never_allowed)
+
+    def check(self, grammar: Grammar) -> None:
+        """Compiles a grammar and walks a few tokens along: some are too large only then.
+
+        Raises:
+            GrammarError: if it cannot be used.
+        """
+        matcher = self.compile(grammar)
+        for _ in range(NUM_CHECKED_TOKENS):
+            mask = matcher.masks()
+            if mask == self._nothing_more:
+                return
+            matcher.consume([_first(mask, but=self._nothing_more)])
+        matcher.masks()
+
+
+def _to_llguidance(grammar: Grammar) -> str:
+    """The grammar in the library's own form."""
+    if grammar.kind == JSON_SCHEMA:
+        try:
+            schema = json.loads(grammar.text)
+        except (ValueError, RecursionError):
+            raise GrammarError("is not JSON, or is nested too deeply") from None
+        if not isinstance(schema, dict | bool):
+            raise GrammarError("must be an object, or true")
+        try:
+            return LLMatcher.grammar_from_json_schema(
+                grammar.text, overrides={"whitespace_pattern": JSON_WHITESPACE}
+            )
+        except ValueError as error:
+            raise GrammarError(one_line(str(error))) from None
+    if grammar.kind == EBNF:
+        try:
+            return grammar_from("ebnf", grammar.text)
+        except (ValueError, IndexError, RecursionError) as error:
+            raise GrammarError(one_line(str(error))) from None
+    return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, ASCII_CLASSES)}/")
+
+
+def is_set(mask: bytes, token: int) -> bool:
+    """Whether a mask allows a token."""
+    return bool(mask[token >> 3] >> (token & 7) & 1)
+
+
+def without(mask: bytes, tokens: Sequence[int]) -> bytes:
+    """A mask that allows none of these."""
+    changed = bytearray(mask)
+    for token in tokens:
+        changed[token >> 3] &= ~(1 << (token & 7))
+    return bytes(changed)
+
+
+def _first(mask: bytes, but: bytes) -> int:
+    """The first token allowed that ends nothing; there is one."""
+    rest = bytes(a & ~b for a, b in zip(mask, but, strict=True))
+    place = len(rest) - len(rest.lstrip(b"\0"))
+    return 8 * place + (rest[place] & -rest[place]).bit_length() - 1
+
+
+def one_line(text: str) -> str:
+    """A library's message on one line, as much as a client needs of it: of a long one that shows
+    the place, only what is wrong there."""
+    text = next((line for line in text.splitlines() if line.startswith(ERROR_LINE)), text)
+    plain = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    plain = plain.removesuffix("<non-verbose/>").strip()
+    half = MAX_ERROR_CHARS // 2
+    return plain if len(plain) <= MAX_ERROR_CHARS else f"{plain[:half]}...{plain[-half:]}"

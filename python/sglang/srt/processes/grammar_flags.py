@@ -1,0 +1,33 @@
+"""What the flags and the model say of grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sglang.srt.constrained.grammar_messages import GrammarSetup
+from sglang.srt.model_config import resolve_model_path
+from sglang.srt.server_args import ServerArgs
+
+NO_GRAMMARS = "none"
+REFUSAL = "the server was started with --grammar-backend none; start it without that flag"
+
+
+def grammar_setup(
+    args: ServerArgs,
+    vocab_size: int,
+    eos_token_ids: Iterable[int],
+    never_allowed: Iterable[int] = (),
+) -> GrammarSetup | None:
+    """What the processes get that work on grammars; None if requests may have none.
+
+    Args:
+        never_allowed: ids that nothing may emit.
+    """
+    if args.grammar_backend == NO_GRAMMARS:
+        return None
+    return GrammarSetup(
+        tokenizer_path=str(resolve_model_path(args.tokenizer_path or args.model_path)),
+        vocab_size=vocab_size,
+        eos_token_ids=sorted(eos_token_ids),
+        never_allowed=sorted(never_allowed),
+    )

@@ -1,0 +1,87 @@
+"""The grammars of a step's requests, for its worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from sglang.srt.constrained.grammar_sessions import GrammarSession, MaskQuestion
+from sglang.srt.scheduling.request import LaunchedStep, Req
+from sglang.srt.scheduling.step_builder import PlannedStep
+from sglang.srt.step.token_constraint import AllowedTokens, DraftedTokens
+
+
+def with_constraint(planned: PlannedStep, unread: LaunchedStep | None) -> PlannedStep:
+    """A step whose requests with a grammar get only what it allows.
+
+    Args:
+        unread: the step in flight; its tokens are read before the masks are made.
+    """
+    restricted = [
+        (index, row.req)
+        for index, row in enumerate(planned.rows)
+        if row.emits and row.req.grammar is not None
+    ]
+    if not restricted:
+        return planned
+    constraint = GrammarConstraint(restricted, unread)
+    return replace(planned, batch=replace(planned.batch, constraint=constraint))
+
+
+class GrammarConstraint:
+    """The grammars of a step (`TokenConstraint`).
+
+    Args:
+        restricted: requests with a grammar, and their places in the batch.
+        unread: see `with_constraint`.
+
+    Attributes:
+        requests: those places.
+    """
+
+    def __init__(self, restricted: list[tuple[int, Req]], unread: LaunchedStep | None) -> None:
+        self.requests: Sequence[int] = [index for index, _ in restricted]
+        self._reqs = [req for _, req in restricted]
+        self._unread = unread
+
+    def allowed(self, drafted: list[DraftedTokens]) -> AllowedTokens:
+        """The masks. Rows of a request that has to end, since its grammar has a problem, have none:
+        what they give is dropped."""
+        unread = self._unread_tokens()
+        questions, rows, masks = list[MaskQuestion](), list[int](), list[np.ndarray]()
+        for req, drafts in zip(self._reqs, drafted, strict=True):
+            session = _session_of(req)
+            known = len(session.tokens)
+            output = [*req.output_ids, *unread.get(req.req_id, ())]
+            news = output[known:]
+            questions.append(MaskQuestion(session, news, drafts.tokens, drafts.parents))
+        answers = questions[0].session.sessions.masks(questions)
+        for answer, drafts in zip(answers, drafted, strict=True):
+            if answer is not None:
+                count = 1 + len(drafts.tokens)
+                rows += range(drafts.first_row, drafts.first_row + count)
+                masks.append(np.frombuffer(answer, np.int32).reshape(count, -1))
+        if not masks:
+            return AllowedTokens([], torch.zeros(0, 0, dtype=torch.int32))
+        return AllowedTokens(rows, torch.from_numpy(np.concatenate(masks)))
+
+    def _unread_tokens(self) -> dict[int, list[int]]:
+        """By request: what the step in flight gives it. Waits for that step."""
+        restricted = {req.req_id for req in self._reqs}
+        step = self._unread
+        if step is None or restricted.isdisjoint(row.req.req_id for row in step.rows):
+            return {}
+        result = step.result.read()
+        return {
+            row.req.req_id: result.next_token_ids[index][: result.accept_lens[index]]
+            for index, row in enumerate(step.rows)
+            if row.req.req_id in restricted
+        }
+
+
+def _session_of(req: Req) -> GrammarSession:
+    assert req.grammar is not None
+    return req.grammar

@@ -1,0 +1,180 @@
+"""A grammar may take its process with it, never a server or another request."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
+import psutil
+import pytest
+
+from grammar_cases import BOTTOMLESS, CASES, DEMO, DEMO_EOS, ENDLESS, SETUP
+from sglang.srt.constrained.grammar_check import GrammarCheck, GrammarRefused
+from sglang.srt.constrained.grammar_sessions import (
+    TOO_LONG,
+    GrammarSession,
+    GrammarSessions,
+    MaskQuestion,
+)
+from sglang.srt.constrained.matchers import GrammarCompiler
+from sglang.srt.sampling.grammar import REGEX, Grammar
+from sglang.srt.tokenizer import load_tokenizer, read_tokenizer_json
+
+QUICK = msgspec.structs.replace(SETUP, max_check_seconds=1)
+GOOD = CASES["regex"][0]
+TOKENIZER = load_tokenizer(DEMO)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(read_tokenizer_json(DEMO), SETUP.vocab_size, [DEMO_EOS])
+
+
+@pytest.fixture
+def sessions() -> Iterator[GrammarSessions]:
+    made = GrammarSessions(SETUP, max_mask_seconds=0.5)
+    yield made
+    made.close()
+
+
+def open_all(sessions: GrammarSessions, *grammars: Grammar) -> list[GrammarSession]:
+    """Sessions that are ready."""
+    made = [sessions.open(grammar) for grammar in grammars]
+    deadline = time.monotonic() + 60
+    while not all(session.is_ready for session in made):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return made
+
+
+def child() -> psutil.Process:
+    """The process of grammars; there is one."""
+    (process,) = [
+        each
+        for each in psutil.Process().children()
+        if any("grammar_process" in word for word in each.cmdline())
+    ]
+    return process
+
+
+def test_hostile_grammars_are_refused_in_time_and_good_ones_still_checked() -> None:
+    async def scenario() -> None:
+        check = GrammarCheck(QUICK, max_processes=1)
+        await check.check(GOOD)
+        started = time.monotonic()
+        for hostile in (ENDLESS, BOTTOMLESS):
+            with pytest.raises(GrammarRefused, match="too much memory, to compile"):
+                await check.check(hostile)
+        assert time.monotonic() - started < 30
+        with pytest.raises(GrammarRefused, match="too much memory"):  # known by now
+            await asyncio.wait_for(check.check(ENDLESS), timeout=0.1)
+        await check.check(CASES["ebnf"][0])
+        with pytest.raises(GrammarRefused, match="look-ahead"):
+            await check.check(Grammar(REGEX, "a(?!b)"))
+        check.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_ends_the_check_of_its_grammar() -> None:
+    async def scenario() -> None:
+        check = GrammarCheck(SETUP, max_processes=1)
+        await check.check(GOOD)
+        working = asyncio.create_task(check.check(ENDLESS))
+        await asyncio.sleep(0.2)
+        process = child()
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        assert not process.is_running()
+        check.close()
+
+    asyncio.run(scenario())
+
+
+def test_masks_are_those_of_the_matcher(
+    sessions: GrammarSessions, compiler: GrammarCompiler
+) -> None:
+    made = open_all(sessions, *(grammar for grammar, _ in CASES.values()))
+    matchers = [compiler.compile(grammar) for grammar, _ in CASES.values()]
+    outputs = [TOKENIZER.encode(text, add_special_tokens=False) for text in ('{"', "ab", "7 +")]
+    for news in ([[], [], []], outputs):
+        for matcher, tokens in zip(matchers, news, strict=True):
+            matcher.consume(tokens)
+        drafts = [[5, 9], [], [300]]
+        questions = [
+            MaskQuestion(session, tokens, ids, [0] * len(ids))
+            for session, tokens, ids in zip(made, news, drafts, strict=True)
+        ]
+        expected = [m.masks(ids, [0] * len(ids)) for m, ids in zip(matchers, drafts, strict=True)]
+        assert sessions.masks(questions) == expected
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_request_whose_mask_never_comes_ends_alone(
+    sessions: GrammarSessions, compiler: GrammarCompiler, stopped: bool
+) -> None:
+    """The process hangs, or is ended; the others go on in a new one, which knows their outputs."""
+    made = open_all(sessions, GOOD, GOOD, GOOD)
+    first = TOKENIZER.encode("a", add_special_tokens=False)
+    assert None not in sessions.masks([MaskQuestion(each, first) for each in made])
+    process = child()
+    process.send_signal(signal.SIGSTOP if stopped else signal.SIGKILL)
+    if not stopped:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    second = TOKENIZER.encode("b", add_special_tokens=False)
+    masks = sessions.masks([MaskQuestion(each, second) for each in made])
+    expected = compiler.compile(GOOD)
+    expected.consume([*first, *second])
+    if stopped:  # the first is taken for the reason
+        assert masks == [None, expected.masks(), expected.masks()]
+        assert [each.problem for each in made] == [TOO_LONG, None, None]
+    else:  # nobody had been asked
+        assert masks == [expected.masks()] * 3
+        assert [each.problem for each in made] == [None] * 3
+    assert child().pid != process.pid
+
+
+def test_a_grammar_that_ends_its_process_while_it_is_compiled_ends_its_request_alone(
+    sessions: GrammarSessions,
+) -> None:
+    (good,) = open_all(sessions, GOOD)
+    endless, other = sessions.open(ENDLESS), sessions.open(GOOD)
+    time.sleep(0.1)
+    assert not endless.is_ready
+    child().kill()
+    deadline = time.monotonic() + 60
+    while not (endless.is_ready and other.is_ready):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    masks = sessions.masks([MaskQuestion(each, []) for each in (good, endless, other)])
+    assert [mask is None for mask in masks] == [False, True, False]
+    assert [each.problem for each in (good, endless, other)] == [None, TOO_LONG, None]
+
+
+def test_masks_do_not_wait_for_a_grammar_that_is_compiled(sessions: GrammarSessions) -> None:
+    (ready,) = open_all(sessions, GOOD)
+    slow = sessions.open(ENDLESS)
+    time.sleep(0.05)
+    question = MaskQuestion(ready, [])
+    for _ in range(50):
+        assert sessions.masks([question]) != [None]
+        assert not slow.is_ready
+    slow.close()
+
+
+def test_an_output_that_breaks_its_grammar_is_that_request_s_problem(
+    sessions: GrammarSessions,
+) -> None:
+    wrong, right = open_all(sessions, GOOD, GOOD)
+    token = TOKENIZER.encode("z", add_special_tokens=False)
+    masks = sessions.masks([MaskQuestion(wrong, token), MaskQuestion(right, [])])
+    assert masks[0] is None
+    assert masks[1] is not None
+    assert "cannot be followed" in str(wrong.problem)
+    again = sessions.masks([replace(MaskQuestion(wrong, []))])
+    assert again == [None]

@@ -1,0 +1,158 @@
+"""What a grammar lets a request say, by walks over its masks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grammar_cases import CASES, DEMO, DEMO_EOS, DEMO_MASK, DEMO_VOCAB_SIZE, schema
+from sglang.srt.constrained.matchers import GrammarCompiler, GrammarError, Matcher
+from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, REGEX, Grammar
+from sglang.srt.tokenizer import load_tokenizer, read_tokenizer_json
+
+TEXT = read_tokenizer_json(DEMO)
+COMPILER = GrammarCompiler(TEXT, DEMO_VOCAB_SIZE, [DEMO_EOS])
+TOKENIZER = load_tokenizer(DEMO)
+
+
+def allowed(mask: bytes) -> set[int]:
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+    return set(bits.nonzero()[0].tolist())
+
+
+def walk(matcher: Matcher, seed: int) -> list[int]:
+    """A random output, which ends as soon as it may after 40 tokens."""
+    choice, output = random.Random(seed), list[int]()
+    while True:
+        tokens = allowed(matcher.masks())
+        if tokens == {DEMO_EOS} or (len(output) > 40 and DEMO_EOS in tokens):
+            return output
+        output.append(choice.choice(sorted(tokens - {DEMO_EOS})))
+        matcher.consume(output[-1:])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_that_may_be_said_matches_and_may_end_only_there(name: str) -> None:
+    grammar, is_match = CASES[name]
+    compiled = COMPILER.compile(grammar)
+    texts = {TOKENIZER.decode(walk(compiled.copy(), seed)) for seed in range(25)}
+    assert len(texts) > 10
+    for text in texts:
+        assert is_match(text), text
+
+
+def test_a_token_is_allowed_if_its_text_continues_a_match() -> None:
+    words = ["return", "returns", "retry", "while"]
+    matcher = COMPILER.compile(Grammar(REGEX, "|".join(words)))
+    texts = {i: TOKENIZER.decode([i], skip_special_tokens=False) for i in range(DEMO_VOCAB_SIZE)}
+    for said in ("", "ret", "return"):
+        matcher_there = matcher.copy()
+        matcher_there.consume(TOKENIZER.encode(said, add_special_tokens=False) if said else [])
+        expected = {
+            i
+            for i, text in texts.items()
+            if text and any(word.startswith(said + text) for word in words)
+        }
+        if said in words:
+            expected.add(DEMO_EOS)
+        assert allowed(matcher_there.masks()) == expected
+
+
+def test_masks_of_drafts_are_those_of_the_output_with_them() -> None:
+    """In a tree; behind a draft that is not allowed anything is, as it will not be confirmed."""
+    compiled = COMPILER.compile(CASES["json_schema"][0])
+    choice, num_rejected = random.Random(5), 0
+    for _ in range(20):
+        output = walk(compiled.copy(), choice.randrange(10**6))
+        start = choice.randrange(len(output))
+        paths, drafts, parents = [output[:start]], list[int](), list[int]()
+        for _ in range(8):
+            parent = choice.randrange(len(paths))
+            depth = len(paths[parent])
+            goes_on = paths[parent] == output[:depth] and depth < len(output)
+            draft = output[depth] if goes_on and choice.random() < 0.7 else choice.randrange(4096)
+            parents.append(parent)
+            drafts.append(draft)
+            paths.append([*paths[parent], draft])
+        matcher = compiled.copy()
+        matcher.consume(output[:start])
+        before = matcher.masks()
+        rows = np.frombuffer(matcher.masks(drafts, parents), np.uint8).reshape(len(paths), -1)
+        assert matcher.masks() == before
+        for path, row in zip(paths, rows, strict=True):
+            expected = compiled.copy()
+            try:
+                for token in path:
+                    if token not in allowed(expected.masks()):
+                        raise GrammarError
+                    expected.consume([token])
+            except GrammarError:
+                num_rejected += 1
+                assert row.all()
+            else:
+                assert row.tobytes() == expected.masks()
+    assert 10 < num_rejected < 150
+
+
+def test_what_follows_the_end_is_no_part_of_the_output() -> None:
+    matcher = COMPILER.compile(Grammar(REGEX, "(ab)+"))
+    matcher.consume([*TOKENIZER.encode("abab", add_special_tokens=False), DEMO_EOS, 5, 7])
+    assert allowed(matcher.masks()) == {DEMO_EOS}
+
+
+def test_every_end_of_text_id_ends_and_suppressed_ids_never_come() -> None:
+    compiler = GrammarCompiler(TEXT, DEMO_VOCAB_SIZE + 5, [DEMO_EOS, 0], [DEMO_MASK, 4098])
+    compiled = compiler.compile(Grammar(REGEX, "x?"))
+    ends = allowed(compiled.masks())
+    assert {DEMO_EOS, 0} < ends
+    assert len(ends) == 3
+    for token in (0, DEMO_EOS):
+        matcher = compiled.copy()
+        matcher.consume([token])
+        assert allowed(matcher.masks()) == {0, DEMO_EOS}
+    only_mask = compiler.compile(Grammar(EBNF, "start: <|mask|>"))
+    with pytest.raises(GrammarError, match="no token"):
+        only_mask.masks()
+
+
+def test_a_forbidden_token_is_an_error() -> None:
+    matcher = COMPILER.compile(Grammar(REGEX, "a"))
+    with pytest.raises(GrammarError):
+        matcher.consume(TOKENIZER.encode("b", add_special_tokens=False))
+
+
+BAD: list[tuple[str, Any, str]] = [
+    (JSON_SCHEMA, "{", "JSON"),
+    (JSON_SCHEMA, "[]", "object"),
+    (JSON_SCHEMA, '{"items":' * 5000 + "{}" + "}" * 5000, "nested|recursion"),
+    (JSON_SCHEMA, '{"type": "array", "uniqueItems": true}', "uniqueItems"),
+    (JSON_SCHEMA, '{"$ref": "http://host/schema"}', "schema"),
+    (JSON_SCHEMA, '{"const": "\\ud800"}', "hex escape"),
+    (JSON_SCHEMA, "false", "schema"),
+    (JSON_SCHEMA, '{"$ref": "#"}', "no text matches"),
+    (REGEX, "a(?!b)", "look-ahead"),
+    (REGEX, "(", "unclosed"),
+    (REGEX, "(" * 5000 + "a" + ")" * 5000, "nest"),
+    (EBNF, "root ::= nobody", "nobody"),
+    (EBNF, "rule ::= [a]", "root"),
+    (EBNF, "root ::= " + "(" * 5000, "recursion"),
+    (EBNF, 'root ::= "a', "end of input"),
+    (EBNF, 'start: start "x"', "no text matches"),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "reason"), BAD)
+def test_a_bad_grammar_says_in_a_line_what_is_wrong(kind: str, text: str, reason: str) -> None:
+    with pytest.raises(GrammarError, match=reason) as caught:
+        COMPILER.check(Grammar(kind, text))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_white_space_between_parts_of_json_has_an_end() -> None:
+    matcher = COMPILER.compile(schema({"type": "array", "items": {"type": "null"}}))
+    matcher.consume(TOKENIZER.encode("[" + 32 * " ", add_special_tokens=False))
+    assert not {i for i in allowed(matcher.masks()) if TOKENIZER.decode([i]).isspace()}
