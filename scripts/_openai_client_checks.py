@@ -173,9 +173,9 @@ class Checks:
             path: Literal["a.txt", "b.txt"]
             is_new: bool | None
 
-        completions = self._client.chat.completions
-        parse = getattr(completions, "parse", None) or self._client.beta.chat.completions.parse
-        answer = parse(messages=MESSAGES, model=self._model, temperature=0, response_format=File)
+        answer = self._client.chat.completions.parse(
+            messages=MESSAGES, model=self._model, temperature=0, response_format=File
+        )
         assert isinstance(answer.choices[0].message.parsed, File)
 
     def tools(self) -> None:

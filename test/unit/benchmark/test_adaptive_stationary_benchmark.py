@@ -200,8 +200,8 @@ def test_the_table_has_a_row_per_load_and_adaptive_way() -> None:
         "| 32 unpredictable | EMA, conservative | 96 | 110 (fixed 1) | 0.950 | 1.140 | 0.960 | 1.50"
         " | **no** |"
     ) in text
-    assert "Medians of 3 to 5 rounds in turn." in text
-    assert text.count("\n| ") == 5, "a line under the head, and two ways of two loads"
+    assert "Commit b, 3 rounds in turn:" in text
+    assert text.count("\n| ") == 8, "a head and a line under it, and two ways, of each result"
 
 
 # ---------------------------------------------------------------- options
