@@ -83,12 +83,13 @@ def parts_of(confidence: torch.Tensor, clock: StepClock | None) -> DrafterParts:
     target = SimpleNamespace(graph_keys=None, config=SimpleNamespace(attention_backend="triton"))
     memory = SimpleNamespace(table=SimpleNamespace(num_rows=len(confidence)))
     state = SimpleNamespace(confidence=SimpleNamespace(drafts=confidence))
-    runners: Any = SimpleNamespace(target=target, memory=memory)
+    runners: Any = SimpleNamespace(target=target, memory=memory, max_prompt_rows=8192)
     return DrafterParts(None, runners, cast(Any, state), clock=clock)
 
 
 class ServedRounds:
-    """A closed loop of clients, in which requests end and come one by one.
+    """A closed loop of clients, in which requests end and come one by one. Of several texts each
+    request is of one, any.
 
     Attributes:
         planner: what is tested.
@@ -96,8 +97,12 @@ class ServedRounds:
         num_verified: drafts, in all.
     """
 
-    def __init__(self, load: Load, text: Text, options: RoundOptions, is_timed: bool) -> None:
-        self._load, self._text = load, text
+    def __init__(
+        self, load: Load, text: Text | Sequence[Text], options: RoundOptions, is_timed: bool
+    ) -> None:
+        self._load = load
+        self._texts = [text] if isinstance(text, Text) else text
+        self._kinds = [number % len(self._texts) for number in range(load.num_clients)]
         self._luck, self._rng = random.Random(3), np.random.default_rng(3)
         self._clock = GivenClock()
         self._true = rounds()
@@ -128,7 +133,7 @@ class ServedRounds:
 
     def _step(self) -> tuple[float, HostResult]:
         """What it took, and what it gave."""
-        told = self._text.confidences(self._rng, len(self._left))
+        told = self._told()
         self._confidence.copy_(torch.from_numpy(told))
         plan = self.planner.plan(batch_of(self._prompts))
         fed = self._fed(plan, told)
@@ -145,10 +150,16 @@ class ServedRounds:
             if self._left[row] <= 0:  # the client's next request is in the next step
                 self._left[row] = self._load.new_tokens
                 self._prompts[row], self._num_drafts[row] = self._load.prompt_tokens, 0
+                self._kinds[row] = self._luck.randrange(len(self._texts))
                 self.planner.admit([new_row(row)])
         return took_ms, HostResult(
             [[]] * len(fed), taken, taken, num_drafts=fed if any(fed) else []
         )
+
+    def _told(self) -> NDArray[np.float64]:
+        """[clients, MAX_DRAFTS]; how probable each draft is, given those before it."""
+        by_kind = [text.confidences(self._rng, len(self._left)) for text in self._texts]
+        return np.stack([by_kind[kind][row] for row, kind in enumerate(self._kinds)])
 
     def _fed(self, plan: RowPlan, told: NDArray[np.float64]) -> list[int]:
         """Drafts of each request that are verified: of a packed step the likeliest."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,12 +12,12 @@ import pytest
 
 from draft_heads import EAGLE, EAGLE3
 from head_rounds import MAX_REQUESTS, MAX_ROWS, WRITERS, make_head
-from recorded_graphs import recorded_graphs, replayable_backends
+from recorded_graphs import UniformAttention, recorded_graphs, replayable_backends
 from sglang.srt.layers.forward_batch import GraphKey
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
 from sglang.srt.model_executor.draft_tree_passes import TreeShape
-from sglang.srt.model_executor.price_measurement import PriceMeter, priced_graphs
+from sglang.srt.model_executor.price_measurement import PriceMeter, graph_finder, priced_graphs
 from sglang.srt.model_executor.runner_group import make_runners
 from utils import Setup, make_execution, make_random_llama
 
@@ -94,3 +95,17 @@ def test_graphs_for_trees_have_prices_and_are_those_that_steps_of_trees_are_pric
                 assert found == keys.find_shape(num_reqs, widest, num_rows, has_tree=widest > 1)
                 assert found is not None
                 assert prices.rows_ms(num_reqs, widest, num_rows) == prices.graphs_ms[found]
+
+
+def test_trees_that_replay_no_graph_are_priced_without_one(tmp_path: Path) -> None:
+    model = make_random_llama(tmp_path / "target")
+    setup = Setup(num_pages=200, max_running_requests=4)
+    with recorded_graphs(), replayable_backends():
+        more = {"attention_backend": "uniform", "max_graph_width": 8}
+        known = UniformAttention.capabilities()
+        without = replace(known, captures_trees=False)
+        with mock.patch.object(UniformAttention, "capabilities", return_value=without):
+            execution = make_execution(model, setup, 64, 8, captures_trees=True, **more)
+            find = graph_finder(make_runners(execution).target)
+    assert find(3, 1, 3) is not None
+    assert find(3, 8, 24) is None

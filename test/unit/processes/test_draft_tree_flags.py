@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from sglang.srt.environ import Environ
 from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.model_executor.draft_tree_passes import TreeShape
-from sglang.srt.processes.runtime_config import RuntimeConfig
+from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.processes.runtime_config import RuntimeConfig, with_drafter
 from sglang.srt.processes.worker_factory import drafter_models, make_worker
 from speculation_flags_cases import refusal, resolved
 from utils import Setup
@@ -160,3 +162,16 @@ def test_acceptance_of_trees_cannot_be_simulated(target: Path, tmp_path: Path) -
     runners, _ = make_drafter_runners(target, Setup(), config.drafter)
     with pytest.raises(ValueError, match=r"SGLANG_SIMULATE_ACC_LEN=2 .* of drafts in chains"):
         make_worker(runners, config.drafter, simulated_accept_len=2.0)
+
+
+def test_flashinfers_masks_are_bounded(target: Path, tmp_path: Path) -> None:
+    """They are of all rows of a step, prompts too, and of all keys of each row's request."""
+    config = tree_config(target, tmp_path, eagle_topk=2)
+    drafter, without = config.drafter, replace(config, drafter=None)
+    execution = replace(without.execution, attention_backend="flashinfer", context_len=4096)
+    assert drafter is not None
+    small = with_drafter(replace(without, execution=execution), drafter)
+    assert small.drafter == drafter
+    execution = replace(execution, context_len=1 << 20)
+    with pytest.raises(ConfigError, match=r"flashinfer: masks .* lower --chunked-prefill-size"):
+        with_drafter(replace(without, execution=execution), drafter)

@@ -24,6 +24,7 @@ from sglang.srt.speculative.prompt_mix import (
     PromptMix,
     round_of,
 )
+from sglang.srt.speculative.request_mix import RequestMix
 from sglang.srt.speculative.round_excess import LEAST, MOST, Excess
 from sglang.srt.speculative.round_planner import RoundOptions
 from sglang.srt.speculative.round_prices import MAX_COSTS, MeasuredRounds, RoundCase, UpcomingRound
@@ -34,6 +35,8 @@ from sglang.srt.step.price_table import Curve
 from tile_spec_decode import Text
 
 SURE, EVEN, HOT = Text(0.75, 0.96, 0.45), Text(0.0, 0.97, 0.8), Text(0.25, 0.97, 0.05)
+# Requests that differ: drafts of some are always right, those of others hardly ever.
+EASY, HARD = Text(1.0, 0.95), Text(0.0, 0.9, 0.15)
 TEXTS = {"sure": SURE, "even": EVEN, "hot": HOT}
 MOST_SWITCHES = 6  # of 400 steps, which take 3 to 6 seconds
 STATIC = (1, 2, 3, 5, 7)
@@ -98,6 +101,32 @@ def test_numbers_by_load_are_as_fast_as_the_best_fixed_one(
     assert changes <= MOST_SWITCHES
 
 
+@pytest.mark.parametrize(("num_clients", "counts"), [(8, (2, 3)), (32, (1, 2, 3)), (64, (1, 2))])
+def test_numbers_by_load_where_requests_differ(num_clients: int, counts: Sequence[int]) -> None:
+    """Easy ones end soon, so at any time most are hard. Without a thought for that, what other
+    numbers of drafts would give is taken for less or more than it is."""
+    load, texts = Load(num_clients, 64, 128), (EASY, HARD, HARD)
+    best = max(ServedRounds(load, texts, RoundOptions(n), True).rate(800, 200) for n in counts)
+    speed = ServedRounds(load, texts, BY_LOAD, True).rate(800, 200)
+    assert speed > 0.95 * best
+    with mock.patch.object(RequestMix, "factors", lambda mix, rows, most: [1.0] * (1 + most)):
+        blind = ServedRounds(load, texts, BY_LOAD, True).rate(800, 200)
+    assert speed > 0.99 * blind
+
+
+@pytest.mark.parametrize("options", [BY_LOAD, CUT], ids=["by load", "cut"])
+def test_what_became_of_drafts_is_told_of_their_request(options: RoundOptions) -> None:
+    """Between others that read prompts, and whatever was cut."""
+    served = ServedRounds(Load(6, 64, 128), (EASY, HARD), options, True)
+    served.rate(60, 0)
+    mix, kinds = served.planner._requests, served._kinds
+    assert mix is not None
+    kinds_now = [(kinds[row], mix._now[row]) for row in range(6) if mix._now[row, 0] > 12]
+    assert {kind for kind, _ in kinds_now} == {0, 1}
+    for kind, (tried, right, _, _) in kinds_now:
+        assert (right / tried > 0.6) == (kind == 0), "easy ones are right"
+
+
 def test_without_a_thought_for_prompts_too_much_is_drafted() -> None:
     """What the simulation is for: rows that would cost next to nothing alone."""
     load = Load(28)
@@ -159,7 +188,7 @@ def test_one_step_that_took_long_tells_little() -> None:
 
 
 def test_how_often_prompts_share_steps_is_remembered_for_a_while() -> None:
-    mix = PromptMix()
+    mix = PromptMix(8192)
     assert mix.upcoming(4, 100, 1.0) == UpcomingRound(4, 100)
     for number in range(400):
         mix.observe(*((1, 100) if number % 4 == 0 else (0, 0)))
@@ -177,7 +206,7 @@ def test_how_often_prompts_share_steps_is_remembered_for_a_while() -> None:
 def test_the_faster_requests_are_given_tokens_the_more_prompts_come() -> None:
     """As many per token, whatever number of requests a round has and however many it gives each:
     counted by a server whose 16 requests are given 2 tokens a step, and each of them 64 in all."""
-    mix = PromptMix()
+    mix = PromptMix(8192)
     for number in range(400):
         mix.observe(*((1, 50) if number % 2 == 0 else (0, 0)))
         mix.hear(32)

@@ -342,6 +342,12 @@ def graph_finder(runner: ModelRunner) -> FindGraph:
         return no_graphs
     find = partial(keys.find_shape, hidden_width=runner.model.hidden_width)
     if not keys.have_trees:
+        if runner.config.captures_trees:  # by a backend that cannot: none replays a graph
+
+            def find_one_row(num_reqs: int, widest: int, num_rows: int) -> GraphKey | None:
+                return find(num_reqs, widest, num_rows) if widest == 1 else None
+
+            return find_one_row
         return find
     return lambda num_reqs, widest, num_rows: find(num_reqs, widest, num_rows, widest > 1)
 

@@ -25,9 +25,14 @@ def round_of(batch: ScheduleBatch) -> RoundCase:
 class PromptMix:
     """How many prompts come with so many new tokens, and of how many rows they are, by the last
     steps in which requests decode. A request that is given more tokens per step ends sooner, and
-    the next one's prompt comes sooner: so it is tokens, not steps, that prompts are counted by."""
+    the next one's prompt comes sooner: so it is tokens, not steps, that prompts are counted by.
 
-    def __init__(self) -> None:
+    Args:
+        max_rows: of prompts in a step.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self._max_rows = max_rows
         self._prompts = self._rows = 0.0  # of a step; of a prompt
         self._tokens = 0.0  # of a step
         self._num_steps = self._num_prompts = self._num_read = 0
@@ -48,12 +53,16 @@ class PromptMix:
     def upcoming(self, num_reqs: int, kv_tokens: int, pace: float) -> UpcomingRound:
         """A round of these requests, if rounds give each of them so many tokens. Prompts come by
         chance, each alone, so their number is Poisson's."""
-        tokens = self._tokens if self._num_read else num_reqs
-        expected = self._prompts * num_reqs * pace / tokens
+        tokens = max(1.0, self._tokens if self._num_read else num_reqs)
+        expected = min(self._prompts * num_reqs * pace / tokens, float(num_reqs))
         if expected < LEAST_PROMPTS:
             return UpcomingRound(num_reqs, kv_tokens)
-        counts = [(chance, _rounded(count * self._rows)) for chance, count in _numbers(expected)]
-        return UpcomingRound(num_reqs, kv_tokens, tuple(counts))
+        prompts = dict[int, float]()  # the chance of so many rows
+        for chance, count in _numbers(expected):
+            rows = min(_rounded(count * self._rows), _rounded(self._max_rows))
+            prompts[rows] = prompts.get(rows, 0.0) + chance
+        found = tuple((chance, rows) for rows, chance in prompts.items())
+        return UpcomingRound(num_reqs, kv_tokens, found)
 
 
 def _numbers(mean: float) -> list[tuple[float, float]]:
@@ -62,8 +71,10 @@ def _numbers(mean: float) -> list[tuple[float, float]]:
     off = SPREAD * math.sqrt(mean)
     least, most = max(0, math.floor(mean - off)), math.ceil(mean + off)
     stride = -(-(most + 1 - least) // MAX_NUMBERS)
-    chances = [math.exp(n * math.log(mean) - mean - math.lgamma(n + 1)) for n in range(most + 1)]
-    chances[least] = sum(chances[: least + 1])
+    log_mean = math.log(mean)
+    chances = {
+        n: math.exp(n * log_mean - mean - math.lgamma(n + 1)) for n in range(least, most + 1)
+    }
     groups = [
         range(first, min(first + stride, most + 1)) for first in range(least, most + 1, stride)
     ]

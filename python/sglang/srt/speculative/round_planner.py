@@ -9,7 +9,7 @@ one shape, whose depth is the only tier. `TileSpec` may then cut the step to the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from sglang.srt.speculative.draft_steps import who_drafts
 from sglang.srt.speculative.drafter import DrafterNeeds, DrafterParts, RowPlan, plan_of_drafts
 from sglang.srt.speculative.prompt_mix import PromptMix
 from sglang.srt.speculative.request_mix import RequestMix
-from sglang.srt.speculative.round_prices import MeasuredRounds, RoundPrices
+from sglang.srt.speculative.round_prices import MeasuredRounds, RoundPrices, UpcomingRound
 from sglang.srt.speculative.round_times import RoundTimes
 from sglang.srt.speculative.tier_policy import (
     RoundOutcome,
@@ -188,8 +188,8 @@ class RoundPlanner:
         self._options = options
         num_rows = parts.runners.memory.table.num_rows
         self._num_pending_drafts = [0] * num_rows  # of each row of the page table
-        self._prompts = PromptMix()
-        self._requests = RequestMix(num_rows)
+        self._prompts = PromptMix(parts.runners.max_prompt_rows)
+        self._requests = RequestMix(num_rows) if options.policy.needs_prices else None
         self._next_round = _Round(self.policy.settled, 0)
         self._launched = deque[_Launched]()  # steps that have not been read
 
@@ -197,7 +197,8 @@ class RoundPlanner:
         """See `Drafter`."""
         for new in new_rows:
             self._num_pending_drafts[new.row] = 0
-            self._requests.admit(new.row)
+            if self._requests is not None:
+                self._requests.admit(new.row)
 
     def plan(self, batch: ScheduleBatch) -> RowPlan:
         """What a step feeds, and how many drafts are proposed behind it
@@ -239,12 +240,24 @@ class RoundPlanner:
                 for count, taken in zip(counts, result.accept_lens, strict=False)
                 if count
             ]
-        rows = (row for row, count in zip(launched.rows, counts, strict=False) if count)
-        for row, (count, num_right) in zip(rows, verified, strict=True):
-            self._requests.observe(row, count, num_right)
+        if self._requests is not None:
+            self._hear_requests(launched.rows, counts, verified, result.accept_lens)
         if launched.round is not None:
             self._prompts.hear(sum(result.accept_lens))
             self.policy.observe(RoundOutcome(*launched.round, verified))
+
+    def _hear_requests(
+        self,
+        rows: list[int],
+        num_drafts: Sequence[int],
+        verified: list[tuple[int, int]],
+        num_tokens: Sequence[int],
+    ) -> None:
+        """Tells what each request of a step was given; `verified` are those that had drafts."""
+        assert self._requests is not None
+        counts, found = [*num_drafts] or [0] * len(rows), iter(verified)
+        right = [next(found)[1] if count else 0 for count in counts]
+        self._requests.observe(rows, counts, right, num_tokens)
 
     def _next_drafts(self, batch: ScheduleBatch, max_accepted: int) -> list[int]:
         """Drafts that each request of a step is given for its next one."""
@@ -261,12 +274,13 @@ class RoundPlanner:
         bounds, slots = batch.kv_len_upper_bounds, batch.max_q_lens
         lens = zip(bounds, slots, batch.num_prompt_tokens, batch.emits, strict=True)
         emitting = [bound - most + num_prompt for bound, most, num_prompt, emits in lens if emits]
-        rows = [row for row, emits in zip(batch.rows, batch.emits, strict=True) if emits]
-        if not emitting:
-            return 0
-        upcoming = partial(self._prompts.upcoming, len(emitting), sum(emitting))
-        factors = partial(self._requests.factors, rows)
-        tier = self.policy.choose(upcoming(1.0)._replace(of_pace=upcoming, factors=factors))
+        upcoming = UpcomingRound(len(emitting), sum(emitting))
+        if self._requests is not None:
+            of_pace = partial(self._prompts.upcoming, *upcoming[:2])
+            rows = [row for row, emits in zip(batch.rows, batch.emits, strict=True) if emits]
+            factors = partial(self._requests.factors, rows)
+            upcoming = upcoming._replace(of_pace=of_pace, factors=factors)
+        tier = self.policy.choose(upcoming)
         self._next_round = _Round(self.policy.settled, len(emitting))
         return tier
 

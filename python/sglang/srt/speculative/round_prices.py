@@ -36,15 +36,15 @@ class UpcomingRound(NamedTuple):
         prompts: rows of prompts that it may feed, each with its chance.
         of_pace: the same round by how many tokens rounds give each request, on which it depends
             how many prompts there are; None: it does not.
-        factors: of the requests, see `RequestMix.factors`, by the tier and the most drafts; None:
-            they are alike.
+        factors: of the requests, see `RequestMix.factors`, by the most drafts; None: they are
+            alike.
     """
 
     num_reqs: int
     kv_tokens: int = 0
     prompts: tuple[tuple[float, int], ...] = ((1.0, 0),)
     of_pace: Callable[[float], UpcomingRound] | None = None
-    factors: Callable[[int, int], list[float]] | None = None
+    factors: Callable[[int], list[float]] | None = None
 
     @property
     def cases(self) -> list[tuple[float, RoundCase]]:

@@ -197,8 +197,9 @@ class LoadAwareTier:
         lengths = self._survival.mean_lengths(1 + most)
         if upcoming.factors is None:
             return lengths
-        factors = upcoming.factors(self.settled, most)
-        return [length * factor for length, factor in zip(lengths, factors, strict=True)]
+        factors = upcoming.factors(most)
+        corrected = zip(lengths, factors, strict=True)
+        return [min(1.0 + j, length * factor) for j, (length, factor) in enumerate(corrected)]
 
     def _settle(self, best: int, lengths: Sequence[float], costs: Mapping[int, float]) -> int:
         """The best tier, or for a while the one that was best before, if it may be chosen."""

@@ -36,6 +36,7 @@ from sglang.srt.step.step_ops import PackedSize
 from sglang.srt.step.worker import HostResult, ScheduleBatch
 
 LEAST_GAIN = 0.01  # share by which fewer drafts must beat all: prices and chances are not exact
+GAIN_GRAIN = 128  # rows of prompts are rounded up to so many
 GAIN_STEPS = 16  # after so many steps it is computed anew what cutting gains
 
 
@@ -342,6 +343,8 @@ class CutRounds:
         )
 
     def _gain(self, case: RoundCase, num_drafts: int) -> float:
+        # A few rows of prompts more change it little, and it takes long to compute.
+        case = case._replace(prompt_rows=-(-case.prompt_rows // GAIN_GRAIN) * GAIN_GRAIN)
         key, period = (case.num_reqs, num_drafts, case.prompt_rows), self._tile_spec.gain_period
         if period != self._period:
             self._gains, self._period = {}, period
