@@ -10,6 +10,7 @@ import asyncio
 import os
 import resource
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Generic, Protocol, TypeVar
 
+OWN_ENDS = (-signal.SIGXCPU, -signal.SIGABRT, -signal.SIGSEGV)
+EXIT_SECONDS = 1.0
 NUM_LENGTH_BYTES = 8
 READ_BYTES = 1024 * 1024
 MIB = 1024 * 1024
@@ -49,6 +52,16 @@ def limit_memory(max_memory_mib: int) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (value, value))
+
+
+def resident_mib() -> float:
+    """Memory of this process; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            pages = int(file.read().split()[1])
+    except OSError:
+        return 0.0
+    return pages * resource.getpagesize() / MIB
 
 
 def limit_time(seconds: int) -> None:
@@ -116,6 +129,14 @@ class FramedProcess:
                     raise EOFError
                 self._received += part
         return message
+
+    def ended_itself(self) -> bool:
+        """Whether a process that has closed its pipes died of what it did: of a limit of the
+        system, or a crash; not that somebody killed it."""
+        try:
+            return self._process.wait(EXIT_SECONDS) in OWN_ENDS
+        except subprocess.TimeoutExpired:
+            return False
 
     def end(self) -> None:
         """Ends the process at once; a call that waits for it fails."""

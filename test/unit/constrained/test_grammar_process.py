@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest import mock
 
 import msgspec
 import psutil
 import pytest
 
 from grammar_cases import BOTTOMLESS, CASES, DEMO, DEMO_EOS, ENDLESS, SETUP
+from sglang.srt.constrained import grammar_process
 from sglang.srt.constrained.grammar_check import GrammarCheck, GrammarRefused
+from sglang.srt.constrained.grammar_process import GrammarWork
 from sglang.srt.constrained.grammar_sessions import (
     TOO_LONG,
     GrammarSession,
     GrammarSessions,
     MaskQuestion,
 )
-from sglang.srt.constrained.matchers import GrammarCompiler
-from sglang.srt.sampling.grammar import REGEX, Grammar
+from sglang.srt.constrained.matchers import GrammarCompiler, GrammarError
+from sglang.srt.sampling.grammar import JSON_SCHEMA, REGEX, Grammar
 from sglang.srt.tokenizer import load_tokenizer, read_tokenizer_json
 
 QUICK = msgspec.structs.replace(SETUP, max_check_seconds=1)
@@ -178,3 +182,59 @@ def test_an_output_that_breaks_its_grammar_is_that_request_s_problem(
     assert "cannot be followed" in str(wrong.problem)
     again = sessions.masks([replace(MaskQuestion(wrong, []))])
     assert again == [None]
+
+
+def test_a_check_whose_process_is_killed_is_made_again_for_the_next_request() -> None:
+    async def scenario() -> None:
+        check = GrammarCheck(SETUP, max_processes=1)
+        await check.check(GOOD)
+        working = asyncio.create_task(check.check(ENDLESS))
+        await asyncio.sleep(0.2)
+        child().kill()
+        with pytest.raises(GrammarRefused):
+            await working
+        assert ENDLESS not in check._verdicts
+        await check.check(CASES["ebnf"][0])
+        check.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_is_slow_for_each_token_is_refused() -> None:
+    async def scenario() -> None:
+        check = GrammarCheck(SETUP, max_processes=1)
+        with pytest.raises(GrammarRefused, match=r"takes \d+ ms for each token"):
+            await check.check(Grammar(REGEX, "(a{560}){570}b"))
+        for good in (GOOD, *(grammar for grammar, *_ in CASES.values())):
+            await check.check(good)
+        check.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_process_that_died_while_nobody_used_it_is_replaced(sessions: GrammarSessions) -> None:
+    [first] = open_all(sessions, GOOD)
+    first.close()
+    child().kill()
+    time.sleep(0.3)
+    [second] = open_all(sessions, GOOD)
+    assert second.problem is None
+    [mask] = sessions.masks([MaskQuestion(second, [])])
+    assert mask
+
+
+@pytest.mark.parametrize("schema", ["true", "{}"])
+def test_the_schema_of_anything_is_one(compiler: GrammarCompiler, schema: str) -> None:
+    compiler.check(Grammar(JSON_SCHEMA, schema))
+    with pytest.raises(GrammarError, match="schema false"):
+        compiler.check(Grammar(JSON_SCHEMA, "false"))
+
+
+def test_no_grammar_is_kept_in_a_process_that_has_become_large() -> None:
+    work = GrammarWork(SETUP, io.BytesIO())
+    for number in range(3):
+        work._compiled(Grammar(REGEX, f"a{number}"))
+    assert len(work._kept) == 3
+    with mock.patch.object(grammar_process, "resident_mib", return_value=SETUP.max_memory_mib):
+        work._compiled(Grammar(REGEX, "b"))
+    assert list(work._kept) == [Grammar(REGEX, "b")]

@@ -370,6 +370,9 @@ def test_formats_are_schemas_and_regex_and_ebnf_are_taken(
 def test_a_format_leaves_no_room_for_calls(tokenizer: Tokenizer, qwen: ChatSettings) -> None:
     wanted = {"response_format": {"type": "json_object"}}
     refused(tokenizer, qwen, "response_format", "tool_choice", **TOOLS, **wanted)
+    for name in ("json_schema", "regex", "ebnf"):
+        refused(tokenizer, qwen, name, "tool_choice", **TOOLS, **{name: "{}"})
+        refused(tokenizer, qwen, "response_format", f"beside {name}", **wanted, **{name: "{}"})
     found = chat(tokenizer, qwen, "{}", **TOOLS, tool_choice="none", **wanted)
     assert found.params.grammar is not None
 
@@ -522,6 +525,12 @@ def test_reasoning_tokens_are_those_up_to_the_end_of_reasoning(
     counts = [_reasoning_tokens(chunk["usage"]) for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == expected
+
+
+def test_content_of_a_given_form_is_no_reasoning(tokenizer: Tokenizer, qwen: ChatSettings) -> None:
+    (whole,) = chat(tokenizer, qwen, "<think>a</think>b", regex="<think>a</think>b").answers
+    assert whole["choices"][0]["message"]["content"] == "<think>a</think>b"
+    assert _reasoning_tokens(whole["usage"]) == 0
 
 
 def test_reasoning_tokens_of_samples_add_up(tokenizer: Tokenizer, qwen: ChatSettings) -> None:

@@ -36,8 +36,12 @@ class _CheckProcess:
         return self._process.is_alive
 
     def check(self, grammar: Grammar) -> str | None:
-        """Why the grammar cannot be used; None if it can. To be called in a thread."""
-        seconds = MAX_WALL_SECONDS + START_SECONDS * self._is_new
+        """Why the grammar cannot be used; None if it can. To be called in a thread.
+
+        Raises:
+            GrammarRefused: if somebody ended the process, or it did not answer; another one may.
+        """
+        seconds, is_sure = MAX_WALL_SECONDS + START_SECONDS * self._is_new, False
         try:
             if self._is_new:
                 self._is_new = False
@@ -45,13 +49,16 @@ class _CheckProcess:
             self._process.send(msgspec.msgpack.encode(CheckGrammar(grammar)))
             answer = self._process.receive(time.monotonic() + seconds)
         except (OSError, EOFError):
-            answer = None
+            answer, is_sure = None, self._process.ended_itself()
         if answer is None:
             self.end()
-            return (
+            reason = (
                 f"takes more than {self._setup.max_check_seconds} s, or too much memory, to"
                 " compile; use a smaller or a simpler one"
             )
+            if is_sure:
+                return reason
+            raise GrammarRefused(reason)
         return msgspec.msgpack.decode(answer, type=Verdict).error
 
     def end(self) -> None:
@@ -77,15 +84,19 @@ class GrammarCheck:
         Raises:
             GrammarRefused: if it is not.
         """
-        if grammar in self._verdicts:
-            reason = self._verdicts.pop(grammar)
-        else:
-            reason = await self._processes.call(lambda process: process.check(grammar))
+        if grammar not in self._verdicts:
+            await self._processes.call(lambda process: self._check_once(process, grammar))
+        reason = self._verdicts.pop(grammar)
         self._verdicts[grammar] = reason
         if len(self._verdicts) > NUM_VERDICTS:
             self._verdicts.popitem(last=False)
         if reason is not None:
             raise GrammarRefused(reason)
+
+    def _check_once(self, process: _CheckProcess, grammar: Grammar) -> None:
+        """In a thread, when it is its turn: another request may have asked for the same."""
+        if grammar not in self._verdicts:
+            self._verdicts[grammar] = process.check(grammar)
 
     def close(self) -> None:
         """Ends the processes that wait for a grammar."""

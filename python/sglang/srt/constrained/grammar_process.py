@@ -33,11 +33,12 @@ from sglang.srt.constrained.grammar_messages import (
     WantedMasks,
 )
 from sglang.srt.constrained.matchers import GrammarCompiler, GrammarError, Matcher
-from sglang.srt.framed_process import MIB, limit_memory, limit_time, read, write
+from sglang.srt.framed_process import MIB, limit_memory, limit_time, read, resident_mib, write
 from sglang.srt.sampling.grammar import Grammar
 from sglang.srt.tokenizer import TokenizerError, read_tokenizer_json
 
 NUM_KEPT = 64  # compiled grammars, those used last
+KEPT_SHARE = 0.25  # of the memory limit; beyond, none is kept: they grow while they are used
 THREAD_STACK_BYTES = 64 * MIB  # more than a main thread's: what passed a check is sure to pass here
 
 
@@ -90,6 +91,8 @@ class GrammarWork:
 
     def _compiled(self, grammar: Grammar) -> Matcher:
         kept = self._kept.pop(grammar, None) or self._get_compiler().compile(grammar)
+        if resident_mib() > self._setup.max_memory_mib * KEPT_SHARE:
+            self._kept.clear()  # what no request uses is freed
         self._kept[grammar] = kept
         if len(self._kept) > NUM_KEPT:
             self._kept.popitem(last=False)

@@ -32,7 +32,8 @@ from sglang.srt.sampling.grammar import Grammar
 
 logger = logging.getLogger(__name__)
 
-MAX_MASK_SECONDS = 3.0  # for the masks of one request in a step; some microseconds are usual
+MAX_MASK_SECONDS = 3.0  # for the masks of a step; some tenths of a millisecond each are usual
+POLL_SECONDS = 0.001  # at most so often it is looked for what has been compiled
 MAX_OPEN_SECONDS = 60.0  # the start of the process and of those before it in the queue included
 TOO_LONG = (
     "the grammar takes too much time or memory at this place of the output; use a simpler one"
@@ -91,6 +92,7 @@ class GrammarSessions:
         self._numbers = itertools.count()
         self._sessions: dict[int, GrammarSession] = {}
         self._process: FramedProcess | None = None
+        self._next_poll_s = 0.0
         self._decoder = msgspec.msgpack.Decoder(Reply)
 
     def open(self, grammar: Grammar) -> GrammarSession:
@@ -98,7 +100,8 @@ class GrammarSessions:
         once."""
         session = GrammarSession(self, next(self._numbers), grammar)
         self._sessions[session.number] = session
-        self._try_send(OpenGrammar(session.number, grammar, []))
+        if not self._try_send(OpenGrammar(session.number, grammar, [])):
+            self._restart()
         return session
 
     def close_session(self, session: GrammarSession) -> None:
@@ -108,6 +111,10 @@ class GrammarSessions:
 
     def poll(self) -> None:
         """Takes in what has been compiled, without waiting."""
+        now = time.monotonic()
+        if now < self._next_poll_s:
+            return
+        self._next_poll_s = now + POLL_SECONDS
         try:
             while self._process is not None and self._take(time.monotonic()) is not None:
                 pass
@@ -168,9 +175,10 @@ class GrammarSessions:
         found: list[bytes | None],
     ) -> int:
         """Fills in the answers to the questions at these places; returns how many came."""
+        deadline = time.monotonic() + self._max_mask_seconds
         for num_done, place in enumerate(places):
             try:
-                answer = self._take_masks(time.monotonic() + self._max_mask_seconds)
+                answer = self._take_masks(deadline)
             except EOFError:
                 answer = None
             if answer is None:

@@ -4,6 +4,7 @@ hostile grammar may take very long to compile, or all of the stack."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, regex_to_lark
@@ -11,15 +12,17 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, reg
 from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, Grammar
 
 BYTES_OF_ENTRY = 4  # of a bitmask
-NUM_CHECKED_TOKENS = 4
+NUM_CHECKED_TOKENS, NUM_TIMED_WALKS = 4, 2
 MAX_ERROR_CHARS = 300
 ASCII_CLASSES = "dws"  # of a regex: \\d, \\w and \\s are ASCII alone
 ERROR_LINE = "error: "
 NO_TEXT = "NoExtension"  # as the library calls it
 # Between two parts of a JSON text. Without a bound a weak model may write spaces to the end.
 JSON_WHITESPACE = r"[ \t\n\r]{0,32}"
-# A mask is a few thousand steps of the lexer; the default bounds are 15 ms of it.
 LIMITS = LLParserLimits(verbose_errors=False)
+# For one mask, once the lexer has seen such text: a step waits for those of all its requests. Some
+# tenths of a millisecond are usual.
+MAX_MASK_MS = 10.0
 
 
 class GrammarError(ValueError):
@@ -156,18 +159,32 @@ class GrammarCompiler:
         return Matcher(matcher, self._nothing_more, self._everything, self._never_allowed)
 
     def check(self, grammar: Grammar) -> None:
-        """Compiles a grammar and walks a few tokens along: some are too large only then.
+        """Compiles a grammar and walks a few tokens along, twice: some are too large only then, and
+        some slow for each token.
 
         Raises:
             GrammarError: if it cannot be used.
         """
         matcher = self.compile(grammar)
-        for _ in range(NUM_CHECKED_TOKENS):
+        self._walk(matcher.copy())
+        least_ms = min(self._walk(matcher.copy()) for _ in range(NUM_TIMED_WALKS))
+        if least_ms > MAX_MASK_MS:
+            raise GrammarError(
+                f"takes {least_ms:.0f} ms for each token of the output, more than the"
+                f" {MAX_MASK_MS:g} that there are; use a simpler one"
+            )
+
+    def _walk(self, matcher: Matcher) -> float:
+        """Milliseconds of this thread's time, of the dearest mask on the way."""
+        most_s = 0.0
+        for _ in range(1 + NUM_CHECKED_TOKENS):
+            begin = time.thread_time()
             mask = matcher.masks()
+            most_s = max(most_s, time.thread_time() - begin)
             if mask == self._nothing_more:
-                return
+                break
             matcher.consume([_first(mask, but=self._nothing_more)])
-        matcher.masks()
+        return 1e3 * most_s
 
 
 def _to_llguidance(grammar: Grammar) -> str:
@@ -177,11 +194,12 @@ def _to_llguidance(grammar: Grammar) -> str:
             schema = json.loads(grammar.text)
         except (ValueError, RecursionError):
             raise GrammarError("is not JSON, or is nested too deeply") from None
-        if not isinstance(schema, dict | bool):
-            raise GrammarError("must be an object, or true")
+        if schema is False or not isinstance(schema, dict | bool):
+            raise GrammarError("must be an object, or true; no text is of the schema false")
+        text = "{}" if schema is True else grammar.text
         try:
             return LLMatcher.grammar_from_json_schema(
-                grammar.text, overrides={"whitespace_pattern": JSON_WHITESPACE}
+                text, overrides={"whitespace_pattern": JSON_WHITESPACE}
             )
         except ValueError as error:
             raise GrammarError(one_line(str(error))) from None

@@ -118,11 +118,15 @@ class ChatCompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
                 raise field_error(
                     f"chat_template_kwargs.{name}", "is set by the server; leave it out"
                 )
-        has_format = schema_of_format(self.response_format) is not None
-        if has_format and self.tools and self.tool_choice != "none":
-            raise field_error(
-                "response_format", 'leaves no room for calls of tools; set tool_choice "none"'
-            )
+        forms = {
+            "response_format": schema_of_format(self.response_format),
+            "json_schema": self.json_schema,
+            "regex": self.regex,
+            "ebnf": self.ebnf,
+        }
+        asked = [name for name, text in forms.items() if text is not None]
+        if asked and self.tools and self.tool_choice != "none":
+            raise field_error(asked[0], 'leaves no room for calls of tools; set tool_choice "none"')
 
     @property
     def max_new_tokens(self) -> int | None:

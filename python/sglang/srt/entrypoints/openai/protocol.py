@@ -14,7 +14,7 @@ from sglang.srt.frontend.body_parsing import check_known_fields, parse_json_obje
 from sglang.srt.frontend.errors import RequestError, field_error
 from sglang.srt.frontend.sampling_validation import CUSTOM_PARAMS, take_custom_params
 from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
-from sglang.srt.sampling.grammar import JSON_SCHEMA
+from sglang.srt.sampling.grammar import GRAMMAR_FIELDS, JSON_SCHEMA
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sglang_surface import ANYTHING, is_neutral, neutral_fields
 
@@ -197,8 +197,10 @@ def common_body(request: Any) -> dict[str, Any]:
     sampling[CUSTOM_PARAMS] = request.custom_params
     schema = schema_of_format(request.response_format)
     if schema is not None:
-        if request.json_schema:
-            raise field_error("json_schema", "stands beside response_format; give one of them")
+        for name in GRAMMAR_FIELDS:
+            if sampling.get(name) is not None:
+                message = f"stands beside {name}; give one of them"
+                raise field_error("response_format", message)
         sampling[JSON_SCHEMA] = schema
     return {
         "sampling_params": {name: value for name, value in sampling.items() if value is not None},

@@ -120,7 +120,8 @@ class ChatCompletion:
         is_open = self._begins_open(prompt)
         if self._tools.must_call and self._calls is not None:
             beginning = self._calls.beginning(self._tools.only)
-        is_fixed = bool(beginning) or self._checked.prompts[0].sampling_params.grammar is not None
+        grammar = self._checked.prompts[0].sampling_params.grammar
+        self._is_fixed = is_fixed = bool(beginning) or grammar is not None
         if is_fixed and is_open and self._settings.reasoning is not None:
             closing = f"{self._settings.reasoning.end}\n\n"
             is_open = False
@@ -256,12 +257,13 @@ class ChatCompletion:
     def usage_details(self, indices: Iterable[int]) -> dict[str, Any]:
         if self._settings.reasoning is None:
             return {}
-        num_tokens = sum(self._reasoning_tokens[index].count for index in indices)
+        counts = self._reasoning_tokens
+        num_tokens = sum(counts[index].count for index in indices if index in counts)
         return {"completion_tokens_details": {"reasoning_tokens": num_tokens}}
 
     def _count_reasoning(self, index: int, result: dict[str, Any]) -> None:
         form = self._settings.reasoning
-        if form is None:
+        if form is None or self._is_fixed:
             return
         if index not in self._reasoning_tokens:
             skips = self._checked.prompts[0].sampling_params.skip_special_tokens
