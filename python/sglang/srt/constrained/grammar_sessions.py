@@ -55,6 +55,7 @@ class GrammarSession:
         self.tokens: list[int] = []  # of the output, those that the process knows
         self.has_opened = False
         self.opened_at_s = time.monotonic()
+        self.num_ends = 0  # of processes that ended while they worked for it
 
     @property
     def is_ready(self) -> bool:
@@ -119,7 +120,7 @@ class GrammarSessions:
             while self._process is not None and self._take(time.monotonic()) is not None:
                 pass
         except EOFError:
-            self._give_up_compiling()
+            self._give_up_compiling(has_ended=True)
         limit_s = time.monotonic() - MAX_OPEN_SECONDS
         for session in list(self._sessions.values()):
             if not session.has_opened and session.opened_at_s < limit_s:
@@ -134,8 +135,9 @@ class GrammarSessions:
         left = [index for index, each in enumerate(questions) if each.session.problem is None]
         knows_news, has_retried = False, False
         while left:
-            if not self._await_opened([questions[index].session for index in left]):
-                self._give_up_compiling()
+            has_ended = self._await_opened([questions[index].session for index in left])
+            if has_ended is not None:
+                self._give_up_compiling(has_ended)
                 knows_news = True
             elif not self._try_send(_step([questions[index] for index in left], knows_news)):
                 if has_retried:  # the process dies whatever it is asked
@@ -143,9 +145,9 @@ class GrammarSessions:
                 has_retried = knows_news = True
                 self._restart()
             else:
-                num_done = self._read_masks(questions, left, found)
+                num_done, has_ended = self._read_masks(questions, left, found)
                 if num_done < len(left):
-                    self._fail(questions[left[num_done]].session)
+                    self._blame(questions[left[num_done]].session, bool(has_ended))
                     self._restart()
                 left, knows_news = left[num_done:], True
             left = [index for index in left if questions[index].session.problem is None]
@@ -157,38 +159,40 @@ class GrammarSessions:
             self._process.close()
             self._process = None
 
-    def _await_opened(self, sessions: Sequence[GrammarSession]) -> bool:
-        """Whether all of them are compiled now; waits for it, which only a new process needs."""
+    def _await_opened(self, sessions: Sequence[GrammarSession]) -> bool | None:
+        """Waits until all of them are compiled, which only a new process needs. None: they are;
+        else whether the process has ended."""
         deadline = time.monotonic() + MAX_OPEN_SECONDS
         try:
             while not all(session.has_opened for session in sessions):
                 if self._take(deadline) is None:
                     return False
         except EOFError:
-            return False
-        return True
+            return True
+        return None
 
     def _read_masks(
         self,
         questions: Sequence[MaskQuestion],
         places: Sequence[int],
         found: list[bytes | None],
-    ) -> int:
-        """Fills in the answers to the questions at these places; returns how many came."""
+    ) -> tuple[int, bool]:
+        """Fills in the answers to the questions at these places. How many came, and whether the
+        process has ended."""
         deadline = time.monotonic() + self._max_mask_seconds
         for num_done, place in enumerate(places):
             try:
                 answer = self._take_masks(deadline)
             except EOFError:
-                answer = None
+                return num_done, True
             if answer is None:
-                return num_done
+                return num_done, False
             if answer.error is None:
                 found[place] = answer.bitmask
             else:
                 problem = f"the grammar cannot be followed: {answer.error}"
                 questions[place].session.problem = problem
-        return len(places)
+        return len(places), False
 
     def _take_masks(self, deadline: float) -> Masks | None:
         """The next answer to a question; None if there is none by then."""
@@ -208,18 +212,25 @@ class GrammarSessions:
             self._sessions[reply.session].has_opened = True
         return reply
 
+    def _blame(self, session: GrammarSession, has_ended: bool) -> None:
+        """The process worked for this session when it was given up, or ended: that somebody else
+        may have done, so it is tried once more."""
+        session.num_ends += has_ended
+        if not has_ended or session.num_ends > 1:
+            self._fail(session)
+
     def _fail(self, session: GrammarSession) -> None:
         logger.warning("A request's grammar was given up: %s.", TOO_LONG)
         session.problem = TOO_LONG
         session.has_opened = True
         self._sessions.pop(session.number, None)
 
-    def _give_up_compiling(self) -> None:
+    def _give_up_compiling(self, has_ended: bool = False) -> None:
         """The process has ended, or compiles for too long: it is at the first grammar that is not
         open yet."""
         first = next((each for each in self._sessions.values() if not each.has_opened), None)
         if first is not None:
-            self._fail(first)
+            self._blame(first, has_ended)
         self._restart()
 
     def _restart(self) -> None:

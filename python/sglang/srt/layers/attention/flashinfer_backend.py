@@ -192,9 +192,8 @@ class _Wrapper:
         dtype: torch.dtype,
         mask: torch.Tensor | None = None,
     ) -> None:
-        """Args:
-        mask: of `tree_masks`, in which the window is; None: rows are causal. Waits for the device.
-        """
+        """Tells FlashInfer of a step. With a mask of `tree_masks`, in which the window is, it waits
+        for the device; without one rows are causal."""
         # FlashInfer writes each plan to the same page-locked buffer and does not ask whether the
         # copy of the last one to the device has happened. It has, unless the host is more than a
         # step ahead; the step that the copy was for is not waited for.
