@@ -131,7 +131,7 @@ class FakePrefillWrapper(FakeWrapper):
         *sizes: int,
         **options: Any,
     ) -> None:
-        assert options["causal"]
+        assert options.get("causal") or "custom_mask" in options
         assert options["max_token_per_sequence"] == qo_indptr.diff().max()
         self._keep(
             sizes,
@@ -400,11 +400,17 @@ def test_graphs_have_room_for_all_that_their_rows_can_name(made: list[FakeWrappe
     ]
 
 
-def test_a_tree_of_drafts_is_refused_with_a_remedy(made: list[FakeWrapper]) -> None:
+def test_trees_are_planned_with_masks_by_wrappers_for_prompts(made: list[FakeWrapper]) -> None:
     placed = place(TREE_CASES["one tree"])
-    with pytest.raises(ValueError, match=r"flashinfer has no masks .*--attention-backend triton"):
-        backend_of(placed).plan(placed.batch)
-    backend_of(placed).plan(replace(placed.batch, ancestors=None))
+    backend = backend_of(placed)
+    backend.plan(placed.batch)
+    [wrapper] = made
+    options = wrapper.plan_options
+    q_len, kv_len = placed.batch.q_lens[0], int(placed.batch.kv_lens[0])
+    assert options["custom_mask"].shape == (q_len * kv_len,)
+    assert options["window_left"] == -1
+    backend.plan(replace(placed.batch, ancestors=None))
+    assert "custom_mask" not in wrapper.plan_options
 
 
 def test_the_large_workspace_is_shared(made: list[FakeWrapper]) -> None:

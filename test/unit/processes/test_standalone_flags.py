@@ -13,10 +13,9 @@ import pytest
 from test_drafter_start import args_for, started, tokens_of
 
 from draft_heads import write_eagle, write_eagle3
-from sglang.srt import model_config
 from sglang.srt.draft_model_config import check_same_tokens, first_difference
 from sglang.srt.layers.forward_batch import HiddenCapture
-from sglang.srt.model_config import DEMO_MODELS_DIR, ModelPathError, load_model_config
+from sglang.srt.model_config import DEMO_MODELS_DIR, ModelPathError
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.speculative.standalone_worker import StandaloneConfig
@@ -203,11 +202,3 @@ def test_a_server_measures_prices_and_serves_the_models_tokens(
         assert state["speculative_num_steps"] <= 3
     assert len(right) == 30
     assert bool(list((tmp_path / "cache").rglob("*.json"))) == tile_spec
-
-
-def test_a_bundled_draft_model_that_is_not_there_says_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(model_config, "DEMO_MODELS_DIR", tmp_path)
-    with pytest.raises(ModelPathError, match=r"demo-draft: .*training\.train_draft"):
-        load_model_config("demo-draft", "--speculative-draft-model-path")
