@@ -135,9 +135,9 @@ class GrammarSessions:
         left = [index for index, each in enumerate(questions) if each.session.problem is None]
         knows_news, has_retried = False, False
         while left:
-            has_ended = self._await_opened([questions[index].session for index in left])
-            if has_ended is not None:
-                self._give_up_compiling(has_ended)
+            end = self._await_opened([questions[index].session for index in left])
+            if end is not None:
+                self._give_up_compiling(has_ended=end)
                 knows_news = True
             elif not self._try_send(_step([questions[index] for index in left], knows_news)):
                 if has_retried:  # the process dies whatever it is asked
@@ -147,7 +147,7 @@ class GrammarSessions:
             else:
                 num_done, has_ended = self._read_masks(questions, left, found)
                 if num_done < len(left):
-                    self._blame(questions[left[num_done]].session, bool(has_ended))
+                    self._blame(questions[left[num_done]].session, has_ended)
                     self._restart()
                 left, knows_news = left[num_done:], True
             left = [index for index in left if questions[index].session.problem is None]
