@@ -95,7 +95,7 @@ def our_attention(inputs: PromptInputs) -> Way:
     out = _rows_of(inputs)
 
     def call(layer: int) -> torch.Tensor:
-        attend_prompts(q, descriptors[layer], out, items, inputs.paged.kv_lens, None)
+        attend_prompts(q, descriptors[layer], out, items, inputs.paged, None)
         return out.view_as(q)
 
     return call

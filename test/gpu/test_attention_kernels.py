@@ -60,6 +60,8 @@ def check(name: str, case: AttentionCase, dtype: torch.dtype) -> None:
         pytest.skip(f"{name} {'; '.join(problems)}")
     if case.trees and not capabilities.tree_masks:
         pytest.skip(f"{name} has no masks for trees")
+    if case.kv_starts and not capabilities.reads_kv_starts:
+        pytest.skip(f"{name} sees all KV of a row")
     if name == "flashinfer" and case.head_dim not in HEAD_DIMS:
         pytest.skip(f"FlashInfer has no heads of {case.head_dim}")
     assert max_error(name, case, "cuda", dtype) <= TOLERANCE[dtype]
@@ -98,7 +100,8 @@ def test_a_length_past_its_row_reads_nothing_there_and_is_told(name: str) -> Non
 
 @pytest.mark.parametrize("name", GATHER_CASES)
 def test_kv_is_gathered_side_by_side(name: str) -> None:
-    assert gather_case(GATHER_CASES[name], "cuda") == ""
+    shape, kv_starts = GATHER_CASES[name]
+    assert gather_case(shape, "cuda", kv_starts) == ""
 
 
 @pytest.mark.parametrize(
@@ -106,8 +109,13 @@ def test_kv_is_gathered_side_by_side(name: str) -> None:
 )
 @pytest.mark.parametrize("heads", [(8, 2), (3, 1), (14, 2)], ids=str)
 @pytest.mark.parametrize("windows", [(None,), (100,), (700, None)], ids=str)
+@pytest.mark.parametrize("has_holes", [False, True], ids=["whole", "holes"])
 def test_prompts_of_many_rows(
-    windows: tuple[int | None, ...], heads: tuple[int, int], head_dim: int, dtype: torch.dtype
+    has_holes: bool,
+    windows: tuple[int | None, ...],
+    heads: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype,
 ) -> None:
     """Of all lengths around whole tiles, beside short ones, decodes and a tree's worth of rows;
     what the gathered KV held before is NaN."""
@@ -132,6 +140,8 @@ def test_prompts_of_many_rows(
         page_size=1 if head_dim == 64 else 16,
         bound_slack=200 if dtype == torch.float16 else 0,
     )
+    if has_holes:
+        case = replace(case, kv_starts=[before * 2 // 3 for before, _ in case.shape])
     placed = PlacedCase(case, "cuda", dtype, seed=0)
     backend = placed.backend("triton")
     if (prompts := backend._prompts) is not None:

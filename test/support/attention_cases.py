@@ -49,6 +49,8 @@ class AttentionCase:
         bounds: the step is packed, and the host knows only that each request feeds up to so many
             rows.
         padding: rows after the last one that is fed, in a packed step.
+        kv_starts: of each request the first token whose KV is there, before the step; empty: all
+            is there.
     """
 
     shape: Sequence[tuple[int, int]]
@@ -65,6 +67,7 @@ class AttentionCase:
     grown: int | None = None
     bounds: Sequence[int] | None = None
     padding: int = 0
+    kv_starts: Sequence[int] = ()
 
 
 MIXED = ((5, 7), (30, 1), (0, 3), (9, 23), (0, 1), (61, 2))
@@ -280,7 +283,40 @@ PACKED_CASES = {
         graph_width=8,
     ),
 }
-MORE_CASES = TREE_CASES | GROWN_CASES | PACKED_CASES
+# KV of the first tokens is not there.
+HOLE_CASES = {
+    "holes before one decode in splits": AttentionCase(shape=[(150, 1)], kv_starts=[37]),
+    "nothing but its own row": AttentionCase(shape=[(40, 1), (9, 3)], kv_starts=[40, 9]),
+    "holes before uniform rows": AttentionCase(
+        shape=[(5, 7), (40, 7), (16, 7)], kv_starts=[0, 33, 16], page_size=1
+    ),
+    "holes, loose bounds, a window per layer": AttentionCase(
+        shape=MIXED, kv_starts=[5, 13, 0, 2, 0, 60], bound_slack=70, windows=(None, 20, 5)
+    ),
+    "holes in all groups": AttentionCase(
+        shape=GROUPS, kv_starts=[before // 2 for before, _ in GROUPS], head_dim=16
+    ),
+    "holes in a graph of all groups": replace(
+        THREE_GROUPS, kv_starts=[7, 9, 0, 50, 101], graph_width=15
+    ),
+    "holes in a packed step": AttentionCase(
+        shape=PACKED,
+        bounds=PACKED_BOUNDS,
+        kv_starts=[before // 3 for before, _ in PACKED],
+        padding=7,
+        head_dim=16,
+        windows=(None, 20),
+    ),
+    "holes before trees": AttentionCase(
+        shape=[(15, 9), (33, 12), (40, 1), (150, 7)],
+        trees=(0, 1, 3),
+        grown=6,
+        kv_starts=[4, 27, 11, 90],
+        head_dim=16,
+        windows=(None, 20),
+    ),
+}
+MORE_CASES = TREE_CASES | GROWN_CASES | PACKED_CASES | HOLE_CASES
 # Steps without trees in which masks that hide nothing must change nothing.
 WITH_IDLE_MASKS = (
     *("page edges, pages of 16", "one decode, its KV in splits", "uniform q = 7"),
@@ -318,6 +354,8 @@ class PlacedCase:
         self.rows = self._random.sample(range(num_rows), len(lens))
         self.pool = self._make_pool(num_pages, dtype)
         self._place(lens, num_pages)
+        if case.kv_starts:
+            self._leave_out(case.kv_starts)
         self.num_fed = sum(q_len for _, q_len in case.shape)
         num_tokens = self.num_fed + case.padding
         self.q = []
@@ -386,6 +424,15 @@ class PlacedCase:
             kv_len_upper_bounds=[length + self._random.randint(0, slack) for length in lens],
         )
 
+    def _leave_out(self, kv_starts: Sequence[int]) -> None:
+        """KV before these tokens is NaN, and backends are told."""
+        table = self.table.req_to_token
+        self.pool.kv_starts = torch.zeros(len(table), dtype=torch.int64, device=self.device)
+        for row, start in zip(self.rows, kv_starts, strict=True):
+            self.pool.kv_starts[row] = start
+            for kv in self.pool.kv:
+                kv[table[row, :start].long()] = float("nan")
+
     def _plant(self) -> None:
         """Gives the batch the masks of its trees, and rows the positions of their depths."""
         masks, positions = [], []
@@ -451,9 +498,9 @@ class PlacedCase:
         return [(place, depth) for depth, place in enumerate([*range(start), *reversed(path)])]
 
     def expected(self) -> list[torch.Tensor]:
-        """Per layer [num_fed, num_heads * head_dim]: with trees and of packed steps `written_out`,
+        """Per layer [num_fed, num_heads * head_dim]: with trees, holes and of packed steps `written_out`,
         in float64, else of the oracle, in float32."""
-        if self.case.trees or self.case.bounds is not None:
+        if self.case.trees or self.case.kv_starts or self.case.bounds is not None:
             return [self.written_out(layer) for layer in range(len(self.q))]
         return self._of_oracle()
 
@@ -469,7 +516,8 @@ class PlacedCase:
             for row in range(q_len):
                 seen = self._seen(request, row)
                 nearest = -1 if window is None else seen[-1][1] - window
-                places = [place for place, depth in seen if depth > nearest]
+                first = case.kv_starts[request] if case.kv_starts else 0
+                places = [p for p, depth in seen if depth > nearest and p >= first]
                 k, v = kv[slots[places]].chunk(2, dim=1)
                 scores = torch.einsum("hgd,nhd->hgn", q[len(out)], k) / case.head_dim**0.5
                 out.append(torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v).flatten())
@@ -599,15 +647,20 @@ def outside_case(name: str, shape: tuple[int, int], is_guarded: bool, device: st
     return "" if is_right else f"the table told {told!r}"
 
 
-def gather_case(shape: Sequence[tuple[int, int]], device: str) -> str:
-    """What is wrong when the KV of requests is gathered: each one's must lie side by side, zeros
-    after it up to a whole tile, and everything else must be left alone."""
+def gather_case(
+    shape: Sequence[tuple[int, int]], device: str, kv_starts: Sequence[int] = ()
+) -> str:
+    """What is wrong when the KV of requests is gathered: each one's must lie side by side, from its
+    first one that is there, zeros after it up to a whole tile, and everything else must be left
+    alone."""
     from sglang.srt.layers.attention.triton_ops.gather_kernel import gather_kv
     from sglang.srt.layers.attention.triton_ops.kernels import Paged
 
-    placed = PlacedCase(AttentionCase(shape=shape, head_dim=16), device, torch.float32, seed=0)
+    case = AttentionCase(shape=shape, head_dim=16, kv_starts=kv_starts)
+    placed = PlacedCase(case, device, torch.float32, seed=0)
     kv, table, alignment = placed.pool.kv[0], placed.table.req_to_token, 64
-    lens = placed.batch.kv_lens.tolist()
+    firsts = kv_starts or [0] * len(shape)
+    lens = [end - first for end, first in zip(placed.batch.kv_lens.tolist(), firsts, strict=True)]
     order = list(reversed(range(len(shape))))
     starts, end = [], alignment  # the first rows belong to nobody
     for request in order:
@@ -618,13 +671,19 @@ def gather_case(shape: Sequence[tuple[int, int]], device: str) -> str:
     for request, start in zip(order, starts, strict=True):
         length = lens[request]
         expected[start : start + -(-length // alignment) * alignment] = 0.0
-        expected[start : start + length] = kv[table[placed.rows[request], :length].long()]
+        own = table[placed.rows[request], firsts[request] :][:length]
+        expected[start : start + length] = kv[own.long()]
     places = [
         (request, start, -(-lens[request] // alignment) * alignment)
         for request, start in zip(order, starts, strict=True)
     ]
     numbers = torch.tensor([*places, (-1, 0, 0)], dtype=torch.int32, device=device)
-    paged = Paged(table=table, rows=placed.batch.rows, kv_lens=placed.batch.kv_lens)
+    paged = Paged(
+        table=table,
+        rows=placed.batch.rows,
+        kv_lens=placed.batch.kv_lens,
+        kv_starts=placed.pool.kv_starts,
+    )
     gather_kv(kv, out, numbers, paged, max(lens), alignment)
     if not torch.equal(out, expected):
         return "other values lie there"
@@ -637,9 +696,11 @@ def gather_case(shape: Sequence[tuple[int, int]], device: str) -> str:
     return "" if is_kept else "a length that says too much wrote to rows of others"
 
 
-GATHER_CASES = {
-    "gathering one request": ((0, 70),),
-    "gathering requests": ((5, 60), (63, 1), (0, 64), (100, 29), (0, 1)),
+GATHERED = ((5, 60), (63, 1), (0, 64), (100, 29), (0, 1))
+GATHER_CASES: dict[str, tuple[Sequence[tuple[int, int]], Sequence[int]]] = {
+    "gathering one request": (((0, 70),), ()),
+    "gathering requests": (GATHERED, ()),
+    "gathering requests behind holes": (GATHERED, (5, 20, 0, 99, 0)),
 }
 
 
@@ -681,8 +742,8 @@ def main(name: str) -> None:
     if name == "triton":
         for case_name, (shape, is_guarded) in OUTSIDE_CASES.items():
             print(json.dumps([case_name, outside_case(name, shape, is_guarded, "cpu")]), flush=True)
-        for case_name, requests in GATHER_CASES.items():
-            print(json.dumps([case_name, gather_case(requests, "cpu")]), flush=True)
+        for case_name, (requests, starts) in GATHER_CASES.items():
+            print(json.dumps([case_name, gather_case(requests, "cpu", starts)]), flush=True)
     print(json.dumps(["draft steps", draft_chain_error(name, "cpu", page_size=1)]), flush=True)
     for case_name in WITH_IDLE_MASKS:
         for masks in IDLE_MASKS:

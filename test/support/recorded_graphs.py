@@ -103,6 +103,7 @@ class ReplayableAttention:
             captures_trees=True,
             reads_q_starts=True,
             captures_plans=cls.captures_plans,
+            reads_kv_starts=False,
         )
 
     def plan(self, batch: ForwardBatch) -> None:

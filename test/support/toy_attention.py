@@ -40,6 +40,7 @@ class ToyAttention:
             captures_trees=True,
             reads_q_starts=False,
             captures_plans=False,
+            reads_kv_starts=False,
         )
 
     def plan(self, batch: ForwardBatch) -> None:

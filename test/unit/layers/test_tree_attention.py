@@ -11,6 +11,7 @@ import torch
 from attention_cases import (
     CASES,
     GROWN_CASES,
+    HOLE_CASES,
     IDLE_MASKS,
     TOLERANCE,
     TREE_CASES,
@@ -42,6 +43,12 @@ def test_a_row_sees_its_ancestors_and_what_was_before_the_step(
 ) -> None:
     backend, device = target
     error = max_error(backend, (TREE_CASES | GROWN_CASES)[name], device, torch.float32)
+    assert error <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("name", HOLE_CASES)
+def test_no_row_sees_what_the_model_was_not_fed(name: str) -> None:
+    error = max_error("torch_native", HOLE_CASES[name], "cpu", torch.float32)
     assert error <= TOLERANCE[torch.float32]
 
 

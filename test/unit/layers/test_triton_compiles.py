@@ -38,7 +38,7 @@ NEVER_ALIGNED = ("num_rows", "num_items", "window", "early", "beside", "eps", "s
 # Of int64.
 INTEGERS = (
     *("slots_ptr", "positions_ptr", "rows_ptr", "kv_lens_ptr", "outside_ptr"),
-    *("ancestors_ptr", "q_starts_ptr", "tree_starts_ptr"),
+    *("ancestors_ptr", "q_starts_ptr", "tree_starts_ptr", "kv_starts_ptr"),
 )
 SHORT_INTEGERS = ("items_ptr", "table_ptr", "token_table_ptr")  # of int32
 FLOATS = ("sums_ptr", "stats_ptr", "rope_table_ptr")
@@ -108,10 +108,12 @@ def tree_kernels(name: str, function: Any, num_warps: int = 4, **constants: Any)
     """Without masks for trees of drafts, as launched without `ancestors`, and with them; the latter
     with a guarded page table, and of packed steps too."""
     unpacked = {"tree_starts_ptr": None, "q_starts_ptr": None}
+    whole = {"kv_starts_ptr": None}
     variants: dict[str, dict[str, Any]] = {
-        "": {"HAS_TREE": False, "ancestors_ptr": None, "outside_ptr": None, **unpacked},
-        ", trees": {"HAS_TREE": True, **unpacked},
-        ", packed, earlier trees": {"HAS_TREE": True},
+        "": {"HAS_TREE": False, "ancestors_ptr": None, "outside_ptr": None, **unpacked, **whole},
+        ", trees": {"HAS_TREE": True, **unpacked, **whole},
+        ", packed, earlier trees": {"HAS_TREE": True, **whole},
+        ", holes": {"HAS_TREE": False, "ancestors_ptr": None, "tree_starts_ptr": None},
     }
     return {
         f"{name}{variant}": Kernel(
@@ -201,7 +203,7 @@ KERNELS = {
             {"COLUMNS": 2048, "ALIGNMENT": 128, "BLOCK_ROWS": 32, "BLOCK_COLUMNS": 512, **guard},
             types={"places_ptr": "*i32"},
         )
-        for guard in ({}, {"outside_ptr": None})
+        for guard in ({}, {"outside_ptr": None, "kv_starts_ptr": None})
     },
     **{
         f"{name}, {'not ' if guard else ''}guarded": Kernel(
@@ -322,15 +324,20 @@ def test_a_kernel_compiles(name: str, capability: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "group", "dtype", "has_window"),
+    ("head_dim", "group", "dtype", "has_window", "has_holes"),
     [
-        (*heads, dtype, (place + number) % 2 == 1)
+        (*heads, dtype, (place + number) % 2 == 1, (place + number // 2) % 2 == 0)
         for place, heads in enumerate([(128, 4), (128, 7), (64, 1)])
         for number, dtype in enumerate(prompt_kernel.DTYPES)
     ],
 )
 def test_attention_of_prompts_compiles_for_hopper_and_fits(
-    head_dim: int, group: int, dtype: torch.dtype, has_window: bool, monkeypatch: pytest.MonkeyPatch
+    head_dim: int,
+    group: int,
+    dtype: torch.dtype,
+    has_window: bool,
+    has_holes: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every pair of heads, type and window, not all three together."""
     layout = prompt_kernel.tile_layout(head_dim, dtype)
@@ -348,8 +355,9 @@ def test_attention_of_prompts_compiles_for_hopper_and_fits(
     types = {
         "kv_desc": f"tensordesc<{name}[{block_n}, {head_dim}],{layout!r}>",
         "items_ptr": "*i32",
-        "kv_lens_ptr": "*i64",
     }
+    if not has_holes:
+        constants["kv_starts_ptr"] = None
     function = prompt_kernel._prompt_kernel
     source = GluonASTSource(
         fn=function,
@@ -409,6 +417,6 @@ def test_attention_fits_into_the_shared_memory(
     for tiles in {tuning.extend, tuning.few, tuning.split, tuning.whole, tuning.crowded}:
         constants = attention_constants(tiles.block_m, tiles.block_n, True, LOOPS=False)
         constants |= {**heads, "HAS_TREE": False, "ancestors_ptr": None, "outside_ptr": None}
-        constants["tree_starts_ptr"] = None
+        constants |= {"tree_starts_ptr": None, "kv_starts_ptr": None}
         kernel = Kernel(attention._extend_kernel, constants, tiles.num_warps, tiles.num_stages)
         assert 0 < compiled(kernel, capability, "bf16", aligned=True).metadata.shared <= limit

@@ -87,6 +87,9 @@ class MHATokenToKVPool:
         k, v: per layer [num_slots + page_size, num_kv_heads, head_dim], views of `kv`.
         tensors: all that have a row per slot: `kv`, and what `add_notes` has made. Whoever moves a
             slot moves its row of each.
+        kv_starts: [rows of the page table] int64, where the model is not fed every token: the first
+            token of each row from which on all have KV, so that steps see no others. Who leaves
+            tokens out writes it, between steps. None: the model is fed all.
         page_size: tokens that lie side by side.
         is_released: nothing of it may be read or written.
 
@@ -108,6 +111,7 @@ class MHATokenToKVPool:
         self.k = [kv[:, :num_kv_heads] for kv in self.kv]
         self.v = [kv[:, num_kv_heads:] for kv in self.kv]
         self.tensors = list(self.kv)
+        self.kv_starts: torch.Tensor | None = None
         self.page_size = page_size
         self.is_released = False
 

@@ -35,6 +35,8 @@ class ExecutionConfig:
             (`draft`), or which trees may be drafted (`draft_trees`), and in batches of which sizes.
         reads_one_row: no step reads more than one row of a request, as of models that draft: graphs
             compute no more.
+        may_rest: the model may be left out of steps, and then has no KV of what they feed
+            (`MHATokenToKVPool.kv_starts`).
         captures_trees: steps whose rows are trees also replay graphs, if the attention backend has
             masks for them.
     """
@@ -62,3 +64,4 @@ class ExecutionConfig:
     captures_trees: bool = False
     draft_steps: Mapping[DraftShape, tuple[range, ...]] = field(default_factory=dict)
     reads_one_row: bool = False
+    may_rest: bool = False

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
+import torch
+
 from sglang.srt.mem_cache.kv_memory import KVMemory
 from sglang.srt.mem_cache.kv_sizing import KVSizing
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -61,6 +63,11 @@ def make_memory(config: ExecutionConfig, models: Sequence[LoadedModel]) -> KVMem
         pools = [
             model.geometry.make_pool(num_pages, config.page_size, config.device) for model in models
         ]
+    for model, pool in zip(models, pools, strict=True):
+        if model.config.may_rest:
+            pool.kv_starts = torch.zeros(
+                table.num_rows + 1, dtype=torch.int64, device=config.device
+            )
     return KVMemory(table, pools, sizing.reason)
 
 

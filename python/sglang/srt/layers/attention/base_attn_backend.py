@@ -35,6 +35,7 @@ class AttentionCapabilities:
         captures_plans: a plan for a graph whose `GraphKey.is_uniform` does nothing on the host
             that depends on more than the key once it was called for it, so one graph may have
             several such steps, each planned in the capture, and a replay of it plans nothing.
+        reads_kv_starts: it heeds `MHATokenToKVPool.kv_starts`.
     """
 
     devices: frozenset[str]
@@ -46,6 +47,7 @@ class AttentionCapabilities:
     captures_trees: bool
     reads_q_starts: bool
     captures_plans: bool
+    reads_kv_starts: bool
 
     def problems(self, device: str, dtype: torch.dtype, page_size: int) -> list[str]:
         """Reasons why the backend cannot serve this configuration; empty when it can."""
@@ -68,7 +70,8 @@ class AttentionBackend(Protocol):
     `ForwardBatch.ancestors` hides; these positions count the request's tokens with KV. In a layer
     with a sliding window w (arXiv 2310.06825, section 2) it sees the last w of them alone: without
     a tree p-w+1..p, and in a tree, where a row sees one row of each depth above its own, those at
-    most w-1 before it by `ForwardBatch.positions`.
+    most w-1 before it by `ForwardBatch.positions`. Nothing before `MHATokenToKVPool.kv_starts` is
+    seen; all rows of a batch stand behind it.
 
     Of rows of padding in a packed batch the result is anything, NaN too. It spreads nowhere: no
     operation mixes rows, and their K and V go to the dummy slot, which only torch_native reads;

@@ -300,6 +300,7 @@ class FlashInferBackend:
             captures_trees=False,
             reads_q_starts=False,
             captures_plans=False,
+            reads_kv_starts=False,
         )
 
     def plan(self, batch: ForwardBatch) -> None:

@@ -160,7 +160,7 @@ class PromptAttention:
             return
         kv = self._kv_pool.kv[layer]
         gather_kv(kv, self._gathered, step.places, paged, step.num_positions, BLOCK_N)
-        attend_prompts(q, self._descriptor, out, step.items, paged.kv_lens, window)
+        attend_prompts(q, self._descriptor, out, step.items, paged, window)
 
 
 def prompts_of(q_lens: Sequence[int], kv_lens: Sequence[int]) -> list[Prompt]:

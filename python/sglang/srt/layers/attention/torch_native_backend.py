@@ -23,8 +23,8 @@ class _Group:
 
     Attributes:
         tokens: [N, q] int64; their rows among the T of the batch, or None for all in order.
-        positions: [N, q] int64; places among the request's tokens with KV.
-        kv_lens: [N] int64.
+        positions: [N, q] int64; places among the request's tokens with KV that is seen.
+        kv_lens: [N] int64; how many these are.
         slots: [N, L] int64; KV slots, the dummy slot past a request's end.
         masks: for each distinct window of the model, [N, 1, q, L] bool: which keys a query sees.
     """
@@ -53,7 +53,7 @@ class TorchNativeBackend:
         self._windows = tuple(dict.fromkeys(windows))
         self._mask_of_layer = [self._windows.index(window) for window in windows]
         self._table = req_to_token_pool.req_to_token
-        self._kv_pool = kv_pool
+        self._kv_pool, self._kv_starts = kv_pool, kv_pool.kv_starts
         self._groups: list[_Group] = []
         self._num_tokens = 0
         self._scratch = kv_pool.kv[0][:0]
@@ -71,6 +71,7 @@ class TorchNativeBackend:
             captures_trees=False,
             reads_q_starts=False,
             captures_plans=False,
+            reads_kv_starts=True,
         )
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -150,16 +151,29 @@ class TorchNativeBackend:
             tokens = starts[:, None] + own
             rows, kv_lens = batch.rows[chosen], batch.kv_lens[chosen]
             positions = kv_lens[:, None] - q_len + own
+        first = torch.zeros_like(rows) if self._kv_starts is None else self._kv_starts[rows]
+        kv_lens, positions = kv_lens - first, positions - first[:, None]
         columns = torch.arange(length, device=device)
         valid = columns < kv_lens[:, None]
-        slots = self._table[rows, :length].to(torch.int64) * valid
+        slots = self._slots(rows, first, length) * valid
         tree = None
         if batch.ancestors is not None:
-            starts = kv_lens - q_len if batch.tree_starts is None else batch.tree_starts[chosen]
+            starts = kv_lens - q_len
+            if batch.tree_starts is not None:
+                starts = batch.tree_starts[chosen] - first
             starts = torch.where(kv_lens - starts <= MAX_TREE_ROWS, starts, kv_lens)
             tree = _tree_mask(batch.ancestors[tokens], columns - starts[:, None])
         masks = self._make_masks(columns, positions, tree)
         return _Group(tokens, positions, kv_lens, slots, masks)
+
+    def _slots(self, rows: torch.Tensor, first: torch.Tensor, length: int) -> torch.Tensor:
+        """[N, length] int64; of rows [N] of the table from the columns first [N] on, any behind
+        their ends."""
+        if self._kv_starts is None:
+            return self._table[rows, :length].to(torch.int64)
+        columns = first[:, None] + torch.arange(length, device=rows.device)
+        found = self._table[rows[:, None], columns.clamp(max=self._table.shape[1] - 1)]
+        return found.to(torch.int64)
 
     def _make_masks(
         self, columns: torch.Tensor, positions: torch.Tensor, tree: torch.Tensor | None

@@ -187,6 +187,7 @@ class TritonBackend:
             table=self._table,
             rows=self._no_items.new_empty(0),
             kv_lens=self._no_items.new_empty(0),
+            kv_starts=kv_pool.kv_starts,
             outside=req_to_token_pool.outside,
         )
 
@@ -202,6 +203,7 @@ class TritonBackend:
             captures_trees=True,
             reads_q_starts=True,
             captures_plans=True,
+            reads_kv_starts=True,
         )
 
     @property
@@ -243,16 +245,12 @@ class TritonBackend:
             if group.num_splits == 1:
                 attend_items(q, kv, out, group.items, paged, window, group.tiles, next(launches))
             else:
-                attend_items_split(
-                    q, kv, group.items, paged, window, group.tiles, next(launches),
-                    group.num_splits, group.workspace,
-                )  # fmt: skip
+                more = group.tiles, next(launches), group.num_splits, group.workspace
+                attend_items_split(q, kv, group.items, paged, window, *more)
         for group in few:
             if group.num_splits > 1:
-                add_up_splits(
-                    q, kv, out, group.items, paged, window, group.tiles,
-                    group.num_splits, group.workspace,
-                )  # fmt: skip
+                sums = group.tiles, group.num_splits, group.workspace
+                add_up_splits(q, kv, out, group.items, paged, window, *sums)
         return out
 
     def _plan_prompts(self, batch: ForwardBatch) -> frozenset[int]:

@@ -29,12 +29,23 @@ def pack_rows(num_rows: int, index: int) -> int:
 
 
 @triton.jit
+def first_kv(kv_starts_ptr, table_row):
+    """Column of the first KV of a row of the table that is seen; `kv_starts_ptr` may be None."""
+    if kv_starts_ptr is not None:
+        return tl.load(kv_starts_ptr + table_row).to(tl.int32)
+    else:
+        return 0
+
+
+@triton.jit
 def load_item(
-    items_ptr, rows_ptr, kv_lens_ptr, q_starts_ptr, tree_starts_ptr, index, HAS_TREE: tl.constexpr
+    items_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr, q_starts_ptr, tree_starts_ptr, index,
+    HAS_TREE: tl.constexpr,
 ):  # fmt: skip
-    """Row of the table, first token, number of query rows, position of the first one, and the
-    position where the request's tree starts (where its KV ends if it has none). All are scalars.
-    `q_starts_ptr` and `tree_starts_ptr` may be None."""
+    """Row of the table, the column in it of the first KV that is seen, first token, number of query
+    rows, position of the first one, and the position where the request's tree starts (where its KV
+    ends if it has none). All are scalars, and positions count from that column on. The pointers to
+    starts may be None."""
     item = items_ptr + index * 4
     request = tl.load(item)
     packed = tl.load(item + 2)
@@ -47,16 +58,17 @@ def load_item(
         first_token = tl.load(item + 1).to(tl.int64)
         rows_to_end = tl.load(item + 3)
     table_row = tl.load(rows_ptr + request)
-    kv_len = tl.load(kv_lens_ptr + request).to(tl.int32)
+    kv_start = first_kv(kv_starts_ptr, table_row)
+    kv_len = tl.load(kv_lens_ptr + request).to(tl.int32) - kv_start
     position = kv_len - rows_to_end
     tree_start = kv_len
     if HAS_TREE:
         if tree_starts_ptr is not None:
-            start = tl.load(tree_starts_ptr + request).to(tl.int32)
+            start = tl.load(tree_starts_ptr + request).to(tl.int32) - kv_start
         else:
             start = position - first_row
         tree_start = tl.where(kv_len - start <= _MAX_TREE_ROWS, start, kv_len)
-    return table_row, first_token, num_rows, position, tree_start
+    return table_row, kv_start, first_token, num_rows, position, tree_start
 
 
 @triton.jit
@@ -195,8 +207,8 @@ def _attend_tiles(
 
 @triton.jit
 def attend_range(
-    q_ptr, kv_ptr, table_ptr, outside_ptr, ancestors_ptr, table_row, first_token, num_rows,
-    position, tree_start, start, end, whole_end,
+    q_ptr, kv_ptr, table_ptr, outside_ptr, ancestors_ptr, table_row, kv_start, first_token,
+    num_rows, position, tree_start, start, end, whole_end,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
@@ -204,9 +216,10 @@ def attend_range(
 ):  # fmt: skip
     """(acc, top, total) of `_attend_tiles` for an item's rows over the KV positions start..end, the
     tiles before `whole_end` without masks. What is past the row of the table is not read."""
-    report_outside(outside_ptr, end - 1, end > table_width)
-    end = tl.minimum(end, table_width)
-    whole_end = tl.minimum(whole_end, table_width // BLOCK_N * BLOCK_N)
+    width = table_width - kv_start
+    report_outside(outside_ptr, end - 1 + kv_start, end > width)
+    end = tl.minimum(end, width)
+    whole_end = tl.minimum(whole_end, width // BLOCK_N * BLOCK_N)
     kv_index = tl.program_id(1)
     offsets = packed_offsets(
         first_token, kv_index, q_token, q_head, GROUP, BLOCK_M, BLOCK_D
@@ -221,7 +234,7 @@ def attend_range(
         if HAS_WINDOW:
             depths, ancestors = _within_window(ancestors, positions, tree_start, window)
     kv_base = kv_ptr + kv_index * kv_head
-    slots_base = table_ptr + table_row * table_width
+    slots_base = table_ptr + table_row * table_width + kv_start
     v_offset = NUM_KV_HEADS * kv_head
     # Finite, so that a row that has seen nothing yet is scaled by exp2(0), never by exp2(nan).
     top = tl.full([BLOCK_M], -1e30, dtype=tl.float32)

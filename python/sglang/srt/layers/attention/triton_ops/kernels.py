@@ -41,6 +41,7 @@ class Paged:
         table: [num_rows, width] int32; slot of each token of each row.
         rows: [>= R] int64; row of each request of the step.
         kv_lens: [>= R] int64.
+        kv_starts: [num_rows] int64, see `MHATokenToKVPool.kv_starts`; None: all KV is seen.
         ancestors: [T] int64, as in ForwardBatch; None where no request is a tree.
         tree_starts: [>= R] int64 or None, as there.
         q_starts: [> R] int64, of a packed batch; None of others.
@@ -50,6 +51,7 @@ class Paged:
     table: torch.Tensor
     rows: torch.Tensor
     kv_lens: torch.Tensor
+    kv_starts: torch.Tensor | None = None
     ancestors: torch.Tensor | None = None
     tree_starts: torch.Tensor | None = None
     q_starts: torch.Tensor | None = None
@@ -59,23 +61,24 @@ class Paged:
 @triton.jit
 def _attend_item(
     index, q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr, kv_lens_ptr,
-    ancestors_ptr, q_starts_ptr, tree_starts_ptr,
+    kv_starts_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Goes over all the KV that an item sees, and writes its result."""
-    table_row, first_token, num_rows, position, tree_start = load_item(
-        items_ptr, rows_ptr, kv_lens_ptr, q_starts_ptr, tree_starts_ptr, index, HAS_TREE
-    )
+    table_row, kv_start, first_token, num_rows, position, tree_start = load_item(
+        items_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr, q_starts_ptr, tree_starts_ptr, index,
+        HAS_TREE,
+    )  # fmt: skip
     if num_rows > 0:
         start, end, whole_end = seen_range(
             position, num_rows, tree_start, window, HAS_WINDOW, HAS_TREE, BLOCK_N
         )
         acc, _, total = attend_range(
-            q_ptr, kv_ptr, table_ptr, outside_ptr, ancestors_ptr, table_row, first_token, num_rows,
-            position, tree_start, start, end, whole_end,
+            q_ptr, kv_ptr, table_ptr, outside_ptr, ancestors_ptr, table_row, kv_start, first_token,
+            num_rows, position, tree_start, start, end, whole_end,
             q_token, q_head, kv_slot, kv_head, table_width, window, scale,
             NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
@@ -91,7 +94,7 @@ def _attend_item(
 @triton.jit(do_not_specialize=[*_OFTEN_SLICES, "window", "num_items", "early", "beside"])
 def _extend_kernel(
     q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr, kv_lens_ptr,
-    ancestors_ptr, q_starts_ptr, tree_starts_ptr,
+    kv_starts_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale, num_items,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
@@ -105,14 +108,14 @@ def _extend_kernel(
         for index in range(tl.program_id(0), num_items, tl.num_programs(0)):
             _attend_item(
                 index, q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr,
-                kv_lens_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
+                kv_lens_ptr, kv_starts_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
                 q_token, q_head, kv_slot, kv_head, table_width, window, scale,
                 NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
     else:
         _attend_item(
             tl.program_id(0), q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr,
-            kv_lens_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
+            kv_lens_ptr, kv_starts_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
             q_token, q_head, kv_slot, kv_head, table_width, window, scale,
             NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
@@ -122,7 +125,7 @@ def _extend_kernel(
 @triton.jit(do_not_specialize=[*_OFTEN_SLICES, "window", "early", "beside"])
 def _split_kernel(
     q_ptr, kv_ptr, sums_ptr, stats_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr, kv_lens_ptr,
-    ancestors_ptr, q_starts_ptr, tree_starts_ptr,
+    kv_starts_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
@@ -132,9 +135,10 @@ def _split_kernel(
     """Grid (items, KV heads, splits): a program goes over its share of the item's KV, and leaves
     acc, top and total in the workspace; one without a share leaves nothing."""
     begin(PDL, early, beside)
-    table_row, first_token, num_rows, position, tree_start = load_item(
-        items_ptr, rows_ptr, kv_lens_ptr, q_starts_ptr, tree_starts_ptr, tl.program_id(0), HAS_TREE
-    )
+    table_row, kv_start, first_token, num_rows, position, tree_start = load_item(
+        items_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr, q_starts_ptr, tree_starts_ptr,
+        tl.program_id(0), HAS_TREE,
+    )  # fmt: skip
     if num_rows == 0:
         finish(PDL, beside)
         return
@@ -148,8 +152,8 @@ def _split_kernel(
         return
     end = tl.minimum(start + length, end)
     acc, top, total = attend_range(
-        q_ptr, kv_ptr, table_ptr, outside_ptr, ancestors_ptr, table_row, first_token, num_rows,
-        position, tree_start, start, end, whole_end,
+        q_ptr, kv_ptr, table_ptr, outside_ptr, ancestors_ptr, table_row, kv_start, first_token,
+        num_rows, position, tree_start, start, end, whole_end,
         q_token, q_head, kv_slot, kv_head, table_width, window, scale,
         NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
@@ -166,8 +170,8 @@ def _split_kernel(
 
 @triton.jit(do_not_specialize=[*_OFTEN_SLICES[1:], "window", "num_splits", "early"])
 def _combine_kernel(
-    sums_ptr, stats_ptr, out_ptr, items_ptr, rows_ptr, kv_lens_ptr, q_starts_ptr, tree_starts_ptr,
-    window, num_splits,
+    sums_ptr, stats_ptr, out_ptr, items_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr,
+    q_starts_ptr, tree_starts_ptr, window, num_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -175,9 +179,10 @@ def _combine_kernel(
 ):  # fmt: skip
     """Grid (items, KV heads, packed rows): adds up the splits of one row."""
     begin(PDL, early)
-    _, first_token, num_rows, position, tree_start = load_item(
-        items_ptr, rows_ptr, kv_lens_ptr, q_starts_ptr, tree_starts_ptr, tl.program_id(0), HAS_TREE
-    )
+    _, _, first_token, num_rows, position, tree_start = load_item(
+        items_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr, q_starts_ptr, tree_starts_ptr,
+        tl.program_id(0), HAS_TREE,
+    )  # fmt: skip
     packed = tl.program_id(2)
     if packed // GROUP >= num_rows:
         return
@@ -236,7 +241,7 @@ def attend_items(
     programs = min(num_programs or len(items), len(items))
     _extend_kernel[(programs, kv.shape[1] // 2)](
         q, kv, out, items, paged.table, paged.outside, paged.rows, paged.kv_lens,
-        paged.ancestors, paged.q_starts, paged.tree_starts,
+        paged.kv_starts, paged.ancestors, paged.q_starts, paged.tree_starts,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), paged.table.stride(0),
         window or 0, kv.shape[2] ** -0.5 * LOG2_E, len(items),
         **constants, HAS_TREE=paged.ancestors is not None, LOOPS=num_programs is not None,
@@ -261,7 +266,7 @@ def attend_items_split(
     stats, sums = _stats_and_sums(workspace, len(items) * num_kv_heads * num_splits, tiles)
     _split_kernel[(len(items), num_kv_heads, num_splits)](
         q, kv, sums, stats, items, paged.table, paged.outside, paged.rows, paged.kv_lens,
-        paged.ancestors, paged.q_starts, paged.tree_starts,
+        paged.kv_starts, paged.ancestors, paged.q_starts, paged.tree_starts,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), paged.table.stride(0),
         window or 0, head_dim**-0.5 * LOG2_E,
         **constants, HAS_TREE=paged.ancestors is not None,
@@ -282,7 +287,7 @@ def add_up_splits(
     has_tree = paged.ancestors is not None and window is not None  # else it changes no split
     block_s = next(size for size in (8, 32, 64) if num_splits <= size)  # each is compiled anew
     _combine_kernel[(len(items), num_kv_heads, tiles.block_m // group * group)](
-        sums, stats, out, items, paged.rows, paged.kv_lens, paged.q_starts,
+        sums, stats, out, items, paged.rows, paged.kv_lens, paged.kv_starts, paged.q_starts,
         paged.tree_starts if has_tree else None, window or 0, num_splits,
         **constants, HAS_TREE=has_tree, BLOCK_S=block_s, num_warps=1 if block_s <= 32 else 4,
         **dependent_launch(q.device, len(items) * num_kv_heads * tiles.block_m),

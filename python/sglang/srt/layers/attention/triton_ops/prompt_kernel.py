@@ -27,6 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sglang.srt.layers.attention.triton_ops.kernels import Paged
+
 try:
     from triton.experimental.gluon.language.nvidia.hopper.tma import async_load
 except ImportError:  # its name before Triton 3.8
@@ -197,7 +199,8 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["window"])
 def _prompt_kernel(
-    q_ptr, kv_desc, out_ptr, items_ptr, kv_lens_ptr, q_token, q_head, window, scale,
+    q_ptr, kv_desc, out_ptr, items_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr,
+    q_token, q_head, window, scale,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     HAS_WINDOW: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
@@ -209,6 +212,8 @@ def _prompt_kernel(
     num_rows = gl.load(item + 2)
     if num_rows > 0:
         position = gl.load(kv_lens_ptr + request).to(gl.int32) - gl.load(item + 3)
+        if kv_starts_ptr is not None:
+            position -= gl.load(kv_starts_ptr + gl.load(rows_ptr + request)).to(gl.int32)
         kv_start = gl.load(item + 4)
         last_tile = (position + num_rows - 1) // BLOCK_N
         num_tiles = last_tile + 1
@@ -280,8 +285,8 @@ def describe_gathered(gathered: torch.Tensor) -> TensorDescriptor:
 
 
 def attend_prompts(
-    q: torch.Tensor, kv: TensorDescriptor, out: torch.Tensor, items: torch.Tensor,
-    kv_lens: torch.Tensor, window: int | None,
+    q: torch.Tensor, kv: TensorDescriptor, out: torch.Tensor, items: torch.Tensor, paged: Paged,
+    window: int | None,
 ) -> None:  # fmt: skip
     """Causal attention of `items` [I, 5] int32 (see above), those of most KV first.
 
@@ -289,13 +294,13 @@ def attend_prompts(
         q: [T, num_heads, head_dim], any strides but the last.
         kv: of the gathered K and V; rows past a request's end, up to a whole tile, are finite.
         out: [T, num_heads * head_dim] contiguous; the items' rows are written.
-        kv_lens: [R] int64.
         window: as in `AttentionBackend`.
     """
     num_heads, head_dim = q.shape[1], q.shape[2]
     num_kv_heads = kv.shape[1] // (2 * head_dim)
     _prompt_kernel[(len(items) * num_kv_heads,)](
-        q, kv, out, items, kv_lens, q.stride(0), q.stride(1), window or 0, head_dim**-0.5 * LOG2_E,
+        q, kv, out, items, paged.rows, paged.kv_lens, paged.kv_starts,
+        q.stride(0), q.stride(1), window or 0, head_dim**-0.5 * LOG2_E,
         NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
         HAS_WINDOW=window is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, RING=RING, num_warps=4,
     )  # fmt: skip
