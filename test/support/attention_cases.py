@@ -498,8 +498,8 @@ class PlacedCase:
         return [(place, depth) for depth, place in enumerate([*range(start), *reversed(path)])]
 
     def expected(self) -> list[torch.Tensor]:
-        """Per layer [num_fed, num_heads * head_dim]: with trees, holes and of packed steps `written_out`,
-        in float64, else of the oracle, in float32."""
+        """Per layer [num_fed, num_heads * head_dim]: with trees, with holes and of packed steps
+        `written_out`, in float64, else of the oracle, in float32."""
         if self.case.trees or self.case.kv_starts or self.case.bounds is not None:
             return [self.written_out(layer) for layer in range(len(self.q))]
         return self._of_oracle()

@@ -115,6 +115,10 @@ class MHATokenToKVPool:
         self.page_size = page_size
         self.is_released = False
 
+    def track_starts(self, num_rows: int) -> None:
+        """Has `kv_starts`, all 0. Before attention over the pool is made."""
+        self.kv_starts = torch.zeros(num_rows, dtype=torch.int64, device=self.kv[0].device)
+
     def add_notes(self, num_columns: int) -> torch.Tensor:
         """[num_slots + page_size, num_columns] int64, all zero, for debugging: what somebody notes
         of each slot. It is moved, released and restored with K and V. It takes the place of what

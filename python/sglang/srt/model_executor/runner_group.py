@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
-import torch
-
 from sglang.srt.mem_cache.kv_memory import KVMemory
 from sglang.srt.mem_cache.kv_sizing import KVSizing
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
