@@ -189,7 +189,7 @@ class RoundPlanner:
         num_rows = parts.runners.memory.table.num_rows
         self._num_pending_drafts = [0] * num_rows  # of each row of the page table
         self._prompts = PromptMix(parts.runners.max_prompt_rows)
-        self._requests = RequestMix(num_rows) if options.policy.needs_prices else None
+        self._requests = RequestMix(num_rows) if options.policy.reads_factors else None
         self._next_round = _Round(self.policy.settled, 0)
         self._launched = deque[_Launched]()  # steps that have not been read
 
@@ -274,12 +274,12 @@ class RoundPlanner:
         bounds, slots = batch.kv_len_upper_bounds, batch.max_q_lens
         lens = zip(bounds, slots, batch.num_prompt_tokens, batch.emits, strict=True)
         emitting = [bound - most + num_prompt for bound, most, num_prompt, emits in lens if emits]
-        upcoming = UpcomingRound(len(emitting), sum(emitting))
+        num_reqs, kv_tokens = len(emitting), sum(emitting)
+        of_pace = partial(self._prompts.upcoming, num_reqs, kv_tokens)
+        upcoming = UpcomingRound(num_reqs, kv_tokens, of_pace=of_pace)
         if self._requests is not None:
-            of_pace = partial(self._prompts.upcoming, *upcoming[:2])
             rows = [row for row, emits in zip(batch.rows, batch.emits, strict=True) if emits]
-            factors = partial(self._requests.factors, rows)
-            upcoming = upcoming._replace(of_pace=of_pace, factors=factors)
+            upcoming = upcoming._replace(factors=partial(self._requests.factors, rows))
         tier = self.policy.choose(upcoming)
         self._next_round = _Round(self.policy.settled, len(emitting))
         return tier
