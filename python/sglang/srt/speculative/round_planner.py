@@ -23,7 +23,7 @@ from sglang.srt.speculative.adaptive_runtime_state import (
     SpecRuntimeState,
     runtime_states,
 )
-from sglang.srt.speculative.draft_steps import who_drafts
+from sglang.srt.speculative.draft_steps import drafts_of_requests
 from sglang.srt.speculative.drafter import DrafterNeeds, DrafterParts, RowPlan, plan_of_drafts
 from sglang.srt.speculative.prompt_mix import PromptMix
 from sglang.srt.speculative.request_mix import RequestMix
@@ -261,11 +261,11 @@ class RoundPlanner:
 
     def _next_drafts(self, batch: ScheduleBatch, max_accepted: int) -> list[int]:
         """Drafts that each request of a step is given for its next one."""
-        counts, tier = [0] * len(batch.rows), self._next_tier(batch)
-        if tier:
-            for i in who_drafts(batch, max_accepted, self._options.num_draft_slots(tier)):
-                counts[i] = self._options.num_drafts(tier)
-        return counts
+        tier, options = self._next_tier(batch), self._options
+        if tier == 0:
+            return [0] * len(batch.rows)
+        num_slots, num_drafts = options.num_draft_slots(tier), options.num_drafts(tier)
+        return drafts_of_requests(batch, max_accepted, num_slots, num_drafts)
 
     def _next_tier(self, batch: ScheduleBatch) -> int:
         """Drafts that requests get for their next step, which is taken to have the requests that
