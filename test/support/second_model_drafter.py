@@ -19,7 +19,7 @@ from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.registry import DRAFTERS
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.draft_steps import plan_draft_steps
+from sglang.srt.speculative.draft_steps import drafts_of_requests, plan_draft_steps
 from sglang.srt.speculative.drafter import (
     ComputedStep,
     DrafterNeeds,
@@ -86,13 +86,16 @@ class SecondModelDrafter:
     def observe(self, result: HostResult) -> None: ...
 
     def plan(self, batch: ScheduleBatch) -> RowPlan:
-        return verifying_plan(batch, self._num_drafts, 1 + self._num_drafts)
+        count = self._num_drafts
+        plan = verifying_plan(batch, count, 1 + count)
+        next_drafts = drafts_of_requests(batch, plan.max_accepted, count, count)
+        return replace(plan, next_drafts=next_drafts)
 
     def propose(self, step: ComputedStep) -> None:
         self._runner.forward(step.inputs)
-        steps = plan_draft_steps(step, self._table, self._num_drafts)
-        if steps is None:
+        if not any(step.plan.next_drafts):
             return
+        steps = plan_draft_steps(step, self._table, self._num_drafts)
         drafts = [steps.certain_tokens]
         for index in range(self._num_drafts):
             hidden = self._runner.forward(steps.batch(index, drafts[-1])).hidden

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from sglang.srt.speculative import eagle_worker
+from sglang.srt.speculative import draft_prices
 from sglang.srt.speculative.drafter import ComputedStep
 from sglang.srt.speculative.tile_spec.budget import TileSpec
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
@@ -44,7 +44,7 @@ def free_drafts() -> Iterator[None]:
     def measure(runner: Any, max_requests: int, max_width: int, shapes: Any) -> DraftPrices:
         return replace(FREE_DRAFTS, passes=dict.fromkeys(shapes, FREE_PASS))
 
-    with mock.patch.object(eagle_worker, "measure_draft_prices", measure):
+    with mock.patch.object(draft_prices, "measure_draft_prices", measure):
         yield
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from scheduler_infos import scheduler_info
 from sglang.srt.entrypoints.access import Access, AccessRules, Refusal, refusal_of
 from sglang.srt.entrypoints.launch import LaunchError
 from sglang.srt.entrypoints.server_info import describe_server
 from sglang.srt.entrypoints.server_process import _warn_if_open
-from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.server_args import ServerArgs, public_fields
 
 USER_KEY, ADMIN_KEY = "user-Kkey-1", "admin-Kkey-2"
@@ -172,16 +172,7 @@ def test_a_key_that_nobody_can_send_fails_the_start(flag: str, key: str) -> None
 def test_keys_are_in_no_text_that_others_read() -> None:
     args = ServerArgs(model_path="m", **BOTH)
     resolved = {"schedule": {"chunked_prefill_size": 1}, "num_draft_steps": 0}
-    info = SchedulerInfo(
-        vocab_size=1,
-        context_len=1,
-        max_total_num_tokens=1,
-        max_req_len=1,
-        max_req_len_reason="",
-        max_running_requests=1,
-        eos_token_ids=[],
-        resolved=resolved,
-    )
+    info = scheduler_info(resolved=resolved)
     texts = (args, AccessRules.of(args), public_fields(args), describe_server(args, info, {}))
     for text in map(repr, texts):
         assert USER_KEY not in text

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from fake_server import BYTES, GROUP, MAX_WEIGHT_BYTES, RAW, TENSORS, Server
+from scheduler_infos import scheduler_info
 from serving_utils import make_model_dir
 from sglang import __version__
 from sglang.srt.messages.control import (
@@ -39,7 +40,6 @@ from sglang.srt.messages.requests import (
     BatchStrOutput,
     FinishReason,
     ReqTextOutput,
-    SchedulerInfo,
     TokenizedGenerateReqInput,
 )
 from sglang.srt.tokenizer import load_tokenizer
@@ -281,16 +281,7 @@ def test_loads_are_those_of_the_metrics(server: Server, is_paused: bool) -> None
         "available_kv_tokens": 60,
         "tree_cache_size": 15,
     }
-    resolved = SchedulerInfo(
-        vocab_size=8,
-        context_len=9,
-        max_total_num_tokens=100,
-        max_req_len=9,
-        max_req_len_reason="the pool",
-        eos_token_ids=[],
-        max_running_requests=4,
-        resolved={},
-    )
+    resolved = scheduler_info(max_total_num_tokens=100, max_running_requests=4)
     server.state.scheduler = resolved
     answer = server.request("GET", "/v1/loads").json()
     assert abs(answer.pop("timestamp") - time.time()) < 60

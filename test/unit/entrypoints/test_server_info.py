@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from scheduler_infos import scheduler_info
 from sglang.srt.entrypoints.server_info import (
     AS_BUILT,
     ONE_RANK,
@@ -41,16 +42,7 @@ RESOLVED: dict[str, Any] = {
 
 
 def info_of(schedule: dict[str, Any]) -> SchedulerInfo:
-    return SchedulerInfo(
-        vocab_size=1,
-        context_len=50,
-        max_total_num_tokens=100,
-        max_req_len=50,
-        max_req_len_reason="",
-        max_running_requests=1,
-        eos_token_ids=[],
-        resolved={**RESOLVED, "schedule": schedule},
-    )
+    return scheduler_info(context_len=50, resolved={**RESOLVED, "schedule": schedule})
 
 
 def test_server_info_has_accept_thresholds() -> None:

@@ -7,26 +7,16 @@ from typing import Any
 
 import pytest
 
+from scheduler_infos import scheduler_info
 from sglang.srt.entrypoints.launch import LaunchError
 from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
 from sglang.srt.frontend.errors import RequestError
 from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.frontend.sampling_validation import check_sampling_params
-from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
-INFO = SchedulerInfo(
-    vocab_size=100,
-    context_len=64,
-    max_total_num_tokens=640,
-    max_req_len=64,
-    max_req_len_reason="the model's context length",
-    max_running_requests=4,
-    eos_token_ids=[1],
-    mtp_max_k=8,
-    resolved={},
-)
+INFO = scheduler_info(mtp_max_k=8)
 ON = {"mtp_enabled": True}
 ADAPT = {**ON, "mtp_strategy": ["conf_adapt", 0.9]}
 VERIFY = {**ON, "mtp_verify": True}

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from fake_backend import LIMITS
+from scheduler_infos import scheduler_info
 from sglang.srt.entrypoints.launch import LaunchError
 from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
 from sglang.srt.entrypoints.openai.protocol import (
@@ -24,21 +25,11 @@ from sglang.srt.frontend.errors import RequestError
 from sglang.srt.frontend.generate_body import CheckedRequest, check_generate_request
 from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
-from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
 WITH_MTP = dataclasses.replace(LIMITS, mtp_max_k=8)
-INFO = SchedulerInfo(
-    vocab_size=100,
-    context_len=64,
-    max_total_num_tokens=64,
-    max_req_len=64,
-    max_req_len_reason="",
-    max_running_requests=1,
-    eos_token_ids=[],
-    resolved={},
-)
+INFO = scheduler_info()
 MTP = {"mtp_enabled": True, "mtp_k": 5, "mtp_verify": True}
 
 

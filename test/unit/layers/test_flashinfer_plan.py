@@ -1,13 +1,11 @@
-"""What the FlashInfer backend plans, on a CPU: its host functions, and its calls of a fake package
-whose wrappers attend in plain torch from nothing but what they were handed."""
+"""What the FlashInfer backend plans, on a CPU: its host functions, and its calls of a fake
+package."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +20,8 @@ from attention_cases import (
     AttentionCase,
     PlacedCase,
 )
-from sglang.srt.layers.attention import flashinfer_backend, flashinfer_plan
+from fake_flashinfer import FakeDecodeWrapper, FakePrefillWrapper, FakeWrapper, install_fake
+from sglang.srt.layers.attention import flashinfer_backend
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferBackend, missing_tools
 from sglang.srt.layers.attention.flashinfer_plan import (
     LEAST_FLOAT_WORKSPACE_BYTES,
@@ -36,134 +35,9 @@ from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
 DECODES = AttentionCase(shape=[(1, 1), (40, 1), (7, 1), (15, 1)])
 
 
-class FakeWrapper:
-    """Stands for both wrappers; `buffers` are those of a graph, by role."""
-
-    def __init__(self, floats: torch.Tensor, layout: str, **options: Any) -> None:
-        assert layout == "NHD"
-        self.floats, self.options = floats, options
-        self.is_graph = options.get("use_cuda_graph", False)
-        self.buffers: dict[str, torch.Tensor] = {
-            name.removesuffix("fer").removesuffix("_buf"): tensor
-            for name, tensor in options.items()
-            if isinstance(tensor, torch.Tensor)
-        }
-        self.ints: torch.Tensor | None = None
-        self.planned: dict[str, torch.Tensor] = {}
-        self.num_plans = 0
-
-    def reset_workspace_buffer(self, floats: torch.Tensor, ints: torch.Tensor) -> None:
-        assert floats is self.floats
-        self.ints = ints
-
-    def _keep(self, sizes: Sequence[int], options: dict[str, Any], **tensors: torch.Tensor) -> None:
-        assert all(tensor.dtype == torch.int32 for tensor in tensors.values())
-        assert options["q_data_type"] == options["kv_data_type"]
-        self.num_plans += 1
-        self.sizes, self.plan_options = tuple(sizes), options
-        if not self.is_graph:
-            self.planned = tensors
-            return
-        for name, tensor in tensors.items():
-            if name == "paged_kv_indices":
-                assert len(tensor) <= len(self.buffers[name])
-            elif name in self.buffers:
-                assert len(tensor) == len(self.buffers[name])
-            self.buffers.setdefault(name, tensor)[: len(tensor)].copy_(tensor)
-        self.planned = self.buffers
-
-    def run(
-        self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
-    ) -> None:
-        num_heads, num_kv_heads, head_dim, page_size = self.sizes
-        assert q.shape[1:] == (num_heads, head_dim)
-        assert kv[0].shape[1:] == kv[1].shape[1:] == (page_size, num_kv_heads, head_dim)
-        assert kv[0].stride() == kv[1].stride()
-        planned = self.planned
-        rows, pages = planned["qo_indptr"].tolist(), planned["paged_kv_indptr"].tolist()
-        for request, last in enumerate(planned["paged_kv_last_page_len"].tolist()):
-            own = planned["paged_kv_indices"][pages[request] : pages[request + 1]].long()
-            kv_len = (len(own) - 1) * page_size + last
-            k, v = (
-                part[own].flatten(0, 1)[:kv_len].repeat_interleave(num_heads // num_kv_heads, 1)
-                for part in kv
-            )
-            start, end = rows[request], rows[request + 1]
-            out[start:end] = self._attend(q[start:end], k, v)
-
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        keys = torch.arange(len(k))
-        positions = torch.arange(len(k) - len(q), len(k))[:, None]
-        seen = keys <= positions
-        if (left := self.plan_options["window_left"]) >= 0:
-            seen &= keys >= positions - left
-        scores = torch.einsum("qhd,khd->hqk", q, k) * self.plan_options["sm_scale"]
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, v)
-
-
-class FakeDecodeWrapper(FakeWrapper):
-    def plan(
-        self,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        *sizes: int,
-        **options: Any,
-    ) -> None:
-        self._keep(
-            sizes,
-            options,
-            qo_indptr=torch.arange(len(indptr), dtype=torch.int32),
-            paged_kv_indptr=indptr,
-            paged_kv_indices=indices,
-            paged_kv_last_page_len=last_page_len,
-        )
-
-
-class FakePrefillWrapper(FakeWrapper):
-    def plan(
-        self,
-        qo_indptr: torch.Tensor,
-        paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
-        *sizes: int,
-        **options: Any,
-    ) -> None:
-        assert options.get("causal") or "custom_mask" in options
-        assert options["max_token_per_sequence"] == qo_indptr.diff().max()
-        self._keep(
-            sizes,
-            options,
-            qo_indptr=qo_indptr,
-            paged_kv_indptr=paged_kv_indptr,
-            paged_kv_indices=paged_kv_indices,
-            paged_kv_last_page_len=paged_kv_last_page_len,
-        )
-
-
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[FakeWrapper]:
-    """A fake FlashInfer is installed; the wrappers made of it so far."""
-    wrappers: list[FakeWrapper] = []
-
-    def recorded(kind: type[FakeWrapper]) -> Any:
-        def make(*arguments: Any, **options: Any) -> FakeWrapper:
-            wrappers.append(kind(*arguments, **options))
-            return wrappers[-1]
-
-        return make
-
-    package = SimpleNamespace(
-        BatchDecodeWithPagedKVCacheWrapper=recorded(FakeDecodeWrapper),
-        BatchPrefillWithPagedKVCacheWrapper=recorded(FakePrefillWrapper),
-    )
-    monkeypatch.setitem(sys.modules, "flashinfer", package)
-    monkeypatch.setattr(flashinfer_backend, "missing_tools", list)
-    monkeypatch.setattr(flashinfer_backend, "num_multiprocessors", lambda _: 1)
-    monkeypatch.setattr(flashinfer_plan, "LEAST_FLOAT_WORKSPACE_BYTES", 1)
-    return wrappers
+    return install_fake(monkeypatch)
 
 
 def place(case: AttentionCase) -> PlacedCase:

@@ -10,6 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
+from fake_flashinfer import install_fake
+from sglang.srt.layers.attention.flashinfer_backend import FlashInferBackend
 from sglang.srt.layers.forward_batch import ForwardBatch, HiddenCapture, ModelOutput
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.mem_cache.kv_memory import KVMemory
@@ -39,6 +41,22 @@ def test_a_warm_up_leaves_no_trace(page_size: int) -> None:
         harness = SchedulerHarness(setup, make_worker(RunnerGroup([runner]), None))
         outputs.append(harness.generate([[5], [6], [7]], max_new_tokens=12, temperature=0.0))
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("has_trees", [False, True])
+def test_masks_of_trees_are_met_before_the_first_request(
+    monkeypatch: pytest.MonkeyPatch, has_trees: bool
+) -> None:
+    """FlashInfer compiles what packs them when it gets the first one."""
+    wrappers = install_fake(monkeypatch)
+    known = FlashInferBackend.capabilities()
+    here = replace(known, devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32}))
+    monkeypatch.setattr(FlashInferBackend, "capabilities", classmethod(lambda cls: here))
+    more = {"attention_backend": "flashinfer", "captures_trees": has_trees}
+    runner = make_runner(resolve_model_path("demo"), Setup(num_pages=640), **more)
+    runner.warm_up()
+    assert wrappers
+    assert any(wrapper.num_masked for wrapper in wrappers) == has_trees
 
 
 @pytest.mark.parametrize("wanted", [[6], [4, 0], []], ids=str)

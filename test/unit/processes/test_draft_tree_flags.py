@@ -12,7 +12,6 @@ import pytest
 from draft_heads import write_eagle, write_eagle3
 from drafter_checks import make_drafter_runners
 from sglang.srt.environ import Environ
-from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from sglang.srt.processes.config_error import ConfigError
@@ -27,6 +26,11 @@ WRITERS = {"EAGLE": write_eagle, "EAGLE3": write_eagle3}
 def tree_config(target: Path, head: Path, algorithm: str = "EAGLE", **flags: Any) -> RuntimeConfig:
     folder = str(WRITERS[algorithm](head))
     return resolved(target, algorithm=algorithm, draft_model_path=folder, **flags)
+
+
+def change_torch_native(monkeypatch: pytest.MonkeyPatch, **capabilities: Any) -> None:
+    changed = replace(TorchNativeBackend.capabilities(), **capabilities)
+    monkeypatch.setattr(TorchNativeBackend, "capabilities", classmethod(lambda cls: changed))
 
 
 @pytest.mark.parametrize("algorithm", WRITERS)
@@ -146,10 +150,7 @@ def test_adaptive_steps_are_of_chains_and_trees_stay_as_they_are(
 def test_a_backend_without_masks_is_refused(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = TorchNativeBackend.capabilities()
-    fields = {name: getattr(found, name) for name in AttentionCapabilities.__dataclass_fields__}
-    without = AttentionCapabilities(**{**fields, "tree_masks": False})
-    monkeypatch.setattr(TorchNativeBackend, "capabilities", classmethod(lambda cls: without))
+    change_torch_native(monkeypatch, tree_masks=False)
     head = str(write_eagle(tmp_path))
     flags = {"algorithm": "EAGLE", "draft_model_path": head}
     assert "--attention-backend torch_native has no masks" in refusal(target, **flags, eagle_topk=2)
@@ -164,14 +165,30 @@ def test_acceptance_of_trees_cannot_be_simulated(target: Path, tmp_path: Path) -
         make_worker(runners, config.drafter, simulated_accept_len=2.0)
 
 
-def test_flashinfers_masks_are_bounded(target: Path, tmp_path: Path) -> None:
+def test_masks_larger_than_the_backend_takes_are_refused(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are of all rows of a step, prompts too, and of all keys of each row's request."""
     config = tree_config(target, tmp_path, eagle_topk=2)
-    drafter, without = config.drafter, replace(config, drafter=None)
-    execution = replace(without.execution, attention_backend="flashinfer", context_len=4096)
+    drafter, without, execution = config.drafter, replace(config, drafter=None), config.execution
     assert drafter is not None
-    small = with_drafter(replace(without, execution=execution), drafter)
-    assert small.drafter == drafter
-    execution = replace(execution, context_len=1 << 20)
-    with pytest.raises(ConfigError, match=r"flashinfer: masks .* lower --chunked-prefill-size"):
-        with_drafter(replace(without, execution=execution), drafter)
+    num_rows = (
+        execution.max_prompt_rows + execution.max_running_requests * execution.max_decode_rows
+    )
+    most = num_rows * execution.context_len
+    change_torch_native(monkeypatch, max_mask_entries=most)
+    assert with_drafter(without, drafter).drafter == drafter
+    change_torch_native(monkeypatch, max_mask_entries=most - 1)
+    with pytest.raises(ConfigError, match=r"torch_native: masks .* lower --chunked-prefill-size"):
+        with_drafter(without, drafter)
+
+
+def test_flashinfers_masks_are_bounded(target: Path, tmp_path: Path) -> None:
+    config = tree_config(target, tmp_path, eagle_topk=2)
+    drafter, without = config.drafter, replace(config, drafter=None)
+    assert drafter is not None
+    long = replace(without.execution, attention_backend="flashinfer", context_len=1 << 20)
+    for execution in (replace(long, context_len=4096), replace(long, attention_backend="triton")):
+        assert with_drafter(replace(without, execution=execution), drafter).drafter == drafter
+    with pytest.raises(ConfigError, match="flashinfer: masks of trees"):
+        with_drafter(replace(without, execution=long), drafter)

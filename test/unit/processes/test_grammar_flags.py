@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from scheduler_infos import scheduler_info
 from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
 from sglang.srt.frontend.errors import RequestError
 from sglang.srt.frontend.sampling_validation import check_sampling_params
-from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.processes.grammar_flags import grammar_setup
 from sglang.srt.server_args import ServerArgs, parse_cli
 
-INFO = SchedulerInfo(
-    vocab_size=100,
-    context_len=64,
-    max_total_num_tokens=640,
-    max_req_len=64,
-    max_req_len_reason="the model's context length",
-    max_running_requests=8,
-    eos_token_ids=[1],
-    mtp_max_k=0,
-    resolved={},
-)
+INFO = scheduler_info()
 
 
 def test_without_a_backend_nothing_is_set_up_and_requests_hear_the_remedy() -> None:

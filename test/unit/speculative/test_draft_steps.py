@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.speculative.draft_steps import DraftSteps, plan_draft_steps
-from sglang.srt.speculative.drafter import ComputedStep, verifying_plan
+from sglang.srt.speculative.draft_steps import DraftSteps, drafts_of_requests, plan_draft_steps
+from sglang.srt.speculative.drafter import ComputedStep, RowPlan, verifying_plan
 from sglang.srt.step.forward_inputs import build_forward_batch
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.torch_step_ops import TorchStepOps
@@ -38,9 +39,13 @@ def batch_of(*requests: tuple[int, int, int, bool]) -> ScheduleBatch:
     )
 
 
-def planned(
-    batch: ScheduleBatch, committed: list[int], num_steps: int = NUM_DRAFTS
-) -> DraftSteps | None:
+def plan_of(batch: ScheduleBatch, num_steps: int = NUM_DRAFTS) -> RowPlan:
+    plan = verifying_plan(batch, NUM_DRAFTS, MAX_KEPT)
+    next_drafts = drafts_of_requests(batch, plan.max_accepted, num_steps, NUM_DRAFTS)
+    return replace(plan, next_drafts=next_drafts)
+
+
+def planned(batch: ScheduleBatch, committed: list[int], num_steps: int = NUM_DRAFTS) -> DraftSteps:
     """Draft steps behind a step that leaves these watermarks. Token i of row r is 100 * r + i, and
     so is its slot plus one."""
     pool = ReqToTokenPool(NUM_ROWS, WIDTH, "cpu")
@@ -48,7 +53,7 @@ def planned(
     numbers = torch.arange(NUM_ROWS)[:, None] * 100 + torch.arange(WIDTH)
     pool.req_to_token[:NUM_ROWS] = numbers + 1
     state.tokens[:NUM_ROWS] = numbers
-    plan = verifying_plan(batch, NUM_DRAFTS, MAX_KEPT)
+    plan = plan_of(batch, num_steps)
     inputs, _ = build_forward_batch(
         TorchStepOps(torch.device("cpu")), batch, plan.counts, state, pool
     )
@@ -60,7 +65,6 @@ def planned(
 def test_each_step_feeds_the_position_behind_the_one_before() -> None:
     """Whatever was kept of a decode's four rows: here one and three."""
     steps = planned(batch_of((10, 0, 7, True), (20, 5, 8, True), (12, 0, 7, True)), [11, 25, 15])
-    assert steps is not None
     assert steps.rows.tolist() == [0, 2, 4]
     assert steps.certain_tokens.tolist() == [11, 225, 415]
     for index in range(NUM_DRAFTS):
@@ -83,20 +87,18 @@ def test_requests_without_room_or_a_token_are_left_out() -> None:
         (0, 9, 9, False), (20, 0, 7, True), (30, 0, 1, True), (40, 0, 6, True), (0, 9, 11, True)
     )
     steps = planned(batch, [9, 21, 31, 41, 9])
-    assert steps is not None
     assert steps.rows.tolist() == [2]
     assert steps.positions.tolist() == [[21], [22], [23]]
 
 
 @pytest.mark.parametrize("request_", [(0, 9, 9, False), (0, 9, 9, True), (10, 0, 1, True)], ids=str)
 def test_there_are_no_steps_where_nobody_drafts(request_: tuple[int, int, int, bool]) -> None:
-    assert planned(batch_of(request_), [9]) is None
+    assert plan_of(batch_of(request_)).next_drafts == [0]
 
 
 def test_the_last_column_of_a_row_is_the_last_that_is_written() -> None:
     """The row ends where the slots of its request do."""
     steps = planned(batch_of((WIDTH - 7, 0, 7, True)), [WIDTH - 3])
-    assert steps is not None
     last = steps.batch(NUM_DRAFTS - 1, steps.certain_tokens)
     assert last.positions.tolist() == [WIDTH - 1]
     assert last.kv_len_upper_bounds == last.kv_lens.tolist() == [WIDTH]

@@ -127,6 +127,15 @@ def test_what_became_of_drafts_is_told_of_their_request(options: RoundOptions) -
         assert (right / tried > 0.6) == (kind == 0), "easy ones are right"
 
 
+@pytest.mark.parametrize("policy", ["fixed", "load_aware", "matched"])
+def test_requests_are_told_apart_where_the_policy_looks_at_it(policy: str) -> None:
+    served = ServedRounds(Load(4), SURE, RoundOptions(MAX_DRAFTS, policy), True)
+    read = RequestMix.factors
+    with mock.patch.object(RequestMix, "factors", autospec=True, side_effect=read) as factors:
+        served.rate(20, 0)
+    assert factors.called == (served.planner._requests is not None)
+
+
 def test_without_a_thought_for_prompts_too_much_is_drafted() -> None:
     """What the simulation is for: rows that would cost next to nothing alone."""
     load = Load(28)

@@ -175,10 +175,11 @@ def dummy_step(
     q_lens: list[int],
     device: torch.device,
     is_packed: bool = False,
+    has_masks: bool = False,
     hidden: torch.Tensor | None = None,
 ) -> ForwardBatch:
     """Prompts of these lengths over row 0 and the dummy slot, to be run before there is a request.
-    The results mean nothing, and only the dummy page is written."""
+    The results mean nothing, and only the dummy page is written. `has_masks`: as beside trees."""
     q_starts = to_device(list(accumulate(q_lens, initial=0)), device) if is_packed else None
     zeros = torch.zeros(sum(q_lens), dtype=torch.int64, device=device)
     positions = [position for q_len in q_lens for position in range(q_len)]
@@ -191,6 +192,7 @@ def dummy_step(
         kv_lens=to_device(q_lens, device),
         kv_len_upper_bounds=q_lens,
         bounds_are_exact=True,
+        ancestors=torch.full_like(zeros, -1) if has_masks else None,
         q_starts=q_starts,
         hidden=hidden,
     )

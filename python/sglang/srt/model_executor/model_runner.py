@@ -220,10 +220,10 @@ class ModelRunner:
         self, least_rows: int = MIN_PROMPT_ROWS, drafting: Sequence[ModelRunner] = ()
     ) -> None:
         """Runs steps that replay no graph, over the dummy slot. A long prompt, a short one and a
-        decode, packed too if there may be such steps: what they need is compiled before a request
-        waits for it. Then the largest step that may come, whose memory stays reserved: if it does
-        not fit, `max_prompt_rows` becomes less, but not less than `least_rows`. Graphs are there by
-        then: their memory is fixed, and that of a step is not.
+        decode, packed too and with masks of trees if there may be such steps: what they need is
+        compiled before a request waits for it. Then the largest step that may come, whose memory
+        stays reserved: if it does not fit, `max_prompt_rows` becomes less, but not less than
+        `least_rows`. Graphs are there by then: their memory is fixed, and that of a step is not.
 
         Args:
             drafting: runners of a drafter's models, over the same memory. They run the same steps
@@ -264,18 +264,17 @@ class ModelRunner:
         self._run_dummy(q_lens)
         if self._capabilities.reads_q_starts and config.max_decode_rows > 1:
             self._run_dummy(q_lens, is_packed=True)
+        if config.captures_trees:
+            self._run_dummy(q_lens, has_masks=True)
 
     def _run_dummy(
-        self, q_lens: list[int], is_packed: bool = False
+        self, q_lens: list[int], is_packed: bool = False, has_masks: bool = False
     ) -> tuple[ModelOutput, torch.Tensor]:
         """A step of prompts of these lengths, with all hidden states and as many logits as a step
         may read."""
         config, width = self._config, self.model.hidden_width
-        hidden = None
-        if width:
-            dtype = getattr(torch, config.dtype)
-            hidden = torch.zeros((sum(q_lens), width), dtype=dtype, device=self.device)
-        batch = dummy_step(q_lens, self.device, is_packed, hidden)
+        hidden = self.kv_pool.kv[0].new_zeros((sum(q_lens), width)) if width else None
+        batch = dummy_step(q_lens, self.device, is_packed, has_masks, hidden)
         self._layers.plan(batch)
         output = self._compute(batch)
         num_reads = config.max_running_requests * config.max_decode_rows

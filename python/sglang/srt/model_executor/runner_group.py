@@ -63,9 +63,7 @@ def make_memory(config: ExecutionConfig, models: Sequence[LoadedModel]) -> KVMem
         ]
     for model, pool in zip(models, pools, strict=True):
         if model.config.may_rest:
-            pool.kv_starts = torch.zeros(
-                table.num_rows + 1, dtype=torch.int64, device=config.device
-            )
+            pool.track_starts(table.num_rows + 1)
     return KVMemory(table, pools, sizing.reason)
 
 

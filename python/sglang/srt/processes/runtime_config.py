@@ -37,7 +37,6 @@ UNSPLIT = -1  # a --chunked-prefill-size: no prompt is split, as in SGLang
 AUTO = "auto"  # a --chunked-prefill-size: as many prompt tokens as the load allows
 # The most prompt tokens of a step under AUTO: with more a GPU's products get no faster, and what a
 # step needs of memory grows.
-MAX_MASK_ENTRIES = 1 << 29  # of FlashInfer's masks of trees; a byte each
 MAX_CHUNKS = {"cpu": 2048, "cuda": 8192}
 # Without --max-step-ms. On a CPU one step of a few prompt tokens may take longer than any bound.
 DEFAULT_MAX_STEP_MS = {"cpu": 0.0, "cuda": 40.0}
@@ -141,14 +140,7 @@ def with_drafter(config: RuntimeConfig, drafter: DrafterConfig) -> RuntimeConfig
     """
     assert config.drafter is None, "There is a drafter already."
     needs, execution = drafter_needs(drafter), config.execution
-    backend = execution.attention_backend
-    if needs.has_trees and not ATTENTION_BACKENDS.load(backend).capabilities().tree_masks:
-        raise ConfigError(
-            f"--attention-backend {backend} has no masks for trees of drafts; use"
-            " --attention-backend triton (torch_native on a CPU), or draft chains"
-            " (--speculative-eagle-topk 1, with NGRAM --speculative-ngram-max-bfs-breadth 1)."
-        )
-    if needs.has_trees and backend == "flashinfer":
+    if needs.has_trees:
         _check_masks(config, needs.max_rows)
     captures = execution.max_graph_width > 0
     execution = replace(
@@ -302,14 +294,23 @@ def _drafter(
 
 
 def _check_masks(config: RuntimeConfig, max_rows: int) -> None:
-    """FlashInfer's masks of trees have a bool for each pair of a row and a key of its request, of
-    prompts too that share the step, and it counts them in 32 bits."""
+    """Refuses trees that the attention backend has no masks for, or too large ones: prompts that
+    share a step of trees are in its masks too."""
     execution, prompt_rows = config.execution, config.scheduler.planner.chunked_prefill_size
-    num_rows = prompt_rows + execution.max_running_requests * max_rows
-    if num_rows * execution.context_len > MAX_MASK_ENTRIES:
+    backend = execution.attention_backend
+    capabilities = ATTENTION_BACKENDS.load(backend).capabilities()
+    if not capabilities.tree_masks:
         raise ConfigError(
-            f"--attention-backend flashinfer: masks of trees of {num_rows} rows over"
-            f" {execution.context_len} tokens have more than {MAX_MASK_ENTRIES} entries; lower"
+            f"--attention-backend {backend} has no masks for trees of drafts; use"
+            " --attention-backend triton (torch_native on a CPU), or draft chains"
+            " (--speculative-eagle-topk 1, with NGRAM --speculative-ngram-max-bfs-breadth 1)."
+        )
+    num_rows = prompt_rows + execution.max_running_requests * max_rows
+    most = capabilities.max_mask_entries
+    if most is not None and num_rows * execution.context_len > most:
+        raise ConfigError(
+            f"--attention-backend {backend}: masks of trees of {num_rows} rows over"
+            f" {execution.context_len} tokens have more than {most} entries; lower"
             " --chunked-prefill-size, --max-running-requests or --context-length, or use"
             " --attention-backend triton."
         )

@@ -73,8 +73,10 @@ class DraftSteps:
         )
 
 
-def who_drafts(batch: ScheduleBatch, max_accepted: int, num_steps: int) -> list[int]:
-    """Which of the R requests of a step draft behind it.
+def drafts_of_requests(
+    batch: ScheduleBatch, max_accepted: int, num_steps: int, num_drafts: int
+) -> list[int]:
+    """R counts of drafts (`RowPlan.next_drafts`): as many of each request that drafts, 0 of others.
 
     A request drafts if the step emits tokens of it and it has slots for all draft steps, however
     many rows the step keeps. All others are left out, such as prompts that are read in chunks and
@@ -83,23 +85,20 @@ def who_drafts(batch: ScheduleBatch, max_accepted: int, num_steps: int) -> list[
 
     Args:
         max_accepted: see `RowPlan`.
+        num_steps: slots that draft steps need.
     """
+    slots = zip(batch.emits, batch.num_prompt_tokens, batch.max_q_lens, strict=True)
     return [
-        i
-        for i, reserved in enumerate(batch.max_q_lens)
-        if batch.emits[i] and (batch.num_prompt_tokens[i] or max_accepted) + num_steps <= reserved
+        num_drafts if emits and (num_prompt or max_accepted) + num_steps <= reserved else 0
+        for emits, num_prompt, reserved in slots
     ]
 
 
-def plan_draft_steps(
-    step: ComputedStep, page_table: ReqToTokenPool, num_steps: int
-) -> DraftSteps | None:
-    """The draft steps behind a step of the target, of those `who_drafts`; None where nobody does.
-    Nothing here waits for the device."""
+def plan_draft_steps(step: ComputedStep, page_table: ReqToTokenPool, num_steps: int) -> DraftSteps:
+    """The draft steps behind a step of the target, of the requests that are to have drafts
+    (`RowPlan.next_drafts`), one at least. Nothing here waits for the device."""
     batch, table = step.batch, page_table.req_to_token
-    requests = who_drafts(batch, step.plan.max_accepted, num_steps)
-    if not requests:
-        return None
+    requests = [i for i, count in enumerate(step.plan.next_drafts) if count]
     bounds = []
     for i in requests:
         most_kept = batch.num_prompt_tokens[i] or step.plan.max_accepted

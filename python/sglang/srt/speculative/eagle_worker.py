@@ -8,29 +8,25 @@ it, so the head runs behind the target, over the same rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
 from sglang.srt.head_config import EAGLE3, tap_layers
-from sglang.srt.layers.forward_batch import NO_CAPTURE, ForwardBatch, HiddenCapture
+from sglang.srt.layers.forward_batch import NO_CAPTURE, HiddenCapture
 from sglang.srt.layers.sampling_ops import sampling_ops
 from sglang.srt.model_config import ModelConfig
-from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.models.draft_head import DraftHead
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.draft_inputs import next_tokens, rows_of_requests
+from sglang.srt.speculative.draft_prices import measured_rounds
 from sglang.srt.speculative.draft_steps import DraftSteps, plan_draft_steps
 from sglang.srt.speculative.drafter import ComputedStep, DrafterNeeds, DrafterParts, RowPlan
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.eagle_utils import organize_draft_results
 from sglang.srt.speculative.kept_paths import rows_of_paths
 from sglang.srt.speculative.round_planner import RoundOptions, RoundPlanner
-from sglang.srt.speculative.round_prices import MeasuredRounds
 from sglang.srt.speculative.spec_utils import select_top_k_tokens
-from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler
-from sglang.srt.step.price_table import PriceTable
-from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import Q_LEN, Q_START
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
 
@@ -88,10 +84,7 @@ class EagleDrafter:
         self._state = parts.state
         self._ops = sampling_ops(self._runner.device)
         self._rounds = options.rounds
-        prices = None
-        if options.rounds.needs_prices and parts.prices is not None:
-            prices = measured_rounds(parts, parts.prices)
-        self.planner = RoundPlanner(options.rounds, parts, prices)
+        self.planner = RoundPlanner(options.rounds, parts, measured_rounds(parts))
 
     @staticmethod
     def needs(options: EagleConfig) -> DrafterNeeds:
@@ -132,7 +125,6 @@ class EagleDrafter:
             return
         tier = num_drafts if self._rounds.tree is None else self._rounds.num_steps
         steps = plan_draft_steps(step, self._table, self._rounds.num_draft_slots(tier))
-        assert steps is not None, "Drafts are planned, and nobody drafts."
         self.draft(steps, steps.of_requests(hidden)).write(self._state, steps.rows)
 
     def forward_draft_extend(self, step: ComputedStep) -> torch.Tensor:
@@ -179,36 +171,3 @@ class EagleDrafter:
             draft_token=torch.cat((drafts.token_ids[:, None], more.token_ids), dim=1),
             scores=probs.cumprod(dim=1),
         )
-
-
-def measured_rounds(parts: DrafterParts, target_prices: PriceTable) -> MeasuredRounds:
-    """Prices of rounds, of which those of the drafter's model are measured here or taken from the
-    cache; the drafter's options have `rounds`."""
-    rounds: RoundOptions = parts.options.rounds
-    head, num_rows = parts.runners.runners[1], parts.runners.memory.table.num_rows
-    width = 1 + rounds.num_steps
-    measure = partial(measure_draft_prices, head, num_rows, width, tuple(head.config.draft_steps))
-    if rounds.tile_spec_cache is None:
-        return MeasuredRounds(target_prices, measure(), tree=rounds.tree, max_requests=num_rows)
-    profiler = TileSpecProfiler(rounds.tile_spec_cache, parts.runners.target)
-    prices = profiler.head(head, target_prices, measure)
-    return MeasuredRounds(target_prices, prices, tree=rounds.tree, max_requests=num_rows)
-
-
-def rows_of_requests(ends: torch.Tensor, inputs: ForwardBatch) -> torch.Tensor:
-    """[T] int64; the row of the token table that each row fed belongs to, of padding any.
-
-    Args:
-        ends: [R] int64; place behind the last row of each request.
-    """
-    places = torch.arange(inputs.input_ids.shape[0], device=ends.device)
-    requests = torch.searchsorted(ends, places, right=True)
-    return inputs.rows[requests.clamp(max=len(ends) - 1)]
-
-
-def next_tokens(state: RequestRows, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """[T] int64; the token at the position behind each of positions [T] of rows [T]: of a prompt's
-    row the prompt's next one, also at a chunk's end; of the last row kept the certain one; behind
-    rows that were not kept, any."""
-    last = state.tokens.shape[1] - 1
-    return state.tokens[rows, (positions + 1).clamp(max=last)].to(torch.int64)

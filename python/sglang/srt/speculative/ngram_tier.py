@@ -73,7 +73,7 @@ class MatchedTier:
     behind matches that are thought to be of no use are tried now and then.
     """
 
-    needs_prices = True
+    needs_prices, reads_factors = True, False
 
     @staticmethod
     def tiers(options: TierOptions) -> tuple[int, ...]:

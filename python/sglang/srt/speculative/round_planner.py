@@ -23,7 +23,7 @@ from sglang.srt.speculative.adaptive_runtime_state import (
     SpecRuntimeState,
     runtime_states,
 )
-from sglang.srt.speculative.draft_steps import who_drafts
+from sglang.srt.speculative.draft_steps import drafts_of_requests
 from sglang.srt.speculative.drafter import DrafterNeeds, DrafterParts, RowPlan, plan_of_drafts
 from sglang.srt.speculative.prompt_mix import PromptMix
 from sglang.srt.speculative.request_mix import RequestMix
@@ -189,7 +189,7 @@ class RoundPlanner:
         num_rows = parts.runners.memory.table.num_rows
         self._num_pending_drafts = [0] * num_rows  # of each row of the page table
         self._prompts = PromptMix(parts.runners.max_prompt_rows)
-        self._requests = RequestMix(num_rows) if options.policy.needs_prices else None
+        self._requests = RequestMix(num_rows) if options.policy.reads_factors else None
         self._next_round = _Round(self.policy.settled, 0)
         self._launched = deque[_Launched]()  # steps that have not been read
 
@@ -261,11 +261,11 @@ class RoundPlanner:
 
     def _next_drafts(self, batch: ScheduleBatch, max_accepted: int) -> list[int]:
         """Drafts that each request of a step is given for its next one."""
-        counts, tier = [0] * len(batch.rows), self._next_tier(batch)
-        if tier:
-            for i in who_drafts(batch, max_accepted, self._options.num_draft_slots(tier)):
-                counts[i] = self._options.num_drafts(tier)
-        return counts
+        tier, options = self._next_tier(batch), self._options
+        if tier == 0:
+            return [0] * len(batch.rows)
+        num_slots, num_drafts = options.num_draft_slots(tier), options.num_drafts(tier)
+        return drafts_of_requests(batch, max_accepted, num_slots, num_drafts)
 
     def _next_tier(self, batch: ScheduleBatch) -> int:
         """Drafts that requests get for their next step, which is taken to have the requests that
@@ -274,12 +274,12 @@ class RoundPlanner:
         bounds, slots = batch.kv_len_upper_bounds, batch.max_q_lens
         lens = zip(bounds, slots, batch.num_prompt_tokens, batch.emits, strict=True)
         emitting = [bound - most + num_prompt for bound, most, num_prompt, emits in lens if emits]
-        upcoming = UpcomingRound(len(emitting), sum(emitting))
+        num_reqs, kv_tokens = len(emitting), sum(emitting)
+        of_pace = partial(self._prompts.upcoming, num_reqs, kv_tokens)
+        upcoming = UpcomingRound(num_reqs, kv_tokens, of_pace=of_pace)
         if self._requests is not None:
-            of_pace = partial(self._prompts.upcoming, *upcoming[:2])
             rows = [row for row, emits in zip(batch.rows, batch.emits, strict=True) if emits]
-            factors = partial(self._requests.factors, rows)
-            upcoming = upcoming._replace(of_pace=of_pace, factors=factors)
+            upcoming = upcoming._replace(factors=partial(self._requests.factors, rows))
         tier = self.policy.choose(upcoming)
         self._next_round = _Round(self.policy.settled, len(emitting))
         return tier

@@ -36,8 +36,8 @@ class UpcomingRound(NamedTuple):
         prompts: rows of prompts that it may feed, each with its chance.
         of_pace: the same round by how many tokens rounds give each request, on which it depends
             how many prompts there are; None: it does not.
-        factors: of the requests, see `RequestMix.factors`, by the most drafts; None: they are
-            alike.
+        factors: of the requests, see `RequestMix.factors`, by the most drafts; None: nobody has
+            asked for them (`TierPolicy.reads_factors`).
     """
 
     num_reqs: int

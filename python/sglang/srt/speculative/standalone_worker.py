@@ -19,10 +19,11 @@ from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.draft_tree_passes import DraftShape
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.draft_inputs import next_tokens, rows_of_requests
+from sglang.srt.speculative.draft_prices import measured_rounds
 from sglang.srt.speculative.draft_steps import DraftSteps, plan_draft_steps
 from sglang.srt.speculative.drafter import ComputedStep, DrafterNeeds, DrafterParts, RowPlan
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
-from sglang.srt.speculative.eagle_worker import measured_rounds, next_tokens, rows_of_requests
 from sglang.srt.speculative.round_planner import RoundOptions, RoundPlanner
 from sglang.srt.step.step_ops import Q_LEN, Q_START
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
@@ -54,10 +55,7 @@ class StandaloneDrafter:
         self._state = parts.state
         self._ops = sampling_ops(self._runner.device)
         self._step_width = options.rounds.step_width
-        prices = None
-        if options.rounds.needs_prices and parts.prices is not None:
-            prices = measured_rounds(parts, parts.prices)
-        self.planner = RoundPlanner(options.rounds, parts, prices)
+        self.planner = RoundPlanner(options.rounds, parts, measured_rounds(parts))
 
     @staticmethod
     def needs(options: StandaloneConfig) -> DrafterNeeds:
@@ -96,7 +94,6 @@ class StandaloneDrafter:
         if tier == 0:
             return
         steps = plan_draft_steps(step, self._table, self.planner.states[tier].num_draft_steps)
-        assert steps is not None, "Drafts are planned, and nobody drafts."
         of_certain = steps.of_requests(hidden) if all_verify(step) else None
         self.draft(steps, of_certain).write(self._state, steps.rows)
 

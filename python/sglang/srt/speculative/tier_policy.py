@@ -87,11 +87,13 @@ class TierPolicy(Protocol):
 
     Attributes:
         needs_prices: whether it goes by prices of rounds, which are then measured at start-up.
+        reads_factors: whether it looks at `UpcomingRound.factors`, which are None otherwise.
         settled: the tier of rounds as they come; that of single rounds may be another one, which is
             tried. For people and metrics.
     """
 
     needs_prices: ClassVar[bool]
+    reads_factors: ClassVar[bool]
     settled: int
 
     @staticmethod
@@ -110,7 +112,7 @@ class TierPolicy(Protocol):
 class FixedTier:
     """Always all drafts."""
 
-    needs_prices = False
+    needs_prices = reads_factors = False
 
     @staticmethod
     def tiers(options: TierOptions) -> tuple[int, ...]:
@@ -148,7 +150,7 @@ class LoadAwareTier:
     and 0.
     """
 
-    needs_prices = True
+    needs_prices = reads_factors = True
 
     @staticmethod
     def tiers(options: TierOptions) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ and a run of tokens is accepted. Workers differ in what they feed and accept, an
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import Protocol
 
@@ -175,7 +176,7 @@ class HostResult:
     paths: list[list[int]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GenerationBatchResult:
     """Outcome of a step, on its way from the device.
 
@@ -208,7 +209,6 @@ class GenerationBatchResult:
     paths: torch.Tensor | None = None
 
     _copy: HostCopy = field(init=False)
-    _read: list[HostResult] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         groups = self._copied()
@@ -240,12 +240,11 @@ class GenerationBatchResult:
         self._copy.wait()
 
     def read(self) -> HostResult:
-        """Waits for the step and returns its outcome, to each who asks."""
-        if not self._read:
-            self._read.append(self._read_copy())
-        return self._read[0]
+        """Waits for the step and returns its outcome, the same to each who asks."""
+        return self._outcome
 
-    def _read_copy(self) -> HostResult:
+    @cached_property
+    def _outcome(self) -> HostResult:
         copies = iter(self._copy.read())
         sizes = [len(group) for group in self._copied()]
         step, drafts, paths, *others = (list(islice(copies, size)) for size in sizes)

@@ -29,6 +29,8 @@ class AttentionCapabilities:
         page_sizes: None for any.
         needs_host_lens: a plan may wait for the device to know the lengths.
         tree_masks: it heeds `ForwardBatch.ancestors` and `tree_starts`.
+        max_mask_entries: of a step with `ancestors`, the most pairs of a row that it feeds and a
+            key of its request; None: any number.
         captures_trees: graphs may have steps with `ancestors`.
         reads_q_starts: `ForwardBatch.q_starts` stays on the device, so a packed batch makes the
             host wait for nothing. Other backends attend packed batches too, but read it first.
@@ -48,6 +50,7 @@ class AttentionCapabilities:
     reads_q_starts: bool
     captures_plans: bool
     reads_kv_starts: bool
+    max_mask_entries: int | None = None
 
     def problems(self, device: str, dtype: torch.dtype, page_size: int) -> list[str]:
         """Reasons why the backend cannot serve this configuration; empty when it can."""

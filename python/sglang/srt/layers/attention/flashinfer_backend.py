@@ -33,6 +33,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.platform import num_multiprocessors
 
 VERSION = "0.6.14"
+MAX_MASK_ENTRIES = 1 << 29  # of a byte each; FlashInfer counts them in 32 bits
 GRAPH_INT_WORKSPACE_BYTES = 1 << 20  # FlashInfer's own 8 MiB would be taken for each key
 # Both families of kernels honour the strides of K and V in the joint pool. fa2 alone splits the KV
 # of few requests, packs the query heads of a KV head into a tile, and is one compiled module for
@@ -297,6 +298,7 @@ class FlashInferBackend:
             graph=GraphSupport.UNIFORM_Q,
             needs_host_lens=True,
             tree_masks=True,
+            max_mask_entries=MAX_MASK_ENTRIES,
             captures_trees=False,
             reads_q_starts=False,
             captures_plans=False,

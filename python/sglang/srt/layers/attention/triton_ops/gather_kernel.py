@@ -62,9 +62,9 @@ def gather_kv(
         kv: [num_slots, 2 * num_kv_heads, head_dim], each slot contiguous.
         out: [rows, 2 * num_kv_heads, head_dim] contiguous. What lies between a request's end and
             the next multiple of `alignment` becomes 0.
-        places: [P, 3] int32; index of the request (-1: none), the row of `out` for the first KV that is
-            seen, and the rows from there on that are its own, a multiple of `alignment`: a length
-            that says more is not believed.
+        places: [P, 3] int32; index of the request (-1: none), the row of `out` for the first KV
+            that is seen, and the rows from there on that are its own, a multiple of `alignment`:
+            a length that says more is not believed.
         num_positions: of the longest request, about: it decides the number of programs.
         alignment: positions; a multiple of 32.
     """
