@@ -17,7 +17,7 @@ JUMPING, CHANGING = "jumping", "changing"
 class JumpingTier:
     """Chooses at random, for stretches of steps without drafts too."""
 
-    needs_prices = reads_factors = False
+    needs_prices = reads_factors = may_rest = rests = False
 
     @staticmethod
     def tiers(options: TierOptions) -> tuple[int, ...]:

@@ -26,4 +26,10 @@ def measured_rounds(parts: DrafterParts) -> MeasuredRounds | None:
     else:
         profiler = TileSpecProfiler(rounds.tile_spec_cache, parts.runners.target)
         prices = profiler.head(head, target_prices, measure)
-    return MeasuredRounds(target_prices, prices, tree=rounds.tree, max_requests=num_rows)
+    return MeasuredRounds(
+        target_prices,
+        prices,
+        tree=rounds.tree,
+        max_requests=num_rows,
+        can_rest=head.kv_pool.kv_starts is not None,
+    )

@@ -53,6 +53,7 @@ class RowPlan:
         tier: what a length policy chose; results carry it.
         next_drafts: R counts of drafts that `propose` gives, where the host knows them; empty: it
             does not.
+        rests: the drafter's models are left out of the step, which nobody's drafts follow.
     """
 
     counts: StepCounts
@@ -64,6 +65,7 @@ class RowPlan:
     accepts_unconfirmed: Callable[[ChosenTokens], torch.Tensor] | None = None
     tier: int = 0
     next_drafts: Sequence[int] = ()
+    rests: bool = False
 
     @property
     def is_plain(self) -> bool:

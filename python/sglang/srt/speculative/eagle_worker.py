@@ -17,6 +17,7 @@ from sglang.srt.layers.sampling_ops import sampling_ops
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.models.draft_head import DraftHead
+from sglang.srt.registry import ATTENTION_BACKENDS
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.draft_inputs import next_tokens, rows_of_requests
 from sglang.srt.speculative.draft_prices import measured_rounds
@@ -25,6 +26,7 @@ from sglang.srt.speculative.drafter import ComputedStep, DrafterNeeds, DrafterPa
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.eagle_utils import organize_draft_results
 from sglang.srt.speculative.kept_paths import rows_of_paths
+from sglang.srt.speculative.left_out import LeftOutTokens
 from sglang.srt.speculative.round_planner import RoundOptions, RoundPlanner
 from sglang.srt.speculative.spec_utils import select_top_k_tokens
 from sglang.srt.step.step_ops import Q_LEN, Q_START
@@ -85,6 +87,10 @@ class EagleDrafter:
         self._ops = sampling_ops(self._runner.device)
         self._rounds = options.rounds
         self.planner = RoundPlanner(options.rounds, parts, measured_rounds(parts))
+        self._left_out: LeftOutTokens | None = None
+        if self._runner.kv_pool.kv_starts is not None:
+            memory, pool = parts.runners.memory, self._runner.kv_pool
+            self._left_out = LeftOutTokens(memory, pool, parts.state)
 
     @staticmethod
     def needs(options: EagleConfig) -> DrafterNeeds:
@@ -100,7 +106,9 @@ class EagleDrafter:
         steps = options.rounds.draft_steps
         # Of trees the head is fed the confirmed path alone, as a prompt.
         target = replace(target, capture=NO_CAPTURE, captures_trees=False)
-        return (replace(target, model=options.head, draft_steps=steps),)
+        backend = ATTENTION_BACKENDS.load(target.attention_backend).capabilities()
+        may_rest = options.rounds.policy.may_rest and backend.reads_kv_starts
+        return (replace(target, model=options.head, draft_steps=steps, may_rest=may_rest),)
 
     @classmethod
     def make(cls, parts: DrafterParts) -> EagleDrafter:
@@ -111,14 +119,24 @@ class EagleDrafter:
 
     def admit(self, new_rows: list[NewRow]) -> None:
         self.planner.admit(new_rows)
+        if self._left_out is not None:
+            self._left_out.admit(new_rows)
 
     def observe(self, result: HostResult) -> None:
         self.planner.observe(result)
 
     def plan(self, batch: ScheduleBatch) -> RowPlan:
-        return self.planner.plan(batch)
+        plan = self.planner.plan(batch)
+        if self._left_out is not None:
+            self._left_out.plan(batch, plan)
+        return plan
 
     def propose(self, step: ComputedStep) -> None:
+        if self._left_out is not None:
+            if step.plan.rests:
+                self._left_out.leave_out(step.inputs.slots)
+                return
+            self._left_out.look_at_prefixes(step)
         hidden = self.forward_draft_extend(step)
         num_drafts = max(step.plan.next_drafts)
         if num_drafts == 0:

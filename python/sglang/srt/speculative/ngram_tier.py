@@ -73,7 +73,8 @@ class MatchedTier:
     behind matches that are thought to be of no use are tried now and then.
     """
 
-    needs_prices, reads_factors = True, False
+    needs_prices = True
+    reads_factors = may_rest = rests = False
 
     @staticmethod
     def tiers(options: TierOptions) -> tuple[int, ...]:

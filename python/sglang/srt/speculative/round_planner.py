@@ -183,7 +183,9 @@ class RoundPlanner:
             policy_prices = CutRounds(prices, self.tile_spec)
         keys = parts.runners.target.graph_keys
         graph_size = same_size if keys is None else keys.decode_size
-        self.policy = options.policy(TierParts(options.tier_options, policy_prices, graph_size))
+        feed_ms = prices.feed_ms if prices is not None and prices.can_rest else None
+        tier_parts = TierParts(options.tier_options, policy_prices, graph_size, feed_ms)
+        self.policy = options.policy(tier_parts)
         self.states: Mapping[int, SpecRuntimeState] = options.states
         self._options = options
         num_rows = parts.runners.memory.table.num_rows
@@ -220,7 +222,8 @@ class RoundPlanner:
         next_drafts = self._next_drafts(batch, plan.max_accepted)
         for row, count in zip(batch.rows, next_drafts, strict=True):
             self._num_pending_drafts[row] = count
-        plan = replace(plan, next_drafts=next_drafts)
+        rests = self.policy.rests and max(num_drafts) == max(next_drafts) == 0
+        plan = replace(plan, next_drafts=next_drafts, rests=rests)
         if self._times is not None:
             self._times.expect(batch, plan, max(num_drafts))
         return plan

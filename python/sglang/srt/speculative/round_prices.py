@@ -98,6 +98,8 @@ class MeasuredRounds:
         target, head: what was measured at start-up.
         tree: what drafting gives each request; None: chains.
         max_requests: of a step; None: any number.
+        can_rest: the head is left out of steps in which nobody verifies drafts or is given any, so
+            these are priced without it.
     """
 
     def __init__(
@@ -107,11 +109,13 @@ class MeasuredRounds:
         excess: Excess | None = None,
         tree: TreeShape | None = None,
         max_requests: int | None = None,
+        can_rest: bool = False,
     ) -> None:
         self.target = target
         self.head = head
         self.tree = tree
         self.max_requests = max_requests
+        self.can_rest = can_rest
         self.excess = Excess() if excess is None else excess
         self.prompt_row_ms = target.least_row_ms
         self._known_cost = lru_cache(maxsize=MAX_COSTS)(self._cost)
@@ -131,6 +135,17 @@ class MeasuredRounds:
         own_ms = whole_ms - self.prompts_ms(case.prompt_rows, num_rows, whole_ms)
         return own_ms * self.excess.at(num_rows + case.prompt_rows)
 
+    def feed_ms(self, upcoming: UpcomingRound) -> float:
+        """Milliseconds by which a plain step takes longer if the head does not rest."""
+        num_reqs = upcoming.num_reqs
+        return sum(
+            chance
+            * self._of_rows(self.head.extend, num_reqs, 1, num_reqs, case.prompt_rows).at(
+                case.kv_tokens
+            )
+            for chance, case in upcoming.cases
+        )
+
     def prompts_ms(self, prompt_rows: int, num_rows: int, whole_ms: float) -> float:
         """What of a round of `whole_ms` belongs to the prompts beside `num_rows` rows: what their
         rows would cost elsewhere, and no more than their share of all rows."""
@@ -149,6 +164,8 @@ class MeasuredRounds:
         width, target = 1 + num_drafts, self.target
         logits = RoundCost(target.head.at(num_rows + (prompt_rows > 0)), 0.0)
         verifying = logits + self._of_rows(target, num_reqs, width, num_rows, prompt_rows)
+        if num_drafts == 0 and self.can_rest:
+            return verifying
         if self.tree is not None:  # the head is fed paths, whatever was cut
             width = 1 + min(num_drafts, self.tree.max_confirmed)
             num_rows = num_reqs * width

@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from sglang.srt.speculative.acceptance_estimate import Survival
 from sglang.srt.speculative.adaptive_config import AdaptiveConfig
+from sglang.srt.speculative.rest_rule import CONTEXT_STEPS, REST_AFTER, RestRule
 from sglang.srt.speculative.round_prices import RoundPrices, UpcomingRound
 
 MAX_DENSE_TIERS = 5  # with more drafts at most, not every number has graphs
@@ -61,11 +62,14 @@ class TierParts:
     Attributes:
         prices: of rounds; None where nobody has measured any.
         graph_size: the number of requests that a step of so many is padded to.
+        feed_ms: milliseconds by which a plain step takes longer than its price if the drafter's
+            model is not left out of it; None: it never is.
     """
 
     options: TierOptions
     prices: RoundPrices | None = None
     graph_size: Callable[[int], int] = same_size
+    feed_ms: Callable[[UpcomingRound], float] | None = None
 
 
 class RoundOutcome(NamedTuple):
@@ -88,13 +92,20 @@ class TierPolicy(Protocol):
     Attributes:
         needs_prices: whether it goes by prices of rounds, which are then measured at start-up.
         reads_factors: whether it looks at `UpcomingRound.factors`, which are None otherwise.
+        may_rest: whether it may ever say so.
         settled: the tier of rounds as they come; that of single rounds may be another one, which is
             tried. For people and metrics.
+        rests: the drafter's model may be left out of the step that tier 0 was just chosen for:
+            nobody is given drafts for some time.
     """
 
     needs_prices: ClassVar[bool]
     reads_factors: ClassVar[bool]
+    may_rest: ClassVar[bool]
     settled: int
+
+    @property
+    def rests(self) -> bool: ...
 
     @staticmethod
     def tiers(options: TierOptions) -> tuple[int, ...]:
@@ -112,7 +123,7 @@ class TierPolicy(Protocol):
 class FixedTier:
     """Always all drafts."""
 
-    needs_prices = reads_factors = False
+    needs_prices = reads_factors = may_rest = rests = False
 
     @staticmethod
     def tiers(options: TierOptions) -> tuple[int, ...]:
@@ -146,11 +157,14 @@ class LoadAwareTier:
     A tier that is best stays for DWELL_MS, unless another one gains URGENT_GAIN, or no drafts gain
     as much as drafts must gain over none.
 
+    While no drafts are best the drafter's model rests (`RestRule`), if it can be left out of steps.
+    Then a probe begins with steps that only feed it, which the allowance pays too.
+
     Where `TierOptions.adaptive` says which tiers batches of a size may have, it chooses from these
     and 0.
     """
 
-    needs_prices = reads_factors = True
+    needs_prices = reads_factors = may_rest = True
 
     @staticmethod
     def tiers(options: TierOptions) -> tuple[int, ...]:
@@ -179,6 +193,12 @@ class LoadAwareTier:
         self._num_probes = 0
         self._best = 0
         self._token_ms = 0.0  # of the requests' tokens at the best tier
+        self._feed_ms = parts.feed_ms
+        self._rest = RestRule()
+
+    @property
+    def rests(self) -> bool:
+        return self._feed_ms is not None and self._rest.rests
 
     def choose(self, upcoming: UpcomingRound) -> int:
         size = self._graph_size(upcoming.num_reqs)
@@ -190,7 +210,11 @@ class LoadAwareTier:
         costs = costs_of_tiers(self._prices, upcoming, tiers, lengths)
         best = self._settle(best_tier(lengths, costs, self._least_gain), lengths, costs)
         self.settled = best
-        chosen = self._with_probes(upcoming, lengths, costs, best)
+        feed_ms = self._feed_ms(upcoming) if self._feed_ms is not None and best == 0 else 0.0
+        wanted = self._with_probes(upcoming, lengths, costs, feed_ms)
+        can_draft = self._rest.step(wanted > 0) or self._feed_ms is None
+        chosen = wanted if can_draft else 0
+        self._pay(costs, chosen, feed_ms)
         self._now_ms += costs[chosen]
         return chosen
 
@@ -220,28 +244,36 @@ class LoadAwareTier:
         upcoming: UpcomingRound,
         lengths: Sequence[float],
         costs: Mapping[int, float],
-        best: int,
+        feed_ms: float,
     ) -> int:
-        """The best tier, or one that is probed."""
-        cost, most_ms = costs[best], PROBE_STEPS * costs[best]
+        """The settled tier, or one that is to be probed."""
+        best = self.settled
+        cost = costs[best]
         self._best, self._token_ms = best, cost / (upcoming.num_reqs * lengths[best])
+        most_ms = PROBE_STEPS * cost + (CONTEXT_STEPS + REST_AFTER) * feed_ms
         saved_ms = most_ms if self._allowance_ms is None else self._allowance_ms
         self._allowance_ms = min(saved_ms + PROBE_SHARE * cost, most_ms)
         hopeful = [
             tier
             for tier in hopeful_tiers(lengths, costs, best, self._least_gain)
-            if costs[tier] - cost < most_ms
+            if costs[tier] - cost < PROBE_STEPS * cost
         ]
         if not hopeful:
             return best
         hopeful.sort(key=lambda tier: costs[tier])
         turn, is_near = divmod(self._num_probes, FAR_PROBES)
         probed = hopeful[0 if is_near else turn % len(hopeful)]
-        if costs[probed] - cost > self._allowance_ms:
-            return best
-        self._allowance_ms -= costs[probed] - cost
-        self._num_probes += 1
-        return probed
+        feeding_ms = self._rest.num_steps_to_feed * feed_ms
+        return best if costs[probed] - cost + feeding_ms > self._allowance_ms else probed
+
+    def _pay(self, costs: Mapping[int, float], chosen: int, feed_ms: float) -> None:
+        """What the next step costs beyond one of the settled tier."""
+        assert self._allowance_ms is not None
+        if chosen > self.settled:
+            self._allowance_ms -= costs[chosen] - costs[self.settled]
+            self._num_probes += 1
+        elif not self._rest.rests:
+            self._allowance_ms -= feed_ms
 
     def observe(self, outcome: RoundOutcome) -> None:
         num_beyond = 0

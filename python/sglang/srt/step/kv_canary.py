@@ -59,6 +59,7 @@ class KVCanary:
         self._page_table = memory.table.req_to_token
         self._page_size = memory.page_size
         self._notes = [pool.add_notes(NUM_NOTES) for pool in memory.pools]
+        self._kv_starts = [pool.kv_starts for pool in memory.pools]
         self._shifts = tuple(shifts)
         self._num_updates = num_updates
         self._admissions = [_Admission()] * len(self._page_table)  # of each row's request
@@ -87,6 +88,8 @@ class KVCanary:
         own[steps.fed] = _mixed(batch.input_ids[:num_fed], positions)
         sums = steps.sums_of(own)
         is_read = steps.columns < steps.num_read[steps.requests]
+        if (kv_starts := self._kv_starts[pool]) is not None:
+            is_read &= steps.columns >= kv_starts[steps.rows]
         if paths is not None:
             is_read &= steps.columns < paths.first[steps.requests]
             along = paths.sums_of(own, sums)

@@ -190,7 +190,7 @@ class RoundGraphs:
         sizes = self._sizes.get(shape)
         if sizes is None or num_reqs > sizes[-1] or not _is_round(batch, plan, shape):
             return None
-        if any(runner.checks for runner in self._runners.runners):
+        if plan.rests or any(runner.checks for runner in self._runners.runners):
             return None
         return self._captured[shape][sizes[bisect.bisect_left(sizes, num_reqs)]]
 

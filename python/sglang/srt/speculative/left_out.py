@@ -1,0 +1,72 @@
+"""Tokens that a drafter's model was not fed, since it was left out of steps (`RowPlan.rests`).
+
+It has no KV of them, so of each row it sees those behind the last one alone
+(`MHATokenToKVPool.kv_starts`). Their slots are marked in its pool: a cached prefix may have some.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sglang.srt.device_copies import to_device
+from sglang.srt.mem_cache.kv_memory import KVMemory
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.speculative.drafter import ComputedStep, RowPlan
+from sglang.srt.step.request_rows import RequestRows
+from sglang.srt.step.worker import NewRow, ScheduleBatch
+
+
+class LeftOutTokens:
+    """Keeps `kv_starts` of a pool.
+
+    A slot is marked by zeros as K of its first head in the first layer, which no token has.
+
+    Args:
+        pool: of the drafter's model, with `kv_starts`.
+    """
+
+    def __init__(self, memory: KVMemory, pool: MHATokenToKVPool, state: RequestRows) -> None:
+        assert pool.kv_starts is not None, "The model is fed every token."
+        self._starts = pool.kv_starts
+        self._keys = pool.k[0][:, 0]  # [slots, head_dim]
+        self._table = memory.table.req_to_token
+        self._state = state
+        self._behind = set[int]()  # rows of requests whose last tokens were left out
+        self._any_marked = False
+
+    def admit(self, new_rows: list[NewRow]) -> None:
+        """Requests that have just got a row."""
+        self._behind.difference_update(new.row for new in new_rows)
+        if self._any_marked and new_rows:
+            self._starts[self._on_device([new.row for new in new_rows])] = 0
+
+    def plan(self, batch: ScheduleBatch, plan: RowPlan) -> None:
+        """Before a step is launched. From its first row on, a request whose last tokens were left
+        out is fed all again."""
+        if plan.rests:
+            self._behind.update(batch.rows)
+            return
+        if fed := self._behind.intersection(batch.rows):
+            self._behind -= fed
+            rows = self._on_device(sorted(fed))
+            self._starts[rows] = self._state.committed[rows]
+
+    def leave_out(self, slots: torch.Tensor) -> None:
+        """Marks the slots [T] int64 that a step has fed to the target alone."""
+        self._any_marked = True
+        self._keys.index_fill_(0, slots, 0.0)
+
+    def look_at_prefixes(self, step: ComputedStep) -> None:
+        """Of the new requests of a step whose tokens the model is about to be fed: they see their
+        cached prefix behind its last mark. Nothing here waits for the device."""
+        if not self._any_marked:
+            return
+        for new in step.batch.new_rows:
+            if new.num_committed:
+                slots = self._table[new.row, : new.num_committed].to(torch.int64)
+                is_marked = (self._keys[slots] == 0).all(dim=1)
+                ends = torch.arange(1, new.num_committed + 1, device=slots.device)
+                self._starts[new.row] = (ends * is_marked).amax()
+
+    def _on_device(self, rows: list[int]) -> torch.Tensor:
+        return to_device(rows, self._starts.device, torch.int64)

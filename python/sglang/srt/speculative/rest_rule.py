@@ -1,0 +1,36 @@
+"""When a drafter's model is left out of steps, since nobody is given drafts, and when it is fed
+again."""
+
+from __future__ import annotations
+
+REST_AFTER = 16  # steps in a row without drafts
+# Steps that it is fed before it drafts again: of what it was not fed it knows nothing, and of the
+# first drafts behind so little context few would be right.
+CONTEXT_STEPS = 32
+
+
+class RestRule:
+    """Rests behind REST_AFTER steps without drafts, and is fed CONTEXT_STEPS steps before it drafts
+    again.
+
+    Attributes:
+        rests: whether the model is left out of the step at hand.
+    """
+
+    def __init__(self) -> None:
+        self.rests = False
+        self._num_idle = 0
+        self._num_fed = CONTEXT_STEPS
+
+    @property
+    def num_steps_to_feed(self) -> int:
+        """Steps before there can be drafts."""
+        return max(0, CONTEXT_STEPS - self._num_fed)
+
+    def step(self, wants_drafts: bool) -> bool:
+        """A step begins; whether the requests can be given drafts behind it, if they are to be."""
+        can_draft = self.num_steps_to_feed == 0
+        self._num_idle = 0 if wants_drafts else self._num_idle + 1
+        self.rests = self._num_idle >= REST_AFTER
+        self._num_fed = 0 if self.rests else self._num_fed + 1
+        return can_draft
