@@ -46,6 +46,7 @@ from utils import Setup, make_execution
 
 NUM_STEPS, TOLERANCE = 3, 2e-3
 COMPARED, COMPARED_TREES = "compared", "compared trees"
+LEFT_OUT = -2  # a token that the head was not fed
 
 
 class ComparedDrafter(EagleDrafter):
@@ -81,6 +82,8 @@ class ComparedDrafter(EagleDrafter):
 
     @torch.inference_mode()
     def propose(self, step: ComputedStep) -> None:
+        if step.plan.rests:
+            self._fed[step.inputs.slots.cpu()] = LEFT_OUT
         super().propose(step)
         lens = step.accepted.accept_lens.tolist()
         fed = [0] * len(lens) if step.plan.is_plain else step.accepted.num_drafts.tolist()
@@ -109,10 +112,12 @@ class ComparedDrafter(EagleDrafter):
         self.seen["compared"] += 1
 
     def _true_sequence(self, row: int, known: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-        """What the head was fed so far, of the known tokens [n] int64: n - 1 tokens, and the hidden
-        states beside them."""
+        """What the head was fed so far, of the known tokens [n] int64: n - 1 tokens, or those
+        behind the last one that was left out, and the hidden states beside them."""
         fed = self._fed[self._table.req_to_token[row, : len(known) - 1].long().cpu()]
-        wrong = (fed != known[1:]).nonzero()[:, 0]
+        left_out = (fed == LEFT_OUT).nonzero()[:, 0].tolist()
+        first = left_out[-1] + 1 if left_out else 0
+        wrong = (fed[first:] != known[1 + first :]).nonzero()[:, 0] + first
         size = self._page_size
         assert ((wrong + 1) % size == 0).all(), wrong
         assert (wrong < self._num_cached[row]).all(), wrong
@@ -120,7 +125,9 @@ class ComparedDrafter(EagleDrafter):
         states = self.reference(known[None, :-1], output_hidden_states=True).hidden_states
         layers = [states[layer][0] for layer in self._layers]
         taps = torch.cat(layers, dim=1) if layers else states[-1][0]
-        return fed.tolist(), self.oracle.combine(taps)
+        self.seen["behind tokens left out"] += first > 0
+        self.seen["behind cached ones left out"] += 0 < first <= self._num_cached[row]
+        return fed[first:].tolist(), self.oracle.combine(taps)[first:]
 
     def _compare_drafts(
         self, row: int, drafts: list[int], tokens: list[int], hidden: torch.Tensor

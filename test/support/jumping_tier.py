@@ -11,13 +11,14 @@ from sglang.srt.registry import TIER_POLICIES
 from sglang.srt.speculative.round_prices import UpcomingRound
 from sglang.srt.speculative.tier_policy import RoundOutcome, TierOptions, TierParts
 
-JUMPING, CHANGING = "jumping", "changing"
+JUMPING, CHANGING, RESTING = "jumping", "changing", "resting"
 
 
 class JumpingTier:
     """Chooses at random, for stretches of steps without drafts too."""
 
-    needs_prices = reads_factors = may_rest = rests = False
+    needs_prices = reads_factors = may_rest = False
+    rests = False
 
     @staticmethod
     def tiers(options: TierOptions) -> tuple[int, ...]:
@@ -48,6 +49,18 @@ class JumpingTier:
         assert all(count == outcome.tier for count, _ in outcome.verified), "A step has one tier."
 
 
+class RestingTier(JumpingTier):
+    """Rests for stretches of steps, of which it changes its mind in some."""
+
+    may_rest = True
+
+    def _choose(self) -> int:
+        if self._num_plain == 0 and self._random.random() < 0.1:
+            self._num_plain = self._random.choice([2, 5, 12])
+        self.rests = self._num_plain > 0 and self._random.random() < 0.9
+        return super()._choose()
+
+
 class ChangingTier(JumpingTier):
     """Chooses another tier than the last one in each step."""
 
@@ -57,8 +70,8 @@ class ChangingTier(JumpingTier):
 
 @contextmanager
 def jumping_tiers() -> Iterator[None]:
-    """While this lasts `JUMPING` and `CHANGING` are tier policies."""
-    kinds = {JUMPING: JumpingTier, CHANGING: ChangingTier}
+    """While this lasts `JUMPING`, `CHANGING` and `RESTING` are tier policies."""
+    kinds = {JUMPING: JumpingTier, CHANGING: ChangingTier, RESTING: RestingTier}
     places = {name: f"{kind.__module__}:{kind.__name__}" for name, kind in kinds.items()}
     with mock.patch.dict(TIER_POLICIES._entries, places):
         yield

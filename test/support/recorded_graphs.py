@@ -103,7 +103,7 @@ class ReplayableAttention:
             captures_trees=True,
             reads_q_starts=True,
             captures_plans=cls.captures_plans,
-            reads_kv_starts=False,
+            reads_kv_starts=True,
         )
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -132,6 +132,8 @@ class ReplayableAttention:
         columns = torch.arange(kv.shape[1])
         start = (batch.kv_lens[request] - q_len)[:, None]
         sees = columns <= start + at[:, None]
+        if self._pool.kv_starts is not None:
+            sees = sees & (columns >= self._pool.kv_starts[batch.rows[request]][:, None])
         if batch.ancestors is not None:
             if batch.tree_starts is not None:
                 start = batch.tree_starts[request][:, None]

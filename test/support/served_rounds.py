@@ -39,13 +39,13 @@ def curve(points: dict[int, float]) -> Curve:
     return Curve(tuple(points), tuple(points.values()))
 
 
-def rounds() -> MeasuredRounds:
+def rounds(can_rest: bool = False) -> MeasuredRounds:
     """Prices of rounds; KV costs nothing."""
     target = PriceTable(no_graphs, {}, curve(STEP_MS), curve(READ_MS), spread=0.004)
     first = Curve((1, 4096), (FIRST_DRAFT_MS,) * 2)
     passes = {n: Curve((1, 4096), (n * DRAFT_MS,) * 2) for n in range(1, MAX_DRAFTS)}
     extend = PriceTable(no_graphs, {}, curve(EXTEND_MS), first)
-    return MeasuredRounds(target, DraftPrices(extend, passes))
+    return MeasuredRounds(target, DraftPrices(extend, passes), can_rest=can_rest)
 
 
 @dataclass(frozen=True)
@@ -95,32 +95,46 @@ class ServedRounds:
         planner: what is tested.
         tiers: how many steps drafted so many for each request.
         num_verified: drafts, in all.
+        num_rests: steps that the head was left out of.
+
+    Args:
+        can_rest: the head can be left out of steps.
     """
 
     def __init__(
-        self, load: Load, text: Text | Sequence[Text], options: RoundOptions, is_timed: bool
+        self,
+        load: Load,
+        text: Text | Sequence[Text],
+        options: RoundOptions,
+        is_timed: bool,
+        can_rest: bool = False,
     ) -> None:
         self._load = load
-        self._texts = [text] if isinstance(text, Text) else text
+        self.change_text(text)
         self._kinds = [number % len(self._texts) for number in range(load.num_clients)]
         self._luck, self._rng = random.Random(3), np.random.default_rng(3)
         self._clock = GivenClock()
-        self._true = rounds()
+        self._true, self._without_head = rounds(), rounds(can_rest=True)
         count = load.num_clients
         self._confidence = torch.full((count, MAX_DRAFTS), 0.7)
         parts = parts_of(self._confidence, self._clock if is_timed else None)
-        self.planner = RoundPlanner(options, parts, rounds())
+        self.planner = RoundPlanner(options, parts, rounds(can_rest), can_rest)
         self.planner.admit([new_row(row) for row in range(count)])
         self._left = [1 + self._luck.randrange(load.new_tokens) for _ in range(count)]
         self._prompts = [load.prompt_tokens] * count
         self._num_drafts = [0] * count
         self.tiers = Counter[int]()
-        self.num_verified = 0
+        self.num_verified = self.num_rests = 0
+        self._unread = deque[HostResult]()
+
+    def change_text(self, text: Text | Sequence[Text]) -> None:
+        """What comes from now on is of one of as many texts as before."""
+        self._texts = [text] if isinstance(text, Text) else text
 
     def rate(self, num_steps: int, num_before: int) -> float:
         """Tokens per millisecond, after some steps. Each step is planned before the last is
         read."""
-        num_tokens, ms, unread = 0, 0.0, deque[HostResult]()
+        num_tokens, ms, unread = 0, 0.0, self._unread
         for number in range(-num_before, num_steps):
             took_ms, result = self._step()
             unread.append(result)
@@ -188,7 +202,9 @@ class ServedRounds:
         num_decodes, prompt_rows = self._prompts.count(0), sum(self._prompts)
         num_reqs = max(num_decodes, 1)
         drafted = max(plan.next_drafts)
-        cost = self._true.cost(num_reqs, drafted, num_decodes + num_fed, prompt_rows)
+        self.num_rests += plan.rests
+        prices = self._without_head if plan.rests else self._true
+        cost = prices.cost(num_reqs, drafted, num_decodes + num_fed, prompt_rows)
         num_rows = num_decodes + num_fed + prompt_rows
         return cost.rows_ms * (1 + self._load.excess * min(1.0, num_rows / 512))
 

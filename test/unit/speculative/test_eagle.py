@@ -16,7 +16,7 @@ from drafted_serving import Drafted, abort, nothing, params_of, pause, prompts, 
 from drafter_checks import asking_requests
 from eagle_models import CONTEXT, VOCAB, eagle_config_for, write_models, write_target
 from eagle_serving import Served, group_for, right_tokens, setup_for
-from jumping_tier import JUMPING, jumping_tiers
+from jumping_tier import JUMPING, RESTING, jumping_tiers
 from pairwise import name_of, pairwise_cases
 from sglang.srt.messages.control import (
     ContinueGenerationReq,
@@ -45,7 +45,7 @@ def policies() -> Iterator[None]:
 CHOICES: dict[str, tuple[Any, ...]] = {
     "kind": KINDS,
     "num_steps": (1, 3, 5),
-    "tier_policy": ("fixed", JUMPING),
+    "tier_policy": ("fixed", JUMPING, RESTING),
     "page_size": (1, 16),
     "enable_overlap": (True, False),
     "use_radix_cache": (True, False),
@@ -76,7 +76,7 @@ def test_tokens_are_those_without_a_drafter(paths: dict[str, Path], case: dict[s
         assert any(outcome.num_retractions for outcome in outcomes)
     if case["use_radix_cache"] and disturb is nothing:
         assert any(outcome.cached_tokens for outcome in outcomes)
-    if policy == JUMPING:
+    if policy != "fixed":
         assert harness.seen["plain decodes"] > 10
     harness.assert_many_of_each(least=10)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -37,6 +38,7 @@ from tile_spec_decode import Text
 SURE, EVEN, HOT = Text(0.75, 0.96, 0.45), Text(0.0, 0.97, 0.8), Text(0.25, 0.97, 0.05)
 # Requests that differ: drafts of some are always right, those of others hardly ever.
 EASY, HARD = Text(1.0, 0.95), Text(0.0, 0.9, 0.15)
+NEVER = Text(0.0, 0.9, 0.02)  # no draft is right, and the head says so
 TEXTS = {"sure": SURE, "even": EVEN, "hot": HOT}
 MOST_SWITCHES = 6  # of 400 steps, which take 3 to 6 seconds
 STATIC = (1, 2, 3, 5, 7)
@@ -112,6 +114,45 @@ def test_numbers_by_load_where_requests_differ(num_clients: int, counts: Sequenc
     with mock.patch.object(RequestMix, "factors", lambda mix, rows, most: [1.0] * (1 + most)):
         blind = ServedRounds(load, texts, BY_LOAD, True).rate(800, 200)
     assert speed > 0.99 * blind
+
+
+def without_head(load: Load, text: Text) -> float:
+    served = ServedRounds(load, text, BY_LOAD, True, can_rest=True)
+    policy = SimpleNamespace(choose=lambda upcoming: 0, settled=0, rests=True, observe=id)
+    with mock.patch.object(served.planner, "policy", policy):
+        return served.rate(800, 200)
+
+
+@pytest.mark.parametrize(
+    ("num_clients", "options"), [(64, BY_LOAD), (96, BY_LOAD), (128, BY_LOAD), (128, CUT)]
+)
+@pytest.mark.parametrize("lens", [(64, 128), (128, 512)], ids=["short", "long"])
+def test_where_drafts_do_not_pay_a_head_that_rests_costs_next_to_nothing(
+    lens: tuple[int, int], num_clients: int, options: RoundOptions
+) -> None:
+    """Beside a server without one. From time to time it is fed, and looks again."""
+    load = Load(num_clients, *lens)
+    served = ServedRounds(load, NEVER, options, True, can_rest=True)
+    speed = served.rate(800, 200)
+    assert speed > 0.985 * without_head(load, NEVER)
+    assert 850 < served.num_rests < 990
+    assert sum(count for tier, count in served.tiers.items() if tier) > 2
+
+
+@pytest.mark.parametrize(
+    ("num_clients", "options"), [(64, BY_LOAD), (96, BY_LOAD), (64, CUT), (128, CUT)]
+)
+def test_a_head_that_rests_wakes_when_drafts_pay(num_clients: int, options: RoundOptions) -> None:
+    """As fast as a head that has never rested, within some seconds."""
+    load = Load(num_clients)
+    served = ServedRounds(load, NEVER, options, True, can_rest=True)
+    served.rate(1, 600)
+    num_rests = served.num_rests
+    assert num_rests > 300
+    served.change_text(SURE)
+    speed = served.rate(400, 800)
+    assert served.num_rests - num_rests < 600
+    assert speed > 0.97 * rate(load, SURE, options)
 
 
 @pytest.mark.parametrize("options", [BY_LOAD, CUT], ids=["by load", "cut"])

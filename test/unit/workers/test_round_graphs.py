@@ -15,7 +15,7 @@ import torch
 from draft_heads import EAGLE, EAGLE3
 from drafted_serving import Disturb, Drafted, abort, nothing, params_of, pause, prompts, serve
 from eagle_models import CONTEXT, eagle_config_for, write_models
-from jumping_tier import JUMPING, jumping_tiers
+from jumping_tier import JUMPING, RESTING, jumping_tiers
 from recorded_graphs import recorded_graphs, replayable_backends
 from round_serving import NUM_STEPS, right_tokens, runners, serving, setup_of, submit_all, zero
 from sglang.srt.messages.requests import LogprobOptions
@@ -50,6 +50,7 @@ def right(paths: dict[str, Path]) -> list[list[int]]:
         (EAGLE, 16, "fixed", pause),
         (EAGLE3, 1, "fixed", abort),
         (EAGLE3, 16, JUMPING, nothing),
+        (EAGLE3, 1, RESTING, pause),
     ],
 )
 def test_tokens(
@@ -68,7 +69,7 @@ def test_tokens(
     sizes = {count for count, _ in served.rounds}
     assert sizes - {1, 2, 4, 8}, "Some have padding."
     drafts = {count for _, count in served.rounds}
-    assert len(drafts) > 1 if policy == JUMPING else drafts == {NUM_STEPS}
+    assert len(drafts) > 1 if policy != "fixed" else drafts == {NUM_STEPS}
 
 
 @pytest.mark.parametrize(

@@ -31,5 +31,5 @@ def measured_rounds(parts: DrafterParts) -> MeasuredRounds | None:
         prices,
         tree=rounds.tree,
         max_requests=num_rows,
-        can_rest=head.kv_pool.kv_starts is not None,
+        can_rest=head.config.may_rest,
     )

@@ -86,11 +86,11 @@ class EagleDrafter:
         self._state = parts.state
         self._ops = sampling_ops(self._runner.device)
         self._rounds = options.rounds
-        self.planner = RoundPlanner(options.rounds, parts, measured_rounds(parts))
+        pool, can_rest = self._runner.kv_pool, self._runner.config.may_rest
         self._left_out: LeftOutTokens | None = None
-        if self._runner.kv_pool.kv_starts is not None:
-            memory, pool = parts.runners.memory, self._runner.kv_pool
-            self._left_out = LeftOutTokens(memory, pool, parts.state)
+        if can_rest:
+            self._left_out = LeftOutTokens(self._table, pool, parts.state)
+        self.planner = RoundPlanner(options.rounds, parts, measured_rounds(parts), can_rest)
 
     @staticmethod
     def needs(options: EagleConfig) -> DrafterNeeds:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.device_copies import to_device
-from sglang.srt.mem_cache.kv_memory import KVMemory
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.speculative.drafter import ComputedStep, RowPlan
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import NewRow, ScheduleBatch
@@ -25,11 +24,11 @@ class LeftOutTokens:
         pool: of the drafter's model, with `kv_starts`.
     """
 
-    def __init__(self, memory: KVMemory, pool: MHATokenToKVPool, state: RequestRows) -> None:
+    def __init__(self, table: ReqToTokenPool, pool: MHATokenToKVPool, state: RequestRows) -> None:
         assert pool.kv_starts is not None, "The model is fed every token."
         self._starts = pool.kv_starts
         self._keys = pool.k[0][:, 0]  # [slots, head_dim]
-        self._table = memory.table.req_to_token
+        self._table = table.req_to_token
         self._state = state
         self._behind = set[int]()  # rows of requests whose last tokens were left out
         self._any_marked = False

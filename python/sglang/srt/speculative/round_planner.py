@@ -162,10 +162,15 @@ class RoundPlanner:
 
     Args:
         prices: of rounds; None where nothing goes by them.
+        can_rest: the drafter's models can be left out of steps.
     """
 
     def __init__(
-        self, options: RoundOptions, parts: DrafterParts, prices: MeasuredRounds | None
+        self,
+        options: RoundOptions,
+        parts: DrafterParts,
+        prices: MeasuredRounds | None,
+        can_rest: bool = False,
     ) -> None:
         self.tile_spec: TileSpec | None = None
         self._times: RoundTimes | None = None
@@ -183,7 +188,8 @@ class RoundPlanner:
             policy_prices = CutRounds(prices, self.tile_spec)
         keys = parts.runners.target.graph_keys
         graph_size = same_size if keys is None else keys.decode_size
-        feed_ms = prices.feed_ms if prices is not None and prices.can_rest else None
+        self._can_rest = can_rest
+        feed_ms = prices.feed_ms if prices is not None and can_rest else None
         tier_parts = TierParts(options.tier_options, policy_prices, graph_size, feed_ms)
         self.policy = options.policy(tier_parts)
         self.states: Mapping[int, SpecRuntimeState] = options.states
@@ -222,7 +228,8 @@ class RoundPlanner:
         next_drafts = self._next_drafts(batch, plan.max_accepted)
         for row, count in zip(batch.rows, next_drafts, strict=True):
             self._num_pending_drafts[row] = count
-        rests = self.policy.rests and max(num_drafts) == max(next_drafts) == 0
+        is_idle = max(num_drafts) == max(next_drafts) == 0
+        rests = self._can_rest and self.policy.rests and is_idle
         plan = replace(plan, next_drafts=next_drafts, rests=rests)
         if self._times is not None:
             self._times.expect(batch, plan, max(num_drafts))

@@ -263,8 +263,10 @@ class LoadAwareTier:
         hopeful.sort(key=lambda tier: costs[tier])
         turn, is_near = divmod(self._num_probes, FAR_PROBES)
         probed = hopeful[0 if is_near else turn % len(hopeful)]
-        feeding_ms = self._rest.num_steps_to_feed * feed_ms
-        return best if costs[probed] - cost + feeding_ms > self._allowance_ms else probed
+        left_ms = self._allowance_ms - self._rest.num_steps_to_feed * feed_ms
+        if feed_ms and costs[probed] - cost > left_ms:  # nothing is saved while the model is fed
+            probed = hopeful[0]
+        return best if costs[probed] - cost > left_ms else probed
 
     def _pay(self, costs: Mapping[int, float], chosen: int, feed_ms: float) -> None:
         """What the next step costs beyond one of the settled tier."""
