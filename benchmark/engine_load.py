@@ -194,6 +194,16 @@ class BlockingEngine(Protocol):
     def generate(self, *, input_ids: list[list[int]], sampling_params: dict[str, Any]) -> Any: ...
 
 
+def accept_length(
+    engine: BlockingEngine, prompts: list[list[int]], params: dict[str, Any]
+) -> float:
+    """Tokens of a step that verified drafts, over a batch of all prompts."""
+    answers = engine.generate(input_ids=prompts, sampling_params=params)
+    infos = [answer["meta_info"] for answer in answers]
+    tokens = sum(info["spec_accept_length"] * info["spec_verify_ct"] for info in infos)
+    return float(tokens / sum(info["spec_verify_ct"] for info in infos))
+
+
 def batch_wall_s(engine: BlockingEngine, prompts: list[list[int]], num_new: int) -> float:
     """Seconds until all prompts of a batch have so many new tokens, greedy.
 

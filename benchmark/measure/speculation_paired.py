@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import sglang
 from benchmark.command import in_turn, ratios
-from benchmark.engine_load import Budget, LoadResult, closed_loop, run_rounds
+from benchmark.engine_load import Budget, LoadResult, accept_length, closed_loop, run_rounds
 from benchmark.environment import ROOT, describe_environment
 from benchmark.goals import (
     MIN_PAIRED_MEDIAN,
@@ -128,18 +128,9 @@ class Rounds:
             if number:
                 self.results[load][kind].append(result)
             if number and kind == DRAFTED:
-                self.accept_lengths[load].append(self._accept_length(engine, prompts))
+                found = accept_length(engine, prompts[:MIN_PROMPTS], self._params)
+                self.accept_lengths[load].append(found)
         return time.perf_counter() - start
-
-    def _accept_length(self, engine: sglang.Engine, prompts: list[list[int]]) -> float:
-        """Tokens of a step that verified drafts, over some prompts at once."""
-        answers = engine.generate(input_ids=prompts[:MIN_PROMPTS], sampling_params=self._params)
-        infos = [answer["meta_info"] for answer in answers]
-        steps = sum(info["spec_verify_ct"] for info in infos)
-        return (
-            float(sum(info["spec_accept_length"] * info["spec_verify_ct"] for info in infos))
-            / steps
-        )
 
     def rows(self) -> list[dict[str, Any]]:
         """Of each load, drafted beside plain."""

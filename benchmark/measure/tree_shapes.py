@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 import sglang
 from benchmark.command import in_turn, ratios
-from benchmark.engine_load import Budget, LoadResult, closed_loop, run_rounds
+from benchmark.engine_load import Budget, LoadResult, accept_length, closed_loop, run_rounds
 from benchmark.environment import describe_environment
 from benchmark.held_out import held_out_prompts
 from benchmark.measure.speculation_paired import HEADS, MIN_PROMPTS, head_path_of
@@ -101,16 +101,8 @@ class Rounds:
             if number:
                 self.results[load][kind].append(result)
             elif kind != PLAIN:
-                self.accept_lengths[load][kind] = self._accept_length(engine, prompts)
+                self.accept_lengths[load][kind] = accept_length(engine, prompts, self._params)
         return time.perf_counter() - start
-
-    def _accept_length(self, engine: sglang.Engine, prompts: list[list[int]]) -> float:
-        """Tokens of a step that verified drafts."""
-        answers = engine.generate(input_ids=prompts, sampling_params=self._params)
-        infos = [answer["meta_info"] for answer in answers]
-        steps = sum(info["spec_verify_ct"] for info in infos)
-        tokens = sum(info["spec_accept_length"] * info["spec_verify_ct"] for info in infos)
-        return float(tokens / steps)
 
     def rows(self) -> list[dict[str, Any]]:
         """Of each load: all shapes beside plain decoding, and the best tree beside the best

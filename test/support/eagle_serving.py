@@ -1,4 +1,5 @@
-"""A scheduler over a target of `eagle_models.py` with a head or a draft model, or alone."""
+"""A scheduler over a target of `eagle_models.py` with a head or a draft model, or alone; and what
+tests of all of them do with one."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from drafted_serving import Drafted, params_of, prompts
-from drafter_checks import DraftCounter
-from eagle_models import CONTEXT, eagle_config_for
+from drafter_checks import DraftCounter, asking_requests, assert_same
+from eagle_models import CONTEXT, VOCAB, eagle_config_for
+from sglang.srt.messages.control import ContinueGenerationReq, MemoryOccupationReq
+from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
@@ -23,6 +26,12 @@ def setup_for(num_steps: int, page_size: int = 1, num_tokens: int = 1024, **chan
     """Room for `num_steps` drafts per step, none of them free (`RoundOptions.num_free`)."""
     values = {"context_len": CONTEXT, "max_decode_rows": 1 + 2 * num_steps, **changes}
     return Setup(num_pages=num_tokens // page_size, page_size=page_size, **values)
+
+
+def tree_setup(shape: TreeShape, page_size: int = 1, **changes: Any) -> Setup:
+    """Room for trees of this shape."""
+    slots = max(1 + shape.num_drafts, 1 + shape.max_confirmed + shape.num_slots)
+    return setup_for(shape.depth, page_size, **{"max_decode_rows": slots, **changes})
 
 
 def group_for(target: Path, drafter: DrafterConfig | None, setup: Setup) -> RunnerGroup:
@@ -97,3 +106,51 @@ def right_tokens(target: Path) -> list[list[int]]:
     setup = setup_for(0, use_radix_cache=False, enable_overlap=False)
     harness = Served({"target": target}, None, 0, setup)
     return [harness.generate([prompt], **params_of(i))[0] for i, prompt in enumerate(prompts())]
+
+
+def check_requests_that_end_at_the_context(harness: Served, target: Path) -> None:
+    """Some begin a token before it, some at its very end."""
+    plain = Served({"target": target}, None, 0, setup_for(0, harness.setup.page_size))
+    text = [index % VOCAB for index in range(100)]
+    [right] = plain.generate([text], temperature=0.0, max_new_tokens=CONTEXT - 100)
+    text += right
+    ids = {}
+    for left in range(7):
+        for num_new in (1, 2, 9, 28):
+            start, end = max(100, CONTEXT - left - num_new), CONTEXT - left
+            params = {"temperature": 0.0, "max_new_tokens": end - start}
+            ids[harness.submit(text[:start], **params)] = text[start:end]
+    harness.run()
+    harness.check()
+    for req_id, tokens in ids.items():
+        assert harness.outputs[req_id].token_ids == tokens
+    harness.assert_many_of_each()
+
+
+def check_memory_that_is_released(harness: Served, right: list[list[int]]) -> None:
+    """While requests run, which then begin anew."""
+    ids = [harness.submit(prompt, **params_of(i)) for i, prompt in enumerate(prompts())]
+    for _ in range(4):
+        harness.step()
+    harness.pause("retract")
+    harness.send(MemoryOccupationReq, action="release")
+    assert not any(runner.is_whole for runner in harness.group.runners)
+    harness.send(MemoryOccupationReq, action="resume")
+    assert all(runner.is_whole for runner in harness.group.runners)
+    harness.send(ContinueGenerationReq)
+    harness.run()
+    assert [harness.outputs[req_id].token_ids for req_id in ids] == right
+    harness.check()
+
+
+def check_all_that_requests_ask_for(harness: Served, target: Path) -> None:
+    """Penalties, biases, filters, log-probabilities, hidden states: as without a drafter."""
+    requests = asking_requests(VOCAB)
+    plain = Served({"target": target}, None, 0, harness.setup)
+    outcomes = []
+    for each in (plain, harness):
+        ids = [request.submit(each) for request in requests]
+        each.run()
+        outcomes.append([each.outputs[req_id] for req_id in ids])
+    harness.check()
+    assert_same(outcomes[1], outcomes[0])

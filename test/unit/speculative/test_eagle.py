@@ -14,14 +14,19 @@ import drafter_checks
 from draft_heads import EAGLE, EAGLE3
 from drafted_serving import Drafted, abort, nothing, params_of, pause, prompts, serve
 from drafter_checks import asking_requests
-from eagle_models import CONTEXT, VOCAB, eagle_config_for, write_models, write_target
-from eagle_serving import Served, group_for, right_tokens, setup_for
+from eagle_models import VOCAB, eagle_config_for, write_models, write_target
+from eagle_serving import (
+    Served,
+    check_memory_that_is_released,
+    check_requests_that_end_at_the_context,
+    group_for,
+    right_tokens,
+    setup_for,
+)
 from jumping_tier import JUMPING, RESTING, jumping_tiers
 from pairwise import name_of, pairwise_cases
 from sglang.srt.messages.control import (
-    ContinueGenerationReq,
     FromDirectory,
-    MemoryOccupationReq,
     UpdateWeightsReq,
 )
 from sglang.srt.models.draft_head import DraftHead
@@ -127,27 +132,11 @@ def test_requests_that_end_at_the_context(
     """Drafts go past it, within the row of the page table; positions of the head reach as far,
     though its config has fewer."""
     setup = setup_for(5, page_size)
-    plain = Served(paths, None, 0, setup_for(0, page_size))
-    text = [index % VOCAB for index in range(100)]
-    [right] = plain.generate([text], temperature=0.0, max_new_tokens=CONTEXT - 100)
-    text += right
     harness = Served(paths, kind, 5, setup)
     head = harness.group.runners[1].model
     assert isinstance(head, DraftHead)
     assert head.rotary.table.shape[0] >= setup.row_width
-    ids = {}
-    for left in range(7):
-        for num_new in (1, 2, 9, 28):
-            start = max(100, CONTEXT - left - num_new)
-            end = CONTEXT - left
-            ids[harness.submit(text[:start], temperature=0.0, max_new_tokens=end - start)] = text[
-                start:end
-            ]
-    harness.run()
-    harness.check()
-    for req_id, tokens in ids.items():
-        assert harness.outputs[req_id].token_ids == tokens
-    harness.assert_many_of_each()
+    check_requests_that_end_at_the_context(harness, paths["target"])
 
 
 @BOTH
@@ -155,16 +144,7 @@ def test_memory_is_released_and_taken_again(paths: dict[str, Path], kind: str) -
     right = right_tokens(paths["target"])
     harness = Served(paths, kind, 3, setup_for(3, chunked_prefill_size=16))
     serve(harness, right)
-    ids = [harness.submit(prompt, **params_of(i)) for i, prompt in enumerate(prompts())]
-    for _ in range(4):
-        harness.step()
-    harness.pause("retract")
-    harness.send(MemoryOccupationReq, action="release")
-    harness.send(MemoryOccupationReq, action="resume")
-    harness.send(ContinueGenerationReq)
-    harness.run()
-    assert [harness.outputs[req_id].token_ids for req_id in ids] == right
-    harness.check()
+    check_memory_that_is_released(harness, right)
     harness.assert_many_of_each()
 
 

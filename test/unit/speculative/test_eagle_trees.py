@@ -13,10 +13,16 @@ import drafter_checks
 from draft_heads import EAGLE, EAGLE3
 from drafted_serving import abort, nothing, params_of, pause, prompts, serve
 from drafter_checks import asking_requests
-from eagle_models import CONTEXT, VOCAB, eagle_config_for, write_models
-from eagle_serving import Served, right_tokens, setup_for
+from eagle_models import VOCAB, eagle_config_for, write_models
+from eagle_serving import (
+    Served,
+    check_memory_that_is_released,
+    check_requests_that_end_at_the_context,
+    right_tokens,
+    setup_for,
+    tree_setup,
+)
 from pairwise import name_of, pairwise_cases
-from sglang.srt.messages.control import ContinueGenerationReq, MemoryOccupationReq
 from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from utils import Setup
 
@@ -37,11 +43,6 @@ SHAPES = {
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write_models(tmp_path_factory.mktemp("eagle"))
-
-
-def tree_setup(shape: TreeShape, page_size: int = 1, **changes: Any) -> Setup:
-    slots = max(1 + shape.num_drafts, 1 + shape.max_confirmed + shape.num_slots)
-    return setup_for(shape.depth, page_size, **{"max_decode_rows": slots, **changes})
 
 
 def served(
@@ -116,38 +117,14 @@ def test_requests_that_end_at_the_context(
     paths: dict[str, Path], kind: str, page_size: int, shape: TreeShape
 ) -> None:
     """Nodes go past it, within the row of the page table."""
-    plain = Served(paths, None, 0, setup_for(0, page_size))
-    text = [index % VOCAB for index in range(100)]
-    [right] = plain.generate([text], temperature=0.0, max_new_tokens=CONTEXT - 100)
-    text += right
     harness = served(paths, kind, shape, tree_setup(shape, page_size))
-    ids = {}
-    for left in range(6):
-        for num_new in (1, 2, 9, 28):
-            start, end = max(100, CONTEXT - left - num_new), CONTEXT - left
-            params = {"temperature": 0.0, "max_new_tokens": end - start}
-            ids[harness.submit(text[:start], **params)] = text[start:end]
-    harness.run()
-    harness.check()
-    for req_id, tokens in ids.items():
-        assert harness.outputs[req_id].token_ids == tokens
-    harness.assert_many_of_each()
+    check_requests_that_end_at_the_context(harness, paths["target"])
 
 
 @BOTH
 def test_memory_is_released_and_taken_again(paths: dict[str, Path], kind: str) -> None:
-    right = right_tokens(paths["target"])
     harness = served(paths, kind, WIDE, tree_setup(WIDE, chunked_prefill_size=16))
-    ids = [harness.submit(prompt, **params_of(i)) for i, prompt in enumerate(prompts())]
-    for _ in range(4):
-        harness.step()
-    harness.pause("retract")
-    harness.send(MemoryOccupationReq, action="release")
-    harness.send(MemoryOccupationReq, action="resume")
-    harness.send(ContinueGenerationReq)
-    harness.run()
-    assert [harness.outputs[req_id].token_ids for req_id in ids] == right
-    harness.check()
+    check_memory_that_is_released(harness, right_tokens(paths["target"]))
 
 
 @BOTH

@@ -270,6 +270,25 @@ def test_the_faster_requests_are_given_tokens_the_more_prompts_come() -> None:
         assert mean == pytest.approx(expected, rel=0.1, abs=0.15)
 
 
+def test_a_prompt_of_several_steps_fills_them_one_by_one() -> None:
+    """Of 16 steps, which give 32 tokens each, 11 feed a whole chunk and one the end of the prompt.
+    At half the pace there are half as many; there is never more than one in a step."""
+    mix, chunk = PromptMix(8192), 2048
+    for number in range(640):
+        place = number % 16
+        rows = chunk if place < 11 else 512 if place == 11 else 0
+        mix.observe(int(rows > 0), rows, is_full=rows == chunk)
+        mix.hear(32)
+    for pace, share in ((2.0, 11 / 16), (1.0, 11 / 32), (8.0, 1.0)):
+        found = {rows: chance for chance, rows in mix.upcoming(16, 0, pace).prompts}
+        assert max(found) == chunk
+        assert found[chunk] == pytest.approx(share, abs=0.08)
+        assert sum(found.values()) == pytest.approx(1.0)
+        # What remains: one step of five with the end of a prompt, at the pace that was seen.
+        others = (1.0 - share) * math.exp(-0.2 * pace / 2)
+        assert found.get(0, 0.0) == pytest.approx(others, abs=0.08)
+
+
 def test_a_round_beside_prompts_costs_what_it_adds_to_them() -> None:
     """In steps so wide that each row costs the same, prompts change nothing."""
     prices = rounds()

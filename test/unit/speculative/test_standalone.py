@@ -12,14 +12,18 @@ import torch
 import drafter_checks
 from drafted_serving import abort, nothing, params_of, pause, prompts, serve
 from drafter_checks import asking_requests
-from eagle_models import CONTEXT, STANDALONE, VOCAB, eagle_config_for, write_models, write_target
-from eagle_serving import Served, right_tokens, setup_for
+from eagle_models import STANDALONE, VOCAB, eagle_config_for, write_models, write_target
+from eagle_serving import (
+    Served,
+    check_memory_that_is_released,
+    check_requests_that_end_at_the_context,
+    right_tokens,
+    setup_for,
+)
 from jumping_tier import JUMPING, jumping_tiers
 from pairwise import name_of, pairwise_cases
 from sglang.srt.messages.control import (
-    ContinueGenerationReq,
     FromDirectory,
-    MemoryOccupationReq,
     UpdateWeightsReq,
 )
 
@@ -95,24 +99,8 @@ def test_all_that_requests_ask_for_is_what_they_get_without_a_draft_model(
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_requests_that_end_at_the_context(paths: dict[str, Path], page_size: int) -> None:
     """Drafts go past it, within the row of the page table."""
-    plain = Served(paths, None, 0, setup_for(0, page_size))
-    text = [index % VOCAB for index in range(100)]
-    [right] = plain.generate([text], temperature=0.0, max_new_tokens=CONTEXT - 100)
-    text += right
     harness = Served(paths, STANDALONE, 5, setup_for(5, page_size))
-    ids = {}
-    for left in range(7):
-        for num_new in (1, 2, 9, 28):
-            start = max(100, CONTEXT - left - num_new)
-            end = CONTEXT - left
-            ids[harness.submit(text[:start], temperature=0.0, max_new_tokens=end - start)] = text[
-                start:end
-            ]
-    harness.run()
-    harness.check()
-    for req_id, tokens in ids.items():
-        assert harness.outputs[req_id].token_ids == tokens
-    harness.assert_many_of_each()
+    check_requests_that_end_at_the_context(harness, paths["target"])
 
 
 @pytest.mark.parametrize(("num_steps", "overlap"), [(1, True), (3, True), (4, False)])
@@ -142,18 +130,7 @@ def test_memory_is_released_and_taken_again(paths: dict[str, Path]) -> None:
     right = right_tokens(paths["target"])
     harness = Served(paths, STANDALONE, 3, setup_for(3, chunked_prefill_size=16))
     serve(harness, right)
-    ids = [harness.submit(prompt, **params_of(i)) for i, prompt in enumerate(prompts())]
-    for _ in range(4):
-        harness.step()
-    harness.pause("retract")
-    harness.send(MemoryOccupationReq, action="release")
-    assert not any(runner.is_whole for runner in harness.group.runners)
-    harness.send(MemoryOccupationReq, action="resume")
-    assert all(runner.is_whole for runner in harness.group.runners)
-    harness.send(ContinueGenerationReq)
-    harness.run()
-    assert [harness.outputs[req_id].token_ids for req_id in ids] == right
-    harness.check()
+    check_memory_that_is_released(harness, right)
     harness.assert_many_of_each()
 
 

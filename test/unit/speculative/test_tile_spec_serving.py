@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-import drafter_checks
 from draft_heads import EAGLE, EAGLE3
 from drafted_serving import abort, nothing, params_of, pause, prompts, serve
-from drafter_checks import asking_requests
-from eagle_models import VOCAB, write_models
-from eagle_serving import Served, right_tokens, setup_for
+from eagle_models import write_models
+from eagle_serving import (
+    Served,
+    check_all_that_requests_ask_for,
+    right_tokens,
+    setup_for,
+)
 from jumping_tier import JUMPING, jumping_tiers
 from pairwise import name_of, pairwise_cases
 from sglang.srt.speculative.drafter import ComputedStep
@@ -123,19 +126,9 @@ def test_counts_of_0_and_of_all_drafts_are_in_one_step(
 def test_all_that_requests_ask_for_is_what_they_get_without_a_head(
     paths: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Penalties, biases, filters, log-probabilities, hidden states."""
-    requests = asking_requests(VOCAB)
-    setup = setup_for(3, chunked_prefill_size=5)
-    plain = Served({"target": paths["target"]}, None, 0, setup)
-    ids = [request.submit(plain) for request in requests]
-    plain.run()
     with RandomBudgets(1).chosen():
         harness = tiled(paths, EAGLE, 3, tmp_path, chunked_prefill_size=5)
-        cut_ids = [request.submit(harness) for request in requests]
-        harness.run()
-    harness.check()
-    outcomes = [harness.outputs[req_id] for req_id in cut_ids]
-    drafter_checks.assert_same(outcomes, [plain.outputs[req_id] for req_id in ids])
+        check_all_that_requests_ask_for(harness, paths["target"])
     assert harness.seen["cut steps"] > 10
 
 

@@ -22,10 +22,26 @@ def round_of(batch: ScheduleBatch) -> RoundCase:
     return RoundCase(len(decodes), sum(decodes), _rounded(sum(batch.num_prompt_tokens)))
 
 
+class _Mean:
+    """Of the last values that were added, so many at most; 0 before there is one."""
+
+    def __init__(self, memory: int) -> None:
+        self.value = 0.0
+        self.count = 0
+        self._memory = memory
+
+    def add(self, value: float) -> None:
+        self.count = min(self.count + 1, self._memory)
+        self.value += (value - self.value) / self.count
+
+
 class PromptMix:
     """How many prompts come with so many new tokens, and of how many rows they are, by the last
     steps in which requests decode. A request that is given more tokens per step ends sooner, and
     the next one's prompt comes sooner: so it is tokens, not steps, that prompts are counted by.
+
+    A prompt that is read in several steps fills all of them but the last, so what it feeds is never
+    twice in a step. Such full steps are counted apart, with all that they feed.
 
     Args:
         max_rows: of prompts in a step.
@@ -33,35 +49,41 @@ class PromptMix:
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
-        self._prompts = self._rows = 0.0  # of a step; of a prompt
-        self._tokens = 0.0  # of a step
-        self._num_steps = self._num_prompts = self._num_read = 0
+        self._full, self._full_rows = _Mean(MEMORY_STEPS), _Mean(MEMORY_PROMPTS)
+        self._prompts, self._rows = _Mean(MEMORY_STEPS), _Mean(MEMORY_PROMPTS)  # of other steps
+        self._tokens = _Mean(MEMORY_STEPS)  # of a step
 
-    def observe(self, num_prompts: int, prompt_rows: int) -> None:
-        """Hears of a step in which requests decode, with so many rows of prompts in all."""
-        self._num_steps = min(self._num_steps + 1, MEMORY_STEPS)
-        self._prompts += (num_prompts - self._prompts) / self._num_steps
+    def observe(self, num_prompts: int, prompt_rows: int, is_full: bool = False) -> None:
+        """Hears of a step in which requests decode, with so many rows of prompts in all. `is_full`:
+        one of the prompts does not end in it."""
+        self._full.add(is_full)
+        if is_full:
+            self._full_rows.add(prompt_rows)
+            return
+        self._prompts.add(num_prompts)
         if num_prompts:
-            self._num_prompts = min(self._num_prompts + 1, MEMORY_PROMPTS)
-            self._rows += (prompt_rows / num_prompts - self._rows) / self._num_prompts
+            self._rows.add(prompt_rows / num_prompts)
 
     def hear(self, num_tokens: int) -> None:
         """Hears how many tokens such a step gave."""
-        self._num_read = min(self._num_read + 1, MEMORY_STEPS)
-        self._tokens += (num_tokens - self._tokens) / self._num_read
+        self._tokens.add(num_tokens)
 
     def upcoming(self, num_reqs: int, kv_tokens: int, pace: float) -> UpcomingRound:
         """A round of these requests, if rounds give each of them so many tokens. Prompts come by
-        chance, each alone, so their number is Poisson's."""
-        tokens = max(1.0, self._tokens if self._num_read else num_reqs)
-        expected = min(self._prompts * num_reqs * pace / tokens, float(num_reqs))
-        if expected < LEAST_PROMPTS:
+        chance, each alone, so their number is Poisson's; full steps come as often as they may."""
+        tokens = max(1.0, self._tokens.value if self._tokens.count else num_reqs)
+        growth = num_reqs * pace / tokens
+        full = min(self._full.value * growth, 1.0)
+        expected = min(self._prompts.value * growth, float(num_reqs))
+        if max(full, expected) < LEAST_PROMPTS:
             return UpcomingRound(num_reqs, kv_tokens)
+        numbers = _numbers(expected) if expected >= LEAST_PROMPTS else [(1.0, 0.0)]
+        cases = [((1.0 - full) * chance, count * self._rows.value) for chance, count in numbers]
         prompts = dict[int, float]()  # the chance of so many rows
-        for chance, count in _numbers(expected):
-            rows = min(_rounded(count * self._rows), _rounded(self._max_rows))
+        for chance, num_rows in (*cases, (full, self._full_rows.value)):
+            rows = min(_rounded(num_rows), _rounded(self._max_rows))
             prompts[rows] = prompts.get(rows, 0.0) + chance
-        found = tuple((chance, rows) for rows, chance in prompts.items())
+        found = tuple((chance, rows) for rows, chance in prompts.items() if chance)
         return UpcomingRound(num_reqs, kv_tokens, found)
 
 

@@ -218,7 +218,7 @@ class RoundPlanner:
         has_decodes = 0 in batch.num_prompt_tokens
         if has_decodes:
             num_prompts = len(batch.rows) - batch.num_prompt_tokens.count(0)
-            self._prompts.observe(num_prompts, sum(batch.num_prompt_tokens))
+            self._prompts.observe(num_prompts, sum(batch.num_prompt_tokens), not all(batch.emits))
         decoding = self._next_round if has_decodes else None
         self._launched.append(_Launched(decoding, batch.rows, num_drafts))
         plan = plan_of_drafts(batch, num_drafts, self._options.max_confirmed)
