@@ -17,6 +17,12 @@ from benchmark.goals import (
 from benchmark.report.markdown import Result, table, verdict
 from benchmark.report.performance_tables import rows_by_kind
 
+CPU_ROLES = {  # of a process or thread in a result of http_overhead, what it takes of a core
+    "client": "clients",
+    "front_end": "front end",
+    "detokenizer": "detokenizer",
+    "scheduler": "scheduler",
+}
 GOALS_OF = f"\nAsked and peer are for {GPU_OF_GOALS}.\n"
 
 
@@ -141,6 +147,28 @@ def http_streams(results: list[Result]) -> str:
     shape = f"{first['clients']} at once, {first['input_len']} in, {first['output_len']} out"
     heads = [_flags(result) for result in results]
     return table([shape, *heads, "asked", "peer (Triton)", "reached"], rows) + GOALS_OF
+
+
+def http_overhead(results: list[Result]) -> str:
+    """Ways to the same streams down; those over HTTP are judged beside the Engine."""
+    rows = []
+    for result, row in ((one, row) for one in results for row in one["rows"]):
+        ratio = row.get("over_engine")
+        shares = row["cpu_shares"]
+        rows.append(
+            [
+                row["way"],
+                f"{row['tok_s']:,.0f}",
+                "-" if ratio is None else f"{ratio:.3f}",
+                "-" if ratio is None else verdict(ratio, result["asked_over_engine"], True),
+                *(f"{shares[role]:.0%}" if role in shares else "-" for role in CPU_ROLES),
+            ]
+        )
+    first = results[0]
+    shape = f"{first['clients']} streams, {first['input_len']} in, {first['output_len']} out"
+    asked = f"{first['asked_over_engine']:g} or more"
+    head = [shape, "tokens/s", "of the Engine's", asked, *CPU_ROLES.values()]
+    return table(head, rows)
 
 
 def load_weights(results: list[Result]) -> str:
