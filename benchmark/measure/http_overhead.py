@@ -30,7 +30,7 @@ from typing import Any
 from tqdm import tqdm
 
 import sglang
-from benchmark.command import in_turn, make_parser, median_ratio
+from benchmark.command import RESULTS, in_turn, make_parser, median_ratio
 from benchmark.engine_load import Budget, random_prompts, run_rounds
 from benchmark.environment import describe_environment
 from benchmark.goals import MIN_HTTP_OVER_ENGINE
@@ -165,7 +165,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", default="auto")
     add("--attention-backend")
     add("--paced-step-ms", type=float, help="a step of a server without a model; no Engine then")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    is_paced = arguments.paced_step_ms is not None
+    if is_paced and arguments.out == parser.get_default("out"):
+        arguments.out = RESULTS / "http_overhead_paced.json"
+    return arguments
 
 
 def lines_of(result: dict[str, Any]) -> Iterator[str]:

@@ -151,8 +151,8 @@ def http_streams(results: list[Result]) -> str:
 
 def http_overhead(results: list[Result]) -> str:
     """Ways to the same streams down; those over HTTP are judged beside the Engine."""
-    rows = []
-    for result, row in ((one, row) for one in results for row in one["rows"]):
+    (result,), rows = results, []
+    for row in result["rows"]:
         ratio = row.get("over_engine")
         shares = row["cpu_shares"]
         rows.append(
@@ -164,11 +164,27 @@ def http_overhead(results: list[Result]) -> str:
                 *(f"{shares[role]:.0%}" if role in shares else "-" for role in CPU_ROLES),
             ]
         )
-    first = results[0]
-    shape = f"{first['clients']} streams, {first['input_len']} in, {first['output_len']} out"
-    asked = f"{first['asked_over_engine']:g} or more"
-    head = [shape, "tokens/s", "of the Engine's", asked, *CPU_ROLES.values()]
+    asked = f"{result['asked_over_engine']:g} or more"
+    head = [_streams(result), "tokens/s", "of the Engine's", asked, *CPU_ROLES.values()]
     return table(head, rows)
+
+
+def front_end_costs(results: list[Result]) -> str:
+    """Routes of a server without a model down; what its processes take for a token."""
+    (result,), rows = results, []
+    roles = [role for role in CPU_ROLES if role not in ("client", "scheduler")]
+    for row in result["rows"]:
+        shares = [row["cpu_shares"][role] for role in roles]
+        costs = [f"{share * 1e6 / row['tok_s']:.0f}" for share in shares]
+        cells = [cell for share, cost in zip(shares, costs) for cell in (f"{share:.0%}", cost)]
+        rows.append([row["way"], f"{row['tok_s']:,.0f}", f"{row['tokens_per_chunk']:.2f}", *cells])
+    names = [CPU_ROLES[role] for role in roles]
+    heads = [head for name in names for head in (f"{name}, of a core", "us per token")]
+    return table([_streams(result), "tokens/s", "tokens per event", *heads], rows)
+
+
+def _streams(result: Result) -> str:
+    return f"{result['clients']} streams, {result['input_len']} in, {result['output_len']} out"
 
 
 def load_weights(results: list[Result]) -> str:
