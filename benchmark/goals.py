@@ -76,6 +76,7 @@ HTTP_STREAMS = {  # 128 at once, 512 in, 128 out; the peer with Triton
     "gap_p99_ms": LoadGoal(44.0, 66.0),
 }
 HTTP_ALONE_FIRST_TOKEN_MS = LoadGoal(15.0, 34.0)  # p50, one request at a time
+MIN_HTTP_OVER_ENGINE = 0.95  # tokens/s of streams over HTTP, of an Engine's streams, at least
 LOAD_WEIGHTS_S = 15.0  # process start to ready, warm, 16 GB in the page cache, at most
 MIN_KV_SHARE = 0.97  # KV tokens of those that fit beside the weights
 

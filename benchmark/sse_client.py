@@ -1,8 +1,8 @@
 """A client of streamed answers that costs little: it counts events and reads only the last one.
 
-The answer of a request to `/generate` with `"stream": true` is server-sent events, `data: {json}`
-and an empty line, the last of them `data: [DONE]`. JSON holds no line break, so two of them in a
-row end an event and nothing else.
+The answer of a request with `"stream": true` to `/generate` or a route of OpenAI's API is
+server-sent events, `data: {json}` and an empty line, the last of them `data: [DONE]`. JSON holds no
+line break, so two of them in a row end an event and nothing else.
 """
 
 from __future__ import annotations
@@ -47,9 +47,14 @@ class StreamedAnswer:
 
 
 class StreamClient(asyncio.Protocol):
-    """One connection, for one request after the other."""
+    """One connection, for one request after the other.
+
+    Attributes:
+        num_events: that came so far, the last of each answer too.
+    """
 
     def __init__(self) -> None:
+        self.num_events = 0
         self._transport: asyncio.WriteTransport | None = None
         self._ended: asyncio.Future[None] | None = None
         self._parts: list[bytes] = []
@@ -63,7 +68,14 @@ class StreamClient(asyncio.Protocol):
         return client
 
     async def generate(self, body: bytes) -> StreamedAnswer:
-        """Sends a body of `/generate` and waits for the whole answer.
+        """`stream` of a body of `/generate`."""
+        return await self.stream("/generate", body, "meta_info")
+
+    async def stream(self, path: str, body: bytes, last_field: str) -> StreamedAnswer:
+        """Sends a body and waits for the whole answer.
+
+        Args:
+            last_field: that the last event of a whole answer has.
 
         Raises:
             StreamError: if it is refused, fails or ends early.
@@ -71,11 +83,12 @@ class StreamClient(asyncio.Protocol):
         assert self._transport is not None
         self._parts, self._events_s, self._tail = [], [], b""
         self._ended = asyncio.get_running_loop().create_future()
-        head = "POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         sent_s = time.perf_counter()
         self._transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         await self._ended
-        return StreamedAnswer(sent_s, self._events_s[:-1], last_event(b"".join(self._parts)))
+        last = last_event(b"".join(self._parts), last_field)
+        return StreamedAnswer(sent_s, self._events_s[:-1], last)
 
     def close(self) -> None:
         assert self._transport is not None
@@ -95,7 +108,9 @@ class StreamClient(asyncio.Protocol):
             self._ended.set_exception(StreamError(data[:500].decode(errors="replace")))
             return
         self._parts.append(data)
-        self._events_s += [now] * (self._tail[-1:] + data).count(EVENT_END)
+        num_events = (self._tail[-1:] + data).count(EVENT_END)
+        self.num_events += num_events
+        self._events_s += [now] * num_events
         self._tail = (self._tail + data)[-len(ANSWER_END) :]
         if self._tail == ANSWER_END:
             self._ended.set_result(None)
@@ -105,8 +120,8 @@ class StreamClient(asyncio.Protocol):
             self._ended.set_exception(StreamError(f"The server closed the connection: {error}."))
 
 
-def last_event(answer: bytes) -> dict[str, Any]:
-    """The content of the event before `[DONE]`.
+def last_event(answer: bytes, field: str = "meta_info") -> dict[str, Any]:
+    """The content of the event before `[DONE]`, which has a field.
 
     Raises:
         StreamError: if there is none, it is broken, or it reports an error.
@@ -117,6 +132,6 @@ def last_event(answer: bytes) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(b"{" + text) if done else {}
     except ValueError:
         found = {}
-    if "meta_info" not in found:
+    if field not in found:
         raise StreamError(f"An answer has no last event: {answer[-200:]!r}.")
     return found

@@ -17,6 +17,12 @@ from benchmark.goals import (
 from benchmark.report.markdown import Result, table, verdict
 from benchmark.report.performance_tables import rows_by_kind
 
+CPU_ROLES = {  # of a process or thread in a result of http_overhead, what it takes of a core
+    "client": "clients",
+    "front_end": "front end",
+    "detokenizer": "detokenizer",
+    "scheduler": "scheduler",
+}
 GOALS_OF = f"\nAsked and peer are for {GPU_OF_GOALS}.\n"
 
 
@@ -141,6 +147,44 @@ def http_streams(results: list[Result]) -> str:
     shape = f"{first['clients']} at once, {first['input_len']} in, {first['output_len']} out"
     heads = [_flags(result) for result in results]
     return table([shape, *heads, "asked", "peer (Triton)", "reached"], rows) + GOALS_OF
+
+
+def http_overhead(results: list[Result]) -> str:
+    """Ways to the same streams down; those over HTTP are judged beside the Engine."""
+    (result,), rows = results, []
+    for row in result["rows"]:
+        ratio = row.get("over_engine")
+        shares = row["cpu_shares"]
+        rows.append(
+            [
+                row["way"],
+                f"{row['tok_s']:,.0f}",
+                "-" if ratio is None else f"{ratio:.3f}",
+                "-" if ratio is None else verdict(ratio, result["asked_over_engine"], True),
+                *(f"{shares[role]:.0%}" if role in shares else "-" for role in CPU_ROLES),
+            ]
+        )
+    asked = f"{result['asked_over_engine']:g} or more"
+    head = [_streams(result), "tokens/s", "of the Engine's", asked, *CPU_ROLES.values()]
+    return table(head, rows)
+
+
+def front_end_costs(results: list[Result]) -> str:
+    """Routes of a server without a model down; what its processes take for a token."""
+    (result,), rows = results, []
+    roles = [role for role in CPU_ROLES if role not in ("client", "scheduler")]
+    for row in result["rows"]:
+        shares = [row["cpu_shares"][role] for role in roles]
+        costs = [f"{share * 1e6 / row['tok_s']:.0f}" for share in shares]
+        cells = [cell for share, cost in zip(shares, costs) for cell in (f"{share:.0%}", cost)]
+        rows.append([row["way"], f"{row['tok_s']:,.0f}", f"{row['tokens_per_chunk']:.2f}", *cells])
+    names = [CPU_ROLES[role] for role in roles]
+    heads = [head for name in names for head in (f"{name}, of a core", "us per token")]
+    return table([_streams(result), "tokens/s", "tokens per event", *heads], rows)
+
+
+def _streams(result: Result) -> str:
+    return f"{result['clients']} streams, {result['input_len']} in, {result['output_len']} out"
 
 
 def load_weights(results: list[Result]) -> str:

@@ -12,13 +12,14 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang.srt.frontend.errors import RequestError, ServiceError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_encode = msgspec.json.Encoder().encode
 ERROR_TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -31,11 +32,12 @@ ERROR_TYPES = {
 }
 RETRY_AFTER_S = 1
 CLIENT_GONE_STATUS = 499  # in the access log only: nobody is there to read it
+DIRECT_SEND = "sglang.direct_send"  # in a scope: the web server's own `send`
 
 
 def json_response(content: Any, status_code: int = 200) -> Response:
     """`content` as JSON."""
-    return Response(msgspec.json.encode(content), status_code, media_type="application/json")
+    return Response(_encode(content), status_code, media_type="application/json")
 
 
 def error_body(message: str, status_code: int, field: str | None = None) -> dict[str, Any]:
@@ -146,6 +148,21 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         continue
 
 
+class DirectSend:
+    """The outermost application: streams find in their scope the `send` of the web server.
+
+    Every middleware and route handler wraps `send` to see how a response starts. The events behind
+    the start concern none of them, and each wrapper costs something for every token.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[DIRECT_SEND] = send
+        await self._app(scope, receive, send)
+
+
 class EventStream(Response):
     """Server-sent events: `data: {json}` for each chunk, then `data: [DONE]`.
 
@@ -163,26 +180,31 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_client_leaves(receive, self._send_all(send))
+            direct: Send = scope.get(DIRECT_SEND, send)
+            await unless_client_leaves(receive, self._send_all(send, direct))
         except ClientDisconnect:
             logger.debug("A client left in the middle of its stream.")
         finally:
             await self._chunks.aclose()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, direct: Send) -> None:
+        """The start through everything that wraps `send`, the events directly."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
+        send = direct
         try:
-            await self._send_chunk(send, self._first)
+            await send(_event(self._first))
             async for chunk in self._chunks:
-                await self._send_chunk(send, chunk)
+                await send(_event(chunk))
         except (RequestError, ServiceError) as error:
-            await self._send_chunk(send, error_body(error.message, error.status_code))
+            await send(_event(error_body(error.message, error.status_code)))
         except Exception:
             logger.exception("A stream failed.")
-            await self._send_chunk(send, error_body("The server failed on this request.", 500))
+            await send(_event(error_body("The server failed on this request.", 500)))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
-    async def _send_chunk(self, send: Send, chunk: Any) -> None:
-        body = b"data: " + msgspec.json.encode(chunk) + b"\n\n"
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+def _event(content: Any) -> Message:
+    """A part of a response's body: one event."""
+    body = b"data: " + _encode(content) + b"\n\n"
+    return {"type": "http.response.body", "body": body, "more_body": True}

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
+from sglang.srt.entrypoints.http_io import DirectSend
 from sglang.srt.entrypoints.http_server import create_app
 from sglang.srt.entrypoints.launch import (
     CHILD_MODULES,
@@ -136,7 +137,7 @@ class _Server:
     def _make_uvicorn(self) -> _Uvicorn:
         is_debug = self._args.log_level == "debug"
         config = uvicorn.Config(
-            create_app(self._state),
+            DirectSend(create_app(self._state)),
             log_config=None,
             log_level="debug" if is_debug else "warning",
             access_log=is_debug,

@@ -50,32 +50,46 @@ class Sample:
         self._output_ids: list[int] = []
         self._step_lens: list[int] | None = [] if reports_steps else None
         self._weight_spans: list[tuple[str, int]] = []
-        self._meta: dict[str, Any] = {}
+        self._latest: ReqTextOutput | None = None
+        self._latency_s: float | None = None
 
     def add(self, output: ReqTextOutput) -> None:
-        """Takes in news and wakes the client's call."""
+        """Takes in news and wakes the client's call. It is called for every token, so whatever can
+        wait is left to `as_dict`, which a slow reader asks for less often."""
         if self._first_output_time is None and output.token_ids:
             self._first_output_time = time.monotonic()
         self._text += output.text
-        self._output_ids.extend(output.token_ids)
+        self._output_ids += output.token_ids
         self.finish_reason = output.finish_reason
-        self._lists.add(output)
-        self._weight_spans = output.weight_spans or self._weight_spans
-        self._meta = {
-            "prompt_tokens": output.prompt_tokens,
-            "completion_tokens": output.completion_tokens,
-            "cached_tokens": output.cached_tokens,
-            "num_retractions": output.num_retractions,
+        if self._lists.are_wanted:
+            self._lists.add(output)
+        if output.weight_spans:
+            self._weight_spans = output.weight_spans
+        if self._step_lens is not None:
+            self._step_lens += output.step_lens
+        if output.finish_reason is not None:
+            self._latency_s = time.monotonic() - self.call.start_time
+        self._latest = output
+        self.call.on_news(self)
+
+    def _counts(self) -> dict[str, Any]:
+        """What the latest news says of the whole request."""
+        latest = self._latest
+        if latest is None:
+            return {}
+        counts: dict[str, Any] = {
+            "prompt_tokens": latest.prompt_tokens,
+            "completion_tokens": latest.completion_tokens,
+            "cached_tokens": latest.cached_tokens,
+            "num_retractions": latest.num_retractions,
         }
         if self._step_lens is not None:
-            self._step_lens.extend(output.step_lens)
-            num_steps = max(len(self._step_lens), 1)
-            self._meta["mtp_avg_effective_k"] = sum(self._step_lens) / num_steps
-        if output.accept_histogram:
-            self._meta.update(draft_meta(output.num_proposed_drafts, output.accept_histogram))
-        if output.finish_reason is not None:
-            self._meta["e2e_latency"] = time.monotonic() - self.call.start_time
-        self.call.on_news(self)
+            counts["mtp_avg_effective_k"] = sum(self._step_lens) / max(len(self._step_lens), 1)
+        if latest.accept_histogram:
+            counts |= draft_meta(latest.num_proposed_drafts, latest.accept_histogram)
+        if self._latency_s is not None:
+            counts["e2e_latency"] = self._latency_s
+        return counts
 
     def log_line(self, level: int) -> dict[str, Any]:
         """What the request log says at the end of this sample, whether it finished or was left."""
@@ -87,7 +101,7 @@ class Sample:
             "status_code": 499 if reason is None else reason.status_code or 200,
             "ttft": None if first is None else first - self.call.start_time,
             "e2e_latency": time.monotonic() - self.call.start_time,
-            **self._meta,
+            **self._counts(),
             **(self.log_fields or {}),
         }
         if level >= 2:
@@ -99,6 +113,10 @@ class Sample:
         as spans [start, end)."""
         if not self._weight_spans:
             return {}
+        if len(self._weight_spans) == 1:
+            ((version, start),) = self._weight_spans
+            span = {"version": version, "start": start, "end": len(self._output_ids)}
+            return {"weight_version": version, "weight_versions": [span]}
         starts = [start for _, start in self._weight_spans]
         ends = [*starts[1:], len(self._output_ids)]
         spans = [
@@ -123,9 +141,10 @@ class Sample:
             "id": self.rid,
             "finish_reason": None if reason is None else finish_reason_dict(reason),
             **self._weight_meta(),
-            **self._meta,
-            **self._lists.meta_info(),
+            **self._counts(),
         }
+        if self._lists.are_wanted:
+            meta |= self._lists.meta_info()
         if self._step_lens is not None:
             meta["mtp_effective_k"] = list(self._step_lens)
         answer = {"text": self._text, "output_ids": list(self._output_ids), "meta_info": meta}
@@ -144,7 +163,8 @@ class GenerateCall:
         self._is_list = is_list
         self._num_unfinished = 0
         self._changed: dict[int, Sample] = {}
-        self._news = asyncio.Event()
+        self._has_news = False
+        self._waiter: asyncio.Future[None] | None = None  # of the one task that reads the call
         self._error: Exception | None = None
 
     def add_sample(
@@ -166,12 +186,12 @@ class GenerateCall:
         if sample.finish_reason is not None:
             self._num_unfinished -= 1
             self._error = self._error or self._refusal(sample, sample.finish_reason)
-        self._news.set()
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         """Ends the call with an error for its client."""
         self._error = self._error or error
-        self._news.set()
+        self._wake()
 
     def fail_unless_streamed(self, error: Exception) -> None:
         """`fail` for a client that has had nothing yet."""
@@ -179,8 +199,20 @@ class GenerateCall:
             self.fail(error)
 
     async def wait_for_news(self) -> None:
-        await self._news.wait()
-        self._news.clear()
+        """Returns when there is news that the last return did not tell; one task may wait."""
+        if not self._has_news:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._has_news = False
+
+    def _wake(self) -> None:
+        """What an `asyncio.Event` does for any number of tasks, at a cost for each token."""
+        self._has_news = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def raise_error(self) -> None:
         if self._error is not None:

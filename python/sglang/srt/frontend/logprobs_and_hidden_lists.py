@@ -37,6 +37,11 @@ class LogprobsAndHiddenLists:
             self._input.news.append(PositionLogprobs(token_id=first_id, logprob=None))
 
     @property
+    def are_wanted(self) -> bool:
+        """Whether there are any."""
+        return self._logprobs is not None or self._hidden_states != "none"
+
+    @property
     def take_long(self) -> bool:
         """Whether there may be many of them."""
         return self._logprobs is not None or self._hidden_states == "all"

@@ -110,6 +110,9 @@ class ChoiceParts:
         Args:
             text: the whole output so far.
         """
+        if self._reasoning is None and self._calls is None:
+            start, self._num_chars = self._num_chars, len(text)
+            return News(content=text[start:])
         news = News()
         for parts in self._parts(text, has_ended):
             news.reasoning += self._reasoning_now(parts.reasoning, has_ended)

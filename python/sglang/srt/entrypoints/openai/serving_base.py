@@ -93,7 +93,8 @@ class OpenAIAnswer:
                         unfinished.discard(index)
                     is_last = not (unfinished or gives_usage)
                     metadata = _metadata(in_order(latest)) if is_last else {}
-                    for chunk in await self._chunks_of(index, result, metadata):
+                    choices = await self._build(self._form.news, index, result)
+                    for chunk in self._chunks_of(index, result, choices, metadata):
                         yield chunk
             except RequestError as error:
                 raise self._form.translate(error) from None
@@ -102,12 +103,15 @@ class OpenAIAnswer:
             usage = self._usage_of(results, latest)
             yield {**self._form.base, "choices": [], "usage": usage, **_metadata(results)}
 
-    async def _chunks_of(
-        self, index: int, result: dict[str, Any], metadata: dict[str, Any]
+    def _chunks_of(
+        self,
+        index: int,
+        result: dict[str, Any],
+        choices: list[dict[str, Any]],
+        metadata: dict[str, Any],
     ) -> list[dict[str, Any]]:
         """The chunks with what is new of a choice; the last one has the metadata."""
-        choices = await self._build(self._form.news, index, result)
-        usage = {}
+        usage: dict[str, Any] = {}
         if self._options.continuous_usage_stats:
             usage = {"usage": usage_of([result], 1) | self._form.usage_details([index])}
         found = [{**self._form.base, "choices": [choice], **usage} for choice in choices]

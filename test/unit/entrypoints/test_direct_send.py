@@ -1,0 +1,81 @@
+"""Streams past what wraps `send`: the same bytes, and the wrappers still see how they start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sglang.srt.entrypoints.http_io import DirectSend, EventStream
+from sglang.srt.frontend.errors import ServiceError
+
+CHUNKS = [{"text": "a", "n": 1}, {"text": "é\n", "n": 2}, {"text": "b", "n": 3}]
+SCOPE = {"type": "http", "method": "GET", "path": "/", "raw_path": b"/", "query_string": b""}
+
+
+class Wrapper:
+    """A middleware that notes what passes through its `send`, and adds a header."""
+
+    def __init__(self, app: ASGIApp, seen: list[str]) -> None:
+        self._app = app
+        self._seen = seen
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def noting(message: Message) -> None:
+            self._seen.append(message["type"])
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (b"x-seen", b"yes")]}
+            await send(message)
+
+        await self._app(scope, receive, noting)
+
+
+def answer_of(fails: bool, is_direct: bool) -> tuple[list[Message], list[str]]:
+    """What a web server gets of a stream, and what the middleware saw of it."""
+    seen: list[str] = []
+    app = FastAPI()
+    app.add_middleware(Wrapper, seen=seen)
+
+    async def chunks() -> AsyncGenerator[Any, None]:
+        for chunk in CHUNKS[1:]:
+            yield chunk
+        if fails:
+            raise ServiceError("The server is shutting down.", 503)
+
+    @app.get("/")
+    async def stream() -> EventStream:
+        return EventStream(CHUNKS[0], chunks())
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        outermost = DirectSend(app) if is_direct else app
+        scope = {**SCOPE, "headers": [], "http_version": "1.1", "scheme": "http", "root_path": ""}
+        await outermost(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+    return sent, seen
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_direct_stream_is_the_same_for_its_client(fails: bool) -> None:
+    direct, _ = answer_of(fails, is_direct=True)
+    wrapped, _ = answer_of(fails, is_direct=False)
+    assert direct == wrapped
+    events = b"".join(message.get("body", b"") for message in direct)
+    assert events.count(b"\n\n") == len(CHUNKS) + fails + 1
+    assert events.endswith(b"data: [DONE]\n\n")
+
+
+def test_middlewares_see_the_start_of_a_direct_stream_and_no_event() -> None:
+    sent, seen = answer_of(fails=False, is_direct=True)
+    assert (b"x-seen", b"yes") in sent[0]["headers"]
+    assert seen == ["http.response.start"]
+    assert len(sent) == 1 + len(CHUNKS) + 1
