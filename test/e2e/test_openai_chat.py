@@ -106,6 +106,32 @@ def test_a_json_object_is_one_if_it_ends(server: RunningServer) -> None:
     assert all(isinstance(value, dict) for value in found)
 
 
+def test_structural_tags_are_kept_in_chats_completions_and_generate(server: RunningServer) -> None:
+    """The end of a line is the trigger: behind each that is free the form stands."""
+    schema = {"type": "object", "properties": {"é": {"enum": [1, 2]}}, "required": ["é"]}
+    schema |= {"additionalProperties": False}
+    structure = {"begin": "\nx = ", "schema": schema, "end": ";"}
+    tag = {"type": "structural_tag", "structures": [structure], "triggers": ["\n"]}
+    how = {"temperature": 1.0, "seed": 1, "n": 4, "max_tokens": 60, "response_format": tag}
+    texts = [choice["message"]["content"] for choice in chat(server, **how)["choices"]]
+    choices = server.post("/v1/completions", {**PROMPT, **how}).json()["choices"]
+    texts += [choice["text"] for choice in choices]
+    params = {"n": 4, "max_new_tokens": 60, "structural_tag": json.dumps(tag)}
+    outputs = server.post("/generate", {"text": "x = ", "sampling_params": params}).json()
+    texts += [output["text"] for output in outputs]
+    num_checked = 0
+    for text in texts:
+        _, trigger, rest = text.partition("\n")
+        while trigger and ";" in rest:  # else the output may be cut within
+            assert rest.startswith("x = ")
+            value, end = json.JSONDecoder().raw_decode(rest, len("x = "))
+            jsonschema_rs.Draft202012Validator(schema).validate(value)
+            assert rest[end] == ";"
+            _, trigger, rest = rest[end:].partition("\n")
+            num_checked += 1
+    assert num_checked > 5
+
+
 def test_a_format_that_cannot_be_kept_is_400_with_the_reason(server: RunningServer) -> None:
     schema = {"type": "array", "uniqueItems": True}
     wanted = {"type": "json_schema", "json_schema": {"name": "p", "schema": schema}}

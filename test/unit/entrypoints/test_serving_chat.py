@@ -243,7 +243,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("temperature", {"temperature": -1}),
     ("seed", {"seed": "x"}),
     ("n", {"n": 99}),
-    ("response_format.type", {"response_format": {"type": "structural_tag"}}),
+    ("response_format.type", {"response_format": {"type": "xml"}}),
     (
         "response_format.json_schema.schema",
         {"response_format": {"type": "json_schema", "json_schema": {}}},
@@ -365,12 +365,16 @@ def test_formats_are_schemas_and_regex_and_ebnf_are_taken(
     assert chat(tokenizer, plain, response_format={"type": "text"}).params.grammar is None
     assert chat(tokenizer, plain, regex="a+").params.regex == "a+"
     assert chat(tokenizer, plain, ebnf="root ::= [a]").params.ebnf == "root ::= [a]"
+    tag = {"type": "structural_tag", "structures": [], "triggers": ["<é"]}
+    params = chat(tokenizer, plain, response_format=tag).params
+    assert json.loads(params.structural_tag) == tag
+    assert params.json_schema is None
 
 
 def test_a_format_leaves_no_room_for_calls(tokenizer: Tokenizer, qwen: ChatSettings) -> None:
     wanted = {"response_format": {"type": "json_object"}}
     refused(tokenizer, qwen, "response_format", "tool_choice", **TOOLS, **wanted)
-    for name in ("json_schema", "regex", "ebnf"):
+    for name in ("json_schema", "regex", "ebnf", "structural_tag"):
         refused(tokenizer, qwen, name, "tool_choice", **TOOLS, **{name: "{}"})
         refused(tokenizer, qwen, "response_format", f"beside {name}", **wanted, **{name: "{}"})
     found = chat(tokenizer, qwen, "{}", **TOOLS, tool_choice="none", **wanted)

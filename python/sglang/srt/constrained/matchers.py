@@ -6,10 +6,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, regex_to_lark
 
-from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, Grammar
+from sglang.srt.constrained.structural_tags import (
+    SpecialTokens,
+    StructuralTagError,
+    TagGrammar,
+    tag_grammar,
+)
+from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, STRUCTURAL_TAG, Grammar
 
 BYTES_OF_ENTRY = 4  # of a bitmask
 NUM_CHECKED_TOKENS, NUM_TIMED_WALKS = 4, 2
@@ -142,12 +149,13 @@ class GrammarCompiler:
             raise GrammarError(f"the tokenizer cannot be used: {one_line(str(error))}") from None
         num_bytes = -(-vocab_size // 32) * BYTES_OF_ENTRY
         self._everything = b"\xff" * num_bytes
-        ends = set(eos_token_ids) or {self._tokenizer.eos_token}
+        self._ends = ends = frozenset(eos_token_ids) or frozenset((self._tokenizer.eos_token,))
         self._nothing_more = bytes(
             sum(1 << bit for bit in range(8) if 8 * place + bit in ends)
             for place in range(num_bytes)
         )
         self._never_allowed = [token for token in never_allowed if token < vocab_size]
+        self._special: SpecialTokens | None = None
 
     def compile(self, grammar: Grammar) -> Matcher:
         """The matcher of an empty output.
@@ -155,8 +163,36 @@ class GrammarCompiler:
         Raises:
             GrammarError: if the text is none, or asks for what is not there.
         """
-        matcher = LLMatcher(self._tokenizer, _to_llguidance(grammar), log_level=0, limits=LIMITS)
+        if grammar.kind != STRUCTURAL_TAG:
+            return self._matcher(_to_llguidance(grammar))
+        found = _tag_grammar(grammar.text, self._special_tokens())
+        try:
+            return self._matcher(LLMatcher.grammar_from_lark(found.lark))
+        except GrammarError:
+            self._refuse_schemas(found)
+            raise
+
+    def _matcher(self, grammar: str) -> Matcher:
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         return Matcher(matcher, self._nothing_more, self._everything, self._never_allowed)
+
+    def _refuse_schemas(self, found: TagGrammar) -> None:
+        """Raises GrammarError with the place of the first schema that cannot be used alone."""
+        for place, schema in found.schemas:
+            try:
+                self._matcher(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+            except GrammarError as error:
+                raise GrammarError(one_line(f"{place}: {error}")) from None
+
+    def _special_tokens(self) -> SpecialTokens:
+        """Those of the tokenizer; looked for once."""
+        if self._special is None:
+            tokenizer = self._tokenizer
+            ids = (i for i in range(tokenizer.vocab_size) if tokenizer.is_special_token(i))
+            named = {tokenizer.decode_str([i]): i for i in ids}
+            named.pop("", None)
+            self._special = SpecialTokens(named, self._ends)
+        return self._special
 
     def check(self, grammar: Grammar) -> None:
         """Compiles a grammar and walks a few tokens along, twice: some are too large only then, and
@@ -187,13 +223,24 @@ class GrammarCompiler:
         return 1e3 * most_s
 
 
+def _read_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise GrammarError("is not JSON, or is nested too deeply") from None
+
+
+def _tag_grammar(text: str, special: SpecialTokens) -> TagGrammar:
+    try:
+        return tag_grammar(_read_json(text), special, JSON_WHITESPACE)
+    except (StructuralTagError, RecursionError) as error:
+        raise GrammarError(one_line(str(error))) from None
+
+
 def _to_llguidance(grammar: Grammar) -> str:
     """The grammar in the library's own form."""
     if grammar.kind == JSON_SCHEMA:
-        try:
-            schema = json.loads(grammar.text)
-        except (ValueError, RecursionError):
-            raise GrammarError("is not JSON, or is nested too deeply") from None
+        schema = _read_json(grammar.text)
         if schema is False or not isinstance(schema, dict | bool):
             raise GrammarError("must be an object, or true; no text is of the schema false")
         text = "{}" if schema is True else grammar.text
