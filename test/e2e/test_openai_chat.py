@@ -132,6 +132,59 @@ def test_structural_tags_are_kept_in_chats_completions_and_generate(server: Runn
     assert num_checked > 5
 
 
+DAY = {"type": "object", "properties": {"day": {"enum": ["é", "Monday"]}}, "required": ["day"]}
+DAY |= {"additionalProperties": False}
+FUNCTIONS = {"weather": PERSON, "calendar": DAY}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+    for name, schema in FUNCTIONS.items()
+]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_call_that_must_be_is_one_of_its_schema(server: RunningServer, streams: bool) -> None:
+    named = {"type": "function", "function": {"name": "calendar"}}
+    how = {"tools": TOOLS, "max_tokens": 400, "temperature": 1.0, "n": 4, "ignore_eos": False}
+    called = set()
+    for choice, single in (("required", True), ("required", False), (named, True)):
+        parallel = choice == named or not single
+        body = {**how, "tool_choice": choice, "parallel_tool_calls": parallel, "seed": 5}
+        calls: dict[int, list[Any]] = {}
+        if streams:
+            for chunk in stream(server, **body)[:-1]:
+                (part,) = chunk["choices"]
+                assert not (single and part["delta"].get("content"))
+                calls.setdefault(part["index"], []).extend(part["delta"].get("tool_calls") or [])
+        else:
+            for part in chat(server, **body)["choices"]:
+                is_cut = part["finish_reason"] == "length" and not single
+                assert is_cut or part["message"]["content"] is None
+                assert is_cut or part["finish_reason"] == "tool_calls"
+                calls[part["index"]] = part["message"]["tool_calls"]
+        assert len(calls) == 4
+        for found in calls.values():
+            assert len(found) == 1 if single else found
+            for call in found:
+                function = call["function"]
+                schema = jsonschema_rs.Draft202012Validator(FUNCTIONS[function["name"]])
+                schema.validate(json.loads(function["arguments"]))
+                called.add(function["name"])
+                assert choice != named or function["name"] == "calendar"
+    assert called == {"weather", "calendar"}
+
+
+def test_functions_whose_schema_cannot_be_kept_are_named(server: RunningServer) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "not": {}}}
+    tools = [*TOOLS, {"type": "function", "function": function}]
+    body = {"messages": MESSAGES, "tools": tools, "tool_choice": "required"}
+    response = server.post("/v1/chat/completions", body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "tools[2].function.parameters"
+    assert "not" in error["message"]
+    assert chat(server, **{**body, "tool_choice": "none"})
+
+
 def test_a_format_that_cannot_be_kept_is_400_with_the_reason(server: RunningServer) -> None:
     schema = {"type": "array", "uniqueItems": True}
     wanted = {"type": "json_schema", "json_schema": {"name": "p", "schema": schema}}

@@ -6,45 +6,14 @@ import itertools
 import random
 import re
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as RawTokenizer
 
-from grammar_cases import DEMO, DEMO_EOS, matches_schema, structural_tag
-from sglang.srt.constrained.matchers import GrammarCompiler, GrammarError, Matcher, is_set
+from grammar_cases import matches_schema, structural_tag
+from marked_texts import COMPILER, takes
+from sglang.srt.constrained.matchers import GrammarError
 from sglang.srt.sampling.grammar import STRUCTURAL_TAG, Grammar
-from sglang.srt.tokenizer import read_tokenizer_json
-
-
-def make_tokenizer() -> RawTokenizer:
-    """The demo model's, with marks as models for chats have them: some special, some not."""
-    tokenizer = RawTokenizer.from_str(read_tokenizer_json(DEMO))
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("<call>", "<think>")])
-    tokenizer.add_special_tokens([AddedToken("[CALLS]", normalized=False)])
-    return tokenizer
-
-
-TOKENIZER = make_tokenizer()
-COMPILER = GrammarCompiler(TOKENIZER.to_str(), TOKENIZER.get_vocab_size(), [DEMO_EOS])
-
-
-@cache
-def compiled(grammar: Grammar) -> Matcher:
-    return COMPILER.compile(grammar)
-
-
-def takes(grammar: Grammar, text: str) -> bool:
-    """Whether a text is a whole output."""
-    matcher = compiled(grammar).copy()
-    for token in TOKENIZER.encode(text, add_special_tokens=False).ids:
-        if not is_set(matcher.masks(), token):
-            return False
-        matcher.consume([token])
-    return is_set(matcher.masks(), DEMO_EOS)
-
 
 Structure = tuple[str, dict[str, Any], str]
 NUMBER, WORD = {"type": "integer", "minimum": 0}, {"enum": ["a", "</f>"]}

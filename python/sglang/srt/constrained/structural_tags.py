@@ -17,6 +17,9 @@ from sglang.srt.sampling.grammar import STRUCTURAL_TAG
 MAX_DEPTH = 16  # of formats within formats
 MAX_NAME_CHARS = 40  # of an unknown field, in a message
 ANYTHING = "(?s:.*)"
+# Otherwise text that must come is given as the tokenizer divides it, in special tokens too, which
+# are no text within a JSON string.
+OPTIONS = '%llguidance {"no_forcing": true}'
 TYPE_NAMES = {str: "a text", dict: "an object", list: "a list", bool: "true or false"}
 
 
@@ -81,7 +84,8 @@ def tag_grammar(value: Any, special: SpecialTokens, white_space: str) -> TagGram
         tags = [_tag_of_structure(entry) for entry in whole.entries("structures")]
         whole.refuse_others()
         start = writer.triggered(whole, tags, _Number(False, False))
-    return TagGrammar("\n".join([f"start: {start}", *writer.rules]), writer.schemas)
+    lark = "\n".join([OPTIONS, f"start: {start}", *writer.rules])
+    return TagGrammar(lark, writer.schemas)
 
 
 class _Entry:

@@ -148,10 +148,13 @@ class ChatCompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
         return self.add_generation_prompt
 
 
-def to_generate_body(request: ChatCompletionRequest, shows_special: bool) -> dict[str, Any]:
+def to_generate_body(
+    request: ChatCompletionRequest, shows_special: bool, calls: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """The body of `/generate` that a chat is, with a prompt that stands for the real one.
 
     Args:
+        calls: the structural tag that holds calls of functions.
         shows_special: special tokens are needed in the text, whatever the client says.
     """
     body = common_body(request)
@@ -159,6 +162,8 @@ def to_generate_body(request: ChatCompletionRequest, shows_special: bool) -> dic
     params.pop("max_new_tokens", None)
     if request.max_new_tokens is not None:
         params["max_new_tokens"] = request.max_new_tokens
+    if calls is not None:
+        params[STRUCTURAL_TAG] = msgspec.json.encode(calls).decode()
     if shows_special:
         params["skip_special_tokens"] = False
     body["input_ids"] = [request.input_ids or [0]]
