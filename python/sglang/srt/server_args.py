@@ -59,6 +59,9 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     chat_template: str | None = flag(
         None, "File with the Jinja template of chats; default: the model's own."
     )
+    hf_chat_template_name: str | None = flag(
+        None, "Which of the model's named chat templates all chats get; default: by their tools."
+    )
     default_chat_template_kwargs: str | None = flag(
         None,
         "JSON object of variables for the chat template, where a chat's chat_template_kwargs do"

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -625,6 +626,18 @@ def test_a_chat_s_variables_go_before_the_server_s(
     wanted = {"enable_thinking": True}
     assert not chat(tokenizer, off, chat_template_kwargs=wanted).prompt.endswith(ending)
     assert not chat(tokenizer, qwen).prompt.endswith(ending)
+
+
+def test_the_flag_for_a_named_template_chooses_of_the_model_s(tmp_path: Path) -> None:
+    model = make_model_dir(tmp_path / "model")
+    (model / "chat_templates").mkdir()
+    (model / "chat_templates" / "rag.jinja").write_text("of rag")
+    args = ServerArgs(model_path=str(model), hf_chat_template_name="rag")
+    assert chat_settings_of(args).templates.reads("rag", has_tools=True)
+    own = str(model / "chat_templates" / "rag.jinja")
+    for changes in ({"hf_chat_template_name": "x"}, {"chat_template": own}):
+        with pytest.raises(LaunchError, match=r"^--hf-chat-template-name: "):
+            chat_settings_of(dataclasses.replace(args, **changes))
 
 
 def test_the_flag_for_variables_is_a_json_object() -> None:
