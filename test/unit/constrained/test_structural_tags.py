@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import re
 from collections.abc import Iterator
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 
 from grammar_cases import matches_schema, structural_tag
-from marked_texts import COMPILER, takes
+from marked_texts import COMPILER, random_text, takes
 from sglang.srt.constrained.matchers import GrammarError
-from sglang.srt.sampling.grammar import STRUCTURAL_TAG, Grammar
+from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, REGEX, STRUCTURAL_TAG, Grammar
 
 Structure = tuple[str, dict[str, Any], str]
 NUMBER, WORD = {"type": "integer", "minimum": 0}, {"enum": ["a", "</f>"]}
@@ -26,8 +27,8 @@ def is_tagged(text: str, structures: list[Structure], triggers: list[str]) -> bo
     if not starts:
         return True
     rest = text[min(starts) :]
-    for begin, schema, end in structures:
-        is_match = matches_schema(schema)
+    for begin, wanted, end in structures:
+        is_match = matches_schema(wanted)
         for size in range(len(rest) + 1):
             body = rest[len(begin) : size - len(end)]
             is_one = rest[:size] == begin + body + end and body == body.strip()
@@ -149,6 +150,21 @@ def test_formats_may_stand_in_each_other() -> None:
         assert takes(grammar, text)
     for text in ("", "<call>say 5}", "say null", "<call>say null null"):
         assert not takes(grammar, text)
+
+
+@pytest.mark.parametrize("text", ["<call>", "a[CALLS]b", "</tool_call>"])
+def test_json_may_have_texts_that_spell_special_tokens(text: str) -> None:
+    """In ordinary tokens: a special one is no text."""
+    grammars = [
+        Grammar(JSON_SCHEMA, json.dumps({"const": {text: [text]}})),
+        structural_tag({"format": {"type": "json_schema", "json_schema": {"const": [text]}}}),
+        Grammar(REGEX, f"{re.escape(text)}!"),
+        Grammar(EBNF, f'root ::= "{text}" "!"'),
+    ]
+    for grammar in grammars:
+        COMPILER.check(grammar)
+        for seed in range(5):
+            assert text in (random_text(grammar, seed) or "")
 
 
 NUMBER_FORM = {"type": "json_schema", "json_schema": NUMBER}

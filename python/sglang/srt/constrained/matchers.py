@@ -14,6 +14,7 @@ from sglang.srt.constrained.structural_tags import (
     SpecialTokens,
     StructuralTagError,
     TagGrammar,
+    json_rule,
     tag_grammar,
 )
 from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, STRUCTURAL_TAG, Grammar
@@ -26,6 +27,9 @@ ERROR_LINE = "error: "
 NO_TEXT = "NoExtension"  # as the library calls it
 # Between two parts of a JSON text. Without a bound a weak model may write spaces to the end.
 JSON_WHITESPACE = r"[ \t\n\r]{0,32}"
+# Text that must come is given as the tokenizer divides it, which is shorter, but in special tokens
+# too, which are no text. This leaves the model to divide it.
+NO_FORCING = '%llguidance {"no_forcing": true}'
 LIMITS = LLParserLimits(verbose_errors=False)
 # For one mask, once the lexer has seen such text: a step waits for those of all its requests. Some
 # tenths of a millisecond are usual.
@@ -164,15 +168,18 @@ class GrammarCompiler:
             GrammarError: if the text is none, or asks for what is not there.
         """
         if grammar.kind != STRUCTURAL_TAG:
-            return self._matcher(_to_llguidance(grammar))
+            return self._matcher(_to_lark(grammar))
         found = _tag_grammar(grammar.text, self._special_tokens())
         try:
-            return self._matcher(LLMatcher.grammar_from_lark(found.lark))
+            return self._matcher(found.lark)
         except GrammarError:
             self._refuse_schemas(found)
             raise
 
-    def _matcher(self, grammar: str) -> Matcher:
+    def _matcher(self, lark: str) -> Matcher:
+        if self._special_tokens().may_be_spelled(lark):
+            lark = f"{lark}\n{NO_FORCING}\n"
+        grammar = LLMatcher.grammar_from_lark(lark)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         return Matcher(matcher, self._nothing_more, self._everything, self._never_allowed)
 
@@ -180,7 +187,7 @@ class GrammarCompiler:
         """Raises GrammarError with the place of the first schema that cannot be used alone."""
         for place, schema in found.schemas:
             try:
-                self._matcher(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+                self._matcher(f"start: {json_rule(schema, JSON_WHITESPACE)}")
             except GrammarError as error:
                 raise GrammarError(one_line(f"{place}: {error}")) from None
 
@@ -237,25 +244,19 @@ def _tag_grammar(text: str, special: SpecialTokens) -> TagGrammar:
         raise GrammarError(one_line(str(error))) from None
 
 
-def _to_llguidance(grammar: Grammar) -> str:
-    """The grammar in the library's own form."""
+def _to_lark(grammar: Grammar) -> str:
+    """The grammar in the library's form of Lark."""
     if grammar.kind == JSON_SCHEMA:
         schema = _read_json(grammar.text)
         if schema is False or not isinstance(schema, dict | bool):
             raise GrammarError("must be an object, or true; no text is of the schema false")
-        text = "{}" if schema is True else grammar.text
-        try:
-            return LLMatcher.grammar_from_json_schema(
-                text, overrides={"whitespace_pattern": JSON_WHITESPACE}
-            )
-        except ValueError as error:
-            raise GrammarError(one_line(str(error))) from None
+        return f"start: {json_rule(schema, JSON_WHITESPACE)}"
     if grammar.kind == EBNF:
         try:
             return grammar_from("ebnf", grammar.text)
         except (ValueError, IndexError, RecursionError) as error:
             raise GrammarError(one_line(str(error))) from None
-    return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, ASCII_CLASSES)}/")
+    return f"start: /{regex_to_lark(grammar.text, ASCII_CLASSES)}/"
 
 
 def is_set(mask: bytes, token: int) -> bool:

@@ -17,9 +17,6 @@ from sglang.srt.sampling.grammar import STRUCTURAL_TAG
 MAX_DEPTH = 16  # of formats within formats
 MAX_NAME_CHARS = 40  # of an unknown field, in a message
 ANYTHING = "(?s:.*)"
-# Otherwise text that must come is given as the tokenizer divides it, in special tokens too, which
-# are no text within a JSON string.
-OPTIONS = '%llguidance {"no_forcing": true}'
 TYPE_NAMES = {str: "a text", dict: "an object", list: "a list", bool: "true or false"}
 
 
@@ -47,12 +44,18 @@ class SpecialTokens:
         parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
         return [self.ids.get(part, part) for part in parts if part]
 
+    def may_be_spelled(self, lark: str) -> bool:
+        """Whether a grammar has the text of one, escaped or not."""
+        plain = lark.replace("\\", "")
+        escaped = (json.dumps(name)[1:-1].replace("\\", "") for name in self.ids)
+        return any(name in plain for name in (*self.ids, *escaped))
+
 
 class SchemaPlace(NamedTuple):
     """A JSON schema, and where in the structural tag it is."""
 
     place: str
-    schema: dict[str, Any]
+    schema: dict[str, Any] | bool
 
 
 class TagGrammar(NamedTuple):
@@ -84,8 +87,16 @@ def tag_grammar(value: Any, special: SpecialTokens, white_space: str) -> TagGram
         tags = [_tag_of_structure(entry) for entry in whole.entries("structures")]
         whole.refuse_others()
         start = writer.triggered(whole, tags, _Number(False, False))
-    lark = "\n".join([OPTIONS, f"start: {start}", *writer.rules])
-    return TagGrammar(lark, writer.schemas)
+    return TagGrammar("\n".join([f"start: {start}", *writer.rules]), writer.schemas)
+
+
+def json_rule(schema: dict[str, Any] | bool, white_space: str) -> str:
+    """What matches the JSON of a schema that is not false, in a rule."""
+    given = {} if isinstance(schema, bool) else schema
+    options = given.get("x-guidance", {})
+    if isinstance(options, dict):
+        options = {**options, "whitespace_pattern": white_space}
+    return f"%json {json.dumps({**given, 'x-guidance': options})}"
 
 
 class _Entry:
@@ -281,10 +292,8 @@ class _Writer:
         schema = form.take("json_schema", dict | bool)
         if schema is False:
             raise form.error("json_schema", "must be an object, or true; no text is of false")
-        options = {"x-guidance": {"whitespace_pattern": self._white_space}}
-        whole = {**({} if schema is True else schema), **options}
-        self.schemas.append(SchemaPlace(form.of("json_schema"), whole))
-        return self._rule(f"%json {json.dumps(whole)}")
+        self.schemas.append(SchemaPlace(form.of("json_schema"), schema))
+        return self._rule(json_rule(schema, self._white_space))
 
     def _sequence(self, form: _Entry, depth: int) -> str:
         return " ".join(self._format(item, depth + 1) for item in form.entries("elements"))
