@@ -143,11 +143,16 @@ TOOLS = [
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_call_that_must_be_is_one_of_its_schema(server: RunningServer, streams: bool) -> None:
-    named = {"type": "function", "function": {"name": "calendar"}}
-    how = {"tools": TOOLS, "max_tokens": 400, "temperature": 1.0, "n": 4, "ignore_eos": False}
+    named = [{"type": "function", "function": {"name": name}} for name in FUNCTIONS]
+    how = {"tools": TOOLS, "max_tokens": 600, "temperature": 1.0, "n": 4, "ignore_eos": False}
     called = set()
-    for choice, single in (("required", True), ("required", False), (named, True)):
-        parallel = choice == named or not single
+    for choice, single in (
+        ("required", False),
+        ("required", True),
+        (named[0], True),
+        (named[1], True),
+    ):
+        parallel = choice != "required" or not single
         body = {**how, "tool_choice": choice, "parallel_tool_calls": parallel, "seed": 5}
         calls: dict[int, list[Any]] = {}
         if streams:
@@ -169,7 +174,10 @@ def test_a_call_that_must_be_is_one_of_its_schema(server: RunningServer, streams
                 schema = jsonschema_rs.Draft202012Validator(FUNCTIONS[function["name"]])
                 schema.validate(json.loads(function["arguments"]))
                 called.add(function["name"])
-                assert choice != named or function["name"] == "calendar"
+                assert choice in (
+                    "required",
+                    {"type": "function", "function": {"name": function["name"]}},
+                )
     assert called == {"weather", "calendar"}
 
 
