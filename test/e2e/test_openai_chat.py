@@ -106,6 +106,93 @@ def test_a_json_object_is_one_if_it_ends(server: RunningServer) -> None:
     assert all(isinstance(value, dict) for value in found)
 
 
+def test_structural_tags_are_kept_in_chats_completions_and_generate(server: RunningServer) -> None:
+    """The end of a line is the trigger: behind each that is free the form stands."""
+    schema = {"type": "object", "properties": {"é": {"enum": [1, 2]}}, "required": ["é"]}
+    schema |= {"additionalProperties": False}
+    structure = {"begin": "\nx = ", "schema": schema, "end": ";"}
+    tag = {"type": "structural_tag", "structures": [structure], "triggers": ["\n"]}
+    how = {"temperature": 1.0, "seed": 1, "n": 4, "max_tokens": 60, "response_format": tag}
+    texts = [choice["message"]["content"] for choice in chat(server, **how)["choices"]]
+    choices = server.post("/v1/completions", {**PROMPT, **how}).json()["choices"]
+    texts += [choice["text"] for choice in choices]
+    params = {"n": 4, "max_new_tokens": 60, "structural_tag": json.dumps(tag)}
+    outputs = server.post("/generate", {"text": "x = ", "sampling_params": params}).json()
+    texts += [output["text"] for output in outputs]
+    num_checked = 0
+    for text in texts:
+        _, trigger, rest = text.partition("\n")
+        while trigger and ";" in rest:  # else the output may be cut within
+            assert rest.startswith("x = ")
+            value, end = json.JSONDecoder().raw_decode(rest, len("x = "))
+            jsonschema_rs.Draft202012Validator(schema).validate(value)
+            assert rest[end] == ";"
+            _, trigger, rest = rest[end:].partition("\n")
+            num_checked += 1
+    assert num_checked > 5
+
+
+DAY = {"type": "object", "properties": {"day": {"enum": ["é", "Monday"]}}, "required": ["day"]}
+DAY |= {"additionalProperties": False}
+FUNCTIONS = {"weather": PERSON, "calendar": DAY}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+    for name, schema in FUNCTIONS.items()
+]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_call_that_must_be_is_one_of_its_schema(server: RunningServer, streams: bool) -> None:
+    named = [{"type": "function", "function": {"name": name}} for name in FUNCTIONS]
+    how = {"tools": TOOLS, "max_tokens": 600, "temperature": 1.0, "n": 4, "ignore_eos": False}
+    called = set()
+    for choice, single in (
+        ("required", False),
+        ("required", True),
+        (named[0], True),
+        (named[1], True),
+    ):
+        parallel = choice != "required" or not single
+        body = {**how, "tool_choice": choice, "parallel_tool_calls": parallel, "seed": 5}
+        calls: dict[int, list[Any]] = {}
+        if streams:
+            for chunk in stream(server, **body)[:-1]:
+                (part,) = chunk["choices"]
+                assert not (single and part["delta"].get("content"))
+                calls.setdefault(part["index"], []).extend(part["delta"].get("tool_calls") or [])
+        else:
+            for part in chat(server, **body)["choices"]:
+                is_cut = part["finish_reason"] == "length" and not single
+                assert is_cut or part["message"]["content"] is None
+                assert is_cut or part["finish_reason"] == "tool_calls"
+                calls[part["index"]] = part["message"]["tool_calls"]
+        assert len(calls) == 4
+        for found in calls.values():
+            assert len(found) == 1 if single else found
+            for call in found:
+                function = call["function"]
+                schema = jsonschema_rs.Draft202012Validator(FUNCTIONS[function["name"]])
+                schema.validate(json.loads(function["arguments"]))
+                called.add(function["name"])
+                assert choice in (
+                    "required",
+                    {"type": "function", "function": {"name": function["name"]}},
+                )
+    assert called == {"weather", "calendar"}
+
+
+def test_functions_whose_schema_cannot_be_kept_are_named(server: RunningServer) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "not": {}}}
+    tools = [*TOOLS, {"type": "function", "function": function}]
+    body = {"messages": MESSAGES, "tools": tools, "tool_choice": "required"}
+    response = server.post("/v1/chat/completions", body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "tools[2].function.parameters"
+    assert "not" in error["message"]
+    assert chat(server, **{**body, "tool_choice": "none"})
+
+
 def test_a_format_that_cannot_be_kept_is_400_with_the_reason(server: RunningServer) -> None:
     schema = {"type": "array", "uniqueItems": True}
     wanted = {"type": "json_schema", "json_schema": {"name": "p", "schema": schema}}

@@ -11,7 +11,7 @@ import jsonschema_rs
 
 from sglang.srt.constrained.grammar_messages import GrammarSetup
 from sglang.srt.model_config import resolve_model_path
-from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, REGEX, Grammar
+from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, REGEX, STRUCTURAL_TAG, Grammar
 
 DEMO = resolve_model_path("demo")
 DEMO_VOCAB_SIZE, DEMO_EOS, DEMO_MASK = 4096, 1, 2
@@ -41,9 +41,20 @@ def schema(value: Any) -> Grammar:
     return Grammar(JSON_SCHEMA, json.dumps(value))
 
 
+def structural_tag(value: Any) -> Grammar:
+    return Grammar(STRUCTURAL_TAG, json.dumps({"type": STRUCTURAL_TAG, **value}))
+
+
 def matches_schema(value: dict[str, Any]) -> Callable[[str], bool]:
     validator = jsonschema_rs.Draft202012Validator(value)
-    return lambda text: validator.is_valid(json.loads(text))
+
+    def is_match(text: str) -> bool:
+        try:
+            return validator.is_valid(json.loads(text))
+        except ValueError:
+            return False
+
+    return is_match
 
 
 def full_match(pattern: str) -> Callable[[str], bool]:

@@ -10,9 +10,15 @@ from code_shape import PACKAGE, imported_names, module_name, only_gives_names, p
 
 PATHS = {
     "sglang": ("Engine",),
-    "sglang.srt.entrypoints.engine": ("Engine",),
+    "sglang.srt.entrypoints.engine": ("Engine", "_launch_subprocesses"),
     "sglang.srt.entrypoints.EngineBase": ("EngineBase",),
-    "sglang.srt.entrypoints.http_server": ("launch_server",),
+    "sglang.srt.entrypoints.http_server": (
+        "ServerArgs",
+        "_GlobalState",
+        "app",
+        "launch_server",
+        "set_global_state",
+    ),
     "sglang.srt.entrypoints.http_server_engine": (
         "HttpServerEngineAdapter",
         "launch_server_process",
@@ -29,6 +35,8 @@ PATHS = {
         "GenerateReqInput",
         "InitWeightsUpdateGroupReqInput",
         "PauseGenerationReqInput",
+        "ReleaseMemoryOccupationReqInput",
+        "ResumeMemoryOccupationReqInput",
         "TokenizedGenerateReqInput",
         "UpdateWeightFromDiskReqInput",
         "UpdateWeightsFromDistributedReqInput",
@@ -37,7 +45,7 @@ PATHS = {
     "sglang.srt.managers.schedule_batch": ("Req",),
     "sglang.srt.managers.schedule_policy": (),
     "sglang.srt.managers.scheduler": ("Scheduler",),
-    "sglang.srt.managers.tokenizer_manager": ("TokenizerManager",),
+    "sglang.srt.managers.tokenizer_manager": ("ServerStatus", "TokenizerManager"),
     "sglang.srt.managers.tp_worker": ("TpModelWorker",),
     "sglang.srt.mem_cache.allocator": (),
     "sglang.srt.mem_cache.base_prefix_cache": (),
@@ -50,6 +58,7 @@ PATHS = {
     "sglang.srt.server_args": ("ServerArgs",),
     "sglang.srt.utils": ("MultiprocessingSerializer", "get_open_port", "kill_process_tree"),
     "sglang.srt.utils.common": ("get_ip", "is_cuda"),
+    "sglang.srt.weight_sync.utils": ("update_weights",),
     "sglang.utils": ("print_highlight", "terminate_process", "wait_for_server"),
 }
 

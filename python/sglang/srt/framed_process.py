@@ -201,24 +201,38 @@ class ProcessPool(Generic[P]):
         self._idle: list[P] = []
         self._turns = asyncio.Semaphore(max_processes)
 
-    async def call(self, work: Callable[[P], T]) -> T:
-        """What `work` gives, in a thread. A caller that is cancelled ends the process at work."""
-        async with self._turns:
-            process = self._idle.pop() if self._idle else None
-            if process is None or not process.is_alive:
-                process = self._start()
-            working = asyncio.create_task(asyncio.to_thread(work, process))
-            try:
-                return await asyncio.shield(working)
-            except asyncio.CancelledError:
-                process.end()  # so the thread ends too
-                await asyncio.gather(working, return_exceptions=True)
-                raise
-            finally:
-                if process.is_alive:
-                    self._idle.append(process)
-                else:
-                    process.close()
+    async def call(self, work: Callable[[P], T], max_wait_s: float | None = None) -> T:
+        """What `work` gives, in a thread. A caller that is cancelled ends the process at work.
+
+        Args:
+            max_wait_s: for a process that is free; None for any time.
+
+        Raises:
+            TimeoutError: if none is by then.
+        """
+        async with asyncio.timeout(max_wait_s):
+            await self._turns.acquire()
+        try:
+            return await self._call(work)
+        finally:
+            self._turns.release()
+
+    async def _call(self, work: Callable[[P], T]) -> T:
+        process = self._idle.pop() if self._idle else None
+        if process is None or not process.is_alive:
+            process = self._start()
+        working = asyncio.create_task(asyncio.to_thread(work, process))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            process.end()  # so the thread ends too
+            await asyncio.gather(working, return_exceptions=True)
+            raise
+        finally:
+            if process.is_alive:
+                self._idle.append(process)
+            else:
+                process.close()
 
     def close(self) -> None:
         """Ends the processes that wait for a call."""

@@ -59,6 +59,9 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     chat_template: str | None = flag(
         None, "File with the Jinja template of chats; default: the model's own."
     )
+    hf_chat_template_name: str | None = flag(
+        None, "Which of the model's named chat templates all chats get; default: by their tools."
+    )
     default_chat_template_kwargs: str | None = flag(
         None,
         "JSON object of variables for the chat template, where a chat's chat_template_kwargs do"
@@ -76,7 +79,8 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     )
     grammar_backend: str = flag(
         "llguidance",
-        "What keeps outputs to a `json_schema`, `regex` or `ebnf`; `none` refuses such requests.",
+        "What keeps outputs to a `json_schema`, `regex`, `ebnf` or `structural_tag`; `none` refuses"
+        " such requests.",
         choices=("llguidance", "none"),
     )
     load_format: str = flag(
@@ -276,7 +280,7 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     max_n: int = flag(128, "Samples per prompt (`n`) at most.")
     max_stop_strings: int = flag(32, "Entries of `stop`, and of `stop_token_ids`, at most.")
     max_stop_regex_bytes: int = flag(256, "Bytes of one `stop_regex` at most.")
-    max_grammar_bytes: int = flag(65_536, "Bytes of a `json_schema`, `regex` or `ebnf` at most.")
+    max_grammar_bytes: int = flag(65_536, "Bytes of a `json_schema` or another grammar at most.")
     max_logit_bias: int = flag(1024, "Entries of `logit_bias` at most.")
     max_label_chars: int = flag(256, "Characters of `rid`, and of a custom label, at most.")
     max_custom_labels: int = flag(32, "Entries of `custom_labels` at most.")

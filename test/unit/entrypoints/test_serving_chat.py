@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -243,7 +244,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("temperature", {"temperature": -1}),
     ("seed", {"seed": "x"}),
     ("n", {"n": 99}),
-    ("response_format.type", {"response_format": {"type": "structural_tag"}}),
+    ("response_format.type", {"response_format": {"type": "xml"}}),
     (
         "response_format.json_schema.schema",
         {"response_format": {"type": "json_schema", "json_schema": {}}},
@@ -261,10 +262,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("tools", {"tools": [TOOL]}),  # this server has no parser
     ("tools[0]", {"tools": [{"type": "function"}]}),
     ("tools[0].function.name", {"tools": [{"type": "function", "function": {"name": "a b"}}]}),
-    (
-        "tools[0].function.strict",
-        {"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]},
-    ),
+    ("tools[0].function.strict", {"tools": [{**SMALL, "function": {"name": "a", "strict": 1}}]}),
     ("tool_choice", {"tool_choice": "required"}),
     ("tool_choice", {"tool_choice": "any", "tools": [TOOL]}),
     (
@@ -365,12 +363,16 @@ def test_formats_are_schemas_and_regex_and_ebnf_are_taken(
     assert chat(tokenizer, plain, response_format={"type": "text"}).params.grammar is None
     assert chat(tokenizer, plain, regex="a+").params.regex == "a+"
     assert chat(tokenizer, plain, ebnf="root ::= [a]").params.ebnf == "root ::= [a]"
+    tag = {"type": "structural_tag", "structures": [], "triggers": ["<é"]}
+    params = chat(tokenizer, plain, response_format=tag).params
+    assert json.loads(params.structural_tag) == tag
+    assert params.json_schema is None
 
 
 def test_a_format_leaves_no_room_for_calls(tokenizer: Tokenizer, qwen: ChatSettings) -> None:
     wanted = {"response_format": {"type": "json_object"}}
     refused(tokenizer, qwen, "response_format", "tool_choice", **TOOLS, **wanted)
-    for name in ("json_schema", "regex", "ebnf"):
+    for name in ("json_schema", "regex", "ebnf", "structural_tag"):
         refused(tokenizer, qwen, name, "tool_choice", **TOOLS, **{name: "{}"})
         refused(tokenizer, qwen, "response_format", f"beside {name}", **wanted, **{name: "{}"})
     found = chat(tokenizer, qwen, "{}", **TOOLS, tool_choice="none", **wanted)
@@ -430,20 +432,79 @@ def test_broken_calls_are_content(tokenizer: Tokenizer, qwen: ChatSettings) -> N
     assert (message["content"], message["tool_calls"]) == (text, None)
 
 
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+def tag_of(chat: Chat) -> Any:
+    return json.loads(chat.params.structural_tag)["format"]
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_call_that_must_be_is_held_by_a_grammar(tokenizer: Tokenizer, choice: Any) -> None:
+    settings = settings_of(PLAIN, "qwen25")
+    schema = {"properties": {"city": {"type": "string"}}, "required": ["city"]}
+    other = {"type": "function", "function": {"name": "time", "strict": True}}
+    weather = {"name": "weather", "parameters": schema}
+    tools = [{"type": "function", "function": weather}, other]
+    body = {"tools": tools, "tool_choice": choice, "max_tokens": 10}
+    found = chat(tokenizer, settings, CALL_TEXT, **body)
+    assert found.prompt == chat(tokenizer, settings, **body | {"tool_choice": "auto"}).prompt
+    (call,) = found.choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "é"}
+    form = tag_of(found)
+    schemas = [tag["content"]["json_schema"] for tag in form["tags"]]
+    nothing = {"type": "object", "additionalProperties": False}
+    assert schemas == [{**schema, "type": "object"}, nothing][: 2 if choice == "required" else 1]
+    assert form["stop_after_first"] is (choice == NAMED)
+    single = chat(tokenizer, settings, CALL_TEXT, **body, parallel_tool_calls=False)
+    assert tag_of(single)["stop_after_first"]
+    settings.templates.close()
+
+
+def test_strict_functions_are_held_where_the_model_may_choose(
+    tokenizer: Tokenizer, qwen: ChatSettings
+) -> None:
+    """And reasoning is as free as without them."""
+    function = {"name": "strict", "strict": True, "parameters": {"type": ["object", "null"]}}
+    tools = [SMALL, {"type": "function", "function": function}]
+    found = chat(tokenizer, qwen, OUTPUT, tools=tools, max_tokens=10)
+    form = tag_of(found)
+    assert form["triggers"] == ["<tool_call>"]
+    assert [tag["content"]["json_schema"] for tag in form["tags"]] == [{"type": "object"}] * 2
+    message = found.choice["message"]
+    assert message["reasoning_content"] == "Let me see."
+    assert len(message["tool_calls"]) == 2
+    assert chat(tokenizer, qwen, "Hi", tools=[SMALL]).params.grammar is None
+    assert chat(tokenizer, qwen, "Hi", tools=tools, tool_choice="none").params.grammar is None
+    bare = settings_of(PLAIN, "llama3")
+    refused(tokenizer, bare, "tools[1].function.strict", "required", tools=tools)
+    text = '{"name": "strict", "parameters": {}}'
+    forced = chat(tokenizer, bare, text, tools=tools, tool_choice="required")
+    assert forced.choice["finish_reason"] == "tool_calls"
+    bare.templates.close()
+
+
 @pytest.mark.parametrize(
-    ("choice", "output"),
+    ("field", "match", "body"),
     [
-        ("required", 'weather", "arguments": {"city": "a"}}</tool_call>'),
-        ({"type": "function", "function": {"name": "weather"}}, '{"city": "a"}}</tool_call>'),
+        ("min_tokens", "tool_choice says", {"min_tokens": 2}),
+        ("mtp_enabled", "mtp", {"mtp_enabled": True}),
+        ("tool_choice", "has .* bytes", {"tools": [SMALL] * 900}),
+        ("response_format", "tool_choice", {"response_format": {"type": "json_object"}}),
+        (
+            "tools[0].function.parameters.type",
+            "must be object",
+            {"tools": [{**SMALL, "function": {"name": "f", "parameters": {"type": "string"}}}]},
+        ),
     ],
 )
-def test_a_call_that_must_be_is_begun_in_the_prompt(
-    tokenizer: Tokenizer, qwen: ChatSettings, choice: Any, output: str
+def test_what_is_wrong_with_a_forced_call_is_said_in_the_client_s_terms(
+    tokenizer: Tokenizer, qwen: ChatSettings, field: str, match: str, body: dict[str, Any]
 ) -> None:
-    found = chat(tokenizer, qwen, output, **TOOLS, tool_choice=choice, max_tokens=10)
-    assert '<tool_call>\n{"name": "' in found.prompt[-60:]
-    (call,) = found.choice["message"]["tool_calls"]
-    assert json.loads(call["function"]["arguments"]) == {"city": "a"}
+    with pytest.raises(RequestError, match=match) as caught:
+        chat(tokenizer, qwen, **{**TOOLS, "tool_choice": "required", **body})
+    assert caught.value.field == field
+    assert "structural_tag" not in caught.value.message
 
 
 def test_parallel_calls_can_be_refused(tokenizer: Tokenizer, qwen: ChatSettings) -> None:
@@ -490,8 +551,8 @@ def test_reasoning_that_the_prompt_begins(tokenizer: Tokenizer) -> None:
     settings = settings_of(DEEPSEEK, "qwen25", "qwen3")
     message = chat(tokenizer, settings, "why\n</think>\n\nso").choice["message"]
     assert (message["reasoning_content"], message["content"]) == ("why", "so")
-    found = chat(tokenizer, settings, 'weather"}', **TOOLS, tool_choice="required")
-    assert found.prompt.endswith('<think>\n</think>\n\n<tool_call>\n{"name": "')
+    found = chat(tokenizer, settings, CALL_TEXT, **TOOLS, tool_choice="required")
+    assert found.prompt.endswith("<think>\n</think>\n\n")
     assert found.choice["finish_reason"] == "tool_calls"
     ids = tokenizer.encode("x<think>\n")
     message = chat(tokenizer, settings, "why</think>so", input_ids=ids).choice["message"]
@@ -565,6 +626,18 @@ def test_a_chat_s_variables_go_before_the_server_s(
     wanted = {"enable_thinking": True}
     assert not chat(tokenizer, off, chat_template_kwargs=wanted).prompt.endswith(ending)
     assert not chat(tokenizer, qwen).prompt.endswith(ending)
+
+
+def test_the_flag_for_a_named_template_chooses_of_the_model_s(tmp_path: Path) -> None:
+    model = make_model_dir(tmp_path / "model")
+    (model / "chat_templates").mkdir()
+    (model / "chat_templates" / "rag.jinja").write_text("of rag")
+    args = ServerArgs(model_path=str(model), hf_chat_template_name="rag")
+    assert chat_settings_of(args).templates.reads("rag", has_tools=True)
+    own = str(model / "chat_templates" / "rag.jinja")
+    for changes in ({"hf_chat_template_name": "x"}, {"chat_template": own}):
+        with pytest.raises(LaunchError, match=r"^--hf-chat-template-name: "):
+            chat_settings_of(dataclasses.replace(args, **changes))
 
 
 def test_the_flag_for_variables_is_a_json_object() -> None:

@@ -180,7 +180,8 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     (sampling(json_schema="{}", regex="a"), "sampling_params.regex"),
     (sampling(regex="a", ebnf="b"), "sampling_params.ebnf"),
     (sampling(regex="a", min_new_tokens=1), "sampling_params.min_new_tokens"),
-    (sampling(structural_tag="{}"), "sampling_params.structural_tag"),
+    (sampling(structural_tag={}), "sampling_params.structural_tag"),
+    (sampling(ebnf="a", structural_tag="{}"), "sampling_params.structural_tag"),
     (sampling(beam_width=2), "sampling_params.beam_width"),
     (sampling(mtp_enabled=True), "sampling_params.mtp_enabled"),
 ]

@@ -150,14 +150,6 @@ def test_forms_of_models(name: str, text: str, expected: Parsed | None) -> None:
     assert parse(CALL_FORMATS[name], [text]) == (expected or (text, []))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("only", [None, "now"])
-def test_an_output_that_was_begun_as_a_call_is_one(name: str, only: str | None) -> None:
-    form = CALL_FORMATS[name]
-    rest = f'now", "{form.arguments}": {{"a": 1}}}}' if only is None else '{"a": 1}}'
-    assert parse(form, [form.beginning(only), rest]) == ("", [("now", '{"a": 1}')])
-
-
 def test_calls_beyond_the_last_that_is_wanted_are_dropped() -> None:
     text = written("qwen25", [("now", {}), ("weather", {})], None)
     assert parse(CALL_FORMATS["qwen25"], [text], 1) == ("", [("now", "{}")])

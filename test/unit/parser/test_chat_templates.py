@@ -170,3 +170,17 @@ def test_the_flag_s_file_goes_before_the_model_s(tmp_path: Path) -> None:
     assert find_templates(tmp_path, str(tmp_path / "own.jinja")).templates == {"default": "own"}
     with pytest.raises(TemplateFileError, match=r"none\.jinja cannot be read"):
         find_templates(tmp_path, str(tmp_path / "none.jinja"))
+
+
+def test_one_of_the_model_s_templates_may_be_for_all_chats(tmp_path: Path) -> None:
+    entry = [{"name": name, "template": f"of {name}"} for name in ("default", "tool_use", "rag")]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entry}))
+    files = find_templates(tmp_path, None)
+    assert [files.choose(has_tools) for has_tools in (False, True)] == ["default", "tool_use"]
+    for name in ("rag", "default"):
+        chosen = files.with_only(name)
+        assert [chosen.choose(has_tools) for has_tools in (False, True)] == [name, name]
+    with pytest.raises(TemplateFileError, match="no chat template 'x'; there are: default, rag"):
+        files.with_only("x")
+    with pytest.raises(TemplateFileError, match="the model has no chat template;"):
+        find_templates(tmp_path / "none", None).with_only("default")

@@ -7,12 +7,19 @@ import socket
 import subprocess
 import sys
 from contextlib import closing
+from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from serving_utils import wait_until
 from sglang import utils
+from sglang.srt.entrypoints import engine, http_server
+from sglang.srt.managers import tokenizer_manager
 from sglang.srt.utils import (
     MultiprocessingSerializer,
     assert_pkg_version,
@@ -22,6 +29,8 @@ from sglang.srt.utils import (
     kill_process_tree,
     set_ulimit,
 )
+from sglang.srt.utils.refused_names import RefusedName
+from sglang.srt.weight_sync.utils import _preprocess_tensor_for_update_weights, update_weights
 
 TREE = (
     "import subprocess, sys, time\n"
@@ -123,3 +132,41 @@ def test_a_server_that_ends_or_never_comes_is_noticed() -> None:
     process = utils.execute_shell_command('python -c "raise SystemExit(3)"')
     with pytest.raises(RuntimeError, match="exit code 3"):
         utils.wait_for_server(url, process=process)
+
+
+@pytest.mark.parametrize(
+    ("refused", "name", "remedy"),
+    [
+        (engine._launch_subprocesses, "_launch_subprocesses", "HttpServerEngineAdapter"),
+        (http_server._GlobalState, "_GlobalState", "launch_server"),
+        (http_server.set_global_state, "set_global_state", "launch_server"),
+        (http_server.app, "app", "launch_server"),
+        (tokenizer_manager.ServerStatus, "ServerStatus", "GET /ready"),
+        (update_weights, "update_weights", "Engine.update_weights_from_tensor"),
+    ],
+)
+def test_what_runs_a_server_s_parts_elsewhere_says_what_to_use_instead(
+    refused: RefusedName, name: str, remedy: str
+) -> None:
+    def set_attribute() -> None:
+        refused.warmup_thread_args = ()
+
+    for use in (lambda: refused(server_args=None), lambda: refused.Up, set_attribute):
+        with pytest.raises(NotImplementedError, match=rf"^{name}.* is not here\..*{remedy}"):
+            use()
+    assert name in repr(refused)
+    assert not hasattr(refused, "__wrapped__")
+
+
+def test_a_tensor_that_is_spread_out_is_whole_for_an_update(tmp_path: Path) -> None:
+    plain = torch.arange(6.0)
+    assert _preprocess_tensor_for_update_weights(plain) is plain
+    store = f"file://{tmp_path}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        spread = distribute_tensor(plain, init_device_mesh("cpu", (1,)), [Shard(0)])
+        whole = _preprocess_tensor_for_update_weights(spread)
+    finally:
+        distributed.destroy_process_group()
+    assert type(whole) is torch.Tensor
+    assert torch.equal(whole, plain)

@@ -6,10 +6,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, regex_to_lark
 
-from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, Grammar
+from sglang.srt.constrained.structural_tags import (
+    SpecialTokens,
+    StructuralTagError,
+    TagGrammar,
+    json_rule,
+    tag_grammar,
+)
+from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, STRUCTURAL_TAG, Grammar
 
 BYTES_OF_ENTRY = 4  # of a bitmask
 NUM_CHECKED_TOKENS, NUM_TIMED_WALKS = 4, 2
@@ -19,6 +27,9 @@ ERROR_LINE = "error: "
 NO_TEXT = "NoExtension"  # as the library calls it
 # Between two parts of a JSON text. Without a bound a weak model may write spaces to the end.
 JSON_WHITESPACE = r"[ \t\n\r]{0,32}"
+# Text that must come is given as the tokenizer divides it, which is shorter, but in special tokens
+# too, which are no text. This leaves the model to divide it.
+NO_FORCING = '%llguidance {"no_forcing": true}'
 LIMITS = LLParserLimits(verbose_errors=False)
 # For one mask, once the lexer has seen such text: a step waits for those of all its requests. Some
 # tenths of a millisecond are usual.
@@ -142,12 +153,13 @@ class GrammarCompiler:
             raise GrammarError(f"the tokenizer cannot be used: {one_line(str(error))}") from None
         num_bytes = -(-vocab_size // 32) * BYTES_OF_ENTRY
         self._everything = b"\xff" * num_bytes
-        ends = set(eos_token_ids) or {self._tokenizer.eos_token}
+        self._ends = ends = frozenset(eos_token_ids) or frozenset((self._tokenizer.eos_token,))
         self._nothing_more = bytes(
             sum(1 << bit for bit in range(8) if 8 * place + bit in ends)
             for place in range(num_bytes)
         )
         self._never_allowed = [token for token in never_allowed if token < vocab_size]
+        self._special: SpecialTokens | None = None
 
     def compile(self, grammar: Grammar) -> Matcher:
         """The matcher of an empty output.
@@ -155,8 +167,39 @@ class GrammarCompiler:
         Raises:
             GrammarError: if the text is none, or asks for what is not there.
         """
-        matcher = LLMatcher(self._tokenizer, _to_llguidance(grammar), log_level=0, limits=LIMITS)
+        if grammar.kind != STRUCTURAL_TAG:
+            return self._matcher(_to_lark(grammar))
+        found = _tag_grammar(grammar.text, self._special_tokens())
+        try:
+            return self._matcher(found.lark)
+        except GrammarError:
+            self._refuse_schemas(found)
+            raise
+
+    def _matcher(self, lark: str) -> Matcher:
+        if self._special_tokens().may_be_spelled(lark):
+            lark = f"{lark}\n{NO_FORCING}\n"
+        grammar = LLMatcher.grammar_from_lark(lark)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         return Matcher(matcher, self._nothing_more, self._everything, self._never_allowed)
+
+    def _refuse_schemas(self, found: TagGrammar) -> None:
+        """Raises GrammarError with the place of the first schema that cannot be used alone."""
+        for place, schema in found.schemas:
+            try:
+                self._matcher(f"start: {json_rule(schema, JSON_WHITESPACE)}")
+            except GrammarError as error:
+                raise GrammarError(one_line(f"{place}: {error}")) from None
+
+    def _special_tokens(self) -> SpecialTokens:
+        """Those of the tokenizer; looked for once."""
+        if self._special is None:
+            tokenizer = self._tokenizer
+            ids = (i for i in range(tokenizer.vocab_size) if tokenizer.is_special_token(i))
+            named = {tokenizer.decode_str([i]): i for i in ids}
+            named.pop("", None)
+            self._special = SpecialTokens(named, self._ends)
+        return self._special
 
     def check(self, grammar: Grammar) -> None:
         """Compiles a grammar and walks a few tokens along, twice: some are too large only then, and
@@ -187,28 +230,33 @@ class GrammarCompiler:
         return 1e3 * most_s
 
 
-def _to_llguidance(grammar: Grammar) -> str:
-    """The grammar in the library's own form."""
+def _read_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise GrammarError("is not JSON, or is nested too deeply") from None
+
+
+def _tag_grammar(text: str, special: SpecialTokens) -> TagGrammar:
+    try:
+        return tag_grammar(_read_json(text), special, JSON_WHITESPACE)
+    except (StructuralTagError, RecursionError) as error:
+        raise GrammarError(one_line(str(error))) from None
+
+
+def _to_lark(grammar: Grammar) -> str:
+    """The grammar in the library's form of Lark."""
     if grammar.kind == JSON_SCHEMA:
-        try:
-            schema = json.loads(grammar.text)
-        except (ValueError, RecursionError):
-            raise GrammarError("is not JSON, or is nested too deeply") from None
+        schema = _read_json(grammar.text)
         if schema is False or not isinstance(schema, dict | bool):
             raise GrammarError("must be an object, or true; no text is of the schema false")
-        text = "{}" if schema is True else grammar.text
-        try:
-            return LLMatcher.grammar_from_json_schema(
-                text, overrides={"whitespace_pattern": JSON_WHITESPACE}
-            )
-        except ValueError as error:
-            raise GrammarError(one_line(str(error))) from None
+        return f"start: {json_rule(schema, JSON_WHITESPACE)}"
     if grammar.kind == EBNF:
         try:
             return grammar_from("ebnf", grammar.text)
         except (ValueError, IndexError, RecursionError) as error:
             raise GrammarError(one_line(str(error))) from None
-    return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, ASCII_CLASSES)}/")
+    return f"start: /{regex_to_lark(grammar.text, ASCII_CLASSES)}/"
 
 
 def is_set(mask: bytes, token: int) -> bool:

@@ -366,3 +366,8 @@ class MemoryOccupationReqInput(msgspec.Struct, kw_only=True):
 
     def resume(self) -> MemoryOccupationReq:
         return MemoryOccupationReq(action="resume", tags=self.tags)
+
+
+# SGLang's names of it.
+ReleaseMemoryOccupationReqInput = MemoryOccupationReqInput
+ResumeMemoryOccupationReqInput = MemoryOccupationReqInput

@@ -44,6 +44,7 @@ from sglang.srt.entrypoints.tensor_file import NamedTensors, written_tensors
 from sglang.srt.managers.tokenizer_manager import Answer
 from sglang.srt.messages.control import ControlCall, FlushCacheReqOutput
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.refused_names import launch_subprocesses as _launch_subprocesses  # noqa: F401
 
 
 class Engine:

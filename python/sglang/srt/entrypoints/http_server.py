@@ -34,6 +34,9 @@ from sglang.srt.frontend.work_in_threads import in_thread_if_large, map_texts
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.sglang_surface import neutral_fields
+from sglang.srt.utils.refused_names import GlobalState as _GlobalState  # noqa: F401
+from sglang.srt.utils.refused_names import app as app
+from sglang.srt.utils.refused_names import set_global_state as set_global_state
 
 GENERATE_BODY = body_of(
     GenerateReqInput, refers_to=[SamplingParams], more={"GenerateReqInput": ONE_PROMPT}

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from sglang.srt.constrained.grammar_check import GrammarCheck, GrammarRefused
-from sglang.srt.frontend.errors import field_error, shorten
+from sglang.srt.constrained.grammar_check import GrammarCheck, GrammarRefused, TooManyChecks
+from sglang.srt.frontend.errors import ServiceError, field_error, shorten
 from sglang.srt.frontend.generate_body import CheckedRequest
 from sglang.srt.frontend.request_limits import RequestLimits, check_length
 from sglang.srt.stop_expressions import check_expression_list
@@ -17,6 +17,10 @@ from sglang.srt.tokenizer import Tokenizer
 
 TOKENIZE_IN_THREAD_CHARS = 16_384  # below it encoding takes less than about 3 ms
 CHECK_IN_THREAD_BYTES = 65_536  # below it parsing and checking takes some milliseconds at most
+TOO_MANY_CHECKS = (
+    "The grammar of this request could not be checked: {}. Try again later, or send one that this"
+    " server knows."
+)
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -60,6 +64,7 @@ async def check_grammars(request: CheckedRequest, grammars: GrammarCheck | None)
 
     Raises:
         RequestError: if one cannot be used.
+        ServiceError: if too many wait for that.
     """
     params = [prompt.sampling_params for prompt in request.prompts]
     for grammar in dict.fromkeys(each.grammar for each in params):
@@ -69,6 +74,8 @@ async def check_grammars(request: CheckedRequest, grammars: GrammarCheck | None)
             await grammars.check(grammar)
         except GrammarRefused as error:
             raise field_error(f"sampling_params.{grammar.kind}", str(error)) from None
+        except TooManyChecks as error:
+            raise ServiceError(TOO_MANY_CHECKS.format(error), 503) from None
 
 
 async def encode_prompts(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+ARGUMENTS_MARK = "[ARGS]"  # may stand between a name and its object
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,6 @@ class CallFormat:
     is_bare: bool = False
     arguments: str = "arguments"
     id_chars: int = 0
-
-    def beginning(self, name: str | None) -> str:
-        """What an output that must be a call begins with: all before the arguments, or before the
-        name if none is given."""
-        opening = "" if self.is_bare else self.marker
-        opening += "\n" if self.closing else ""
-        opening += "[" if self.in_list else ""
-        if name is None:
-            return f'{opening}{{"name": "'
-        return f'{opening}{{"name": {json.dumps(name)}, "{self.arguments}": '
 
 
 _HERMES = CallFormat(marker="<tool_call>", closing="</tool_call>")

@@ -13,13 +13,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from sglang.srt.function_call.formats import CallFormat
+from sglang.srt.function_call.formats import ARGUMENTS_MARK, CallFormat
 from sglang.srt.function_call.json_scanner import Found, JsonScanner
 from sglang.srt.parser.held_text import num_held
 
 MAX_NAME_CHARS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
-_ARGUMENTS_MARK = "[ARGS]"
 
 
 class FunctionCall(NamedTuple):
@@ -168,9 +167,9 @@ class FunctionCallParser:
             self._hold(MAX_NAME_CHARS)
             self._give_up()
             return True
-        if not rest or (_ARGUMENTS_MARK.startswith(rest) and rest != _ARGUMENTS_MARK):
+        if not rest or (ARGUMENTS_MARK.startswith(rest) and rest != ARGUMENTS_MARK):
             return False
-        after = rest.removeprefix(_ARGUMENTS_MARK).lstrip()
+        after = rest.removeprefix(ARGUMENTS_MARK).lstrip()
         if not after:
             return False
         self._name = match.group()

@@ -16,6 +16,12 @@ from sglang.srt.control.bodies import (
     PauseGenerationReqInput as PauseGenerationReqInput,
 )
 from sglang.srt.control.bodies import (
+    ReleaseMemoryOccupationReqInput as ReleaseMemoryOccupationReqInput,
+)
+from sglang.srt.control.bodies import (
+    ResumeMemoryOccupationReqInput as ResumeMemoryOccupationReqInput,
+)
+from sglang.srt.control.bodies import (
     UpdateWeightFromDiskReqInput as UpdateWeightFromDiskReqInput,
 )
 from sglang.srt.control.bodies import (

@@ -1,7 +1,5 @@
 """The front end's side of every request: checks, tokens, state, answers, aborts, health.
-
-It lives on one asyncio loop, that of the HTTP server or of the Engine's background thread.
-"""
+It lives on one asyncio loop, that of the HTTP server or of the Engine's background thread."""
 
 from __future__ import annotations
 
@@ -44,6 +42,7 @@ from sglang.srt.messages.requests import (
 from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.tokenizer import Tokenizer
+from sglang.srt.utils.refused_names import ServerStatus as ServerStatus
 
 logger = logging.getLogger(__name__)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-FLAG = "--chat-template"
+FLAG, NAME_FLAG = "--chat-template", "--hf-chat-template-name"
 MAX_TEMPLATE_BYTES = 1024 * 1024
 MAX_CONFIG_BYTES = 64 * 1024 * 1024  # tokenizer_config.json may list all added tokens
 MAX_TEMPLATES = 32
@@ -29,14 +29,29 @@ class TemplateFiles:
     Attributes:
         tokens: special tokens under the names that templates know, such as `bos_token`.
         problem: why there is no template, and the remedy.
+        only: the template of all chats.
     """
 
     templates: dict[str, str] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
     problem: str = ""
+    only: str | None = None
+
+    def with_only(self, name: str) -> TemplateFiles:
+        """These, with one for all chats.
+
+        Raises:
+            TemplateFileError: if there is none of that name.
+        """
+        if name not in self.templates:
+            names = ", ".join(sorted(self.templates)) or self.problem
+            raise TemplateFileError(f"the model has no chat template {name!r}; there are: {names}")
+        return replace(self, only=name)
 
     def choose(self, has_tools: bool) -> str | None:
         """The name of the template for a chat; None if there is none for it."""
+        if self.only is not None:
+            return self.only
         names = (TOOL_USE, DEFAULT) if has_tools else (DEFAULT,)
         return next((name for name in names if name in self.templates), None)
 
@@ -69,8 +84,8 @@ def find_templates(folder: Path, flag: str | None) -> TemplateFiles:
         return TemplateFiles(
             templates,
             tokens,
-            f"of the model's chat templates ({names}) none is the default; give one with"
-            f" {FLAG} FILE",
+            f"of the model's chat templates ({names}) none is the default; choose one"
+            f" with {NAME_FLAG} NAME, or give one with {FLAG} FILE",
         )
     reason = broken or "the model has no chat template"
     return TemplateFiles({}, tokens, f"{reason}; start the server with {FLAG} FILE")

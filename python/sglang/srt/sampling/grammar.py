@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-JSON_SCHEMA, REGEX, EBNF = "json_schema", "regex", "ebnf"  # sampling parameters, too
-GRAMMAR_FIELDS = (JSON_SCHEMA, REGEX, EBNF)
+# Names of sampling parameters, too.
+JSON_SCHEMA, REGEX, EBNF, STRUCTURAL_TAG = "json_schema", "regex", "ebnf", "structural_tag"
+GRAMMAR_FIELDS = (JSON_SCHEMA, REGEX, EBNF, STRUCTURAL_TAG)
 
 
 class Grammar(msgspec.Struct, frozen=True):

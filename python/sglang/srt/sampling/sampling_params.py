@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, REGEX, Grammar
+from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, REGEX, STRUCTURAL_TAG, Grammar
 
 GREEDY_TEMPERATURE = 1e-6  # below it the most probable token is taken, as SGLang does
 STATIC, CONF_ADAPT = "static", "conf_adapt"
@@ -47,8 +47,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         mtp_verify: accept only what one token per step would have given.
         spaces_between_special_tokens: only tokenizers that put such spaces heed it.
         stream_interval: a stream gets a chunk every so many tokens; None: the server's.
-        json_schema, regex, ebnf: what the output must match; one of them at most. `json_schema` is
-            the text of a schema.
+        json_schema, regex, ebnf, structural_tag: what the output must match; one of them at most.
+            `json_schema` is the text of a schema, `structural_tag` that of an object.
         n: samples per prompt; the front end makes one request of each.
     """
 
@@ -79,6 +79,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
+    structural_tag: str | None = None
     n: Annotated[int, Meta(ge=1)] = 1
 
     @property
@@ -110,6 +111,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
                 (JSON_SCHEMA, self.json_schema),
                 (REGEX, self.regex),
                 (EBNF, self.ebnf),
+                (STRUCTURAL_TAG, self.structural_tag),
             )
             if text is not None
         ]

@@ -66,6 +66,6 @@ CHAT_BODY = body_of(
                 _object(role={"const": "assistant"}, reasoning_content=_TEXT),
             ]
         },
-        "Function": {"properties": {"name": _NAME, "strict": {"enum": [False, None]}}},
+        "Function": {"properties": {"name": _NAME}},
     },
 )

@@ -12,6 +12,7 @@ from msgspec import Meta
 from sglang.srt.entrypoints.openai.chat_protocol import ChatCompletionRequest
 from sglang.srt.frontend.body_parsing import check_known_fields, convert_fields
 from sglang.srt.frontend.errors import field_error, shorten
+from sglang.srt.function_call.call_tags import HeldFunction
 
 MAX_TOOLS = 1024
 MAX_ENTRIES = 16_384  # messages of a chat, and parts and calls of one message
@@ -81,15 +82,18 @@ class ToolUse:
         tools: as the client gave them; None if the model is not to know of any.
         names: of the functions.
         must_call: the answer has to be a call.
-        only: the function that has to be called.
         max_calls: None for any number.
+        held: functions whose calls a grammar holds: those that may be called if one must, else
+            all of them if one is strict.
+        strict: where the client asks for the first strict one.
     """
 
     tools: list[dict[str, Any]] | None = None
     names: frozenset[str] = field(default_factory=frozenset)
     must_call: bool = False
-    only: str | None = None
     max_calls: int | None = None
+    held: tuple[HeldFunction, ...] = ()
+    strict: str | None = None
 
 
 def messages_of(request: ChatCompletionRequest) -> list[dict[str, Any]]:
@@ -182,7 +186,8 @@ def tool_use_of(request: ChatCompletionRequest) -> ToolUse:
     """
     if len(request.tools) > MAX_TOOLS:
         raise field_error("tools", f"must have at most {MAX_TOOLS} entries")
-    names = [_tool_name(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+    functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+    names = frozenset(function.name for function in functions)
     choice = request.tool_choice or "auto"
     only = _named(choice) if isinstance(choice, dict) else None
     if isinstance(choice, str) and choice not in ("none", "auto", "required"):
@@ -196,14 +201,34 @@ def tool_use_of(request: ChatCompletionRequest) -> ToolUse:
         raise field_error("tool_choice.function.name", "is no function of tools")
     if not names or choice == "none":
         return ToolUse()
-    is_single = only is not None or not request.parallel_tool_calls
+    must_call = only is not None or choice == "required"
+    strict = next((i for i, function in enumerate(functions) if function.strict), None)
+    held = [
+        HeldFunction(function.name, _arguments_schema(function, must_call, place), place)
+        for i, function in enumerate(functions)
+        if (must_call or strict is not None) and only in (None, function.name)
+        for place in (f"tools[{i}].function.parameters",)
+    ]
     return ToolUse(
         tools=request.tools,
-        names=frozenset(names),
-        must_call=only is not None or choice == "required",
-        only=only,
-        max_calls=1 if is_single else None,
+        names=names,
+        must_call=must_call,
+        max_calls=1 if only is not None or not request.parallel_tool_calls else None,
+        held=tuple(held),
+        strict=None if strict is None else f"tools[{strict}].function.strict",
     )
+
+
+def _arguments_schema(function: Function, must_call: bool, place: str) -> dict[str, Any]:
+    """The schema that the arguments of a call are held to; they are an object in any case."""
+    if not must_call and not function.strict:
+        return {"type": "object"}
+    if function.parameters is None:
+        return {"type": "object", "additionalProperties": False}
+    kinds = function.parameters.get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        raise field_error(f"{place}.type", "must be object, as the arguments of a call are one")
+    return {**function.parameters, "type": "object"}
 
 
 def _named(choice: dict[str, Any]) -> str:
@@ -216,15 +241,11 @@ def _named(choice: dict[str, Any]) -> str:
             )
 
 
-def _tool_name(tool: dict[str, Any], name: str) -> str:
-    """The name of a tool's function, once the tool is checked."""
+def _function(tool: dict[str, Any], name: str) -> Function:
+    """A tool's function, checked."""
     function = convert_fields(tool, Tool, f"{name}.").function
     if TOOL_NAME.fullmatch(function.name) is None:
         raise field_error(
             f"{name}.function.name", "must be 1 to 128 letters, digits and any of _ . : / -"
         )
-    if function.strict:
-        raise field_error(
-            f"{name}.function.strict", "is not there: calls are not kept to a schema; leave it out"
-        )
-    return function.name
+    return function

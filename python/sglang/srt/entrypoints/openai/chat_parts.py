@@ -28,7 +28,6 @@ class Division:
         streams_reasoning: false: it is given out when it has ended.
         calls: None: nothing is a call.
         names: of the functions.
-        beginning: of a call that the answer has to be: the prompt ends with it.
     """
 
     reasoning: ReasoningFormat | None = None
@@ -37,7 +36,6 @@ class Division:
     calls: CallFormat | None = None
     names: frozenset[str] = frozenset()
     max_calls: int | None = None
-    beginning: str = ""
 
 
 @dataclass
@@ -102,7 +100,6 @@ class ChoiceParts:
             self._reasoning = ReasoningParser(division.reasoning, division.is_open)
         if division.calls is not None:
             self._calls = FunctionCallParser(division.calls, division.names, division.max_calls)
-            self._calls.push(division.beginning)
 
     def news(self, text: str, has_ended: bool) -> News:
         """What is new.

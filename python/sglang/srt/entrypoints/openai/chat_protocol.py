@@ -13,11 +13,12 @@ from sglang.srt.entrypoints.openai.protocol import (
     SamplingFields,
     StreamOptions,
     common_body,
+    grammar_of_format,
     names_of_format,
-    schema_of_format,
 )
 from sglang.srt.frontend.errors import RequestError, field_error
 from sglang.srt.frontend.generate_body import TokenIds
+from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, REGEX, STRUCTURAL_TAG
 from sglang.srt.sglang_surface import ANYTHING, neutral_fields
 
 # OpenAI's, for its own records, beside those that completions have too.
@@ -53,7 +54,7 @@ class ChatCompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
         tools: functions that the model may call (with --tool-call-parser).
         tool_choice: none, auto, required, or a function by name.
         parallel_tool_calls: false: one call at most.
-        response_format: text, json_object, or a json_schema that the content must match.
+        response_format: text, json_object, json_schema or structural_tag: the content's form.
         continue_final_message: the answer goes on with the last message, of the assistant.
         add_generation_prompt: the template begins the assistant's message; by default unless a
             message is continued.
@@ -119,10 +120,11 @@ class ChatCompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
                     f"chat_template_kwargs.{name}", "is set by the server; leave it out"
                 )
         forms = {
-            "response_format": schema_of_format(self.response_format),
-            "json_schema": self.json_schema,
-            "regex": self.regex,
-            "ebnf": self.ebnf,
+            "response_format": grammar_of_format(self.response_format),
+            JSON_SCHEMA: self.json_schema,
+            REGEX: self.regex,
+            EBNF: self.ebnf,
+            STRUCTURAL_TAG: self.structural_tag,
         }
         asked = [name for name, text in forms.items() if text is not None]
         if asked and self.tools and self.tool_choice != "none":
@@ -146,10 +148,13 @@ class ChatCompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
         return self.add_generation_prompt
 
 
-def to_generate_body(request: ChatCompletionRequest, shows_special: bool) -> dict[str, Any]:
+def to_generate_body(
+    request: ChatCompletionRequest, shows_special: bool, calls: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """The body of `/generate` that a chat is, with a prompt that stands for the real one.
 
     Args:
+        calls: the structural tag that holds calls of functions.
         shows_special: special tokens are needed in the text, whatever the client says.
     """
     body = common_body(request)
@@ -157,6 +162,8 @@ def to_generate_body(request: ChatCompletionRequest, shows_special: bool) -> dic
     params.pop("max_new_tokens", None)
     if request.max_new_tokens is not None:
         params["max_new_tokens"] = request.max_new_tokens
+    if calls is not None:
+        params[STRUCTURAL_TAG] = msgspec.json.encode(calls).decode()
     if shows_special:
         params["skip_special_tokens"] = False
     body["input_ids"] = [request.input_ids or [0]]

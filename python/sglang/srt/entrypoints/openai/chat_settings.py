@@ -15,7 +15,13 @@ from sglang.srt.function_call.formats import CALL_FORMATS, CallFormat
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.parser.chat_templates import ChatTemplates
 from sglang.srt.parser.reasoning_parser import REASONING_FORMATS, ReasoningFormat
-from sglang.srt.parser.template_files import FLAG, TemplateFileError, find_templates
+from sglang.srt.parser.template_files import (
+    FLAG,
+    NAME_FLAG,
+    TemplateFileError,
+    TemplateFiles,
+    find_templates,
+)
 from sglang.srt.server_args import ServerArgs
 
 T = TypeVar("T")
@@ -41,20 +47,31 @@ def chat_settings_of(args: ServerArgs) -> ChatSettings:
     """The settings of a server.
 
     Raises:
-        LaunchError: if the file of --chat-template cannot be used, a parser has no such name, or
-            the variables of templates are no object.
+        LaunchError: if the file of --chat-template cannot be used, the model has no template of
+            the name that is wanted, a parser has no such name, or the variables of templates are
+            no object.
     """
-    folder = Path(args.tokenizer_path or resolve_model_path(args.model_path))
-    try:
-        files = find_templates(folder, args.chat_template)
-    except TemplateFileError as error:
-        raise LaunchError(f"{FLAG}: {error}.") from None
     return ChatSettings(
-        ChatTemplates(files),
+        ChatTemplates(_template_files(args)),
         _named("--tool-call-parser", args.tool_call_parser, CALL_FORMATS),
         _named("--reasoning-parser", args.reasoning_parser, REASONING_FORMATS),
         _template_kwargs(args.default_chat_template_kwargs),
     )
+
+
+def _template_files(args: ServerArgs) -> TemplateFiles:
+    folder = Path(args.tokenizer_path or resolve_model_path(args.model_path))
+    name = args.hf_chat_template_name
+    if name is not None and args.chat_template is not None:
+        raise LaunchError(f"{NAME_FLAG}: chooses one of the model's templates; leave out {FLAG}.")
+    try:
+        files = find_templates(folder, args.chat_template)
+    except TemplateFileError as error:
+        raise LaunchError(f"{FLAG}: {error}.") from None
+    try:
+        return files if name is None else files.with_only(name)
+    except TemplateFileError as error:
+        raise LaunchError(f"{NAME_FLAG}: {error}.") from None
 
 
 def _template_kwargs(text: str | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from sglang.srt.frontend.body_parsing import check_known_fields, parse_json_obje
 from sglang.srt.frontend.errors import RequestError, field_error
 from sglang.srt.frontend.sampling_validation import CUSTOM_PARAMS, take_custom_params
 from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
-from sglang.srt.sampling.grammar import GRAMMAR_FIELDS, JSON_SCHEMA
+from sglang.srt.sampling.grammar import GRAMMAR_FIELDS, JSON_SCHEMA, STRUCTURAL_TAG, Grammar
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sglang_surface import ANYTHING, is_neutral, neutral_fields
 
@@ -66,7 +66,7 @@ class CompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
         prompt: a text, token ids, or a list of either.
         logprobs: best tokens per position; any number asks for log-probabilities.
         return_token_ids: each choice gets `prompt_token_ids` and `token_ids`.
-        response_format: text, json_object, or a json_schema that the output must match.
+        response_format: text, json_object, json_schema or structural_tag.
         echo: put the prompt before each output, and its log-probabilities too.
         custom_params: may hold the `mtp_*` parameters, for routers that drop these elsewhere.
     """
@@ -158,8 +158,8 @@ def prompts_of(request: CompletionRequest) -> Prompts:
     raise field_error("prompt", "must be a text, token ids, or a list of texts or of token ids")
 
 
-def schema_of_format(value: dict[str, Any] | None) -> str | None:
-    """The JSON schema that `response_format` asks for; None: any text will do.
+def grammar_of_format(value: dict[str, Any] | None) -> Grammar | None:
+    """The grammar that `response_format` asks for; None: any text will do.
 
     Raises:
         RequestError: naming what is wrong.
@@ -168,23 +168,24 @@ def schema_of_format(value: dict[str, Any] | None) -> str | None:
     if value is None or kind == "text":
         return None
     if kind == "json_object":
-        return ANY_JSON_OBJECT
-    if kind == "structural_tag":
+        return Grammar(JSON_SCHEMA, ANY_JSON_OBJECT)
+    if kind == STRUCTURAL_TAG:
+        return Grammar(STRUCTURAL_TAG, msgspec.json.encode(value).decode())
+    if kind != JSON_SCHEMA:
         raise field_error(
-            "response_format.type", "structural_tag is not there; give json_schema, or an ebnf"
+            "response_format.type", "must be text, json_object, json_schema or structural_tag"
         )
-    if kind != "json_schema":
-        raise field_error("response_format.type", "must be text, json_object or json_schema")
     inner = value.get("json_schema")
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if not isinstance(schema, dict | bool):
         raise field_error("response_format.json_schema.schema", "must be a JSON schema")
-    return msgspec.json.encode(schema).decode()
+    return Grammar(JSON_SCHEMA, msgspec.json.encode(schema).decode())
 
 
 def names_of_format(value: dict[str, Any] | None) -> dict[str, str]:
-    """What a body with this `response_format` calls the schema."""
-    return {} if schema_of_format(value) is None else {JSON_SCHEMA: "response_format"}
+    """What a body with this `response_format` calls the grammar."""
+    grammar = grammar_of_format(value)
+    return {} if grammar is None else {grammar.kind: "response_format"}
 
 
 def common_body(request: Any) -> dict[str, Any]:
@@ -195,13 +196,13 @@ def common_body(request: Any) -> dict[str, Any]:
     """
     sampling = {ours: getattr(request, theirs) for ours, theirs in SAMPLING.items()}
     sampling[CUSTOM_PARAMS] = request.custom_params
-    schema = schema_of_format(request.response_format)
-    if schema is not None:
+    grammar = grammar_of_format(request.response_format)
+    if grammar is not None:
         for name in GRAMMAR_FIELDS:
             if sampling.get(name) is not None:
                 message = f"stands beside {name}; give one of them"
                 raise field_error("response_format", message)
-        sampling[JSON_SCHEMA] = schema
+        sampling[grammar.kind] = grammar.text
     return {
         "sampling_params": {name: value for name, value in sampling.items() if value is not None},
         "stream": request.stream,

@@ -25,8 +25,10 @@ from sglang.srt.entrypoints.openai.serving_base import OpenAIAnswer
 from sglang.srt.frontend.errors import RequestError, field_error
 from sglang.srt.frontend.generate_body import CheckedRequest
 from sglang.srt.frontend.request_limits import check_length, check_token_ids
+from sglang.srt.function_call.call_tags import calls_in_text, forced_calls, wrong_schema
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.parser.chat_templates import TemplateError
+from sglang.srt.sampling.grammar import STRUCTURAL_TAG
 
 MAX_REASON_CHARS = 400
 NUM_LAST_IDS = 16  # of a prompt: may they be the beginning of reasoning?
@@ -58,10 +60,11 @@ class ChatCompletion:
             self._messages = messages_of(request)
             self._check_template(has_tools)
         self._calls = settings.calls if has_tools else None
+        self._call_tag = self._tag_of_calls()
         self._reasoning = settings.reasoning if request.separate_reasoning else None
         shows_special = self._calls is not None and self._calls.is_special
         try:
-            self._checked = manager.check(to_generate_body(request, shows_special))
+            self._checked = manager.check(to_generate_body(request, shows_special, self._call_tag))
         except RequestError as error:
             raise self.translate(error) from None
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
@@ -77,6 +80,21 @@ class ChatCompletion:
         self._reasoning_tokens: dict[int, ReasoningTokens] = {}
         self._division = Division()
         self._sent: dict[int, ChoiceParts] = {}
+
+    def _tag_of_calls(self) -> dict[str, Any] | None:
+        """What holds calls of functions to their schemas; None if nothing does."""
+        tools, form = self._tools, self._calls
+        if form is None or not tools.held:
+            return None
+        if tools.must_call:
+            return forced_calls(form, tools.held, is_single=tools.max_calls == 1)
+        if form.is_bare:
+            raise field_error(
+                tools.strict,
+                "needs a call that must be, as this form's calls begin with no mark of their own:"
+                ' set tool_choice "required" or a function, or leave it out',
+            )
+        return calls_in_text(form, tools.held)
 
     def _check_template(self, has_tools: bool) -> None:
         templates, effort = self._settings.templates, "reasoning_effort"
@@ -105,7 +123,21 @@ class ChatCompletion:
 
     def translate(self, error: RequestError) -> RequestError:
         """An error of `/generate` in the terms of this body."""
+        if self._call_tag is not None and STRUCTURAL_TAG in error.message:
+            error = self._of_calls(error, self._call_tag)
         return in_openai_terms(without_batch(error), names_in(self._request))
+
+    def _of_calls(self, error: RequestError, tag: dict[str, Any]) -> RequestError:
+        """An error that names the structural tag of calls, which no client has sent."""
+        wrong = wrong_schema(error.message, tag, self._tools.held)
+        if wrong is not None:
+            return field_error(wrong[0].place, wrong[1])
+        source = "tool_choice" if self._tools.must_call else self._tools.strict or "tools"
+        field = error.field
+        if field is not None and STRUCTURAL_TAG in field:
+            field = source
+        message = error.message.replace(f"sampling_params.{STRUCTURAL_TAG}", source)
+        return RequestError(field, message.replace(STRUCTURAL_TAG, source), error.status_code)
 
     # ---------------------------------------------------------------- the prompt
 
@@ -115,13 +147,12 @@ class ChatCompletion:
         Raises:
             RequestError: if the template does not take the chat, or the prompt is too long.
         """
-        beginning, closing, given = "", "", self._request.input_ids
+        closing, given = "", self._request.input_ids
         prompt = await self._render() if given is None else self._end_of_prompt(given)
         is_open = self._begins_open(prompt)
-        if self._tools.must_call and self._calls is not None:
-            beginning = self._calls.beginning(self._tools.only)
         grammar = self._checked.prompts[0].sampling_params.grammar
-        self._is_fixed = is_fixed = bool(beginning) or grammar is not None
+        has_free_text = self._call_tag is not None and not self._tools.must_call
+        self._is_fixed = is_fixed = grammar is not None and not has_free_text
         if is_fixed and is_open and self._settings.reasoning is not None:
             closing = f"{self._settings.reasoning.end}\n\n"
             is_open = False
@@ -133,9 +164,8 @@ class ChatCompletion:
             calls=self._calls,
             names=self._tools.names,
             max_calls=self._tools.max_calls,
-            beginning=beginning,
         )
-        ids = await self._encode(("" if given else prompt) + closing + beginning)
+        ids = await self._encode(("" if given else prompt) + closing)
         self._checked = self._with_prompt([*(given or []), *ids])
         return OpenAIAnswer(self._manager, self._checked, self, self._request.stream_options)
 

@@ -1,0 +1,229 @@
+"""Which texts a structural tag takes: by every text of some pieces, and by random walks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from grammar_cases import matches_schema, structural_tag
+from marked_texts import COMPILER, random_text, takes
+from sglang.srt.constrained.matchers import GrammarError
+from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, REGEX, STRUCTURAL_TAG, Grammar
+
+Structure = tuple[str, dict[str, Any], str]
+NUMBER, WORD = {"type": "integer", "minimum": 0}, {"enum": ["a", "</f>"]}
+
+
+def is_tagged(text: str, structures: list[Structure], triggers: list[str]) -> bool:
+    """By definition: up to the first trigger all is free; there one structure stands, and behind it
+    the rest is likewise."""
+    starts = [text.find(trigger) for trigger in triggers if trigger in text]
+    if not starts:
+        return True
+    rest = text[min(starts) :]
+    for begin, wanted, end in structures:
+        is_match = matches_schema(wanted)
+        for size in range(len(rest) + 1):
+            body = rest[len(begin) : size - len(end)]
+            is_one = rest[:size] == begin + body + end and body == body.strip()
+            if is_one and is_match(body) and is_tagged(rest[size:], structures, triggers):
+                return True
+    return False
+
+
+TAGGED: dict[str, tuple[list[Structure], list[str], list[str]]] = {
+    "text": (
+        [("<f=1>", NUMBER, "</f>"), ("<f=2>", WORD, "</f>")],
+        ["<f"],
+        ["<f", "=1>", "=2>", "7", '"a"', '"</f>"', "</f>", "x"],
+    ),
+    "two triggers": (
+        [("<f>", NUMBER, ""), ("!call ", {"type": "boolean"}, "!")],
+        ["<f>", "!call"],
+        ["<f>", "<", "30", "!call", " ", "true", "!", "f>"],
+    ),
+    "a special token": (
+        [("<call>{", NUMBER, "}"), ("<call>[", {"const": None}, "]")],
+        ["<call>"],
+        ["<call>", "<think>", "{", "5", "}", "[", "null", "]"],
+    ),
+    "one beginning for two": (
+        [("[CALLS]", NUMBER, "."), ("[CALLS]", {"type": "null"}, ";")],
+        ["[CALLS]"],
+        ["[CALLS]", "4", "null", ".", ";", "<call>", " x"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_free_text_is_free_and_what_a_trigger_begins_has_its_form(name: str) -> None:
+    structures, triggers, pieces = TAGGED[name]
+    keys = ("begin", "schema", "end")
+    parts = [dict(zip(keys, structure, strict=True)) for structure in structures]
+    grammar = structural_tag({"structures": parts, "triggers": triggers})
+    tags = [
+        {"begin": begin, "content": {"type": "json_schema", "json_schema": schema}, "end": end}
+        for begin, schema, end in structures
+    ]
+    form = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+    same = structural_tag({"format": form})
+    choice, num_taken = random.Random(3), [0, 0]
+    short = itertools.chain.from_iterable(itertools.product(pieces, repeat=n) for n in range(4))
+    long = (choice.choices(pieces, k=choice.randint(4, 8)) for _ in range(150))
+    for text in {*map("".join, short), *map("".join, long), *good_texts(structures, choice)}:
+        expected = is_tagged(text, structures, triggers)
+        assert takes(grammar, text) == expected, text
+        num_taken[expected] += 1
+        if len(text) % 5 == 0:
+            assert takes(same, text) == expected, text
+    assert min(num_taken) > 40
+
+
+def good_texts(structures: list[Structure], choice: random.Random) -> Iterator[str]:
+    """Texts with structures in them."""
+    samples = ["7", '"a"', '"</f>"', "true", "null"]
+    for _ in range(60):
+        text = ""
+        for _ in range(choice.randint(1, 3)):
+            begin, schema, end = choice.choice(structures)
+            body = choice.choice([each for each in samples if matches_schema(schema)(each)])
+            text += choice.choice(["", "hello ", "<think>", "</"]) + begin + body + end
+        yield text + choice.choice(["", " bye", "<think>"])
+
+
+def number_tag(begin: str) -> dict[str, Any]:
+    content = {"type": "json_schema", "json_schema": NUMBER}
+    return {"type": "tag", "begin": begin, "content": content, "end": "}"}
+
+
+NUMBERED = r"[ab]\{\d+\}"
+FORMATS: dict[str, tuple[dict[str, Any], str]] = {
+    "tags with a separator": (
+        {"type": "tags_with_separator", "separator": ", "},
+        f"({NUMBERED}(, {NUMBERED})*)?",
+    ),
+    "one at least": (
+        {"type": "tags_with_separator", "separator": ", ", "at_least_one": True},
+        f"{NUMBERED}(, {NUMBERED})*",
+    ),
+    "one at most": (
+        {"type": "tags_with_separator", "separator": ", ", "stop_after_first": True},
+        f"({NUMBERED})?",
+    ),
+    "triggered, one at least": (
+        {"type": "triggered_tags", "triggers": ["a{", "b{"], "at_least_one": True},
+        rf"((?![ab]\{{)[^!])*{NUMBERED}(?s:((?![ab]\{{).)*({NUMBERED})?)*",
+    ),
+    "triggered, one at most": (
+        {"type": "triggered_tags", "triggers": ["a{", "b{"], "stop_after_first": True},
+        rf"(?s:((?![ab]\{{).)*)({NUMBERED})?",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_say_how_many_tags_there_are(name: str) -> None:
+    form, pattern = FORMATS[name]
+    grammar = structural_tag({"format": {**form, "tags": [number_tag("a{"), number_tag("b{")]}})
+    pieces, expression = ["a{", "b{", "12", "}", ", ", "x", "a{0}"], re.compile(pattern)
+    num_taken = [0, 0]
+    for count in range(5):
+        for text in {"".join(each) for each in itertools.product(pieces, repeat=count)}:
+            expected = expression.fullmatch(text) is not None
+            assert takes(grammar, text) == expected, text
+            num_taken[expected] += 1
+    assert min(num_taken) > 1
+
+
+def test_formats_may_stand_in_each_other() -> None:
+    null = {"type": "json_schema", "json_schema": {"type": "null"}}
+    either = {"type": "or", "elements": [number_tag("[CALLS]"), null]}
+    begin = {"type": "const_string", "value": "<call>say "}
+    grammar = structural_tag({"format": {"type": "sequence", "elements": [begin, either]}})
+    for text in ("<call>say [CALLS]5}", "<call>say null"):
+        assert takes(grammar, text)
+    for text in ("", "<call>say 5}", "say null", "<call>say null null"):
+        assert not takes(grammar, text)
+
+
+@pytest.mark.parametrize("text", ["<call>", "a[CALLS]b", "</tool_call>"])
+def test_json_may_have_texts_that_spell_special_tokens(text: str) -> None:
+    """In ordinary tokens: a special one is no text."""
+    grammars = [
+        Grammar(JSON_SCHEMA, json.dumps({"const": {text: [text]}})),
+        structural_tag({"format": {"type": "json_schema", "json_schema": {"const": [text]}}}),
+        Grammar(REGEX, f"{re.escape(text)}!"),
+        Grammar(EBNF, f'root ::= "{text}" "!"'),
+    ]
+    for grammar in grammars:
+        COMPILER.check(grammar)
+        for seed in range(5):
+            assert text in (random_text(grammar, seed) or "")
+
+
+NUMBER_FORM = {"type": "json_schema", "json_schema": NUMBER}
+STRUCTURE = {"begin": "<f>", "schema": NUMBER, "end": ""}
+TRIGGERED = {"type": "triggered_tags", "triggers": ["a{"], "tags": [number_tag("a{")]}
+DEEP: dict[str, Any] = NUMBER_FORM
+for _ in range(20):
+    DEEP = {"type": "or", "elements": [DEEP]}
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({}, "^triggers must be a list$"),
+    ({"type": "json_schema", "format": {}}, '^type must be "structural_tag"$'),
+    ({"structures": [], "triggers": ["<"]}, "^structures must have at least one entry$"),
+    ({"structures": [5], "triggers": ["<"]}, r"^structures\[0\] must be an object$"),
+    ({"structures": [STRUCTURE], "triggers": []}, "^triggers must be a list of texts"),
+    ({"structures": [STRUCTURE], "triggers": [""]}, "^triggers must be a list of texts"),
+    ({"structures": [STRUCTURE], "triggers": ["<", "<f"]}, r"^triggers\[1\] is in another one"),
+    ({"structures": [STRUCTURE], "triggers": ["<f", "x"]}, "^triggers must each begin one"),
+    ({"structures": [STRUCTURE], "triggers": ["<call>{"]}, r"^triggers\[0\] is a special token"),
+    ({"structures": [STRUCTURE], "triggers": ["f"]}, r"^structures\[0\].begin begins with none"),
+    ({"structures": [STRUCTURE], "triggers": ["<f"], "more": 1}, "^more is not there"),
+    (
+        {"structures": [STRUCTURE, {"begin": "<f>", "end": ""}], "triggers": ["<f"]},
+        r"^structures\[1\].schema must be a JSON schema$",
+    ),
+    (
+        {"structures": [{**STRUCTURE, "schema": {"uniqueItems": True}}], "triggers": ["<f"]},
+        r"^structures\[0\].schema: .*uniqueItems",
+    ),
+    (
+        {"structures": [{**STRUCTURE, "schema": False}], "triggers": ["<f"]},
+        r"^structures\[0\].schema must be an object, or true",
+    ),
+    (
+        {"format": {"type": "any_text"}},
+        "^format.type is none of those that are there: const_string",
+    ),
+    (
+        {"format": {"type": "sequence", "elements": [TRIGGERED]}},
+        r"elements\[0\].type triggered_tags",
+    ),
+    ({"format": {**TRIGGERED, "excludes": ["x"]}}, "^format.excludes is not there"),
+    ({"format": {**TRIGGERED, "at_least_one": 1}}, "^format.at_least_one must be true or false$"),
+    ({"format": {**TRIGGERED, "tags": [NUMBER_FORM]}}, r'^format.tags\[0\].type must be "tag"$'),
+    ({"format": {**number_tag("x"), "end": ["a", "b"]}}, "^format.end must be a text$"),
+    (
+        {"format": {**number_tag("x"), "content": {"type": "json_schema", "json_schema": []}}},
+        "^format.content.json_schema must be a JSON schema$",
+    ),
+    ({"format": DEEP}, "nested more than 16 deep"),
+]
+
+
+@pytest.mark.parametrize(("value", "reason"), BAD)
+def test_what_is_wrong_with_a_structural_tag_is_named(value: dict[str, Any], reason: str) -> None:
+    with pytest.raises(GrammarError, match=reason):
+        COMPILER.check(structural_tag(value))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"a":' * 5000 + "1" + "}" * 5000])
+def test_a_structural_tag_is_a_json_object(text: str) -> None:
+    with pytest.raises(GrammarError, match=r"JSON|object"):
+        COMPILER.check(Grammar(STRUCTURAL_TAG, text))
