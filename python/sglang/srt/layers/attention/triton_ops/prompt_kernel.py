@@ -197,6 +197,16 @@ def _consume(
     gl.store(out_ptr + offsets, out.to(ring.dtype), mask=(row // GROUP < num_rows)[:, None])
 
 
+@gluon.jit
+def _position(item, rows_ptr, kv_lens_ptr, kv_starts_ptr):
+    """Of an item's first row among the KV that is seen; `kv_starts_ptr` may be None."""
+    request = gl.load(item)
+    position = gl.load(kv_lens_ptr + request).to(gl.int32) - gl.load(item + 3)
+    if kv_starts_ptr is not None:
+        position -= gl.load(kv_starts_ptr + gl.load(rows_ptr + request)).to(gl.int32)
+    return position
+
+
 @gluon.jit(do_not_specialize=["window"])
 def _prompt_kernel(
     q_ptr, kv_desc, out_ptr, items_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr,
@@ -207,13 +217,10 @@ def _prompt_kernel(
     """Grid (items x KV heads): the heads of an item are next to each other."""
     head = gl.program_id(0) % NUM_KV_HEADS
     item = items_ptr + gl.program_id(0) // NUM_KV_HEADS * 5
-    request = gl.load(item)
     first_token = gl.load(item + 1)
     num_rows = gl.load(item + 2)
     if num_rows > 0:
-        position = gl.load(kv_lens_ptr + request).to(gl.int32) - gl.load(item + 3)
-        if kv_starts_ptr is not None:
-            position -= gl.load(kv_starts_ptr + gl.load(rows_ptr + request)).to(gl.int32)
+        position = _position(item, rows_ptr, kv_lens_ptr, kv_starts_ptr)
         kv_start = gl.load(item + 4)
         last_tile = (position + num_rows - 1) // BLOCK_N
         num_tiles = last_tile + 1
