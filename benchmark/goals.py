@@ -96,6 +96,7 @@ EAGLE_ROUND_MS = {
 }
 EAGLE_LOAD_TOK_S = Goal(6900.0, 6670.0)  # 512 prompts of 512 in, 128 out, at least
 MIN_STANDALONE_SPEED_UP = {1: 1.5}  # by requests at once: with a draft model, of plain decoding
+TREE_OVER_CHAIN = 1.03  # of one request: the best tree beside the best chain, at least
 MIN_SPEED_UP_OF_ACCEPT_LENGTH = {1: 0.74, 8: 0.70}  # by requests at once, EAGLE-3 beside plain
 # All tokens/s of work that changes: adaptive steps beside the best fixed number, and beside 3.
 ADAPTIVE_OVER_BEST_FIXED, ADAPTIVE_OVER_FIXED_3 = 1.05, 1.15

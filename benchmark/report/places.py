@@ -106,6 +106,12 @@ TABLES = {
     "tile_spec": Table(
         TILESPEC, "tile_spec*.json", speculation_tables.tile_spec, has_provenance=True
     ),
+    "swept_rows": Table(
+        TILESPEC, "swept_rows*.json", speculation_tables.swept_rows, has_provenance=True
+    ),
+    "tree_shapes": Table(
+        SPECULATION, "tree_shapes*.json", speculation_tables.tree_shapes, has_provenance=True
+    ),
     "adaptive_stationary": Table(
         ADAPTIVE,
         "adaptive_stationary*.json",

@@ -19,6 +19,7 @@ from benchmark.goals import (
     SWITCH_US,
     SWITCHES_PER_S,
     TIERS_MEMORY_RATIO,
+    TREE_OVER_CHAIN,
     is_steady,
 )
 from benchmark.report.markdown import Result, table, verdict
@@ -116,6 +117,48 @@ def tile_spec(results: list[Result]) -> str:
             lines.append(f"Steps take 15 % longer or more behind so many rows: {ends}.\n")
         lines += _profiling(result) + _calibration(result)
     return "\n".join(lines)
+
+
+def swept_rows(results: list[Result]) -> str:
+    """Ways down, requests at once across: tokens per second, drafts that are verified on average,
+    and TileSpec beside the best of the others."""
+    lines = []
+    for result in results:
+        rows, figures = result["rows"], []
+        for way in rows[0]["tok_s"]:
+            cells = []
+            for row in rows:
+                speed = statistics.median(row["tok_s"][way])
+                verified = statistics.median(row["verified_drafts"][way])
+                beside = row["tile_spec"].get(way, {}).get("over_best_swept")
+                more = "" if beside is None else f", **{beside:.3f}**"
+                cells.append(f"{speed:,.0f} ({verified:.1f}{more})")
+            figures.append([way, *cells])
+        head = ["tokens/s", *(f"{row['requests']} at once" for row in rows)]
+        lines.append(table(head, figures))
+    return "\n".join(lines)
+
+
+def tree_shapes(results: list[Result]) -> str:
+    """A row for each number of requests and shape, and the best tree beside the best chain."""
+    head = ["requests at once", "shape", "tokens/s", "beside no drafts", "tokens per step"]
+    tables = []
+    for result in results:
+        rows, lines = [], []
+        for load in result["rows"]:
+            for shape, found in load["shapes"].items():
+                speed = f"{statistics.median(found['tok_s']):,.0f}"
+                speed_up, length = f"{found['speed_up']:.3f}", f"{found['accept_length']:.2f}"
+                rows.append([str(load["requests"]), shape, speed, speed_up, length])
+            reached = verdict(load["tree_over_chain"], TREE_OVER_CHAIN, is_least=True)
+            asked = f" (asked: {TREE_OVER_CHAIN:g}, {reached})" if load["requests"] == 1 else ""
+            lines.append(
+                f"{load['requests']} at once: the best tree, {load['best_tree']}, is"
+                f" {load['tree_over_chain']:.3f} times the best chain, {load['best_chain']}{asked}."
+            )
+        measured = f"Commit {result['commit'][:12]}, {result['rounds']} rounds in turn:"
+        tables.append("\n\n".join([measured, table(head, rows), *lines]) + "\n")
+    return "\n".join(tables)
 
 
 def _profiling(result: Result) -> list[str]:

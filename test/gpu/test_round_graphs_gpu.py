@@ -13,7 +13,7 @@ import torch
 from draft_heads import EAGLE, EAGLE3
 from drafted_serving import Disturb, abort, nothing, params_of, pause, prompts, serve
 from eagle_models import STANDALONE, write_models
-from jumping_tier import JUMPING, jumping_tiers
+from jumping_tier import JUMPING, RESTING, jumping_tiers
 from round_serving import NUM_STEPS, On, right_tokens, serving, setup_of, submit_all, zero
 
 if not torch.cuda.is_available():
@@ -45,6 +45,8 @@ def right(target: Path) -> list[list[int]]:
         (EAGLE, 16, JUMPING, pause),
         (EAGLE3, 1, JUMPING, abort),
         (EAGLE3, 16, "fixed", nothing),
+        (EAGLE3, 1, RESTING, nothing),
+        (EAGLE, 16, RESTING, pause),
         (STANDALONE, 1, JUMPING, pause),
         (STANDALONE, 16, "fixed", nothing),
     ],
