@@ -49,12 +49,14 @@ class Operations:
         step: of `StepOps` (step/step_ops.py).
         masks: of `MaskOps` (mtp/mask_ops.py).
         ngrams: of `NgramOps` (speculative/ngram_ops.py).
+        trees: of `TreeSearch` (model_executor/draft_tree_passes.py).
     """
 
     layers: str
     step: str
     masks: str
     ngrams: str
+    trees: str
 
 
 ATTENTION_BACKENDS = Registry(
@@ -72,12 +74,14 @@ OPERATIONS = {
         step="sglang.srt.step.torch_step_ops:TorchStepOps",
         masks="sglang.srt.mtp.mask_ops:TorchMaskOps",
         ngrams="sglang.srt.speculative.ngram_ops:TorchNgramOps",
+        trees="sglang.srt.model_executor.draft_tree_passes:TorchTreeSearch",
     ),
     "triton": Operations(
         layers="sglang.srt.layers.ops.triton_ops:TritonOps",
         step="sglang.srt.step.triton_step_ops:TritonStepOps",
         masks="sglang.srt.mtp.triton_mask_ops:TritonMaskOps",
         ngrams="sglang.srt.speculative.triton_ngram_ops:TritonNgramOps",
+        trees="sglang.srt.model_executor.draft_tree_passes:TorchTreeSearch",
     ),
 }
 DEFAULT_OPERATIONS = {"cpu": "torch", "cuda": "triton"}  # by device
