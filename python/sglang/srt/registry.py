@@ -81,7 +81,7 @@ OPERATIONS = {
         step="sglang.srt.step.triton_step_ops:TritonStepOps",
         masks="sglang.srt.mtp.triton_mask_ops:TritonMaskOps",
         ngrams="sglang.srt.speculative.triton_ngram_ops:TritonNgramOps",
-        trees="sglang.srt.model_executor.draft_tree_passes:TorchTreeSearch",
+        trees="sglang.srt.model_executor.triton_tree_search:triton_tree_search",
     ),
 }
 DEFAULT_OPERATIONS = {"cpu": "torch", "cuda": "triton"}  # by device
