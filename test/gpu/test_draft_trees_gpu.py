@@ -14,11 +14,14 @@ from draft_tree_cases import copied, first_step, write_folders
 from drafted_serving import abort, nothing, params_of, prompts, serve
 from eagle_models import write_models
 from head_rounds import MAX_ROWS, make_head
+from path_rows_cases import CASES as PATHS
+from path_rows_cases import wrong_parts as wrong_path_rows
 from round_serving import On, right_tokens, serving, setup_of
 from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.triton_tree_search import triton_tree_search
 from sglang.srt.speculative.drafter import ComputedStep
+from sglang.srt.speculative.triton_kept_paths import triton_path_rows
 from tile_spec_rounds import DEAR_ROWS, RandomBudgets
 from tree_search_cases import RARE, arguments_of, children, wrong_parts
 from tree_search_cases import SHAPES as FOUND
@@ -188,3 +191,8 @@ def test_a_graph_of_a_search_sees_changed_children(topk: int) -> None:
         graph.replay()
         for mine, right in zip(captured, search(), strict=True):
             assert torch.equal(mine, right)
+
+
+@pytest.mark.parametrize("case", PATHS)
+def test_a_kernel_finds_the_rows_of_confirmed_paths(case: str) -> None:
+    assert wrong_path_rows(triton_path_rows, *PATHS[case], "cuda") == []

@@ -26,6 +26,7 @@ from sglang.srt.layers.attention.triton_ops import kernels as attention
 from sglang.srt.layers.ops import triton_ops as ops
 from sglang.srt.model_executor import triton_tree_search as trees
 from sglang.srt.mtp import triton_mask_ops as masks
+from sglang.srt.speculative import triton_kept_paths as paths
 from sglang.srt.speculative import triton_ngram_ops as ngrams
 from sglang.srt.step import triton_row_division as rows
 from sglang.srt.step import triton_row_packing as packing
@@ -306,6 +307,16 @@ KERNELS = {
     "trees of what beams found": Kernel(
         trees.best_kernel, {"BLOCK": trees.BEST_BLOCK, "CHUNK": 64}, types=TREE_SEARCH
     ),
+    **{
+        f"rows of confirmed paths, {'not ' if known else ''}packed": Kernel(
+            paths.path_rows_kernel,
+            {"BLOCK": paths.BLOCK, **known},
+            num_warps=2,
+            types=STEP_INTEGERS
+            | {f"{name}_ptr": "*i64" for name in ("kept", "ends", "rows", "positions")},
+        )
+        for known in ({}, {"kept_ptr": None})
+    },
     "places of n-grams": Kernel(
         ngrams._search_kernel,
         {"SHORTEST": 1, "LONGEST": 17, "NUM_PARTS": 64, "BLOCK": 1024},

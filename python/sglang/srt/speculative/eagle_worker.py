@@ -19,6 +19,7 @@ from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.draft_price_measurement import measure_draft_prices
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.models.draft_head import DraftHead
+from sglang.srt.registry import load
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.draft_steps import DraftSteps, plan_draft_steps
 from sglang.srt.speculative.drafter import ComputedStep, DrafterNeeds, DrafterParts, RowPlan
@@ -86,6 +87,7 @@ class EagleDrafter:
         self._head = head
         self._table = parts.runners.memory.table
         self._state = parts.state
+        self._find_path_rows = load(parts.runners.target.operations.paths)
         self._ops = sampling_ops(self._runner.device)
         self._rounds = options.rounds
         prices = None
@@ -150,7 +152,9 @@ class EagleDrafter:
             starts, inputs = per_request[Q_START], replace(step.inputs, hidden=hidden)
             ends = starts + per_request[Q_LEN]
         else:
-            inputs, starts, ends = rows_of_paths(step, self._table.req_to_token, hidden)
+            inputs, starts, ends = rows_of_paths(
+                step, self._table.req_to_token, hidden, self._find_path_rows
+            )
         rows = rows_of_requests(ends, inputs)
         batch = replace(
             inputs,
