@@ -112,10 +112,25 @@ def _torch_argmax_logsumexp(logits: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return logits.argmax(dim=-1), logits.float().logsumexp(dim=-1)
 
 
+def _topk(topk: int, by_torch: bool = False) -> Callable[[int, int], Call]:
+    def make(rows: int, size: int) -> Call:
+        op = reference.topk_logprob if by_torch else sgl_kernel.topk_logprob
+        return lambda logits: op(logits, topk)
+
+    return make
+
+
+def _torch_topk_logsumexp(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return *logits.topk(4, dim=-1), logits.float().logsumexp(dim=-1)
+
+
 _OPS: dict[str, Callable[[int, int], Call]] = {
     "argmax_logprob": lambda rows, size: sgl_kernel.argmax_logprob,
     "torch argmax + logsumexp": lambda rows, size: _torch_argmax_logsumexp,
     "torch argmax": lambda rows, size: lambda logits: logits.argmax(dim=-1),
+    **{f"topk_logprob, {topk}": _topk(topk) for topk in (2, 4, 8, 16)},
+    "torch topk + logsumexp, 4": lambda rows, size: _torch_topk_logsumexp,
+    "torch topk_logprob, 32": _topk(32, by_torch=True),
     "sample, no filter": _sampler(1.0, 1 << 30),
     "sample, top_p 0.9": _sampler(0.9, 1 << 30),
     "sample, top_p 0.9 top_k 50": _sampler(0.9, 50),

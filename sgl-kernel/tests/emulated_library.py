@@ -47,6 +47,26 @@ def argmax_logprob(
     return token_ids, best, logprobs
 
 
+def topk_logprob(
+    library: KernelLibrary, logits: torch.Tensor, topk: int, banned_ids: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As sgl_kernel.topk_logprob; outputs and workspace hold poison before, and behind them."""
+    rows, size = logits.shape
+    token_ids = torch.full((rows * topk + _GUARD,), -7)
+    logprobs = torch.full((rows * topk + _GUARD,), torch.nan)
+    num_bytes = rows * library.num_chunks(size) * (16 + 8 * topk)
+    workspace = torch.full((num_bytes + _GUARD,), 0x7F, dtype=torch.uint8)
+    status = library.topk_logprob(
+        0, *_logits_arguments(logits, banned_ids), topk, workspace.data_ptr(),
+        token_ids.data_ptr(), logprobs.data_ptr(), None,
+    )  # fmt: skip
+    library.check(status)
+    assert (token_ids[-_GUARD:] == -7).all()
+    assert logprobs[-_GUARD:].isnan().all()
+    assert (workspace[-_GUARD:] == 0x7F).all(), "the workspace is too small"
+    return token_ids[:-_GUARD].view(rows, topk), logprobs[:-_GUARD].view(rows, topk)
+
+
 def sample_tokens(library: KernelLibrary, case: SamplingCase) -> tuple[torch.Tensor, torch.Tensor]:
     """As sgl_kernel.sample_tokens; outputs and workspace hold poison before."""
     rows, size = case.logits.shape

@@ -97,6 +97,34 @@ def test_argmax_logprob(rows: int, size: int, dtype: torch.dtype) -> None:
     check_argmax(random_logits(rows, size, size, dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("topk", [1, 2, 4, 8, 16, 33])
+@pytest.mark.parametrize("rows", [1, 2, 7, 64, 128])
+def test_topk_logprob(rows: int, topk: int, dtype: torch.dtype) -> None:
+    """Of random logits, and of few values, so that there are ties."""
+    for size in (33, 4097, 128256):
+        logits = random_logits(rows, size, size + topk, dtype)
+        for case in (logits, logits.round(), surrounded(logits, topk % 8, 3)):
+            poison_the_allocator()
+            token_ids, logprobs = sgl_kernel.topk_logprob(case, topk)
+            expected_ids, expected = reference.topk_logprob(case, topk)
+            assert torch.equal(token_ids, expected_ids)
+            torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=2e-5)
+
+
+def test_a_graph_of_topk_logprob_sees_changed_inputs() -> None:
+    logits = random_logits(9, 128256, 5, torch.bfloat16)
+    for topk in (4, 20):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = sgl_kernel.topk_logprob(logits, topk)
+        for seed in range(3):
+            logits.copy_(random_logits(9, 128256, 50 + seed, torch.bfloat16))
+            graph.replay()
+            for part, expected in zip(found, sgl_kernel.topk_logprob(logits, topk), strict=True):
+                assert torch.equal(part, expected)
+
+
 def test_argmax_of_a_thousand_rows() -> None:
     check_argmax(random_logits(1000, 32000, 1, torch.bfloat16))
 

@@ -14,11 +14,17 @@ from draft_tree_cases import copied, first_step, write_folders
 from drafted_serving import abort, nothing, params_of, prompts, serve
 from eagle_models import write_models
 from head_rounds import MAX_ROWS, make_head
+from path_rows_cases import CASES as PATHS
+from path_rows_cases import wrong_parts as wrong_path_rows
 from round_serving import On, right_tokens, serving, setup_of
 from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.triton_tree_search import triton_tree_search
 from sglang.srt.speculative.drafter import ComputedStep
+from sglang.srt.speculative.triton_kept_paths import triton_path_rows
 from tile_spec_rounds import DEAR_ROWS, RandomBudgets
+from tree_search_cases import RARE, arguments_of, children, wrong_parts
+from tree_search_cases import SHAPES as FOUND
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -143,3 +149,56 @@ def test_rounds_neither_wait_nor_allocate(paths: dict[str, Path]) -> None:
     assert len(served.rounds) > 8
     assert abs(torch.cuda.memory_allocated() - allocated) < 1 << 16
     harness.run()
+
+
+@pytest.mark.parametrize(
+    ("count", "kind"),
+    [
+        *((count, "few values") for count in (1, 2, 7, 64, 128)),
+        *((count, "no numbers") for count in (2, 64)),
+        *((count, "any values") for count in (1, 2, 7)),  # many requests have near-ties
+    ],
+)
+@pytest.mark.parametrize("shape", [*FOUND, *RARE], ids=str)
+def test_kernels_find_the_trees_that_torch_does(shape: TreeShape, count: int, kind: str) -> None:
+    assert wrong_parts(triton_tree_search, shape, count, kind, "cuda") == []
+
+
+@pytest.mark.parametrize("topk", [1, 2, 4, 8, 16, 20])
+def test_a_graph_of_a_search_sees_changed_children(topk: int) -> None:
+    """All of a search is captured, and nothing of it waits for the device."""
+    shape, count = TreeShape(topk, 4 if topk < 20 else 2, 4), 7
+    arguments = arguments_of(shape, count, "cuda")
+    first = arguments[-1]
+    given = [
+        tuple(each.cuda() for each in children(rows, topk, "any values", torch.Generator()))
+        for rows in (count, *(count * topk,) * shape.num_steps)
+    ]
+
+    def search() -> list[torch.Tensor]:
+        found, hidden, fed = triton_tree_search(*arguments), first.hidden, []
+        for ids, logprobs in given:
+            step = found.grow(ids, logprobs, hidden)
+            if step is not None:
+                hidden = step.hidden
+                fed += [step.input_ids, step.positions, step.kv_lens, hidden]
+        return [*found.trees(), *fed]
+
+    search()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = search()
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        for ids, logprobs in given:
+            fresh = children(len(ids), topk, "any values", generator)
+            ids.copy_(fresh[0])
+            logprobs.copy_(fresh[1])
+        graph.replay()
+        for mine, right in zip(captured, search(), strict=True):
+            assert torch.equal(mine, right)
+
+
+@pytest.mark.parametrize("case", PATHS)
+def test_a_kernel_finds_the_rows_of_confirmed_paths(case: str) -> None:
+    assert wrong_path_rows(triton_path_rows, *PATHS[case], "cuda") == []

@@ -49,12 +49,16 @@ class Operations:
         step: of `StepOps` (step/step_ops.py).
         masks: of `MaskOps` (mtp/mask_ops.py).
         ngrams: of `NgramOps` (speculative/ngram_ops.py).
+        trees: of `TreeSearch` (model_executor/draft_tree_passes.py).
+        paths: a function, `FindPathRows` (speculative/kept_paths.py).
     """
 
     layers: str
     step: str
     masks: str
     ngrams: str
+    trees: str
+    paths: str
 
 
 ATTENTION_BACKENDS = Registry(
@@ -72,12 +76,16 @@ OPERATIONS = {
         step="sglang.srt.step.torch_step_ops:TorchStepOps",
         masks="sglang.srt.mtp.mask_ops:TorchMaskOps",
         ngrams="sglang.srt.speculative.ngram_ops:TorchNgramOps",
+        trees="sglang.srt.model_executor.draft_tree_passes:TorchTreeSearch",
+        paths="sglang.srt.speculative.kept_paths:torch_path_rows",
     ),
     "triton": Operations(
         layers="sglang.srt.layers.ops.triton_ops:TritonOps",
         step="sglang.srt.step.triton_step_ops:TritonStepOps",
         masks="sglang.srt.mtp.triton_mask_ops:TritonMaskOps",
         ngrams="sglang.srt.speculative.triton_ngram_ops:TritonNgramOps",
+        trees="sglang.srt.model_executor.triton_tree_search:triton_tree_search",
+        paths="sglang.srt.speculative.triton_kept_paths:triton_path_rows",
     ),
 }
 DEFAULT_OPERATIONS = {"cpu": "torch", "cuda": "triton"}  # by device

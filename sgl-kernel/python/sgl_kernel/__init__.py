@@ -19,6 +19,7 @@ from sgl_kernel.sample_trees import (
     tree_speculative_sampling_target_only,
 )
 from sgl_kernel.sampling_rows import SamplingRows
+from sgl_kernel.topk_logprob import topk_logprob
 from sgl_kernel.tree_mask_mode import TreeMaskMode
 from sgl_kernel.uniform_noise import uniform_noise
 from sgl_kernel.verify_trees import verify_ragged_trees, verify_tree_greedy
@@ -39,6 +40,7 @@ __all__ = [
     "penalize_logits",
     "sample_ragged_trees",
     "sample_tokens",
+    "topk_logprob",
     "tree_speculative_sampling_target_only",
     "uniform_noise",
     "verify_ragged_trees",

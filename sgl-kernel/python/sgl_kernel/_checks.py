@@ -24,6 +24,12 @@ def check_logits(logits: torch.Tensor) -> None:
     check_device("logits", logits)
 
 
+def check_topk(topk: int, size: int) -> None:
+    """Refuses to find no tokens, or more than there are."""
+    if not 1 <= topk <= size:
+        raise ValueError(f"topk must be from 1 to {size}, the vocabulary's size, not {topk}")
+
+
 def check_device(name: str, tensor: torch.Tensor) -> None:
     """Refuses what is neither on a CUDA device nor on the CPU."""
     if not (tensor.is_cuda or tensor.is_cpu):

@@ -24,6 +24,7 @@ _POINTER = ctypes.c_void_p
 _LOGITS: list[_ArgumentType] = [_INT, _INT, _POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG]
 _SIGNATURES: dict[str, Sequence[_ArgumentType]] = {
     "sgl_argmax_logprob": [*_LOGITS, *(_POINTER,) * 5],
+    "sgl_topk_logprob": [*_LOGITS, _LONG, *(_POINTER,) * 4],
     "sgl_sample_tokens": [*_LOGITS, *(_POINTER,) * 5],
     "sgl_penalize_logits": [
         *(_INT, _INT, _POINTER, _LONG, _LONG, _LONG),
@@ -48,6 +49,7 @@ _SIGNATURES: dict[str, Sequence[_ArgumentType]] = {
     "sgl_sample_trees": [_INT, _POINTER, _POINTER, _LONG, _POINTER, _POINTER],
     "sgl_sample_ragged_trees": [_INT, _POINTER, _POINTER, _LONG, _POINTER, _POINTER],
     "sgl_preload_argmax_logprob": [_INT],
+    "sgl_preload_topk_logprob": [_INT],
     "sgl_preload_sample_tokens": [_INT],
     "sgl_preload_penalize_logits": [_INT],
     "sgl_preload_uniform_noise": [_INT],
@@ -64,9 +66,10 @@ class KernelLibrary:
     """The functions of one compiled library.
 
     Attributes:
-        argmax_logprob, sample_tokens, penalize_logits, uniform_noise, confirm_drafts,
-            move_kept_kv, build_tree, build_ragged_trees, verify_trees, verify_ragged_trees,
-            sample_trees, sample_ragged_trees: C functions that return a cudaError.
+        argmax_logprob, topk_logprob, sample_tokens, penalize_logits, uniform_noise,
+            confirm_drafts, move_kept_kv, build_tree, build_ragged_trees, verify_trees,
+            verify_ragged_trees, sample_trees, sample_ragged_trees: C functions that return a
+            cudaError.
         num_chunks: the workspace's partial results per row, by vocabulary size.
     """
 
@@ -79,6 +82,7 @@ class KernelLibrary:
                 "`python -m sgl_kernel.build`."
             ) from error
         self.argmax_logprob = self._function("sgl_argmax_logprob")
+        self.topk_logprob = self._function("sgl_topk_logprob")
         self.sample_tokens = self._function("sgl_sample_tokens")
         self.penalize_logits = self._function("sgl_penalize_logits")
         self.uniform_noise = self._function("sgl_uniform_noise")
@@ -123,17 +127,20 @@ class KernelLibrary:
         banned_ids: torch.Tensor | None,
         tensors: Sequence[torch.Tensor],
         results: Sequence[torch.Tensor],
+        numbers: Sequence[int] = (),
+        partial_bytes: int = PARTIAL_BYTES,
     ) -> None:
         """Launches a function of logits [S, V], S > 0, that works on chunks of rows.
 
         Args:
             banned_ids: [B] int64.
             tensors: its other arguments, if any: it gets one array of their addresses, which C
-                reads as a struct of pointers. Then come the workspace and `results`.
+                reads as a struct of pointers. Then come `numbers`, the workspace and `results`.
+            partial_bytes: of one chunk of one row in the workspace.
         """
         rows, size = logits.shape
         index = logits.get_device()
-        num_bytes = rows * self.num_chunks(size) * PARTIAL_BYTES
+        num_bytes = rows * self.num_chunks(size) * partial_bytes
         workspace = torch.empty(num_bytes, dtype=torch.uint8, device=logits.device)
         status = function(
             index,
@@ -145,6 +152,7 @@ class KernelLibrary:
             None if banned_ids is None else banned_ids.data_ptr(),
             0 if banned_ids is None else banned_ids.shape[0],
             *((address_array(tensors),) if tensors else ()),
+            *numbers,
             *(tensor.data_ptr() for tensor in (workspace, *results)),
             torch.cuda.current_stream(index).cuda_stream,
         )

@@ -18,6 +18,7 @@ __all__ = [
     "penalize_logits",
     "sample_ragged_trees",
     "sample_tokens",
+    "topk_logprob",
     "uniform_noise",
 ]
 
@@ -39,6 +40,22 @@ def argmax_logprob(
     token_ids = allowed.argmax(dim=-1)
     best = allowed.gather(-1, token_ids[:, None])[:, 0]
     return token_ids, best, -(allowed - best[:, None]).logsumexp(dim=-1)
+
+
+def topk_logprob(
+    logits: torch.Tensor, topk: int, banned_ids: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arguments and results as `sgl_kernel.topk_logprob`."""
+    allowed = _allowed(logits, banned_ids)
+    # The sum makes +0 of -0, which is its equal. Integers in the order of the floats:
+    bits = (allowed.nan_to_num(-torch.inf, torch.inf, -torch.inf) + 0.0).view(torch.int32)
+    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64) << 32
+    # No two of these are equal, so which are the greatest does not depend on how they are found.
+    keys += torch.arange(logits.shape[-1] - 1, -1, -1, device=logits.device)
+    token_ids = logits.shape[-1] - 1 - (keys.topk(topk, dim=-1).values & 0xFFFFFFFF)
+    relative = allowed - allowed.amax(dim=-1, keepdim=True)
+    logprobs = relative.gather(-1, token_ids) - relative.logsumexp(dim=-1, keepdim=True)
+    return token_ids, logprobs
 
 
 def sample_tokens(

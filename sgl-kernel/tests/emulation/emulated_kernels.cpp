@@ -6,6 +6,7 @@
 #include "sgl_kernel/move_kept_kv.cuh"
 #include "sgl_kernel/penalize_logits.cuh"
 #include "sgl_kernel/select_tokens.cuh"
+#include "sgl_kernel/topk_logprob.cuh"
 
 using namespace sgl_kernel;
 
@@ -19,6 +20,19 @@ void argmax(const LogitsView& view, int64_t rows, ArgmaxPartial* partials, int64
                       [&] { argmax_chunks_kernel<Format>(view, chunks, partials); });
   emulation::run_grid(rows, kWarpSize, [&] {
     argmax_combine_kernel(partials, chunks, view.size, token_ids, best, logprobs);
+  });
+}
+
+template <typename Format>
+void topk(const LogitsView& view, int64_t rows, int count, ArgmaxPartial* partials,
+          int64_t* token_ids, float* logprobs) {
+  const int chunks = num_chunks(view.size);
+  RankedToken* lists = reinterpret_cast<RankedToken*>(partials + rows * chunks);
+  emulation::run_grid(rows * chunks, kChunkThreads, [&] {
+    topk_chunks_kernel<Format>(view, chunks, count, partials, lists);
+  });
+  emulation::run_grid(rows, kWarpSize, [&] {
+    topk_combine_kernel(partials, lists, chunks, count, token_ids, logprobs);
   });
 }
 
@@ -50,6 +64,21 @@ extern "C" int sgl_argmax_logprob(int, int dtype, const void* logits, int64_t ro
   if (dtype == 0) argmax<Float32>(view, rows, partials, token_ids, best, logprobs);
   if (dtype == 1) argmax<Bfloat16>(view, rows, partials, token_ids, best, logprobs);
   if (dtype == 2) argmax<Float16>(view, rows, partials, token_ids, best, logprobs);
+  return 0;
+}
+
+extern "C" int sgl_topk_logprob(int, int dtype, const void* logits, int64_t row_stride,
+                                int64_t rows, int64_t size, const int64_t* banned,
+                                int64_t num_banned, int64_t count, void* workspace,
+                                int64_t* token_ids, float* logprobs, void*) {
+  if (!is_supported_shape(rows, size) || count > kMostTop) return 1;
+  const LogitsView view{logits, row_stride, static_cast<int>(size), banned,
+                        static_cast<int>(num_banned)};
+  ArgmaxPartial* partials = static_cast<ArgmaxPartial*>(workspace);
+  const int found = static_cast<int>(count);
+  if (dtype == 0) topk<Float32>(view, rows, found, partials, token_ids, logprobs);
+  if (dtype == 1) topk<Bfloat16>(view, rows, found, partials, token_ids, logprobs);
+  if (dtype == 2) topk<Float16>(view, rows, found, partials, token_ids, logprobs);
   return 0;
 }
 
@@ -127,6 +156,7 @@ extern "C" int sgl_move_kept_kv(int, const KVTensor* tensors, int64_t num_tensor
 }
 
 extern "C" int sgl_preload_argmax_logprob(int) { return 0; }
+extern "C" int sgl_preload_topk_logprob(int) { return 0; }
 extern "C" int sgl_preload_sample_tokens(int) { return 0; }
 extern "C" int sgl_preload_penalize_logits(int) { return 0; }
 extern "C" int sgl_preload_uniform_noise(int) { return 0; }

@@ -24,7 +24,9 @@ from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.triton_ops import gather_kernel, prompt_kernel
 from sglang.srt.layers.attention.triton_ops import kernels as attention
 from sglang.srt.layers.ops import triton_ops as ops
+from sglang.srt.model_executor import triton_tree_search as trees
 from sglang.srt.mtp import triton_mask_ops as masks
+from sglang.srt.speculative import triton_kept_paths as paths
 from sglang.srt.speculative import triton_ngram_ops as ngrams
 from sglang.srt.step import triton_row_division as rows
 from sglang.srt.step import triton_row_packing as packing
@@ -59,6 +61,14 @@ NGRAM_INTEGERS = {
         "match_lens",
     )
 } | {f"{name}_ptr": "*i32" for name in ("sequences", "tokens")}
+TREE_SEARCH = (
+    {
+        f"{name}_ptr": "*i64"
+        for name in ("token_ids", "target_ids", "starts", "found_ids", "fed", "ids")
+    }
+    | {f"{name}_ptr": "*fp32" for name in ("logprobs", "found_scores", "beam_scores", "scores")}
+    | {f"{name}_ptr": "*i32" for name in ("found_parents", "parents")}
+)
 TREES = ("parents", "depths", "ancestors", "row_parents", "row_ancestors")
 NO_TREES = {f"{name}_ptr": None for name in TREES}
 NO_LOOKAHEAD = {"q_starts_ptr": None, "num_pending_ptr": None}
@@ -153,6 +163,21 @@ def row_division(num_reqs: int, num_drafts: int, num_masks: int, own_rows: bool)
             "values_ptr": "*i32",
         },
     )
+
+
+def beams(topk: int, is_first: bool, has_next: bool, has_own_ids: bool) -> Kernel:
+    block = max(2, triton.next_power_of_2(topk if is_first else topk**2))
+    constants = {
+        "TOPK": topk,
+        "IS_FIRST": is_first,
+        "HAS_NEXT": has_next,
+        "BLOCK": block,
+        "BLOCK_ROWS": max(2, triton.next_power_of_2(topk)),
+        "BLOCK_HIDDEN": 1024,
+        **({"target_ids_ptr": None} if has_own_ids else {}),
+        **({} if has_next else {"hidden_out_ptr": None}),
+    }
+    return Kernel(trees.grow_kernel, constants, trees.warps_of_beams(block), types=TREE_SEARCH)
 
 
 KERNELS = {
@@ -272,6 +297,27 @@ KERNELS = {
             ("proposed drafts", masks._propose_kernel),
         )
         for has_probs in (True, False)
+    },
+    **{
+        f"beams of {topk}, {'first' if is_first else 'later'}, {'not ' * has_next}last": beams(
+            topk, is_first, has_next, has_own_ids=topk == 4
+        )
+        for topk in (1, 4, 8, trees.MOST_TOPK)
+        for is_first in (True, False)
+        for has_next in (True, False)
+    },
+    "trees of what beams found": Kernel(
+        trees.best_kernel, {"BLOCK": trees.BEST_BLOCK, "CHUNK": 64}, types=TREE_SEARCH
+    ),
+    **{
+        f"rows of confirmed paths, {'not ' if known else ''}packed": Kernel(
+            paths.path_rows_kernel,
+            {"BLOCK": paths.BLOCK, **known},
+            num_warps=2,
+            types=STEP_INTEGERS
+            | {f"{name}_ptr": "*i64" for name in ("kept", "ends", "rows", "positions")},
+        )
+        for known in ({}, {"kept_ptr": None})
     },
     "places of n-grams": Kernel(
         ngrams._search_kernel,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -115,17 +115,55 @@ class DraftedTrees(NamedTuple):
         return [_batch(first, index, *each) for index, each in enumerate(fed)]
 
 
-class DraftTreePass:
-    """Drafts a tree for each request. Nothing of it depends on what the host does not know at
-    capture, so one graph has all of it where the attention backend captures plans.
+class TreeSearch(Protocol):
+    """Finds the trees of one pass. Each implementation finds the same, and none waits for the
+    device.
 
     Row r of step i stands in column watermark + i K + r of the page table, at position watermark +
     i, and sees what lies before the watermark and its own branch.
+    """
+
+    def __init__(
+        self,
+        shape: TreeShape,
+        table: torch.Tensor,
+        target_ids: torch.Tensor | None,
+        first: ForwardBatch,
+    ) -> None:
+        """
+        Args:
+            table: [rows, width] int32; the page table.
+            target_ids: as `DraftHead.target_ids` gives them.
+            first: as for `DraftTreePass.run`.
+        """
+
+    def grow(
+        self, token_ids: torch.Tensor, logprobs: torch.Tensor, hidden: torch.Tensor
+    ) -> ForwardBatch | None:
+        """Takes the children of the rows fed last, at first of the one row of each request.
+
+        Args:
+            token_ids: [rows, K] int64; the head's, the best first.
+            logprobs: [rows, K] float32.
+            hidden: [rows, hidden_size]; the head's output at those rows.
+
+        Returns:
+            The next draft step, which feeds the K best; None if there is none.
+        """
+
+    def trees(self) -> DraftedTrees:
+        """The best of all nodes found, when there is no further step."""
+
+
+class DraftTreePass:
+    """Drafts a tree for each request. Nothing of it depends on what the host does not know at
+    capture, so one graph has all of it where the attention backend captures plans.
 
     Args:
         table: [rows, width] int32; the page table.
         forward: runs the head over a batch that is not planned yet, K rows of each request, and
             gives `ModelOutput.hidden` of all rows.
+        search: makes a `TreeSearch`.
     """
 
     def __init__(
@@ -135,13 +173,15 @@ class DraftTreePass:
         table: torch.Tensor,
         forward: Callable[[ForwardBatch], torch.Tensor],
         shape: TreeShape,
+        search: Callable[..., TreeSearch],
     ) -> None:
         self._head = head
         self._layers = layers
         self._table = table
         self._forward = forward
         self._shape = shape
-        self._best_of = sampling_ops(table.device).argmax_logprob
+        self._search = search
+        self._best_of = sampling_ops(table.device).topk_logprob
 
     def run(self, first: ForwardBatch) -> DraftedTrees:
         """
@@ -151,59 +191,79 @@ class DraftTreePass:
                 write to the dummy slot are padding in all steps.
         """
         assert first.hidden is not None, "A head drafts from its own output."
-        topk, count = self._shape.topk, len(first.positions)
-        own_bits = torch.ones_like(first.positions)[:, None] << self._numbers(topk)
-        beam = _Beam(*self._children(first.hidden, count), self._numbers(topk).expand(count, topk))
-        found = [_Found(beam.token_ids, beam.scores, torch.full_like(beam.numbers, -1))]
-        above = torch.zeros_like(beam.numbers)
-        hidden = first.hidden.repeat_interleave(topk, dim=0)
-        fed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        for index in range(self._shape.num_steps):
-            ancestors = above | own_bits << index * topk
-            fed.append((beam.token_ids, ancestors, self._slots(first, index)))
-            batch = replace(_batch(first, index, *fed[-1]), hidden=hidden)
-            hidden = self._forward(batch)
-            token_ids, probs = self._children(hidden, count)
-            scores = beam.scores.repeat_interleave(topk, 1) * probs
-            found.append(_Found(token_ids, scores, beam.numbers.repeat_interleave(topk, 1)))
-            if index + 1 == self._shape.num_steps:
-                break
-            chosen = _descending(scores)[:, :topk]
-            numbers = chosen + topk + index * topk**2
-            beam = _Beam(token_ids.gather(1, chosen), scores.gather(1, chosen), numbers)
-            parents = chosen // topk
-            above = ancestors.gather(1, parents)
-            rows = parents + topk * self._numbers(count)[:, None]
-            hidden = hidden[rows.flatten()]
-        return DraftedTrees(*_best_nodes(found, self._shape.num_drafts), *self._stacked(fed, count))
+        search = self._search(self._shape, self._table, self._head.target_ids(), first)
+        step = search.grow(*self._children(first.hidden), first.hidden)
+        while step is not None:
+            hidden = self._forward(step)
+            step = search.grow(*self._children(hidden), hidden)
+        return search.trees()
 
-    def _children(self, hidden: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of hidden [count * n, hidden_size] the K best tokens behind each row, the best first, of
-        equal ones any: the target's ids [count, n * K] int64 and probabilities, float32."""
-        logits, topk = self._head.compute_logits(hidden, self._layers), self._shape.topk
-        best_ids, best, logprobs = self._best_of(logits, None)
-        if topk == 1:
-            ids, probs = best_ids, logprobs.exp()
-        else:
-            values, ids = logits.topk(topk, dim=1)
-            probs = (values.float() - (best - logprobs)[:, None]).exp()
-        return self._head.to_target_ids(ids).view(count, -1), probs.view(count, -1)
+    def _children(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The K best tokens behind each row of hidden [rows, hidden_size], the best first: the
+        head's ids [rows, K] int64 and log-probabilities, float32."""
+        logits = self._head.compute_logits(hidden, self._layers)
+        token_ids, logprobs = self._best_of(logits, self._shape.topk)
+        return token_ids, logprobs
 
-    def _slots(self, first: ForwardBatch, index: int) -> torch.Tensor:
+
+class TorchTreeSearch:
+    """For a CPU, and for shapes that no kernel takes; the oracle of all others."""
+
+    def __init__(
+        self,
+        shape: TreeShape,
+        table: torch.Tensor,
+        target_ids: torch.Tensor | None,
+        first: ForwardBatch,
+    ) -> None:
+        self._shape = shape
+        self._table = table
+        self._target_ids = target_ids
+        self._first = first
+        self._found: list[_Found] = []
+        self._beam: _Beam | None = None
+        self._fed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def grow(
+        self, token_ids: torch.Tensor, logprobs: torch.Tensor, hidden: torch.Tensor
+    ) -> ForwardBatch | None:
+        topk, count, level = self._shape.topk, len(self._first.positions), len(self._found)
+        ids = token_ids if self._target_ids is None else self._target_ids[token_ids]
+        ids, scores = ids.view(count, -1), logprobs.exp().view(count, -1)
+        parents = torch.full_like(ids, -1)
+        if self._beam is not None:
+            scores = self._beam.scores.repeat_interleave(topk, 1) * scores
+            parents = self._beam.numbers.repeat_interleave(topk, 1)
+        num_before = sum(each.token_ids.shape[1] for each in self._found)
+        self._found.append(_Found(ids, scores, parents))
+        if level == self._shape.num_steps:
+            return None
+        chosen = _descending(scores)[:, :topk]
+        self._beam = _Beam(ids.gather(1, chosen), scores.gather(1, chosen), chosen + num_before)
+        above = chosen // topk
+        own_bits = torch.ones_like(chosen) << self._numbers(topk) + level * topk
+        ancestors = own_bits if level == 0 else self._fed[-1][1].gather(1, above) | own_bits
+        self._fed.append((self._beam.token_ids, ancestors, self._slots(level)))
+        rows = above + (len(token_ids) // count) * self._numbers(count)[:, None]
+        return replace(_batch(self._first, level, *self._fed[-1]), hidden=hidden[rows.flatten()])
+
+    def trees(self) -> DraftedTrees:
+        return DraftedTrees(*_best_nodes(self._found, self._shape.num_drafts), *self._stacked())
+
+    def _slots(self, index: int) -> torch.Tensor:
         """[R, K] int64; of the rows of step `index`."""
-        topk = self._shape.topk
+        topk, first = self._shape.topk, self._first
         columns = first.positions[:, None] + self._numbers(topk) + index * topk
         slots = self._table[first.rows[:, None], columns].to(torch.int64)
         return slots * (first.slots > 0)[:, None]
 
-    def _stacked(
-        self, fed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], count: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Each of the three of all steps, [N, R, K]."""
-        if not fed:
-            empty = self._table.new_empty((0, count, self._shape.topk), dtype=torch.int64)
+    def _stacked(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What steps were fed, each of the three of all steps, [N, R, K]."""
+        if not self._fed:
+            shape = 0, len(self._first.positions), self._shape.topk
+            empty = self._table.new_empty(shape, dtype=torch.int64)
             return empty, empty, empty
-        token_ids, ancestors, slots = zip(*fed, strict=True)
+        token_ids, ancestors, slots = zip(*self._fed, strict=True)
         return torch.stack(token_ids), torch.stack(ancestors), torch.stack(slots)
 
     def _numbers(self, count: int) -> torch.Tensor:

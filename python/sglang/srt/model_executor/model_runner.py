@@ -391,7 +391,7 @@ class ModelRunner:
         if isinstance(shape, int):
             return DraftPass(*parts, shape)
         assert isinstance(self.model, DraftHead), "Heads alone draft trees."
-        return DraftTreePass(self.model, *parts[1:], shape)
+        return DraftTreePass(self.model, *parts[1:], shape, load(self.operations.trees))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [S, vocab_size], in the model's type, of hidden states [S, hidden_size]."""

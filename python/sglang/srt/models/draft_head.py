@@ -107,6 +107,10 @@ class DraftHead(Model):
         """The target's ids of this head's tokens, int64 of any shape."""
         return ids if self.hot_head is None else self.hot_ids[ids]
 
+    def target_ids(self) -> torch.Tensor | None:
+        """The target's id of each of this head's tokens, [H] int64; None if they are the same."""
+        return None if self.hot_head is None else self.hot_ids
+
 
 def layer_spec(config: ModelConfig) -> DecoderSpec:
     """Of a head's one layer: Llama's."""

@@ -100,3 +100,8 @@ class LlamaForCausalLMEagle3(DraftHead):
 
     def to_target_ids(self, ids: torch.Tensor) -> torch.Tensor:
         return super().to_target_ids(ids) if self.d2t is None else ids + self.d2t[ids]
+
+    def target_ids(self) -> torch.Tensor | None:
+        if self.d2t is None:
+            return super().target_ids()
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t

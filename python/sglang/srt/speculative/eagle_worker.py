@@ -17,7 +17,7 @@ from sglang.srt.layers.sampling_ops import sampling_ops
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.models.draft_head import DraftHead
-from sglang.srt.registry import ATTENTION_BACKENDS
+from sglang.srt.registry import ATTENTION_BACKENDS, load
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.draft_inputs import next_tokens, rows_of_requests
 from sglang.srt.speculative.draft_prices import measured_rounds
@@ -84,6 +84,7 @@ class EagleDrafter:
         self._head = head
         self._table = parts.runners.memory.table
         self._state = parts.state
+        self._find_path_rows = load(parts.runners.target.operations.paths)
         self._ops = sampling_ops(self._runner.device)
         self._rounds = options.rounds
         pool, can_rest = self._runner.kv_pool, self._runner.config.may_rest
@@ -160,7 +161,9 @@ class EagleDrafter:
             starts, inputs = per_request[Q_START], replace(step.inputs, hidden=hidden)
             ends = starts + per_request[Q_LEN]
         else:
-            inputs, starts, ends = rows_of_paths(step, self._table.req_to_token, hidden)
+            inputs, starts, ends = rows_of_paths(
+                step, self._table.req_to_token, hidden, self._find_path_rows
+            )
         rows = rows_of_requests(ends, inputs)
         batch = replace(
             inputs,
