@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import sglang
 from draft_heads import Sizes, eagle_config, eagle_shapes, random_tensors, write_head
 from mtp_oracle import load_reference
 from serving_utils import RunningServer, running_server
@@ -76,6 +77,25 @@ def test_answers_are_those_of_the_model_with_figures_of_drafts(
     info = server.client.get("/server_info").json()
     assert (info["speculative_algorithm"], info["speculative_num_draft_tokens"]) == ("EAGLE", 3)
     assert "sglang:spec_accept_length" in server.client.get("/metrics").text
+
+
+def test_drafts_by_load_behind_prompts_that_are_read_in_chunks(
+    right: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps of chunks alone nobody emits, and nobody is given drafts."""
+    monkeypatch.setenv("SGLANG_KV_CANARY", "1")
+    head = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "demo-eagle3"}
+    params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS}
+    with sglang.Engine(
+        model_path="demo",
+        device="cpu",
+        chunked_prefill_size=16,
+        max_total_tokens=2048,
+        speculative_load_aware="on",
+        **head,
+    ) as engine:
+        answers = engine.generate(PROMPTS, params)
+    assert [answer["output_ids"] for answer in answers] == right
 
 
 def test_multi_token_prediction_is_refused_with_the_reason(server: RunningServer) -> None:

@@ -213,14 +213,14 @@ def new_row(row: int) -> NewRow:
     return NewRow(row, 0, np.zeros(1, np.int32), SamplingParams(), 0)
 
 
-def batch_of(prompts: Sequence[int]) -> ScheduleBatch:
+def batch_of(prompts: Sequence[int], emits: bool = True) -> ScheduleBatch:
     """A step of requests that feed so many tokens of their prompts, or decode."""
     count = len(prompts)
     return ScheduleBatch(
         rows=list(range(count)),
         max_q_lens=[each or 2 * MAX_DRAFTS for each in prompts],
         num_prompt_tokens=list(prompts),
-        emits=[True] * count,
+        emits=[emits] * count,
         kv_len_upper_bounds=[each or 2 * MAX_DRAFTS for each in prompts],
         new_rows=[],
         table_writes=PageTableWrites(()),

@@ -156,6 +156,20 @@ def test_a_head_that_rests_wakes_when_drafts_pay(num_clients: int, options: Roun
 
 
 @pytest.mark.parametrize("options", [BY_LOAD, CUT], ids=["by load", "cut"])
+@pytest.mark.parametrize("can_rest", [False, True])
+def test_a_step_of_a_prompts_first_chunk_alone_gives_nobody_drafts(
+    options: RoundOptions, can_rest: bool
+) -> None:
+    planner = ServedRounds(Load(2), SURE, options, True, can_rest).planner
+    for _ in range(3):
+        plan = planner.plan(batch_of([16], emits=False))
+        assert list(plan.next_drafts) == [0]
+        assert not plan.rests
+    given = [max(planner.plan(batch_of([prompt])).next_drafts) for prompt in (7, 0)]
+    assert max(given) > 0
+
+
+@pytest.mark.parametrize("options", [BY_LOAD, CUT], ids=["by load", "cut"])
 def test_what_became_of_drafts_is_told_of_their_request(options: RoundOptions) -> None:
     """Between others that read prompts, and whatever was cut."""
     served = ServedRounds(Load(6, 64, 128), (EASY, HARD), options, True)

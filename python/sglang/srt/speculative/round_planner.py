@@ -285,6 +285,9 @@ class RoundPlanner:
         lens = zip(bounds, slots, batch.num_prompt_tokens, batch.emits, strict=True)
         emitting = [bound - most + num_prompt for bound, most, num_prompt, emits in lens if emits]
         num_reqs, kv_tokens = len(emitting), sum(emitting)
+        if num_reqs == 0:
+            self._next_round = _Round(self.policy.settled, 0)
+            return 0
         of_pace = partial(self._prompts.upcoming, num_reqs, kv_tokens)
         upcoming = UpcomingRound(num_reqs, kv_tokens, of_pace=of_pace)
         if self._requests is not None:
