@@ -94,7 +94,7 @@ def test_drafts_by_load_behind_prompts_that_are_read_in_chunks(
         speculative_load_aware="on",
         **head,
     ) as engine:
-        answers = engine.generate(PROMPTS, params)
+        answers = [engine.generate(prompt, params) for prompt in PROMPTS]
     assert [answer["output_ids"] for answer in answers] == right
 
 
