@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafted_serving import Disturb, Drafted, abort, nothing, pause, serve
+from drafted_serving import Disturb, Drafted, abort, launches_never_wait, nothing, pause, serve
 from eagle_models import write_models
 from jumping_tier import JUMPING, jumping_tiers
 from ngram_ops_cases import CASES, difference
@@ -82,15 +82,5 @@ def test_rounds_do_not_wait(paths: dict[str, Path], policy: str) -> None:
     served = serving(paths, policy, breadth=1)
     harness = served.harness
     serve(harness, right(paths["target"]))  # all is compiled
-    worker = harness.scheduler._worker
-    launch = worker.forward_batch_generation
-
-    def watched(batch: object) -> object:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return launch(batch)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    worker.forward_batch_generation = watched
-    serve(harness, right(paths["target"]))
+    with launches_never_wait(harness):
+        serve(harness, right(paths["target"]))

@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from draft_heads import EAGLE, EAGLE3
-from drafted_serving import Disturb, abort, nothing, params_of, pause, prompts, serve
+from drafted_serving import (
+    Disturb,
+    abort,
+    launches_never_wait,
+    nothing,
+    params_of,
+    pause,
+    prompts,
+    serve,
+)
 from eagle_models import STANDALONE, write_models
 from jumping_tier import JUMPING, RESTING, jumping_tiers
 from round_serving import NUM_STEPS, On, right_tokens, serving, setup_of, submit_all, zero
@@ -75,6 +84,15 @@ def test_graphs_are_captured_anew_with_memory(paths: dict[str, Path]) -> None:
         served.group.restore_weights()
         zero(served.group)
         assert served.graphs.num_graphs == 4
+
+
+@pytest.mark.parametrize("policy", ["fixed", JUMPING, RESTING])
+def test_launches_do_not_wait(paths: dict[str, Path], policy: str) -> None:
+    """Also where requests begin with cached prefixes, and where the head rests and is fed again."""
+    harness = serving(paths, policy=policy, on=ON_GPU).harness
+    serve(harness, right(paths["target"]))  # all is compiled
+    with launches_never_wait(harness):
+        serve(harness, right(paths["target"]))
 
 
 @pytest.mark.parametrize("kind", [EAGLE3, STANDALONE])

@@ -6,8 +6,12 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
+
+import torch
 
 from sglang.srt.messages.control import AbortReq, ContinueGenerationReq, PauseGenerationReq
 from sglang.srt.model_executor.runner_group import RunnerGroup
@@ -55,6 +59,23 @@ class Drafted(SchedulerHarness):
         assert checker.report().is_exact
         assert ledger.num_used_rows == 0
         assert ledger.num_free_tokens + ledger.num_tree_tokens == ledger.num_pool_tokens
+
+
+@contextmanager
+def launches_never_wait(harness: Drafted) -> Iterator[None]:
+    """On a GPU: in this block a launch raises at every operation that makes the host wait."""
+    worker: Any = harness.scheduler._worker
+    launch = worker.forward_batch_generation
+
+    def watched(batch: object) -> object:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with mock.patch.object(worker, "forward_batch_generation", watched):
+        yield
 
 
 @functools.cache

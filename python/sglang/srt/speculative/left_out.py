@@ -37,7 +37,8 @@ class LeftOutTokens:
         """Requests that have just got a row."""
         self._behind.difference_update(new.row for new in new_rows)
         if self._any_marked and new_rows:
-            self._starts[self._on_device([new.row for new in new_rows])] = 0
+            # Not `self._starts[rows] = 0`, for which torch 2.11 waits for the device.
+            self._starts.index_fill_(0, self._on_device([new.row for new in new_rows]), 0)
 
     def plan(self, batch: ScheduleBatch, plan: RowPlan) -> None:
         """Before a step is launched. From its first row on, a request whose last tokens were left

@@ -119,6 +119,7 @@ class MeasuredRounds:
         self.excess = Excess() if excess is None else excess
         self.prompt_row_ms = target.least_row_ms
         self._known_cost = lru_cache(maxsize=MAX_COSTS)(self._cost)
+        self._known_feed = lru_cache(maxsize=MAX_COSTS)(self._feed)
 
     @property
     def spread(self) -> float:
@@ -137,14 +138,13 @@ class MeasuredRounds:
 
     def feed_ms(self, upcoming: UpcomingRound) -> float:
         """Milliseconds by which a plain step takes longer if the head does not rest."""
-        num_reqs = upcoming.num_reqs
         return sum(
-            chance
-            * self._of_rows(self.head.extend, num_reqs, 1, num_reqs, case.prompt_rows).at(
-                case.kv_tokens
-            )
+            chance * self._known_feed(case.num_reqs, case.prompt_rows).at(case.kv_tokens)
             for chance, case in upcoming.cases
         )
+
+    def _feed(self, num_reqs: int, prompt_rows: int) -> RoundCost:
+        return self._of_rows(self.head.extend, num_reqs, 1, num_reqs, prompt_rows)
 
     def prompts_ms(self, prompt_rows: int, num_rows: int, whole_ms: float) -> float:
         """What of a round of `whole_ms` belongs to the prompts beside `num_rows` rows: what their
