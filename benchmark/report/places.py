@@ -139,7 +139,6 @@ TABLES = {
             ("step_gaps", "step_gaps*.json", prompt_tables.step_gaps),
             ("http_streams", "http_streams*.json", prompt_tables.http_streams),
             ("http_overhead", "http_overhead.json", prompt_tables.http_overhead),
-            ("front_end_costs", "http_overhead_paced.json", prompt_tables.front_end_costs),
             ("load_weights", "load_weights*.json", prompt_tables.load_weights),
             ("mtp_gpu", "mtp_gpu.json", performance_tables.mtp_gpu),
             ("mtp_checks", "mtp_gpu*.json", performance_tables.mtp_checks),

@@ -169,20 +169,6 @@ def http_overhead(results: list[Result]) -> str:
     return table(head, rows)
 
 
-def front_end_costs(results: list[Result]) -> str:
-    """Routes of a server without a model down; what its processes take for a token."""
-    (result,), rows = results, []
-    roles = [role for role in CPU_ROLES if role not in ("client", "scheduler")]
-    for row in result["rows"]:
-        shares = [row["cpu_shares"][role] for role in roles]
-        costs = [f"{share * 1e6 / row['tok_s']:.0f}" for share in shares]
-        cells = [cell for share, cost in zip(shares, costs) for cell in (f"{share:.0%}", cost)]
-        rows.append([row["way"], f"{row['tok_s']:,.0f}", f"{row['tokens_per_chunk']:.2f}", *cells])
-    names = [CPU_ROLES[role] for role in roles]
-    heads = [head for name in names for head in (f"{name}, of a core", "us per token")]
-    return table([_streams(result), "tokens/s", "tokens per event", *heads], rows)
-
-
 def _streams(result: Result) -> str:
     return f"{result['clients']} streams, {result['input_len']} in, {result['output_len']} out"
 

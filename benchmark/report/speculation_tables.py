@@ -157,7 +157,7 @@ def tree_shapes(results: list[Result]) -> str:
                 f" {load['tree_over_chain']:.3f} times the best chain, {load['best_chain']}{asked}."
             )
         measured = f"Commit {result['commit'][:12]}, {result['rounds']} rounds in turn:"
-        tables.append("\n\n".join([measured, table(head, rows), *lines]) + "\n")
+        tables.append("\n".join([f"{measured}\n", table(head, rows), "\n\n".join(lines), ""]))
     return "\n".join(tables)
 
 

@@ -86,15 +86,6 @@ def test_http_is_judged_beside_the_engine() -> None:
     ]
 
 
-def test_costs_are_of_a_token() -> None:
-    """Half a core at 10,000 tokens/s is 50 us each."""
-    shares = {"client": 0.2, "front_end": 0.5, "detokenizer": 0.12, "scheduler": 0.1}
-    row = {"way": "a", "tok_s": 10000.0, "tokens_per_chunk": 1.5, "cpu_shares": shares}
-    shape = {"clients": 64, "input_len": 128, "output_len": 256}
-    text = prompt_tables.front_end_costs([{**shape, "rows": [row]}])
-    assert text.splitlines()[2] == "| a | 10,000 | 1.50 | 50% | 50 | 12% | 12 |"
-
-
 def test_a_result_without_a_model_does_not_replace_that_of_a_gpu() -> None:
     out = http_overhead.parse(["--paced-step-ms=7"]).out
     assert out != http_overhead.parse([]).out
