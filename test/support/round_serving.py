@@ -73,6 +73,7 @@ class Served:
     Attributes:
         rounds: requests and drafts of each of each step that was one graph.
         num_pieces: steps that were not.
+        num_rests: steps that the head was left out of.
         seen: drafts that were right and wrong, of graphs alone.
     """
 
@@ -80,6 +81,7 @@ class Served:
     group: RunnerGroup
     rounds: list[tuple[int, int]] = field(default_factory=list)
     num_pieces: int = 0
+    num_rests: int = 0
     seen: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -91,9 +93,11 @@ class Served:
     def replay(self, batch: ScheduleBatch, plan: RowPlan) -> AcceptedTokens | None:
         """Notes what `RoundGraphs.replay` does."""
         taken = self._replay(batch, plan)
+        self.num_rests += plan.rests
         if taken is None:
             self.num_pieces += 1
             return None
+        assert not plan.rests, "The head was run."
         num_drafts, num_fed = taken.num_drafts, plan.max_pending - 1
         fed = [0] * len(batch.rows) if num_drafts is None else num_drafts.tolist()
         assert fed == [num_fed] * len(batch.rows)

@@ -43,6 +43,23 @@ def test_a_warm_up_leaves_no_trace(page_size: int) -> None:
     assert outputs[0] == outputs[1]
 
 
+def test_steps_of_nobody_stand_on_the_row_that_is_nobodys() -> None:
+    """Requests may be there when memory is resumed, and of their rows a head may have KV from some
+    token on alone (`MHATokenToKVPool.kv_starts`)."""
+    runner = make_runner(resolve_model_path("demo"), Setup(num_pages=640))
+    planned, plan = list[ForwardBatch](), LayerRuntime.plan
+
+    def noted(layers: LayerRuntime, batch: ForwardBatch) -> None:
+        planned.append(batch)
+        plan(layers, batch)
+
+    with mock.patch.object(LayerRuntime, "plan", noted):
+        runner.warm_up()
+    assert planned
+    padding_row = runner.req_to_token_pool.padding_row
+    assert all((batch.rows == padding_row).all() for batch in planned)
+
+
 @pytest.mark.parametrize("has_trees", [False, True])
 def test_masks_of_trees_are_met_before_the_first_request(
     monkeypatch: pytest.MonkeyPatch, has_trees: bool

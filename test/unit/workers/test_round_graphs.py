@@ -66,6 +66,7 @@ def test_tokens(
     assert served.seen["right"] > 10
     assert served.seen["wrong"] > 10
     assert served.num_pieces > 3
+    assert (served.num_rests > 3) == (policy == RESTING)
     sizes = {count for count, _ in served.rounds}
     assert sizes - {1, 2, 4, 8}, "Some have padding."
     drafts = {count for _, count in served.rounds}

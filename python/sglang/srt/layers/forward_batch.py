@@ -173,13 +173,19 @@ class ModelOutput(NamedTuple):
 
 def dummy_step(
     q_lens: list[int],
+    row: int,
     device: torch.device,
     is_packed: bool = False,
     has_masks: bool = False,
     hidden: torch.Tensor | None = None,
 ) -> ForwardBatch:
-    """Prompts of these lengths over row 0 and the dummy slot, to be run before there is a request.
-    The results mean nothing, and only the dummy page is written. `has_masks`: as beside trees."""
+    """Prompts of these lengths of nobody. The results mean nothing, and only the dummy page is
+    written.
+
+    Args:
+        row: of the request-to-token table, that is no request's.
+        has_masks: as beside trees.
+    """
     q_starts = to_device(list(accumulate(q_lens, initial=0)), device) if is_packed else None
     zeros = torch.zeros(sum(q_lens), dtype=torch.int64, device=device)
     positions = [position for q_len in q_lens for position in range(q_len)]
@@ -187,7 +193,7 @@ def dummy_step(
         input_ids=zeros,
         positions=to_device(positions, device),
         slots=zeros,
-        rows=zeros[: len(q_lens)],
+        rows=torch.full((len(q_lens),), row, dtype=torch.int64, device=device),
         q_lens=q_lens,
         kv_lens=to_device(q_lens, device),
         kv_len_upper_bounds=q_lens,

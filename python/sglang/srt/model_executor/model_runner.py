@@ -274,7 +274,8 @@ class ModelRunner:
         may read."""
         config, width = self._config, self.model.hidden_width
         hidden = self.kv_pool.kv[0].new_zeros((sum(q_lens), width)) if width else None
-        batch = dummy_step(q_lens, self.device, is_packed, has_masks, hidden)
+        row = self.req_to_token_pool.padding_row
+        batch = dummy_step(q_lens, row, self.device, is_packed, has_masks, hidden)
         self._layers.plan(batch)
         output = self._compute(batch)
         num_reads = config.max_running_requests * config.max_decode_rows

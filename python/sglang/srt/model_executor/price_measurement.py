@@ -310,7 +310,8 @@ class PriceMeter:
         if hidden_width:
             dtype, shape = self._runner.kv_pool.kv[0].dtype, (count, hidden_width)
             hidden = torch.randn(shape, generator=self._generator, device=device, dtype=dtype)
-        batch = dummy_step(q_lens, device, hidden=hidden)
+        row = self._runner.req_to_token_pool.padding_row
+        batch = dummy_step(q_lens, row, device, hidden=hidden)
         ids = torch.randint(
             self._runner.vocab_size, (count,), generator=self._generator, device=device
         )

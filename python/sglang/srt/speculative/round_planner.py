@@ -229,7 +229,8 @@ class RoundPlanner:
         for row, count in zip(batch.rows, next_drafts, strict=True):
             self._num_pending_drafts[row] = count
         is_idle = max(num_drafts) == max(next_drafts) == 0
-        rests = self._can_rest and self.policy.rests and is_idle
+        # A step of chunks alone has no decodes, which are what the head delays.
+        rests = self._can_rest and self.policy.rests and is_idle and any(batch.emits)
         plan = replace(plan, next_drafts=next_drafts, rests=rests)
         if self._times is not None:
             self._times.expect(batch, plan, max(num_drafts))

@@ -210,7 +210,9 @@ class LoadAwareTier:
         costs = costs_of_tiers(self._prices, upcoming, tiers, lengths)
         best = self._settle(best_tier(lengths, costs, self._least_gain), lengths, costs)
         self.settled = best
-        feed_ms = self._feed_ms(upcoming) if self._feed_ms is not None and best == 0 else 0.0
+        feed_ms = 0.0
+        if self._feed_ms is not None and best == 0:
+            feed_ms = self._feed_ms(upcoming.at_pace(lengths[0]))
         wanted = self._with_probes(upcoming, lengths, costs, feed_ms)
         can_draft = self._rest.step(wanted > 0) or self._feed_ms is None
         chosen = wanted if can_draft else 0

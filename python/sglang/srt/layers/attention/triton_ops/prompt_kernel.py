@@ -219,8 +219,8 @@ def _prompt_kernel(
     item = items_ptr + gl.program_id(0) // NUM_KV_HEADS * 5
     first_token = gl.load(item + 1)
     num_rows = gl.load(item + 2)
-    if num_rows > 0:
-        position = _position(item, rows_ptr, kv_lens_ptr, kv_starts_ptr)
+    position = _position(item, rows_ptr, kv_lens_ptr, kv_starts_ptr)
+    if (num_rows > 0) & (position >= 0):
         kv_start = gl.load(item + 4)
         last_tile = (position + num_rows - 1) // BLOCK_N
         num_tiles = last_tile + 1
