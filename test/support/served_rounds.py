@@ -118,7 +118,8 @@ class ServedRounds:
         count = load.num_clients
         self._confidence = torch.full((count, MAX_DRAFTS), 0.7)
         parts = parts_of(self._confidence, self._clock if is_timed else None)
-        self.planner = RoundPlanner(options, parts, rounds(can_rest), can_rest)
+        lacks_tokens = (lambda rows: True) if can_rest else None
+        self.planner = RoundPlanner(options, parts, rounds(can_rest), lacks_tokens)
         self.planner.admit([new_row(row) for row in range(count)])
         self._left = [1 + self._luck.randrange(load.new_tokens) for _ in range(count)]
         self._prompts = [load.prompt_tokens] * count

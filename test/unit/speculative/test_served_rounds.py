@@ -26,6 +26,7 @@ from sglang.srt.speculative.prompt_mix import (
     round_of,
 )
 from sglang.srt.speculative.request_mix import RequestMix
+from sglang.srt.speculative.rest_rule import CONTEXT_STEPS, REST_AFTER, RestRule
 from sglang.srt.speculative.round_excess import LEAST, MOST, Excess
 from sglang.srt.speculative.round_planner import RoundOptions
 from sglang.srt.speculative.round_prices import MAX_COSTS, MeasuredRounds, RoundCase, UpcomingRound
@@ -178,6 +179,24 @@ def test_a_head_that_rested_is_fed_the_chunks_of_a_prompt_that_is_alone() -> Non
     plans = [planner.plan(batch_of([16], emits=False)) for _ in range(3)]
     assert [plan.rests for plan in plans] == [False] * 3
     assert planner.plan(batch_of(is_idle)).rests
+
+
+@pytest.mark.parametrize("is_fed", [False, True])
+def test_requests_that_were_fed_whole_are_drafted_for_at_once(is_fed: bool) -> None:
+    """Others when the head has been fed some of their tokens."""
+    served = ServedRounds(Load(128), (NEVER, SURE), BY_LOAD, True, can_rest=True)
+    served.rate(1, 400)
+    planner = served.planner
+    policy: Any = planner.policy
+    policy._rest = RestRule()
+    for _ in range(REST_AFTER):
+        policy._rest.step(False, is_fed=False)
+    assert policy.rests
+    with mock.patch.object(planner, "_lacks_tokens", return_value=not is_fed):
+        given = [max(planner.plan(batch_of([0])).next_drafts) for _ in range(CONTEXT_STEPS + 1)]
+    assert given[-1] > 0
+    assert (given[0] > 0) == is_fed
+    assert (max(given[:-1]) > 0) == is_fed
 
 
 def test_what_feeding_costs_is_asked_beside_the_prompts_that_come() -> None:

@@ -87,11 +87,12 @@ class EagleDrafter:
         self._find_path_rows = load(parts.runners.target.operations.paths)
         self._ops = sampling_ops(self._runner.device)
         self._rounds = options.rounds
-        pool, can_rest = self._runner.kv_pool, self._runner.config.may_rest
         self._left_out: LeftOutTokens | None = None
-        if can_rest:
-            self._left_out = LeftOutTokens(self._table, pool, parts.state)
-        self.planner = RoundPlanner(options.rounds, parts, measured_rounds(parts), can_rest)
+        lacks_tokens = None
+        if self._runner.config.may_rest:
+            self._left_out = LeftOutTokens(self._table, self._runner.kv_pool, parts.state)
+            lacks_tokens = self._left_out.lacks_tokens
+        self.planner = RoundPlanner(options.rounds, parts, measured_rounds(parts), lacks_tokens)
 
     @staticmethod
     def needs(options: EagleConfig) -> DrafterNeeds:

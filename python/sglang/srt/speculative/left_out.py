@@ -6,6 +6,8 @@ It has no KV of them, so of each row it sees those behind the last one alone
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from sglang.srt.device_copies import to_device
@@ -31,11 +33,17 @@ class LeftOutTokens:
         self._table = table.req_to_token
         self._state = state
         self._behind = set[int]()  # rows of requests whose last tokens were left out
+        self._lacking = set[int]()  # and of those whose earlier ones were
         self._any_marked = False
+
+    def lacks_tokens(self, rows: Sequence[int]) -> bool:
+        """Whether tokens of a request were left out since it got its row."""
+        return not (self._behind.isdisjoint(rows) and self._lacking.isdisjoint(rows))
 
     def admit(self, new_rows: list[NewRow]) -> None:
         """Requests that have just got a row."""
-        self._behind.difference_update(new.row for new in new_rows)
+        for rows in (self._behind, self._lacking):
+            rows.difference_update(new.row for new in new_rows)
         if self._any_marked and new_rows:
             # Not `self._starts[rows] = 0`, for which torch 2.11 waits for the device.
             self._starts.index_fill_(0, self._on_device([new.row for new in new_rows]), 0)
@@ -48,6 +56,7 @@ class LeftOutTokens:
             return
         if fed := self._behind.intersection(batch.rows):
             self._behind -= fed
+            self._lacking |= fed
             rows = self._on_device(sorted(fed))
             self._starts[rows] = self._state.committed[rows]
 

@@ -11,7 +11,7 @@ CONTEXT_STEPS = 32
 
 class RestRule:
     """Rests behind REST_AFTER steps without drafts, and is fed CONTEXT_STEPS steps before it drafts
-    again.
+    again for requests of which it was not fed all.
 
     Attributes:
         rests: whether the model is left out of the step at hand.
@@ -22,14 +22,14 @@ class RestRule:
         self._num_idle = 0
         self._num_fed = CONTEXT_STEPS
 
-    @property
-    def num_steps_to_feed(self) -> int:
-        """Steps before there can be drafts."""
-        return max(0, CONTEXT_STEPS - self._num_fed)
+    def num_steps_to_feed(self, is_fed: bool) -> int:
+        """Steps before there can be drafts. `is_fed`: the model has KV of all of the requests'
+        tokens."""
+        return 0 if is_fed else max(0, CONTEXT_STEPS - self._num_fed)
 
-    def step(self, wants_drafts: bool) -> bool:
+    def step(self, wants_drafts: bool, is_fed: bool) -> bool:
         """A step begins; whether the requests can be given drafts behind it, if they are to be."""
-        can_draft = self.num_steps_to_feed == 0
+        can_draft = self.num_steps_to_feed(is_fed) == 0
         self._num_idle = 0 if wants_drafts else self._num_idle + 1
         self.rests = self._num_idle >= REST_AFTER
         self._num_fed = 0 if self.rests else self._num_fed + 1

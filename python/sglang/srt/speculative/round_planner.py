@@ -9,7 +9,7 @@ one shape, whose depth is the only tier. `TileSpec` may then cut the step to the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -162,7 +162,8 @@ class RoundPlanner:
 
     Args:
         prices: of rounds; None where nothing goes by them.
-        can_rest: the drafter's models can be left out of steps.
+        lacks_tokens: whether the drafter's model, which can be left out of steps, was not fed all
+            tokens of requests with these rows; None: it is fed all.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class RoundPlanner:
         options: RoundOptions,
         parts: DrafterParts,
         prices: MeasuredRounds | None,
-        can_rest: bool = False,
+        lacks_tokens: Callable[[Sequence[int]], bool] | None = None,
     ) -> None:
         self.tile_spec: TileSpec | None = None
         self._times: RoundTimes | None = None
@@ -188,8 +189,8 @@ class RoundPlanner:
             policy_prices = CutRounds(prices, self.tile_spec)
         keys = parts.runners.target.graph_keys
         graph_size = same_size if keys is None else keys.decode_size
-        self._can_rest = can_rest
-        feed_ms = prices.feed_ms if prices is not None and can_rest else None
+        self._lacks_tokens = lacks_tokens
+        feed_ms = prices.feed_ms if prices is not None and lacks_tokens is not None else None
         tier_parts = TierParts(options.tier_options, policy_prices, graph_size, feed_ms)
         self.policy = options.policy(tier_parts)
         self.states: Mapping[int, SpecRuntimeState] = options.states
@@ -230,7 +231,8 @@ class RoundPlanner:
             self._num_pending_drafts[row] = count
         is_idle = max(num_drafts) == max(next_drafts) == 0
         # A step of chunks alone has no decodes, which are what the head delays.
-        rests = self._can_rest and self.policy.rests and is_idle and any(batch.emits)
+        can_rest = self._lacks_tokens is not None and is_idle and any(batch.emits)
+        rests = can_rest and self.policy.rests
         plan = replace(plan, next_drafts=next_drafts, rests=rests)
         if self._times is not None:
             self._times.expect(batch, plan, max(num_drafts))
@@ -291,8 +293,10 @@ class RoundPlanner:
             return 0
         of_pace = partial(self._prompts.upcoming, num_reqs, kv_tokens)
         upcoming = UpcomingRound(num_reqs, kv_tokens, of_pace=of_pace)
+        rows = [row for row, emits in zip(batch.rows, batch.emits, strict=True) if emits]
+        if self._lacks_tokens is not None:
+            upcoming = upcoming._replace(is_fed=not self._lacks_tokens(rows))
         if self._requests is not None:
-            rows = [row for row, emits in zip(batch.rows, batch.emits, strict=True) if emits]
             upcoming = upcoming._replace(factors=partial(self._requests.factors, rows))
         tier = self.policy.choose(upcoming)
         self._next_round = _Round(self.policy.settled, len(emitting))

@@ -38,6 +38,7 @@ class UpcomingRound(NamedTuple):
             how many prompts there are; None: it does not.
         factors: of the requests, see `RequestMix.factors`, by the most drafts; None: nobody has
             asked for them (`TierPolicy.reads_factors`).
+        is_fed: the drafter's model has been fed all tokens of the requests.
     """
 
     num_reqs: int
@@ -45,6 +46,7 @@ class UpcomingRound(NamedTuple):
     prompts: tuple[tuple[float, int], ...] = ((1.0, 0),)
     of_pace: Callable[[float], UpcomingRound] | None = None
     factors: Callable[[int], list[float]] | None = None
+    is_fed: bool = True
 
     @property
     def cases(self) -> list[tuple[float, RoundCase]]:

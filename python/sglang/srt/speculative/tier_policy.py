@@ -214,7 +214,7 @@ class LoadAwareTier:
         if self._feed_ms is not None and best == 0:
             feed_ms = self._feed_ms(upcoming.at_pace(lengths[0]))
         wanted = self._with_probes(upcoming, lengths, costs, feed_ms)
-        can_draft = self._rest.step(wanted > 0) or self._feed_ms is None
+        can_draft = self._rest.step(wanted > 0, upcoming.is_fed) or self._feed_ms is None
         chosen = wanted if can_draft else 0
         self._pay(costs, chosen, feed_ms)
         self._now_ms += costs[chosen]
@@ -265,7 +265,7 @@ class LoadAwareTier:
         hopeful.sort(key=lambda tier: costs[tier])
         turn, is_near = divmod(self._num_probes, FAR_PROBES)
         probed = hopeful[0 if is_near else turn % len(hopeful)]
-        left_ms = self._allowance_ms - self._rest.num_steps_to_feed * feed_ms
+        left_ms = self._allowance_ms - self._rest.num_steps_to_feed(upcoming.is_fed) * feed_ms
         if feed_ms and costs[probed] - cost > left_ms:  # nothing is saved while the model is fed
             probed = hopeful[0]
         return best if costs[probed] - cost > left_ms else probed
