@@ -29,6 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
+from jumping_tier import jumping_tiers
 from storm_checks import StormFailure
 from storm_parts import TinyModels
 from storm_round import Round, has_head
@@ -57,8 +58,8 @@ def run_rounds(
         if (number >= min_rounds and now - start >= seconds) or number == max_rounds:
             return seen
         try:
-            storm = Round(seed, models)
-            seen += storm.run_round()
+            with jumping_tiers():
+                seen += Round(seed, models).run_round()
         except Exception as error:
             command = f"python test/storm.py --seed {seed} --rounds 1"
             raise StormFailure(f"{type(error).__name__}: {error}\nAgain: {command}") from error

@@ -23,6 +23,7 @@ from eagle_models import (
     write_eagle3_head,
     write_eagle_head,
 )
+from jumping_tier import JUMPING, RESTING
 from ngram_serving import ngram_config
 from sglang.srt.draft_model_config import load_draft_config
 from sglang.srt.head_config import LAYER_IDS, load_head_config
@@ -146,8 +147,10 @@ class DraftedModels(Checkpoints):
         head = load_head_config(str(self._heads[kind]), kind, target, token_map)
         # Draws nothing more of the chooser: seeds of earlier finds replay the same rounds.
         shapes: list[TreeShape | None] = [None, None, *TREES[num_steps]]
-        tree = random.Random(str(chooser.getstate())).choice(shapes)
-        rounds = RoundOptions(num_steps, tree=tree)
+        aside = random.Random(str(chooser.getstate()))
+        tree = aside.choice(shapes)
+        policy = "fixed" if tree else aside.choice(["fixed", JUMPING, RESTING])
+        rounds = RoundOptions(num_steps, policy, tree=tree)
         return DrafterConfig(
             "eagle", EagleConfig(head, DRAFTED["num_hidden_layers"], rounds, (MASK,))
         )
