@@ -260,6 +260,9 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ),
     ("response_format.type", {"response_format": {}}),
     ("tools", {"tools": [TOOL]}),  # this server has no parser
+    ("stop_token_ids[0]", {"stop_token_ids": [10**6]}),
+    ("input_ids[1]", {"input_ids": [5, 10**6]}),
+    ("input_ids[0]", {"input_ids": [10**6, 5]}),
     ("tools[0]", {"tools": [{"type": "function"}]}),
     ("tools[0].function.name", {"tools": [{"type": "function", "function": {"name": "a b"}}]}),
     ("tools[0].function.strict", {"tools": [{**SMALL, "function": {"name": "a", "strict": 1}}]}),

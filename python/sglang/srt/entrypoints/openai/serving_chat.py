@@ -123,9 +123,10 @@ class ChatCompletion:
 
     def translate(self, error: RequestError) -> RequestError:
         """An error of `/generate` in the terms of this body."""
+        error = without_batch(error)
         if self._call_tag is not None and STRUCTURAL_TAG in error.message:
             error = self._of_calls(error, self._call_tag)
-        return in_openai_terms(without_batch(error), names_in(self._request))
+        return in_openai_terms(error, names_in(self._request))
 
     def _of_calls(self, error: RequestError, tag: dict[str, Any]) -> RequestError:
         """An error that names the structural tag of calls, which no client has sent."""
