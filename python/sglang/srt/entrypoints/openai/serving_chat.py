@@ -61,6 +61,7 @@ class ChatCompletion:
             self._check_template(has_tools)
         self._calls = settings.calls if has_tools else None
         self._call_tag = self._tag_of_calls()
+        self._check_size_of_calls()
         self._reasoning = settings.reasoning if request.separate_reasoning else None
         shows_special = self._calls is not None and self._calls.is_special
         try:
@@ -95,6 +96,16 @@ class ChatCompletion:
                 ' set tool_choice "required" or a function, or leave it out',
             )
         return calls_in_text(form, tools.held)
+
+    def _check_size_of_calls(self) -> None:
+        num_bytes = len(msgspec.json.encode(self._call_tag))
+        most = self._manager.limits.max_grammar_bytes
+        if num_bytes > most:
+            reason = (
+                f"the names and parameters of tools have {num_bytes} bytes together in a grammar,"
+                f" more than {most} (--max-grammar-bytes); send fewer tools or smaller parameters"
+            )
+            raise field_error("tools", reason)
 
     def _check_template(self, has_tools: bool) -> None:
         templates, effort = self._settings.templates, "reasoning_effort"
