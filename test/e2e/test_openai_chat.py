@@ -181,15 +181,22 @@ def test_a_call_that_must_be_is_one_of_its_schema(server: RunningServer, streams
     assert called == {"weather", "calendar"}
 
 
-def test_functions_whose_schema_cannot_be_kept_are_named(server: RunningServer) -> None:
-    function = {"name": "f", "parameters": {"type": "object", "not": {}}}
-    tools = [*TOOLS, {"type": "function", "function": function}]
-    body = {"messages": MESSAGES, "tools": tools, "tool_choice": "required"}
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("strict", [False, True])
+def test_functions_whose_schema_cannot_be_kept_are_named(
+    server: RunningServer, place: int, strict: bool
+) -> None:
+    parameters = {"type": "object", "not": {}}
+    function = {"name": "f", "parameters": parameters, "strict": strict}
+    tools = [*TOOLS[:place], {"type": "function", "function": function}, *TOOLS[place:]]
+    body = {"messages": MESSAGES, "tools": tools, "tool_choice": "auto" if strict else "required"}
     response = server.post("/v1/chat/completions", body)
     assert response.status_code == 400
     error = response.json()["error"]
-    assert error["param"] == "tools[2].function.parameters"
-    assert "not" in error["message"]
+    name = f"tools[{place}].function.parameters"
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name}: ")
+    assert '["not"]' in error["message"]
     assert chat(server, **{**body, "tool_choice": "none"})
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grammar_cases import CASES, DEMO, DEMO_EOS, DEMO_MASK, DEMO_VOCAB_SIZE, schema
+from grammar_cases import CASES, DEMO, DEMO_EOS, DEMO_MASK, DEMO_VOCAB_SIZE, schema, structural_tag
 from sglang.srt.constrained.matchers import GrammarCompiler, GrammarError, Matcher
 from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, REGEX, Grammar
 from sglang.srt.tokenizer import load_tokenizer, read_tokenizer_json
@@ -150,6 +150,36 @@ def test_a_bad_grammar_says_in_a_line_what_is_wrong(kind: str, text: str, reason
         COMPILER.check(Grammar(kind, text))
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
+
+
+WRONG_SCHEMA = {"type": "object", "properties": {"a": {"not": {}}}}
+WITH_SCHEMA = [
+    schema(WRONG_SCHEMA),
+    structural_tag({"format": {"type": "json_schema", "json_schema": WRONG_SCHEMA}}),
+]
+
+
+@pytest.mark.parametrize("grammar", WITH_SCHEMA, ids=lambda grammar: grammar.kind)
+def test_an_error_shows_nothing_of_a_grammar_that_nobody_sent(grammar: Grammar) -> None:
+    with pytest.raises(GrammarError) as caught:
+        COMPILER.check(grammar)
+    reason = 'failed to compile JSON schema: Unimplemented keys: ["not"]'
+    assert str(caught.value).removeprefix("format.json_schema: ") == reason
+
+
+def test_an_error_shows_the_place_in_a_grammar_of_the_clients_own() -> None:
+    with pytest.raises(GrammarError, match=r"^at 2\(4\): unknown name: .* x: nobody"):
+        COMPILER.check(Grammar(EBNF, "start: x\nx: nobody"))
+
+
+def test_a_failure_of_the_library_is_told_in_a_line_without_a_backtrace() -> None:
+    """A number may go on where one byte would begin the next rule, which is lazy."""
+    grammar = Grammar(EBNF, "start: number (next number)*\nnumber: /[0-9]+/\nnext[lazy]: /.*a/")
+    matcher = COMPILER.compile(grammar)
+    for char in "1a":
+        matcher.consume(TOKENIZER.encode(char, add_special_tokens=False))
+    with pytest.raises(GrammarError, match=r"^the library failed: assertion failed: [^<>]*$"):
+        matcher.masks()
 
 
 def test_white_space_between_parts_of_json_has_an_end() -> None:

@@ -53,6 +53,16 @@ TAGGED: dict[str, tuple[list[Structure], list[str], list[str]]] = {
         ["<call>"],
         ["<call>", "<think>", "{", "5", "}", "[", "null", "]"],
     ),
+    "one byte, and nothing at the end": (
+        [("{", NUMBER, ""), ("{=", WORD, "")],
+        ["{"],
+        ["{", "=", "5", "0", '"a"', '"</f>"', "x", "<think>"],
+    ),
+    "one byte and more": (
+        [("{", NUMBER, ""), ("<f", NUMBER, "}"), ("!", {"type": "boolean"}, "")],
+        ["{", "<f", "!"],
+        ["{", "<", "<f", "f", "6", "}", "!", "true"],
+    ),
     "one beginning for two": (
         [("[CALLS]", NUMBER, "."), ("[CALLS]", {"type": "null"}, ";")],
         ["[CALLS]"],
@@ -83,6 +93,37 @@ def test_free_text_is_free_and_what_a_trigger_begins_has_its_form(name: str) -> 
         if len(text) % 5 == 0:
             assert takes(same, text) == expected, text
     assert min(num_taken) > 40
+
+
+PREFIXES: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
+    "nothing at the end": ("c", [("ca", "b", ""), ("cab", "d", "")]),
+    "an end or more": ("b", [("b", "", " "), ("b", "  ", "")]),
+    "one end in another": ("a", [("ab", "b", " "), ("ab", "b", " a")]),
+    "a trigger of some bytes": ("ca", [("ca", "b", ""), ("ca", "b d", "")]),
+}
+
+
+@pytest.mark.parametrize("name", PREFIXES)
+def test_tags_that_begin_others_take_nothing_wrong_and_never_fail(name: str) -> None:
+    trigger, tags = PREFIXES[name]
+    keys = ("begin", "content", "end")
+    forms = [
+        dict(zip(keys, (begin, {"type": "const_string", "value": value}, end), strict=True))
+        for begin, value, end in tags
+    ]
+    form = {"type": "triggered_tags", "triggers": [trigger], "tags": forms}
+    grammar = structural_tag({"format": form})
+    anything = f"(?s:(?!{trigger}).)*"
+    either = "|".join(map(re.escape, map("".join, tags)))
+    expression = re.compile(f"{anything}(({either}){anything})*")
+    num_right = [0, 0]
+    for text in map("".join, itertools.product("abcd ", repeat=5)):
+        is_right = expression.fullmatch(text) is not None
+        num_right[is_right] += 1
+        assert is_right or not takes(grammar, text), text
+        assert trigger in text or takes(grammar, text), text
+    assert min(num_right) > 40
+    assert any(takes(grammar, "".join(tag)) for tag in tags)
 
 
 def good_texts(structures: list[Structure], choice: random.Random) -> Iterator[str]:

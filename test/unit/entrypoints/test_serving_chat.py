@@ -17,6 +17,7 @@ from chat_template_cases import CALL, DEEPSEEK, QWEN, TOOL
 from fake_backend import Backend, run
 from serving_utils import make_model_dir
 from sglang.srt.entrypoints.launch import LaunchError
+from sglang.srt.entrypoints.openai.chat_messages import tool_use_of
 from sglang.srt.entrypoints.openai.chat_protocol import UNSUPPORTED, ChatCompletionRequest
 from sglang.srt.entrypoints.openai.chat_settings import ChatSettings, chat_settings_of
 from sglang.srt.entrypoints.openai.serving_chat import ChatCompletion
@@ -260,6 +261,9 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ),
     ("response_format.type", {"response_format": {}}),
     ("tools", {"tools": [TOOL]}),  # this server has no parser
+    ("stop_token_ids[0]", {"stop_token_ids": [10**6]}),
+    ("input_ids[1]", {"input_ids": [5, 10**6]}),
+    ("input_ids[0]", {"input_ids": [10**6, 5]}),
     ("tools[0]", {"tools": [{"type": "function"}]}),
     ("tools[0].function.name", {"tools": [{"type": "function", "function": {"name": "a b"}}]}),
     ("tools[0].function.strict", {"tools": [{**SMALL, "function": {"name": "a", "strict": 1}}]}),
@@ -489,7 +493,7 @@ def test_strict_functions_are_held_where_the_model_may_choose(
     [
         ("min_tokens", "tool_choice says", {"min_tokens": 2}),
         ("mtp_enabled", "mtp", {"mtp_enabled": True}),
-        ("tool_choice", "has .* bytes", {"tools": [SMALL] * 900}),
+        ("tools", r"parameters of tools have \d{6} bytes .* than 65536", {"tools": [SMALL] * 900}),
         ("response_format", "tool_choice", {"response_format": {"type": "json_object"}}),
         (
             "tools[0].function.parameters.type",
@@ -505,6 +509,33 @@ def test_what_is_wrong_with_a_forced_call_is_said_in_the_client_s_terms(
         chat(tokenizer, qwen, **{**TOOLS, "tool_choice": "required", **body})
     assert caught.value.field == field
     assert "structural_tag" not in caught.value.message
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_tools_say_to_the_model_is_no_part_of_the_grammar(
+    tokenizer: Tokenizer, strict: bool
+) -> None:
+    """Only its prompt has it, however long it is."""
+    word = {"type": "string", "description": "a word " * 300}
+    parameters = {"type": "object", "properties": {"title": word}, "title": "a title"}
+    function = {"name": "f", "parameters": parameters, "strict": strict}
+    tools = [{"type": "function", "function": {**function, "name": f"f{i}"}} for i in range(40)]
+    choice = "auto" if strict else "required"
+    calls = tool_use_of(
+        parse_struct(
+            msgspec.json.encode({"messages": HELLO, "tools": tools, "tool_choice": choice}),
+            ChatCompletionRequest,
+            UNSUPPORTED,
+        )
+    )
+    assert calls.tools == tools
+    plain = {"type": "object", "properties": {"title": {"type": "string"}}}
+    assert [held.schema for held in calls.held] == [plain] * 40
+    body = {"tools": tools, "tool_choice": choice, "messages": HELLO}
+    small = settings_of(PLAIN, "qwen25")
+    tags = tag_of(chat(tokenizer, small, CALL_TEXT, **body, max_tokens=10))["tags"]
+    assert len(tags) == 40
+    small.templates.close()
 
 
 def test_parallel_calls_can_be_refused(tokenizer: Tokenizer, qwen: ChatSettings) -> None:

@@ -4,6 +4,7 @@ hostile grammar may take very long to compile, or all of the stack."""
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,9 @@ MAX_ERROR_CHARS = 300
 ASCII_CLASSES = "dws"  # of a regex: \\d, \\w and \\s are ASCII alone
 ERROR_LINE = "error: "
 NO_TEXT = "NoExtension"  # as the library calls it
+PANIC, BACKTRACE = "panic: ", "<backtrace>"
+# Where in a grammar an error is, and the lines around it.
+PLACE_IN_LARK = re.compile(r"\A(at )?\d+\(\d+\): |\n +\d+ \| .*", re.DOTALL)
 # Between two parts of a JSON text. Without a bound a weak model may write spaces to the end.
 JSON_WHITESPACE = r"[ \t\n\r]{0,32}"
 # Text that must come is given as the tokenizer divides it, which is shorter, but in special tokens
@@ -123,8 +127,7 @@ class Matcher:
     def _refuse_error(self) -> None:
         """Raises GrammarError if there is an error: the matcher never leaves that state."""
         if self._matcher.is_error():
-            reason = one_line(self._matcher.get_error())
-            raise GrammarError("no text matches" if reason.startswith(NO_TEXT) else reason)
+            raise GrammarError(_reason(self._matcher.get_error()))
 
 
 class GrammarCompiler:
@@ -168,7 +171,7 @@ class GrammarCompiler:
             GrammarError: if the text is none, or asks for what is not there.
         """
         if grammar.kind != STRUCTURAL_TAG:
-            return self._matcher(_to_lark(grammar))
+            return self._matcher(_to_lark(grammar), shows_place=grammar.kind == EBNF)
         found = _tag_grammar(grammar.text, self._special_tokens())
         try:
             return self._matcher(found.lark)
@@ -176,11 +179,14 @@ class GrammarCompiler:
             self._refuse_schemas(found)
             raise
 
-    def _matcher(self, lark: str) -> Matcher:
+    def _matcher(self, lark: str, shows_place: bool = False) -> Matcher:
+        """The matcher of a grammar; an error shows the place in it only if the client knows it."""
         if self._special_tokens().may_be_spelled(lark):
             lark = f"{lark}\n{NO_FORCING}\n"
         grammar = LLMatcher.grammar_from_lark(lark)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        if matcher.is_error() and not shows_place:
+            raise GrammarError(_reason(PLACE_IN_LARK.sub("", matcher.get_error())))
         return Matcher(matcher, self._nothing_more, self._everything, self._never_allowed)
 
     def _refuse_schemas(self, found: TagGrammar) -> None:
@@ -277,6 +283,13 @@ def _first(mask: bytes, but: bytes) -> int:
     rest = bytes(a & ~b for a, b in zip(mask, but, strict=True))
     place = len(rest) - len(rest.lstrip(b"\0"))
     return 8 * place + (rest[place] & -rest[place]).bit_length() - 1
+
+
+def _reason(message: str) -> str:
+    """What an error of a matcher says."""
+    if message.startswith(PANIC):
+        message = f"the library failed: {message.removeprefix(PANIC).split(BACKTRACE)[0]}"
+    return "no text matches" if message.startswith(NO_TEXT) else one_line(message)
 
 
 def one_line(text: str) -> str:

@@ -233,12 +233,17 @@ class _Writer:
         if idle is not None:
             raise form.error("triggers", "must each begin one of the tags")
         ids = {item: self._special.ids[item] for item in triggers if item in self._special.ids}
-        plain = self._plain_text([trigger for trigger in triggers if trigger not in ids])
+        texts = [trigger for trigger in triggers if trigger not in ids]
+        plain = self._plain_text(texts)
+        chars = "".join(_as_regex(text) for text in texts if _is_byte(text))
+        before = f"[^{chars}]*" if chars else ANYTHING
         tagged = []
         for trigger, found in rests.items():
-            head = f"{plain}? <[{ids.get(trigger)}]>"
-            if trigger not in ids:  # lazy: it ends where the trigger is there for the first time
-                head = self._rule(f"/{ANYTHING}{_as_regex(trigger)}/", options="[lazy]")
+            head = f"{plain}? {self._text(trigger)}"
+            if trigger in texts and not _is_byte(trigger):
+                # Lazy: it ends where the trigger is there for the first time. The library panics
+                # where one byte is such a rule and what stands before it could go on.
+                head = self._rule(f"/{before}{_as_regex(trigger)}/", options="[lazy]")
             tagged.append(f"{head} ({' | '.join(found)})")
         others = self._free_tokens({*ids.values()})
         free = f"{plain}? {others}" if others else None
@@ -341,6 +346,10 @@ def _repeated(tag: str, free: str | None, plain: str, number: _Number) -> str:
         first = f"{before} {tag}"
         return first if number.at_least_one else f"{first} | {before} {plain}?"
     return f"{before} {tag} {around} {plain}?" if number.at_least_one else f"{around} {plain}?"
+
+
+def _is_byte(text: str) -> bool:
+    return len(text.encode()) == 1
 
 
 def _as_regex(text: str) -> str:

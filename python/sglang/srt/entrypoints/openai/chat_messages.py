@@ -13,6 +13,7 @@ from sglang.srt.entrypoints.openai.chat_protocol import ChatCompletionRequest
 from sglang.srt.frontend.body_parsing import check_known_fields, convert_fields
 from sglang.srt.frontend.errors import field_error, shorten
 from sglang.srt.function_call.call_tags import HeldFunction
+from sglang.srt.function_call.held_schemas import without_annotations
 
 MAX_TOOLS = 1024
 MAX_ENTRIES = 16_384  # messages of a chat, and parts and calls of one message
@@ -228,7 +229,7 @@ def _arguments_schema(function: Function, must_call: bool, place: str) -> dict[s
     kinds = function.parameters.get("type", "object")
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
         raise field_error(f"{place}.type", "must be object, as the arguments of a call are one")
-    return {**function.parameters, "type": "object"}
+    return {**without_annotations(function.parameters), "type": "object"}
 
 
 def _named(choice: dict[str, Any]) -> str:

@@ -40,7 +40,7 @@ UNSUPPORTED = neutral_fields("/v1/chat/completions") | _RECORDS | _OF_OPENAI
 RESERVED = frozenset(
     ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
 )
-_BATCH = "[0]"  # the one prompt is sent as a batch
+_PROMPT, _ONE_OF_BATCH = "input_ids", "input_ids[0]"  # the one prompt is sent as a batch
 
 
 class ChatCompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
@@ -191,7 +191,7 @@ def names_in(request: ChatCompletionRequest) -> dict[str, str]:
 def without_batch(error: RequestError) -> RequestError:
     """An error without the place of the one prompt in its batch."""
     field = error.field
-    if field is None or _BATCH not in field:
+    if field is None or not field.startswith(_ONE_OF_BATCH):
         return error
-    plain = field.replace(_BATCH, "", 1)
+    plain = _PROMPT + field.removeprefix(_ONE_OF_BATCH)
     return RequestError(plain, error.message.replace(field, plain, 1), error.status_code)

@@ -61,6 +61,7 @@ class ChatCompletion:
             self._check_template(has_tools)
         self._calls = settings.calls if has_tools else None
         self._call_tag = self._tag_of_calls()
+        self._check_size_of_calls()
         self._reasoning = settings.reasoning if request.separate_reasoning else None
         shows_special = self._calls is not None and self._calls.is_special
         try:
@@ -96,6 +97,16 @@ class ChatCompletion:
             )
         return calls_in_text(form, tools.held)
 
+    def _check_size_of_calls(self) -> None:
+        num_bytes = len(msgspec.json.encode(self._call_tag))
+        most = self._manager.limits.max_grammar_bytes
+        if num_bytes > most:
+            reason = (
+                f"the names and parameters of tools have {num_bytes} bytes together in a grammar,"
+                f" more than {most} (--max-grammar-bytes); send fewer tools or smaller parameters"
+            )
+            raise field_error("tools", reason)
+
     def _check_template(self, has_tools: bool) -> None:
         templates, effort = self._settings.templates, "reasoning_effort"
         try:
@@ -123,9 +134,10 @@ class ChatCompletion:
 
     def translate(self, error: RequestError) -> RequestError:
         """An error of `/generate` in the terms of this body."""
+        error = without_batch(error)
         if self._call_tag is not None and STRUCTURAL_TAG in error.message:
             error = self._of_calls(error, self._call_tag)
-        return in_openai_terms(without_batch(error), names_in(self._request))
+        return in_openai_terms(error, names_in(self._request))
 
     def _of_calls(self, error: RequestError, tag: dict[str, Any]) -> RequestError:
         """An error that names the structural tag of calls, which no client has sent."""
