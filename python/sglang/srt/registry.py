@@ -42,14 +42,14 @@ class Registry:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operations:
     """One implementation of all that a step computes beside attention: `module:attribute` of a
-    class for each contract, for `load`.
+    class or a function for each contract, for `load`.
 
     Attributes:
         layers: of `LayerOps` (layers/layer_runtime.py).
         step: of `StepOps` (step/step_ops.py).
         masks: of `MaskOps` (mtp/mask_ops.py).
         ngrams: of `NgramOps` (speculative/ngram_ops.py).
-        trees: of `TreeSearch` (model_executor/draft_tree_passes.py).
+        trees: what makes a `TreeSearch` (model_executor/draft_tree_passes.py).
         paths: a function, `FindPathRows` (speculative/kept_paths.py).
     """
 
