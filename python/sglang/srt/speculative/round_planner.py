@@ -56,6 +56,8 @@ class RoundOptions:
         tile_spec_drafts: for benchmarks, drafts of a request that `TileSpec` has verified on
             average, whatever they are worth; None: those that pay.
         tree: all requests are given trees of this shape, whose depth is num_steps; None: chains.
+        may_rest: a head may be left out of steps while no drafts pay, if the policy and the
+            attention backend can do that.
     """
 
     num_steps: int
@@ -66,6 +68,7 @@ class RoundOptions:
     num_free: int = 1
     tile_spec_drafts: float | None = None
     tree: TreeShape | None = None
+    may_rest: bool = False
 
     def __post_init__(self) -> None:
         if self.tree is None:
