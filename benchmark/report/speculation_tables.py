@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 
 from benchmark.goals import (
     ADAPTIVE_OVER_BEST_FIXED,
@@ -99,16 +100,8 @@ def tile_spec(results: list[Result]) -> str:
     fixed number of drafts."""
     lines = []
     for result in results:
-        rows, figures = result["rows"], []
-        for way in rows[0]["tok_s"]:
-            cells = []
-            for row in rows:
-                beside = row["tile_spec"].get(way, {}).get("over_best_static")
-                speed = f"{statistics.median(row['tok_s'][way]):,.0f}"
-                cells.append(speed if beside is None else f"{speed} ({beside:.3f})")
-            figures.append([way, *cells])
-        head = ["tokens/s", *(f"{row['requests']} at once" for row in rows)]
-        lines.append(table(head, figures))
+        rows = result["rows"]
+        lines.append(_speeds_of_ways(rows, _beside_static))
         best = ", ".join(f"{row['requests']}: {row['best_static']}" for row in rows)
         lines.append(f"In brackets: beside the best fixed number of drafts ({best}).\n")
         segments = result["row_times"].get("segments", [])
@@ -122,21 +115,27 @@ def tile_spec(results: list[Result]) -> str:
 def swept_rows(results: list[Result]) -> str:
     """Ways down, requests at once across: tokens per second, drafts that are verified on average,
     and TileSpec beside the best of the others."""
-    lines = []
-    for result in results:
-        rows, figures = result["rows"], []
-        for way in rows[0]["tok_s"]:
-            cells = []
-            for row in rows:
-                speed = statistics.median(row["tok_s"][way])
-                verified = statistics.median(row["verified_drafts"][way])
-                beside = row["tile_spec"].get(way, {}).get("over_best_swept")
-                more = "" if beside is None else f", **{beside:.3f}**"
-                cells.append(f"{speed:,.0f} ({verified:.1f}{more})")
-            figures.append([way, *cells])
-        head = ["tokens/s", *(f"{row['requests']} at once" for row in rows)]
-        lines.append(table(head, figures))
-    return "\n".join(lines)
+    return "\n".join(_speeds_of_ways(result["rows"], _beside_swept) for result in results)
+
+
+def _speeds_of_ways(rows: list[Result], more_of: Callable[[Result, str], str]) -> str:
+    """Ways down, requests at once across: the median speed, and what else there is to say."""
+    figures = [
+        [way, *(f"{statistics.median(row['tok_s'][way]):,.0f}{more_of(row, way)}" for row in rows)]
+        for way in rows[0]["tok_s"]
+    ]
+    return table(["tokens/s", *(f"{row['requests']} at once" for row in rows)], figures)
+
+
+def _beside_static(row: Result, way: str) -> str:
+    beside = row["tile_spec"].get(way, {}).get("over_best_static")
+    return "" if beside is None else f" ({beside:.3f})"
+
+
+def _beside_swept(row: Result, way: str) -> str:
+    verified = statistics.median(row["verified_drafts"][way])
+    beside = row["tile_spec"].get(way, {}).get("over_best_swept")
+    return f" ({verified:.1f})" if beside is None else f" ({verified:.1f}, **{beside:.3f}**)"
 
 
 def tree_shapes(results: list[Result]) -> str:
