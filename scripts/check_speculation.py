@@ -71,13 +71,19 @@ def has_weights(head: str | None) -> bool:
 
 
 def possible(case: dict[str, Any]) -> dict[str, Any]:
-    """The combination, or one that there is: trees are of one size, and FlashInfer has none."""
-    if case["speculative_eagle_topk"] == 1:
-        return case
-    is_head = case["speculative_algorithm"] in ("EAGLE", "EAGLE3")
-    if not is_head or case["attention_backend"] == "flashinfer":
+    """The combination, or one that there is: draft models have no trees, and no tier cuts trees."""
+    if case["speculative_eagle_topk"] == 1 or case["speculative_algorithm"] == "STANDALONE":
         return {**case, "speculative_eagle_topk": 1}
-    return {**case, "speculative_load_aware": "off"}
+    case = {**case, "speculative_load_aware": "off"}
+    if case["speculative_algorithm"] != "NGRAM":
+        return case
+    breadth = case.pop("speculative_eagle_topk")
+    return {**case, "speculative_ngram_max_bfs_breadth": breadth, "tile_spec": False}
+
+
+def has_trees(case: dict[str, Any]) -> bool:
+    branches = ("speculative_eagle_topk", "speculative_ngram_max_bfs_breadth")
+    return max(case.get(name, 1) for name in branches) > 1
 
 
 def backends_on(device: str) -> list[str]:
@@ -186,7 +192,7 @@ def shown(case: dict[str, Any]) -> str:
     words = [
         f"{case['speculative_algorithm']:10}",
         f"steps {case['speculative_num_steps']}",
-        "trees " if case["speculative_eagle_topk"] > 1 else "chains",
+        "trees " if has_trees(case) else "chains",
         "load-aware" if case["speculative_load_aware"] == "on" else "fixed     ",
         "TileSpec  " if case["tile_spec"] else "all drafts",
         f"{case['attention_backend']:12}",

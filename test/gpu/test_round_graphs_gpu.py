@@ -89,10 +89,11 @@ def test_graphs_are_captured_anew_with_memory(paths: dict[str, Path]) -> None:
 @pytest.mark.parametrize("policy", ["fixed", JUMPING, RESTING])
 def test_launches_do_not_wait(paths: dict[str, Path], policy: str) -> None:
     """Also where requests begin with cached prefixes, and where the head rests and is fed again."""
-    harness = serving(paths, policy=policy, on=ON_GPU).harness
-    serve(harness, right(paths["target"]))  # all is compiled
-    with launches_never_wait(harness):
-        serve(harness, right(paths["target"]))
+    served = serving(paths, policy=policy, on=ON_GPU)
+    serve(served.harness, right(paths["target"]))  # all is compiled
+    served.unwatch()
+    with launches_never_wait(served.harness):
+        serve(served.harness, right(paths["target"]))
 
 
 @pytest.mark.parametrize("kind", [EAGLE3, STANDALONE])

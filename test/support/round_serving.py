@@ -111,6 +111,10 @@ class Served:
         self._replay = self.graphs.replay
         vars(self.graphs)["replay"] = self.replay
 
+    def unwatch(self) -> None:
+        """Nothing is noted from now on: what is noted is read from the device."""
+        del vars(self.graphs)["replay"]
+
 
 def zero(group: RunnerGroup) -> None:
     """KV of nobody is a number, of which a mask makes nothing."""
