@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.adaptive_config import PRESETS, read_adaptive_config
 from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.speculative.request_mix import RequestMix
 from sglang.srt.speculative.round_planner import RoundOptions
 from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
 from sglang.srt.speculative.tier_policy import (
@@ -149,15 +151,19 @@ def policies_over(
 
 def policy_us(policy: TierPolicy, size: int) -> float:
     """Median microseconds of what a policy does in a step of so many requests, of whose drafts one
-    or none is right."""
-    upcoming, times = UpcomingRound(size, size * POLICY_KV), []
+    or none is right, with what it reads of them (`RequestMix`)."""
+    mix, rows, times = RequestMix(size), range(size), []
+    upcoming = UpcomingRound(size, size * POLICY_KV, lengths=partial(mix.lengths, rows))
     for number in range(POLICY_ROUNDS):
         start = time.perf_counter_ns()
         tier = policy.choose(upcoming)
         middle = time.perf_counter_ns()
-        verified = [(tier, (index + number) % 2) for index in range(size)] if tier else []
+        right = [(index + number) % 2 if tier else 0 for index in rows]
+        given, verified = [1 + each for each in right], [(tier, each) for each in right if tier]
         outcome = RoundOutcome(policy.settled, size, verified)
         before = time.perf_counter_ns()
+        if policy.reads_lengths:
+            mix.observe(rows, [tier] * size, right, given)
         policy.observe(outcome)
         times.append(time.perf_counter_ns() - before + middle - start)
     return statistics.median(times) / 1e3

@@ -149,7 +149,7 @@ def eagle_config_for(
     `load_head_config`, the others of `RoundOptions`."""
     model = load_model_config(str(target))
     rounds = RoundOptions(
-        num_steps, tier_policy, initial_steps, adaptive, tile_spec_cache, may_rest=True, tree=tree
+        num_steps, tier_policy, initial_steps, adaptive, tile_spec_cache, tree=tree
     )
     if kind == STANDALONE:
         draft = load_draft_config(str(head), model, target)

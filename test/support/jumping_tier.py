@@ -17,7 +17,7 @@ JUMPING, CHANGING, RESTING = "jumping", "changing", "resting"
 class JumpingTier:
     """Chooses at random, for stretches of steps without drafts too."""
 
-    needs_prices = reads_factors = may_rest = False
+    needs_prices = reads_lengths = may_rest = False
     rests = False
 
     @staticmethod

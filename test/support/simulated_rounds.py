@@ -6,11 +6,14 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from sglang.srt.speculative.request_mix import RequestMix
 from sglang.srt.speculative.round_prices import UpcomingRound
 from sglang.srt.speculative.tier_policy import RoundOutcome, TierPolicy
 
 LAG = 2  # steps that are launched and not read when a tier is chosen
+NUM_NEW = 128  # tokens of a request
 
 # An 8B model on an H200, by requests: a plain step, and rounds of 1, 2 and 3 drafts. Of these the
 # first and the last were measured; those between are guesses.
@@ -51,40 +54,65 @@ class Decoded:
     ms: float
 
 
-def decode(
-    policy: TierPolicy,
-    costs_ms: Sequence[float],
-    num_reqs: int,
-    num_tokens: int,
-    chance: Callable[[int], float],
-    seed: int = 0,
-) -> Decoded:
-    """All requests until they have `num_tokens` each on average.
+class Decoding:
+    """So many requests at once, of NUM_NEW tokens each: one that ends is replaced.
 
-    Args:
-        chance: of a draft to be right if those before it are, by step.
+    Attributes:
+        num_reqs: how many.
     """
-    luck, unread = random.Random(seed), deque[RoundOutcome]()
-    now_ms, given, tiers = 0.0, 0, Counter[int]()
-    num_switches, settled = 0, policy.settled
-    while given < num_tokens * num_reqs:
-        tier = policy.choose(UpcomingRound(num_reqs))
-        num_switches += policy.settled != settled
-        settled = policy.settled
-        likely = chance(tiers.total())
-        outcomes = []
-        for _ in range(num_reqs):
-            right = 0
-            while right < tier and luck.random() < likely:
-                right += 1
-            outcomes += [(tier, right)] * (tier > 0)
-            given += 1 + right
-        now_ms += costs_ms[tier]
-        tiers[tier] += 1
-        unread.append(RoundOutcome(settled, num_reqs, outcomes))
-        if len(unread) > LAG:
-            policy.observe(unread.popleft())
-    return Decoded(now_ms * num_reqs / given, tiers, num_switches, now_ms)
+
+    def __init__(self, policy: TierPolicy, num_reqs: int) -> None:
+        self.num_reqs = num_reqs
+        self._policy = policy
+        self._mix = RequestMix(num_reqs)
+        self._left = [NUM_NEW - row % NUM_NEW for row in range(num_reqs)]
+
+    def run(
+        self,
+        costs_ms: Sequence[float],
+        num_tokens: int,
+        chance: Callable[[int], float],
+        seed: int = 0,
+    ) -> Decoded:
+        """Until requests were given `num_tokens` on average.
+
+        Args:
+            chance: of a draft to be right if those before it are, by step.
+        """
+        luck, unread, rows = random.Random(seed), deque[list[int]](), range(self.num_reqs)
+        now_ms, given, tiers, policy = 0.0, 0, Counter[int](), self._policy
+        num_switches, settled = 0, policy.settled
+        lengths = partial(self._mix.lengths, rows)
+        while given < num_tokens * self.num_reqs:
+            tier = policy.choose(UpcomingRound(self.num_reqs, lengths=lengths))
+            num_switches += policy.settled != settled
+            settled = policy.settled
+            found = [right_drafts(luck, tier, chance(tiers.total())) for _ in rows]
+            given += self.num_reqs + sum(found)
+            now_ms += costs_ms[tier]
+            tiers[tier] += 1
+            unread.append([tier, settled, *found])
+            if len(unread) > LAG:
+                self._read(*unread.popleft())
+        return Decoded(now_ms * self.num_reqs / given, tiers, num_switches, now_ms)
+
+    def _read(self, tier: int, settled: int, *found: int) -> None:
+        rows, outcomes = range(self.num_reqs), [(tier, right) for right in found if tier]
+        self._mix.observe(rows, [tier] * len(rows), found, [1 + right for right in found])
+        self._policy.observe(RoundOutcome(settled, self.num_reqs, outcomes))
+        for row, right in zip(rows, found, strict=True):
+            self._left[row] -= 1 + right
+            if self._left[row] <= 0:
+                self._left[row] += NUM_NEW
+                self._mix.admit(row)
+
+
+def right_drafts(luck: random.Random, num_drafts: int, chance: float) -> int:
+    """How many of a chain are right, if each is with this chance, given those before it."""
+    right = 0
+    while right < num_drafts and luck.random() < chance:
+        right += 1
+    return right
 
 
 def best_ms_per_token(costs_ms: Sequence[float], chance: float) -> float:

@@ -150,7 +150,7 @@ class DraftedModels(Checkpoints):
         aside = random.Random(str(chooser.getstate()))
         tree = aside.choice(shapes)
         policy = "fixed" if tree else aside.choice(["fixed", JUMPING, RESTING])
-        rounds = RoundOptions(num_steps, policy, may_rest=True, tree=tree)
+        rounds = RoundOptions(num_steps, policy, tree=tree)
         return DrafterConfig(
             "eagle", EagleConfig(head, DRAFTED["num_hidden_layers"], rounds, (MASK,))
         )

@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.speculative.drafter import plan_of_drafts
+from sglang.srt.speculative.request_mix import RequestMix
 from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
 from sglang.srt.speculative.tier_policy import LoadAwareTier, RoundOutcome, TierOptions, TierParts
 from sglang.srt.speculative.tile_spec.budget import CutRounds, RoundTables, TileSpec
@@ -84,11 +86,13 @@ class Decode:
         self._tile_spec = TileSpec(RoundTables(ROUNDS, packs_in_graphs=True), self._confidence)
         prices = CutRounds(ROUNDS, self._tile_spec)
         self._policy = LoadAwareTier(TierParts(TierOptions(MAX_DRAFTS), prices))
+        self._mix = RequestMix(num_reqs)
 
     def rate(self, num_rounds: int, num_before: int = 100) -> float:
         """Tokens per millisecond after some rounds."""
         unread = deque[tuple[HostResult, int]]()
-        num_tokens, ms, upcoming = 0, 0.0, UpcomingRound(self._num_reqs)
+        num_tokens, ms, rows = 0, 0.0, range(self._num_reqs)
+        upcoming = UpcomingRound(self._num_reqs, lengths=partial(self._mix.lengths, rows))
         tier, settled = self._policy.choose(upcoming), self._policy.settled
         for number in range(-num_before, num_rounds):
             told = self._text.confidences(self._rng, self._num_reqs)
@@ -118,6 +122,8 @@ class Decode:
 
     def _read(self, result: HostResult, settled: int) -> None:
         verified = self._tile_spec.observe(result)
+        counts, right = zip(*verified or [(0, 0)] * self._num_reqs, strict=True)
+        self._mix.observe(range(self._num_reqs), counts, right, result.accept_lens)
         self._policy.observe(RoundOutcome(settled, self._num_reqs, verified))
 
 

@@ -54,9 +54,13 @@ def all_rows_packed() -> Iterator[None]:
     cut = TileSpec.cut
 
     def packed(
-        tile_spec: TileSpec, batch: ScheduleBatch, num_drafts: list[int], plan: RowPlan
+        tile_spec: TileSpec,
+        batch: ScheduleBatch,
+        num_drafts: list[int],
+        plan: RowPlan,
+        is_probe: bool,
     ) -> RowPlan:
-        found = cut(tile_spec, batch, num_drafts, plan)
+        found = cut(tile_spec, batch, num_drafts, plan, is_probe)
         assert found.counts.packed is None, "Rows cost nothing, so none is cut."
         return found if found.is_plain else budget._packed(found, 0)
 

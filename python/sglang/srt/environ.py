@@ -32,7 +32,6 @@ class Environ:
         tile_spec_drafts: for benchmarks, drafts of a request that a step with `--tile-spec`
             verifies on average, whatever they are worth (`SGLANG_TILE_SPEC_DRAFTS`); None: those
             that pay.
-        head_rests: a head is left out of steps while no drafts pay (`SGLANG_SPEC_HEAD_RESTS`).
         torch_profiler_dir: folder that `/start_profile` may write to; None: it may not
             (`SGLANG_TORCH_PROFILER_DIR`).
     """
@@ -46,7 +45,6 @@ class Environ:
     mtp_fixed_k: bool = False
     simulated_accept_len: float | None = None
     tile_spec_drafts: float | None = None
-    head_rests: bool = False
     torch_profiler_dir: str | None = None
 
     @classmethod
@@ -66,7 +64,6 @@ class Environ:
             mtp_fixed_k=_steps("SGLANG_MTP_FIXED_K") > 0,
             simulated_accept_len=_tokens("SGLANG_SIMULATE_ACC_LEN"),
             tile_spec_drafts=_tokens("SGLANG_TILE_SPEC_DRAFTS"),
-            head_rests=_steps("SGLANG_SPEC_HEAD_RESTS") > 0,
             torch_profiler_dir=os.environ.get("SGLANG_TORCH_PROFILER_DIR") or None,
         )
 

@@ -48,7 +48,7 @@ class MadeUp:
 class RecordingPolicy:
     """Always two drafts; keeps what it is told."""
 
-    needs_prices = reads_factors = may_rest = rests = False
+    needs_prices = reads_lengths = may_rest = rests = False
     settled = 2
 
     def __init__(self) -> None:

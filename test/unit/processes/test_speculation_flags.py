@@ -100,18 +100,14 @@ def test_the_number_of_drafts_follows_the_load_unless_it_is_pinned(
     assert tuple(model.draft_steps) == passes
 
 
-@pytest.mark.parametrize(
-    ("rests", "load_aware"),
-    [(True, "on"), (True, "off"), (False, "on")],
-)
-def test_a_head_rests_where_the_environment_says_so_and_the_load_decides(
-    target: Path, tmp_path: Path, rests: bool, load_aware: str
+@pytest.mark.parametrize("load_aware", ["on", "off"])
+def test_a_head_may_rest_where_the_load_decides(
+    target: Path, tmp_path: Path, load_aware: str
 ) -> None:
     flags = {"algorithm": "EAGLE", "draft_model_path": str(write_eagle(tmp_path))}
-    environ = Environ(head_rests=rests)
-    config = resolved(target, environ=environ, load_aware=load_aware, **flags)
+    config = resolved(target, load_aware=load_aware, **flags)
     [head] = drafter_models(config.drafter, config.execution)
-    assert head.may_rest == (rests and load_aware == "on")
+    assert head.may_rest == (load_aware == "on")
 
 
 @pytest.mark.parametrize(

@@ -287,8 +287,7 @@ def _drafter(
     mask = _mask_token(args, model)
     suppressed = () if mask is None else (mask,)
     simulates = environ.simulated_accept_len is not None
-    switches = simulates, environ.tile_spec_drafts, environ.head_rests
-    eagle = drafter_from_flags(args, model, suppressed, *switches)
+    eagle = drafter_from_flags(args, model, suppressed, simulates, environ.tile_spec_drafts)
     if eagle is not None or mask is None:
         return eagle
     return DrafterConfig("mtp", _mtp(args, mask, environ, device))

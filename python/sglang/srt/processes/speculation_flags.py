@@ -53,7 +53,6 @@ def drafter_from_flags(
     suppressed_token_ids: tuple[int, ...],
     simulates_acceptance: bool = False,
     tile_spec_drafts: float | None = None,
-    head_rests: bool = False,
 ) -> DrafterConfig | None:
     """The drafter that `--speculative-algorithm` names; None without it.
 
@@ -62,7 +61,6 @@ def drafter_from_flags(
         suppressed_token_ids: ids that it never emits.
         simulates_acceptance: a benchmark says how many drafts are accepted, so all are verified.
         tile_spec_drafts: a benchmark says how many `--tile-spec` verifies (`RoundOptions`).
-        head_rests: see `RoundOptions.may_rest`.
 
     Raises:
         ConfigError: for flags or a draft model that cannot be had; the text names the flag.
@@ -94,7 +92,6 @@ def drafter_from_flags(
             algorithm.num_free,
             tile_spec_drafts,
             tree,
-            head_rests,
         )
         options = algorithm.options(Asked(args, model, suppressed_token_ids, rounds))
     except ValueError as error:

@@ -49,18 +49,6 @@ class Survival:
         self._tried = [0.0] * (max_k - 1)
         self._kept = [0.0] * (max_k - 1)
 
-    def copy(self) -> Survival:
-        """What is known now; each goes on alone."""
-        other = Survival(1 + len(self._tried), self.window)
-        other._tried, other._kept = [*self._tried], [*self._kept]
-        return other
-
-    def keep(self, num_trials: float) -> None:
-        """Forgets all but so many trials of each position."""
-        for j, tried in enumerate(self._tried):
-            if tried > num_trials:
-                self._scale(j, num_trials / tried)
-
     def record(self, num_tried: int, num_accepted: int, num_runs: int = 1) -> None:
         """Counts runs that could have had `num_tried` tokens each and had `num_accepted`."""
         for j in range(min(num_tried - 1, num_accepted)):

@@ -59,7 +59,7 @@ class AdaptiveController:
     after each verification the slot's average. A round keeps the tier that it was drafted with: a
     new one counts from the next draft on."""
 
-    needs_prices = reads_factors = may_rest = rests = False
+    needs_prices = reads_lengths = may_rest = rests = False
 
     @staticmethod
     def tiers(options: TierOptions) -> tuple[int, ...]:

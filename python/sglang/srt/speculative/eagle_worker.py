@@ -109,8 +109,7 @@ class EagleDrafter:
         # Of trees the head is fed the confirmed path alone, as a prompt.
         target = replace(target, capture=NO_CAPTURE, captures_trees=False)
         backend = ATTENTION_BACKENDS.load(target.attention_backend).capabilities()
-        rounds = options.rounds
-        may_rest = rounds.may_rest and rounds.policy.may_rest and backend.reads_kv_starts
+        may_rest = options.rounds.policy.may_rest and backend.reads_kv_starts
         return (replace(target, model=options.head, draft_steps=steps, may_rest=may_rest),)
 
     @classmethod

@@ -74,7 +74,7 @@ class MatchedTier:
     """
 
     needs_prices = True
-    reads_factors = may_rest = rests = False
+    reads_lengths = may_rest = rests = False
 
     @staticmethod
     def tiers(options: TierOptions) -> tuple[int, ...]:

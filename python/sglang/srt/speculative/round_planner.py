@@ -56,8 +56,6 @@ class RoundOptions:
         tile_spec_drafts: for benchmarks, drafts of a request that `TileSpec` has verified on
             average, whatever they are worth; None: those that pay.
         tree: all requests are given trees of this shape, whose depth is num_steps; None: chains.
-        may_rest: a head may be left out of steps while no drafts pay, if the policy and the
-            attention backend can do that.
     """
 
     num_steps: int
@@ -68,7 +66,6 @@ class RoundOptions:
     num_free: int = 1
     tile_spec_drafts: float | None = None
     tree: TreeShape | None = None
-    may_rest: bool = False
 
     def __post_init__(self) -> None:
         if self.tree is None:
@@ -201,7 +198,7 @@ class RoundPlanner:
         num_rows = parts.runners.memory.table.num_rows
         self._num_pending_drafts = [0] * num_rows  # of each row of the page table
         self._prompts = PromptMix(parts.runners.max_prompt_rows)
-        self._requests = RequestMix(num_rows) if options.policy.reads_factors else None
+        self._requests = RequestMix(num_rows) if options.policy.reads_lengths else None
         self._next_round = _Round(self.policy.settled, 0)
         self._launched = deque[_Launched]()  # steps that have not been read
 
@@ -228,7 +225,8 @@ class RoundPlanner:
         plan = plan_of_drafts(batch, num_drafts, self._options.max_confirmed)
         plan = replace(plan, tier=self._next_round.tier)
         if self.tile_spec is not None:
-            plan = self.tile_spec.cut(batch, num_drafts, plan)
+            is_probe = max(num_drafts) > self._options.num_drafts(self._next_round.tier)
+            plan = self.tile_spec.cut(batch, num_drafts, plan, is_probe)
         next_drafts = self._next_drafts(batch, plan.max_accepted)
         for row, count in zip(batch.rows, next_drafts, strict=True):
             self._num_pending_drafts[row] = count
@@ -300,7 +298,7 @@ class RoundPlanner:
         if self._lacks_tokens is not None:
             upcoming = upcoming._replace(is_fed=not self._lacks_tokens(rows))
         if self._requests is not None:
-            upcoming = upcoming._replace(factors=partial(self._requests.factors, rows))
+            upcoming = upcoming._replace(lengths=partial(self._requests.lengths, rows))
         tier = self.policy.choose(upcoming)
         self._next_round = _Round(self.policy.settled, len(emitting))
         return tier

@@ -36,8 +36,8 @@ class UpcomingRound(NamedTuple):
         prompts: rows of prompts that it may feed, each with its chance.
         of_pace: the same round by how many tokens rounds give each request, on which it depends
             how many prompts there are; None: it does not.
-        factors: of the requests, see `RequestMix.factors`, by the most drafts; None: nobody has
-            asked for them (`TierPolicy.reads_factors`).
+        lengths: what rounds give the requests (`RequestMix.lengths`), by the most drafts; None:
+            nobody has asked for it (`TierPolicy.reads_lengths`).
         is_fed: the drafter's model has been fed all tokens of the requests.
     """
 
@@ -45,7 +45,7 @@ class UpcomingRound(NamedTuple):
     kv_tokens: int = 0
     prompts: tuple[tuple[float, int], ...] = ((1.0, 0),)
     of_pace: Callable[[float], UpcomingRound] | None = None
-    factors: Callable[[int], list[float]] | None = None
+    lengths: Callable[[int], list[float]] | None = None
     is_fed: bool = True
 
     @property

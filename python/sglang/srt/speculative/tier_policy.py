@@ -6,26 +6,23 @@ there. A tier is chosen one step earlier, when drafts are proposed, since drafti
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
-from sglang.srt.speculative.acceptance_estimate import Survival
 from sglang.srt.speculative.adaptive_config import AdaptiveConfig
 from sglang.srt.speculative.rest_rule import CONTEXT_STEPS, REST_AFTER, RestRule
 from sglang.srt.speculative.round_prices import RoundPrices, UpcomingRound
 
 MAX_DENSE_TIERS = 5  # with more drafts at most, not every number has graphs
-# Of a position so many trials are remembered, or those of so many steps, since text changes.
-MEMORY_TRIALS, MEMORY_STEPS = 512.0, 16.0
-# Of the last of these, which tell whether text has changed: if what a tier gives by them is so many
-# times their own uncertainty away from what all tell, all but a few are forgotten.
-RECENT_TRIALS, RECENT_STEPS, CHANGE, KEPT_TRIALS = 32.0, 2.0, 2.0, 8.0
 LEAST_GAIN = 0.01  # share by which drafts must beat none: prices and estimates are not exact
 PROBE_SHARE = 0.004  # share of the time of steps that probes may cost
 PROBE_STEPS = 2.5  # steps whose time may be saved up for probes
 FAR_PROBES = 4  # every so many probes one looks further than the cheapest
+DEAREST_PROBE = 1.0  # steps that a probe may cost beyond one of the chosen tier
+# What drafts of a probe confirm is worth this share of their tokens: some of these the steps behind
+# it would have given too.
+WORTH = 0.5
 # A tier that seemed best stays for so many milliseconds of rounds, unless another one gains more
 # than this share: estimates go up and down, and what two tiers give may be the same.
 DWELL_MS, URGENT_GAIN = 1000.0, 0.05
@@ -91,7 +88,7 @@ class TierPolicy(Protocol):
 
     Attributes:
         needs_prices: whether it goes by prices of rounds, which are then measured at start-up.
-        reads_factors: whether it looks at `UpcomingRound.factors`, which are None otherwise.
+        reads_lengths: whether it looks at `UpcomingRound.lengths`, which are None otherwise.
         may_rest: whether it may ever say so.
         settled: the tier of rounds as they come; that of single rounds may be another one, which is
             tried. For people and metrics.
@@ -100,7 +97,7 @@ class TierPolicy(Protocol):
     """
 
     needs_prices: ClassVar[bool]
-    reads_factors: ClassVar[bool]
+    reads_lengths: ClassVar[bool]
     may_rest: ClassVar[bool]
     settled: int
 
@@ -123,7 +120,7 @@ class TierPolicy(Protocol):
 class FixedTier:
     """Always all drafts."""
 
-    needs_prices = reads_factors = may_rest = rests = False
+    needs_prices = reads_lengths = may_rest = rests = False
 
     @staticmethod
     def tiers(options: TierOptions) -> tuple[int, ...]:
@@ -140,17 +137,18 @@ class FixedTier:
 
 
 class LoadAwareTier:
-    """The tier that gives most tokens per millisecond, by what was confirmed lately.
+    """The tier that gives most tokens per millisecond, by what was confirmed lately (`RequestMix`).
 
-    Tiers that are not chosen teach nothing. So now and then a step probes a higher one that would
-    be best if all drafts beyond the chosen tier were right: mostly the cheapest of these, which
-    teaches what all others need, and the others in turn. Probes are paid from an allowance:
+    Tiers that are not chosen teach little. So now and then a step probes a higher one that would
+    be best if all drafts beyond the chosen tier were right: mostly the cheapest of these, and the
+    others in turn, but for those that cost more than DEAREST_PROBE steps. Probes are paid from an
+    allowance:
 
         each step:   allowance = min(allowance + PROBE_SHARE * price, PROBE_STEPS * price)
         a probe:     allowance -= what its round costs beyond the chosen one
-        its result:  allowance += what the drafts confirmed beyond the chosen tier are worth
+        its result:  allowance += WORTH * the time of the tokens confirmed beyond the chosen tier
 
-    So probes whose drafts are wrong become rare, and those whose drafts are right follow at once.
+    So probes whose drafts are wrong become rare, and those whose drafts are right follow soon.
     What all of them lose stays within PROBE_SHARE of the time and PROBE_STEPS steps, as far as
     prices are right.
 
@@ -164,7 +162,7 @@ class LoadAwareTier:
     and 0.
     """
 
-    needs_prices = reads_factors = may_rest = True
+    needs_prices = reads_lengths = may_rest = True
 
     @staticmethod
     def tiers(options: TierOptions) -> tuple[int, ...]:
@@ -184,8 +182,6 @@ class LoadAwareTier:
         self._graph_size = parts.graph_size
         self._tiers = self.tiers(options)
         self._least_gain = max(LEAST_GAIN, prices.spread)
-        self._survival = Survival(1 + options.max_drafts, MEMORY_TRIALS)
-        self._recent = Survival(1 + options.max_drafts, RECENT_TRIALS)
         self._held = _Held(0, -DWELL_MS)
         self._now_ms = 0.0
         self.settled = 0
@@ -204,9 +200,8 @@ class LoadAwareTier:
         size = self._graph_size(upcoming.num_reqs)
         allowed = self._options.candidates(size)
         tiers = self._tiers if allowed is None else sorted({0, *allowed})
-        self._survival.window = max(MEMORY_TRIALS, MEMORY_STEPS * upcoming.num_reqs)
-        self._recent.window = max(RECENT_TRIALS, RECENT_STEPS * upcoming.num_reqs)
-        lengths = self._lengths(upcoming, tiers[-1])
+        assert upcoming.lengths is not None, "What tiers give is read (`reads_lengths`)."
+        lengths = upcoming.lengths(tiers[-1])
         costs = costs_of_tiers(self._prices, upcoming, tiers, lengths)
         best = self._settle(best_tier(lengths, costs, self._least_gain), lengths, costs)
         self.settled = best
@@ -219,15 +214,6 @@ class LoadAwareTier:
         self._pay(costs, chosen, feed_ms)
         self._now_ms += costs[chosen]
         return chosen
-
-    def _lengths(self, upcoming: UpcomingRound, most: int) -> list[float]:
-        """Tokens that a request is given per round with 0, 1, ... drafts."""
-        lengths = self._survival.mean_lengths(1 + most)
-        if upcoming.factors is None:
-            return lengths
-        factors = upcoming.factors(most)
-        corrected = zip(lengths, factors, strict=True)
-        return [min(1.0 + j, length * factor) for j, (length, factor) in enumerate(corrected)]
 
     def _settle(self, best: int, lengths: Sequence[float], costs: Mapping[int, float]) -> int:
         """The best tier, or for a while the one that was best before, if it may be chosen."""
@@ -258,7 +244,7 @@ class LoadAwareTier:
         hopeful = [
             tier
             for tier in hopeful_tiers(lengths, costs, best, self._least_gain)
-            if costs[tier] - cost < PROBE_STEPS * cost
+            if costs[tier] - cost < DEAREST_PROBE * cost
         ]
         if not hopeful:
             return best
@@ -280,25 +266,10 @@ class LoadAwareTier:
             self._allowance_ms -= feed_ms
 
     def observe(self, outcome: RoundOutcome) -> None:
-        num_beyond = 0
-        for (num_drafts, num_confirmed), count in Counter(outcome.verified).items():
-            for survival in (self._survival, self._recent):
-                survival.record(1 + num_drafts, 1 + num_confirmed, count)
-            num_beyond += count * max(0, num_confirmed - self._best)
-        if outcome.verified:
-            self._notice_change(max(num_drafts for num_drafts, _ in outcome.verified))
+        num_beyond = sum(max(0, confirmed - self._best) for _, confirmed in outcome.verified)
         if num_beyond:
             assert self._allowance_ms is not None, "A step that was not chosen for."
-            self._allowance_ms += num_beyond * self._token_ms
-
-    def _notice_change(self, num_drafts: int) -> None:
-        """Forgets what was before text changed, as far as so many drafts tell."""
-        recent = self._recent.runs(1 + num_drafts)[-1]
-        before = self._survival.mean_lengths(1 + num_drafts)[-1]
-        uncertainty = max(recent.mean - recent.low, recent.high - recent.mean)
-        if abs(recent.mean - before) > CHANGE * uncertainty:
-            self._recent.keep(KEPT_TRIALS)
-            self._survival = self._recent.copy()
+            self._allowance_ms += WORTH * num_beyond * self._token_ms
 
 
 class _Held(NamedTuple):

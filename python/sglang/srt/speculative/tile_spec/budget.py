@@ -166,13 +166,16 @@ class TileSpec:
         self._lots = random.Random(0)
         self._num_read = 0  # steps
 
-    def cut(self, batch: ScheduleBatch, num_drafts: list[int], plan: RowPlan) -> RowPlan:
+    def cut(
+        self, batch: ScheduleBatch, num_drafts: list[int], plan: RowPlan, is_probe: bool = False
+    ) -> RowPlan:
         """The step with the rows that pay, or as it is planned. Called once for each step, when all
         before it have been launched.
 
         Args:
             num_drafts: R counts of drafts that requests have, 0 where a prompt is fed.
             plan: feeds all of them.
+            is_probe: they are to be tried, whatever they are thought to be worth.
         """
         most = sum(num_drafts)
         table = self.table(batch, num_drafts) if most else None
@@ -182,7 +185,8 @@ class TileSpec:
         copy = HostCopy([self._confidence.clone()])
         self._launched.append(_Launched(batch.rows, num_drafts, copy))
         plan = replace(plan, wants_paths=self._has_trees)
-        num_verified = self.num_verified(table, num_drafts, batch.num_prompt_tokens.count(0))
+        num_decodes = batch.num_prompt_tokens.count(0)
+        num_verified = most if is_probe else self.num_verified(table, num_drafts, num_decodes)
         if num_verified < most:
             spare = self._spare_rows(plan, most - num_verified)
             num_verified = min(most, num_verified + spare)
@@ -297,8 +301,7 @@ def confirmed_nodes(
 
 def resampled(scores: Floats, longest: int, count: int) -> Floats:
     """[count]; scores that are distributed as those of the first `longest` drafts of each chain.
-    Chains that are shorter are thought of as going on like their last draft, as those who choose
-    how many are drafted think of them (`Survival`).
+    Chains that are shorter are thought of as going on like their last draft.
 
     Args:
         scores: [D, S], D and S at least 1.
