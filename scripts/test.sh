@@ -19,6 +19,8 @@ done
 # Three files keep two cores busy while servers start and tests wait. Waiting torch threads sleep:
 # busy ones of several processes slow each other many times over.
 export OMP_WAIT_POLICY=PASSIVE KMP_BLOCKTIME=0 TOKENIZERS_PARALLELISM=false
+# Each of them, and each server, would compile all modules of this repository again.
+unset PYTHONDONTWRITEBYTECODE
 
 printf '[3/3] CPU suite\n'
 status=0

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sglang.srt.garbage import keep_out_of_collections
 from target import TARGET, use_flags_as_defaults
 
 # Their fixture `target`, two engines and a server, is made once where one process runs them all.
@@ -19,36 +20,66 @@ SHARE_SERVERS = (
 LONGEST_FIRST = (
     *SHARE_SERVERS,
     "test/e2e/test_server_lifecycle.py",
-    "test/e2e/test_greedy_equality.py",
+    "test/unit/workers/test_round_graphs.py",
+    "test/unit/speculative/test_served_rounds.py",
+    "test/e2e/test_openai_chat.py",
     "test/e2e/test_tools_and_log.py",
     "test/e2e/test_mtp.py",
+    "test/unit/mtp/test_mtp_equality.py",
     "sgl-kernel/tests/test_build.py",
     "test/e2e/test_logprobs_and_penalties.py",
-    "test/unit/mtp/test_mtp_equality.py",
-    "test/unit/layers/test_triton_attention.py",
-    "test/unit/step/test_triton_step_ops.py",
+    "test/unit/benchmark/test_inflate.py",
     "test/e2e/test_weight_updates.py",
+    "test/e2e/test_greedy_equality.py",
+    "test/unit/speculative/test_tile_spec_trees.py",
+    "test/unit/speculative/test_standalone_graphs.py",
+    "test/e2e/test_trainer_names.py",
     "test/unit/mtp/test_ledger_matrix.py",
+    "test/unit/layers/test_triton_attention.py",
+    "test/unit/speculative/test_eagle_trees.py",
     "test/unit/speculative/test_eagle.py",
-    "test/e2e/test_paused_server.py",
-    "test/e2e/test_http_storm.py",
-    "test/unit/speculative/test_toy_drafters.py",
-    "test/unit/speculative/test_second_model_drafter.py",
+    "test/unit/models/test_long_prompts.py",
+    "sgl-kernel/tests/test_emulated_kernels.py",
     "test/e2e/test_front_end_load.py",
+    "test/unit/speculative/test_switched_graphs.py",
+    "test/unit/model_executor/test_recorded_graphs.py",
+    "test/unit/speculative/test_adaptive_serving.py",
+    "test/unit/speculative/test_toy_drafters.py",
+    "test/e2e/test_paused_server.py",
     "test/unit/speculative/test_accept_thresholds.py",
+    "test/unit/benchmark/test_tree_shapes_benchmark.py",
+    "test/unit/model_executor/test_draft_tree_passes.py",
+    "test/unit/speculative/test_ngram_graphs.py",
+    "test/unit/test_train_draft.py",
+    "test/unit/speculative/test_sampled_distribution.py",
+    "test/e2e/test_http_storm.py",
     "test/unit/managers/test_storm.py",
-    "test/unit/layers/test_attention.py",
-    "test/unit/test_demo_heads.py",
+    "test/unit/step/test_triton_step_ops.py",
 )
 
 use_flags_as_defaults(TARGET)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several processes: LONGEST_FIRST, then the other files in their order."""
-    if hasattr(config, "workerinput"):
-        ranks = {path: rank for rank, path in enumerate(LONGEST_FIRST)}
-        items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
+    """With several processes: SHARE_SERVERS by what they share, the other LONGEST_FIRST, the other
+    files in their order."""
+    if not hasattr(config, "workerinput"):
+        return
+    ranks = {path: rank for rank, path in enumerate(LONGEST_FIRST)}
+
+    def place(item: pytest.Item) -> tuple[int, str]:
+        path = item.nodeid.partition("::")[0]
+        if path in SHARE_SERVERS:
+            return 0, vars(item)["callspec"].params["target"]
+        return ranks.get(path, len(ranks)), ""
+
+    items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """What imports and the collection of tests have made lives to the end. Looking at it took a
+    collection of garbage most of a second."""
+    keep_out_of_collections()
 
 
 @pytest.hookimpl(optionalhook=True)

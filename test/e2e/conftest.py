@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from pause_target import Target, open_target
+from pause_target import TARGETS, Target, open_target
 
 
-@pytest.fixture(scope="session", params=["engine", "engine without overlap", "http"])
+@pytest.fixture(scope="session", params=TARGETS)
 def target(request: pytest.FixtureRequest) -> Iterator[Target]:
     """An engine to pause, or a server, whose front end knows nothing of overlap."""
     with open_target(request.param) as target:

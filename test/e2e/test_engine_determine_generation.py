@@ -5,17 +5,24 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from oracle import first_divergence
-from pause_target import KINDS, Target, baseline, interrupt
+from pause_target import KINDS, TARGETS, Target, baseline, interrupt
 from target import TARGET
 
 NUM_NEW = 48
 TOP_TWO = {"return_logprob": True, "top_logprobs_num": 2}
 MAX_NEAR_TIES = 0 if TARGET.dtype == "float32" else 1  # of the requests of a test
+
+
+def with_each_target(kinds: Iterable[str]) -> pytest.MarkDecorator:
+    """Each target with one kind of requests: `mixed` ones meet all of them in other tests."""
+    pairs = list(zip(TARGETS, kinds, strict=True))
+    return pytest.mark.parametrize(("target", "kind"), pairs, indirect=["target"], scope="session")
 
 
 def decided_at(mine: dict[str, Any], other: dict[str, Any], is_unverified: bool) -> int:
@@ -91,12 +98,12 @@ def check_abort(target: Target, kind: str, num_requests: int) -> None:
         assert part["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@with_each_target(KINDS)
 def test_1_single_request_retract_vs_no_pause(target: Target, kind: str) -> None:
     check_same(target, kind, 1, "retract")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@with_each_target(reversed(KINDS))
 def test_2_single_request_abort_vs_no_pause(target: Target, kind: str) -> None:
     check_abort(target, kind, 1)
 

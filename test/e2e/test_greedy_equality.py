@@ -25,10 +25,10 @@ from sglang.srt.model_config import load_model_config, resolve_model_path
 from sglang.srt.tokenizer import load_tokenizer
 from utils import RandomBudget, SchedulerHarness, Setup, make_model_worker
 
-NUM_PROMPTS, NUM_TOKENS = 30, 32
+NUM_PROMPTS, NUM_TOKENS = 20, 32
 CONTEXT_LEN = 512
 LENGTHS = [8, 40, 90, 200, 400]  # of prompts, in characters, in turn
-NUM_SHARED, NUM_CROWDED = 20, 10  # prompts of a variant, and where steps are many
+NUM_SHARED, NUM_CROWDED = 10, 5  # prompts of a variant, and where steps are many
 BASE = Setup(num_pages=16384, max_running_requests=8)
 
 VARIANTS: dict[str, dict[str, Any]] = {

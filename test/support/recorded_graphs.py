@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -25,18 +25,41 @@ class RecordedGraph:
     """Stands for `torch.cuda.CUDAGraph`."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
+        self.calls: list[RecordedCall] = []
+
+    def record(
+        self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Notes a call and what it gave. Results in the memory of an argument are views, or were
+        written in place: a replay finds them there."""
+        held = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+        results = _tensors(result)
+        own = [None if each.untyped_storage().data_ptr() in held else each for each in results]
+        has_own = any(each is not None for each in own)
+        self.calls.append(RecordedCall(function, args, kwargs, own if has_own else []))
 
     def replay(self) -> None:
-        for function, args, kwargs, recorded in self.calls:
-            held = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+        for function, args, kwargs, own in self.calls:
             found = function(*args, **kwargs)
-            for old, new in zip(_tensors(recorded), _tensors(found), strict=True):
-                if old.untyped_storage().data_ptr() not in held:  # else a view, or written in place
-                    old.copy_(new)
+            if own:
+                for old, new in zip(own, _tensors(found), strict=True):
+                    if old is not None:
+                        old.copy_(new)
+
+
+class RecordedCall(NamedTuple):
+    """An operation with its arguments. `own`: the tensors that it gave, None for one without memory
+    of its own; empty if none has."""
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: dict[str, Any]
+    own: list[torch.Tensor | None]
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
@@ -49,7 +72,7 @@ class _Recording(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._graph.calls.append((func, args, kwargs or {}, result))
+        self._graph.record(func, args, kwargs or {}, result)
         return result
 
 

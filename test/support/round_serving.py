@@ -24,13 +24,15 @@ NUM_STEPS = 3
 
 
 class On(NamedTuple):
-    """Where it runs."""
+    """Where it runs. Graphs are of up to so many rows: on a CPU of a full batch that verifies
+    NUM_STEPS drafts."""
 
     device: str
     backend: str
+    max_graph_rows: int = 64
 
 
-ON_CPU = On("cpu", "ragged")
+ON_CPU = On("cpu", "ragged", 8 * (1 + NUM_STEPS))
 
 
 def setup_of(page_size: int = 1, **changes: Any) -> Setup:
@@ -55,7 +57,7 @@ def runners(
         captures_trees=needs.has_trees,
         poisons_graphs=True,
     )
-    execution = replace(execution, max_graph_rows=64 if drafter else 0)
+    execution = replace(execution, max_graph_rows=on.max_graph_rows if drafter else 0)
     return make_runners(execution, *drafter_models(drafter, execution))
 
 

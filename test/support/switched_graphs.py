@@ -36,7 +36,6 @@ NUM_STEPS = 3
 TIERS = tuple(range(NUM_STEPS + 1))
 WAVES = (1, 6, 2, 4, 3)  # requests that arrive together, one wave when the last one has ended
 MAX_REQUESTS = max(WAVES)
-CONTEXT = 192
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,7 @@ class Place:
         memory: what is in use or kept for later; compared when nothing runs.
         prompt_tokens, new_tokens: of a request, at most and at least.
         warm_waves: rounds of all waves after which nothing may become more.
+        context_len: of the model, in tokens; a request needs less.
     """
 
     device: str
@@ -57,6 +57,7 @@ class Place:
     prompt_tokens: int = 100
     new_tokens: int = 20
     warm_waves: int = 3
+    context_len: int = 192
 
 
 def drafter_of(tier_policy: str, num_steps: int = NUM_STEPS, **flags: Any) -> DrafterConfig:
@@ -91,13 +92,13 @@ class Switched(Drafted):
             use_radix_cache=False,
             max_running_requests=MAX_REQUESTS,
             chunked_prefill_size=place.max_graph_rows or 1024,
-            context_len=CONTEXT,
+            context_len=place.context_len,
             max_decode_rows=needs.max_slots,
         )
         execution = make_execution(
             DEMO,
             setup,
-            CONTEXT,
+            place.context_len,
             needs.max_rows,
             device=place.device,
             attention_backend=place.backend,

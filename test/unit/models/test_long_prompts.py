@@ -29,17 +29,17 @@ from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.processes.worker_factory import make_worker
 from sglang.srt.step.worker import GenerationBatchResult, ScheduleBatch
 
-LENGTHS = (1, 511, 512, 513, 4095, 8193)
+LENGTHS = (1, 511, 512, 513, 2047, 4097)
 PREFIXES = (1, 15, 16, 17, 511, WINDOW - 1, WINDOW, 999, 1000, 1001, 2047, 2599)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def serving(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Serving:
     path = long_model(tmp_path_factory.mktemp("model") / "long", request.param)
-    return Serving(path, context_len=8192 + 64, num_slots=26_000)
+    return Serving(path, context_len=4096 + 64, num_slots=26_000)
 
 
-@pytest.mark.parametrize("chunk", [512, 1000, 2048, 8192])
+@pytest.mark.parametrize("chunk", [512, 1000, 4096])
 def test_tokens_and_logprobs_of_any_length_in_any_company(serving: Serving, chunk: int) -> None:
     check_lengths(serving, LENGTHS, chunk)
 
@@ -50,7 +50,7 @@ def test_a_cached_prefix_of_any_length(serving: Serving, page_size: int) -> None
     check_cached_prefixes(serving, PREFIXES, 1000, page_size)
 
 
-@pytest.mark.parametrize("chunk", [512, 8192])
+@pytest.mark.parametrize("chunk", [512, 4096])
 def test_logprobs_and_hidden_states_from_the_middle_of_a_chunk(
     serving: Serving, chunk: int
 ) -> None:
@@ -62,14 +62,14 @@ def test_logprobs_and_hidden_states_from_the_middle_of_a_chunk(
 def test_a_prompt_retracted_in_its_middle_begins_anew(
     serving: Serving, chunk: int, retraction: str
 ) -> None:
-    check_retraction(serving, 4095, chunk, retraction)
+    check_retraction(serving, 2047, chunk, retraction)
 
 
 @pytest.mark.parametrize(("chunk", "overlap"), [(512, True), (1000, True), (1000, False)])
 def test_a_prompt_aborted_in_its_middle_leaves_nothing_and_harms_nobody(
     serving: Serving, chunk: int, overlap: bool
 ) -> None:
-    check_abort(serving, 4095, chunk, overlap)
+    check_abort(serving, 2047, chunk, overlap)
 
 
 def test_no_step_asks_for_more_logits_than_a_few_rows_of_a_prompt(serving: Serving) -> None:

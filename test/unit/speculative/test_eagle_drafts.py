@@ -39,16 +39,17 @@ def serve_twice(harness: Drafted) -> None:
     harness.check()
 
 
-@pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
 @pytest.mark.parametrize(
-    ("page_size", "chunk", "retract_interval", "use_radix_cache", "policy"),
+    ("kind", "page_size", "chunk", "retract_interval", "use_radix_cache", "policy"),
     [
-        (1, 6, 0, True, "fixed"),
-        (16, 2048, 3, True, "fixed"),
-        (16, 6, 0, False, "fixed"),
-        (1, 6, 0, True, JUMPING),
-        (1, 6, 0, True, RESTING),
-        (16, 2048, 3, True, RESTING),
+        (EAGLE, 1, 6, 0, True, "fixed"),
+        (EAGLE3, 1, 6, 0, True, "fixed"),
+        (EAGLE3, 16, 2048, 3, True, "fixed"),
+        (EAGLE, 16, 6, 0, False, "fixed"),
+        (EAGLE, 1, 6, 0, True, JUMPING),
+        (EAGLE3, 1, 6, 0, True, JUMPING),
+        (EAGLE3, 1, 6, 0, True, RESTING),
+        (EAGLE, 16, 2048, 3, True, RESTING),
     ],
 )
 def test_drafts_are_what_the_head_says_of_the_true_sequence(

@@ -36,7 +36,13 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write_models(tmp_path_factory.mktemp("eagle"))
 
 
-def runners(target: Path, drafter: DrafterConfig | None, setup: Setup, backend: str) -> RunnerGroup:
+def runners(
+    target: Path,
+    drafter: DrafterConfig | None,
+    setup: Setup,
+    backend: str,
+    max_graph_rows: int = 32,
+) -> RunnerGroup:
     needs = drafter_needs(drafter)
     execution = make_execution(
         target,
@@ -48,7 +54,7 @@ def runners(target: Path, drafter: DrafterConfig | None, setup: Setup, backend: 
         row_width=setup.row_width,
         capture=needs.capture,
     )
-    execution = replace(execution, max_graph_rows=64 if drafter else 0)
+    execution = replace(execution, max_graph_rows=max_graph_rows if drafter else 0)
     return make_runners(execution, *drafter_models(drafter, execution))
 
 
@@ -148,7 +154,7 @@ def test_tokens_with_graphs_of_steps_that_verify_some_of_the_drafts(
             replayed.append(step.forward.used_graph)
 
     with recorded_graphs(), replayable_backends(), jumping_tiers(), budgets.chosen():
-        group = runners(paths["target"], drafter, setup, backend)
+        group = runners(paths["target"], drafter, setup, backend, max_graph_rows=64)
         with mock.patch.object(RoundGraphs, "replay", noted):
             served, counter = harness(group, drafter, setup, DEAR_ROWS, checks_kv)
             served.scheduler._worker._on_step = note

@@ -48,10 +48,16 @@ SURE, EVEN, HOT = Text(0.75, 0.96, 0.45), Text(0.0, 0.97, 0.8), Text(0.25, 0.97,
 EASY, HARD = Text(1.0, 0.95), Text(0.0, 0.9, 0.15)
 NEVER = Text(0.0, 0.9, 0.02)  # no draft is right, and the head says so
 TEXTS = {"sure": SURE, "even": EVEN, "hot": HOT}
+SHORT, LONG = (64, 128), (128, 512)  # prompts and answers, in tokens
 MOST_SWITCHES = 6  # of 400 steps, which take 3 to 6 seconds
 STATIC = (1, 2, 3, 5, 7)
 BY_LOAD = RoundOptions(MAX_DRAFTS, "load_aware")
 CUT = RoundOptions(MAX_DRAFTS, "load_aware", tile_spec_cache=Path("unused"))
+
+
+def each_way(num_clients: int, counts: Sequence[int], short: str, long: str) -> list[Any]:
+    """One text with short prompts and answers, the other one with long ones."""
+    return [(num_clients, short, counts, SHORT), (num_clients, long, counts, LONG)]
 
 
 def rate(load: Load, text: Text, options: RoundOptions, is_timed: bool = True) -> float:
@@ -85,19 +91,20 @@ def fixed(load: Load, text: Text, count: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("num_clients", "text", "counts"),
+    ("num_clients", "text", "counts", "lens"),
     [
-        *((1, text, (7,)) for text in ("sure", "even")),
-        *((8, text, (7,)) for text in ("sure", "even")),
-        *((32, text, (3, 5)) for text in ("sure", "even")),
-        *((64, text, (1, 2, 3)) for text in ("sure", "even")),
-        *((num, text, (1,)) for num in (96, 128) for text in ("sure", "even")),
-        *((32, "hot", (2, 3)), (64, "hot", (1, 2)), (96, "hot", (1,)), (128, "hot", (0,))),
+        *each_way(1, (7,), "sure", "even"),
+        *each_way(8, (7,), "even", "sure"),
+        *each_way(32, (3, 5), "sure", "even"),
+        *each_way(64, (1, 2, 3), "even", "sure"),
+        *each_way(96, (1,), "sure", "even"),
+        *each_way(128, (1,), "even", "sure"),
+        *((32, "hot", (2, 3), SHORT), (64, "hot", (1, 2), LONG)),
+        *((96, "hot", (1,), LONG), (128, "hot", (0,), SHORT)),
     ],
 )
-@pytest.mark.parametrize("lens", [(64, 128), (128, 512)], ids=["short", "long"])
 def test_numbers_by_load_are_as_fast_as_the_best_fixed_one(
-    lens: tuple[int, int], num_clients: int, text: str, counts: Sequence[int]
+    num_clients: int, text: str, counts: Sequence[int], lens: tuple[int, int]
 ) -> None:
     """Beside the best of those that may be; of short answers prompts share nearly every step. From
     one step to the next the number hardly ever changes."""
@@ -128,11 +135,17 @@ def without_head(load: Load, text: Text) -> float:
 
 
 @pytest.mark.parametrize(
-    ("num_clients", "options"), [(64, BY_LOAD), (96, BY_LOAD), (128, BY_LOAD), (128, CUT)]
+    ("num_clients", "options", "lens"),
+    [
+        (64, BY_LOAD, SHORT),
+        (64, BY_LOAD, LONG),
+        (96, BY_LOAD, LONG),
+        (128, BY_LOAD, SHORT),
+        (128, CUT, LONG),
+    ],
 )
-@pytest.mark.parametrize("lens", [(64, 128), (128, 512)], ids=["short", "long"])
 def test_where_drafts_do_not_pay_a_head_that_rests_costs_next_to_nothing(
-    lens: tuple[int, int], num_clients: int, options: RoundOptions
+    num_clients: int, options: RoundOptions, lens: tuple[int, int]
 ) -> None:
     """Beside a server without one. From time to time it is fed, and looks again."""
     load = Load(num_clients, *lens)
@@ -143,9 +156,7 @@ def test_where_drafts_do_not_pay_a_head_that_rests_costs_next_to_nothing(
     assert sum(count for tier, count in served.tiers.items() if tier) > 2
 
 
-@pytest.mark.parametrize(
-    ("num_clients", "options"), [(64, BY_LOAD), (96, BY_LOAD), (64, CUT), (128, CUT)]
-)
+@pytest.mark.parametrize(("num_clients", "options"), [(64, CUT), (96, BY_LOAD), (128, CUT)])
 def test_a_head_that_rests_wakes_when_drafts_pay(num_clients: int, options: RoundOptions) -> None:
     """As fast as a head that has never rested, within some seconds."""
     load = Load(num_clients)

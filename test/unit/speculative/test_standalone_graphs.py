@@ -16,7 +16,7 @@ from eagle_serving import Served, setup_for
 from eagle_serving import right_tokens as plain_tokens
 from jumping_tier import JUMPING, jumping_tiers
 from recorded_graphs import recorded_graphs, replayable_backends
-from round_serving import NUM_STEPS, On, right_tokens, serving, setup_of, submit_all
+from round_serving import NUM_STEPS, ON_CPU, right_tokens, serving, setup_of, submit_all
 from sglang.srt.layers.forward_batch import DECODE, MIXED, RAGGED
 from sglang.srt.speculative.adaptive_config import parse_adaptive_config
 from tile_spec_rounds import DEAR_ROWS, RandomBudgets
@@ -47,7 +47,7 @@ def right(paths: dict[str, Path]) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("page_size", "policy", "disturb"),
-    [(1, JUMPING, nothing), (16, "fixed", pause), (1, "fixed", abort), (16, JUMPING, nothing)],
+    [(1, JUMPING, abort), (16, "fixed", pause), (16, JUMPING, nothing)],
 )
 def test_whole_rounds_are_graphs(
     paths: dict[str, Path], right: list[list[int]], page_size: int, policy: str, disturb: Disturb
@@ -84,7 +84,12 @@ def test_steps_that_run_piece_by_piece_replay_graphs_of_both_models(
 ) -> None:
     """KV is checked in each step, so no round is a graph."""
     served = serving(
-        paths, STANDALONE, setup_of(page_size), policy, On("cpu", backend), checks_kv=True
+        paths,
+        STANDALONE,
+        setup_of(page_size),
+        policy,
+        ON_CPU._replace(backend=backend),
+        checks_kv=True,
     )
     serve(served.harness, right)
     assert not served.rounds

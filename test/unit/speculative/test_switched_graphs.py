@@ -16,7 +16,7 @@ from recorded_graphs import recorded_graphs, replayable_backends
 from switched_graphs import Place
 
 torch.set_num_threads(1)
-LEAST_SWITCHES = 40
+LEAST_SWITCHES = 20
 
 
 def num_tensors() -> tuple[int, ...]:
@@ -24,7 +24,7 @@ def num_tensors() -> tuple[int, ...]:
     return (sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()),)
 
 
-SMALL = {"prompt_tokens": 24, "new_tokens": 8, "warm_waves": 1}
+SMALL = {"prompt_tokens": 24, "new_tokens": 8, "warm_waves": 1, "context_len": 64}
 PLACE = Place("cpu", "ragged", 16, num_tensors, **SMALL)
 WITHOUT_GRAPHS = Place("cpu", "torch_native", 0, num_tensors, **SMALL)
 

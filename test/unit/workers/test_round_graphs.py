@@ -46,9 +46,8 @@ def right(paths: dict[str, Path]) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("kind", "page_size", "policy", "disturb"),
     [
-        (EAGLE, 1, JUMPING, nothing),
+        (EAGLE, 1, JUMPING, abort),
         (EAGLE, 16, "fixed", pause),
-        (EAGLE3, 1, "fixed", abort),
         (EAGLE3, 16, JUMPING, nothing),
         (EAGLE3, 1, RESTING, pause),
     ],
