@@ -112,7 +112,12 @@ class RequestMix:
         has_drafts = counts > 0
         drafted, counts, right = index[has_drafts], counts[has_drafts], right[has_drafts]
         if len(drafted):
-            self._learn(drafted, counts, right, self._chances(index, self._known[drafted]))
+            self._learn(
+                drafted,
+                counts,
+                right,
+                self._chances(self._known[index].sum(axis=0), self._known[drafted]),
+            )
         self._last[index] = UNKNOWN
         self._last[drafted] = np.where(right == counts, BEHIND_FULL, UNPREDICTABLE)
 
@@ -162,22 +167,23 @@ class RequestMix:
         requests are as those of these rows and those before them."""
         index = np.array(rows)
         known = self._known[np.concatenate((index, self._others))]
-        stay, begin = (each[:, None] for each in self._chances(index, known))
-        drafts = np.arange(1 + most)
-        stretch = (1 - stay**drafts) / (1 - stay)
-        behind_full = stay**2 + (1 - stay) * begin
-        is_last = stay ** np.maximum(drafts - 1, 0)
-        fills, fills_again = begin * is_last, behind_full * is_last
-        full = fills / (1 - fills_again + fills)
-        lengths = 1 + stretch * ((1 - full) * begin + full * behind_full)
+        total = known[: len(index)].sum(axis=0)
+        stay, begin = (each[:, None] for each in self._chances(total, known))
+        ends = 1 - stay
+        powers = stay ** np.arange(1 + most)
+        stretch = (1 - powers) / ends
+        behind_full = stay * stay + ends * begin
+        is_last = powers[:, np.maximum(np.arange(most + 1) - 1, 0)]
+        full = begin * is_last / (1 - (behind_full - begin) * is_last)
+        lengths = 1 + stretch * (begin + full * (behind_full - begin))
         tokens = known[:, TOKENS, None]
         found: list[float] = (tokens.sum() / (tokens / lengths).sum(axis=0)).tolist()
         return found
 
-    def _chances(self, rows: NDArray[np.int64], known: Floats) -> _Chances:
+    def _chances(self, running: Floats, known: Floats) -> _Chances:
         """Of each request of `known` [K, 5]; where little is known of one, those of all: of the
-        requests of these rows, and of those before them."""
-        total = self._known[rows].sum(axis=0) + self._past[0]
+        requests that run, `running` [5] in all, and of those before them."""
+        total = running + self._past[0]
         begin = _share(total[BEGUN], total[BEGUN_TRIED], FIRST_CHANCE, FIRST_TRIALS)
         stay = _share(total[STAYED], total[STAYED_TRIED], begin, FIRST_TRIALS)
         stays = _share(known[:, STAYED], known[:, STAYED_TRIED], stay, PRIOR)
