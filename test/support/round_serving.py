@@ -100,7 +100,10 @@ class Served:
         assert not plan.rests, "The head was run."
         num_drafts, num_fed = taken.num_drafts, plan.max_pending - 1
         fed = [0] * len(batch.rows) if num_drafts is None else num_drafts.tolist()
-        assert fed == [num_fed] * len(batch.rows)
+        if self.harness.drafter.planner._options.trees_of_any_size:  # some have fewer nodes
+            assert max(fed) <= num_fed
+        else:
+            assert fed == [num_fed] * len(batch.rows)
         right = int((taken.accept_lens - 1).sum())
         self.seen["right"] += right
         self.seen["wrong"] += sum(fed) - right

@@ -12,8 +12,9 @@ import pytest
 from sglang.srt.environ import Environ
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.processes.worker_factory import drafter_models
+from sglang.srt.speculative.confirm import AcceptThresholds
 from sglang.srt.speculative.ngram_ops import NgramLimits
-from sglang.srt.speculative.ngram_worker import NgramConfig, branch_lengths, tree_parents
+from sglang.srt.speculative.ngram_worker import NgramConfig, branch_lengths
 from speculation_flags_cases import refusal, resolved
 
 BREADTH = "--speculative-ngram-max-bfs-breadth"
@@ -52,7 +53,9 @@ def test_a_chain_of_eleven_drafts_by_load_is_the_default(target: Path) -> None:
         ({"num_steps": 3, "num_draft_tokens": 8}, None, 7, "matched"),
         ({"load_aware": "off"}, None, 11, "fixed"),
         ({}, 2.5, 11, "fixed"),
-        ({"ngram_max_bfs_breadth": 3}, None, 11, "fixed"),
+        ({"ngram_max_bfs_breadth": 3}, None, 11, "matched"),
+        ({"ngram_max_bfs_breadth": 3, "load_aware": "on"}, None, 11, "matched"),
+        ({"ngram_max_bfs_breadth": 3, "load_aware": "off"}, None, 11, "fixed"),
     ],
 )
 def test_how_many_tokens_are_drafted(
@@ -63,11 +66,25 @@ def test_how_many_tokens_are_drafted(
     assert options.rounds.tier_policy == policy
 
 
-def test_trees_have_no_graphs_of_whole_rounds(target: Path) -> None:
-    needs = resolved(target, algorithm="NGRAM", ngram_max_bfs_breadth=4).needs
+def test_a_tree_has_any_number_of_nodes_up_to_those_of_a_chain(target: Path) -> None:
+    config = resolved(target, algorithm="NGRAM", ngram_max_bfs_breadth=4)
+    needs = config.needs
     assert needs.has_trees
-    assert not needs.rounds
+    assert needs.needs_prices
     assert (needs.max_drafts, needs.max_slots) == (11, 12)
+    assert set(needs.rounds) == set(needs.tiers) == {0, 1, 2, 3, 5, 9, 11}
+    assert (config.scheduler.num_draft_steps, config.scheduler.num_tree_tokens) == (11, 0)
+
+
+def test_trees_take_tile_spec_and_accept_thresholds(target: Path) -> None:
+    thresholds = {"accept_threshold_single": 0.4, "accept_threshold_acc": 0.7}
+    flags = {"algorithm": "NGRAM", "ngram_max_bfs_breadth": 4, "tile_spec": True}
+    config = resolved(target, **flags, **thresholds)
+    assert config.drafter is not None
+    assert config.drafter.thresholds == AcceptThresholds(0.4, 0.7)
+    assert config.drafter.options.rounds.tile_spec_cache is not None
+    assert config.needs.has_trees
+    assert config.needs.max_masks == 0
 
 
 def test_limits_follow_from_flags(target: Path) -> None:
@@ -95,8 +112,6 @@ def test_adaptive_steps_are_of_draft_models(target: Path, caplog: pytest.LogCapt
         ({"ngram_max_trie_depth": 0}, "--speculative-ngram-max-trie-depth 0 must be 1 to 64"),
         ({"ngram_max_bfs_breadth": 0}, f"{BREADTH} 0 must be 1 to 63"),
         ({"ngram_capacity": 1}, "--speculative-ngram-capacity 1 must be 2 to"),
-        ({"ngram_max_bfs_breadth": 2, "load_aware": "on"}, f"or use {BREADTH} 1"),
-        ({"ngram_max_bfs_breadth": 2, "accept_threshold_acc": 0.5}, "threshold-acc is of chains"),
         ({"adaptive_strategy": "ema"}, "--speculative-adaptive-strategy needs --speculative-ad"),
         ({"algorithm": "EAGLE", "ngram_capacity": 9}, "needs --speculative-algorithm NGRAM"),
         ({"algorithm": None, "ngram_capacity": 9}, "ngram-capacity needs --speculative-algorithm"),
@@ -117,9 +132,6 @@ def test_a_tree_has_all_its_nodes_and_most_of_them_in_its_first_branch(
     assert len(lengths) == min(breadth, len(lengths))
     assert 2 * lengths[0] >= num_drafts
     assert list(lengths) == sorted(lengths, reverse=True)
-    parents = tree_parents(lengths)
-    assert parents.count(0) == len(lengths)
-    assert all(parent in (0, node) for node, parent in enumerate(parents))
 
 
 def test_a_benchmark_says_how_many_drafts_are_verified(target: Path) -> None:

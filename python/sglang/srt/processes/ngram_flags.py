@@ -69,10 +69,8 @@ def ngram_from_flags(
     capacity = args.speculative_ngram_capacity
     if capacity is not None:
         capacity = _within(args, "speculative_ngram_capacity", 2, MAX_CAPACITY)
-    if breadth > 1:
-        _refuse_with_trees(args)
     _warn_of_adaptive(args)
-    is_fixed = simulates_acceptance or args.speculative_load_aware == "off" or breadth > 1
+    is_fixed = simulates_acceptance or args.speculative_load_aware == "off"
     policy = "fixed" if is_fixed else "matched"
     rounds = RoundOptions(
         num_drafts,
@@ -80,6 +78,7 @@ def ngram_from_flags(
         tile_spec_cache=tile_spec_cache,
         num_free=num_drafts,
         tile_spec_drafts=tile_spec_drafts,
+        trees_of_any_size=breadth > 1,
     )
     limits = NgramLimits(SHORTEST_MATCH, depth)
     config = NgramConfig(rounds, limits, capacity, breadth, suppressed_token_ids)
@@ -98,21 +97,6 @@ def _refuse_head_options(args: ServerArgs) -> None:
             f"--speculative-eagle-topk {args.speculative_eagle_topk} is of heads; {NGRAM} drafts"
             " trees by --speculative-ngram-max-bfs-breadth."
         )
-
-
-def _refuse_with_trees(args: ServerArgs) -> None:
-    """What is of chains alone."""
-    is_given = {
-        "--speculative-load-aware on": args.speculative_load_aware == "on",
-        "--tile-spec": args.tile_spec,
-        "--speculative-accept-threshold-single": args.speculative_accept_threshold_single != 1,
-        "--speculative-accept-threshold-acc": args.speculative_accept_threshold_acc != 1,
-    }
-    for flag, given in is_given.items():
-        if given:
-            raise ConfigError(
-                f"{flag} is of chains; leave it out, or use --speculative-ngram-max-bfs-breadth 1."
-            )
 
 
 def _warn_of_adaptive(args: ServerArgs) -> None:

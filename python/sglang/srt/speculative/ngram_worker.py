@@ -7,7 +7,6 @@ and the host does nothing that depends on tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,16 +17,16 @@ from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.registry import ATTENTION_BACKENDS, load
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import ComputedStep, DrafterNeeds, DrafterParts, RowPlan
-from sglang.srt.speculative.ngram_confidence import MatchConfidence
+from sglang.srt.speculative.ngram_confidence import BranchConfidence, MatchConfidence
 from sglang.srt.speculative.ngram_memory import NgramMemory
-from sglang.srt.speculative.ngram_ops import NgramLimits, NgramOps
+from sglang.srt.speculative.ngram_ops import Continuation, NgramLimits, NgramOps
 from sglang.srt.speculative.ngram_tier import MatchedTier
 from sglang.srt.speculative.ngram_watch import MatchWatch
 from sglang.srt.speculative.round_planner import RoundOptions, RoundPlanner
 from sglang.srt.speculative.round_prices import MeasuredRounds
 from sglang.srt.step.price_table import FREE, DraftPrices, PriceTable, no_graphs
-from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.step_ops import EMITS, ROW
+from sglang.srt.step.request_rows import confidence_of_scores
+from sglang.srt.step.step_ops import EMITS, ROW, AcceptedTokens
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
 
 # 1.5 MB on a GPU, so that its cache holds them; a CPU searches fewer in as much time.
@@ -43,7 +42,7 @@ class NgramConfig:
         limits: how long matches are.
         capacity: tokens of ended requests that are searched, at least 2; None: DEFAULT_CAPACITY.
         breadth: different tokens that may follow the certain one: 1 drafts chains, more drafts
-            trees of as many nodes. Then `rounds` must always draft all of them.
+            trees of as many nodes (`RoundOptions.trees_of_any_size`).
         suppressed_token_ids: ids that the target never emits.
     """
 
@@ -55,6 +54,7 @@ class NgramConfig:
 
     def __post_init__(self) -> None:
         assert not self.rounds.draft_steps, "Drafts of n-grams need no draft steps."
+        assert self.rounds.has_trees == (self.breadth > 1), "Breadth and rounds disagree."
 
 
 def branch_lengths(num_drafts: int, breadth: int) -> tuple[int, ...]:
@@ -69,14 +69,6 @@ def branch_lengths(num_drafts: int, breadth: int) -> tuple[int, ...]:
         lengths.append(length)
         left -= length
     return (num_drafts - sum(lengths), *lengths)
-
-
-def tree_parents(branches: Sequence[int]) -> list[int]:
-    """The node that each node but the root follows, in a tree of branches of these lengths."""
-    parents = list[int]()
-    for length in branches:
-        parents += [0, *range(len(parents) + 1, len(parents) + length)]
-    return parents
 
 
 class NgramDrafter:
@@ -95,9 +87,14 @@ class NgramDrafter:
         self._ops: NgramOps = kind(parts.state, self.memory, options.limits)
         most = options.rounds.num_steps
         self._branches = branch_lengths(most, options.breadth)
-        parents = to_device(tree_parents(self._branches), parts.state.tokens.device, torch.int32)
-        self._parents = parents[None]  # of the nodes but the root
-        self._confidence = _confidence(parts.state, most)
+        self._trees: BranchConfidence | None = None
+        self._chains: MatchConfidence | None = None  # where nobody looks at it
+        state = parts.state
+        num_rows, padding, device = len(state.tokens), state.padding_row, state.tokens.device
+        if options.rounds.has_trees:
+            self._trees = BranchConfidence(num_rows, self._branches, padding, device)
+        elif state.confidence is not None:
+            self._chains = MatchConfidence(num_rows, most, padding, device)
         prices = None
         if options.rounds.needs_prices and parts.prices is not None:
             num_rows = parts.runners.memory.table.num_rows
@@ -110,15 +107,12 @@ class NgramDrafter:
     @staticmethod
     def needs(options: NgramConfig) -> DrafterNeeds:
         needs = replace(options.rounds.needs, suppressed_token_ids=options.suppressed_token_ids)
-        if options.breadth == 1:
-            return needs
-        if needs.max_rows > MAX_TREE_ROWS:
+        if needs.has_trees and needs.max_rows > MAX_TREE_ROWS:
             raise ValueError(
                 f"--speculative-num-draft-tokens {needs.max_rows}: a tree has {MAX_TREE_ROWS}"
                 " tokens at most; ask for fewer, or use --speculative-ngram-max-bfs-breadth 1."
             )
-        # Whole rounds are captured of chains alone.
-        return replace(needs, has_trees=True, rounds={})
+        return needs
 
     @staticmethod
     def models(options: NgramConfig, target: ExecutionConfig) -> tuple[ExecutionConfig, ...]:
@@ -143,42 +137,64 @@ class NgramDrafter:
     def plan(self, batch: ScheduleBatch) -> RowPlan:
         if self._watch is not None:
             self._watch.plan(batch)
-        return self.planner.plan(batch)
+        plan = self.planner.plan(batch)
+        if self._watch is None or self._trees is None or plan.is_plain:
+            return plan
+        return replace(plan, wants_paths=True)
 
     def propose(self, step: ComputedStep) -> None:
         rows, accepted = step.chosen.layout.per_request[ROW], step.accepted
-        if self._confidence is not None and accepted.num_drafts is not None:
-            self._confidence.learn(rows, accepted.num_drafts, accepted.accept_lens - 1)
+        if accepted.num_drafts is not None:
+            self._learn(rows, accepted.num_drafts, accepted)
         num_drafts = max(step.plan.next_drafts)
         if num_drafts == 0:
             if self._watch is not None:
                 self._watch.note(rows, self._ops.find(rows, 1).match_lens)
-        elif len(self._branches) == 1:
+        elif self._trees is None:
             self._propose_chains(rows, num_drafts, _counts(step, num_drafts))
         else:
-            self._propose_trees(rows, _counts(step, num_drafts))
+            self._propose_trees(rows, num_drafts, _counts(step, num_drafts), self._trees)
+
+    def _learn(
+        self, rows: torch.Tensor, num_drafts: torch.Tensor, accepted: AcceptedTokens
+    ) -> None:
+        """What became of the drafts that were fed, num_drafts [R] of rows [R]."""
+        num_right = accepted.accept_lens - 1
+        if self._trees is not None:
+            assert accepted.path is not None, "A step with trees confirms paths."
+            self._trees.learn(rows, num_drafts, num_right, accepted.path)
+        elif self._chains is not None:
+            self._chains.learn(rows, num_drafts, num_right)
 
     def _propose_chains(self, rows: torch.Tensor, num_drafts: int, counts: torch.Tensor) -> None:
         """For those of rows [R] whose counts [R] are not 0."""
         found, confidence = self._ops.find(rows, num_drafts), None
         if self._watch is not None:
             self._watch.note(rows, found.match_lens)
-        if self._confidence is not None:
-            confidence = self._confidence.proposed(rows, found.match_lens)[:, :num_drafts]
+        if self._chains is not None:
+            confidence = self._chains.proposed(rows, found.match_lens)[:, :num_drafts]
         self._state.write_drafts(rows, found.tokens, counts, confidence=confidence)
 
-    def _propose_trees(self, rows: torch.Tensor, counts: torch.Tensor) -> None:
-        """Of each branch the first token is another one. A request has as many branches as places
-        were found, one at least."""
-        drafts, taken = list[torch.Tensor](), list[torch.Tensor]()
-        nodes = torch.zeros_like(counts)
-        for branch, length in enumerate(self._branches):
-            found = self._ops.find(rows, length, torch.stack(taken, 1) if taken else None)
-            drafts.append(found.tokens)
-            taken.append(found.tokens[:, 0])
-            nodes += length * (found.match_lens > 0) if branch else length
-        parents = self._parents.expand(len(rows), -1)
-        self._state.write_drafts(rows, torch.cat(drafts, 1), torch.minimum(nodes, counts), parents)
+    def _propose_trees(
+        self, rows: torch.Tensor, num_drafts: int, counts: torch.Tensor, trees: BranchConfidence
+    ) -> None:
+        """The likeliest nodes of each of rows [R], counts [R] at most. Of each branch the first
+        token is another one. A request has as many branches as places were found, one at least."""
+        found = list[Continuation]()
+        for length in self._branches:
+            taken = [branch.tokens[:, 0] for branch in found]
+            found.append(self._ops.find(rows, length, torch.stack(taken, 1) if taken else None))
+        if self._watch is not None:
+            self._watch.note(rows, found[0].match_lens)
+        nodes = trees.order(rows, torch.stack([branch.match_lens for branch in found], 1))
+        tokens = torch.cat([branch.tokens for branch in found], 1).gather(1, nodes.order)
+        self._state.write_drafts(
+            rows,
+            tokens[:, :num_drafts],
+            torch.minimum(nodes.counts, counts),
+            nodes.parents[:, :num_drafts],
+            confidence_of_scores(nodes.scores)[:, :num_drafts],
+        )
 
 
 def _check_trees(backend: str) -> None:
@@ -207,11 +223,3 @@ def _free_drafts(max_drafts: int) -> DraftPrices:
     """In place of a head's prices: with drafts or without, each step searches."""
     extend = PriceTable(find=no_graphs, graphs_ms={}, eager=FREE, head=FREE)
     return DraftPrices(extend, dict.fromkeys(range(1, max_drafts), FREE))
-
-
-def _confidence(state: RequestRows, max_drafts: int) -> MatchConfidence | None:
-    """None where nobody looks at it."""
-    if state.confidence is None:
-        return None
-    device = state.tokens.device
-    return MatchConfidence(len(state.tokens), max_drafts, state.padding_row, device)

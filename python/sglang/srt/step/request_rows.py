@@ -41,6 +41,16 @@ class Confidence:
         return cls(*(torch.full(shape, PRIOR_CONFIDENCE, device=device) for shape in shapes))
 
 
+def confidence_of_scores(scores: torch.Tensor) -> torch.Tensor:
+    """[R, D] float32; `Confidence.drafts` whose products are these scores.
+
+    Args:
+        scores: [R, D] float32; 0 to 1, none greater than the one before it.
+    """
+    before = torch.nn.functional.pad(scores[:, :-1], (1, 0), value=1.0)
+    return torch.where(before > 0, scores / before, 0.0)
+
+
 class RequestRows:
     """One entry per row of the request-to-token table.
 
@@ -180,7 +190,8 @@ class RequestRows:
             num_drafts: [R] int64; the first so many drafts of each, 0 where nothing is to change,
                 as in requests that have not emitted.
             parents: [R, D] int32, of trees: see `DraftTrees.write`. None: they are chains.
-            confidence: [R, D] float32; see `Confidence.drafts`. None: nothing is known.
+            confidence: [R, D] float32; see `Confidence.drafts`; of trees also of nodes that a
+                request with fewer drafts lacks. None: nothing is known.
         """
         width = tokens.shape[1]
         assert width < self.max_pending, "More drafts than may be pending."
@@ -192,15 +203,15 @@ class RequestRows:
             assert parents is None, "Drafts are chains here (DrafterNeeds.has_trees)."
         first = self.committed[rows][:, None] + 1
         # Columns are named twice where there are fewer drafts; they keep the token that they have.
-        exists = offsets < num_drafts[:, None]
+        exists, has_drafts = offsets < num_drafts[:, None], num_drafts > 0
         if self.confidence is not None:
             told = self.confidence.drafts[rows, :width]
             new = PRIOR_CONFIDENCE if confidence is None else confidence
-            self.confidence.drafts[rows, :width] = torch.where(exists, new, told)
+            is_told = exists if parents is None else has_drafts[:, None]
+            self.confidence.drafts[rows, :width] = torch.where(is_told, new, told)
         columns = first + torch.where(exists, offsets, -1)
         known = self.tokens[rows[:, None], columns]
         self.tokens[rows[:, None], columns] = torch.where(exists, tokens.to(torch.int32), known)
-        has_drafts = num_drafts > 0
         pending = torch.where(has_drafts, 1 + num_drafts, self.pending_lens[rows])
         self.pending_lens[rows] = pending
         end = torch.where(has_drafts, self.committed[rows] + pending, self.num_tokens[rows])
