@@ -62,24 +62,25 @@ def serving(paths: dict[str, Path], policy: str, breadth: int, page_size: int = 
         (JUMPING, 1, 16, pause),
         ("matched", 1, 1, abort),
         ("fixed", 2, 16, nothing),
+        (JUMPING, 3, 1, pause),
+        ("matched", 3, 16, abort),
     ],
 )
 def test_tokens(
     paths: dict[str, Path], policy: str, breadth: int, page_size: int, disturb: Disturb
 ) -> None:
     served = serving(paths, policy, breadth, page_size)
-    if breadth == 1:
-        served.watch()
+    served.watch()
     serve(served.harness, right(paths["target"]), disturb)
-    if breadth == 1:
-        assert served.seen["right"] > 10
-        assert served.seen["wrong"] > 10
+    assert served.seen["right"] > 10
+    assert served.seen["wrong"] > 10
 
 
+@pytest.mark.parametrize("breadth", [1, 3])
 @pytest.mark.parametrize("policy", ["fixed", "matched"])
-def test_rounds_do_not_wait(paths: dict[str, Path], policy: str) -> None:
+def test_rounds_do_not_wait(paths: dict[str, Path], policy: str, breadth: int) -> None:
     """Neither in graphs nor while texts that have ended are kept."""
-    served = serving(paths, policy, breadth=1)
+    served = serving(paths, policy, breadth)
     harness = served.harness
     serve(harness, right(paths["target"]))  # all is compiled
     with launches_never_wait(harness):

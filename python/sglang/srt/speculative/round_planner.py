@@ -59,10 +59,10 @@ class RoundOptions:
             average, whatever they are worth; None: those that pay.
         tree: all requests are given trees of this shape, whose depth is num_steps; None: chains, or
             `trees_of_any_size`.
-        trees_of_any_size: drafts are trees that need no draft steps. Each has its nodes in such an
-            order that any first ones are a tree, and a tier is how many of them there are.
         may_rest: a head may be left out of steps while no drafts pay, if the policy and the
             attention backend can do that.
+        trees_of_any_size: drafts are trees that need no draft steps. Each has its nodes in such an
+            order that any first ones are a tree, and a tier is how many of them there are.
     """
 
     num_steps: int
@@ -73,8 +73,8 @@ class RoundOptions:
     num_free: int = 1
     tile_spec_drafts: float | None = None
     tree: TreeShape | None = None
-    trees_of_any_size: bool = False
     may_rest: bool = False
+    trees_of_any_size: bool = False
 
     def __post_init__(self) -> None:
         assert not self.trees_of_any_size or not self.draft_steps, "Such trees need no draft steps."

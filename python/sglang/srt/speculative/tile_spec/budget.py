@@ -1,6 +1,6 @@
 """How many rows a step of drafts gets, chosen on the host from what it read last.
 
-The head has drafted a chain of the same length, or a tree of the same size, for each request.
+For each request there is a chain of the same length, or a tree of the same size at most.
 Where fewer drafts give more tokens per millisecond, the step is packed: it gets the rows of so many
 drafts, and the device divides them among the requests by the scores of these very drafts
 (`RowPacking`). Where all of them pay, the step is the one that it would be without this.
@@ -235,7 +235,7 @@ class TileSpec:
             was cut, and was right as far as it was fed, is continued by lot: each further draft is
             right with its chance, given those before it. So whoever learns from this how good
             drafts are takes no cut draft for a wrong one, nor learns from the likely ones alone. A
-            tree is not continued: all are of one size, which nobody chooses.
+            tree is not continued: whoever chooses how many nodes there are goes by paths.
         """
         launched = self._launched.popleft()
         self._num_read += 1
