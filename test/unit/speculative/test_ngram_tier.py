@@ -22,6 +22,7 @@ MAX_DRAFTS, PLAIN_MS, LAG = 11, 4.4, 2  # steps between what a step is chosen by
 LONGEST = 18
 # That a draft is right, by class of match, where nothing is repeated: chance alone.
 CHANCE = (0.01, 0.02, 0.05, 0.1, 0.3, 0.5)
+CHAIN = tuple((0, place) for place in range(MAX_DRAFTS))
 # Branch and place of each node of a tree, in the order of likelihood: where nothing is repeated
 # other first tokens are as good as second ones.
 NOVEL_NODES = (
@@ -94,20 +95,21 @@ class Decoding:
         chance = CHANCE[class_of(match_len)]
         if repeats:
             chance = 0.97 if match_len > 4 else 0.5
-        branch, num_right = 0, 0
-        if self.has_trees and self.random.random() > chance:
-            branch = self.random.choice([1, 2, 3])
-            num_right = self.random.random() < 0.5 * chance
-        else:
-            num_right = self.has_trees
-        if num_right or not self.has_trees:
-            while num_right < MAX_DRAFTS and self.random.random() < chance:
-                num_right += 1
-        nodes = [(branch, place) for place in range(num_right)]
-        order = REPEATED_NODES if repeats else NOVEL_NODES
-        if not self.has_trees:
-            order = tuple((0, place) for place in range(MAX_DRAFTS))
-        return [place for place, node in enumerate(order[: self.tier]) if node in nodes]
+        order = CHAIN
+        if self.has_trees:
+            order = REPEATED_NODES if repeats else NOVEL_NODES
+        branch, num_right = 0, self._run(chance)
+        if num_right == 0:
+            branch, num_right = self.random.choice([1, 2, 3]), self._run(chance / 2)
+        right = {(branch, place) for place in range(num_right)}
+        return [place for place, node in enumerate(order[: self.tier]) if node in right]
+
+    def _run(self, chance: float) -> int:
+        """How many nodes of a branch are right."""
+        num_right = 0
+        while num_right < MAX_DRAFTS and self.random.random() < chance:
+            num_right += 1
+        return num_right
 
     def _next(self, match_len: int, repeats: bool) -> int:
         if repeats or self.random.random() < 0.05:

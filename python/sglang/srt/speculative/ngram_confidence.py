@@ -118,14 +118,13 @@ class BranchConfidence:
 
     Args:
         num_rows, padding_row: as for `MatchConfidence`.
-        branches: nodes of each of B branches, D in all; L of the first one, which is the longest.
+        branches: nodes of each of B branches, D in all, L of the longest.
     """
 
     def __init__(
         self, num_rows: int, branches: Sequence[int], padding_row: int, device: torch.device
     ) -> None:
-        longest, num_drafts = branches[0], sum(branches)
-        assert max(branches) == longest, "The first branch is the longest one."
+        longest, num_drafts = max(branches), sum(branches)
         prior = torch.full((2, NUM_CLASSES, longest), PRIOR_CONFIDENCE)
         prior[1, :, 0] = 1 - PRIOR_CONFIDENCE  # of another token than the first branch's
         self.trials = Trials(prior.to(device))

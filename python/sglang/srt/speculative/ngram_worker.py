@@ -88,7 +88,7 @@ class NgramDrafter:
         most = options.rounds.num_steps
         self._branches = branch_lengths(most, options.breadth)
         self._trees: BranchConfidence | None = None
-        self._chains: MatchConfidence | None = None  # where nobody looks at it
+        self._chains: MatchConfidence | None = None  # None too where nobody looks at confidences
         state = parts.state
         num_rows, padding, device = len(state.tokens), state.padding_row, state.tokens.device
         if options.rounds.has_trees:
