@@ -56,6 +56,7 @@ class RequestRows:
       looks for tokens of the request must stop at num_tokens[r].
 
     Attributes:
+        vocab_size: token ids are less.
         num_rows: rows that requests may have. N is one more: `padding_row` is behind them, whose
             watermark is always 0 (`ReqToTokenPool`).
         tokens: [N, width] int32, the token table; as wide as the page table, which has room for all
@@ -87,7 +88,7 @@ class RequestRows:
         max_masks: int | None = None,
     ) -> None:
         self._page_table = page_table
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._device = page_table.req_to_token.device
         self.max_pending = max_pending
         self.tokens = torch.zeros_like(page_table.req_to_token)
@@ -131,7 +132,7 @@ class RequestRows:
             params = new.params
             if params.is_greedy:
                 params = msgspec.structs.replace(params, temperature=0.0)
-            top_k = self._vocab_size if params.top_k == -1 else params.top_k
+            top_k = self.vocab_size if params.top_k == -1 else params.top_k
             integers.append((new.row, new.num_committed, 1, len(new.tokens), new.seed, top_k))
             floats.append([getattr(params, name) for name in FLOATS])
         values = to_device(integers, self._device, torch.int64)
