@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sglang.srt.environ import Environ
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.speculative.ngram_ops import NgramLimits
-from sglang.srt.speculative.ngram_worker import NgramConfig, branch_lengths, tree_parents
+from sglang.srt.speculative.ngram_worker import (
+    NgramConfig,
+    TreeLayouts,
+    branch_lengths,
+    num_branches,
+    tree_parents,
+)
 from speculation_flags_cases import refusal, resolved
 
 BREADTH = "--speculative-ngram-max-bfs-breadth"
+CORPUS = "--speculative-ngram-external-corpus-path"
 
 
 def config_of(target: Path, environ: Environ | None = None, **flags: Any) -> NgramConfig:
@@ -74,6 +83,16 @@ def test_limits_follow_from_flags(target: Path) -> None:
     options = config_of(target, ngram_max_trie_depth=6, ngram_capacity=777)
     assert options.limits == NgramLimits(1, 6)
     assert options.capacity == 777
+    assert config_of(target, ngram_match_type="BFS").limits == NgramLimits(1, 18)
+    assert config_of(target, ngram_match_type="PROB").limits == NgramLimits(1, 18, True)
+
+
+def test_branches_lie_between_two_numbers(target: Path) -> None:
+    assert (config_of(target).min_breadth, config_of(target).breadth) == (1, 1)
+    options = config_of(target, ngram_max_bfs_breadth=4)
+    assert (options.min_breadth, options.breadth) == (1, 4)
+    options = config_of(target, ngram_min_bfs_breadth=3, ngram_max_bfs_breadth=4)
+    assert (options.min_breadth, options.breadth) == (3, 4)
 
 
 def test_adaptive_steps_are_of_draft_models(target: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -94,12 +113,25 @@ def test_adaptive_steps_are_of_draft_models(target: Path, caplog: pytest.LogCapt
         ({"num_steps": 0}, "--speculative-num-steps 0 must be 1 to 63"),
         ({"ngram_max_trie_depth": 0}, "--speculative-ngram-max-trie-depth 0 must be 1 to 64"),
         ({"ngram_max_bfs_breadth": 0}, f"{BREADTH} 0 must be 1 to 63"),
+        ({"ngram_min_bfs_breadth": 0}, "--speculative-ngram-min-bfs-breadth 0 must be 1 to 63"),
+        (
+            {"ngram_min_bfs_breadth": 3, "ngram_max_bfs_breadth": 2},
+            f"-min-bfs-breadth 3 is more than {BREADTH} 2; lower it, or raise the other",
+        ),
+        ({"ngram_min_bfs_breadth": 2}, f"-min-bfs-breadth 2 is more than {BREADTH} 1"),
+        ({"ngram_match_type": "DFS"}, "-match-type 'DFS' is unknown; there are BFS and PROB"),
+        ({"ngram_external_sam_budget": 3}, f"sam-budget needs {CORPUS}"),
+        ({"ngram_external_corpus_max_tokens": 9}, f"corpus-max-tokens needs {CORPUS}"),
         ({"ngram_capacity": 1}, "--speculative-ngram-capacity 1 must be 2 to"),
         ({"ngram_max_bfs_breadth": 2, "load_aware": "on"}, f"or use {BREADTH} 1"),
         ({"ngram_max_bfs_breadth": 2, "accept_threshold_acc": 0.5}, "threshold-acc is of chains"),
         ({"adaptive_strategy": "ema"}, "--speculative-adaptive-strategy needs --speculative-ad"),
         ({"algorithm": "EAGLE", "ngram_capacity": 9}, "needs --speculative-algorithm NGRAM"),
         ({"algorithm": None, "ngram_capacity": 9}, "ngram-capacity needs --speculative-algorithm"),
+        ({"algorithm": None, "ngram_min_bfs_breadth": 2}, "min-bfs-breadth needs --speculative-al"),
+        ({"algorithm": "EAGLE", "ngram_match_type": "PROB"}, "match-type needs --speculative-al"),
+        ({"algorithm": None, "ngram_external_corpus_path": "x"}, "corpus-path needs --speculat"),
+        ({"algorithm": None, "ngram_external_sam_budget": 3}, "sam-budget needs --speculative-al"),
     ],
 )
 def test_flags_that_cannot_be_met_are_named(target: Path, flags: dict[str, Any], said: str) -> None:
@@ -120,6 +152,44 @@ def test_a_tree_has_all_its_nodes_and_most_of_them_in_its_first_branch(
     parents = tree_parents(lengths)
     assert parents.count(0) == len(lengths)
     assert all(parent in (0, node) for node, parent in enumerate(parents))
+
+
+@pytest.mark.parametrize(("shortest", "longest"), [(1, 18), (1, 2), (1, 64), (2, 3), (1, 1)])
+@pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 10), (3, 4), (5, 5), (1, 63)])
+def test_longer_matches_have_fewer_branches(
+    shortest: int, longest: int, least: int, most: int
+) -> None:
+    lens = list(range(shortest, longest + 1))
+    limits = NgramLimits(shortest, longest)
+    counts = num_branches(torch.tensor(lens), least, most, limits).tolist()
+    assert counts[0] == most
+    assert longest == shortest or counts[-1] == least
+    assert counts == sorted(counts, reverse=True)
+    for length, count in zip(lens, counts, strict=True):
+        wished = most - Fraction((most - least) * (length - shortest), max(1, longest - shortest))
+        assert abs(count - wished) <= Fraction(1, 2)
+    assert num_branches(torch.tensor([0]), least, most, limits).tolist() == [most]
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 5, 11, 63])
+@pytest.mark.parametrize("breadth", [1, 2, 4, 10])
+def test_trees_of_few_branches_have_all_nodes_too(num_drafts: int, breadth: int) -> None:
+    """Nodes of a branch are its first tokens in order, each behind the one before it."""
+    layouts = TreeLayouts(num_drafts, breadth, torch.device("cpu"))
+    starts = [sum(layouts.lengths[:branch]) for branch in range(len(layouts.lengths))]
+    assert len(layouts.columns) == len(layouts.lengths) == len(branch_lengths(num_drafts, breadth))
+    for number, (columns, branches, parents) in enumerate(
+        zip(layouts.columns, layouts.branches, layouts.parents, strict=True), 1
+    ):
+        assert len(columns) == num_drafts
+        assert set(branches.tolist()) == set(range(number))
+        for branch in range(number):
+            nodes = [node for node in range(num_drafts) if branches[node] == branch]
+            places = [int(columns[node]) - starts[branch] for node in nodes]
+            assert places == list(range(len(nodes)))
+            assert len(nodes) <= layouts.lengths[branch]
+            before = [0, *(node + 1 for node in nodes[:-1])]
+            assert [int(parents[node]) for node in nodes] == before
 
 
 def test_a_benchmark_says_how_many_drafts_are_verified(target: Path) -> None:

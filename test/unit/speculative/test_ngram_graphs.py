@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from eagle_models import write_models
 from jumping_tier import JUMPING, jumping_tiers
 from ngram_serving import ngram_config
 from recorded_graphs import recorded_graphs, replayable_backends
-from round_serving import NUM_STEPS, Served, right_tokens, runners, setup_of, zero
-from sglang.srt.speculative.drafter import DrafterConfig
+from round_serving import NUM_STEPS, Served, copied, right_tokens, runners, setup_of, zero
+from sglang.srt.speculative.drafter import DrafterConfig, RowPlan
 from sglang.srt.step.price_table import PriceTable
+from sglang.srt.step.step_ops import AcceptedTokens
+from sglang.srt.step.worker import ScheduleBatch
 from tile_spec_rounds import FREE_ROWS, prices_of
 
 torch.set_num_threads(1)
@@ -87,6 +90,39 @@ def test_graphs_find_texts_that_ended_after_their_capture(paths: dict[str, Path]
     assert found[0][1] == found[1][1]
     assert found[1][0] > found[0][0]
     assert found[1][0] >= 40 * NUM_STEPS // (1 + NUM_STEPS) - NUM_STEPS
+
+
+def test_graphs_count_what_follows_and_look_in_the_corpus(
+    paths: dict[str, Path], right: list[list[int]]
+) -> None:
+    drafter = ngram_config(NUM_STEPS, tier_policy="fixed", by_frequency=True, corpus=right[1::2])
+    served = serving(paths, drafter)
+    serve(served.harness, right)
+    assert served.seen["right"] > 10
+    assert served.seen["wrong"] > 10
+    assert len(served.rounds) > 10
+
+
+def test_graphs_feed_as_many_drafts_of_the_corpus_as_its_budget(
+    paths: dict[str, Path], right: list[list[int]]
+) -> None:
+    drafter = ngram_config(NUM_STEPS, tier_policy="fixed", corpus=right, corpus_budget=1)
+    served = serving(paths, drafter)
+    served.unwatch()  # it checks that all are fed
+    replay, fed = served.graphs.replay, Counter[int]()
+
+    def noted(batch: ScheduleBatch, plan: RowPlan) -> AcceptedTokens | None:
+        taken = replay(batch, plan)
+        if taken is None:
+            return None
+        if taken.num_drafts is not None:
+            fed.update(taken.num_drafts.tolist())
+        return copied(taken)
+
+    vars(served.graphs)["replay"] = noted
+    serve(served.harness, right)
+    assert set(fed) == {1, NUM_STEPS}
+    assert min(fed.values()) > 10, fed
 
 
 def test_without_drafts_rounds_search_nothing(paths: dict[str, Path]) -> None:

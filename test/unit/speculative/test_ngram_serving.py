@@ -4,7 +4,7 @@ ended is their text, for those of the same cache key alone."""
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from ngram_serving import Served, ngram_config
 from pairwise import name_of, pairwise_cases
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.messages.control import AbortReq
+from sglang.srt.speculative.ngram_ops import Continuation
 from sglang.srt.speculative.ngram_worker import NgramDrafter
 from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets, prices_of
 
@@ -41,7 +42,16 @@ def policies() -> Iterator[None]:
 
 
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "shape": ((1, 1, "fixed"), (5, 1, JUMPING), (5, 1, "fixed"), (9, 3, "fixed"), (4, 9, "fixed")),
+    # Drafts, branches at most and at least, and how many drafts there are.
+    "shape": (
+        (1, 1, 1, "fixed"),
+        (5, 1, 1, JUMPING),
+        (5, 1, 1, "fixed"),
+        (9, 3, 3, "fixed"),
+        (4, 9, 1, "fixed"),
+    ),
+    "by_frequency": (False, True),
+    "corpus_budget": (None, 3, 0),  # 0: there is no corpus
     "page_size": (1, 16),
     "enable_overlap": (True, False),
     "use_radix_cache": (True, False),
@@ -59,14 +69,27 @@ def test_tokens_are_those_without_drafts_and_texts_are_kept(
     """Greedy and seeded requests; the ledger is exact and the KV canary silent in each step. What
     is kept is what clients were told, whatever was retracted, paused or aborted."""
     changes = dict(case)
-    (num_drafts, breadth, policy), disturb = changes.pop("shape"), changes.pop("disturb")
-    drafter = ngram_config(num_drafts, breadth, tier_policy=policy)
+    num_drafts, breadth, min_breadth, policy = changes.pop("shape")
+    disturb, budget = changes.pop("disturb"), changes.pop("corpus_budget")
+    if policy == JUMPING and budget:
+        budget = None  # it checks that all of a step have as many drafts
+    right = right_tokens(target)
+    drafter = ngram_config(
+        num_drafts,
+        breadth,
+        by_frequency=changes.pop("by_frequency"),
+        min_breadth=min_breadth,
+        corpus=None if budget == 0 else right[::2],
+        corpus_budget=budget or None,
+        tier_policy=policy,
+    )
     harness = Served(target, drafter, setup_for(num_drafts, **changes))
-    serve(harness, right_tokens(target), disturb, seed=CASES.index(case))
+    serve(harness, right, disturb, seed=CASES.index(case))
     assert harness.seen["confirmed"] > 20, harness.seen
-    assert harness.seen["fed"] - harness.seen["confirmed"] > 20, harness.seen
+    assert harness.seen["fed"] - harness.seen["confirmed"] > 10, harness.seen
     if breadth > 1:
-        assert harness.seen["moved"] > 3, "The right branch was always the first one."
+        least = 3 if min_breadth > 1 else 0
+        assert harness.seen["moved"] > least, "The right branch was always the first one."
     harness.flush()
     assert harness.texts_kept() == harness.texts_told()
 
@@ -103,6 +126,88 @@ def test_ended_texts_help_those_of_the_same_key_and_nobody_else(target: Path) ->
     assert other == first, "Text of another key was drafted from."
     assert again > first
     assert again >= 40 * 5 // 6 - 5
+
+
+@pytest.mark.parametrize("breadth", [1, 3])
+@pytest.mark.parametrize("by_frequency", [False, True])
+def test_a_corpus_with_the_answer_gives_right_drafts_from_the_first_request_on(
+    target: Path, breadth: int, by_frequency: bool
+) -> None:
+    """Whatever its key is, and again when the memory of ended texts has been overwritten."""
+    prompt = prompts()[4]
+    plain = eagle_serving.Served({"target": target}, None, 0, setup_for(0))
+    [answer] = plain.generate([prompt], **GREEDY)
+    options: dict[str, Any] = {"longest": 12, "capacity": 30, "by_frequency": by_frequency}
+    setup = setup_for(5, use_radix_cache=False)
+    without = confirmed_by(Served(target, ngram_config(5, breadth, **options), setup), prompt)
+    drafter = ngram_config(5, breadth, corpus=[[1, 2], prompt + answer, [3]], **options)
+    harness = Served(target, drafter, setup)
+    for key in (("a", ""), ("", "a"), ("b", "")):
+        confirmed = confirmed_by(harness, prompt, cache_key=key)
+        assert confirmed >= 40 * 5 // 6 - 5
+        assert confirmed > without
+        assert harness.outputs[max(harness.outputs)].token_ids == answer
+
+
+@pytest.mark.parametrize("breadth", [1, 4])
+def test_as_many_drafts_of_the_corpus_as_its_budget(target: Path, breadth: int) -> None:
+    """As many as there are before the first one too many; all where none is."""
+    budget, num_drafts = 2, 9
+    right = right_tokens(target)
+    corpus = [prompt + answer for prompt, answer in zip(prompts(), right, strict=True)]
+    drafter = ngram_config(
+        num_drafts, breadth, min_breadth=breadth, corpus=corpus[::2], corpus_budget=budget
+    )
+    harness = Served(target, drafter)
+    state, ops, layouts = harness.drafter._state, harness.drafter._ops, harness.drafter._layouts
+    find, write, found = ops.find, state.write_drafts, list[Continuation]()
+    seen = Counter[str]()
+
+    def noted(*args: Any) -> Continuation:
+        found.append(find(*args))
+        return found[-1]
+
+    def checked(
+        rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, *args: Any, **more: Any
+    ) -> None:
+        for index, count in enumerate(counts.tolist()):
+            lens = [int(each.match_lens[index]) for each in found]
+            num_branches = max(1, sum(length > 0 for length in lens))
+            in_corpus = [
+                int(found[branch].in_corpus[index])
+                for branch in layouts.branches[num_branches - 1].tolist()
+            ]
+            if count:
+                assert sum(in_corpus[:count]) <= budget
+                assert count == num_drafts or sum(in_corpus[: count + 1]) == budget + 1
+                seen["cut" if count < num_drafts else "whole"] += 1
+        found.clear()
+        write(rows, tokens, counts, *args, **more)
+
+    ops.find, state.write_drafts = noted, checked
+    serve(harness, right)
+    assert seen["cut"] > 10
+    assert seen["whole"] > 10
+
+
+def test_how_many_are_drafted_by_load_is_learnt_of_drafts_that_a_budget_leaves(
+    target: Path,
+) -> None:
+    right = right_tokens(target)
+    drafter = ngram_config(5, tier_policy="matched", corpus=right, corpus_budget=2)
+    harness = Served(target, drafter, setup_for(5), FREE_ROWS)
+    policy = harness.drafter._watch._policy
+    learn, told = policy.learn, Counter[int]()
+
+    def noted(verified: Any) -> None:
+        given = list(verified)
+        told.update(count for _, count, _ in given)
+        learn(given)
+
+    policy.learn = noted
+    serve(harness, right)
+    assert told[2] > 20, told
+    assert sum(told[count] for count in (3, 4, 5)) > 20, told
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -143,11 +143,13 @@ class TorchNgramOps:
         from_shared = self._shared_tokens(memory.row_tags[rows], place, offsets)
         tokens = torch.where(source == OWN, from_own, from_shared)
         is_found = best[:, None] != NO_PLACE
-        in_corpus = is_found & (source == CORPUS)
+        in_corpus = torch.zeros_like(match_lens)
         if len(memory.corpus):
-            tokens = torch.where(in_corpus, self._corpus_tokens(place, offsets), tokens)
+            from_corpus = self._corpus_tokens(place, offsets)
+            tokens = torch.where(source == CORPUS, from_corpus, tokens)
+            in_corpus = (is_found & (source == CORPUS))[:, 0].to(torch.int64)
         tokens = torch.where(is_found, tokens, last[:, -1:])
-        return Continuation(tokens.to(torch.int64), match_lens, in_corpus[:, 0].to(torch.int64))
+        return Continuation(tokens.to(torch.int64), match_lens, in_corpus)
 
     def _own_places(
         self, sequences: torch.Tensor, num_tokens: torch.Tensor, last: torch.Tensor
@@ -191,6 +193,8 @@ class TorchNgramOps:
 
     def _counting(self, places: _Places, taken: torch.Tensor | None) -> _Places:
         """Without those that are too short, or that one of taken [R, B] follows."""
+        if taken is None and self._limits.shortest == 1:
+            return places
         counts = places.lens >= self._limits.shortest
         if taken is not None:
             counts &= ~(places.tokens()[:, :, None] == taken[:, None]).any(2)

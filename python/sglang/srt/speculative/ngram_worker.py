@@ -1,15 +1,16 @@
 """NGRAM: drafts are what followed the last tokens of a request where they stood before.
 
-They stood in its own text, prompt and output, or in text of requests that have ended
-(`NgramMemory`). Both are searched on the device behind each step of the target, so no model runs
+They stood in its own text, prompt and output, in text of requests that have ended, or in a corpus
+(`NgramMemory`). All are searched on the device behind each step of the target, so no model runs
 and the host does nothing that depends on tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from sglang.srt.device_copies import to_device
@@ -20,7 +21,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import ComputedStep, DrafterNeeds, DrafterParts, RowPlan
 from sglang.srt.speculative.ngram_confidence import MatchConfidence
 from sglang.srt.speculative.ngram_memory import NgramMemory
-from sglang.srt.speculative.ngram_ops import NgramLimits, NgramOps
+from sglang.srt.speculative.ngram_ops import Continuation, NgramLimits, NgramOps
 from sglang.srt.speculative.ngram_tier import MatchedTier
 from sglang.srt.speculative.ngram_watch import MatchWatch
 from sglang.srt.speculative.round_planner import RoundOptions, RoundPlanner
@@ -42,9 +43,13 @@ class NgramConfig:
         rounds: how many tokens are drafted, all without a draft step (`num_free`).
         limits: how long matches are.
         capacity: tokens of ended requests that are searched, at least 2; None: DEFAULT_CAPACITY.
-        breadth: different tokens that may follow the certain one: 1 drafts chains, more drafts
-            trees of as many nodes. Then `rounds` must always draft all of them.
+        breadth: different tokens that may follow the certain one behind the shortest matches: 1
+            drafts chains, more drafts trees of as many nodes. Then `rounds` must always draft all
+            of them.
         suppressed_token_ids: ids that the target never emits.
+        min_breadth: likewise, behind the longest matches; `breadth` at most.
+        corpus_budget: drafts of a request in a step that may come from the corpus; None: all.
+        corpus: see `NgramMemory`.
     """
 
     rounds: RoundOptions
@@ -52,6 +57,9 @@ class NgramConfig:
     capacity: int | None = None
     breadth: int = 1
     suppressed_token_ids: tuple[int, ...] = ()
+    min_breadth: int = 1
+    corpus_budget: int | None = None
+    corpus: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         assert not self.rounds.draft_steps, "Drafts of n-grams need no draft steps."
@@ -79,6 +87,47 @@ def tree_parents(branches: Sequence[int]) -> list[int]:
     return parents
 
 
+def num_branches(
+    match_lens: torch.Tensor, least: int, most: int, limits: NgramLimits
+) -> torch.Tensor:
+    """[R] int64; branches of trees behind matches [R] int64 of these lengths: `most` behind the
+    shortest ones, `least` behind those of `limits.longest`, linear between and rounded. Where all
+    matches are as long, `most`."""
+    span = max(1, limits.longest - limits.shortest)
+    beyond = (match_lens - limits.shortest).clamp(0, span)
+    return most - (2 * (most - least) * beyond + span) // (2 * span)
+
+
+class TreeLayouts:
+    """Trees of 1 to B branches, each of D nodes: with fewer branches the first one is longer.
+
+    Attributes:
+        lengths: of B branches, each in the tree where it is longest. Their tokens lie one behind
+            the other, T of them.
+        columns: [B, D] int64; which of the T tokens each node has, of trees of 1 to B branches.
+        branches: [B, D] int64; which branch each node is in.
+        parents: [B, D] int32; see `RequestRows.write_drafts`.
+
+    Args:
+        num_drafts: D.
+        breadth: B, unless D is too small for so many.
+    """
+
+    def __init__(self, num_drafts: int, breadth: int, device: torch.device) -> None:
+        widest = branch_lengths(num_drafts, breadth)
+        self.lengths = (num_drafts, *widest[1:])
+        trees = [branch_lengths(num_drafts, 1 + number) for number in range(len(widest))]
+        nodes = [
+            [(branch, place) for branch, length in enumerate(tree) for place in range(length)]
+            for tree in trees
+        ]
+        columns = [[sum(self.lengths[:branch]) + place for branch, place in tree] for tree in nodes]
+        self.columns = to_device(columns, device, torch.int64)
+        branches = [[branch for branch, _ in tree] for tree in nodes]
+        self.branches = to_device(branches, device, torch.int64)
+        self.parents = to_device([tree_parents(tree) for tree in trees], device, torch.int32)
+
+
 class NgramDrafter:
     """Every request that drafts gives as many drafts as the step's tier says. One whose last tokens
     stood nowhere before repeats its last one: its rows are fed anyway."""
@@ -90,13 +139,12 @@ class NgramDrafter:
         self._state = parts.state
         self._step_width = options.rounds.step_width
         capacity = options.capacity or DEFAULT_CAPACITY[parts.state.tokens.device.type]
-        self.memory = NgramMemory(parts.state, capacity)
+        self.memory = NgramMemory(parts.state, capacity, options.corpus)
         kind = load(parts.runners.target.operations.ngrams)
         self._ops: NgramOps = kind(parts.state, self.memory, options.limits)
         most = options.rounds.num_steps
-        self._branches = branch_lengths(most, options.breadth)
-        parents = to_device(tree_parents(self._branches), parts.state.tokens.device, torch.int32)
-        self._parents = parents[None]  # of the nodes but the root
+        self._options = options
+        self._layouts = TreeLayouts(most, options.breadth, parts.state.tokens.device)
         self._confidence = _confidence(parts.state, most)
         prices = None
         if options.rounds.needs_prices and parts.prices is not None:
@@ -153,7 +201,7 @@ class NgramDrafter:
         if num_drafts == 0:
             if self._watch is not None:
                 self._watch.note(rows, self._ops.find(rows, 1).match_lens)
-        elif len(self._branches) == 1:
+        elif len(self._layouts.lengths) == 1:
             self._propose_chains(rows, num_drafts, _counts(step, num_drafts))
         else:
             self._propose_trees(rows, _counts(step, num_drafts))
@@ -165,20 +213,32 @@ class NgramDrafter:
             self._watch.note(rows, found.match_lens)
         if self._confidence is not None:
             confidence = self._confidence.proposed(rows, found.match_lens)[:, :num_drafts]
+        counts = self._within_budget(counts, found.in_corpus[:, None].expand(found.tokens.shape))
         self._state.write_drafts(rows, found.tokens, counts, confidence=confidence)
 
     def _propose_trees(self, rows: torch.Tensor, counts: torch.Tensor) -> None:
-        """Of each branch the first token is another one. A request has as many branches as places
-        were found, one at least."""
-        drafts, taken = list[torch.Tensor](), list[torch.Tensor]()
-        nodes = torch.zeros_like(counts)
-        for branch, length in enumerate(self._branches):
-            found = self._ops.find(rows, length, torch.stack(taken, 1) if taken else None)
-            drafts.append(found.tokens)
-            taken.append(found.tokens[:, 0])
-            nodes += length * (found.match_lens > 0) if branch else length
-        parents = self._parents.expand(len(rows), -1)
-        self._state.write_drafts(rows, torch.cat(drafts, 1), torch.minimum(nodes, counts), parents)
+        """Of each branch the first token is another one. A request has as many branches as its
+        longest match asks for, and as places were found, one at least."""
+        found, layouts, options = list[Continuation](), self._layouts, self._options
+        for length in layouts.lengths:
+            taken = torch.stack([each.tokens[:, 0] for each in found], 1) if found else None
+            found.append(self._ops.find(rows, length, taken))
+        match_lens = torch.stack([each.match_lens for each in found], 1)
+        num_found = (match_lens > 0).sum(1).clamp(min=1)
+        breadths = options.min_breadth, options.breadth
+        tree = num_branches(match_lens[:, 0], *breadths, options.limits).minimum(num_found) - 1
+        drafts = torch.cat([each.tokens for each in found], 1).gather(1, layouts.columns[tree])
+        in_corpus = torch.stack([each.in_corpus for each in found], 1)
+        counts = self._within_budget(counts, in_corpus.gather(1, layouts.branches[tree]))
+        self._state.write_drafts(rows, drafts, counts, layouts.parents[tree])
+
+    def _within_budget(self, counts: torch.Tensor, in_corpus: torch.Tensor) -> torch.Tensor:
+        """Of counts [R] drafts as many as come before the first that would be one too many of the
+        corpus; in_corpus [R, D] int64."""
+        budget = self._options.corpus_budget
+        if budget is None:
+            return counts
+        return torch.minimum(counts, (in_corpus.cumsum(1) <= budget).sum(1))
 
 
 def _check_trees(backend: str) -> None:
