@@ -15,7 +15,11 @@ JUMPING, CHANGING, RESTING = "jumping", "changing", "resting"
 
 
 class JumpingTier:
-    """Chooses at random, for stretches of steps without drafts too."""
+    """Chooses at random, for stretches of steps without drafts too.
+
+    Attributes:
+        may_lack: requests may be given fewer drafts than the tier says.
+    """
 
     needs_prices = reads_factors = may_rest = False
     rests = False
@@ -26,7 +30,8 @@ class JumpingTier:
 
     def __init__(self, parts: TierParts) -> None:
         options = parts.options
-        self._tiers, self._has_trees = self.tiers(options), options.has_trees
+        self._tiers = self.tiers(options)
+        self.may_lack = False
         self._random = random.Random(options.max_drafts)
         self._num_plain = 0  # steps without drafts that are still to come
         self._most = self.settled = options.max_drafts
@@ -47,7 +52,7 @@ class JumpingTier:
         assert outcome.num_reqs >= len(outcome.verified)
         assert all(0 <= right <= count for count, right in outcome.verified)
         counts = {count for count, _ in outcome.verified}
-        if self._has_trees:  # some of which may have fewer nodes
+        if self.may_lack:
             assert max(counts, default=0) <= outcome.tier
         else:
             assert counts <= {outcome.tier}, "A step has one tier."

@@ -12,7 +12,7 @@ from drafter_checks import DraftCounter
 from eagle_serving import group_for, setup_for
 from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig
 from sglang.srt.speculative.ngram_confidence import Trials
-from sglang.srt.speculative.ngram_memory import NO_TAG, NgramMemory
+from sglang.srt.speculative.ngram_memory import NO_TAG, NgramMemory, joined_texts
 from sglang.srt.speculative.ngram_ops import NgramLimits
 from sglang.srt.speculative.ngram_worker import NgramConfig
 from sglang.srt.speculative.round_planner import RoundOptions
@@ -29,13 +29,27 @@ def ngram_config(
     capacity: int = AMPLE,
     longest: int = 6,
     suppressed: tuple[int, ...] = (),
+    by_frequency: bool = False,
+    min_breadth: int = 1,
+    corpus: list[list[int]] | None = None,
+    corpus_budget: int | None = None,
     **options: Any,
 ) -> DrafterConfig:
-    """`options` are of `RoundOptions`."""
+    """`options` are of `RoundOptions`; `corpus` is of texts."""
     options["trees_of_any_size"] = breadth > 1
     rounds = RoundOptions(num_drafts, num_free=num_drafts, **options)
-    limits = NgramLimits(1, longest)
-    return DrafterConfig("ngram", NgramConfig(rounds, limits, capacity, breadth, suppressed))
+    limits = NgramLimits(1, longest, by_frequency)
+    config = NgramConfig(
+        rounds,
+        limits,
+        capacity,
+        breadth,
+        suppressed,
+        min_breadth,
+        corpus_budget,
+        None if corpus is None else joined_texts(corpus),
+    )
+    return DrafterConfig("ngram", config)
 
 
 def learnt(harness: Drafted) -> Trials:

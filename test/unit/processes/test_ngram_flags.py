@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sglang.srt.environ import Environ
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.speculative.confirm import AcceptThresholds
 from sglang.srt.speculative.ngram_ops import NgramLimits
-from sglang.srt.speculative.ngram_worker import NgramConfig, branch_lengths
+from sglang.srt.speculative.ngram_worker import NgramConfig, num_branches
 from speculation_flags_cases import refusal, resolved
 
 BREADTH = "--speculative-ngram-max-bfs-breadth"
+CORPUS = "--speculative-ngram-external-corpus-path"
 
 
 def config_of(target: Path, environ: Environ | None = None, **flags: Any) -> NgramConfig:
@@ -91,6 +94,16 @@ def test_limits_follow_from_flags(target: Path) -> None:
     options = config_of(target, ngram_max_trie_depth=6, ngram_capacity=777)
     assert options.limits == NgramLimits(1, 6)
     assert options.capacity == 777
+    assert config_of(target, ngram_match_type="BFS").limits == NgramLimits(1, 18)
+    assert config_of(target, ngram_match_type="PROB").limits == NgramLimits(1, 18, True)
+
+
+def test_branches_lie_between_two_numbers(target: Path) -> None:
+    assert (config_of(target).min_breadth, config_of(target).breadth) == (1, 1)
+    options = config_of(target, ngram_max_bfs_breadth=4)
+    assert (options.min_breadth, options.breadth) == (1, 4)
+    options = config_of(target, ngram_min_bfs_breadth=3, ngram_max_bfs_breadth=4)
+    assert (options.min_breadth, options.breadth) == (3, 4)
 
 
 def test_adaptive_steps_are_of_draft_models(target: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -111,27 +124,44 @@ def test_adaptive_steps_are_of_draft_models(target: Path, caplog: pytest.LogCapt
         ({"num_steps": 0}, "--speculative-num-steps 0 must be 1 to 63"),
         ({"ngram_max_trie_depth": 0}, "--speculative-ngram-max-trie-depth 0 must be 1 to 64"),
         ({"ngram_max_bfs_breadth": 0}, f"{BREADTH} 0 must be 1 to 63"),
+        ({"ngram_min_bfs_breadth": 0}, "--speculative-ngram-min-bfs-breadth 0 must be 1 to 63"),
+        (
+            {"ngram_min_bfs_breadth": 3, "ngram_max_bfs_breadth": 2},
+            f"-min-bfs-breadth 3 is more than {BREADTH} 2; lower it, or raise the other",
+        ),
+        ({"ngram_min_bfs_breadth": 2}, f"-min-bfs-breadth 2 is more than {BREADTH} 1"),
+        ({"ngram_match_type": "DFS"}, "-match-type 'DFS' is unknown; there are BFS and PROB"),
+        ({"ngram_external_sam_budget": 3}, f"sam-budget needs {CORPUS}"),
+        ({"ngram_external_corpus_max_tokens": 9}, f"corpus-max-tokens needs {CORPUS}"),
         ({"ngram_capacity": 1}, "--speculative-ngram-capacity 1 must be 2 to"),
         ({"adaptive_strategy": "ema"}, "--speculative-adaptive-strategy needs --speculative-ad"),
         ({"algorithm": "EAGLE", "ngram_capacity": 9}, "needs --speculative-algorithm NGRAM"),
         ({"algorithm": None, "ngram_capacity": 9}, "ngram-capacity needs --speculative-algorithm"),
+        ({"algorithm": None, "ngram_min_bfs_breadth": 2}, "min-bfs-breadth needs --speculative-al"),
+        ({"algorithm": "EAGLE", "ngram_match_type": "PROB"}, "match-type needs --speculative-al"),
+        ({"algorithm": None, "ngram_external_corpus_path": "x"}, "corpus-path needs --speculat"),
+        ({"algorithm": None, "ngram_external_sam_budget": 3}, "sam-budget needs --speculative-al"),
     ],
 )
 def test_flags_that_cannot_be_met_are_named(target: Path, flags: dict[str, Any], said: str) -> None:
     assert said in refusal(target, **{"algorithm": "NGRAM", **flags})
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 5, 11, 63])
-@pytest.mark.parametrize("breadth", [1, 2, 4, 10])
-def test_a_tree_has_all_its_nodes_and_most_of_them_in_its_first_branch(
-    num_drafts: int, breadth: int
+@pytest.mark.parametrize(("shortest", "longest"), [(1, 18), (1, 2), (1, 64), (2, 3), (1, 1)])
+@pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 10), (3, 4), (5, 5), (1, 63)])
+def test_longer_matches_have_fewer_branches(
+    shortest: int, longest: int, least: int, most: int
 ) -> None:
-    lengths = branch_lengths(num_drafts, breadth)
-    assert sum(lengths) == num_drafts
-    assert min(lengths) >= 1
-    assert len(lengths) == min(breadth, len(lengths))
-    assert 2 * lengths[0] >= num_drafts
-    assert list(lengths) == sorted(lengths, reverse=True)
+    lens = list(range(shortest, longest + 1))
+    limits = NgramLimits(shortest, longest)
+    counts = num_branches(torch.tensor(lens), least, most, limits).tolist()
+    assert counts[0] == most
+    assert longest == shortest or counts[-1] == least
+    assert counts == sorted(counts, reverse=True)
+    for length, count in zip(lens, counts, strict=True):
+        wished = most - Fraction((most - least) * (length - shortest), max(1, longest - shortest))
+        assert abs(count - wished) <= Fraction(1, 2)
+    assert num_branches(torch.tensor([0]), least, most, limits).tolist() == [most]
 
 
 def test_a_benchmark_says_how_many_drafts_are_verified(target: Path) -> None:

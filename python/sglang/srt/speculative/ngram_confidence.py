@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from sglang.srt.step.request_rows import PRIOR_CONFIDENCE
 
 WINDOW = 512.0  # trials of a cell that are remembered, since text changes
 PRIOR_TRIALS = 2.0  # trials that the prior counts as
-ABSENT = -1.0  # the score of a node of a branch that has no place; below all others
+ABSENT = -1.0  # the score of a node that cannot be had; below all others
 
 
 class Trials:
@@ -96,11 +95,12 @@ class OrderedNodes(NamedTuple):
     are a tree.
 
     Attributes:
-        order: [R, D] int64; the place of each among the nodes in the order of branches.
+        order: [R, D] int64; the place of each among all tokens found, D of each branch, branch by
+            branch.
         parents: [R, D] int32; see `DraftTrees.write`.
         scores: [R, D] float32; that a node and all that it follows are right. None is greater than
-            the one before it. Nodes of branches without a place stand behind all others, with 0.
-        counts: [R] int64; nodes of branches with a place.
+            the one before it. Behind the nodes that there are they are 0.
+        counts: [R] int64; nodes that there are, D unless the budget of the corpus leaves fewer.
     """
 
     order: torch.Tensor
@@ -114,28 +114,29 @@ class BranchConfidence:
     its match, and by place in the branch.
 
     Attributes:
-        trials: [2, NUM_CLASSES, L]; of first branches, and of all others.
+        trials: [2, NUM_CLASSES, D]; of first branches, and of all others.
 
     Args:
         num_rows, padding_row: as for `MatchConfidence`.
-        branches: nodes of each of B branches, D in all, L of the longest.
+        num_drafts: D, nodes of a tree but the root, and tokens that are known of each branch.
+        corpus_budget: nodes of a tree that may come from the corpus, at least 1; None: all.
     """
 
     def __init__(
-        self, num_rows: int, branches: Sequence[int], padding_row: int, device: torch.device
+        self,
+        num_rows: int,
+        num_drafts: int,
+        padding_row: int,
+        device: torch.device,
+        corpus_budget: int | None = None,
     ) -> None:
-        longest, num_drafts = max(branches), sum(branches)
-        prior = torch.full((2, NUM_CLASSES, longest), PRIOR_CONFIDENCE)
+        prior = torch.full((2, NUM_CLASSES, num_drafts), PRIOR_CONFIDENCE)
         prior[1, :, 0] = 1 - PRIOR_CONFIDENCE  # of another token than the first branch's
         self.trials = Trials(prior.to(device))
-        places = [(branch, place) for branch, size in enumerate(branches) for place in range(size)]
-        self._branch_of, self._place_of = to_device(list(zip(*places, strict=True)), device)
-        parents = [0 if place == 0 else node for node, (_, place) in enumerate(places)]
-        self._parents = to_device(parents, device, torch.int64)  # 0 is the root
-        self._is_later = (torch.arange(len(branches), device=device) > 0).to(torch.int64)
         self._bounds = to_device(LONGEST_OF_CLASS, device, torch.int64)
         self._nodes = torch.arange(num_drafts, device=device)
         self._padding_row = padding_row
+        self._corpus_budget = corpus_budget
         # Of the nodes that each row of the table was last given, in their order.
         shape = num_rows, num_drafts
         self._given_cells = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -163,27 +164,40 @@ class BranchConfidence:
         tried = (self._nodes < num_fed) & is_right.gather(1, self._given_parents[rows])
         self.trials.add(self._given_cells[rows], tried, tried & is_right[:, 1:])
 
-    def order(self, rows: torch.Tensor, match_lens: torch.Tensor) -> OrderedNodes:
-        """
+    def order(
+        self, rows: torch.Tensor, match_lens: torch.Tensor, in_corpus: torch.Tensor
+    ) -> OrderedNodes:
+        """The D likeliest nodes of all branches.
+
         Args:
             rows: [R] int64.
             match_lens: [R, B] int64; of each branch, 0 where it has no place. The first one is
                 there without a place too.
+            in_corpus: [R, B] int64; 1 where its place is in the corpus, else 0.
         """
+        num_drafts = len(self._nodes)
+        is_later = (torch.arange(match_lens.shape[1], device=rows.device) > 0).to(torch.int64)
         classes = torch.bucketize(match_lens, self._bounds)
-        chances = self.trials.chances()
         # A product that is computed in parallel may rise by a rounding.
-        paths = chances[self._is_later, classes].cumprod(2).cummin(2).values
-        exists = (match_lens > 0) | (self._is_later == 0)
-        scores = torch.where(exists[:, :, None], paths, ABSENT)[:, self._branch_of, self._place_of]
+        paths = self.trials.chances()[is_later, classes].cumprod(2).cummin(2).values
+        exists = (match_lens > 0) | (is_later == 0)
+        scores = torch.where(exists[:, :, None], paths, ABSENT).flatten(1)
         scores, order = torch.sort(scores, dim=1, descending=True, stable=True)
+        if self._corpus_budget is not None:
+            from_corpus = in_corpus.gather(1, order // num_drafts)
+            is_beyond = (from_corpus > 0) & (from_corpus.cumsum(1) > self._corpus_budget)
+            scores = torch.where(is_beyond, ABSENT, scores)
+            scores, again = torch.sort(scores, dim=1, descending=True, stable=True)
+            order = order.gather(1, again)
+        num_candidates = order.shape[1]
+        scores, order = scores[:, :num_drafts], order[:, :num_drafts]
 
-        numbers = torch.nn.functional.pad(torch.empty_like(order), (1, 0))  # 0 of the root
-        numbers.scatter_(1, 1 + order, (1 + self._nodes).expand_as(order))
-        parents = numbers.gather(1, self._parents[order])
-        longest = chances.shape[2]
-        cells = (self._is_later * NUM_CLASSES + classes) * longest
-        cells = cells.gather(1, self._branch_of[order]) + self._place_of[order]
+        branches, places = order // num_drafts, order % num_drafts
+        numbers = order.new_zeros((len(rows), num_candidates))  # of nodes; 0 is the root
+        numbers.scatter_(1, order, (1 + self._nodes).expand_as(order))
+        before = numbers.gather(1, (order - 1).clamp(min=0))
+        parents = torch.where(places == 0, 0, before)
+        cells = (is_later * NUM_CLASSES + classes).gather(1, branches) * num_drafts + places
         self._given_cells[rows], self._given_parents[rows] = cells, parents
         counts = (scores > ABSENT).sum(1)
         return OrderedNodes(order, parents.to(torch.int32), scores.clamp(min=0.0), counts)

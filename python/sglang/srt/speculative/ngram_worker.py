@@ -1,14 +1,15 @@
 """NGRAM: drafts are what followed the last tokens of a request where they stood before.
 
-They stood in its own text, prompt and output, or in text of requests that have ended
-(`NgramMemory`). Both are searched on the device behind each step of the target, so no model runs
+They stood in its own text, prompt and output, in text of requests that have ended, or in a corpus
+(`NgramMemory`). All are searched on the device behind each step of the target, so no model runs
 and the host does nothing that depends on tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from sglang.srt.device_copies import to_device
@@ -41,9 +42,12 @@ class NgramConfig:
         rounds: how many tokens are drafted, all without a draft step (`num_free`).
         limits: how long matches are.
         capacity: tokens of ended requests that are searched, at least 2; None: DEFAULT_CAPACITY.
-        breadth: different tokens that may follow the certain one: 1 drafts chains, more drafts
-            trees of as many nodes (`RoundOptions.trees_of_any_size`).
+        breadth: different tokens that may follow the certain one behind the shortest matches: 1
+            drafts chains, more drafts trees of as many nodes (`RoundOptions.trees_of_any_size`).
         suppressed_token_ids: ids that the target never emits.
+        min_breadth: likewise, behind the longest matches; `breadth` at most.
+        corpus_budget: drafts of a request in a step that may come from the corpus; None: all.
+        corpus: see `NgramMemory`.
     """
 
     rounds: RoundOptions
@@ -51,24 +55,24 @@ class NgramConfig:
     capacity: int | None = None
     breadth: int = 1
     suppressed_token_ids: tuple[int, ...] = ()
+    min_breadth: int = 1
+    corpus_budget: int | None = None
+    corpus: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         assert not self.rounds.draft_steps, "Drafts of n-grams need no draft steps."
         assert self.rounds.has_trees == (self.breadth > 1), "Breadth and rounds disagree."
 
 
-def branch_lengths(num_drafts: int, breadth: int) -> tuple[int, ...]:
-    """Nodes of each branch of a tree; branches part at its root. The first one, of the longest
-    match, has at least half of all, the others have fewer and fewer, and as many of them as wished
-    are there if that leaves each a node."""
-    lengths, left = list[int](), num_drafts // 2
-    for branch in range(1, breadth):
-        length = min(left, max(1, num_drafts >> (branch + 1)))
-        if length == 0:
-            break
-        lengths.append(length)
-        left -= length
-    return (num_drafts - sum(lengths), *lengths)
+def num_branches(
+    match_lens: torch.Tensor, least: int, most: int, limits: NgramLimits
+) -> torch.Tensor:
+    """Int64; branches of trees behind matches of these lengths, match_lens int64 of the same shape:
+    `most` behind the shortest ones, `least` behind those of `limits.longest`, linear between and
+    rounded. Where all matches are as long, `most`."""
+    span = max(1, limits.longest - limits.shortest)
+    beyond = (match_lens - limits.shortest).clamp(0, span)
+    return most - (2 * (most - least) * beyond + span) // (2 * span)
 
 
 class NgramDrafter:
@@ -82,17 +86,20 @@ class NgramDrafter:
         self._state = parts.state
         self._step_width = options.rounds.step_width
         capacity = options.capacity or DEFAULT_CAPACITY[parts.state.tokens.device.type]
-        self.memory = NgramMemory(parts.state, capacity)
+        self.memory = NgramMemory(parts.state, capacity, options.corpus)
         kind = load(parts.runners.target.operations.ngrams)
         self._ops: NgramOps = kind(parts.state, self.memory, options.limits)
         most = options.rounds.num_steps
-        self._branches = branch_lengths(most, options.breadth)
+        self._options = options
+        # A tree of D nodes has no more branches than that.
+        self._most_branches = min(most, options.breadth)
         self._trees: BranchConfidence | None = None
         self._chains: MatchConfidence | None = None  # None too where nobody looks at confidences
         state = parts.state
         num_rows, padding, device = len(state.tokens), state.padding_row, state.tokens.device
         if options.rounds.has_trees:
-            self._trees = BranchConfidence(num_rows, self._branches, padding, device)
+            budget = options.corpus_budget
+            self._trees = BranchConfidence(num_rows, most, padding, device, budget)
         elif state.confidence is not None:
             self._chains = MatchConfidence(num_rows, most, padding, device)
         prices = None
@@ -171,23 +178,38 @@ class NgramDrafter:
         found, confidence = self._ops.find(rows, num_drafts), None
         if self._watch is not None:
             self._watch.note(rows, found.match_lens)
+        counts = self._within_budget(counts, found)
         if self._chains is not None:
             confidence = self._chains.proposed(rows, found.match_lens)[:, :num_drafts]
         self._state.write_drafts(rows, found.tokens, counts, confidence=confidence)
+
+    def _within_budget(self, counts: torch.Tensor, found: Continuation) -> torch.Tensor:
+        """[R]; of counts [R] drafts of chains as many as the corpus may give."""
+        budget = self._options.corpus_budget
+        if budget is None:
+            return counts
+        return torch.where(found.in_corpus > 0, counts.clamp(max=budget), counts)
 
     def _propose_trees(
         self, rows: torch.Tensor, num_drafts: int, counts: torch.Tensor, trees: BranchConfidence
     ) -> None:
         """The likeliest nodes of each of rows [R], counts [R] at most. Of each branch the first
-        token is another one. A request has as many branches as places were found, one at least."""
-        found = list[Continuation]()
-        for length in self._branches:
-            taken = [branch.tokens[:, 0] for branch in found]
-            found.append(self._ops.find(rows, length, torch.stack(taken, 1) if taken else None))
+        token is another one. A request has as many branches as its longest match asks for, and as
+        places were found, one at least."""
+        found, options = list[Continuation](), self._options
+        for _ in range(self._most_branches):
+            taken = torch.stack([each.tokens[:, 0] for each in found], 1) if found else None
+            found.append(self._ops.find(rows, options.rounds.num_steps, taken))
         if self._watch is not None:
             self._watch.note(rows, found[0].match_lens)
-        nodes = trees.order(rows, torch.stack([branch.match_lens for branch in found], 1))
-        tokens = torch.cat([branch.tokens for branch in found], 1).gather(1, nodes.order)
+        match_lens = torch.stack([each.match_lens for each in found], 1)
+        breadths = options.min_breadth, options.breadth
+        wanted = num_branches(match_lens[:, :1], *breadths, options.limits)
+        branches = torch.arange(len(found), device=rows.device)
+        match_lens = torch.where(branches < wanted, match_lens, 0)
+        in_corpus = torch.stack([each.in_corpus for each in found], 1)
+        nodes = trees.order(rows, match_lens, in_corpus)
+        tokens = torch.cat([each.tokens for each in found], 1).gather(1, nodes.order)
         self._state.write_drafts(
             rows,
             tokens[:, :num_drafts],

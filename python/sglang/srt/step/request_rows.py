@@ -25,7 +25,8 @@ class Confidence:
     """How probable it is that look-ahead is of use, by row of the page table.
 
     Attributes:
-        drafts: [N, P - 1] float32; that a draft is confirmed, if those before it are.
+        drafts: [N, P - 1] float32; that a draft is confirmed, if those before it are. 0 where the
+            request was given fewer drafts than others.
         masks: [N, K] float32; that the prediction of a mask row behind the drafts is confirmed, if
             the drafts and the predictions before it are.
     """
@@ -66,6 +67,7 @@ class RequestRows:
       looks for tokens of the request must stop at num_tokens[r].
 
     Attributes:
+        vocab_size: token ids are less.
         num_rows: rows that requests may have. N is one more: `padding_row` is behind them, whose
             watermark is always 0 (`ReqToTokenPool`).
         tokens: [N, width] int32, the token table; as wide as the page table, which has room for all
@@ -97,7 +99,7 @@ class RequestRows:
         max_masks: int | None = None,
     ) -> None:
         self._page_table = page_table
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._device = page_table.req_to_token.device
         self.max_pending = max_pending
         self.tokens = torch.zeros_like(page_table.req_to_token)
@@ -141,7 +143,7 @@ class RequestRows:
             params = new.params
             if params.is_greedy:
                 params = msgspec.structs.replace(params, temperature=0.0)
-            top_k = self._vocab_size if params.top_k == -1 else params.top_k
+            top_k = self.vocab_size if params.top_k == -1 else params.top_k
             integers.append((new.row, new.num_committed, 1, len(new.tokens), new.seed, top_k))
             floats.append([getattr(params, name) for name in FLOATS])
         values = to_device(integers, self._device, torch.int64)
@@ -190,8 +192,7 @@ class RequestRows:
             num_drafts: [R] int64; the first so many drafts of each, 0 where nothing is to change,
                 as in requests that have not emitted.
             parents: [R, D] int32, of trees: see `DraftTrees.write`. None: they are chains.
-            confidence: [R, D] float32; see `Confidence.drafts`; of trees also of nodes that a
-                request with fewer drafts lacks. None: nothing is known.
+            confidence: [R, D] float32; see `Confidence.drafts`. None: nothing is known.
         """
         width = tokens.shape[1]
         assert width < self.max_pending, "More drafts than may be pending."
@@ -207,8 +208,8 @@ class RequestRows:
         if self.confidence is not None:
             told = self.confidence.drafts[rows, :width]
             new = PRIOR_CONFIDENCE if confidence is None else confidence
-            is_told = exists if parents is None else has_drafts[:, None]
-            self.confidence.drafts[rows, :width] = torch.where(is_told, new, told)
+            new = torch.where(exists, new, 0.0)
+            self.confidence.drafts[rows, :width] = torch.where(has_drafts[:, None], new, told)
         columns = first + torch.where(exists, offsets, -1)
         known = self.tokens[rows[:, None], columns]
         self.tokens[rows[:, None], columns] = torch.where(exists, tokens.to(torch.int32), known)

@@ -126,7 +126,7 @@ class _Launched:
     confidence: HostCopy | None
 
     def scores(self) -> Floats | None:
-        """[R, S]; of each request's drafts, and of what it had before where there are fewer."""
+        """[R, S]; of each request's drafts, 0 where it was given fewer."""
         if self.confidence is None:
             return None
         [table] = self.confidence.read()
@@ -249,9 +249,11 @@ class TileSpec:
             num_right = result.accept_lens[index] - 1
             drafting.append(index)
             num_fed.append(fed[index])
-            if num_right == fed[index] < count and not self._has_trees:
-                assert chances is not None, "A step is cut by scores."
-                num_right = self._continued(chances[index, :count], num_right)
+            was_right = num_right == fed[index] < count
+            # Without scores nothing was cut, and the request had no further drafts.
+            if was_right and scores is not None and chances is not None and not self._has_trees:
+                num_there = np.count_nonzero(scores[index, :count])
+                num_right = self._continued(chances[index, :num_there], num_right)
             verified.append((count, num_right))
         if scores is not None:
             self._scores = scores[drafting]
