@@ -76,7 +76,8 @@ def _propose_kernel(
     first = tl.load(own + _READ_START * num_reqs) + num_confirmed + 1
     run = _confident_run(probs_ptr, thresholds_ptr, row, first, count, num_read, HAS_PROBS, BLOCK)
     offset = tl.arange(0, BLOCK)
-    exists, has_drafts = offset < run, run > 0
+    exists = offset < run
+    has_drafts = run > 0
     token = tl.load(targets_ptr + first + offset, mask=exists, other=0).to(tl.int32)
     committed = tl.load(committed_ptr + row)
     sequence = token_table_ptr + row * table_width
@@ -86,7 +87,7 @@ def _propose_kernel(
         if HAS_PROBS:
             confidence = tl.load(probs_ptr + first + offset, mask=exists, other=0.0)
         confidence = tl.where(exists, confidence, 0.0)
-        is_told = has_drafts & (offset < confidence_width)
+        is_told = offset < tl.where(has_drafts, confidence_width, 0)
         tl.store(confidence_ptr + row * confidence_width + offset, confidence, mask=is_told)
     tl.store(pending_lens_ptr + row, 1 + run, mask=has_drafts)
     tl.store(num_tokens_ptr + row, committed + 1 + run, mask=has_drafts)
