@@ -71,14 +71,14 @@ def has_weights(head: str | None) -> bool:
 
 
 def possible(case: dict[str, Any]) -> dict[str, Any]:
-    """The combination, or one that there is: draft models have no trees, and no tier cuts trees."""
-    if case["speculative_eagle_topk"] == 1 or case["speculative_algorithm"] == "STANDALONE":
+    """The combination, or one that there is: draft models have no trees, and those of heads have no
+    tiers."""
+    algorithm, breadth = case["speculative_algorithm"], case["speculative_eagle_topk"]
+    if breadth == 1 or algorithm == "STANDALONE":
         return {**case, "speculative_eagle_topk": 1}
-    case = {**case, "speculative_load_aware": "off"}
-    if case["speculative_algorithm"] != "NGRAM":
-        return case
-    breadth = case.pop("speculative_eagle_topk")
-    return {**case, "speculative_ngram_max_bfs_breadth": breadth, "tile_spec": False}
+    if algorithm == "NGRAM":
+        return {**case, "speculative_eagle_topk": 1, "speculative_ngram_max_bfs_breadth": breadth}
+    return {**case, "speculative_load_aware": "off"}
 
 
 def has_trees(case: dict[str, Any]) -> bool:

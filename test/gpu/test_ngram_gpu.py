@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,8 +47,12 @@ def test_the_search(name: str, case: str) -> None:
     assert difference(name, "cuda", CASES[case], num_rounds=30) == ""
 
 
-def serving(paths: dict[str, Path], policy: str, breadth: int, page_size: int = 1) -> Served:
-    drafter, setup = ngram_config(NUM_STEPS, breadth, tier_policy=policy), setup_of(page_size)
+def serving(
+    paths: dict[str, Path], policy: str, breadth: int, page_size: int = 1, **options: Any
+) -> Served:
+    """`options` are of `ngram_config`."""
+    drafter = ngram_config(NUM_STEPS, breadth, tier_policy=policy, **options)
+    setup = setup_of(page_size)
     group = runners(paths, drafter, setup, ON_GPU)
     prices = prices_of((1, 1024), (1.0, 40.0)) if policy == "matched" else None
     served = Served(Drafted(group, drafter, setup, prices=prices), group)
@@ -62,24 +67,41 @@ def serving(paths: dict[str, Path], policy: str, breadth: int, page_size: int = 
         (JUMPING, 1, 16, pause),
         ("matched", 1, 1, abort),
         ("fixed", 2, 16, nothing),
+        (JUMPING, 3, 1, pause),
+        ("matched", 3, 16, abort),
     ],
 )
 def test_tokens(
     paths: dict[str, Path], policy: str, breadth: int, page_size: int, disturb: Disturb
 ) -> None:
     served = serving(paths, policy, breadth, page_size)
-    if breadth == 1:
-        served.watch()
+    served.watch()
     serve(served.harness, right(paths["target"]), disturb)
-    if breadth == 1:
-        assert served.seen["right"] > 10
-        assert served.seen["wrong"] > 10
+    assert served.seen["right"] > 10
+    assert served.seen["wrong"] > 10
 
 
+@pytest.mark.parametrize("breadth", [1, 3])
+def test_tokens_with_a_corpus_by_frequency(paths: dict[str, Path], breadth: int) -> None:
+    known = right(paths["target"])
+    options: dict[str, Any] = {"by_frequency": True, "corpus": known[::2], "corpus_budget": 2}
+    served = serving(paths, "fixed", breadth, **options)
+    serve(served.harness, known)
+
+
+@pytest.mark.parametrize("breadth", [1, 3])
+@pytest.mark.parametrize("by_frequency", [False, True])
 @pytest.mark.parametrize("policy", ["fixed", "matched"])
-def test_rounds_do_not_wait(paths: dict[str, Path], policy: str) -> None:
+def test_rounds_do_not_wait(
+    paths: dict[str, Path], policy: str, breadth: int, by_frequency: bool
+) -> None:
     """Neither in graphs nor while texts that have ended are kept."""
-    served = serving(paths, policy, breadth=1)
+    options: dict[str, Any] = {
+        "by_frequency": by_frequency,
+        "corpus": [[1, 2, 3]],
+        "corpus_budget": 2,
+    }
+    served = serving(paths, policy, breadth, **options)
     harness = served.harness
     serve(harness, right(paths["target"]))  # all is compiled
     with launches_never_wait(harness):

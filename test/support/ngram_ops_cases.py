@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.registry import OPERATIONS, load
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.ngram_memory import NgramMemory
+from sglang.srt.speculative.ngram_memory import NgramMemory, joined_texts
 from sglang.srt.speculative.ngram_ops import Continuation, NgramLimits, NgramOps
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import EndedText, NewRow
@@ -61,18 +62,43 @@ class Slots:
         return found
 
 
+class Answer(NamedTuple):
+    """Drafts, the length of the match that they come from, and whether that is in the corpus."""
+
+    drafts: list[int]
+    match_len: int = 0
+    in_corpus: bool = False
+
+
+class Place(NamedTuple):
+    """Where the last tokens stood, in order of what makes a place better.
+
+    Attributes:
+        length: of the match.
+        source: 2 in the own text, 1 in one that has ended, 0 in the corpus.
+        order: later ones are larger.
+        behind: what follows.
+    """
+
+    length: int
+    source: int
+    order: int
+    behind: list[int]
+
+
 def best_place(
     own: list[int],
     texts: list[tuple[int, list[int]]],
     limits: NgramLimits,
     num_drafts: int,
     taken: list[int],
-) -> tuple[list[int], int]:
-    """Drafts, and the length of the match that they come from; found by looking everywhere."""
-    best = (0, 0, -1)
-    drafts = [own[-1]] * num_drafts
-    places = [(1, 0, own)] + [(0, start, text) for start, text in texts]
-    for is_own, start, text in places:
+    corpus: list[list[int]] | None = None,
+) -> Answer:
+    """Found by looking everywhere."""
+    sources = [(2, 0, own)] + [(1, start, text) for start, text in texts]
+    sources += [(0, 1000 * index, text) for index, text in enumerate(corpus or [])]
+    found = list[Place]()
+    for source, start, text in sources:
         for place in range(len(text) - 1):
             length = 0
             while (
@@ -82,30 +108,50 @@ def best_place(
                 and text[place - length] == own[-1 - length]
             ):
                 length += 1
-            rank = (length, is_own, start + place)
-            if length < limits.shortest or text[place + 1] in taken or rank <= best:
-                continue
-            best, behind = rank, text[place + 1 :]
-            drafts = [behind[j % len(behind)] for j in range(num_drafts)]
-    return drafts, best[0]
+            if length >= limits.shortest and text[place + 1] not in taken:
+                found.append(Place(length, source, start + place, text[place + 1 :]))
+    if not found:
+        return Answer([own[-1]] * num_drafts)
+    longest = max(place.length for place in found)
+    found = [place for place in found if place.length == longest]
+    if limits.by_frequency:
+        counts = Counter(place.behind[0] for place in found)
+        most = max(counts.values())
+        found = [place for place in found if counts[place.behind[0]] == most]
+    best = max(found)
+    drafts = [best.behind[j % len(best.behind)] for j in range(num_drafts)]
+    return Answer(drafts, longest, best.source == 0)
 
 
 class Texts:
-    """Rows of the token table, texts that end, and what both should be.
+    """Rows of the token table, texts that end, a corpus or none, and what they should be.
 
     Args:
         ops: `torch` or `triton`.
         vocab_size: small, so that texts repeat themselves.
+        by_frequency: see `NgramLimits`.
     """
 
-    def __init__(self, ops: str, device: str, capacity: int, vocab_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        ops: str,
+        device: str,
+        capacity: int,
+        vocab_size: int,
+        seed: int,
+        by_frequency: bool = False,
+    ) -> None:
         self.random = random.Random(seed)
         self.vocab_size = vocab_size
         pool = ReqToTokenPool(NUM_ROWS, WIDTH, device)
         self.state = RequestRows(pool, 1 + NUM_DRAFTS, vocab_size)
-        self.memory = NgramMemory(self.state, capacity)
         shortest = self.random.choice([1, 1, 2, 3])
-        self.limits = NgramLimits(shortest, shortest + self.random.choice([0, 1, 4, 15]))
+        longest = shortest + self.random.choice([0, 1, 4, 15])
+        self.limits = NgramLimits(shortest, longest, by_frequency)
+        num_texts = self.random.choice([0, 1, 5, 9])
+        self.corpus = [self._tokens(self.random.choice([1, 2, 30])) for _ in range(num_texts)]
+        joined = joined_texts(self.corpus) if num_texts else None
+        self.memory = NgramMemory(self.state, capacity, joined)
         kind: Any = load(OPERATIONS[ops].ngrams)
         self.ops: NgramOps = kind(self.state, self.memory, self.limits, **SMALL[ops])
         self.slots = Slots(capacity)
@@ -121,7 +167,7 @@ class Texts:
                 end = self.random.choice([len(tokens), len(tokens), max(1, len(tokens) - 1)])
                 ended.append(EndedText(row, start, end, namespace))
                 self.slots.append(tokens[start:end], namespace)
-            tokens = [self.random.randrange(self.vocab_size) for _ in range(self._length())]
+            tokens = self._tokens(self._length())
             namespace = self.random.choice(NAMESPACES)
             self.running[row] = tokens, namespace
             given = np.array(tokens, dtype=np.int32)
@@ -129,6 +175,9 @@ class Texts:
         self.state.end(ended)
         self.state.initialize(new_rows)
         self.memory.admit(new_rows)
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.random.randrange(self.vocab_size) for _ in range(count)]
 
     def _length(self) -> int:
         return self.random.choice([1, 2, self.random.randint(3, 40), WIDTH - NUM_DRAFTS])
@@ -147,30 +196,38 @@ class Texts:
         rows = self.random.sample(list(self.running), self.random.randint(1, len(self.running)))
         device = self.state.tokens.device
         count = self.random.choice([0, 0, 1, 3])
-        taken = [[self.random.randrange(self.vocab_size) for _ in range(count)] for _ in rows]
+        taken = [self._tokens(count) for _ in rows]
         given = torch.tensor(taken, device=device, dtype=torch.int64) if count else None
         num_drafts = self.random.randint(1, NUM_DRAFTS)
         found: Continuation = self.ops.find(torch.tensor(rows, device=device), num_drafts, given)
         for place, row in enumerate(rows):
             tokens, namespace = self.running[row]
             texts = self.slots.texts(namespace)
-            right = best_place(tokens, texts, self.limits, num_drafts, taken[place])
-            own = found.tokens[place].tolist(), int(found.match_lens[place])
+            right = best_place(tokens, texts, self.limits, num_drafts, taken[place], self.corpus)
+            found_len, in_corpus = int(found.match_lens[place]), int(found.in_corpus[place])
+            own = Answer(found.tokens[place].tolist(), found_len, bool(in_corpus))
             if own != right:
                 return f"row {row} of {tokens}: {own}, not {right}; {self.limits}, {taken[place]}"
         return ""
 
 
-# Slots of the memory, different tokens, and a seed.
-CASES = {
-    f"{capacity} slots, {vocab_size} tokens": (capacity, vocab_size, seed)
+# Slots of the memory, different tokens, a seed, and whether the most frequent token wins.
+Case = tuple[int, int, int, bool]
+CASES: dict[str, Case] = {
+    f"{capacity} slots, {vocab_size} tokens{', by frequency' * by_frequency}": (
+        capacity,
+        vocab_size,
+        seed,
+        by_frequency,
+    )
+    for by_frequency in (False, True)
     for seed, (capacity, vocab_size) in enumerate(
         [(2, 2), (17, 2), (64, 3), (200, 4), (333, 2), (1000, 6)]
     )
 }
 
 
-def difference(ops: str, device: str, case: tuple[int, int, int], num_rounds: int) -> str:
+def difference(ops: str, device: str, case: Case, num_rounds: int) -> str:
     """The first difference in rounds of admissions and steps; empty for none."""
     texts = Texts(ops, device, *case)
     for _ in range(num_rounds):

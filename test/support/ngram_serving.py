@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from drafted_serving import Drafted
 from drafter_checks import DraftCounter
 from eagle_serving import group_for, setup_for
-from sglang.srt.speculative.drafter import DrafterConfig
-from sglang.srt.speculative.ngram_memory import NO_TAG, NgramMemory
+from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig
+from sglang.srt.speculative.ngram_confidence import Trials
+from sglang.srt.speculative.ngram_memory import NO_TAG, NgramMemory, joined_texts
 from sglang.srt.speculative.ngram_ops import NgramLimits
 from sglang.srt.speculative.ngram_worker import NgramConfig
 from sglang.srt.speculative.round_planner import RoundOptions
@@ -27,16 +29,38 @@ def ngram_config(
     capacity: int = AMPLE,
     longest: int = 6,
     suppressed: tuple[int, ...] = (),
+    by_frequency: bool = False,
+    min_breadth: int = 1,
+    corpus: list[list[int]] | None = None,
+    corpus_budget: int | None = None,
     **options: Any,
 ) -> DrafterConfig:
-    """`options` are of `RoundOptions`."""
+    """`options` are of `RoundOptions`; `corpus` is of texts."""
+    options["trees_of_any_size"] = breadth > 1
     rounds = RoundOptions(num_drafts, num_free=num_drafts, **options)
-    limits = NgramLimits(1, longest)
-    return DrafterConfig("ngram", NgramConfig(rounds, limits, capacity, breadth, suppressed))
+    limits = NgramLimits(1, longest, by_frequency)
+    config = NgramConfig(
+        rounds,
+        limits,
+        capacity,
+        breadth,
+        suppressed,
+        min_breadth,
+        corpus_budget,
+        None if corpus is None else joined_texts(corpus),
+    )
+    return DrafterConfig("ngram", config)
+
+
+def learnt(harness: Drafted) -> Trials:
+    """What the drafter has counted on the device."""
+    drafter = harness.drafter
+    trials: Trials = (drafter._chains or drafter._trees).trials
+    return trials
 
 
 class Served(Drafted):
-    """What becomes of drafts is in `seen`."""
+    """What becomes of drafts is in `seen`. `listeners` are told of each step."""
 
     def __init__(
         self,
@@ -48,13 +72,19 @@ class Served(Drafted):
         setup = setup or setup_for(drafter.options.rounds.num_steps)
         counter = DraftCounter()
         self.seen: Counter[str] = counter.seen
+        self.listeners: list[Callable[[ComputedStep], None]] = [counter]
+
+        def on_step(step: ComputedStep) -> None:
+            for listener in self.listeners:
+                listener(step)
+
         super().__init__(
             group_for(target, drafter, setup),
             drafter,
             setup,
             checks_kv=True,
             prices=prices,
-            on_step=counter,
+            on_step=on_step,
         )
         self.prompts: dict[int, tuple[list[int], Key]] = {}
 

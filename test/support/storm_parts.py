@@ -133,8 +133,18 @@ class DraftedModels(Checkpoints):
         """A head of either kind, or the draft model, that drafts one or more tokens, of
         heads in chains or trees; or earlier text does."""
         if chooser.random() < 0.25:
+            num_drafts, breadth = chooser.choice([1, 5]), chooser.choice([1, 3])
+            aside = random.Random(str(chooser.getstate()))  # as below
+            texts = [[aside.randrange(VOCAB_SIZE) for _ in range(40)] for _ in range(3)]
             return ngram_config(
-                chooser.choice([1, 5]), chooser.choice([1, 3]), 99, suppressed=(MASK,)
+                num_drafts,
+                breadth,
+                99,
+                suppressed=(MASK,),
+                by_frequency=aside.random() < 0.5,
+                min_breadth=aside.randint(1, breadth),
+                corpus=aside.choice([None, texts]),
+                corpus_budget=aside.choice([None, 2]),
             )
         kind = chooser.choice([*self._heads, STANDALONE])
         num_steps = chooser.choice([1, 2, 3, 3, 5])

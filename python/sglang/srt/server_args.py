@@ -260,9 +260,30 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
         " likewise.",
     )
     speculative_ngram_max_trie_depth: int = flag(18, "NGRAM: tokens of a match at most.")
-    speculative_ngram_max_bfs_breadth: int = flag(1, "NGRAM: branches; 1: chains, more: trees.")
+    speculative_ngram_max_bfs_breadth: int = flag(
+        1, "NGRAM: branches behind the shortest matches; 1: chains, more: trees."
+    )
+    speculative_ngram_min_bfs_breadth: int = flag(
+        1, "NGRAM: branches behind matches of --speculative-ngram-max-trie-depth."
+    )
+    speculative_ngram_match_type: str = flag(
+        "BFS",
+        "NGRAM: of equally long matches the latest (`BFS`), or the most frequent token (`PROB`).",
+        choices=("BFS", "PROB"),
+    )
     speculative_ngram_capacity: int | None = flag(
         None, "NGRAM: tokens of ended requests, searched."
+    )
+    speculative_ngram_external_corpus_path: str | None = flag(
+        None,
+        "NGRAM: file of texts that all requests may draft from; each line is a JSON string, or an"
+        ' object with a "text".',
+    )
+    speculative_ngram_external_corpus_max_tokens: int = flag(
+        10_000_000, "NGRAM: tokens of that file at most; with more the server does not start."
+    )
+    speculative_ngram_external_sam_budget: int = flag(
+        0, "NGRAM: drafts of a request and step that come from that file at most; 0: no bound."
     )
 
     # Limits of one HTTP request

@@ -678,3 +678,11 @@ def test_ranges_choices_and_defaults_are_documented(server: Server) -> None:
     pause = schemas["PauseGenerationReqInput"]["properties"]
     assert set(pause["mode"]["enum"]) == {"abort", "retract", "in_place", "in-place", "drain"}
     assert pause["lease_s"]["default"] is None
+
+
+@pytest.mark.parametrize("path", ["/add_external_corpus", "/remove_external_corpus"])
+def test_routes_that_change_the_corpus_of_ngram_are_not_there(server: Server, path: str) -> None:
+    answer = server.post(path, {})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["type"] == "NotFoundError"
+    assert not server.sent

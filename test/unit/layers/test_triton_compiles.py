@@ -58,9 +58,9 @@ NGRAM_INTEGERS = {
     f"{name}_ptr": "*i64"
     for name in (
         *("rows", "num_tokens", "row_tags", "tags", "head", "taken", "best", "out"),
-        "match_lens",
+        *("match_lens", "in_corpus", "found"),
     )
-} | {f"{name}_ptr": "*i32" for name in ("sequences", "tokens")}
+} | {f"{name}_ptr": "*i32" for name in ("sequences", "tokens", "corpus", "counts")}
 TREE_SEARCH = (
     {
         f"{name}_ptr": "*i64"
@@ -319,11 +319,14 @@ KERNELS = {
         )
         for known in ({}, {"kept_ptr": None})
     },
-    "places of n-grams": Kernel(
-        ngrams._search_kernel,
-        {"SHORTEST": 1, "LONGEST": 17, "NUM_PARTS": 64, "BLOCK": 1024},
-        types=NGRAM_INTEGERS,
-    ),
+    **{
+        f"places of n-grams, {does}": Kernel(
+            ngrams._search_kernel,
+            {"SHORTEST": 1, "LONGEST": 17, "NUM_PARTS": 64, "BLOCK": 1024, "DOES": number},
+            types=NGRAM_INTEGERS,
+        )
+        for number, does in enumerate(("by length", "counted", "by counts"))
+    },
     "what follows n-grams": Kernel(
         ngrams._continue_kernel,
         {"NUM_PARTS": 64, "BLOCK": 16},

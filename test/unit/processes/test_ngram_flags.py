@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sglang.srt.environ import Environ
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.processes.worker_factory import drafter_models
+from sglang.srt.speculative.confirm import AcceptThresholds
 from sglang.srt.speculative.ngram_ops import NgramLimits
-from sglang.srt.speculative.ngram_worker import NgramConfig, branch_lengths, tree_parents
+from sglang.srt.speculative.ngram_worker import NgramConfig, num_branches
 from speculation_flags_cases import refusal, resolved
 
 BREADTH = "--speculative-ngram-max-bfs-breadth"
+CORPUS = "--speculative-ngram-external-corpus-path"
 
 
 def config_of(target: Path, environ: Environ | None = None, **flags: Any) -> NgramConfig:
@@ -52,7 +56,9 @@ def test_a_chain_of_eleven_drafts_by_load_is_the_default(target: Path) -> None:
         ({"num_steps": 3, "num_draft_tokens": 8}, None, 7, "matched"),
         ({"load_aware": "off"}, None, 11, "fixed"),
         ({}, 2.5, 11, "fixed"),
-        ({"ngram_max_bfs_breadth": 3}, None, 11, "fixed"),
+        ({"ngram_max_bfs_breadth": 3}, None, 11, "matched"),
+        ({"ngram_max_bfs_breadth": 3, "load_aware": "on"}, None, 11, "matched"),
+        ({"ngram_max_bfs_breadth": 3, "load_aware": "off"}, None, 11, "fixed"),
     ],
 )
 def test_how_many_tokens_are_drafted(
@@ -63,17 +69,41 @@ def test_how_many_tokens_are_drafted(
     assert options.rounds.tier_policy == policy
 
 
-def test_trees_have_no_graphs_of_whole_rounds(target: Path) -> None:
-    needs = resolved(target, algorithm="NGRAM", ngram_max_bfs_breadth=4).needs
+def test_a_tree_has_any_number_of_nodes_up_to_those_of_a_chain(target: Path) -> None:
+    config = resolved(target, algorithm="NGRAM", ngram_max_bfs_breadth=4)
+    needs = config.needs
     assert needs.has_trees
-    assert not needs.rounds
+    assert needs.needs_prices
     assert (needs.max_drafts, needs.max_slots) == (11, 12)
+    assert set(needs.rounds) == set(needs.tiers) == {0, 1, 2, 3, 5, 9, 11}
+    assert (config.scheduler.num_draft_steps, config.scheduler.num_tree_tokens) == (11, 0)
+
+
+def test_trees_take_tile_spec_and_accept_thresholds(target: Path) -> None:
+    thresholds = {"accept_threshold_single": 0.4, "accept_threshold_acc": 0.7}
+    flags = {"algorithm": "NGRAM", "ngram_max_bfs_breadth": 4, "tile_spec": True}
+    config = resolved(target, **flags, **thresholds)
+    assert config.drafter is not None
+    assert config.drafter.thresholds == AcceptThresholds(0.4, 0.7)
+    assert config.drafter.options.rounds.tile_spec_cache is not None
+    assert config.needs.has_trees
+    assert config.needs.max_masks == 0
 
 
 def test_limits_follow_from_flags(target: Path) -> None:
     options = config_of(target, ngram_max_trie_depth=6, ngram_capacity=777)
     assert options.limits == NgramLimits(1, 6)
     assert options.capacity == 777
+    assert config_of(target, ngram_match_type="BFS").limits == NgramLimits(1, 18)
+    assert config_of(target, ngram_match_type="PROB").limits == NgramLimits(1, 18, True)
+
+
+def test_branches_lie_between_two_numbers(target: Path) -> None:
+    assert (config_of(target).min_breadth, config_of(target).breadth) == (1, 1)
+    options = config_of(target, ngram_max_bfs_breadth=4)
+    assert (options.min_breadth, options.breadth) == (1, 4)
+    options = config_of(target, ngram_min_bfs_breadth=3, ngram_max_bfs_breadth=4)
+    assert (options.min_breadth, options.breadth) == (3, 4)
 
 
 def test_adaptive_steps_are_of_draft_models(target: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -94,32 +124,44 @@ def test_adaptive_steps_are_of_draft_models(target: Path, caplog: pytest.LogCapt
         ({"num_steps": 0}, "--speculative-num-steps 0 must be 1 to 63"),
         ({"ngram_max_trie_depth": 0}, "--speculative-ngram-max-trie-depth 0 must be 1 to 64"),
         ({"ngram_max_bfs_breadth": 0}, f"{BREADTH} 0 must be 1 to 63"),
+        ({"ngram_min_bfs_breadth": 0}, "--speculative-ngram-min-bfs-breadth 0 must be 1 to 63"),
+        (
+            {"ngram_min_bfs_breadth": 3, "ngram_max_bfs_breadth": 2},
+            f"-min-bfs-breadth 3 is more than {BREADTH} 2; lower it, or raise the other",
+        ),
+        ({"ngram_min_bfs_breadth": 2}, f"-min-bfs-breadth 2 is more than {BREADTH} 1"),
+        ({"ngram_match_type": "DFS"}, "-match-type 'DFS' is unknown; there are BFS and PROB"),
+        ({"ngram_external_sam_budget": 3}, f"sam-budget needs {CORPUS}"),
+        ({"ngram_external_corpus_max_tokens": 9}, f"corpus-max-tokens needs {CORPUS}"),
         ({"ngram_capacity": 1}, "--speculative-ngram-capacity 1 must be 2 to"),
-        ({"ngram_max_bfs_breadth": 2, "load_aware": "on"}, f"or use {BREADTH} 1"),
-        ({"ngram_max_bfs_breadth": 2, "accept_threshold_acc": 0.5}, "threshold-acc is of chains"),
         ({"adaptive_strategy": "ema"}, "--speculative-adaptive-strategy needs --speculative-ad"),
         ({"algorithm": "EAGLE", "ngram_capacity": 9}, "needs --speculative-algorithm NGRAM"),
         ({"algorithm": None, "ngram_capacity": 9}, "ngram-capacity needs --speculative-algorithm"),
+        ({"algorithm": None, "ngram_min_bfs_breadth": 2}, "min-bfs-breadth needs --speculative-al"),
+        ({"algorithm": "EAGLE", "ngram_match_type": "PROB"}, "match-type needs --speculative-al"),
+        ({"algorithm": None, "ngram_external_corpus_path": "x"}, "corpus-path needs --speculat"),
+        ({"algorithm": None, "ngram_external_sam_budget": 3}, "sam-budget needs --speculative-al"),
     ],
 )
 def test_flags_that_cannot_be_met_are_named(target: Path, flags: dict[str, Any], said: str) -> None:
     assert said in refusal(target, **{"algorithm": "NGRAM", **flags})
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 5, 11, 63])
-@pytest.mark.parametrize("breadth", [1, 2, 4, 10])
-def test_a_tree_has_all_its_nodes_and_most_of_them_in_its_first_branch(
-    num_drafts: int, breadth: int
+@pytest.mark.parametrize(("shortest", "longest"), [(1, 18), (1, 2), (1, 64), (2, 3), (1, 1)])
+@pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 10), (3, 4), (5, 5), (1, 63)])
+def test_longer_matches_have_fewer_branches(
+    shortest: int, longest: int, least: int, most: int
 ) -> None:
-    lengths = branch_lengths(num_drafts, breadth)
-    assert sum(lengths) == num_drafts
-    assert min(lengths) >= 1
-    assert len(lengths) == min(breadth, len(lengths))
-    assert 2 * lengths[0] >= num_drafts
-    assert list(lengths) == sorted(lengths, reverse=True)
-    parents = tree_parents(lengths)
-    assert parents.count(0) == len(lengths)
-    assert all(parent in (0, node) for node, parent in enumerate(parents))
+    lens = list(range(shortest, longest + 1))
+    limits = NgramLimits(shortest, longest)
+    counts = num_branches(torch.tensor(lens), least, most, limits).tolist()
+    assert counts[0] == most
+    assert longest == shortest or counts[-1] == least
+    assert counts == sorted(counts, reverse=True)
+    for length, count in zip(lens, counts, strict=True):
+        wished = most - Fraction((most - least) * (length - shortest), max(1, longest - shortest))
+        assert abs(count - wished) <= Fraction(1, 2)
+    assert num_branches(torch.tensor([0]), least, most, limits).tolist() == [most]
 
 
 def test_a_benchmark_says_how_many_drafts_are_verified(target: Path) -> None:

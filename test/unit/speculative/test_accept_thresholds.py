@@ -19,10 +19,12 @@ from drafted_serving import Disturb, Drafted, nothing, params_of, pause, prompts
 from drafter_checks import DraftCounter, make_drafter_runners
 from eagle_models import CONTEXT, VOCAB, eagle_config_for, write_models
 from model_harness import Model
+from ngram_serving import ngram_config
 from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from sglang.srt.speculative.confirm import AcceptThresholds
 from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig
+from sglang.srt.speculative.spec_info import NGRAM
 from sglang.srt.step.step_ops import NUM_PROMPT, ROW
 from threshold_oracle import LogitsBehind, Round
 from utils import Collected, Setup
@@ -31,6 +33,7 @@ torch.set_num_threads(1)
 BOTH = pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
 NUM_NEW = 24
 ALL = AcceptThresholds(single=0.0, acc=0.0)
+BREADTH = 4  # of trees of n-grams
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +48,8 @@ def config_for(
     num_steps: int = 3,
     tree: TreeShape | None = None,
 ) -> DrafterConfig:
+    if kind == NGRAM:
+        return replace(ngram_config(num_steps, BREADTH), thresholds=thresholds)
     num_steps = num_steps if tree is None else tree.depth
     config = eagle_config_for(paths["target"], paths[kind], kind, num_steps, tree=tree)
     return replace(config, thresholds=thresholds)
@@ -141,6 +146,8 @@ def outcomes(harness: Served, **options: Any) -> list[Collected]:
         (EAGLE3, 0.0, 1.0, 1),
         (EAGLE, 1.0, 0.6, TreeShape(topk=4, depth=3, num_drafts=12)),
         (EAGLE3, 0.3, 0.9, TreeShape(topk=3, depth=4, num_drafts=9)),
+        (NGRAM, 1.0, 0.5, 9),
+        (NGRAM, 0.3, 0.9, 7),
     ],
 )
 def test_each_step_is_that_of_the_rule(
@@ -184,6 +191,8 @@ def test_each_step_is_that_of_the_rule(
     assert seen["unsure"] < seen["rounds"] / 50
     assert seen["accepted"] > 80, seen
     assert seen["refused"] > 15, seen
+    if kind == NGRAM:
+        assert harness.seen["moved"] > 5, "Later branches were never right."
 
 
 def assert_logprobs(
@@ -260,6 +269,7 @@ def tokens_without_a_head(target: Path) -> dict[int, list[int]]:
         (EAGLE3, AcceptThresholds(0.3, 0.6), {"page_size": 16, "chunked_prefill_size": 6}, pause),
         (EAGLE3, ALL, {"enable_overlap": False, "chunked_prefill_size": 6}, nothing),
         (EAGLE, AcceptThresholds(0.3, 0.6), {"retract_interval": 3}, pause),
+        (NGRAM, AcceptThresholds(0.3, 0.6), {"retract_interval": 3, "page_size": 16}, pause),
     ],
 )
 def test_greedy_requests_see_nothing_of_thresholds(

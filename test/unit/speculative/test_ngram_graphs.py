@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +13,13 @@ import torch
 from drafted_serving import Disturb, Drafted, abort, nothing, pause, prompts, serve
 from eagle_models import write_models
 from jumping_tier import JUMPING, jumping_tiers
-from ngram_serving import ngram_config
+from ngram_serving import learnt, ngram_config
 from recorded_graphs import recorded_graphs, replayable_backends
-from round_serving import NUM_STEPS, Served, right_tokens, runners, setup_of, zero
-from sglang.srt.speculative.drafter import DrafterConfig
+from round_serving import NUM_STEPS, Served, copied, right_tokens, runners, setup_of, zero
+from sglang.srt.speculative.drafter import DrafterConfig, RowPlan
 from sglang.srt.step.price_table import PriceTable
+from sglang.srt.step.step_ops import AcceptedTokens
+from sglang.srt.step.worker import ScheduleBatch
 from tile_spec_rounds import FREE_ROWS, prices_of
 
 torch.set_num_threads(1)
@@ -54,19 +58,32 @@ def serving(
 
 
 @pytest.mark.parametrize(
-    ("page_size", "policy", "disturb"),
-    [(1, JUMPING, abort), (16, "fixed", pause), (1, "matched", nothing)],
+    ("page_size", "policy", "breadth", "disturb", "options"),
+    [
+        (1, JUMPING, 1, abort, {}),
+        (16, "fixed", 1, pause, {}),
+        (1, "matched", 1, nothing, {"by_frequency": True, "corpus_budget": 2}),
+        (16, JUMPING, 2, pause, {"by_frequency": True}),
+        (1, "fixed", 3, abort, {"corpus_budget": 2}),
+        (16, "matched", 3, nothing, {"min_breadth": 2, "by_frequency": True}),
+        (1, "matched", 4, pause, {"min_breadth": 2, "corpus_budget": 1}),
+    ],
 )
 def test_tokens(
     paths: dict[str, Path],
     right: list[list[int]],
     page_size: int,
     policy: str,
+    breadth: int,
     disturb: Disturb,
+    options: dict[str, Any],
 ) -> None:
+    """`options` are of `ngram_config`; some have half of the answers as a corpus."""
     prices = prices_of((1, 1024), (1.0, 40.0)) if policy == "matched" else None
-    drafter = ngram_config(NUM_STEPS, tier_policy=policy)
+    corpus = right[::2] if options else None
+    drafter = ngram_config(NUM_STEPS, breadth, tier_policy=policy, corpus=corpus, **options)
     served = serving(paths, drafter, page_size, prices)
+    served.may_lack = "corpus_budget" in options
     serve(served.harness, right, disturb)
     assert served.seen["right"] > 10
     assert served.seen["wrong"] > 10
@@ -89,6 +106,29 @@ def test_graphs_find_texts_that_ended_after_their_capture(paths: dict[str, Path]
     assert found[1][0] >= 40 * NUM_STEPS // (1 + NUM_STEPS) - NUM_STEPS
 
 
+@pytest.mark.parametrize("breadth", [1, 3])
+def test_graphs_feed_as_many_drafts_of_the_corpus_as_its_budget(
+    paths: dict[str, Path], right: list[list[int]], breadth: int
+) -> None:
+    drafter = ngram_config(NUM_STEPS, breadth, corpus=right, corpus_budget=1)
+    served = serving(paths, drafter)
+    served.unwatch()  # it checks that all are fed
+    replay, fed = served.graphs.replay, Counter[int]()
+
+    def noted(batch: ScheduleBatch, plan: RowPlan) -> AcceptedTokens | None:
+        taken = replay(batch, plan)
+        if taken is None:
+            return None
+        if taken.num_drafts is not None:
+            fed.update(taken.num_drafts.tolist())
+        return copied(taken)
+
+    vars(served.graphs)["replay"] = noted
+    serve(served.harness, right)
+    assert set(fed) == {1, NUM_STEPS}
+    assert min(fed.values()) > 10, fed
+
+
 def test_without_drafts_rounds_search_nothing(paths: dict[str, Path]) -> None:
     served = serving(paths, ngram_config(1, tier_policy=JUMPING))
     graphs = served.graphs._captured
@@ -96,22 +136,13 @@ def test_without_drafts_rounds_search_nothing(paths: dict[str, Path]) -> None:
     assert len(graphs[1, 1][1].graph.calls) > plain + 50
 
 
+@pytest.mark.parametrize("breadth", [1, 3])
 def test_confidences_are_learnt_in_graphs(
-    paths: dict[str, Path], right: list[list[int]], tmp_path: Path
+    paths: dict[str, Path], right: list[list[int]], tmp_path: Path, breadth: int
 ) -> None:
     """What a step piece by piece learns too, from as many drafts; padding teaches nothing."""
-    served = serving(paths, ngram_config(NUM_STEPS, tile_spec_cache=tmp_path), prices=FREE_ROWS)
+    drafter = ngram_config(NUM_STEPS, breadth, tile_spec_cache=tmp_path)
+    served = serving(paths, drafter, prices=FREE_ROWS)
     serve(served.harness, right)
-    confidence = served.harness.drafter._confidence
-    assert served.seen["right"] <= confidence.right.sum() < 512
+    assert served.seen["right"] <= learnt(served.harness).right.sum() < 512
     assert len(served.rounds) > 10
-
-
-def test_trees_run_piece_by_piece(paths: dict[str, Path], right: list[list[int]]) -> None:
-    drafter = ngram_config(NUM_STEPS, breadth=2)
-    setup = setup_of()
-    group = runners(paths, drafter, setup)
-    harness = Drafted(group, drafter, setup)
-    zero(group)
-    serve(harness, right)
-    assert harness.scheduler._worker._rounds is None

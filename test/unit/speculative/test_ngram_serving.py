@@ -4,7 +4,7 @@ ended is their text, for those of the same cache key alone."""
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,19 +14,22 @@ import pytest
 import torch
 
 import eagle_serving
-from drafted_serving import Disturb, abort, nothing, pause, prompts, serve
+from drafted_serving import abort, nothing, pause, prompts, serve
 from eagle_models import CONTEXT, VOCAB, write_models
 from eagle_serving import right_tokens, setup_for
 from jumping_tier import JUMPING, jumping_tiers
-from ngram_serving import Served, ngram_config
+from ngram_serving import Served, learnt, ngram_config
 from pairwise import name_of, pairwise_cases
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.messages.control import AbortReq
+from sglang.srt.speculative.drafter import ComputedStep
+from sglang.srt.speculative.ngram_ops import Continuation
 from sglang.srt.speculative.ngram_worker import NgramDrafter
 from tile_spec_rounds import DEAR_ROWS, FREE_ROWS, RandomBudgets, prices_of
 
 torch.set_num_threads(1)
 SLOW_ROWS = prices_of((1, 1024), (1.0, 40.0))
+ROWS_COST_TIME = prices_of(range(1, 513), [20.0 + rows for rows in range(1, 513)])
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,20 @@ def policies() -> Iterator[None]:
 
 
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "shape": ((1, 1, "fixed"), (5, 1, JUMPING), (5, 1, "fixed"), (9, 3, "fixed"), (4, 9, "fixed")),
+    # Drafts, branches at most and at least, and how many drafts there are.
+    "shape": (
+        (1, 1, 1, "fixed"),
+        (5, 1, 1, JUMPING),
+        (5, 1, 1, "fixed"),
+        (5, 1, 1, "matched"),
+        (9, 3, 3, "fixed"),
+        (9, 3, 1, JUMPING),
+        (9, 3, 2, "matched"),
+        (9, 9, 1, "fixed"),
+    ),
+    "tile_spec": (False, True),
+    "by_frequency": (False, True),
+    "corpus_budget": (None, 3, 0),  # 0: there is no corpus
     "page_size": (1, 16),
     "enable_overlap": (True, False),
     "use_radix_cache": (True, False),
@@ -54,19 +70,49 @@ CASES = pairwise_cases(CHOICES)
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_tokens_are_those_without_drafts_and_texts_are_kept(
-    target: Path, case: dict[str, Any]
+    target: Path, tmp_path: Path, case: dict[str, Any]
 ) -> None:
-    """Greedy and seeded requests; the ledger is exact and the KV canary silent in each step. What
-    is kept is what clients were told, whatever was retracted, paused or aborted."""
+    """Greedy and seeded requests, whichever drafts TileSpec leaves out; the ledger is exact and the
+    KV canary silent in each step. What is kept is what clients were told, whatever was retracted,
+    paused or aborted."""
     changes = dict(case)
-    (num_drafts, breadth, policy), disturb = changes.pop("shape"), changes.pop("disturb")
-    drafter = ngram_config(num_drafts, breadth, tier_policy=policy)
-    harness = Served(target, drafter, setup_for(num_drafts, **changes))
-    serve(harness, right_tokens(target), disturb, seed=CASES.index(case))
+    num_drafts, breadth, min_breadth, policy = changes.pop("shape")
+    disturb, budget = changes.pop("disturb"), changes.pop("corpus_budget")
+    has_tile_spec = changes.pop("tile_spec")
+    right = right_tokens(target)
+    drafter = ngram_config(
+        num_drafts,
+        breadth,
+        by_frequency=changes.pop("by_frequency"),
+        min_breadth=min_breadth,
+        corpus=None if budget == 0 else right[::2],
+        corpus_budget=budget or None,
+        tier_policy=policy,
+        tile_spec_cache=tmp_path if has_tile_spec else None,
+    )
+    prices = FREE_ROWS if policy == "matched" else DEAR_ROWS
+    if policy == "matched" and has_tile_spec:
+        prices = ROWS_COST_TIME
+    budgets, num_cut = RandomBudgets(1), 0
+
+    def note(step: ComputedStep) -> None:
+        nonlocal num_cut
+        num_cut += step.plan.counts.packed is not None
+
+    with budgets.chosen():
+        harness = Served(target, drafter, setup_for(num_drafts, **changes), prices)
+        harness.listeners.append(note)
+        if has_tile_spec:
+            harness.listeners.append(budgets.scramble)
+        if policy == JUMPING:
+            harness.drafter.planner.policy.may_lack = bool(budget)
+        serve(harness, right, disturb, seed=CASES.index(case))
     assert harness.seen["confirmed"] > 20, harness.seen
-    assert harness.seen["fed"] - harness.seen["confirmed"] > 20, harness.seen
+    num_wrong = harness.seen["fed"] - harness.seen["confirmed"]
+    assert num_wrong > (2 if has_tile_spec else 10), harness.seen
+    assert num_cut > 10 if has_tile_spec else num_cut == 0
     if breadth > 1:
-        assert harness.seen["moved"] > 3, "The right branch was always the first one."
+        assert harness.seen["moved"] > 0, "The right branch was always the first one."
     harness.flush()
     assert harness.texts_kept() == harness.texts_told()
 
@@ -103,6 +149,122 @@ def test_ended_texts_help_those_of_the_same_key_and_nobody_else(target: Path) ->
     assert other == first, "Text of another key was drafted from."
     assert again > first
     assert again >= 40 * 5 // 6 - 5
+
+
+@pytest.mark.parametrize("breadth", [1, 3])
+@pytest.mark.parametrize("by_frequency", [False, True])
+def test_a_corpus_with_the_answer_gives_right_drafts_from_the_first_request_on(
+    target: Path, breadth: int, by_frequency: bool
+) -> None:
+    """Whatever its key is, and again when the memory of ended texts has been overwritten."""
+    prompt = prompts()[4]
+    plain = eagle_serving.Served({"target": target}, None, 0, setup_for(0))
+    [answer] = plain.generate([prompt], **GREEDY)
+    options: dict[str, Any] = {"longest": 12, "capacity": 30, "by_frequency": by_frequency}
+    setup = setup_for(5, use_radix_cache=False)
+    without = confirmed_by(Served(target, ngram_config(5, breadth, **options), setup), prompt)
+    drafter = ngram_config(5, breadth, corpus=[[1, 2], prompt + answer, [3]], **options)
+    harness = Served(target, drafter, setup)
+    for key in (("a", ""), ("", "a"), ("b", "")):
+        confirmed = confirmed_by(harness, prompt, cache_key=key)
+        assert confirmed >= 40 * 5 // 6 - 5
+        assert confirmed > without
+        assert harness.outputs[max(harness.outputs)].token_ids == answer
+
+
+def test_where_a_chain_is_right_a_tree_is_as_fast(target: Path) -> None:
+    """But for the first steps, in which nobody knows that."""
+    prompt, num_steps = prompts()[4], dict[int, int]()
+    plain = eagle_serving.Served({"target": target}, None, 0, setup_for(0))
+    asked = {**GREEDY, "max_new_tokens": 80}
+    [answer] = plain.generate([prompt], **asked)
+    for breadth in (1, 4):
+        drafter = ngram_config(7, breadth, longest=12, corpus=[prompt + answer])
+        harness = Served(target, drafter, setup_for(7))
+        ids = [harness.submit(prompt, **asked) for _ in range(3)]
+        harness.run()
+        told = [harness.outputs[req_id] for req_id in ids]
+        assert [each.token_ids for each in told] == [answer] * 3
+        num_steps[breadth] = sum(sum(each.accept_histogram) for each in told)
+    assert num_steps[4] <= 1.1 * num_steps[1], num_steps
+
+
+@pytest.mark.parametrize("breadth", [1, 4])
+def test_as_many_drafts_of_the_corpus_as_its_budget(target: Path, breadth: int) -> None:
+    """The first ones of a chain; the likeliest nodes of a tree, whose other nodes are of others."""
+    budget, num_drafts = 2, 9
+    right = right_tokens(target)
+    corpus = [prompt + answer for prompt, answer in zip(prompts(), right, strict=True)]
+    drafter = ngram_config(
+        num_drafts, breadth, min_breadth=breadth, corpus=corpus[::2], corpus_budget=budget
+    )
+    harness = Served(target, drafter)
+    state, ops = harness.drafter._state, harness.drafter._ops
+    find, write, found = ops.find, state.write_drafts, list[Continuation]()
+    seen = Counter[str]()
+
+    def noted(*args: Any) -> Continuation:
+        found.append(find(*args))
+        return found[-1]
+
+    def checked(
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        counts: torch.Tensor,
+        parents: torch.Tensor | None = None,
+        confidence: torch.Tensor | None = None,
+    ) -> None:
+        for index, count in enumerate(counts.tolist()):
+            in_corpus = {
+                int(each.tokens[index, 0]): int(each.in_corpus[index])
+                for each in reversed(found)
+                if each is found[0] or each.match_lens[index]
+            }
+            before = list(range(num_drafts)) if parents is None else parents[index].tolist()
+            firsts = first_tokens(tokens[index].tolist(), before)
+            if count:
+                has_others = 0 in in_corpus.values()
+                assert count == (num_drafts if has_others else budget)
+                num_given = sum(in_corpus[first] for first in firsts[:count])
+                assert num_given <= budget
+                seen["whole" if has_others else "cut"] += 1
+                seen["mixed"] += has_others and num_given > 0
+        found.clear()
+        write(rows, tokens, counts, parents, confidence)
+
+    ops.find, state.write_drafts = noted, checked
+    serve(harness, right)
+    assert seen["cut"] > 10
+    assert seen["whole"] > 10
+    assert (seen["mixed"] > 10) == (breadth > 1)
+
+
+def first_tokens(tokens: list[int], parents: list[int]) -> list[int]:
+    """Of each node of a tree: the first token of the branch that it is in."""
+    found = list[int]()
+    for token, parent in zip(tokens, parents, strict=True):
+        found.append(found[parent - 1] if parent else token)
+    return found
+
+
+def test_how_many_are_drafted_by_load_is_learnt_of_drafts_that_a_budget_leaves(
+    target: Path,
+) -> None:
+    right = right_tokens(target)
+    drafter = ngram_config(5, tier_policy="matched", corpus=right, corpus_budget=2)
+    harness = Served(target, drafter, setup_for(5), FREE_ROWS)
+    policy = harness.drafter._watch._policy
+    learn, told = policy.learn, Counter[int]()
+
+    def noted(verified: Any) -> None:
+        given = list(verified)
+        told.update(count for _, count, _ in given)
+        learn(given)
+
+    policy.learn = noted
+    serve(harness, right)
+    assert told[2] > 20, told
+    assert sum(told[count] for count in (3, 4, 5)) > 20, told
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -159,51 +321,120 @@ def _has(text: tuple[int, ...], part: tuple[int, ...]) -> bool:
     return any(text[place : place + len(part)] == part for place in places)
 
 
-@pytest.mark.parametrize("disturb", [nothing, pause, abort])
-def test_steps_that_are_cut_change_no_token(target: Path, tmp_path: Path, disturb: Disturb) -> None:
-    """With TileSpec, whichever drafts are left out."""
-    budgets = RandomBudgets(1)
-    with budgets.chosen():
-        harness = Served(target, ngram_config(5, tile_spec_cache=tmp_path), prices=DEAR_ROWS)
-        serve(harness, right_tokens(target), disturb, seed=3)
-    assert harness.seen["confirmed"] > 20, harness.seen
-    assert harness.drafter.planner.tile_spec is not None
+@pytest.mark.parametrize("corpus_budget", [None, 2])
+@pytest.mark.parametrize("breadth", [1, 3])
+def test_where_rows_cost_nothing_steps_are_those_without_tile_spec(
+    target: Path, tmp_path: Path, breadth: int, corpus_budget: int | None
+) -> None:
+    plans, right = [], right_tokens(target)
+
+    def note(step: ComputedStep) -> None:
+        plans[-1].append((step.plan, step.inputs.input_ids.tolist()))
+
+    for folder in (None, tmp_path):
+        options: dict[str, Any] = {"corpus": right[::2], "corpus_budget": corpus_budget}
+        drafter = ngram_config(7, breadth, tile_spec_cache=folder, **options)
+        harness = Served(target, drafter, setup_for(7), prices=FREE_ROWS)
+        plans.append([])
+        harness.listeners.append(note)
+        serve(harness, right)
+    assert plans[0] == plans[1]
+    assert not any(plan.wants_paths for plan, _ in plans[1])
 
 
-def test_long_matches_are_trusted_more_than_none(target: Path) -> None:
-    harness = Served(target, ngram_config(5, tile_spec_cache=Path("unused")), prices=FREE_ROWS)
-    serve(harness, right_tokens(target))
-    confidence = harness.drafter._confidence
-    share = (confidence.right / confidence.tried.clamp(min=1))[:, 0]
-    assert confidence.tried[:, 0].sum() > 100
+@pytest.mark.parametrize("breadth", [1, 3])
+def test_where_rows_are_dear_only_likely_drafts_are_verified(
+    target: Path, tmp_path: Path, breadth: int
+) -> None:
+    """By prices alone: nothing is forced. More of what is verified is right."""
+    shares = []
+    for folder in (None, tmp_path):
+        drafter = ngram_config(7, breadth, tile_spec_cache=folder)
+        harness = Served(target, drafter, setup_for(7), prices=ROWS_COST_TIME)
+        for seed in range(3):
+            serve(harness, right_tokens(target), seed=seed)
+        shares.append(harness.seen["confirmed"] / harness.seen["fed"])
+    assert shares[1] > 1.2 * shares[0]
+
+
+@pytest.mark.parametrize("breadth", [1, 3])
+def test_long_matches_are_trusted_more_than_none(target: Path, breadth: int) -> None:
+    drafter = ngram_config(7, breadth, tile_spec_cache=Path("unused"))
+    harness = Served(target, drafter, prices=FREE_ROWS)
+    for seed in range(2):
+        serve(harness, right_tokens(target), seed=seed)
+    trials = learnt(harness)
+    tried, right = trials.tried, trials.right
+    if breadth > 1:
+        assert tried[1, :, 0].sum() > 20, "No later branch was tried."
+        tried, right = tried[0], right[0]
+    share = (right / tried.clamp(min=1))[:, 0]
+    assert tried[:, 0].sum() > 100
     assert share[4] > 2 * share[:2].max(), share
     written = harness.drafter._state.confidence.drafts
     assert written.unique().numel() > 10
 
 
+@pytest.mark.parametrize("breadth", [1, 3])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_how_much_is_drafted_follows_prices_and_matches(target: Path, overlap: bool) -> None:
+def test_how_much_is_drafted_follows_prices_and_matches(
+    target: Path, breadth: int, overlap: bool
+) -> None:
     fed = []
     for prices in (FREE_ROWS, SLOW_ROWS, DEAR_ROWS):
-        drafter = ngram_config(5, tier_policy="matched")
+        drafter = ngram_config(5, breadth, tier_policy="matched")
         harness = Served(target, drafter, setup_for(5, enable_overlap=overlap), prices)
         serve(harness, right_tokens(target), seed=1)
         fed.append(harness.seen["fed"])
         if prices is FREE_ROWS:
-            chances = harness.drafter.planner.policy._chances
-            shares = [each._right[0] / max(1, each._tried[0]) for each in chances]
+            counts = [each.counts for each in harness.drafter.planner.policy._chances]
+            shares = [each.right[0] / max(1, each.tried[0]) for each in counts]
             assert shares[4] > 2 * max(shares[:2]), shares
     assert fed[0] > fed[1] > 4 * fed[2], fed
 
 
-def test_the_host_knows_the_matches_that_drafts_followed(target: Path) -> None:
-    """Of each step that is heard, those that the drafts fed in it were found with."""
-    harness = Served(target, ngram_config(3, tier_policy="matched"), prices=FREE_ROWS)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_host_counts_the_nodes_that_were_right(target: Path, overlap: bool) -> None:
+    """As many as the device does, which knows them by branch, and as many as were confirmed. By
+    place in the order of likelihood as many as confirmed paths have."""
+    drafter = ngram_config(7, 3, tier_policy="matched")
+    harness = Served(target, drafter, setup_for(7, enable_overlap=overlap), FREE_ROWS)
+    right, fed = Counter[int](), Counter[int]()
+
+    def note(step: ComputedStep) -> None:
+        accepted = step.accepted
+        if accepted.num_drafts is not None:
+            for length, path, count in zip(
+                accepted.accept_lens.tolist(),
+                accepted.path.tolist(),
+                accepted.num_drafts.tolist(),
+                strict=True,
+            ):
+                right.update(path[1:length])
+                fed.update(range(1, 1 + count))
+
+    harness.listeners.append(note)
+    serve(harness, right_tokens(target))
+    counts = [each.counts for each in harness.drafter.planner.policy._chances]
+    for place in range(7):
+        assert sum(each.right[place] for each in counts) == right[1 + place]
+        assert sum(each.tried[place] for each in counts) == fed[1 + place]
+    assert right.total() == harness.seen["confirmed"] == int(learnt(harness).right.sum())
+    assert harness.seen["moved"] > 3, harness.seen
+
+
+@pytest.mark.parametrize("breadth", [1, 2])
+def test_the_host_knows_the_matches_that_drafts_followed(target: Path, breadth: int) -> None:
+    """Of each step that is heard, those that the drafts fed in it were found with, of trees their
+    first branches."""
+    harness = Served(target, ngram_config(3, breadth, tier_policy="matched"), prices=FREE_ROWS)
     drafter, found, told = harness.drafter, deque[dict[int, int]]([{}]), 0
     find, learn = drafter._ops.find, drafter._watch._policy.learn
 
-    def noted(rows: torch.Tensor, *args: Any) -> Any:
-        result = find(rows, *args)
+    def noted(rows: torch.Tensor, count: int, taken: torch.Tensor | None = None) -> Any:
+        result = find(rows, count, taken)
+        if taken is not None:
+            return result
         lens = dict(zip(rows.tolist(), result.match_lens.tolist(), strict=True))
         found.append(found[-1] | lens)
         return result

@@ -22,6 +22,23 @@ MAX_DRAFTS, PLAIN_MS, LAG = 11, 4.4, 2  # steps between what a step is chosen by
 LONGEST = 18
 # That a draft is right, by class of match, where nothing is repeated: chance alone.
 CHANCE = (0.01, 0.02, 0.05, 0.1, 0.3, 0.5)
+CHAIN = tuple((0, place) for place in range(MAX_DRAFTS))
+# Branch and place of each node of a tree, in the order of likelihood: where nothing is repeated
+# other first tokens are as good as second ones.
+NOVEL_NODES = (
+    (0, 0),
+    (1, 0),
+    (0, 1),
+    (2, 0),
+    (0, 2),
+    (1, 1),
+    (0, 3),
+    (3, 0),
+    (0, 4),
+    (0, 5),
+    (1, 2),
+)
+REPEATED_NODES = (*((0, place) for place in range(7)), (1, 0), (1, 1), (2, 0), (3, 0))
 
 
 @dataclass(frozen=True)
@@ -39,17 +56,18 @@ class Prices:
 
 @dataclass
 class Decoding:
-    """Requests that decode side by side. `speed` is tokens per time, of plain decoding 1."""
+    """Requests that decode side by side. Speeds are tokens per time, of plain decoding 1."""
 
     policy: MatchedTier
     prices: Prices
     num_reqs: int
+    has_trees: bool
     random: random.Random = field(default_factory=lambda: random.Random(1))
     tier: int = 0
 
     def __post_init__(self) -> None:
         self.lens = deque([[0] * self.num_reqs] * LAG)
-        self.unread = deque[list[tuple[int, int, int]]]()
+        self.unread = deque[list[tuple[int, int, list[int]]]]()
 
     def run(self, num_steps: int, repeats: bool) -> float:
         """Speed of so many steps of text that repeats itself, or does not."""
@@ -61,25 +79,37 @@ class Decoding:
             fed = zip(self.lens[-1], rights, strict=True)
             self.unread.append([(length, self.tier, right) for length, right in fed if self.tier])
             self.lens.append([
-                self._next(length + right + 1, repeats)
+                self._next(length + len(right) + 1, repeats)
                 for length, right in zip(self.lens[-1], rights, strict=True)
             ])  # fmt: skip
             self.lens.popleft()
-            num_tokens += sum(rights) + self.num_reqs
+            num_tokens += sum(map(len, rights)) + self.num_reqs
             ms += self.prices.round_ms(upcoming, self.tier)
             if len(self.unread) == LAG:
                 self.policy.learn(self.unread.popleft())
             self.tier = next_tier
         return num_tokens / self.num_reqs / (ms / PLAIN_MS)
 
-    def _right(self, match_len: int, repeats: bool) -> int:
+    def _right(self, match_len: int, repeats: bool) -> list[int]:
+        """Places of the drafts that are right, of those that are fed."""
         chance = CHANCE[class_of(match_len)]
         if repeats:
             chance = 0.97 if match_len > 4 else 0.5
-        right = 0
-        while right < self.tier and self.random.random() < chance:
-            right += 1
-        return right
+        order = CHAIN
+        if self.has_trees:
+            order = REPEATED_NODES if repeats else NOVEL_NODES
+        branch, num_right = 0, self._run(chance)
+        if num_right == 0:
+            branch, num_right = self.random.choice([1, 2, 3]), self._run(chance / 2)
+        right = {(branch, place) for place in range(num_right)}
+        return [place for place, node in enumerate(order[: self.tier]) if node in right]
+
+    def _run(self, chance: float) -> int:
+        """How many nodes of a branch are right."""
+        num_right = 0
+        while num_right < MAX_DRAFTS and self.random.random() < chance:
+            num_right += 1
+        return num_right
 
     def _next(self, match_len: int, repeats: bool) -> int:
         if repeats or self.random.random() < 0.05:
@@ -87,41 +117,57 @@ class Decoding:
         return self.random.choice([0, 1, 1, 2])
 
 
-def decoding(per_row: float, num_reqs: int) -> Decoding:
+def decoding(per_row: float, num_reqs: int, has_trees: bool = False) -> Decoding:
     prices = Prices(per_row)
-    policy = MatchedTier(TierParts(TierOptions(MAX_DRAFTS), prices))
-    return Decoding(policy, prices, num_reqs)
+    policy = MatchedTier(TierParts(TierOptions(MAX_DRAFTS, has_trees=has_trees), prices))
+    return Decoding(policy, prices, num_reqs, has_trees)
 
 
+BOTH = pytest.mark.parametrize("has_trees", [False, True], ids=["chains", "trees"])
+
+
+@BOTH
 @pytest.mark.parametrize("num_reqs", [1, 8, 32])
 @pytest.mark.parametrize("per_row", [0.003, 0.01, 0.03])
-def test_where_nothing_is_repeated_it_costs_next_to_nothing(per_row: float, num_reqs: int) -> None:
-    requests = decoding(per_row, num_reqs)
+def test_where_nothing_is_repeated_it_costs_next_to_nothing(
+    per_row: float, num_reqs: int, has_trees: bool
+) -> None:
+    requests = decoding(per_row, num_reqs, has_trees)
     assert requests.run(300, repeats=False) > 0.985
     assert requests.run(1000, repeats=False) > 0.993
 
 
 @pytest.mark.parametrize(
-    ("per_row", "num_reqs", "least"), [(0.003, 1, 7), (0.01, 1, 7), (0.003, 8, 6)]
+    ("per_row", "num_reqs", "least", "has_trees"),
+    [
+        (0.003, 1, 7, False),
+        (0.01, 1, 7, False),
+        (0.003, 8, 6, False),
+        (0.003, 1, 5.5, True),
+        (0.01, 1, 5.5, True),
+        (0.003, 8, 5, True),
+    ],
 )
 def test_repetition_is_made_use_of_within_a_few_steps(
-    per_row: float, num_reqs: int, least: float
+    per_row: float, num_reqs: int, least: float, has_trees: bool
 ) -> None:
-    requests = decoding(per_row, num_reqs)
+    requests = decoding(per_row, num_reqs, has_trees)
     requests.run(500, repeats=False)
     assert requests.run(12, repeats=True) > 2
     assert requests.run(200, repeats=True) > least
 
 
+@BOTH
 @pytest.mark.parametrize(("per_row", "num_reqs"), [(0.003, 1), (0.01, 1), (0.003, 8)])
-def test_its_end_costs_a_few_steps(per_row: float, num_reqs: int) -> None:
-    requests = decoding(per_row, num_reqs)
+def test_its_end_costs_a_few_steps(per_row: float, num_reqs: int, has_trees: bool) -> None:
+    requests = decoding(per_row, num_reqs, has_trees)
     requests.run(300, repeats=True)
     assert requests.run(512, repeats=False) > 0.985
 
 
-def test_where_rows_are_dear_nothing_is_drafted() -> None:
-    requests = decoding(1.0, 4)
+@BOTH
+def test_where_rows_are_dear_nothing_is_drafted(has_trees: bool) -> None:
+    requests = decoding(1.0, 4, has_trees)
     requests.run(100, repeats=True)
     assert requests.tier == 0
 

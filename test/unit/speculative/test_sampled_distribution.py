@@ -18,8 +18,10 @@ from drafted_serving import Drafted
 from drafter_checks import DraftCounter, make_drafter_runners
 from eagle_models import CONTEXT, VOCAB, eagle_config_for, write_models
 from model_harness import Model
+from ngram_serving import ngram_config
 from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from sglang.srt.speculative.confirm import EXACT, AcceptThresholds
+from sglang.srt.speculative.spec_info import NGRAM
 from utils import Setup
 
 torch.set_num_threads(1)
@@ -55,8 +57,11 @@ def serve(
     """
     drafter = None
     if kind is not None:
-        num_steps = 3 if tree is None else tree.depth
-        drafter = eagle_config_for(paths["target"], paths[kind], kind, num_steps, tree=tree)
+        if kind == NGRAM:
+            drafter = ngram_config(num_drafts=7, breadth=4)
+        else:
+            num_steps = 3 if tree is None else tree.depth
+            drafter = eagle_config_for(paths["target"], paths[kind], kind, num_steps, tree=tree)
         drafter = replace(drafter, thresholds=thresholds)
     setup = Setup(num_pages=8192, max_running_requests=400, context_len=CONTEXT)
     group, setup = make_drafter_runners(paths["target"], setup, drafter)
@@ -147,6 +152,7 @@ def assert_many_of_each(seen: Counter[str]) -> None:
         (EAGLE, 1.3, 10_000, None),
         (EAGLE3, 0.7, None, TREE),
         (EAGLE, 1.3, 10_000, TREE),
+        (NGRAM, 0.7, 10_000, None),
     ],
 )
 def test_tokens_follow_the_targets_distribution(
@@ -165,13 +171,17 @@ def test_tokens_follow_the_targets_distribution(
     assert alike(cells, plain(temperature), probs) > LIMIT
 
 
-@pytest.mark.parametrize("tree", [None, TREE], ids=["chains", "trees"])
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [(EAGLE, None), (EAGLE, TREE), (NGRAM, None)],
+    ids=["chains", "trees", "trees of n-grams"],
+)
 def test_thresholds_of_almost_1_give_almost_the_targets_distribution(
-    paths: dict[str, Path], target: Model, tree: TreeShape | None
+    paths: dict[str, Path], target: Model, kind: str, tree: TreeShape | None
 ) -> None:
     """The rule itself is exact: what is accepted and what is drawn where a draft is refused."""
     thresholds = AcceptThresholds(single=1.0, acc=1 - 1e-6)
-    cells, seen = serve(paths, EAGLE, thresholds, tree=tree, temperature=1.3)
+    cells, seen = serve(paths, kind, thresholds, tree=tree, temperature=1.3)
     assert_many_of_each(seen)
     assert fit(cells, exact(target, 1.3)) > LIMIT
 

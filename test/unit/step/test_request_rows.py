@@ -8,7 +8,7 @@ import torch
 
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.step.request_rows import RequestRows
+from sglang.srt.step.request_rows import PRIOR_CONFIDENCE, RequestRows
 from sglang.srt.step.worker import NewRow
 
 WIDTH = 12
@@ -63,3 +63,21 @@ def test_drafts_without_parents_are_a_chain_where_others_are_trees() -> None:
     assert state.trees.parents[3].tolist() == [-1, 0, 1, 2, 3]
     assert state.trees.depths[3].tolist() == [0, 1, 2, 3, 4]
     assert state.trees.ancestors[3].tolist() == [1, 3, 7, 15, 31]
+
+
+@pytest.mark.parametrize("has_trees", [False, True])
+def test_drafts_that_a_request_lacks_have_no_confidence(has_trees: bool) -> None:
+    """A request without any keeps what it had."""
+    table = ReqToTokenPool(5, WIDTH, "cpu")
+    state = RequestRows(table, 4, vocab_size=100, has_trees=has_trees, max_masks=0)
+    assert state.confidence is not None
+    tokens, rows, counts = torch.ones(2, 3, dtype=torch.int64), torch.tensor([0, 1]), [1, 0]
+    told = torch.tensor([[0.5, 0.4, 0.3]] * 2)
+    parents = torch.tensor([[0, 0, 1]] * 2, dtype=torch.int32) if has_trees else None
+    state.write_drafts(rows, tokens, torch.tensor(counts), parents, told)
+    state.write_drafts(rows + 2, tokens, torch.tensor(counts), parents)
+    prior = pytest.approx(PRIOR_CONFIDENCE)
+    assert state.confidence.drafts[0].tolist() == [0.5, 0.0, 0.0]
+    assert state.confidence.drafts[2].tolist() == [prior, 0.0, 0.0]
+    for row in (1, 3):
+        assert state.confidence.drafts[row].tolist() == [prior] * 3

@@ -18,8 +18,8 @@ class SchedulerStats:
     """Counters of the scheduler that clients can read.
 
     Attributes:
-        num_draft_steps: drafts that a request proposes one behind the other in the last step in
-            which requests decoded, steps that try another number aside.
+        num_draft_steps: drafts that a request proposes in the last step in which requests decoded,
+            steps that try another number aside; of trees of one shape those one behind the other.
         num_tier_switches: how often that became each number, also as batches of another size came.
         has_drafter: whether there is one that says so.
         num_launched: steps launched since the start.
@@ -27,7 +27,8 @@ class SchedulerStats:
 
     Args:
         num_draft_steps: the first `num_draft_steps`; 0 where no drafter says so.
-        num_tree_tokens: tokens of a tree of drafts, its root counted; 0 where drafts are chains.
+        num_tree_tokens: tokens of a tree of drafts, its root counted, where all are of one shape;
+            0 elsewhere.
     """
 
     def __init__(self, num_draft_steps: int = 0, num_tree_tokens: int = 0) -> None:

@@ -77,6 +77,7 @@ def _propose_kernel(
     run = _confident_run(probs_ptr, thresholds_ptr, row, first, count, num_read, HAS_PROBS, BLOCK)
     offset = tl.arange(0, BLOCK)
     exists = offset < run
+    has_drafts = run > 0
     token = tl.load(targets_ptr + first + offset, mask=exists, other=0).to(tl.int32)
     committed = tl.load(committed_ptr + row)
     sequence = token_table_ptr + row * table_width
@@ -85,8 +86,9 @@ def _propose_kernel(
         confidence = tl.full([BLOCK], _PRIOR_CONFIDENCE, tl.float32)
         if HAS_PROBS:
             confidence = tl.load(probs_ptr + first + offset, mask=exists, other=0.0)
-        tl.store(confidence_ptr + row * confidence_width + offset, confidence, mask=exists)
-    has_drafts = run > 0
+        confidence = tl.where(exists, confidence, 0.0)
+        is_told = offset < tl.where(has_drafts, confidence_width, 0)
+        tl.store(confidence_ptr + row * confidence_width + offset, confidence, mask=is_told)
     tl.store(pending_lens_ptr + row, 1 + run, mask=has_drafts)
     tl.store(num_tokens_ptr + row, committed + 1 + run, mask=has_drafts)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from sglang.srt.model_config import ModelConfig
 from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.processes.ngram_corpus import PATH_FLAG, corpus_from_flags
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.confirm import AcceptThresholds
 from sglang.srt.speculative.drafter import DrafterConfig
@@ -19,9 +21,20 @@ logger = logging.getLogger(__name__)
 # Flags that mean something only with NGRAM, and their defaults.
 NGRAM_OPTIONS = {
     "speculative_ngram_max_trie_depth": 18,
+    "speculative_ngram_min_bfs_breadth": 1,
     "speculative_ngram_max_bfs_breadth": 1,
+    "speculative_ngram_match_type": "BFS",
     "speculative_ngram_capacity": None,
+    "speculative_ngram_external_corpus_path": None,
+    "speculative_ngram_external_corpus_max_tokens": 10_000_000,
+    "speculative_ngram_external_sam_budget": 0,
 }
+# Those of them that mean something only with a corpus.
+CORPUS_OPTIONS = (
+    "speculative_ngram_external_corpus_max_tokens",
+    "speculative_ngram_external_sam_budget",
+)
+BY_FREQUENCY = {"BFS": False, "PROB": True}  # by match type
 HEAD_OPTIONS = ("speculative_draft_model_path", "speculative_token_map")
 DEFAULT_NUM_DRAFT_TOKENS = 12  # SGLang's
 MAX_DEPTH = 64
@@ -47,6 +60,7 @@ def refuse_ngram_options(args: ServerArgs) -> None:
 
 def ngram_from_flags(
     args: ServerArgs,
+    model: ModelConfig,
     suppressed_token_ids: tuple[int, ...],
     thresholds: AcceptThresholds,
     simulates_acceptance: bool,
@@ -56,7 +70,8 @@ def ngram_from_flags(
     """The drafter.
 
     Args:
-        suppressed_token_ids, simulates_acceptance: as for `eagle_from_flags`.
+        model: the target.
+        suppressed_token_ids, simulates_acceptance: as for `drafter_from_flags`.
         tile_spec_cache, tile_spec_drafts: see `RoundOptions`.
 
     Raises:
@@ -65,14 +80,13 @@ def ngram_from_flags(
     _refuse_head_options(args)
     num_drafts = _num_draft_tokens(args) - 1
     breadth = _within(args, "speculative_ngram_max_bfs_breadth", 1, MAX_NUM_STEPS)
-    depth = _within(args, "speculative_ngram_max_trie_depth", 1, MAX_DEPTH)
+    min_breadth = _min_breadth(args, breadth)
+    limits = _limits(args)
     capacity = args.speculative_ngram_capacity
     if capacity is not None:
         capacity = _within(args, "speculative_ngram_capacity", 2, MAX_CAPACITY)
-    if breadth > 1:
-        _refuse_with_trees(args)
     _warn_of_adaptive(args)
-    is_fixed = simulates_acceptance or args.speculative_load_aware == "off" or breadth > 1
+    is_fixed = simulates_acceptance or args.speculative_load_aware == "off"
     policy = "fixed" if is_fixed else "matched"
     rounds = RoundOptions(
         num_drafts,
@@ -80,10 +94,54 @@ def ngram_from_flags(
         tile_spec_cache=tile_spec_cache,
         num_free=num_drafts,
         tile_spec_drafts=tile_spec_drafts,
+        trees_of_any_size=breadth > 1,
     )
-    limits = NgramLimits(SHORTEST_MATCH, depth)
-    config = NgramConfig(rounds, limits, capacity, breadth, suppressed_token_ids)
+    config = NgramConfig(
+        rounds,
+        limits,
+        capacity,
+        breadth,
+        suppressed_token_ids,
+        min_breadth,
+        _corpus_budget(args),
+        corpus_from_flags(args, model),
+    )
     return DrafterConfig("ngram", config, thresholds)
+
+
+def _min_breadth(args: ServerArgs, breadth: int) -> int:
+    least = _within(args, "speculative_ngram_min_bfs_breadth", 1, MAX_NUM_STEPS)
+    if least > breadth:
+        raise ConfigError(
+            f"--speculative-ngram-min-bfs-breadth {least} is more than"
+            f" --speculative-ngram-max-bfs-breadth {breadth}; lower it, or raise the other."
+        )
+    return least
+
+
+def _limits(args: ServerArgs) -> NgramLimits:
+    depth = _within(args, "speculative_ngram_max_trie_depth", 1, MAX_DEPTH)
+    match_type = args.speculative_ngram_match_type
+    if match_type not in BY_FREQUENCY:
+        known = " and ".join(BY_FREQUENCY)
+        raise ConfigError(
+            f"--speculative-ngram-match-type {match_type!r} is unknown; there are {known}."
+        )
+    return NgramLimits(SHORTEST_MATCH, depth, BY_FREQUENCY[match_type])
+
+
+def _corpus_budget(args: ServerArgs) -> int | None:
+    """Drafts of a request in a step that may come from the corpus; None: all.
+
+    Raises:
+        ConfigError: also for what says something of a corpus where there is none.
+    """
+    has_corpus = args.speculative_ngram_external_corpus_path is not None
+    for name in CORPUS_OPTIONS:
+        if not has_corpus and vars(args)[name] != NGRAM_OPTIONS[name]:
+            raise ConfigError(f"{_flag(name)} needs {PATH_FLAG}.")
+    _within(args, "speculative_ngram_external_corpus_max_tokens", 2, MAX_CAPACITY)
+    return _within(args, "speculative_ngram_external_sam_budget", 0, MAX_NUM_STEPS) or None
 
 
 def _refuse_head_options(args: ServerArgs) -> None:
@@ -98,21 +156,6 @@ def _refuse_head_options(args: ServerArgs) -> None:
             f"--speculative-eagle-topk {args.speculative_eagle_topk} is of heads; {NGRAM} drafts"
             " trees by --speculative-ngram-max-bfs-breadth."
         )
-
-
-def _refuse_with_trees(args: ServerArgs) -> None:
-    """What is of chains alone."""
-    is_given = {
-        "--speculative-load-aware on": args.speculative_load_aware == "on",
-        "--tile-spec": args.tile_spec,
-        "--speculative-accept-threshold-single": args.speculative_accept_threshold_single != 1,
-        "--speculative-accept-threshold-acc": args.speculative_accept_threshold_acc != 1,
-    }
-    for flag, given in is_given.items():
-        if given:
-            raise ConfigError(
-                f"{flag} is of chains; leave it out, or use --speculative-ngram-max-bfs-breadth 1."
-            )
 
 
 def _warn_of_adaptive(args: ServerArgs) -> None:

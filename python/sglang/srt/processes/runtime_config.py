@@ -153,7 +153,8 @@ def with_drafter(config: RuntimeConfig, drafter: DrafterConfig) -> RuntimeConfig
         capture=needs.capture,
         captures_trees=needs.has_trees,
     )
-    tree_tokens = 1 + needs.max_drafts if needs.has_trees else 0
+    # Of other trees the steps say it.
+    tree_tokens = 0 if needs.max_confirmed is None else 1 + needs.max_drafts
     scheduler = replace(
         config.scheduler, num_draft_steps=needs.num_steps, num_tree_tokens=tree_tokens
     )

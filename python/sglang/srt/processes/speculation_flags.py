@@ -76,9 +76,8 @@ def drafter_from_flags(
     thresholds = AcceptThresholds(*(values[name] for name in THRESHOLDS))
     if is_ngram(args):
         cache = _tile_spec_cache(args, simulates_acceptance)
-        return ngram_from_flags(
-            args, suppressed_token_ids, thresholds, simulates_acceptance, cache, tile_spec_drafts
-        )
+        switches = simulates_acceptance, cache, tile_spec_drafts
+        return ngram_from_flags(args, model, suppressed_token_ids, thresholds, *switches)
     try:
         algorithm = find_algorithm(args.speculative_algorithm)
         tree = tree_from_flags(args)

@@ -131,9 +131,9 @@ class DrafterNeeds:
     Attributes:
         max_drafts: drafts of a request in a step at most; with trees, nodes but the root.
         max_rows: rows that a request without a prompt feeds in a step at most.
-        num_steps: drafts that are proposed one behind the other, for clients to know
-            (`speculative_num_steps`), at first; 0 where that is no fixed number. Else each
-            `RowPlan.tier` is how many they are now.
+        num_steps: drafts that are proposed for a request, of trees of one shape those one behind
+            the other, for clients to know (`speculative_num_steps`), at first; 0 where that is no
+            fixed number. Else each `RowPlan.tier` is how many they are now.
         tiers: all numbers that it may become, for people to know.
         extra_slots: slots that such a request needs beyond those of `max_rows`, at most: draft
             steps write behind the rows that the target keeps (`speculative/draft_steps.py`).

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang.srt.step.request_rows import RequestRows
+from sglang.srt.step.request_rows import RequestRows, confidence_of_scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,7 @@ class EagleVerifyInput:
     def confidence(self) -> torch.Tensor:
         """[D, S] float32; that a draft is right, if those before it are (`Confidence.drafts`). Of a
         tree the share of the score before it, so that products are scores there too."""
-        before = torch.nn.functional.pad(self.scores[:, :-1], (1, 0), value=1.0)
-        return torch.where(before > 0, self.scores / before, 0.0)
+        return confidence_of_scores(self.scores)
 
     def write(self, state: RequestRows, rows: torch.Tensor) -> None:
         """Hands them to the next step of the target; rows [D] int64, of the token table."""

@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
+from sglang.srt.device_copies import to_device
 from sglang.srt.speculative.ngram_tier import LONGEST_OF_CLASS, NUM_CLASSES
 from sglang.srt.step.request_rows import PRIOR_CONFIDENCE
 
-WINDOW = 512.0  # trials of a class and position that are remembered, since text changes
+WINDOW = 512.0  # trials of a cell that are remembered, since text changes
 PRIOR_TRIALS = 2.0  # trials that the prior counts as
+ABSENT = -1.0  # the score of a node that cannot be had; below all others
+
+
+class Trials:
+    """Counts on the device, by cells. Nothing waits for it.
+
+    Attributes:
+        tried: float32, of the shape of the prior; drafts that were fed, all before them being
+            right.
+        right: likewise; of these, the right ones.
+
+    Args:
+        prior: float32; the chance that a draft of each cell is right, before any was tried.
+    """
+
+    def __init__(self, prior: torch.Tensor) -> None:
+        self.tried = torch.zeros_like(prior)
+        self.right = torch.zeros_like(prior)
+        self._prior_right = PRIOR_TRIALS * prior
+
+    def add(self, cells: torch.Tensor, tried: torch.Tensor, right: torch.Tensor) -> None:
+        """Drafts whose cells, in the flattened counts, are `cells` int64; all of one shape, `tried`
+        and `right` bool."""
+        for counts, were in ((self.tried, tried), (self.right, right)):
+            counts.view(-1).index_add_(0, cells.flatten(), were.flatten().to(counts.dtype))
+        share = (WINDOW / self.tried.clamp(min=1.0)).clamp(max=1.0)
+        self.tried *= share
+        self.right *= share
+
+    def chances(self) -> torch.Tensor:
+        """Float32, of the shape of the prior; 0 to 1."""
+        return (self.right + self._prior_right) / (self.tried + PRIOR_TRIALS)
 
 
 class MatchConfidence:
-    """Counts on the device, by class of match and place in the chain. Nothing waits for it.
+    """Of chains: by class of match and place in the chain.
 
     Attributes:
-        tried: [NUM_CLASSES, D] float32; drafts that were fed, those before them being right.
-        right: likewise; of these, the right ones.
+        trials: [NUM_CLASSES, D]
 
     Args:
         num_rows: rows of the token table, padding included.
@@ -27,10 +61,10 @@ class MatchConfidence:
     def __init__(
         self, num_rows: int, max_drafts: int, padding_row: int, device: torch.device
     ) -> None:
-        self.tried = torch.zeros((NUM_CLASSES, max_drafts), device=device)
-        self.right = torch.zeros_like(self.tried)
+        shape = NUM_CLASSES, max_drafts
+        self.trials = Trials(torch.full(shape, PRIOR_CONFIDENCE, device=device))
         self._classes = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._bounds = torch.tensor(LONGEST_OF_CLASS, device=device)
+        self._bounds = to_device(LONGEST_OF_CLASS, device, torch.int64)
         self._places = torch.arange(max_drafts, device=device)
         self._padding_row = padding_row
 
@@ -45,18 +79,125 @@ class MatchConfidence:
         num_fed = torch.where(rows == self._padding_row, 0, num_fed)[:, None]
         num_right, places = num_right[:, None], self._places
         tried = (places < num_fed) & (places <= num_right)
-        right = tried & (places < num_right)
-        classes = self._classes[rows]
-        self.tried.index_add_(0, classes, tried.to(self.tried.dtype))
-        self.right.index_add_(0, classes, right.to(self.right.dtype))
-        share = (WINDOW / self.tried.clamp(min=1.0)).clamp(max=1.0)
-        self.tried *= share
-        self.right *= share
+        cells = self._classes[rows][:, None] * len(places) + places
+        self.trials.add(cells, tried, tried & (places < num_right))
 
     def proposed(self, rows: torch.Tensor, match_lens: torch.Tensor) -> torch.Tensor:
         """[R, D] float32; of drafts that follow matches of these lengths, for
         `RequestRows.write_drafts`; rows, match_lens [R] int64."""
         classes = torch.bucketize(match_lens, self._bounds)
         self._classes[rows] = classes
-        share = self.right + PRIOR_TRIALS * PRIOR_CONFIDENCE
-        return (share / (self.tried + PRIOR_TRIALS))[classes]
+        return self.trials.chances()[classes]
+
+
+class OrderedNodes(NamedTuple):
+    """The nodes but the root of R trees, each tree's likeliest ones first, so that any first ones
+    are a tree.
+
+    Attributes:
+        order: [R, D] int64; the place of each among all tokens found, D of each branch, branch by
+            branch.
+        parents: [R, D] int32; see `DraftTrees.write`.
+        scores: [R, D] float32; that a node and all that it follows are right. None is greater than
+            the one before it. Behind the nodes that there are they are 0.
+        counts: [R] int64; nodes that there are, D unless the budget of the corpus leaves fewer.
+    """
+
+    order: torch.Tensor
+    parents: torch.Tensor
+    scores: torch.Tensor
+    counts: torch.Tensor
+
+
+class BranchConfidence:
+    """Of trees whose branches part at the root: by whether a branch is the first one, by class of
+    its match, and by place in the branch.
+
+    Attributes:
+        trials: [2, NUM_CLASSES, D]; of first branches, and of all others.
+
+    Args:
+        num_rows, padding_row: as for `MatchConfidence`.
+        num_drafts: D, nodes of a tree but the root, and tokens that are known of each branch.
+        corpus_budget: nodes of a tree that may come from the corpus, at least 1; None: all.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_drafts: int,
+        padding_row: int,
+        device: torch.device,
+        corpus_budget: int | None = None,
+    ) -> None:
+        prior = torch.full((2, NUM_CLASSES, num_drafts), PRIOR_CONFIDENCE)
+        prior[1, :, 0] = 1 - PRIOR_CONFIDENCE  # of another token than the first branch's
+        self.trials = Trials(prior.to(device))
+        self._bounds = to_device(LONGEST_OF_CLASS, device, torch.int64)
+        self._nodes = torch.arange(num_drafts, device=device)
+        self._padding_row = padding_row
+        self._corpus_budget = corpus_budget
+        # Of the nodes that each row of the table was last given, in their order.
+        shape = num_rows, num_drafts
+        self._given_cells = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._given_parents = torch.zeros_like(self._given_cells)
+
+    def learn(
+        self,
+        rows: torch.Tensor,
+        num_fed: torch.Tensor,
+        num_right: torch.Tensor,
+        path: torch.Tensor,
+    ) -> None:
+        """What became of the nodes that `order` last gave.
+
+        Args:
+            rows: [R] int64.
+            num_fed: [R] int64; the first so many nodes of each were fed.
+            num_right: [R] int64; nodes on the confirmed path.
+            path: [R, M] integers; the root, 0, then those nodes; what is behind means nothing.
+        """
+        num_fed = torch.where(rows == self._padding_row, 0, num_fed)[:, None]
+        is_on_path = torch.arange(path.shape[1], device=path.device) <= num_right[:, None]
+        is_right = torch.zeros((len(rows), 1 + len(self._nodes)), device=path.device).bool()
+        is_right.scatter_(1, torch.where(is_on_path, path, 0).to(torch.int64), True)
+        tried = (self._nodes < num_fed) & is_right.gather(1, self._given_parents[rows])
+        self.trials.add(self._given_cells[rows], tried, tried & is_right[:, 1:])
+
+    def order(
+        self, rows: torch.Tensor, match_lens: torch.Tensor, in_corpus: torch.Tensor
+    ) -> OrderedNodes:
+        """The D likeliest nodes of all branches.
+
+        Args:
+            rows: [R] int64.
+            match_lens: [R, B] int64; of each branch, 0 where it has no place. The first one is
+                there without a place too.
+            in_corpus: [R, B] int64; 1 where its place is in the corpus, else 0.
+        """
+        num_drafts = len(self._nodes)
+        is_later = (torch.arange(match_lens.shape[1], device=rows.device) > 0).to(torch.int64)
+        classes = torch.bucketize(match_lens, self._bounds)
+        # A product that is computed in parallel may rise by a rounding.
+        paths = self.trials.chances()[is_later, classes].cumprod(2).cummin(2).values
+        exists = (match_lens > 0) | (is_later == 0)
+        scores = torch.where(exists[:, :, None], paths, ABSENT).flatten(1)
+        scores, order = torch.sort(scores, dim=1, descending=True, stable=True)
+        if self._corpus_budget is not None:
+            from_corpus = in_corpus.gather(1, order // num_drafts)
+            is_beyond = (from_corpus > 0) & (from_corpus.cumsum(1) > self._corpus_budget)
+            scores = torch.where(is_beyond, ABSENT, scores)
+            scores, again = torch.sort(scores, dim=1, descending=True, stable=True)
+            order = order.gather(1, again)
+        num_candidates = order.shape[1]
+        scores, order = scores[:, :num_drafts], order[:, :num_drafts]
+
+        branches, places = order // num_drafts, order % num_drafts
+        numbers = order.new_zeros((len(rows), num_candidates))  # of nodes; 0 is the root
+        numbers.scatter_(1, order, (1 + self._nodes).expand_as(order))
+        before = numbers.gather(1, (order - 1).clamp(min=0))
+        parents = torch.where(places == 0, 0, before)
+        cells = (is_later * NUM_CLASSES + classes).gather(1, branches) * num_drafts + places
+        self._given_cells[rows], self._given_parents[rows] = cells, parents
+        counts = (scores > ABSENT).sum(1)
+        return OrderedNodes(order, parents.to(torch.int32), scores.clamp(min=0.0), counts)

@@ -1,16 +1,19 @@
-"""Text of requests that have ended, on the device: others of the same namespace draft from it.
+"""Text on the device that requests draft from: that of requests of the same namespace which have
+ended, and a corpus for all.
 
-It is a ring of slots, each with a token and the tag of its namespace. A text takes one slot more
-than it has tokens: the last one has no tag, so whoever walks from slot to slot stops between texts.
-New texts overwrite the oldest slots, and the slot before the oldest one is then the end of the
-newest text.
+Ended texts are in a ring of slots, each with a token and the tag of its namespace. A text takes one
+slot more than it has tokens: the last one has no tag, so whoever walks from slot to slot stops
+between texts. New texts overwrite the oldest slots, and the slot before the oldest one is then the
+end of the newest text. The corpus never changes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from sglang.srt.device_copies import overwrite, to_device
@@ -20,6 +23,12 @@ from sglang.srt.step.worker import EndedText, NewRow
 
 NO_TAG = 0  # of slots that no text has, or that end one
 NOT_A_TOKEN = -1  # in such slots
+
+
+def joined_texts(texts: Iterable[Sequence[int]]) -> np.ndarray:
+    """[K] int32; texts of token ids as `NgramMemory.corpus` has them."""
+    parts = [np.array([*text, NOT_A_TOKEN], dtype=np.int32) for text in texts]
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
 
 
 class NgramMemory:
@@ -35,13 +44,15 @@ class NgramMemory:
         tags: [C] int64; NO_TAG between texts.
         head: [1] int64; the oldest slot, which is overwritten next.
         row_tags: [N] int64; of the requests in the rows of the token table.
+        corpus: [K] int32; texts that all may draft from, NOT_A_TOKEN behind each. K may be 0.
 
     Args:
         state: whose ended texts are kept.
         capacity: at least 2.
+        corpus: see `joined_texts`; None: there is none.
     """
 
-    def __init__(self, state: RequestRows, capacity: int) -> None:
+    def __init__(self, state: RequestRows, capacity: int, corpus: np.ndarray | None = None) -> None:
         self._state = state
         device = state.tokens.device
         self.capacity = capacity
@@ -49,6 +60,8 @@ class NgramMemory:
         self.tags = torch.full((capacity,), NO_TAG, dtype=torch.int64, device=device)
         self.head = torch.zeros(1, dtype=torch.int64, device=device)
         self.row_tags = torch.full((len(state.tokens),), NO_TAG, dtype=torch.int64, device=device)
+        given = np.empty(0, dtype=np.int32) if corpus is None else corpus
+        self.corpus = to_device(given, device, torch.int32)
         self._host_head = 0
         self._key = secrets.token_bytes(16)
         state.on_end.append(self.append)

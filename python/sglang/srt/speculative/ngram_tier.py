@@ -2,13 +2,14 @@
 
 Text that repeats itself begins and ends from one step to the next, and the length of a match shows
 it at once: long matches go on, short ones are chance. So what was confirmed is counted for each
-class of matches, and a step is judged by the matches that its requests had last.
+class of matches, and a step is judged by the matches that its requests had last. Of a tree the
+match is that of its first branch, the longest one.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from sglang.srt.speculative.round_prices import UpcomingRound
 from sglang.srt.speculative.tier_policy import (
@@ -28,7 +29,7 @@ LONGEST_OF_CLASS = (0, 1, 2, 4, 8)
 NUM_CLASSES = len(LONGEST_OF_CLASS) + 1
 # Before anything is known: that a first draft is right, by class, and trials that this counts as.
 PRIORS, PRIOR_TRIALS = (0.02, 0.1, 0.25, 0.5, 0.7, 0.9), 4.0
-WINDOW = 256.0  # trials of a class and position that are remembered, since text changes
+WINDOW = 256.0  # trials of a class and place that are remembered, since text changes
 # A tier above 0 that pays stays unless another one gains more than this share: estimates go up and
 # down, and steps that change the number of drafts may replay no graph.
 HOLD_GAIN = 0.03
@@ -39,30 +40,71 @@ def class_of(match_len: int) -> int:
     return bisect.bisect_left(LONGEST_OF_CLASS, match_len)
 
 
-class _Chances:
+class _Counts:
+    """Drafts by place, of which WINDOW are remembered at each."""
+
+    def __init__(self, num_places: int) -> None:
+        self.tried = [0.0] * num_places
+        self.right = [0.0] * num_places
+
+    def add(self, place: int, is_right: bool) -> None:
+        self.tried[place] += 1.0
+        self.right[place] += is_right
+        if self.tried[place] > WINDOW:
+            self.right[place] *= WINDOW / self.tried[place]
+            self.tried[place] = WINDOW
+
+    def share(self, place: int, prior: float) -> float:
+        """Of right ones."""
+        return (self.right[place] + PRIOR_TRIALS * prior) / (self.tried[place] + PRIOR_TRIALS)
+
+
+class _ChainChances:
     """Of drafts behind matches of one class: that each is right, if those before it are."""
 
     def __init__(self, max_drafts: int, prior: float) -> None:
         self._prior = prior
-        self._tried = [0.0] * max_drafts
-        self._right = [0.0] * max_drafts
+        self._max_drafts = max_drafts
+        self.counts = _Counts(max_drafts)
 
-    def record(self, num_fed: int, num_right: int) -> None:
-        for place in range(min(num_fed, num_right + 1)):
-            self._tried[place] += 1.0
-            self._right[place] += place < num_right
-            if self._tried[place] > WINDOW:
-                self._right[place] *= WINDOW / self._tried[place]
-                self._tried[place] = WINDOW
+    def record(self, num_fed: int, places: Collection[int]) -> None:
+        """Hears of a request how many drafts it fed, and at which places they were right."""
+        for place in range(min(num_fed, len(places) + 1)):
+            self.counts.add(place, place in places)
 
     def lengths(self) -> list[float]:
         """Tokens that a request is expected to be given with 0, 1, ... drafts. A place that was
         seldom tried is taken to be like the one before it."""
         chance, reached, found = self._prior, 1.0, [1.0]
-        for tried, right in zip(self._tried, self._right, strict=True):
-            chance = (right + PRIOR_TRIALS * chance) / (tried + PRIOR_TRIALS)
+        for place in range(self._max_drafts):
+            chance = self.counts.share(place, chance)
             reached *= chance
             found.append(found[-1] + reached)
+        return found
+
+
+class _NodeChances:
+    """Of the nodes of trees whose first branches follow matches of one class, the likeliest node of
+    each tree first: that each is right, and all that it follows."""
+
+    def __init__(self, max_drafts: int, prior: float) -> None:
+        self._prior = prior
+        self._max_drafts = max_drafts
+        self.counts = _Counts(max_drafts)
+
+    def record(self, num_fed: int, places: Collection[int]) -> None:
+        """Hears of a request how many nodes it fed, and which of them were right."""
+        for place in range(num_fed):
+            self.counts.add(place, place in places)
+
+    def lengths(self) -> list[float]:
+        """See `_ChainChances`. Of a node that was seldom tried the chance is taken to be as small a
+        part of that of the node before it as the first node's is of 1."""
+        part = self.counts.share(0, self._prior)
+        chance, found = part, [1.0, 1.0 + part]
+        for place in range(1, self._max_drafts):
+            chance = self.counts.share(place, chance * part)
+            found.append(found[-1] + chance)
         return found
 
 
@@ -86,7 +128,8 @@ class MatchedTier:
         self._prices = prices
         self._tiers = self.tiers(options)
         self._least_gain = max(LEAST_GAIN, prices.spread)
-        self._chances = [_Chances(options.max_drafts, prior) for prior in PRIORS]
+        kind = _NodeChances if options.has_trees else _ChainChances
+        self._chances = [kind(options.max_drafts, prior) for prior in PRIORS]
         self._allowance_ms = 0.0
         self._match_lens: Sequence[int] = ()
         self.settled = 0
@@ -95,11 +138,11 @@ class MatchedTier:
         """The matches of the requests that `choose` is asked for next, as far as they are known."""
         self._match_lens = match_lens
 
-    def learn(self, verified: Iterable[tuple[int, int, int]]) -> None:
+    def learn(self, verified: Iterable[tuple[int, int, Collection[int]]]) -> None:
         """What became of drafts: the length of the match that they followed, how many were fed, and
-        how many of these were right."""
-        for match_len, num_fed, num_right in verified:
-            self._chances[class_of(match_len)].record(num_fed, num_right)
+        the places of the right ones among these."""
+        for match_len, num_fed, places in verified:
+            self._chances[class_of(match_len)].record(num_fed, places)
 
     def choose(self, upcoming: UpcomingRound) -> int:
         lengths = self._lengths()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,14 @@ class _Launched:
         [copied] = self.match_lens.read()
         lens: list[int] = copied.tolist()
         return lens
+
+
+def right_places(result: HostResult, index: int) -> Collection[int]:
+    """Which drafts of a request were right: of a tree its nodes but the root, counted from 0."""
+    num_right = result.accept_lens[index] - 1
+    if not result.paths:
+        return range(num_right)
+    return [node - 1 for node in result.paths[index][1 : 1 + num_right]]
 
 
 class MatchWatch:
@@ -66,11 +75,17 @@ class MatchWatch:
 
     def observe(self, result: HostResult) -> None:
         """Of the oldest step that was not heard of: what became of its drafts. The copy was made
-        before that step ran, so nothing is waited for."""
+        before that step ran, so nothing is waited for.
+
+        Args:
+            result: of trees with `paths`.
+        """
         launched = self._launched.popleft()
         lens = self._take(launched)
-        fed = zip(launched.rows, result.num_drafts, result.accept_lens, strict=False)
-        self._policy.learn((lens[row], count, taken - 1) for row, count, taken in fed if count)
+        fed = enumerate(zip(launched.rows, result.num_drafts, strict=False))
+        self._policy.learn(
+            (lens[row], count, right_places(result, index)) for index, (row, count) in fed if count
+        )
 
     def _take(self, launched: _Launched) -> list[int]:
         """What its copy holds; it is the last that is known if no later one has been read."""

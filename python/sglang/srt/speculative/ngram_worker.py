@@ -1,15 +1,15 @@
 """NGRAM: drafts are what followed the last tokens of a request where they stood before.
 
-They stood in its own text, prompt and output, or in text of requests that have ended
-(`NgramMemory`). Both are searched on the device behind each step of the target, so no model runs
+They stood in its own text, prompt and output, in text of requests that have ended, or in a corpus
+(`NgramMemory`). All are searched on the device behind each step of the target, so no model runs
 and the host does nothing that depends on tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from sglang.srt.device_copies import to_device
@@ -18,16 +18,16 @@ from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.registry import ATTENTION_BACKENDS, load
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import ComputedStep, DrafterNeeds, DrafterParts, RowPlan
-from sglang.srt.speculative.ngram_confidence import MatchConfidence
+from sglang.srt.speculative.ngram_confidence import BranchConfidence, MatchConfidence
 from sglang.srt.speculative.ngram_memory import NgramMemory
-from sglang.srt.speculative.ngram_ops import NgramLimits, NgramOps
+from sglang.srt.speculative.ngram_ops import Continuation, NgramLimits, NgramOps
 from sglang.srt.speculative.ngram_tier import MatchedTier
 from sglang.srt.speculative.ngram_watch import MatchWatch
 from sglang.srt.speculative.round_planner import RoundOptions, RoundPlanner
 from sglang.srt.speculative.round_prices import MeasuredRounds
 from sglang.srt.step.price_table import FREE, DraftPrices, PriceTable, no_graphs
-from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.step_ops import EMITS, ROW
+from sglang.srt.step.request_rows import confidence_of_scores
+from sglang.srt.step.step_ops import EMITS, ROW, AcceptedTokens
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
 
 # 1.5 MB on a GPU, so that its cache holds them; a CPU searches fewer in as much time.
@@ -42,9 +42,12 @@ class NgramConfig:
         rounds: how many tokens are drafted, all without a draft step (`num_free`).
         limits: how long matches are.
         capacity: tokens of ended requests that are searched, at least 2; None: DEFAULT_CAPACITY.
-        breadth: different tokens that may follow the certain one: 1 drafts chains, more drafts
-            trees of as many nodes. Then `rounds` must always draft all of them.
+        breadth: different tokens that may follow the certain one behind the shortest matches: 1
+            drafts chains, more drafts trees of as many nodes (`RoundOptions.trees_of_any_size`).
         suppressed_token_ids: ids that the target never emits.
+        min_breadth: likewise, behind the longest matches; `breadth` at most.
+        corpus_budget: drafts of a request in a step that may come from the corpus; None: all.
+        corpus: see `NgramMemory`.
     """
 
     rounds: RoundOptions
@@ -52,31 +55,24 @@ class NgramConfig:
     capacity: int | None = None
     breadth: int = 1
     suppressed_token_ids: tuple[int, ...] = ()
+    min_breadth: int = 1
+    corpus_budget: int | None = None
+    corpus: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         assert not self.rounds.draft_steps, "Drafts of n-grams need no draft steps."
+        assert self.rounds.has_trees == (self.breadth > 1), "Breadth and rounds disagree."
 
 
-def branch_lengths(num_drafts: int, breadth: int) -> tuple[int, ...]:
-    """Nodes of each branch of a tree; branches part at its root. The first one, of the longest
-    match, has at least half of all, the others have fewer and fewer, and as many of them as wished
-    are there if that leaves each a node."""
-    lengths, left = list[int](), num_drafts // 2
-    for branch in range(1, breadth):
-        length = min(left, max(1, num_drafts >> (branch + 1)))
-        if length == 0:
-            break
-        lengths.append(length)
-        left -= length
-    return (num_drafts - sum(lengths), *lengths)
-
-
-def tree_parents(branches: Sequence[int]) -> list[int]:
-    """The node that each node but the root follows, in a tree of branches of these lengths."""
-    parents = list[int]()
-    for length in branches:
-        parents += [0, *range(len(parents) + 1, len(parents) + length)]
-    return parents
+def num_branches(
+    match_lens: torch.Tensor, least: int, most: int, limits: NgramLimits
+) -> torch.Tensor:
+    """Int64; branches of trees behind matches of these lengths, match_lens int64 of the same shape:
+    `most` behind the shortest ones, `least` behind those of `limits.longest`, linear between and
+    rounded. Where all matches are as long, `most`."""
+    span = max(1, limits.longest - limits.shortest)
+    beyond = (match_lens - limits.shortest).clamp(0, span)
+    return most - (2 * (most - least) * beyond + span) // (2 * span)
 
 
 class NgramDrafter:
@@ -90,14 +86,22 @@ class NgramDrafter:
         self._state = parts.state
         self._step_width = options.rounds.step_width
         capacity = options.capacity or DEFAULT_CAPACITY[parts.state.tokens.device.type]
-        self.memory = NgramMemory(parts.state, capacity)
+        self.memory = NgramMemory(parts.state, capacity, options.corpus)
         kind = load(parts.runners.target.operations.ngrams)
         self._ops: NgramOps = kind(parts.state, self.memory, options.limits)
         most = options.rounds.num_steps
-        self._branches = branch_lengths(most, options.breadth)
-        parents = to_device(tree_parents(self._branches), parts.state.tokens.device, torch.int32)
-        self._parents = parents[None]  # of the nodes but the root
-        self._confidence = _confidence(parts.state, most)
+        self._options = options
+        # A tree of D nodes has no more branches than that.
+        self._most_branches = min(most, options.breadth)
+        self._trees: BranchConfidence | None = None
+        self._chains: MatchConfidence | None = None  # None too where nobody looks at confidences
+        state = parts.state
+        num_rows, padding, device = len(state.tokens), state.padding_row, state.tokens.device
+        if options.rounds.has_trees:
+            budget = options.corpus_budget
+            self._trees = BranchConfidence(num_rows, most, padding, device, budget)
+        elif state.confidence is not None:
+            self._chains = MatchConfidence(num_rows, most, padding, device)
         prices = None
         if options.rounds.needs_prices and parts.prices is not None:
             num_rows = parts.runners.memory.table.num_rows
@@ -110,15 +114,12 @@ class NgramDrafter:
     @staticmethod
     def needs(options: NgramConfig) -> DrafterNeeds:
         needs = replace(options.rounds.needs, suppressed_token_ids=options.suppressed_token_ids)
-        if options.breadth == 1:
-            return needs
-        if needs.max_rows > MAX_TREE_ROWS:
+        if needs.has_trees and needs.max_rows > MAX_TREE_ROWS:
             raise ValueError(
                 f"--speculative-num-draft-tokens {needs.max_rows}: a tree has {MAX_TREE_ROWS}"
                 " tokens at most; ask for fewer, or use --speculative-ngram-max-bfs-breadth 1."
             )
-        # Whole rounds are captured of chains alone.
-        return replace(needs, has_trees=True, rounds={})
+        return needs
 
     @staticmethod
     def models(options: NgramConfig, target: ExecutionConfig) -> tuple[ExecutionConfig, ...]:
@@ -143,42 +144,79 @@ class NgramDrafter:
     def plan(self, batch: ScheduleBatch) -> RowPlan:
         if self._watch is not None:
             self._watch.plan(batch)
-        return self.planner.plan(batch)
+        plan = self.planner.plan(batch)
+        if self._watch is None or self._trees is None or plan.is_plain:
+            return plan
+        return replace(plan, wants_paths=True)
 
     def propose(self, step: ComputedStep) -> None:
         rows, accepted = step.chosen.layout.per_request[ROW], step.accepted
-        if self._confidence is not None and accepted.num_drafts is not None:
-            self._confidence.learn(rows, accepted.num_drafts, accepted.accept_lens - 1)
+        if accepted.num_drafts is not None:
+            self._learn(rows, accepted.num_drafts, accepted)
         num_drafts = max(step.plan.next_drafts)
         if num_drafts == 0:
             if self._watch is not None:
                 self._watch.note(rows, self._ops.find(rows, 1).match_lens)
-        elif len(self._branches) == 1:
+        elif self._trees is None:
             self._propose_chains(rows, num_drafts, _counts(step, num_drafts))
         else:
-            self._propose_trees(rows, _counts(step, num_drafts))
+            self._propose_trees(rows, num_drafts, _counts(step, num_drafts), self._trees)
+
+    def _learn(
+        self, rows: torch.Tensor, num_drafts: torch.Tensor, accepted: AcceptedTokens
+    ) -> None:
+        """What became of the drafts that were fed, num_drafts [R] of rows [R]."""
+        num_right = accepted.accept_lens - 1
+        if self._trees is not None:
+            assert accepted.path is not None, "A step with trees confirms paths."
+            self._trees.learn(rows, num_drafts, num_right, accepted.path)
+        elif self._chains is not None:
+            self._chains.learn(rows, num_drafts, num_right)
 
     def _propose_chains(self, rows: torch.Tensor, num_drafts: int, counts: torch.Tensor) -> None:
         """For those of rows [R] whose counts [R] are not 0."""
         found, confidence = self._ops.find(rows, num_drafts), None
         if self._watch is not None:
             self._watch.note(rows, found.match_lens)
-        if self._confidence is not None:
-            confidence = self._confidence.proposed(rows, found.match_lens)[:, :num_drafts]
+        counts = self._within_budget(counts, found)
+        if self._chains is not None:
+            confidence = self._chains.proposed(rows, found.match_lens)[:, :num_drafts]
         self._state.write_drafts(rows, found.tokens, counts, confidence=confidence)
 
-    def _propose_trees(self, rows: torch.Tensor, counts: torch.Tensor) -> None:
-        """Of each branch the first token is another one. A request has as many branches as places
-        were found, one at least."""
-        drafts, taken = list[torch.Tensor](), list[torch.Tensor]()
-        nodes = torch.zeros_like(counts)
-        for branch, length in enumerate(self._branches):
-            found = self._ops.find(rows, length, torch.stack(taken, 1) if taken else None)
-            drafts.append(found.tokens)
-            taken.append(found.tokens[:, 0])
-            nodes += length * (found.match_lens > 0) if branch else length
-        parents = self._parents.expand(len(rows), -1)
-        self._state.write_drafts(rows, torch.cat(drafts, 1), torch.minimum(nodes, counts), parents)
+    def _within_budget(self, counts: torch.Tensor, found: Continuation) -> torch.Tensor:
+        """[R]; of counts [R] drafts of chains as many as the corpus may give."""
+        budget = self._options.corpus_budget
+        if budget is None:
+            return counts
+        return torch.where(found.in_corpus > 0, counts.clamp(max=budget), counts)
+
+    def _propose_trees(
+        self, rows: torch.Tensor, num_drafts: int, counts: torch.Tensor, trees: BranchConfidence
+    ) -> None:
+        """The likeliest nodes of each of rows [R], counts [R] at most. Of each branch the first
+        token is another one. A request has as many branches as its longest match asks for, and as
+        places were found, one at least."""
+        found, options = list[Continuation](), self._options
+        for _ in range(self._most_branches):
+            taken = torch.stack([each.tokens[:, 0] for each in found], 1) if found else None
+            found.append(self._ops.find(rows, options.rounds.num_steps, taken))
+        if self._watch is not None:
+            self._watch.note(rows, found[0].match_lens)
+        match_lens = torch.stack([each.match_lens for each in found], 1)
+        breadths = options.min_breadth, options.breadth
+        wanted = num_branches(match_lens[:, :1], *breadths, options.limits)
+        branches = torch.arange(len(found), device=rows.device)
+        match_lens = torch.where(branches < wanted, match_lens, 0)
+        in_corpus = torch.stack([each.in_corpus for each in found], 1)
+        nodes = trees.order(rows, match_lens, in_corpus)
+        tokens = torch.cat([each.tokens for each in found], 1).gather(1, nodes.order)
+        self._state.write_drafts(
+            rows,
+            tokens[:, :num_drafts],
+            torch.minimum(nodes.counts, counts),
+            nodes.parents[:, :num_drafts],
+            confidence_of_scores(nodes.scores)[:, :num_drafts],
+        )
 
 
 def _check_trees(backend: str) -> None:
@@ -207,11 +245,3 @@ def _free_drafts(max_drafts: int) -> DraftPrices:
     """In place of a head's prices: with drafts or without, each step searches."""
     extend = PriceTable(find=no_graphs, graphs_ms={}, eager=FREE, head=FREE)
     return DraftPrices(extend, dict.fromkeys(range(1, max_drafts), FREE))
-
-
-def _confidence(state: RequestRows, max_drafts: int) -> MatchConfidence | None:
-    """None where nobody looks at it."""
-    if state.confidence is None:
-        return None
-    device = state.tokens.device
-    return MatchConfidence(len(state.tokens), max_drafts, state.padding_row, device)

@@ -2,8 +2,9 @@
 which of them are verified.
 
 All requests that are drafted for in a step get chains of the same number of drafts, from 0 on:
-their tier. It is chosen by a `TierPolicy` one step before the drafts are verified. Trees are all of
-one shape, whose depth is the only tier. `TileSpec` may then cut the step to the drafts that pay.
+their tier. It is chosen by a `TierPolicy` one step before the drafts are verified. Trees of a head
+are all of one shape, whose depth is the only tier; those that need no head have any number of
+nodes, and that is their tier. `TileSpec` may then cut the step to the drafts that pay.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class RoundOptions:
     """How many tokens are drafted and verified.
 
     Attributes:
-        num_steps: drafts of a chain, or one behind the other in a tree, at most; at least 1.
+        num_steps: drafts of a chain or of a tree without draft steps, or one behind the other in a
+            `tree`, at most; at least 1.
         tier_policy: a name in `TIER_POLICIES` (registry.py).
         initial_steps: drafts of a chain before a policy knows anything; None: all.
         adaptive: which numbers of drafts batches of each size may have; None: any.
@@ -55,7 +57,10 @@ class RoundOptions:
             which comes from its pass over the target's rows.
         tile_spec_drafts: for benchmarks, drafts of a request that `TileSpec` has verified on
             average, whatever they are worth; None: those that pay.
-        tree: all requests are given trees of this shape, whose depth is num_steps; None: chains.
+        tree: all requests are given trees of this shape, whose depth is num_steps; None: chains, or
+            `trees_of_any_size`.
+        trees_of_any_size: drafts are trees that need no draft steps. Each has its nodes in such an
+            order that any first ones are a tree, and a tier is how many of them there are.
     """
 
     num_steps: int
@@ -66,8 +71,10 @@ class RoundOptions:
     num_free: int = 1
     tile_spec_drafts: float | None = None
     tree: TreeShape | None = None
+    trees_of_any_size: bool = False
 
     def __post_init__(self) -> None:
+        assert not self.trees_of_any_size or not self.draft_steps, "Such trees need no draft steps."
         if self.tree is None:
             return
         assert self.tree.depth == self.num_steps, "A tree is as deep as there are steps."
@@ -76,7 +83,12 @@ class RoundOptions:
     @property
     def tier_options(self) -> TierOptions:
         initial = self.num_steps if self.initial_steps is None else self.initial_steps
-        return TierOptions(self.num_steps, initial, self.adaptive)
+        return TierOptions(self.num_steps, initial, self.adaptive, self.trees_of_any_size)
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether drafts are trees."""
+        return self.tree is not None or self.trees_of_any_size
 
     @property
     def policy(self) -> type[TierPolicy]:
@@ -141,7 +153,7 @@ class RoundOptions:
             num_steps=self.tier_options.initial,
             tiers=tuple(self.states),
             extra_slots=self.step_width.decode_rows - rows,
-            has_trees=self.tree is not None,
+            has_trees=self.has_trees,
             topk=1 if self.tree is None else self.tree.topk,
             max_confirmed=self.max_confirmed,
             max_masks=None if self.tile_spec_cache is None else 0,
@@ -184,8 +196,8 @@ class RoundPlanner:
             confidence = parts.state.confidence
             assert confidence is not None, "Rows are divided by them (DrafterNeeds.max_masks)."
             tables = RoundTables(prices, packs_in_graphs)
-            fixed, has_trees = options.tile_spec_drafts, options.tree is not None
-            self.tile_spec = TileSpec(tables, confidence.drafts, fixed, has_trees)
+            fixed = options.tile_spec_drafts
+            self.tile_spec = TileSpec(tables, confidence.drafts, fixed, options.has_trees)
             policy_prices = CutRounds(prices, self.tile_spec)
         keys = parts.runners.target.graph_keys
         graph_size = same_size if keys is None else keys.decode_size

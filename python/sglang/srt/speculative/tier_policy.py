@@ -41,11 +41,13 @@ class TierOptions:
         max_drafts: drafts of a request in a step, at least 1.
         initial: the tier before anything is known, where a policy has such a one.
         adaptive: which tiers batches of each size may have; None: nobody says.
+        has_trees: a tier is the first so many nodes of each request's tree; False: of its chain.
     """
 
     max_drafts: int
     initial: int = 0
     adaptive: AdaptiveConfig | None = None
+    has_trees: bool = False
 
     def candidates(self, batch_size: int) -> tuple[int, ...] | None:
         """Of a batch of so many requests, padding included; None: nobody says."""

@@ -25,7 +25,8 @@ class Confidence:
     """How probable it is that look-ahead is of use, by row of the page table.
 
     Attributes:
-        drafts: [N, P - 1] float32; that a draft is confirmed, if those before it are.
+        drafts: [N, P - 1] float32; that a draft is confirmed, if those before it are. 0 where the
+            request was given fewer drafts than others.
         masks: [N, K] float32; that the prediction of a mask row behind the drafts is confirmed, if
             the drafts and the predictions before it are.
     """
@@ -39,6 +40,16 @@ class Confidence:
     ) -> Confidence:
         shapes = (num_rows, max_drafts), (num_rows, max_masks)
         return cls(*(torch.full(shape, PRIOR_CONFIDENCE, device=device) for shape in shapes))
+
+
+def confidence_of_scores(scores: torch.Tensor) -> torch.Tensor:
+    """[R, D] float32; `Confidence.drafts` whose products are these scores.
+
+    Args:
+        scores: [R, D] float32; 0 to 1, none greater than the one before it.
+    """
+    before = torch.nn.functional.pad(scores[:, :-1], (1, 0), value=1.0)
+    return torch.where(before > 0, scores / before, 0.0)
 
 
 class RequestRows:
@@ -56,6 +67,7 @@ class RequestRows:
       looks for tokens of the request must stop at num_tokens[r].
 
     Attributes:
+        vocab_size: token ids are less.
         num_rows: rows that requests may have. N is one more: `padding_row` is behind them, whose
             watermark is always 0 (`ReqToTokenPool`).
         tokens: [N, width] int32, the token table; as wide as the page table, which has room for all
@@ -87,7 +99,7 @@ class RequestRows:
         max_masks: int | None = None,
     ) -> None:
         self._page_table = page_table
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._device = page_table.req_to_token.device
         self.max_pending = max_pending
         self.tokens = torch.zeros_like(page_table.req_to_token)
@@ -131,7 +143,7 @@ class RequestRows:
             params = new.params
             if params.is_greedy:
                 params = msgspec.structs.replace(params, temperature=0.0)
-            top_k = self._vocab_size if params.top_k == -1 else params.top_k
+            top_k = self.vocab_size if params.top_k == -1 else params.top_k
             integers.append((new.row, new.num_committed, 1, len(new.tokens), new.seed, top_k))
             floats.append([getattr(params, name) for name in FLOATS])
         values = to_device(integers, self._device, torch.int64)
@@ -192,15 +204,15 @@ class RequestRows:
             assert parents is None, "Drafts are chains here (DrafterNeeds.has_trees)."
         first = self.committed[rows][:, None] + 1
         # Columns are named twice where there are fewer drafts; they keep the token that they have.
-        exists = offsets < num_drafts[:, None]
+        exists, has_drafts = offsets < num_drafts[:, None], num_drafts > 0
         if self.confidence is not None:
             told = self.confidence.drafts[rows, :width]
             new = PRIOR_CONFIDENCE if confidence is None else confidence
-            self.confidence.drafts[rows, :width] = torch.where(exists, new, told)
+            new = torch.where(exists, new, 0.0)
+            self.confidence.drafts[rows, :width] = torch.where(has_drafts[:, None], new, told)
         columns = first + torch.where(exists, offsets, -1)
         known = self.tokens[rows[:, None], columns]
         self.tokens[rows[:, None], columns] = torch.where(exists, tokens.to(torch.int32), known)
-        has_drafts = num_drafts > 0
         pending = torch.where(has_drafts, 1 + num_drafts, self.pending_lens[rows])
         self.pending_lens[rows] = pending
         end = torch.where(has_drafts, self.committed[rows] + pending, self.num_tokens[rows])

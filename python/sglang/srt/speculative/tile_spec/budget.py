@@ -1,6 +1,6 @@
 """How many rows a step of drafts gets, chosen on the host from what it read last.
 
-The head has drafted a chain of the same length, or a tree of the same size, for each request.
+For each request there is a chain of the same length, or a tree of the same size at most.
 Where fewer drafts give more tokens per millisecond, the step is packed: it gets the rows of so many
 drafts, and the device divides them among the requests by the scores of these very drafts
 (`RowPacking`). Where all of them pay, the step is the one that it would be without this.
@@ -126,7 +126,7 @@ class _Launched:
     confidence: HostCopy | None
 
     def scores(self) -> Floats | None:
-        """[R, S]; of each request's drafts, and of what it had before where there are fewer."""
+        """[R, S]; of each request's drafts, 0 where it was given fewer."""
         if self.confidence is None:
             return None
         [table] = self.confidence.read()
@@ -239,7 +239,7 @@ class TileSpec:
             was cut, and was right as far as it was fed, is continued by lot: each further draft is
             right with its chance, given those before it. So whoever learns from this how good
             drafts are takes no cut draft for a wrong one, nor learns from the likely ones alone. A
-            tree is not continued: all are of one size, which nobody chooses.
+            tree is not continued: whoever chooses how many nodes there are goes by paths.
         """
         launched = self._launched.popleft()
         self._num_read += 1
@@ -253,9 +253,11 @@ class TileSpec:
             num_right = result.accept_lens[index] - 1
             drafting.append(index)
             num_fed.append(fed[index])
-            if num_right == fed[index] < count and not self._has_trees:
-                assert chances is not None, "A step is cut by scores."
-                num_right = self._continued(chances[index, :count], num_right)
+            was_right = num_right == fed[index] < count
+            # Without scores nothing was cut, and the request had no further drafts.
+            if was_right and scores is not None and chances is not None and not self._has_trees:
+                num_there = np.count_nonzero(scores[index, :count])
+                num_right = self._continued(chances[index, :num_there], num_right)
             verified.append((count, num_right))
         if scores is not None:
             self._scores = scores[drafting]

@@ -1,0 +1,90 @@
+"""The corpus of `--speculative-algorithm NGRAM`: a file of texts that every request may draft from,
+read and tokenized at the start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from sglang.srt.model_config import ModelConfig
+from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.ngram_memory import joined_texts
+from sglang.srt.tokenizer import TokenizerError, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+PATH_FLAG = "--speculative-ngram-external-corpus-path"
+MAX_TOKENS_FLAG = "--speculative-ngram-external-corpus-max-tokens"
+
+
+class _Line(msgspec.Struct):
+    """An object in a line; what else it has is not looked at."""
+
+    text: str
+
+
+def corpus_from_flags(args: ServerArgs, model: ModelConfig) -> np.ndarray | None:
+    """[K] int32; see `NgramMemory.corpus`. None without a path.
+
+    Raises:
+        ConfigError: for a file that is no corpus, or that has too many tokens; the text names the
+            flag and the remedy.
+    """
+    path = args.speculative_ngram_external_corpus_path
+    if path is None:
+        return None
+    place = f"{PATH_FLAG} {path!r}"
+    try:
+        tokenizer = load_tokenizer(args.tokenizer_path or model.path)
+    except TokenizerError as error:
+        raise ConfigError(f"{place}: texts must be tokenized. {error}") from None
+    # Whatever a tokenizer puts around a text is not in the midst of one.
+    texts = [tokenizer.encode(text, add_special_tokens=False) for text in _texts(path, place)]
+    if max(map(len, texts), default=0) < 2:
+        raise ConfigError(
+            f"{place} has no text of two tokens, so nothing follows anything; leave the flag out."
+        )
+    num_tokens, most = sum(map(len, texts)), args.speculative_ngram_external_corpus_max_tokens
+    if num_tokens > most:
+        raise ConfigError(
+            f"{MAX_TOKENS_FLAG} {most}: {path} has {num_tokens} tokens; raise it, or shorten the"
+            " file."
+        )
+    corpus = joined_texts(texts)
+    if corpus.max() >= model.vocab_size:
+        raise ConfigError(
+            f"{place}: the tokenizer gives id {corpus.max()}, and the model has"
+            f" {model.vocab_size} tokens; name the model's own tokenizer with --tokenizer-path."
+        )
+    logger.info("%s: %d tokens in %d texts.", place, num_tokens, len(texts))
+    return corpus
+
+
+def _texts(path: str, place: str) -> Iterator[str]:
+    """Those of a file's lines; empty lines are none.
+
+    Raises:
+        ConfigError: if it cannot be read, or a line is something else.
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except (OSError, ValueError) as error:  # ValueError: no name of a file
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"{place} cannot be read: {reason}; name a file with a JSON string in each line."
+        ) from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = msgspec.json.decode(line, type=str | _Line)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            raise ConfigError(
+                f'{place}: line {number} must be a JSON string, or an object with a string "text".'
+            ) from None
+        yield value if isinstance(value, str) else value.text

@@ -1,0 +1,267 @@
+"""Trees of n-grams: how likely their nodes are, the order that follows from it, and what is learnt
+of confirmed paths. The oracle is plain Python over branches."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from sglang.srt.speculative.ngram_confidence import (
+    PRIOR_TRIALS,
+    BranchConfidence,
+    OrderedNodes,
+    Trials,
+)
+from sglang.srt.speculative.ngram_tier import class_of
+from sglang.srt.step.request_rows import confidence_of_scores
+
+NUM_ROWS, PADDING_ROW = 9, 8
+CPU = torch.device("cpu")
+Node = tuple[int, int]  # branch, and place in it
+
+
+def confidence_for(num_drafts: int, corpus_budget: int | None = None) -> BranchConfidence:
+    return BranchConfidence(NUM_ROWS, num_drafts, PADDING_ROW, CPU, corpus_budget)
+
+
+def order_of(
+    confidence: BranchConfidence,
+    rows: Sequence[int],
+    lens: Sequence[Sequence[int]],
+    in_corpus: Sequence[Sequence[int]] | None = None,
+) -> OrderedNodes:
+    match_lens = torch.tensor(lens)
+    places = torch.zeros_like(match_lens) if in_corpus is None else torch.tensor(in_corpus)
+    return confidence.order(torch.tensor(rows), match_lens, places)
+
+
+def node_of(place: int, num_drafts: int) -> Node:
+    """By `OrderedNodes.order`."""
+    return place // num_drafts, place % num_drafts
+
+
+def score_of(chances: torch.Tensor, lens: Sequence[int], node: Node) -> float:
+    """Of the path to a node, by chances [2, NUM_CLASSES, D]."""
+    branch, last = node
+    of_branch = chances[min(branch, 1), class_of(lens[branch])]
+    return float(of_branch[: last + 1].double().prod())
+
+
+def random_lens(luck: random.Random, num_branches: int) -> list[int]:
+    """Of the places found, descending; some branches have none."""
+    found = sorted((luck.choice([1, 2, 3, 6, 12]) for _ in range(num_branches)), reverse=True)
+    num_found = luck.randint(0, num_branches)
+    return [*found[:num_found], *[0] * (num_branches - num_found)]
+
+
+def scramble(trials: Trials) -> None:
+    """Anything may have been learnt."""
+    tried = torch.randint(0, 300, trials.tried.shape).float()
+    trials.tried.copy_(tried)
+    trials.right.copy_((tried * torch.rand(tried.shape)).floor())
+
+
+SHAPES = [(1, 1), (4, 4), (7, 3), (11, 10), (63, 6)]  # nodes and branches
+
+
+@pytest.mark.parametrize("corpus_budget", [None, 1, 4])
+@pytest.mark.parametrize(("num_drafts", "breadth"), SHAPES)
+def test_any_first_nodes_are_the_likeliest_tree(
+    num_drafts: int, breadth: int, corpus_budget: int | None
+) -> None:
+    """Whatever was learnt, and however many branches there are. The oracle takes one node after the
+    other, each the likeliest one behind those that it has, and of the corpus as many as may be."""
+    luck, confidence = random.Random(num_drafts), confidence_for(num_drafts, corpus_budget)
+    for _ in range(20):
+        scramble(confidence.trials)
+        rows = luck.sample(range(NUM_ROWS), 5)
+        lens = [random_lens(luck, breadth) for _ in rows]
+        in_corpus = [[luck.randint(0, 1) * (each > 0) for each in of_row] for of_row in lens]
+        found = order_of(confidence, rows, lens, in_corpus)
+        for index, (match_lens, corpus) in enumerate(zip(lens, in_corpus, strict=True)):
+            chances = confidence.trials.chances()
+            scores = likeliest(match_lens, corpus, chances, num_drafts, corpus_budget)
+            check_order(found, index, num_drafts)
+            count = int(found.counts[index])
+            assert count == len(scores)
+            nodes = [node_of(place, num_drafts) for place in found.order[index, :count].tolist()]
+            assert all(branch == 0 or match_lens[branch] > 0 for branch, _ in nodes)
+            num_given = sum(corpus[branch] for branch, _ in nodes)
+            assert corpus_budget is None or num_given <= corpus_budget
+            own = [score_of(chances, match_lens, node) for node in nodes]
+            told = found.scores[index].tolist()
+            assert told[:count] == pytest.approx(own, rel=1e-4, abs=1e-30)
+            assert told[:count] == pytest.approx(scores, rel=1e-4, abs=1e-30)
+            assert not any(told[count:])
+
+
+def likeliest(
+    lens: Sequence[int],
+    in_corpus: Sequence[int],
+    chances: torch.Tensor,
+    num_drafts: int,
+    corpus_budget: int | None,
+) -> list[float]:
+    """Scores of the nodes of a tree, one behind the other."""
+    left = num_drafts * len(lens) if corpus_budget is None else corpus_budget
+    lengths = [0 if branch and not size else num_drafts for branch, size in enumerate(lens)]
+    taken, scores = [0] * len(lens), list[float]()
+    while len(scores) < num_drafts:
+        offered = [
+            (score_of(chances, lens, (branch, taken[branch])), -branch)
+            for branch, length in enumerate(lengths)
+            if taken[branch] < length and (left or not in_corpus[branch])
+        ]
+        if not offered:
+            break
+        score, branch = max(offered)
+        taken[-branch] += 1
+        left -= in_corpus[-branch]
+        scores.append(score)
+    return scores
+
+
+def check_order(found: OrderedNodes, index: int, num_drafts: int) -> None:
+    """Each node is behind the one that it follows, also those that are not there."""
+    order, scores = found.order[index].tolist(), found.scores[index].tolist()
+    assert len(set(order)) == len(order) == num_drafts
+    assert scores == sorted(scores, reverse=True)
+    nodes = [node_of(place, num_drafts) for place in order]
+    numbers = {node: 1 + rank for rank, node in enumerate(nodes)}
+    parents = found.parents[index].tolist()
+    for rank, ((branch, depth), parent) in enumerate(zip(nodes, parents, strict=True)):
+        assert parent == (numbers[branch, depth - 1] if depth else 0)
+        assert parent <= rank, "A node stands before the one that it follows."
+
+
+def test_products_of_confidences_are_scores() -> None:
+    scores = order_of(confidence_for(3), [0, 1], [[3, 1], [0, 0]]).scores
+    torch.testing.assert_close(confidence_of_scores(scores).cumprod(1), scores)
+    assert scores[1].tolist() == pytest.approx([0.7, 0.7**2, 0.7**3])
+
+
+def test_a_node_that_the_budget_leaves_out_is_not_there() -> None:
+    """Its place is that of a node of others, if there is any."""
+    confidence, rows = confidence_for(4, corpus_budget=2), [0, 1, 2]
+    found = order_of(confidence, rows, [[5, 2]] * 3, [[1, 0], [1, 1], [0, 1]])
+    nodes = [[node_of(place, 4) for place in order] for order in found.order.tolist()]
+    assert nodes[0] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert nodes[1][:2] == [(0, 0), (0, 1)]
+    assert nodes[2] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    assert found.counts.tolist() == [4, 2, 4]
+    assert found.scores[1, 2:].tolist() == [0.0, 0.0]
+
+
+def test_equal_nodes_keep_the_order_of_branches() -> None:
+    confidence = confidence_for(6)
+    confidence.trials.tried.fill_(100)
+    confidence.trials.right.fill_(100 + PRIOR_TRIALS)
+    confidence.trials.right -= confidence.trials._prior_right  # all chances are 1
+    found = order_of(confidence, [2], [[5, 2, 2]])
+    assert found.order.tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert found.parents.tolist() == [[0, 1, 2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("corpus_budget", [None, 3])
+@pytest.mark.parametrize(("num_drafts", "breadth"), SHAPES)
+def test_what_is_learnt_is_what_paths_say(
+    num_drafts: int, breadth: int, corpus_budget: int | None
+) -> None:
+    """Of trees of any number of branches that are fed in part: a node was tried if it was fed and
+    the one before it in its branch was right. Requests without drafts and padding teach nothing."""
+    luck, confidence = random.Random(num_drafts), confidence_for(num_drafts, corpus_budget)
+    tried, right = Counter[tuple[int, int, int]](), Counter[tuple[int, int, int]]()
+    for _ in range(40):
+        rows = [*luck.sample(range(PADDING_ROW), 4), PADDING_ROW, PADDING_ROW]
+        lens = [random_lens(luck, breadth) for _ in rows]
+        lens[-1] = lens[-2]
+        in_corpus = [[luck.randint(0, 1)] * breadth for _ in rows]
+        in_corpus[-1] = in_corpus[-2]
+        found = order_of(confidence, rows, lens, in_corpus)
+        fed = [luck.randint(0, int(count)) for count in found.counts]
+        paths = list[list[int]]()
+        for index, row in enumerate(rows):
+            places = found.order[index].tolist()
+            order = [node_of(place, num_drafts) for place in places][: fed[index]]
+            branch, length = luck.randrange(breadth), luck.randint(0, num_drafts)
+            path = [node for node in order if node[0] == branch][:length]
+            paths.append([0, *(1 + order.index(node) for node in path)])
+            if row == PADDING_ROW:
+                continue
+            for own_branch, place in order:
+                cell = min(own_branch, 1), class_of(lens[index][own_branch]), place
+                was_tried = place == 0 or (own_branch, place - 1) in path
+                tried[cell] += was_tried
+                right[cell] += (own_branch, place) in path
+        width = max(map(len, paths))
+        padded = [path + [-1] * (width - len(path)) for path in paths]
+        num_right = torch.tensor([len(path) - 1 for path in paths])
+        told = torch.tensor(padded, dtype=torch.int32)
+        confidence.learn(torch.tensor(rows), torch.tensor(fed), num_right, told)
+    for each, counts in ((tried, confidence.trials.tried), (right, confidence.trials.right)):
+        kept = {cell: count for cell, count in each.items() if count}
+        assert kept
+        found_counts = {tuple(cell.tolist()): int(counts[tuple(cell)]) for cell in counts.nonzero()}
+        assert found_counts == kept
+
+
+def test_steps_that_emit_nothing_teach_nothing() -> None:
+    confidence = confidence_for(5)
+    order_of(confidence, [0, 1], [[3, 1], [3, 1]])
+    rows, nothing = torch.tensor([0, 1]), torch.zeros(2, dtype=torch.int64)
+    confidence.learn(rows, nothing, nothing - 1, torch.full((2, 3), -1, dtype=torch.int32))
+    assert not confidence.trials.tried.any()
+
+
+def test_chances_become_those_of_the_text() -> None:
+    """And what was learnt of other text is forgotten. Nodes of a later branch that are likelier
+    than those of the first one stand before them."""
+    num_drafts = 4
+    confidence, luck = confidence_for(num_drafts), random.Random(5)
+    rows, lens = list(range(8)), [[12, 1]] * 8
+    for first, second in ((0.9, 0.05), (0.2, 0.6)):
+        for _ in range(600):
+            order = order_of(confidence, rows, lens).order[0].tolist()
+            paths = []
+            for _ in rows:
+                lot, path = luck.random(), [0]
+                if lot < first:
+                    path.append(1 + order.index(0))
+                    if 1 in order and luck.random() < 0.5:
+                        path.append(1 + order.index(1))
+                elif lot < first + second and num_drafts in order:
+                    path.append(1 + order.index(num_drafts))
+                paths.append(path + [0] * (3 - len(path)) + [len(path) - 1])
+            told = torch.tensor(paths)
+            confidence.learn(torch.tensor(rows), torch.full((8,), 4), told[:, 3], told[:, :3])
+        chances = confidence.trials.chances()
+        learnt = [chances[0, 5, 0], chances[0, 5, 1], chances[1, 1, 0]]
+        assert learnt == pytest.approx([first, 0.5, second], abs=0.08)
+    assert order_of(confidence, rows, lens).order[0, 0] == num_drafts
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 4, 8, 18])
+def test_before_anything_is_known_the_first_branch_is_the_likeliest(length: int) -> None:
+    """Of the nodes at each place in their branches."""
+    num_drafts, breadth = 11, 4
+    found = order_of(confidence_for(num_drafts), [0], [[length] * breadth])
+    order = [node_of(place, num_drafts) for place in found.order[0].tolist()]
+    assert order[:3] == [(0, 0), (0, 1), (0, 2)]
+    for branch, place in order:
+        assert order.index((0, place)) <= order.index((branch, place))
+
+
+def test_where_the_first_branch_is_right_a_tree_is_a_chain() -> None:
+    num_drafts, rows = 8, list(range(8))
+    confidence, lens = confidence_for(num_drafts), [[12, 1, 1, 1]] * 8
+    for _ in range(60):
+        order = order_of(confidence, rows, lens).order[0].tolist()
+        num_right = sum(place < num_drafts for place in order)
+        path = [0, *(1 + order.index(place) for place in range(num_right))]
+        fed, right = torch.full((8,), num_drafts), torch.full((8,), num_right)
+        confidence.learn(torch.tensor(rows), fed, right, torch.tensor([path] * 8))
+    assert order_of(confidence, rows, lens).order.tolist() == [list(range(num_drafts))] * 8
