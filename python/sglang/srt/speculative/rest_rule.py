@@ -3,7 +3,7 @@ again."""
 
 from __future__ import annotations
 
-REST_AFTER = 16  # steps in a row without drafts
+REST_AFTER = 6  # steps in a row without drafts
 # Steps that it is fed before it drafts again: of what it was not fed it knows nothing, and of the
 # first drafts behind so little context few would be right.
 CONTEXT_STEPS = 32

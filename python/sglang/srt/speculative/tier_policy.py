@@ -17,6 +17,7 @@ from sglang.srt.speculative.round_prices import RoundPrices, UpcomingRound
 MAX_DENSE_TIERS = 5  # with more drafts at most, not every number has graphs
 LEAST_GAIN = 0.01  # share by which drafts must beat none: prices and estimates are not exact
 PROBE_SHARE = 0.004  # share of the time of steps that probes may cost
+FEED_SHARE = 0.003  # and more while no drafts are best, if the drafter's model must be fed for them
 PROBE_STEPS = 2.5  # steps whose time may be saved up for probes
 FAR_PROBES = 4  # every so many probes one looks further than the cheapest
 DEAREST_PROBE = 1.0  # steps that a probe may cost beyond one of the chosen tier
@@ -158,7 +159,8 @@ class LoadAwareTier:
     as much as drafts must gain over none.
 
     While no drafts are best the drafter's model rests (`RestRule`), if it can be left out of steps.
-    Then a probe begins with steps that only feed it, which the allowance pays too.
+    Then a probe begins with steps that only feed it, which the allowance pays too: it gets
+    FEED_SHARE more.
 
     Where `TierOptions.adaptive` says which tiers batches of a size may have, it chooses from these
     and 0.
@@ -242,7 +244,8 @@ class LoadAwareTier:
         self._best, self._token_ms = best, cost / (upcoming.num_reqs * lengths[best])
         most_ms = PROBE_STEPS * cost + (CONTEXT_STEPS + REST_AFTER) * feed_ms
         saved_ms = most_ms if self._allowance_ms is None else self._allowance_ms
-        self._allowance_ms = min(saved_ms + PROBE_SHARE * cost, most_ms)
+        share = PROBE_SHARE + FEED_SHARE * (feed_ms > 0)
+        self._allowance_ms = min(saved_ms + share * cost, most_ms)
         hopeful = [
             tier
             for tier in hopeful_tiers(lengths, costs, best, self._least_gain)
