@@ -111,7 +111,7 @@ def test_tokens_are_those_without_drafts_and_texts_are_kept(
     num_wrong = harness.seen["fed"] - harness.seen["confirmed"]
     assert num_wrong > (2 if has_tile_spec else 10), harness.seen
     assert num_cut > 10 if has_tile_spec else num_cut == 0
-    if breadth > 1:
+    if breadth > 1 and not has_tile_spec:  # which leaves out unlikely branches
         assert harness.seen["moved"] > 0, "The right branch was always the first one."
     harness.flush()
     assert harness.texts_kept() == harness.texts_told()
