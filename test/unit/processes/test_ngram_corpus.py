@@ -78,7 +78,15 @@ def test_a_corpus_may_have_as_many_tokens_as_the_flag_says(model: Path, tmp_path
     assert len(corpus_of(model, lines(TEXTS), tmp_path, **flag)) == size + len(TEXTS)
     said = said_of(model, lines(TEXTS), tmp_path, ngram_external_corpus_max_tokens=size - 1)
     assert said.startswith(f"{MOST} {size - 1}: ")
-    assert f"has {size} tokens; raise it" in said
+    assert f"has more tokens, {size} in its first {len(TEXTS)} texts; raise it" in said
+
+
+def test_of_a_file_that_is_too_large_no_more_is_read_than_need_be(
+    model: Path, tmp_path: Path
+) -> None:
+    """Its last line is no text, which nobody gets to."""
+    said = said_of(model, lines(TEXTS) + "\n3\n", tmp_path, ngram_external_corpus_max_tokens=2)
+    assert said.startswith(f"{MOST} 2: ")
 
 
 @pytest.mark.parametrize("budget", [0, 1, 63])
@@ -120,7 +128,7 @@ def test_files_that_cannot_be_read_are_refused(model: Path, tmp_path: Path) -> N
         said = refusal(model, algorithm="NGRAM", ngram_external_corpus_path=str(path))
         assert said.startswith(f"{PATH} {str(path)!r} cannot be read: ")
         assert "name a file with a JSON string in each line" in said
-    for path in ("", "a\0b"):
+    for path in ("", "a\0b", 5):
         said = refusal(model, algorithm="NGRAM", ngram_external_corpus_path=path)
         assert said.startswith(f"{PATH} {path!r} cannot be read: ")
 

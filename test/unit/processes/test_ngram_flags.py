@@ -125,6 +125,8 @@ def test_adaptive_steps_are_of_draft_models(target: Path, caplog: pytest.LogCapt
         ({"ngram_max_trie_depth": 0}, "--speculative-ngram-max-trie-depth 0 must be 1 to 64"),
         ({"ngram_max_bfs_breadth": 0}, f"{BREADTH} 0 must be 1 to 63"),
         ({"ngram_min_bfs_breadth": 0}, "--speculative-ngram-min-bfs-breadth 0 must be 1 to 63"),
+        ({"ngram_min_bfs_breadth": 1.5}, "min-bfs-breadth 1.5 must be 1 to 63, a whole number"),
+        ({"ngram_max_trie_depth": 1.5}, "max-trie-depth 1.5 must be 1 to 64, a whole number"),
         (
             {"ngram_min_bfs_breadth": 3, "ngram_max_bfs_breadth": 2},
             f"-min-bfs-breadth 3 is more than {BREADTH} 2; lower it, or raise the other",

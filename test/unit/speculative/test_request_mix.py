@@ -38,9 +38,13 @@ MIXES = {"even": [EVEN], "bursts": [BURSTS], "two kinds": [EASY, HARD], "all": [
 
 class Loop:
     """Requests, each of which is replaced by another one when it ends; `tiers` are the numbers of
-    drafts of the steps, again and again."""
+    drafts of the steps, again and again. Of these a step feeds `most_fed`, and what would have
+    become of the others is guessed right."""
 
-    def __init__(self, texts: Sequence[Text], tiers: Sequence[int], seed: int = 0) -> None:
+    def __init__(
+        self, texts: Sequence[Text], tiers: Sequence[int], seed: int = 0, most_fed: int = MOST
+    ) -> None:
+        self.most_fed = most_fed
         self.mix = RequestMix(NUM_ROWS)
         self.texts = texts
         self.tiers = itertools.cycle(tiers)
@@ -53,13 +57,13 @@ class Loop:
 
     def step(self) -> None:
         num_drafts = next(self.tiers)
-        found = []
+        found, given, num_fed = [], [], min(num_drafts, self.most_fed)
         for row, left in enumerate(self._left):
-            is_right = [*left[:num_drafts], False]
-            found.append(is_right.index(False))
-            self._left[row] = left[found[-1] + 1 :]
-        given = [1 + right for right in found]
-        self.mix.observe(ALL_ROWS, [num_drafts] * NUM_ROWS, found, given)
+            found.append([*left[:num_drafts], False].index(False))
+            given.append(1 + min(found[-1], num_fed))
+            self._left[row] = left[given[-1] :]
+        counts, fed = [num_drafts] * NUM_ROWS, [num_fed] * NUM_ROWS
+        self.mix.observe(ALL_ROWS, counts, found, given, fed)
         self.num_tokens += sum(given)
         self.num_rounds += NUM_ROWS
         for row, left in enumerate(self._left):
@@ -107,8 +111,10 @@ def test_what_was_right_in_rounds_of_few_drafts_says_too_much_of_many() -> None:
     tried, right = [0] * MOST, [0] * MOST
     observe = loop.mix.observe
 
-    def watched(rows: Sequence[int], counts: list[int], found: list[int], given: list[int]) -> None:
-        observe(rows, counts, found, given)
+    def watched(
+        rows: Sequence[int], counts: list[int], found: list[int], given: list[int], fed: list[int]
+    ) -> None:
+        observe(rows, counts, found, given, fed)
         for count, confirmed in zip(counts, found, strict=True):
             for place in range(min(count, confirmed + 1)):
                 tried[place] += 1
@@ -121,6 +127,30 @@ def test_what_was_right_in_rounds_of_few_drafts_says_too_much_of_many() -> None:
     truth = given_per_round([BURSTS], MOST)
     assert multiplied > 1.1 * truth
     assert abs(foretold / truth - 1) < 0.06
+
+
+@pytest.mark.parametrize("most_fed", [0, 1, 2])
+def test_steps_that_were_cut_foretell_what_others_give(most_fed: int) -> None:
+    for text in (EVEN, BURSTS):
+        lengths = Loop([text], [5], most_fed=most_fed).lengths()
+        assert lengths[5] == pytest.approx(given_per_round([text], 5), rel=0.06), text
+
+
+@pytest.mark.parametrize("num_rows", [64, 256])
+def test_large_batches_of_requests_that_differ_are_no_change_of_text(num_rows: int) -> None:
+    luck, mix, num_changes = random.Random(0), RequestMix(num_rows), 0
+    chances = [luck.uniform(0.4, 0.9) for _ in range(num_rows)]
+    for step in range(400):
+        right = [
+            next((place for place in range(3) if luck.random() > chance), 3) for chance in chances
+        ]
+        mix.observe(range(num_rows), [3] * num_rows, right, [1 + each for each in right])
+        if step % 8 == 7:
+            for row in range(step % 64, num_rows, 64):
+                mix.admit(row)
+                chances[row] = luck.uniform(0.4, 0.9)
+        num_changes += step > 16 and not mix._past.any()
+    assert num_changes <= 4
 
 
 def test_without_any_draft_the_first_one_is_thought_to_be_likely_and_lengths_are_finite() -> None:

@@ -43,17 +43,20 @@ def corpus_from_flags(args: ServerArgs, model: ModelConfig) -> np.ndarray | None
         tokenizer = load_tokenizer(args.tokenizer_path or model.path)
     except TokenizerError as error:
         raise ConfigError(f"{place}: texts must be tokenized. {error}") from None
-    # Whatever a tokenizer puts around a text is not in the midst of one.
-    texts = [tokenizer.encode(text, add_special_tokens=False) for text in _texts(path, place)]
+    texts, num_tokens = list[list[int]](), 0
+    most = args.speculative_ngram_external_corpus_max_tokens
+    for text in _texts(path, place):
+        # Whatever a tokenizer puts around a text is not in the midst of one.
+        texts.append(tokenizer.encode(text, add_special_tokens=False))
+        num_tokens += len(texts[-1])
+        if num_tokens > most:
+            raise ConfigError(
+                f"{MAX_TOKENS_FLAG} {most}: {path} has more tokens, {num_tokens} in its first"
+                f" {len(texts)} texts; raise it, or shorten the file."
+            )
     if max(map(len, texts), default=0) < 2:
         raise ConfigError(
             f"{place} has no text of two tokens, so nothing follows anything; leave the flag out."
-        )
-    num_tokens, most = sum(map(len, texts)), args.speculative_ngram_external_corpus_max_tokens
-    if num_tokens > most:
-        raise ConfigError(
-            f"{MAX_TOKENS_FLAG} {most}: {path} has {num_tokens} tokens; raise it, or shorten the"
-            " file."
         )
     corpus = joined_texts(texts)
     if corpus.max() >= model.vocab_size:
@@ -71,14 +74,7 @@ def _texts(path: str, place: str) -> Iterator[str]:
     Raises:
         ConfigError: if it cannot be read, or a line is something else.
     """
-    try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except (OSError, ValueError) as error:  # ValueError: no name of a file
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(
-            f"{place} cannot be read: {reason}; name a file with a JSON string in each line."
-        ) from None
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_lines(path, place), 1):
         if not line.strip():
             continue
         try:
@@ -88,3 +84,19 @@ def _texts(path: str, place: str) -> Iterator[str]:
                 f'{place}: line {number} must be a JSON string, or an object with a string "text".'
             ) from None
         yield value if isinstance(value, str) else value.text
+
+
+def _lines(path: str, place: str) -> Iterator[bytes]:
+    """One after the other, so that a file need not fit in memory.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            yield from file
+    except (OSError, TypeError, ValueError) as error:  # the last two: no name of a file
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"{place} cannot be read: {reason}; name a file with a JSON string in each line."
+        ) from None

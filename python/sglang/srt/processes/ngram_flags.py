@@ -85,7 +85,7 @@ def ngram_from_flags(
     capacity = args.speculative_ngram_capacity
     if capacity is not None:
         capacity = _within(args, "speculative_ngram_capacity", 2, MAX_CAPACITY)
-    _warn_of_adaptive(args)
+    _check_adaptive(args)
     is_fixed = simulates_acceptance or args.speculative_load_aware == "off"
     policy = "fixed" if is_fixed else "matched"
     rounds = RoundOptions(
@@ -153,12 +153,17 @@ def _refuse_head_options(args: ServerArgs) -> None:
             )
     if args.speculative_eagle_topk not in (None, 1):
         raise ConfigError(
-            f"--speculative-eagle-topk {args.speculative_eagle_topk} is of heads; {NGRAM} drafts"
-            " trees by --speculative-ngram-max-bfs-breadth."
+            f"--speculative-eagle-topk {args.speculative_eagle_topk} is of heads; leave it out:"
+            f" {NGRAM} drafts trees by --speculative-ngram-max-bfs-breadth."
         )
 
 
-def _warn_of_adaptive(args: ServerArgs) -> None:
+def _check_adaptive(args: ServerArgs) -> None:
+    """Warns that NGRAM does not follow it.
+
+    Raises:
+        ConfigError: for its options without it.
+    """
     for name in ("speculative_adaptive_config", "speculative_adaptive_strategy"):
         if vars(args)[name] is not None and not args.speculative_adaptive:
             raise ConfigError(f"{_flag(name)} needs --speculative-adaptive.")
@@ -189,9 +194,8 @@ def _num_draft_tokens(args: ServerArgs) -> int:
 
 def _within(args: ServerArgs, name: str, least: int, most: int) -> int:
     value = vars(args)[name]
-    assert isinstance(value, int)
-    if not least <= value <= most:
-        raise ConfigError(f"{_flag(name)} {value} must be {least} to {most}.")
+    if not isinstance(value, int) or not least <= value <= most:
+        raise ConfigError(f"{_flag(name)} {value} must be {least} to {most}, a whole number.")
     return value
 
 

@@ -40,7 +40,7 @@ class NgramConfig:
 
     Attributes:
         rounds: how many tokens are drafted, all without a draft step (`num_free`).
-        limits: how long matches are.
+        limits: how long matches are, and which of equally long ones wins.
         capacity: tokens of ended requests that are searched, at least 2; None: DEFAULT_CAPACITY.
         breadth: different tokens that may follow the certain one behind the shortest matches: 1
             drafts chains, more drafts trees of as many nodes (`RoundOptions.trees_of_any_size`).
@@ -76,8 +76,9 @@ def num_branches(
 
 
 class NgramDrafter:
-    """Every request that drafts gives as many drafts as the step's tier says. One whose last tokens
-    stood nowhere before repeats its last one: its rows are fed anyway."""
+    """Every request that drafts gives as many drafts as the step's tier says, unless a budget of
+    the corpus leaves it fewer. One whose last tokens stood nowhere before repeats its last one: its
+    rows are fed anyway."""
 
     def __init__(self, parts: DrafterParts) -> None:
         options: NgramConfig = parts.options

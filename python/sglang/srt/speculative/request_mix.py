@@ -45,10 +45,10 @@ FIRST_CHANCE, FIRST_TRIALS = 0.6, 2.0
 MOST_CHANCE = 0.995  # a stretch ends some time
 # If the last drafts, so many or those of so many steps, are right so many standard deviations more
 # or less often than was thought, text has changed: all but a few of each request are forgotten.
-RECENT_TRIALS, RECENT_STEPS, CHANGE, KEPT = 128.0, 2.0, 2.5, 2.0
+RECENT_TRIALS, RECENT_STEPS, CHANGE, KEPT = 128.0, 2.0, 3.5, 2.0
 
 # Columns of what is known of a request: drafts tried behind predictable tokens, and those right;
-# the same behind other tokens; steps with drafts; tokens given.
+# the same behind other tokens; tokens given.
 STAYED_TRIED, STAYED, BEGUN_TRIED, BEGUN, TOKENS = range(5)
 # What the last token of a request was.
 UNPREDICTABLE, BEHIND_FULL, UNKNOWN = range(3)
@@ -97,6 +97,7 @@ class RequestMix:
         num_drafts: Sequence[int],
         num_right: Sequence[int],
         num_tokens: Sequence[int],
+        num_fed: Sequence[int] | None = None,
     ) -> None:
         """Hears a step.
 
@@ -105,6 +106,8 @@ class RequestMix:
             num_drafts: R counts of drafts that each had; 0: none.
             num_right: R counts of those that were right.
             num_tokens: R counts of tokens that each was given.
+            num_fed: R counts of drafts that the step fed; of further ones it is a guess whether
+                they were right. None: all.
         """
         index, counts, right = np.array(rows), np.array(num_drafts), np.array(num_right)
         self._known[:-1, TOKENS] *= max(0.0, 1 - sum(num_tokens) / WINDOW)
@@ -119,7 +122,9 @@ class RequestMix:
                 self._chances(self._known[index].sum(axis=0), self._known[drafted]),
             )
         self._last[index] = UNKNOWN
-        self._last[drafted] = np.where(right == counts, BEHIND_FULL, UNPREDICTABLE)
+        fed = counts if num_fed is None else np.array(num_fed)[has_drafts]
+        last = np.where(np.array(num_tokens)[has_drafts] - 1 == fed, BEHIND_FULL, UNPREDICTABLE)
+        self._last[drafted] = np.where(fed == 0, UNKNOWN, last)
 
     def _learn(
         self, rows: NDArray[np.int64], counts: Floats, right: Floats, chances: _Chances
@@ -134,6 +139,10 @@ class RequestMix:
         share = predictable * likelihood
         more, more_right = np.minimum(counts - 1, right), np.maximum(right - 1, 0)
         known = self._known[rows]
+        # The chances are known from few drafts: they are uncertain, too.
+        doubt = 1 + 1 / (known[:, BEGUN_TRIED] + PRIOR)
+        more_doubt = 1 + more / (known[:, STAYED_TRIED] + PRIOR)
+        variance = first * (1 - first) * doubt + more * stay * (1 - stay) * more_doubt
         known[:, STAYED_TRIED] += share + more
         known[:, STAYED] += share * is_right + more_right
         known[:, BEGUN_TRIED] += 1 - share
@@ -143,24 +152,21 @@ class RequestMix:
         self._notice_change(
             num_trials=float((1 + more).sum()),
             surprise=float((is_right - first + more_right - more * stay).sum()),
-            variance=float((first * (1 - first) + more * stay * (1 - stay)).sum()),
-            memory=max(RECENT_TRIALS, RECENT_STEPS * len(rows)),
+            variance=float(variance.sum()),
         )
 
-    def _notice_change(
-        self, num_trials: float, surprise: float, variance: float, memory: float
-    ) -> None:
+    def _notice_change(self, num_trials: float, surprise: float, variance: float) -> None:
         """Forgets what was before text changed, if it seems that it did."""
         self._surprise += surprise
         self._variance += variance
-        kept = max(0.0, 1 - num_trials / memory)
+        kept = 1 - num_trials / max(RECENT_TRIALS, RECENT_STEPS * num_trials)
         if self._surprise**2 > CHANGE**2 * max(self._variance, 1.0):
             kept = 0.0
             self._known[self._others[:-1]] = 0.0
             self._past[:] = 0.0
             _forget(self._known, KEPT)
         self._surprise *= kept
-        self._variance *= kept
+        self._variance *= kept * kept
 
     def lengths(self, rows: Sequence[int], most: int) -> list[float]:
         """Tokens that each round gives a request in the long run, with 0, 1, ... `most` drafts, if

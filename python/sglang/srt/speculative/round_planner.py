@@ -267,7 +267,7 @@ class RoundPlanner:
                 if count
             ]
         if self._requests is not None:
-            self._hear_requests(launched.rows, counts, verified, result.accept_lens)
+            self._hear_requests(launched.rows, counts, verified, result)
         if launched.round is not None:
             self._prompts.hear(sum(result.accept_lens))
             self.policy.observe(RoundOutcome(*launched.round, verified))
@@ -277,13 +277,14 @@ class RoundPlanner:
         rows: list[int],
         num_drafts: Sequence[int],
         verified: list[tuple[int, int]],
-        num_tokens: Sequence[int],
+        result: HostResult,
     ) -> None:
         """Tells what each request of a step was given; `verified` are those that had drafts."""
         assert self._requests is not None
         counts, found = [*num_drafts] or [0] * len(rows), iter(verified)
         right = [next(found)[1] if count else 0 for count in counts]
-        self._requests.observe(rows, counts, right, num_tokens)
+        fed = [*result.num_drafts] or counts
+        self._requests.observe(rows, counts, right, result.accept_lens, fed)
 
     def _next_drafts(self, batch: ScheduleBatch, max_accepted: int) -> list[int]:
         """Drafts that each request of a step is given for its next one."""

@@ -153,7 +153,7 @@ class LoadAwareTier:
 
     So probes whose drafts are wrong become rare, and those whose drafts are right follow soon.
     What all of them lose stays within PROBE_SHARE of the time and PROBE_STEPS steps, as far as
-    prices are right.
+    prices are right: with `TileSpec` a probe costs more than its price, that of a cut step.
 
     A tier that is best stays for DWELL_MS, unless another one gains URGENT_GAIN, or no drafts gain
     as much as drafts must gain over none.
@@ -271,7 +271,8 @@ class LoadAwareTier:
             self._allowance_ms -= feed_ms
 
     def observe(self, outcome: RoundOutcome) -> None:
-        num_beyond = sum(max(0, confirmed - self._best) for _, confirmed in outcome.verified)
+        settled = max(outcome.tier, self._best)
+        num_beyond = sum(max(0, confirmed - settled) for _, confirmed in outcome.verified)
         if num_beyond:
             assert self._allowance_ms is not None, "A step that was not chosen for."
             self._allowance_ms += WORTH * num_beyond * self._token_ms
