@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -16,6 +17,8 @@ import msgspec
 from sglang.srt.messages.ipc import ChildConfig, IpcAddresses
 
 logger = logging.getLogger(__name__)
+
+PARENT_GONE_S = 0.1  # by then it is known that a parent has ended whose pipe has
 
 
 def configure_logging(level: str, role: str) -> None:
@@ -40,17 +43,25 @@ def start_child_process() -> ChildConfig:
         signal.signal(number, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildConfig)
     threading.Thread(
-        target=_exit_at_end_of_stdin, args=(config.addresses,), name="parent-watch", daemon=True
+        target=_exit_at_end_of_stdin,
+        args=(config.addresses, os.getppid()),
+        name="parent-watch",
+        daemon=True,
     ).start()
     return config
 
 
-def _exit_at_end_of_stdin(addresses: IpcAddresses) -> NoReturn:
+def _exit_at_end_of_stdin(addresses: IpcAddresses, parent: int) -> NoReturn:
     descriptor = sys.stdin.fileno()
     while os.read(descriptor, 4096):
         pass
-    with suppress(OSError):  # a parent that was killed could not do it; another child may have
-        _remove_sockets(addresses)
+    # A parent that lives removes the sockets itself, when no child needs them any more.
+    deadline = time.monotonic() + PARENT_GONE_S
+    while os.getppid() == parent and time.monotonic() < deadline:
+        time.sleep(0.005)
+    if os.getppid() != parent:
+        with suppress(OSError):  # another child may have done it
+            _remove_sockets(addresses)
     os._exit(0)
 
 
