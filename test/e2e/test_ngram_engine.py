@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import sglang
-from mtp_oracle import load_reference
+from mtp_oracle import greedy_outputs
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.tokenizer import load_tokenizer
 
@@ -24,14 +23,7 @@ PROB = {"speculative_ngram_match_type": "PROB"}
 @pytest.fixture(scope="module")
 def right() -> list[list[int]]:
     """What transformers gives for PROMPTS."""
-    path = resolve_model_path("demo")
-    reference, tokenizer = load_reference(path), load_tokenizer(path)
-    outputs = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([tokenizer.encode(prompt)])
-        params = {"do_sample": False, "max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS}
-        outputs.append(reference.generate(ids, **params)[0, ids.shape[1] :].tolist())
-    return outputs
+    return greedy_outputs(PROMPTS, NUM_TOKENS)
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 import sglang
 from draft_heads import Sizes, eagle_config, eagle_shapes, random_tensors, write_head
-from mtp_oracle import load_reference
+from mtp_oracle import greedy_outputs
 from serving_utils import RunningServer, running_server
-from sglang.srt.model_config import resolve_model_path
-from sglang.srt.tokenizer import load_tokenizer
 
 NUM_TOKENS = 48
 SIZES = Sizes(256, 64, 2, 1, 128, 4096, 4096)
@@ -25,14 +22,7 @@ PROMPTS = ["def add(a, b):\n    return a + b\n\n\n" * 8, "import os\n", "[0, 0, 
 @pytest.fixture(scope="module")
 def right() -> list[list[int]]:
     """What transformers gives for PROMPTS."""
-    path = resolve_model_path("demo")
-    reference, tokenizer = load_reference(path), load_tokenizer(path)
-    outputs = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([tokenizer.encode(prompt)])
-        params = {"do_sample": False, "max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS}
-        outputs.append(reference.generate(ids, **params)[0, ids.shape[1] :].tolist())
-    return outputs
+    return greedy_outputs(PROMPTS, NUM_TOKENS)
 
 
 @pytest.fixture(scope="module")

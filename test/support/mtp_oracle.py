@@ -8,11 +8,15 @@ confidence to the threshold), for the near-tie rule.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from sglang.srt.model_config import resolve_model_path
+from sglang.srt.tokenizer import load_tokenizer
 
 STATIC = -1.0  # a threshold that every confidence reaches
 
@@ -123,3 +127,15 @@ def verified_decode(
         steps.append(len(emitted))
         margins += [margin] * len(emitted)
     return MTPReference(out, steps, margins)
+
+
+def greedy_outputs(texts: Sequence[str], num_tokens: int) -> list[list[int]]:
+    """So many tokens behind each text by transformers and the bundled model, whatever they are."""
+    path = resolve_model_path("demo")
+    reference, tokenizer = load_reference(path), load_tokenizer(path)
+    outputs = []
+    for text in texts:
+        ids = torch.tensor([tokenizer.encode(text)])
+        params = {"do_sample": False, "max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
+        outputs.append(reference.generate(ids, **params)[0, ids.shape[1] :].tolist())
+    return outputs

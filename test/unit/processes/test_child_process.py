@@ -1,0 +1,39 @@
+"""A child process of a server ends with its standard input."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from sglang.srt.messages.ipc import ChildConfig, IpcAddresses
+
+CHILD = (
+    "import time; from sglang.srt.processes.child_process import start_child_process;"
+    " start_child_process(); print('started', flush=True); time.sleep(60)"
+)
+
+
+def test_sockets_stay_while_the_parent_lives() -> None:
+    """Another child may be about to bind one."""
+    addresses, directory = IpcAddresses.create()
+    sockets = [Path(each.removeprefix("ipc://")) for each in msgspec.structs.astuple(addresses)]
+    try:
+        for socket in sockets:
+            socket.touch()
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(msgspec.json.encode(ChildConfig({}, addresses)) + b"\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == b"started\n"
+        child.stdin.close()
+        assert child.wait(20) == 0
+        assert all(socket.exists() for socket in sockets)
+    finally:
+        shutil.rmtree(directory)
