@@ -83,7 +83,7 @@ def test_graphs_are_captured_anew_with_memory(paths: dict[str, Path]) -> None:
         served.group.restore_kv()
         served.group.restore_weights()
         zero(served.group)
-        assert served.graphs.num_graphs == 4
+        assert served.graphs.num_graphs == 8
 
 
 @pytest.mark.parametrize("policy", ["fixed", JUMPING, RESTING])

@@ -38,7 +38,7 @@ from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.registry import DRAFTERS
 from sglang.srt.speculative.draft_steps import DraftSteps
-from sglang.srt.speculative.drafter import ComputedStep, DrafterParts
+from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, ExtendedStep
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.eagle_worker import EagleDrafter
 from sglang.srt.step.worker import NewRow
@@ -80,11 +80,16 @@ class ComparedDrafter(EagleDrafter):
         self._scores = dict(zip(steps.rows.tolist(), drafts.scores, strict=True))
         return drafts
 
-    @torch.inference_mode()
-    def propose(self, step: ComputedStep) -> None:
+    def extend(self, step: ComputedStep) -> torch.Tensor | None:
+        self._computed = step
         if step.plan.rests:
             self._fed[step.inputs.slots.cpu()] = LEFT_OUT
-        super().propose(step)
+        return super().extend(step)
+
+    @torch.inference_mode()
+    def propose(self, extended: ExtendedStep) -> None:
+        super().propose(extended)
+        step = self._computed
         lens = step.accepted.accept_lens.tolist()
         fed = [0] * len(lens) if step.plan.is_plain else step.accepted.num_drafts.tolist()
         for index, (row, emits) in enumerate(zip(step.batch.rows, step.batch.emits, strict=True)):

@@ -15,11 +15,12 @@ from sglang.srt.speculative.drafter import (
     ComputedStep,
     DrafterNeeds,
     DrafterParts,
+    ExtendedStep,
     RowPlan,
     verifying_plan,
 )
 from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.step_ops import EMITS, ROW, PackedSize, StepCounts
+from sglang.srt.step.step_ops import PackedSize, StepCounts
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
 
 PLACE = f"{__name__}:NgramDrafter"  # for a registry
@@ -158,13 +159,16 @@ class NgramDrafter:
         size = PackedSize(sum(batch.num_prompt_tokens) + given, num_reads)
         return replace(plan, counts=replace(counts, packed=size))
 
-    def propose(self, step: ComputedStep) -> None:
+    def extend(self, step: ComputedStep) -> None:
+        """There is no model."""
+
+    def propose(self, step: ExtendedStep) -> None:
         if self._options.is_fickle and self._random.random() < 0.3:
             self._may_have_drafts.difference_update(step.batch.rows)
             return
         self._may_have_drafts.update(step.batch.rows)
-        per_request, state = step.chosen.layout.per_request, self._state
-        rows, emits = per_request[ROW], per_request[EMITS] > 0
+        rows, state = step.rows, self._state
+        emits = to_device(step.batch.emits, rows.device, torch.bool)
         num_tokens = state.num_tokens[rows]
         occurrences, exists = _occurrences(state.tokens[rows], num_tokens)
         is_silent = (num_tokens + rows) % 5 == 0

@@ -10,7 +10,13 @@ import torch
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.drafter import ComputedStep, DrafterNeeds, DrafterParts, RowPlan
+from sglang.srt.speculative.drafter import (
+    ComputedStep,
+    DrafterNeeds,
+    DrafterParts,
+    ExtendedStep,
+    RowPlan,
+)
 from sglang.srt.step.step_ops import StepCounts
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
 
@@ -89,16 +95,21 @@ class OwnModelDrafter:
         )
         return RowPlan(counts, max_pending=width, max_accepted=width)
 
-    def propose(self, step: ComputedStep) -> None:
+    def extend(self, step: ComputedStep) -> torch.Tensor:
+        """[R, 2] int64; the second best and the best token behind each certain one."""
         inputs, state, emits = step.inputs, self._state, torch.tensor(step.batch.emits)
         first = inputs.kv_lens - torch.tensor(inputs.q_lens)
         if self._options.keeps_drafts:
             is_prompt = torch.tensor(step.batch.num_prompt_tokens) > 0
             first = torch.where(is_prompt, first, state.committed[inputs.rows])
-        best = self.catch_up(inputs.rows, first, emits)
-        emitting = inputs.rows[emits]
+        return self.catch_up(inputs.rows, first, emits)
+
+    def propose(self, step: ExtendedStep) -> None:
+        state, best, emits = self._state, step.output, torch.tensor(step.batch.emits)
+        emitting = step.rows[emits]
         if not len(emitting):
             return
+        assert best is not None, "It is told what `extend` gives."
         draft = self._draft_tree if self._options.has_trees else self._draft_chain
         tokens = draft(emitting, best[emits])
         num_drafts = torch.full_like(emitting, NUM_DRAFTS)

@@ -14,10 +14,10 @@ from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
-from sglang.srt.speculative.drafter import DrafterConfig, RowPlan
+from sglang.srt.speculative.drafter import DrafterConfig, ExtendedStep, RowPlan
 from sglang.srt.step.step_ops import AcceptedTokens
 from sglang.srt.step.worker import ScheduleBatch
-from sglang.srt.workers.round_graphs import RoundGraphs
+from sglang.srt.workers.round_graphs import RoundGraphs, VerifiedStep
 from utils import Setup, make_execution
 
 NUM_STEPS = 3
@@ -61,11 +61,12 @@ def runners(
     return make_runners(execution, *drafter_models(drafter, execution))
 
 
-def copied(taken: AcceptedTokens) -> AcceptedTokens:
+def copied(taken: VerifiedStep) -> VerifiedStep:
     """What a graph gave, for a CPU: a GPU's results are on their way to the host before the next
     replay, and those of a CPU are not copied."""
-    parts = [getattr(taken, name) for name in AcceptedTokens.__slots__]
-    return AcceptedTokens(*[None if part is None else part.clone() for part in parts])
+    parts = [getattr(taken.accepted, name) for name in AcceptedTokens.__slots__]
+    accepted = AcceptedTokens(*[None if part is None else part.clone() for part in parts])
+    return taken._replace(accepted=accepted)
 
 
 @dataclass
@@ -73,8 +74,10 @@ class Served:
     """A scheduler with a head, whose rounds are graphs.
 
     Attributes:
-        rounds: requests and drafts of each of each step that was one graph.
-        num_pieces: steps that were not.
+        rounds: requests and drafts of each of each step whose verification was a graph.
+        num_pieces: steps whose verification was not.
+        proposals: requests and drafts given to each of each proposal that was a graph.
+        num_eager_proposals: that were not.
         num_rests: steps that the head was left out of.
         seen: drafts that were right and wrong, of graphs alone.
         may_lack: requests may be given fewer drafts than the step says.
@@ -84,6 +87,8 @@ class Served:
     group: RunnerGroup
     rounds: list[tuple[int, int]] = field(default_factory=list)
     num_pieces: int = 0
+    proposals: list[tuple[int, int]] = field(default_factory=list)
+    num_eager_proposals: int = 0
     num_rests: int = 0
     seen: Counter[str] = field(default_factory=Counter)
     may_lack: bool = False
@@ -94,14 +99,15 @@ class Served:
         graphs: RoundGraphs = worker._rounds
         return graphs
 
-    def replay(self, batch: ScheduleBatch, plan: RowPlan) -> AcceptedTokens | None:
-        """Notes what `RoundGraphs.replay` does."""
-        taken = self._replay(batch, plan)
+    def verify(self, batch: ScheduleBatch, plan: RowPlan) -> VerifiedStep | None:
+        """Notes what `RoundGraphs.verify` does."""
+        found = self._verify(batch, plan)
         self.num_rests += plan.rests
-        if taken is None:
+        if found is None:
             self.num_pieces += 1
             return None
         assert not plan.rests, "The head was run."
+        taken = found.accepted
         num_drafts, num_fed = taken.num_drafts, plan.max_pending - 1
         fed = [0] * len(batch.rows) if num_drafts is None else num_drafts.tolist()
         if self.may_lack:
@@ -112,15 +118,23 @@ class Served:
         self.seen["right"] += right
         self.seen["wrong"] += sum(fed) - right
         self.rounds.append((len(batch.rows), num_fed))
-        return copied(taken)
+        return copied(found)
+
+    def propose(self, step: ExtendedStep) -> bool:
+        """Notes what `RoundGraphs.propose` does."""
+        is_graph = self._propose(step)
+        if is_graph:
+            self.proposals.append((len(step.batch.rows), step.plan.next_drafts[0]))
+        self.num_eager_proposals += not is_graph
+        return is_graph
 
     def watch(self) -> None:
-        self._replay = self.graphs.replay
-        vars(self.graphs)["replay"] = self.replay
+        self._verify, self._propose = self.graphs.verify, self.graphs.propose
+        vars(self.graphs).update(verify=self.verify, propose=self.propose)
 
     def unwatch(self) -> None:
         """Nothing is noted from now on: what is noted is read from the device."""
-        del vars(self.graphs)["replay"]
+        del vars(self.graphs)["verify"], vars(self.graphs)["propose"]
 
 
 def zero(group: RunnerGroup) -> None:

@@ -24,6 +24,7 @@ from sglang.srt.speculative.drafter import (
     ComputedStep,
     DrafterNeeds,
     DrafterParts,
+    ExtendedStep,
     RowPlan,
     verifying_plan,
 )
@@ -91,8 +92,10 @@ class SecondModelDrafter:
         next_drafts = drafts_of_requests(batch, plan.max_accepted, count, count)
         return replace(plan, next_drafts=next_drafts)
 
-    def propose(self, step: ComputedStep) -> None:
+    def extend(self, step: ComputedStep) -> None:
         self._runner.forward(step.inputs)
+
+    def propose(self, step: ExtendedStep) -> None:
         if not any(step.plan.next_drafts):
             return
         steps = plan_draft_steps(step, self._table, self._num_drafts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +10,8 @@ import torch
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.speculative.draft_steps import DraftSteps, drafts_of_requests, plan_draft_steps
-from sglang.srt.speculative.drafter import ComputedStep, RowPlan, verifying_plan
-from sglang.srt.step.forward_inputs import build_forward_batch
+from sglang.srt.speculative.drafter import ExtendedStep, RowPlan, verifying_plan
 from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.torch_step_ops import TorchStepOps
 from sglang.srt.step.worker import ScheduleBatch
 
 NUM_DRAFTS = 3
@@ -54,11 +51,8 @@ def planned(batch: ScheduleBatch, committed: list[int], num_steps: int = NUM_DRA
     pool.req_to_token[:NUM_ROWS] = numbers + 1
     state.tokens[:NUM_ROWS] = numbers
     plan = plan_of(batch, num_steps)
-    inputs, _ = build_forward_batch(
-        TorchStepOps(torch.device("cpu")), batch, plan.counts, state, pool
-    )
     state.committed[batch.rows] = torch.tensor(committed)
-    step = mock.Mock(ComputedStep, batch=batch, plan=plan, state=state, inputs=inputs)
+    step = ExtendedStep(batch, plan, state, torch.tensor(batch.rows), None)
     return plan_draft_steps(step, pool, num_steps)
 
 

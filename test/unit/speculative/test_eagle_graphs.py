@@ -22,9 +22,8 @@ from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig, RowPlan
 from sglang.srt.step.price_table import PriceTable
-from sglang.srt.step.step_ops import AcceptedTokens
 from sglang.srt.step.worker import ScheduleBatch
-from sglang.srt.workers.round_graphs import RoundGraphs
+from sglang.srt.workers.round_graphs import RoundGraphs, VerifiedStep
 from tile_spec_rounds import DEAR_ROWS, RandomBudgets
 from utils import Setup, make_execution
 
@@ -139,10 +138,10 @@ def test_tokens_with_graphs_of_steps_that_verify_some_of_the_drafts(
         paths["target"], paths[kind], kind, 3, policy, tile_spec_cache=tmp_path
     )
     budgets, replayed, rounds = RandomBudgets(3), list[bool](), list[bool]()
-    replay = RoundGraphs.replay
+    verify = RoundGraphs.verify
 
-    def noted(graphs: RoundGraphs, batch: ScheduleBatch, plan: RowPlan) -> AcceptedTokens | None:
-        taken = replay(graphs, batch, plan)
+    def noted(graphs: RoundGraphs, batch: ScheduleBatch, plan: RowPlan) -> VerifiedStep | None:
+        taken = verify(graphs, batch, plan)
         rounds.append(taken is not None)
         return None if taken is None else copied(taken)
 
@@ -155,7 +154,7 @@ def test_tokens_with_graphs_of_steps_that_verify_some_of_the_drafts(
 
     with recorded_graphs(), replayable_backends(), jumping_tiers(), budgets.chosen():
         group = runners(paths["target"], drafter, setup, backend, max_graph_rows=64)
-        with mock.patch.object(RoundGraphs, "replay", noted):
+        with mock.patch.object(RoundGraphs, "verify", noted):
             served, counter = harness(group, drafter, setup, DEAR_ROWS, checks_kv)
             served.scheduler._worker._on_step = note
             serve(served, right)

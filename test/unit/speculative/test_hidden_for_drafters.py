@@ -25,6 +25,7 @@ from sglang.srt.speculative.drafter import (
     DrafterConfig,
     DrafterNeeds,
     DrafterParts,
+    ExtendedStep,
     RowPlan,
     verifying_plan,
 )
@@ -86,13 +87,15 @@ class ProbingDrafter:
     def plan(self, batch: ScheduleBatch) -> RowPlan:
         return verifying_plan(batch, NUM_DRAFTS, 1 + NUM_DRAFTS)
 
-    def propose(self, step: ComputedStep) -> None:
+    def extend(self, step: ComputedStep) -> None:
         first = 0
         assert (step.forward.taps is None) == (not self._capture.layers)
         for i, q_len in enumerate(step.inputs.q_lens):
             self._compare(step, i, slice(first, first + q_len))
             first += q_len
-        rows, state = step.inputs.rows, self._state
+
+    def propose(self, step: ExtendedStep) -> None:
+        rows, state = step.rows, self._state
         certain = state.tokens[rows, state.committed[rows]].to(torch.int64)
         ahead = torch.arange(NUM_DRAFTS)
         emits = torch.tensor(step.batch.emits)

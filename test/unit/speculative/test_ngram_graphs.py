@@ -18,8 +18,8 @@ from recorded_graphs import recorded_graphs, replayable_backends
 from round_serving import NUM_STEPS, Served, copied, right_tokens, runners, setup_of, zero
 from sglang.srt.speculative.drafter import DrafterConfig, RowPlan
 from sglang.srt.step.price_table import PriceTable
-from sglang.srt.step.step_ops import AcceptedTokens
 from sglang.srt.step.worker import ScheduleBatch
+from sglang.srt.workers.round_graphs import VerifiedStep
 from tile_spec_rounds import FREE_ROWS, prices_of
 
 torch.set_num_threads(1)
@@ -113,17 +113,17 @@ def test_graphs_feed_as_many_drafts_of_the_corpus_as_its_budget(
     drafter = ngram_config(NUM_STEPS, breadth, corpus=right, corpus_budget=1)
     served = serving(paths, drafter)
     served.unwatch()  # it checks that all are fed
-    replay, fed = served.graphs.replay, Counter[int]()
+    verify, fed = served.graphs.verify, Counter[int]()
 
-    def noted(batch: ScheduleBatch, plan: RowPlan) -> AcceptedTokens | None:
-        taken = replay(batch, plan)
+    def noted(batch: ScheduleBatch, plan: RowPlan) -> VerifiedStep | None:
+        taken = verify(batch, plan)
         if taken is None:
             return None
-        if taken.num_drafts is not None:
-            fed.update(taken.num_drafts.tolist())
+        if taken.accepted.num_drafts is not None:
+            fed.update(taken.accepted.num_drafts.tolist())
         return copied(taken)
 
-    vars(served.graphs)["replay"] = noted
+    vars(served.graphs)["verify"] = noted
     serve(served.harness, right)
     assert set(fed) == {1, NUM_STEPS}
     assert min(fed.values()) > 10, fed
@@ -131,9 +131,9 @@ def test_graphs_feed_as_many_drafts_of_the_corpus_as_its_budget(
 
 def test_without_drafts_rounds_search_nothing(paths: dict[str, Path]) -> None:
     served = serving(paths, ngram_config(1, tier_policy=JUMPING))
-    graphs = served.graphs._captured
-    plain = len(graphs[0, 0][1].graph.calls)
-    assert len(graphs[1, 1][1].graph.calls) > plain + 50
+    graphs = {kind.num_drafts: each[1].graph for kind, each in served.graphs._proposals.items()}
+    assert not graphs[0].calls
+    assert len(graphs[1].calls) > 50
 
 
 @pytest.mark.parametrize("breadth", [1, 3])

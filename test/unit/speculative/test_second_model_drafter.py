@@ -40,7 +40,7 @@ from sglang.srt.messages.control import (
 )
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.processes.worker_factory import drafter_models
-from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig
+from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig, ExtendedStep
 from sglang.srt.step.worker import NewRow
 from utils import Setup, make_execution, make_random_model
 
@@ -108,7 +108,7 @@ class SpoilingDrafter(SecondModelDrafter):
             self._is_greedy[new.row] = new.params.is_greedy
             self._foreseen.pop(new.row, None)
 
-    def propose(self, step: ComputedStep) -> None:
+    def extend(self, step: ComputedStep) -> None:
         batch, lens = step.batch, step.accepted.accept_lens.tolist()
         for row, num_prompt, num in zip(batch.rows, batch.num_prompt_tokens, lens, strict=True):
             if num_prompt:
@@ -118,8 +118,11 @@ class SpoilingDrafter(SecondModelDrafter):
                 self.seen["fed"] += 1
                 self.seen["as foreseen"] += num - 1 == self._foreseen[row]
                 self.seen[f"{self._foreseen[row]} foreseen"] += 1
+        super().extend(step)
+
+    def propose(self, step: ExtendedStep) -> None:
         super().propose(step)
-        for row, emits in zip(batch.rows, batch.emits, strict=True):
+        for row, emits in zip(step.batch.rows, step.batch.emits, strict=True):
             if emits:
                 self._spoil(row, next(self._numbers) % MAX_ROWS)
 

@@ -21,7 +21,7 @@ from jumping_tier import JUMPING, jumping_tiers
 from mtp_oracle import load_reference
 from sglang.srt.registry import DRAFTERS
 from sglang.srt.speculative.draft_steps import DraftSteps
-from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, RowPlan
+from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, ExtendedStep, RowPlan
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.standalone_worker import StandaloneDrafter, all_verify
 from sglang.srt.step.step_ops import PackedSize
@@ -65,9 +65,14 @@ class ComparedDrafter(StandaloneDrafter):
         self._scores = dict(zip(steps.rows.tolist(), drafts.scores, strict=True))
         return drafts
 
+    def extend(self, step: ComputedStep) -> torch.Tensor | None:
+        self._computed = step
+        return super().extend(step)
+
     @torch.inference_mode()
-    def propose(self, step: ComputedStep) -> None:
-        super().propose(step)
+    def propose(self, extended: ExtendedStep) -> None:
+        super().propose(extended)
+        step = self._computed
         self.seen["behind verified"] += all_verify(step)
         self.seen["behind others"] += not all_verify(step)
         lens = step.accepted.accept_lens.tolist()

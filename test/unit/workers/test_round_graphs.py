@@ -138,11 +138,11 @@ def test_graphs_are_captured_anew_with_memory(
 ) -> None:
     served = serving(paths, setup=setup_of(use_radix_cache=False))
     submit_all(served)
-    before, num_rounds = dict(served.graphs._captured[NUM_STEPS, NUM_STEPS]), len(served.rounds)
+    before, num_rounds = dict(served.graphs._steps[NUM_STEPS]), len(served.rounds)
     served.group.memory.release()
     served.group.restore_kv()
     zero(served.group)
-    after = served.graphs._captured[NUM_STEPS, NUM_STEPS]
+    after = served.graphs._steps[NUM_STEPS]
     assert before.keys() == after.keys()
     assert all(before[size].graph is not after[size].graph for size in after)
     ids = submit_all(served)
@@ -160,15 +160,30 @@ def test_while_memory_is_released_there_are_none(paths: dict[str, Path]) -> None
     assert served.graphs.num_graphs > 0
 
 
-def test_small_batches_have_graphs_of_steps_that_change_the_tier(paths: dict[str, Path]) -> None:
+def test_every_tier_has_graphs_that_serve_any_tier_before_and_behind_it(
+    paths: dict[str, Path], right: list[list[int]]
+) -> None:
     setup = setup_of(max_running_requests=12)
     served = serving(paths, setup=setup, policy=JUMPING)
-    captured = {shape: sorted(graphs) for shape, graphs in served.graphs._captured.items()}
-    tiers = range(NUM_STEPS + 1)
-    few, all_sizes = [1, 2, 4, 8], [1, 2, 4, 8, 12]
-    assert captured == {
-        (fed, given): all_sizes if fed == given else few for fed in tiers for given in tiers
-    }
+    tiers, sizes = range(NUM_STEPS + 1), [1, 2, 4, 8, 12]
+    graphs = served.graphs
+    assert {count: [*each] for count, each in graphs._steps.items()} == dict.fromkeys(tiers, sizes)
+    assert {kind.num_drafts: [*each] for kind, each in graphs._proposals.items()} == dict.fromkeys(
+        tiers, sizes
+    )
+    ids = submit_all(served)
+    assert [served.harness.outputs[each].token_ids for each in ids] == right
+    fed, given = ({count for _, count in each} for each in (served.rounds, served.proposals))
+    assert fed == given == {*tiers}
+
+
+def test_steps_that_feed_prompts_too_propose_by_graph(paths: dict[str, Path]) -> None:
+    served = serving(paths)
+    ids = [served.harness.submit(prompts()[0], **params_of(0)) for _ in range(3)]
+    served.harness.step()
+    assert served.num_pieces == 1
+    assert served.proposals[0] == (len(ids), NUM_STEPS)
+    assert not served.num_eager_proposals
 
 
 def test_with_checks_of_kv_there_is_none(paths: dict[str, Path], right: list[list[int]]) -> None:
@@ -269,8 +284,8 @@ def test_batches_are_padded_to_a_size_that_takes_less_time(
     paths: dict[str, Path], right: list[list[int]]
 ) -> None:
     served = serving(paths)
-    target, shape = served.group.target, (NUM_STEPS, NUM_STEPS)
-    keys, sizes = target.graph_keys, [*served.graphs._captured[shape]]
+    target = served.group.target
+    keys, sizes = target.graph_keys, [*served.graphs._steps[NUM_STEPS]]
     assert keys is not None
     several = {key: float(key.num_tokens) for key in keys.all if key.width > 1}
     rows = 2 * (1 + NUM_STEPS)
@@ -278,7 +293,7 @@ def test_batches_are_padded_to_a_size_that_takes_less_time(
     assert dear
     target.prefer_cheaper_graphs(several | dear)
     served.graphs.capture()
-    assert [*served.graphs._captured[shape]] == [size for size in sizes if size != 2]
+    assert [*served.graphs._steps[NUM_STEPS]] == [size for size in sizes if size != 2]
     ids = submit_all(served)
     assert [served.harness.outputs[each].token_ids for each in ids] == right
     assert any(count == 2 for count, _ in served.rounds), "Two requests are padded to four."

@@ -18,7 +18,13 @@ from sglang.srt.mtp.lookahead_rows import LookaheadPlan, LookaheadRows
 from sglang.srt.mtp.mask_ops import MaskOps
 from sglang.srt.registry import LENGTH_POLICIES, load
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.drafter import ComputedStep, DrafterNeeds, DrafterParts, RowPlan
+from sglang.srt.speculative.drafter import (
+    ComputedStep,
+    DrafterNeeds,
+    DrafterParts,
+    ExtendedStep,
+    RowPlan,
+)
 from sglang.srt.speculative.length_policy import LengthPolicy
 from sglang.srt.speculative.upcoming_step import Budget
 from sglang.srt.step.request_rows import RequestRows
@@ -157,7 +163,8 @@ class MaskDrafter:
             tier=0 if budget is None else limit,
         )
 
-    def propose(self, step: ComputedStep) -> None:
+    def extend(self, step: ComputedStep) -> None:
+        """The drafts are what the target chose behind its mask tokens."""
         if not step.plan.is_plain:
             self._ops.propose(step.chosen, step.accepted)
         if self._policy.wants_confidences:
@@ -167,6 +174,9 @@ class MaskDrafter:
             self._copies.append(HostCopy(parts))
         if self._config.bypasses_graphs and not step.forward.used_graph:
             self._warn_of_bypass(step)
+
+    def propose(self, step: ExtendedStep) -> None:
+        """Nothing: the step itself has given the drafts."""
 
     def _warn_of_bypass(self, step: ComputedStep) -> None:
         """Warns once, of the first request whose look-ahead ran without a graph."""

@@ -17,7 +17,7 @@ import torch
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.speculative.drafter import ComputedStep
+from sglang.srt.speculative.drafter import ExtendedStep
 from sglang.srt.step.worker import ScheduleBatch
 
 
@@ -94,7 +94,7 @@ def drafts_of_requests(
     ]
 
 
-def plan_draft_steps(step: ComputedStep, page_table: ReqToTokenPool, num_steps: int) -> DraftSteps:
+def plan_draft_steps(step: ExtendedStep, page_table: ReqToTokenPool, num_steps: int) -> DraftSteps:
     """The draft steps behind a step of the target, of the requests that are to have drafts
     (`RowPlan.next_drafts`), one at least. Nothing here waits for the device."""
     batch, table = step.batch, page_table.req_to_token
@@ -104,7 +104,7 @@ def plan_draft_steps(step: ComputedStep, page_table: ReqToTokenPool, num_steps: 
         most_kept = batch.num_prompt_tokens[i] or step.plan.max_accepted
         bounds.append(batch.kv_len_upper_bounds[i] - batch.max_q_lens[i] + most_kept + 1)
     assert max(bounds) + num_steps - 1 <= table.shape[1], "Slots are reserved past a row's end."
-    rows, chosen = step.inputs.rows, None
+    rows, chosen = step.rows, None
     if len(requests) < len(batch.rows):
         chosen = to_device(requests, rows.device, torch.int64)
         rows = rows[chosen]

@@ -7,7 +7,8 @@ A step of a worker with a drafter (`workers/tp_worker.py`), the one rule of docs
    chosen. The drafts of a request are its pending tokens but the first, which is certain.
 3. Drafts that equal the target's tokens are confirmed, along a chain or a path of a tree, and the
    watermark moves over them. `speculative/confirm.py` has other rules.
-4. `propose`: the drafter writes drafts behind the new certain token, for the next step.
+4. `extend`: the drafter's own models run over the rows that the target was fed.
+5. `propose`: the drafter writes drafts behind the new certain token, for the next step.
 
 Nothing of this waits for the device; `observe` hears each result one step later.
 """
@@ -92,7 +93,7 @@ class ChosenTokens:
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
     """A step whose tokens are accepted and whose watermarks have moved: all that a drafter may look
-    at, on the device, to propose the next drafts.
+    at, on the device.
 
     Attributes:
         state: the device rows, as the step leaves them.
@@ -107,6 +108,25 @@ class ComputedStep:
     forward: ForwardResult
     chosen: ChosenTokens
     accepted: AcceptedTokens
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendedStep:
+    """A step behind `Drafter.extend`: all that `Drafter.propose` may look at. Nothing on the device
+    has a shape that depends on how many drafts the step verified, so that proposals behind all
+    steps can be one CUDA graph.
+
+    Attributes:
+        state: the device rows, as the step leaves them.
+        rows: [R] int64; row of the request-to-token table.
+        output: [R, width]; what `extend` gave, if anything.
+    """
+
+    batch: ScheduleBatch
+    plan: RowPlan
+    state: RequestRows
+    rows: torch.Tensor
+    output: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +173,9 @@ class DrafterNeeds:
             position: 1 where they are fed the next one. For debugging alone (`KVCanary`).
         bypasses_graphs: the target's steps of several rows per request replay no captured graph.
         rounds: numbers of drafts that every request may verify, and be given, in steps that may be
-            captured as a whole, each with the batch sizes that have it. Then `propose` does nothing
-            on the host that depends on more than the numbers in its step, and the plan of a step
-            has `RowPlan.next_drafts`. Empty: no step may be.
+            captured, each with the batch sizes that have it. Then `extend` and `propose` do nothing
+            on the host that depends on more than these numbers, and the plan of a step has
+            `RowPlan.next_drafts`. Empty: no step may be.
     """
 
     max_drafts: int
@@ -232,10 +252,18 @@ class Drafter(Protocol):
     def plan(self, batch: ScheduleBatch) -> RowPlan:
         """What the next step feeds and reads. The step before has not been read yet."""
 
-    def propose(self, step: ComputedStep) -> None:
+    def extend(self, step: ComputedStep) -> torch.Tensor | None:
+        """Takes what it needs of a step: models of its own run over the same rows. Called for every
+        step, but for those that replay a graph of it (`DrafterNeeds.rounds`).
+
+        Returns:
+            [R, width]; what `propose` needs of each request. None: nothing.
+        """
+
+    def propose(self, step: ExtendedStep) -> None:
         """Writes drafts behind the certain token of requests that emitted
         (`RequestRows.write_drafts`). Called for every step, also for those without drafts, but for
-        those that replay a graph of a whole step (`DrafterNeeds.rounds`)."""
+        those that replay a graph of it (`DrafterNeeds.rounds`)."""
 
     def observe(self, result: HostResult) -> None:
         """Hears the result of the oldest step that it has not heard of."""

@@ -22,7 +22,13 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.draft_inputs import next_tokens, rows_of_requests
 from sglang.srt.speculative.draft_prices import measured_rounds
 from sglang.srt.speculative.draft_steps import DraftSteps, plan_draft_steps
-from sglang.srt.speculative.drafter import ComputedStep, DrafterNeeds, DrafterParts, RowPlan
+from sglang.srt.speculative.drafter import (
+    ComputedStep,
+    DrafterNeeds,
+    DrafterParts,
+    ExtendedStep,
+    RowPlan,
+)
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.eagle_utils import organize_draft_results
 from sglang.srt.speculative.kept_paths import rows_of_paths
@@ -133,19 +139,22 @@ class EagleDrafter:
             self._left_out.plan(batch, plan)
         return plan
 
-    def propose(self, step: ComputedStep) -> None:
+    def extend(self, step: ComputedStep) -> torch.Tensor | None:
         if self._left_out is not None:
             if step.plan.rests:
                 self._left_out.leave_out(step.inputs.slots)
-                return
+                return None
             self._left_out.look_at_prefixes(step)
-        hidden = self.forward_draft_extend(step)
+        return self.forward_draft_extend(step)
+
+    def propose(self, step: ExtendedStep) -> None:
         num_drafts = max(step.plan.next_drafts)
         if num_drafts == 0:
             return
+        assert step.output is not None, "Nobody is given drafts while the head rests."
         tier = num_drafts if self._rounds.tree is None else self._rounds.num_steps
         steps = plan_draft_steps(step, self._table, self._rounds.num_draft_slots(tier))
-        self.draft(steps, steps.of_requests(hidden)).write(self._state, steps.rows)
+        self.draft(steps, steps.of_requests(step.output)).write(self._state, steps.rows)
 
     def forward_draft_extend(self, step: ComputedStep) -> torch.Tensor:
         """The head over the rows that the target was fed: of prompts, and of the certain token and

@@ -17,7 +17,13 @@ from sglang.srt.layers.forward_batch import MAX_TREE_ROWS
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.registry import ATTENTION_BACKENDS, load
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.drafter import ComputedStep, DrafterNeeds, DrafterParts, RowPlan
+from sglang.srt.speculative.drafter import (
+    ComputedStep,
+    DrafterNeeds,
+    DrafterParts,
+    ExtendedStep,
+    RowPlan,
+)
 from sglang.srt.speculative.ngram_confidence import BranchConfidence, MatchConfidence
 from sglang.srt.speculative.ngram_memory import NgramMemory
 from sglang.srt.speculative.ngram_ops import Continuation, NgramLimits, NgramOps
@@ -27,7 +33,7 @@ from sglang.srt.speculative.round_planner import RoundOptions, RoundPlanner
 from sglang.srt.speculative.round_prices import MeasuredRounds
 from sglang.srt.step.price_table import FREE, DraftPrices, PriceTable, no_graphs
 from sglang.srt.step.request_rows import confidence_of_scores
-from sglang.srt.step.step_ops import EMITS, ROW, AcceptedTokens
+from sglang.srt.step.step_ops import AcceptedTokens
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
 
 # 1.5 MB on a GPU, so that its cache holds them; a CPU searches fewer in as much time.
@@ -150,10 +156,14 @@ class NgramDrafter:
             return plan
         return replace(plan, wants_paths=True)
 
-    def propose(self, step: ComputedStep) -> None:
-        rows, accepted = step.chosen.layout.per_request[ROW], step.accepted
+    def extend(self, step: ComputedStep) -> None:
+        """There is no model; what became of the drafts is learnt."""
+        accepted = step.accepted
         if accepted.num_drafts is not None:
-            self._learn(rows, accepted.num_drafts, accepted)
+            self._learn(step.inputs.rows, accepted.num_drafts, accepted)
+
+    def propose(self, step: ExtendedStep) -> None:
+        rows = step.rows
         num_drafts = max(step.plan.next_drafts)
         if num_drafts == 0:
             if self._watch is not None:
@@ -232,14 +242,13 @@ def _check_trees(backend: str) -> None:
         )
 
 
-def _counts(step: ComputedStep, num_drafts: int) -> torch.Tensor:
+def _counts(step: ExtendedStep, num_drafts: int) -> torch.Tensor:
     """[R] int64; drafts that each request is given: `RowPlan.next_drafts`, on the device. Where all
-    that emit get as many, as in whole rounds, nothing is copied there."""
-    planned, emits = step.plan.next_drafts, step.batch.emits
-    per_request = step.chosen.layout.per_request
-    if all(count == num_drafts for count, flag in zip(planned, emits, strict=True) if flag):
-        return per_request[EMITS] * num_drafts
-    return to_device(list(planned), per_request.device, torch.int64)
+    get as many, nothing is copied there."""
+    planned = step.plan.next_drafts
+    if all(count == num_drafts for count in planned):
+        return torch.full_like(step.rows, num_drafts)
+    return to_device(list(planned), step.rows.device, torch.int64)
 
 
 def _free_drafts(max_drafts: int) -> DraftPrices:

@@ -22,7 +22,13 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.draft_inputs import next_tokens, rows_of_requests
 from sglang.srt.speculative.draft_prices import measured_rounds
 from sglang.srt.speculative.draft_steps import DraftSteps, plan_draft_steps
-from sglang.srt.speculative.drafter import ComputedStep, DrafterNeeds, DrafterParts, RowPlan
+from sglang.srt.speculative.drafter import (
+    ComputedStep,
+    DrafterNeeds,
+    DrafterParts,
+    ExtendedStep,
+    RowPlan,
+)
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.round_planner import RoundOptions, RoundPlanner
 from sglang.srt.step.step_ops import Q_LEN, Q_START
@@ -88,13 +94,17 @@ class StandaloneDrafter:
     def plan(self, batch: ScheduleBatch) -> RowPlan:
         return self.planner.plan(batch)
 
-    def propose(self, step: ComputedStep) -> None:
+    def extend(self, step: ComputedStep) -> torch.Tensor | None:
+        """Gives the output at the certain tokens, if the draft model is fed them."""
         hidden = self.forward_draft_extend(step)
+        return hidden if all_verify(step) else None
+
+    def propose(self, step: ExtendedStep) -> None:
         tier = max(step.plan.next_drafts)
         if tier == 0:
             return
         steps = plan_draft_steps(step, self._table, self.planner.states[tier].num_draft_steps)
-        of_certain = steps.of_requests(hidden) if all_verify(step) else None
+        of_certain = None if step.output is None else steps.of_requests(step.output)
         self.draft(steps, of_certain).write(self._state, steps.rows)
 
     def forward_draft_extend(self, step: ComputedStep) -> torch.Tensor:

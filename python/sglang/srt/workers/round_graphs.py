@@ -1,20 +1,24 @@
-"""Whole steps as CUDA graphs: rows are laid out, the target verifies drafts, tokens are accepted
-and the next drafts are proposed, all in one launch.
+"""Steps as CUDA graphs, two for each step. The first one lays rows out, has the target verify
+drafts, accepts tokens and has the drafter's model extend over the same rows. The second one
+proposes the next drafts.
 
-Only steps of one shape are captured: every request verifies the same number of drafts and is given
-as many for its next step, or another number in small batches, whose steps are short
-(`DrafterNeeds.rounds`); and nobody asks for anything that the host must look at, such as
-log-probabilities. All others run piece by piece (`TpModelWorker`).
+The first differs by how many drafts each request verifies, the second by how many it is given. So a
+step that gives another number of drafts than it verified replays two graphs, as any other does.
+
+Steps have such graphs where every request verifies the same number of drafts and nobody asks for
+anything that the host must look at, such as log-probabilities; proposals, where every request is
+given the same number. All others run piece by piece (`TpModelWorker`).
 """
 
 from __future__ import annotations
 
 import bisect
-import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,75 +27,105 @@ from tqdm import tqdm
 from sglang.srt.device_copies import overwrite, to_device
 from sglang.srt.garbage import no_collections
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
-from sglang.srt.model_executor.cuda_graph_runner import capture_graph
+from sglang.srt.model_executor.cuda_graph_runner import GraphMemory, capture_graph
 from sglang.srt.model_executor.graph_keys import MAX_WIDE_TOKENS, decode_sizes
 from sglang.srt.model_executor.model_runner import LESS_STATIC_MEMORY
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.platform import memory_for
-from sglang.srt.speculative.drafter import RowPlan, plan_of_drafts
+from sglang.srt.speculative.drafter import DrafterNeeds, ExtendedStep, RowPlan, plan_of_drafts
+from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import NUM_COUNTS, ROW, AcceptedTokens, pack_for_device
 from sglang.srt.step.worker import ScheduleBatch
 
 logger = logging.getLogger(__name__)
 
-MAX_CHANGING_REQS = 8  # of steps that give another number of drafts than they verify
-Shape = tuple[int, int]  # drafts that each request verifies, and that it is given
-RunStep = Callable[[ScheduleBatch, RowPlan, torch.Tensor], AcceptedTokens]
+RunStep = Callable[
+    [ScheduleBatch, RowPlan, torch.Tensor], tuple[AcceptedTokens, torch.Tensor | None]
+]
+Propose = Callable[[ExtendedStep], None]
+
+
+class VerifiedStep(NamedTuple):
+    """What the first graph of a step gave; its next replay overwrites it."""
+
+    accepted: AcceptedTokens
+    extended: ExtendedStep
 
 
 @dataclass(slots=True)
 class _Captured:
-    """A graph of steps of so many requests.
+    """A graph of so many requests.
 
     Attributes:
-        per_request: [NUM_COUNTS, R] int64; what the graph reads of its requests, of which `ROW`
-            alone changes.
-        rows: what `per_request[ROW]` holds.
-        accepted: what the graph gives; the next replay overwrites it.
+        rows: [R] int64; of the page table, which the graph reads; all else it finds behind them.
+        known_rows: what `rows` holds.
+        accepted: of a step; of a proposal None.
+        gives_output: of a step: it writes what `Drafter.extend` gives.
     """
 
     graph: torch.cuda.CUDAGraph
-    per_request: torch.Tensor
-    rows: list[int]
-    accepted: AcceptedTokens
+    rows: torch.Tensor
+    known_rows: list[int]
+    accepted: AcceptedTokens | None = None
+    gives_output: bool = False
+
+    def replay(self, rows: list[int]) -> None:
+        if rows != self.known_rows:
+            overwrite(self.rows, rows)
+            self.known_rows = rows
+        self.graph.replay()
+
+
+class _Proposal(NamedTuple):
+    """Which proposals a graph is of: so many drafts of each request, with `ExtendedStep.output` or
+    without."""
+
+    num_drafts: int
+    has_output: bool
+
+
+BySize = dict[int, _Captured]  # by requests
 
 
 class RoundGraphs:
-    """Captures steps and replays them.
+    """Captures steps and proposals, and replays them.
 
     Args:
         runners: of the target and the drafter's models.
-        rounds: see `DrafterNeeds`.
-        slots: of each request in a step (`DrafterNeeds.max_slots`).
-        max_confirmed: see `DrafterNeeds`.
-        run: a step, from `RowLayout.per_request` on to the next drafts.
+        needs: of the drafter.
+        state: the device rows.
+        run: a step, from `RowLayout.per_request` on to what `Drafter.extend` gives.
+        propose: `Drafter.propose`.
     """
 
     def __init__(
         self,
         runners: RunnerGroup,
-        rounds: Mapping[int, Sequence[range]],
-        slots: int,
-        max_confirmed: int | None,
+        needs: DrafterNeeds,
+        state: RequestRows,
         run: RunStep,
+        propose: Propose,
     ) -> None:
         self._runners = runners
         self._table = runners.memory.table
-        self._rounds = rounds
-        self._slots = slots
-        self._max_confirmed = max_confirmed
+        self._rounds = needs.rounds
+        self._slots = needs.max_slots  # of each request in a step
+        self._max_confirmed = needs.max_confirmed
+        self._state = state
         self._run = run
+        self._propose = propose
         self._poisons = runners.target.config.poisons_graphs
-        self._captured: dict[Shape, dict[int, _Captured]] = {}  # then by requests
-        self._sizes: dict[Shape, list[int]] = {}
+        self._steps: dict[int, BySize] = {}  # by drafts that each request verifies
+        self._proposals: dict[_Proposal, BySize] = {}
+        self._output: torch.Tensor | None = None  # [rows of the page table, width]
 
     @property
     def num_graphs(self) -> int:
-        return sum(map(len, self._captured.values()))
+        return sum(map(len, (*self._steps.values(), *self._proposals.values())))
 
     def drop(self) -> None:
         """Gives the graphs' memory back; steps run piece by piece until they are captured again."""
-        self._captured, self._sizes = {}, {}
+        self._steps, self._proposals, self._output = {}, {}, None
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -104,50 +138,102 @@ class RoundGraphs:
         self.drop()
         if not all(runner.can_be_part_of_graph for runner in self._runners.runners):
             return
-        start, keys = time.perf_counter(), self._keys()
+        start = time.perf_counter()
         with (
             memory_for(
                 "CUDA graphs of rounds",
                 f"{LESS_STATIC_MEMORY} or --max-running-requests, or --disable-cuda-graph.",
             ),
             no_collections(),
+            warnings.catch_warnings(),
         ):
-            for shape, num_reqs in tqdm(keys, desc="Capturing rounds", unit="graph", disable=None):
-                found = self._capture(num_reqs, *shape)
-                self._captured.setdefault(shape, {})[num_reqs] = found
-        self._sizes = {shape: sorted(graphs) for shape, graphs in self._captured.items()}
+            # A head that is to draft nothing has nothing to do.
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            self._capture_steps()
+            self._capture_proposals()
         seconds = time.perf_counter() - start
-        logger.info("Captured %d CUDA graphs of rounds in %.1f s.", len(keys), seconds)
+        logger.info("Captured %d CUDA graphs of rounds in %.1f s.", self.num_graphs, seconds)
 
-    def _keys(self) -> list[tuple[Shape, int]]:
-        """Drafts and requests of each graph, those of most rows first. There is none of a size
-        where a larger one takes less time: batches are padded to that."""
-        steps = self._runners.target.graph_keys
-        assert steps is not None, "The target has graphs."
-        keys = []
-        for shape in itertools.product(self._rounds, self._rounds):
-            sizes, width = self._batch_sizes(shape), 1 + shape[0]
-            for place, size in enumerate(sizes):
-                larger = [each * width for each in sizes[place + 1 :]]
-                if not steps.is_undercut(size * width, larger):
-                    keys.append((shape, size))
-        return sorted(keys, key=lambda key: -key[1] * (1 + key[0][0]))
+    def _capture_steps(self) -> None:
+        keys = [(size, count) for count in self._rounds for size in self._step_sizes(count)]
+        keys.sort(key=lambda key: -key[0] * (1 + key[1]))
+        for size, count in tqdm(keys, desc="Capturing steps", unit="graph", disable=None):
+            self._steps.setdefault(count, {})[size] = self._capture_step(size, count)
+        self._steps = {count: dict(sorted(graphs.items())) for count, graphs in self._steps.items()}
 
-    def _batch_sizes(self, shape: Shape) -> list[int]:
-        """Requests that there may be a graph for, ascending."""
-        most = MAX_CHANGING_REQS if shape[0] != shape[1] else self._table.num_rows
+    def _capture_proposals(self) -> None:
+        steps = [each for graphs in self._steps.values() for each in graphs.values()]
+        kinds = [
+            _Proposal(count, has_output)
+            for count in self._rounds
+            for has_output in {each.gives_output for each in steps}
+        ]
+        keys = [(size, kind) for kind in kinds for size in self._batch_sizes(kind.num_drafts)]
+        keys.sort(key=lambda key: -key[0])
+        for size, kind in tqdm(keys, desc="Capturing proposals", unit="graph", disable=None):
+            self._proposals.setdefault(kind, {})[size] = self._capture_proposal(size, kind)
+        self._proposals = {
+            kind: dict(sorted(each.items())) for kind, each in self._proposals.items()
+        }
+
+    def _batch_sizes(self, count: int) -> list[int]:
+        """Requests that may have so many drafts, ascending."""
         return [
             size
             for size in decode_sizes(self._table.num_rows)
-            if size <= most
-            and all(any(size in each for each in self._rounds[count]) for count in shape)
-            and size * (1 + max(shape)) <= MAX_WIDE_TOKENS
+            if any(size in each for each in self._rounds[count])
         ]
 
-    def _capture(self, num_reqs: int, num_drafts: int, num_next: int) -> _Captured:
-        rows = [self._table.padding_row] * num_reqs
-        batch = ScheduleBatch(
-            rows=rows,
+    def _step_sizes(self, count: int) -> list[int]:
+        """Requests of each step that verifies so many drafts. There is none of a size where a
+        larger one takes less time: batches are padded to that."""
+        keys, width = self._runners.target.graph_keys, 1 + count
+        assert keys is not None, "The target has graphs."
+        sizes = [size for size in self._batch_sizes(count) if size * width <= MAX_WIDE_TOKENS]
+        return [
+            size
+            for place, size in enumerate(sizes)
+            if not keys.is_undercut(size * width, [each * width for each in sizes[place + 1 :]])
+        ]
+
+    def _capture_step(self, num_reqs: int, num_drafts: int) -> _Captured:
+        batch = self._batch_of_padding(num_reqs)
+        plan = plan_of_drafts(batch, [num_drafts] * num_reqs, self._max_confirmed)
+        packed = to_device(pack_for_device(batch, plan.counts), self._table.req_to_token.device)
+        per_request = packed.view(NUM_COUNTS, num_reqs)
+
+        def run() -> tuple[AcceptedTokens, torch.Tensor | None]:
+            accepted, output = self._run(batch, plan, per_request)
+            if output is not None:
+                self._keep(output)
+            return accepted, output
+
+        with self._runners.as_parts_of_graph():
+            graph, (accepted, output) = capture_graph(self._memory, run)
+        gives_output = output is not None
+        return _Captured(graph, per_request[ROW], batch.rows, accepted, gives_output)
+
+    def _capture_proposal(self, num_reqs: int, kind: _Proposal) -> _Captured:
+        batch = self._batch_of_padding(num_reqs)
+        most = max(self._rounds)
+        plan = plan_of_drafts(batch, [most] * num_reqs, self._max_confirmed)
+        plan = replace(plan, next_drafts=[kind.num_drafts] * num_reqs)
+        rows = to_device(batch.rows, self._table.req_to_token.device, torch.int64)
+        output = self._output_of(num_reqs) if kind.has_output else None
+        step = ExtendedStep(batch, plan, self._state, rows, output)
+        with self._runners.as_parts_of_graph():
+            graph, _ = capture_graph(self._memory, lambda: self._propose(step))
+        return _Captured(graph, rows, batch.rows)
+
+    @property
+    def _memory(self) -> GraphMemory:
+        memory = self._runners.target.graph_memory
+        assert memory is not None, "The target has graphs."
+        return memory
+
+    def _batch_of_padding(self, num_reqs: int) -> ScheduleBatch:
+        return ScheduleBatch(
+            rows=[self._table.padding_row] * num_reqs,
             max_q_lens=[self._slots] * num_reqs,
             num_prompt_tokens=[0] * num_reqs,
             emits=[True] * num_reqs,
@@ -156,51 +242,75 @@ class RoundGraphs:
             table_writes=PageTableWrites(np.zeros((3, 0), dtype=np.int64)),
             all_greedy=False,  # greedy requests are drawn for as well
         )
-        plan = plan_of_drafts(batch, [num_drafts] * num_reqs, self._max_confirmed)
-        plan = replace(plan, next_drafts=[num_next] * num_reqs)
-        packed = to_device(pack_for_device(batch, plan.counts), self._table.req_to_token.device)
-        per_request = packed.view(NUM_COUNTS, num_reqs)
-        memory = self._runners.target.graph_memory
-        assert memory is not None, "The target has graphs."
-        with self._runners.as_parts_of_graph():
-            graph, accepted = capture_graph(memory, lambda: self._run(batch, plan, per_request))
-        return _Captured(graph, per_request, rows, accepted)
 
-    def replay(self, batch: ScheduleBatch, plan: RowPlan) -> AcceptedTokens | None:
-        """Runs a step of the worker, whose new rows have their state; None if there is no graph
-        for it. The next replay overwrites the result."""
-        found = self._find(batch, plan)
-        if found is None:
+    def verify(self, batch: ScheduleBatch, plan: RowPlan) -> VerifiedStep | None:
+        """Runs a step of the worker, whose new rows have their state, up to the proposal; None if
+        there is no graph for it. The next replay overwrites the result."""
+        num_reqs, num_drafts = len(batch.rows), plan.max_pending - 1
+        found = _smallest(self._steps.get(num_drafts), num_reqs)
+        if found is None or self._are_checked or not _is_uniform(batch, plan, num_drafts):
             return None
-        target, num_reqs = self._runners.target, len(batch.rows)
+        target, accepted = self._runners.target, found.accepted
+        assert accepted is not None, "It is a step's."
         for runner in self._runners.runners:
             runner.assert_ready()
         target.step_ops.write_table(batch.table_writes, self._table)
-        rows = batch.rows + [self._table.padding_row] * (len(found.rows) - num_reqs)
-        if rows != found.rows:
-            overwrite(found.per_request[ROW], rows)
-            found.rows = rows
         if self._poisons:
-            found.accepted.next_token_ids.fill_(-1)
-        found.graph.replay()
-        return _first(found.accepted, num_reqs)
+            accepted.next_token_ids.fill_(-1)
+            if found.gives_output:
+                self._output_of(num_reqs).fill_(float("nan"))
+        found.replay(self._padded(batch.rows, found))
+        output = self._output_of(num_reqs) if found.gives_output else None
+        extended = ExtendedStep(batch, plan, self._state, found.rows[:num_reqs], output)
+        return VerifiedStep(_first(accepted, num_reqs), extended)
 
-    def _find(self, batch: ScheduleBatch, plan: RowPlan) -> _Captured | None:
-        num_reqs, shape = len(batch.rows), (plan.max_pending - 1, max(plan.next_drafts, default=0))
-        sizes = self._sizes.get(shape)
-        if sizes is None or num_reqs > sizes[-1] or not _is_round(batch, plan, shape):
-            return None
-        if plan.rests or any(runner.checks for runner in self._runners.runners):
-            return None
-        return self._captured[shape][sizes[bisect.bisect_left(sizes, num_reqs)]]
+    def propose(self, step: ExtendedStep) -> bool:
+        """Proposes what is next; False if there is no graph for it."""
+        counts, rows = step.plan.next_drafts, step.batch.rows
+        kind = _Proposal(counts[0], step.output is not None)
+        found = _smallest(self._proposals.get(kind), len(rows))
+        if found is None or self._are_checked or list(counts) != [counts[0]] * len(rows):
+            return False
+        if step.output is not None:
+            self._keep(step.output)
+        found.replay(self._padded(rows, found))
+        return True
+
+    @property
+    def _are_checked(self) -> bool:
+        """Whether anybody looks at what the models are fed."""
+        return any(runner.checks for runner in self._runners.runners)
+
+    def _padded(self, rows: list[int], found: _Captured) -> list[int]:
+        return rows + [self._table.padding_row] * (len(found.known_rows) - len(rows))
+
+    def _keep(self, output: torch.Tensor) -> None:
+        """Copies what `Drafter.extend` gave to where proposals find it, unless it is there."""
+        kept = self._output
+        if kept is None:
+            self._output = kept = output.new_zeros((self._table.num_rows, output.shape[1]))
+        if output.data_ptr() != kept.data_ptr():
+            kept[: len(output)].copy_(output)
+
+    def _output_of(self, num_reqs: int) -> torch.Tensor:
+        """[R, width]; what `Drafter.extend` gave last."""
+        assert self._output is not None, "No step gives any."
+        return self._output[:num_reqs]
 
 
-def _is_round(batch: ScheduleBatch, plan: RowPlan, shape: Shape) -> bool:
-    """Whether every request verifies and is given so many drafts, and nobody asks for more."""
-    num_reqs = len(batch.rows)
+def _smallest(graphs: BySize | None, num_reqs: int) -> _Captured | None:
+    """The graph of the fewest requests that has room for so many; sizes ascend."""
+    sizes = [*graphs] if graphs else []
+    if not graphs or num_reqs > sizes[-1]:
+        return None
+    return graphs[sizes[bisect.bisect_left(sizes, num_reqs)]]
+
+
+def _is_uniform(batch: ScheduleBatch, plan: RowPlan, num_drafts: int) -> bool:
+    """Whether every request verifies so many drafts, and nobody asks for more."""
     return (
-        list(plan.next_drafts) == [shape[1]] * num_reqs
-        and plan.counts.q_lens == [1 + shape[0]] * num_reqs
+        not plan.rests
+        and plan.counts.q_lens == [1 + num_drafts] * len(batch.rows)
         and plan.counts.packed is None
         and not any(batch.num_prompt_tokens)
         and all(batch.emits)

@@ -29,6 +29,7 @@ from sglang.srt.speculative.drafter import (
     ComputedStep,
     Drafter,
     DrafterNeeds,
+    ExtendedStep,
     RowPlan,
 )
 from sglang.srt.step.forward_inputs import build_forward_batch, forward_batch_of
@@ -119,11 +120,12 @@ class TpModelWorker:
             self._drafter.observe(result)
 
     def capture_rounds(self, runners: RunnerGroup, needs: DrafterNeeds) -> None:
-        """Captures whole steps of `DrafterNeeds.rounds`, if there are any that can be. With
-        `on_step` there are none: nobody could tell it what is inside."""
+        """Captures steps of `DrafterNeeds.rounds` and proposals behind them, if there are any that
+        can be. With `on_step` there are none: nobody could tell it what is inside."""
         if needs.rounds and self._confirm.can_be_captured and self._on_step is None:
-            sizes = needs.max_slots, needs.max_confirmed
-            self._rounds = RoundGraphs(runners, needs.rounds, *sizes, self._run_round)
+            assert self._drafter is not None, "Rounds are of a drafter."
+            run, propose = self._run_step, self._drafter.propose
+            self._rounds = RoundGraphs(runners, needs, self._state, run, propose)
             runners.capture_with(self._rounds)
 
     @torch.inference_mode()
@@ -139,10 +141,12 @@ class TpModelWorker:
         return result
 
     def _run(self, batch: ScheduleBatch, plan: RowPlan) -> GenerationBatchResult:
-        accepted = None if self._rounds is None else self._rounds.replay(batch, plan)
-        if accepted is not None:
-            return _result(batch, plan, accepted)
-        return self._run_pieces(batch, plan)
+        verified = None if self._rounds is None else self._rounds.verify(batch, plan)
+        if verified is None:
+            return self._run_pieces(batch, plan)
+        result = _result(batch, plan, verified.accepted)
+        self._propose(verified.extended)
+        return result
 
     def _run_pieces(self, batch: ScheduleBatch, plan: RowPlan) -> GenerationBatchResult:
         """A step whose models replay graphs of their own, if there are any for it."""
@@ -168,23 +172,28 @@ class TpModelWorker:
             hidden_states(batch, inputs, layout, step.accepted, step.forward.hidden),
         )
         if self._drafter is not None:
-            self._drafter.propose(step)
+            output = self._drafter.extend(step)
+            self._propose(ExtendedStep(batch, plan, self._state, inputs.rows, output))
             if self._on_step is not None:
                 self._on_step(step)
         return result
 
-    def _run_round(
+    def _propose(self, step: ExtendedStep) -> None:
+        if self._rounds is None or not self._rounds.propose(step):
+            assert self._drafter is not None, "Who has graphs of rounds has a drafter."
+            self._drafter.propose(step)
+
+    def _run_step(
         self, batch: ScheduleBatch, plan: RowPlan, per_request: torch.Tensor
-    ) -> AcceptedTokens:
-        """A step of `RoundGraphs`; per_request: see `RowLayout`."""
+    ) -> tuple[AcceptedTokens, torch.Tensor | None]:
+        """A step of `RoundGraphs` up to the proposal; per_request: see `RowLayout`."""
         assert self._drafter is not None
         layout = self._runner.step_ops.lay_out_rows(
             per_request, plan.counts, self._state, self._table, plan.lookahead_token
         )
         inputs = forward_batch_of(batch, plan.counts, layout)
         step, _ = self._accept(batch, plan, inputs, layout)
-        self._drafter.propose(step)
-        return step.accepted
+        return step.accepted, self._drafter.extend(step)
 
     def _accept(
         self, batch: ScheduleBatch, plan: RowPlan, inputs: ForwardBatch, layout: RowLayout
