@@ -95,6 +95,7 @@ async def closed_loop(
     clock: Callable[[], float] = time.perf_counter,
     lead_laps: int | None = None,
     on_edge: Callable[[], Awaitable[None]] | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> LoadResult:
     """Keeps `num_clients` requests running: each client sends the next prompt when its answer is
     there. A lap is one pass through the prompts.
@@ -111,6 +112,7 @@ async def closed_loop(
         lead_laps: that are run before and do not count; None: one, in which the load builds up, or
             none of a client alone.
         on_edge: is awaited beside the load when the laps that count begin, and when they end.
+        lengths: new tokens that are asked for behind each prompt; None: what `params` say.
 
     Raises:
         ValueError: if there are fewer prompts than clients.
@@ -139,7 +141,8 @@ async def closed_loop(
                     await engine.async_abort_request(abort_all=True)
                     return
             num_taken += 1
-            request = engine.async_generate(input_ids=prompts[place], sampling_params=params)
+            asked = params if lengths is None else params | {"max_new_tokens": lengths[place]}
+            request = engine.async_generate(input_ids=prompts[place], sampling_params=asked)
             spans.append(_Span(place, start, answer=await request, end=clock()))
 
     await asyncio.gather(*(client(number) for number in range(num_clients)))

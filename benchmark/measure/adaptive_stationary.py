@@ -2,7 +2,8 @@
 
 The bundled model and its EAGLE-3 head in Llama-3.1-8B's geometry (`inflate.py`, `inflate_head.py`).
 A load is so many requests at once, all the time, on one kind of text: held-out code, greedy, or
-random prompts, sampled hot with seeds. One Engine per way to choose steps, all side by side on one
+random prompts, sampled hot with seeds. Requests differ in length, or else those of a server without
+drafts, which begin one by one, would also end one by one for ever. One Engine per way to choose steps, all side by side on one
 GPU. They take turns load by load, with the same prompts. Each run has laps that do not count, in
 which the way settles, and then laps that do. Round 0 is not counted: it tells how many laps there
 are to be. What is asked: `goals.py`. Stored after each round.
@@ -50,6 +51,7 @@ from benchmark.mtp_model import engine_flags, make_mtp_parser, model_path_of, se
 from sglang.srt.model_config import load_model_config, resolve_model_path
 
 MIN_PROMPTS = 4  # of a lap
+LEAST_LENGTH = 0.75  # of a request, as a share of the mean
 DEFAULT_WAYS = (PLAIN, "fixed 1", "fixed 3", "EMA, conservative", "throughput")
 CONFIGURED = tuple(configured_ways("FILE"))  # the names alone
 
@@ -71,6 +73,18 @@ class Laps(NamedTuple):
 
     lead: int
     counted: int
+
+
+class Lap(NamedTuple):
+    """Requests of a load.
+
+    Attributes:
+        lengths: new tokens of each.
+    """
+
+    prompts: list[list[int]]
+    params: dict[str, Any]
+    lengths: list[int]
 
 
 @dataclass
@@ -100,19 +114,29 @@ class Work:
             arguments.seed,
         )
 
-    def lap(self, load: Load, number: int) -> tuple[list[list[int]], dict[str, Any]]:
-        """The prompts of a lap in round `number`, and their parameters."""
+    def lap(self, load: Load, number: int) -> Lap:
+        """The requests of a lap in round `number`."""
         count, arguments = max(MIN_PROMPTS, load.requests), self._arguments
         seed = 1000 * number + load.requests
         params = params_of(load.kind, arguments.new_tokens, seed)
+        lengths = lengths_around(arguments.new_tokens, count, random.Random(seed))
         if load.kind == PREDICTABLE:
-            return random.Random(seed).sample(self._code, count), params
-        return random_prompts(count, arguments.prompt_tokens, self._vocab_size, seed), params
+            return Lap(random.Random(seed).sample(self._code, count), params, lengths)
+        prompts = random_prompts(count, arguments.prompt_tokens, self._vocab_size, seed)
+        return Lap(prompts, params, lengths)
+
+
+def lengths_around(mean: int, count: int, luck: random.Random) -> list[int]:
+    """From LEAST_LENGTH to 2 - LEAST_LENGTH times the mean, evenly, in any order."""
+    steps = [(2 * index + 1) / count - 1 for index in range(count)]
+    found = [max(1, round(mean * (1 + (1 - LEAST_LENGTH) * step))) for step in steps]
+    luck.shuffle(found)
+    return found
 
 
 def run_load(
     engine: sglang.Engine,
-    lap: tuple[list[list[int]], dict[str, Any]],
+    lap: Lap,
     load: Load,
     laps: Laps,
     found: Found,
@@ -124,16 +148,16 @@ def run_load(
         info = await asyncio.to_thread(engine.get_server_info)
         states.append(info["internal_states"][0])
 
-    prompts, params = lap
     result = asyncio.run(
         closed_loop(
             engine,
-            prompts,
-            params,
+            lap.prompts,
+            lap.params,
             load.requests,
             laps.counted,
             lead_laps=laps.lead,
             on_edge=note_state,
+            lengths=lap.lengths,
         )
     )
     before, after = (sum(state["speculative_tier_switches"].values()) for state in states)
@@ -227,8 +251,11 @@ def measure(
     ways = {name: known[name] for name in arguments.ways}
     result = {**describe_environment(), **settings(arguments), "prompts": work.source}
     result |= {"flags_of_ways": ways, "lead_s": arguments.lead_s, "steady_s": arguments.steady_s}
+    result["least_length"] = LEAST_LENGTH
     with ExitStack() as stack:
-        engines = start_engines(stack, ways, engine_flags(arguments, model_path), head)
+        flags = engine_flags(arguments, model_path)
+        flags["context_length"] += math.ceil((1 - LEAST_LENGTH) * arguments.new_tokens)
+        engines = start_engines(stack, ways, flags, head)
         result["started_s"] = round(time.perf_counter() - budget.start_s, 1)
         rounds = Rounds(engines, work, loads, arguments.lead_s, arguments.steady_s)
         rounds.run(0)

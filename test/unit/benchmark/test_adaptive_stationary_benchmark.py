@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from benchmark.adaptive_ways import HOT, KINDS, PLAIN, PREDICTABLE, UNPREDICTABL
 from benchmark.goals import is_steady
 from benchmark.measure import adaptive_stationary
 from benchmark.measure.adaptive_stationary import (
+    LEAST_LENGTH,
     MIN_PROMPTS,
     Found,
     Laps,
@@ -20,6 +22,7 @@ from benchmark.measure.adaptive_stationary import (
     Rounds,
     Work,
     laps_of,
+    lengths_around,
     parse,
     summarize,
 )
@@ -56,8 +59,9 @@ def test_a_lap_has_a_prompt_per_request_and_other_ones_in_each_round(kind: str) 
     assert made.lap(Load(8, kind), 1) == work(*options).lap(Load(8, kind), 1)
     for requests in (1, 8):
         laps = [made.lap(Load(requests, kind), number) for number in range(4)]
-        assert len({json.dumps(prompts) for prompts, _ in laps}) == 4
-        for prompts, params in laps:
+        assert len({json.dumps(lap.prompts) for lap in laps}) == 4
+        for prompts, params, lengths in laps:
+            assert len(lengths) == len(prompts)
             assert len(prompts) == max(MIN_PROMPTS, requests)
             assert all(len(prompt) == PROMPT_TOKENS for prompt in prompts)
             assert params["max_new_tokens"] == 9
@@ -119,6 +123,14 @@ def test_rounds_count_only_what_comes_after_the_first_laps() -> None:
     assert found.steps_at_end == [3]
     [row] = rounds.rows()
     assert (row["requests"], row["kind"], row["lead"], row["counted"]) == (1, UNPREDICTABLE, 2, 3)
+
+
+@pytest.mark.parametrize(("mean", "count"), [(128, 96), (128, 5), (4, 4)])
+def test_lengths_are_even_around_their_mean(mean: int, count: int) -> None:
+    found = lengths_around(mean, count, random.Random(1))
+    assert abs(sum(found) - mean * count) <= count / 2
+    assert mean * LEAST_LENGTH <= min(found) < mean < max(found) <= mean * (2 - LEAST_LENGTH)
+    assert found != sorted(found)
 
 
 def test_a_load_keeps_its_number_of_requests() -> None:

@@ -68,13 +68,18 @@ class FakeEngine:
 
 
 def load_of(
-    prompts: list[list[int]], num_clients: int, num_laps: int = 1, **params: Any
+    prompts: list[list[int]],
+    num_clients: int,
+    num_laps: int = 1,
+    lengths: list[int] | None = None,
+    **params: Any,
 ) -> tuple[LoadResult, FakeEngine]:
     async def run() -> tuple[LoadResult, FakeEngine]:
         engine = FakeEngine()
         clock = asyncio.create_task(engine.turn_around())
         asked = {"max_new_tokens": NEW_TOKENS, **params}
-        load = closed_loop(engine, prompts, asked, num_clients, num_laps, lambda: engine.now)
+        laps, clock_of = (num_clients, num_laps), lambda: engine.now
+        load = closed_loop(engine, prompts, asked, *laps, clock_of, lengths=lengths)
         result = await load
         engine.is_over = True
         await clock
@@ -114,6 +119,12 @@ def test_requests_out_of_step_give_what_they_give_in_the_long_run(
     result, _ = load_of(prompts, num_clients, num_laps)
     right = num_clients * NEW_TOKENS / (sum(turns) / num_prompts)
     assert result.tok_s == pytest.approx(right, rel=0.05)
+
+
+def test_requests_may_differ_in_length() -> None:
+    lengths = [5, 20, 48, 11]
+    result, _ = load_of([[1, 1]] * 4, num_clients=1, lengths=lengths)
+    assert result.num_tokens == sum(lengths)
 
 
 def test_a_client_alone_goes_through_all_prompts_once() -> None:

@@ -216,7 +216,7 @@ def test_what_is_remembered_is_bounded() -> None:
         for _ in range(40):
             mix.observe([0], [3], [3], [4])
         mix.admit(0)
-    assert mix._past[0, :TOKENS].max() <= PAST
+    assert mix._past[:TOKENS].max() <= PAST
     assert mix._known[:, TOKENS].sum() <= WINDOW
     before = mix._oldest
     mix.observe([0], [0], [0], [1])

@@ -27,7 +27,7 @@ say what rounds of another number of drafts would give.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,18 +47,12 @@ MOST_CHANCE = 0.995  # a stretch ends some time
 # or less often than was thought, text has changed: all but a few of each request are forgotten.
 RECENT_TRIALS, RECENT_STEPS, CHANGE, KEPT = 128.0, 2.0, 3.5, 2.0
 
-# Columns of what is known of a request: drafts tried behind predictable tokens, and those right;
-# the same behind other tokens; tokens given.
-STAYED_TRIED, STAYED, BEGUN_TRIED, BEGUN, TOKENS = range(5)
+# Columns of what is known of a request: drafts tried behind predictable tokens and behind other
+# ones; of both those that were right; tokens given.
+STAYED_TRIED, BEGUN_TRIED, STAYED, BEGUN, TOKENS = range(5)
+TRIED, RIGHT = slice(STAYED_TRIED, STAYED), slice(STAYED, TOKENS)
 # What the last token of a request was.
 UNPREDICTABLE, BEHIND_FULL, UNKNOWN = range(3)
-
-
-class _Chances(NamedTuple):
-    """Of R requests [R]: that a stretch goes on, and that one begins."""
-
-    stay: Floats
-    begin: Floats
 
 
 class RequestMix:
@@ -75,7 +69,7 @@ class RequestMix:
         self._known[-1, TOKENS] = 1.0
         self._others = np.arange(num_rows, num_rows + MAX_ENDED + 1)
         self._oldest = 0
-        self._past = np.zeros((1, 5))  # of all that have ended
+        self._past = np.zeros(5)  # of all that have ended
         self._last = np.full(num_rows, UNKNOWN)
         # Right drafts beyond those expected among the last ones, and the variance of that.
         self._surprise = self._variance = 0.0
@@ -83,7 +77,7 @@ class RequestMix:
     def admit(self, row: int) -> None:
         """A new request has got a row."""
         known = self._known[row]
-        if known[STAYED_TRIED] + known[BEGUN_TRIED]:
+        if known[TRIED].any():
             self._known[self._others[self._oldest]] = known
             self._oldest = (self._oldest + 1) % MAX_ENDED
             self._past += known
@@ -109,50 +103,50 @@ class RequestMix:
             num_fed: R counts of drafts that the step fed; of further ones it is a guess whether
                 they were right. None: all.
         """
-        index, counts, right = np.array(rows), np.array(num_drafts), np.array(num_right)
-        self._known[:-1, TOKENS] *= max(0.0, 1 - sum(num_tokens) / WINDOW)
-        self._known[index, TOKENS] += num_tokens
-        has_drafts = counts > 0
-        drafted, counts, right = index[has_drafts], counts[has_drafts], right[has_drafts]
-        if len(drafted):
-            self._learn(
-                drafted,
-                counts,
-                right,
-                self._chances(self._known[index].sum(axis=0), self._known[drafted]),
-            )
-        self._last[index] = UNKNOWN
-        fed = counts if num_fed is None else np.array(num_fed)[has_drafts]
-        last = np.where(np.array(num_tokens)[has_drafts] - 1 == fed, BEHIND_FULL, UNPREDICTABLE)
-        self._last[drafted] = np.where(fed == 0, UNKNOWN, last)
+        index, counts, given = np.array(rows), np.array(num_drafts), np.array(num_tokens)
+        tokens = self._known[:, TOKENS]
+        tokens[:-1] *= max(0.0, 1 - given.sum() / WINDOW)
+        tokens[index] += given
+        last = np.full(len(index), UNKNOWN)
+        if counts.any():
+            fed = counts if num_fed is None else np.array(num_fed)
+            last = np.where(given - 1 == fed, BEHIND_FULL, UNPREDICTABLE)
+            last[fed == 0] = UNKNOWN
+            means, drafted = self._means(self._known[index].sum(axis=0)), counts > 0
+            right = np.array(num_right)[drafted]
+            self._learn(index[drafted], counts[drafted], right, means)
+        self._last[index] = last
 
-    def _learn(
-        self, rows: NDArray[np.int64], counts: Floats, right: Floats, chances: _Chances
-    ) -> None:
-        """From drafts of requests, counts [R] and right [R] of each. The draft behind a token of
-        which it is not known whether it was predictable counts for both kinds, in part."""
-        stay, begin = chances
-        predictable = np.choose(self._last[rows], (0.0 * stay, stay, begin / (1 - stay + begin)))
-        first = predictable * stay + (1 - predictable) * begin
-        is_right = right > 0
-        likelihood = np.where(is_right, stay / first, (1 - stay) / (1 - first))
-        share = predictable * likelihood
+    def _learn(self, rows: NDArray[np.int64], counts: Floats, right: Floats, means: Floats) -> None:
+        """From drafts of requests, counts [R] and right [R] of each; means: see `_means`. The draft
+        behind a token of which it is not known whether it was predictable counts for both kinds, in
+        part."""
+        known, last = self._known[rows], self._last[rows]
+        chances, doubts = _chances(known, means)
+        stay, begin = chances.T
+        predictable = np.where(last == BEHIND_FULL, stay, 0.0)
+        if (is_unknown := last == UNKNOWN).any():
+            predictable[is_unknown] = (begin / (1 - stay + begin))[is_unknown]
+        stays = predictable * stay
+        first = stays + (1 - predictable) * begin
+        is_right, wrong = right > 0, 1 - first
+        share = np.where(is_right, stays / first, (predictable - stays) / wrong)
         more, more_right = np.minimum(counts - 1, right), np.maximum(right - 1, 0)
-        known = self._known[rows]
         # The chances are known from few drafts: they are uncertain, too.
-        doubt = 1 + 1 / (known[:, BEGUN_TRIED] + PRIOR)
-        more_doubt = 1 + more / (known[:, STAYED_TRIED] + PRIOR)
-        variance = first * (1 - first) * doubt + more * stay * (1 - stay) * more_doubt
+        variance = (first * wrong) @ (1 + doubts[:, BEGUN_TRIED])
+        variance += (more * stay * (1 - stay)) @ (1 + more * doubts[:, STAYED_TRIED])
+        num_right = is_right.sum() + more_right.sum()
+        right_share = share * is_right
         known[:, STAYED_TRIED] += share + more
-        known[:, STAYED] += share * is_right + more_right
         known[:, BEGUN_TRIED] += 1 - share
-        known[:, BEGUN] += (1 - share) * is_right
+        known[:, STAYED] += right_share + more_right
+        known[:, BEGUN] += is_right - right_share
         _forget(known, MEMORY)
         self._known[rows] = known
         self._notice_change(
-            num_trials=float((1 + more).sum()),
-            surprise=float((is_right - first + more_right - more * stay).sum()),
-            variance=float(variance.sum()),
+            num_trials=float(len(known) + more.sum()),
+            surprise=float(num_right - first.sum() - more @ stay),
+            variance=float(variance),
         )
 
     def _notice_change(self, num_trials: float, surprise: float, variance: float) -> None:
@@ -173,36 +167,43 @@ class RequestMix:
         requests are as those of these rows and those before them."""
         index = np.array(rows)
         known = self._known[np.concatenate((index, self._others))]
-        total = known[: len(index)].sum(axis=0)
-        stay, begin = (each[:, None] for each in self._chances(total, known))
+        chances, _ = _chances(known, self._means(known[: len(index)].sum(axis=0)))
+        stay, begin = chances.T[:, :, None]
         ends = 1 - stay
         powers = stay ** np.arange(1 + most)
         stretch = (1 - powers) / ends
-        behind_full = stay * stay + ends * begin
-        is_last = powers[:, np.maximum(np.arange(most + 1) - 1, 0)]
-        full = begin * is_last / (1 - (behind_full - begin) * is_last)
-        lengths = 1 + stretch * (begin + full * (behind_full - begin))
-        tokens = known[:, TOKENS, None]
-        found: list[float] = (tokens.sum() / (tokens / lengths).sum(axis=0)).tolist()
+        more_full = stay * stay - stay * begin  # c - b
+        is_last = powers[:, _before(most)]
+        full = begin * is_last / (1 - more_full * is_last)
+        lengths = 1 + stretch * (begin + full * more_full)
+        tokens = known[:, TOKENS]
+        found: list[float] = (tokens.sum() / (tokens @ (1 / lengths))).tolist()
         return found
 
-    def _chances(self, running: Floats, known: Floats) -> _Chances:
-        """Of each request of `known` [K, 5]; where little is known of one, those of all: of the
-        requests that run, `running` [5] in all, and of those before them."""
-        total = running + self._past[0]
-        begin = _share(total[BEGUN], total[BEGUN_TRIED], FIRST_CHANCE, FIRST_TRIALS)
-        stay = _share(total[STAYED], total[STAYED_TRIED], begin, FIRST_TRIALS)
-        stays = _share(known[:, STAYED], known[:, STAYED_TRIED], stay, PRIOR)
-        begins = _share(known[:, BEGUN], known[:, BEGUN_TRIED], begin, PRIOR)
-        return _Chances(np.minimum(stays, MOST_CHANCE), np.minimum(begins, MOST_CHANCE))
+    def _means(self, running: Floats) -> Floats:
+        """[2]; the chances of all requests, of those that run (in all `running` [5]) and of those
+        before them: that a stretch goes on, and that one begins."""
+        stayed_tried, begun_tried, stayed, begun, _ = (running + self._past).tolist()
+        begin = (begun + FIRST_TRIALS * FIRST_CHANCE) / (begun_tried + FIRST_TRIALS)
+        return np.array(((stayed + FIRST_TRIALS * begin) / (stayed_tried + FIRST_TRIALS), begin))
+
+
+def _chances(known: Floats, means: Floats) -> tuple[Floats, Floats]:
+    """[K, 2] of each request of `known` [K, 5]: the chances that a stretch goes on, and that one
+    begins, those of all where little is known of it; and the inverse of how many drafts each is
+    known from."""
+    doubts = 1 / (known[:, TRIED] + PRIOR)
+    return np.minimum((known[:, RIGHT] + PRIOR * means) * doubts, MOST_CHANCE), doubts
+
+
+@cache
+def _before(most: int) -> NDArray[np.int64]:
+    """0, 0, 1, ... `most` - 1."""
+    return np.maximum(np.arange(most + 1) - 1, 0)
 
 
 def _forget(known: Floats, most: float) -> None:
-    """Leaves so many drafts behind tokens of either kind; known [K, 5] is changed."""
-    for tried in (STAYED_TRIED, BEGUN_TRIED):
-        known[:, tried : tried + 2] *= (most / np.maximum(known[:, tried], most))[:, None]
-
-
-def _share(right: Floats, tried: Floats, prior: Floats | float, trials: float) -> Floats:
-    """How many of those tried are right, with a prior that counts as so many trials."""
-    return (right + trials * prior) / (tried + trials)
+    """Leaves so many drafts behind tokens of either kind; known [..., 5] is changed."""
+    kept = most / np.maximum(known[..., TRIED], most)
+    known[..., TRIED] *= kept
+    known[..., RIGHT] *= kept

@@ -24,6 +24,9 @@ DEAREST_PROBE = 1.0  # steps that a probe may cost beyond one of the chosen tier
 # What drafts of a probe confirm is worth this share of their tokens: some of these the steps behind
 # it would have given too.
 WORTH = 0.5
+# What tiers give is looked at every so many steps, but for the first ones: then it changes slowly,
+# and looking takes time.
+LENGTHS_EVERY, FIRST_STEPS = 4, 32
 # A tier that seemed best stays for so many milliseconds of rounds, unless another one gains more
 # than this share: estimates go up and down, and what two tiers give may be the same.
 DWELL_MS, URGENT_GAIN = 1000.0, 0.05
@@ -192,6 +195,8 @@ class LoadAwareTier:
         self._allowance_ms: float | None = None
         self._num_probes = 0
         self._best = 0
+        self._lengths: Sequence[float] = ()
+        self._num_steps = 0
         self._token_ms = 0.0  # of the requests' tokens at the best tier
         self._feed_ms = parts.feed_ms
         self._rest = RestRule()
@@ -204,8 +209,7 @@ class LoadAwareTier:
         size = self._graph_size(upcoming.num_reqs)
         allowed = self._options.candidates(size)
         tiers = self._tiers if allowed is None else sorted({0, *allowed})
-        assert upcoming.lengths is not None, "What tiers give is read (`reads_lengths`)."
-        lengths = upcoming.lengths(tiers[-1])
+        lengths = self._read_lengths(upcoming)
         costs = costs_of_tiers(self._prices, upcoming, tiers, lengths)
         best = self._settle(best_tier(lengths, costs, self._least_gain), lengths, costs)
         self.settled = best
@@ -218,6 +222,14 @@ class LoadAwareTier:
         self._pay(costs, chosen, feed_ms)
         self._now_ms += costs[chosen]
         return chosen
+
+    def _read_lengths(self, upcoming: UpcomingRound) -> Sequence[float]:
+        """Tokens that a request is expected to be given with 0, 1, ... drafts."""
+        assert upcoming.lengths is not None, "What tiers give is read (`reads_lengths`)."
+        if self._num_steps < FIRST_STEPS or self._num_steps % LENGTHS_EVERY == 0:
+            self._lengths = upcoming.lengths(self._tiers[-1])
+        self._num_steps += 1
+        return self._lengths
 
     def _settle(self, best: int, lengths: Sequence[float], costs: Mapping[int, float]) -> int:
         """The best tier, or for a while the one that was best before, if it may be chosen."""
