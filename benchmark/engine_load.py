@@ -103,9 +103,7 @@ async def closed_loop(
     A lap ends when the first prompt of the next one is sent. An answer that lies only partly in the
     laps that count gives as many tokens as its share of the time, so a slow last request distorts
     nothing. Where some laps do not count, each client first asks for an answer of its own length,
-    from short to whole, that belongs to no lap: else all requests would begin and end at about the
-    same time, and how many prompts fell into the laps that count would depend on how much requests
-    differ in speed.
+    from short to whole, that belongs to no lap: else all would begin and end at the same time.
 
     Args:
         num_laps: that count.

@@ -3,10 +3,11 @@
 The bundled model and its EAGLE-3 head in Llama-3.1-8B's geometry (`inflate.py`, `inflate_head.py`).
 A load is so many requests at once, all the time, on one kind of text: held-out code, greedy, or
 random prompts, sampled hot with seeds. Requests differ in length, or else those of a server without
-drafts, which begin one by one, would also end one by one for ever. One Engine per way to choose steps, all side by side on one
-GPU. They take turns load by load, with the same prompts. Each run has laps that do not count, in
-which the way settles, and then laps that do. Round 0 is not counted: it tells how many laps there
-are to be. What is asked: `goals.py`. Stored after each round.
+drafts, which begin one by one, would also end one by one for ever. One Engine per way to choose
+steps, all side by side on one GPU. They take turns load by load, with the same prompts. Each run
+has laps that do not count, in which an adaptive way settles, and then laps that do. Round 0 is not
+counted: it tells how many laps there are to be, and which fixed numbers are so slow on a load that
+they need not be measured there. What is asked: `goals.py`. Stored after each round.
 
     python -m benchmark.measure.adaptive_stationary --model-dir FOLDER      on a GPU
     python -m benchmark.measure.adaptive_stationary --model-path demo --device cpu \\
@@ -51,6 +52,7 @@ from benchmark.mtp_model import engine_flags, make_mtp_parser, model_path_of, se
 from sglang.srt.model_config import load_model_config, resolve_model_path
 
 MIN_PROMPTS = 4  # of a lap
+SLOW = 0.85  # fixed numbers below this share of the best one's speed in round 0 are left out
 LEAST_LENGTH = 0.75  # of a request, as a share of the mean
 DEFAULT_WAYS = (PLAIN, "fixed 1", "fixed 3", "EMA, conservative", "throughput")
 CONFIGURED = tuple(configured_ways("FILE"))  # the names alone
@@ -172,11 +174,19 @@ def laps_of(lap_s: float, lead_s: float, steady_s: float) -> Laps:
     return Laps(max(1, math.ceil(lead_s / lap_s)), max(1, math.ceil(steady_s / lap_s)))
 
 
+def ways_to_measure(warm: dict[str, Found]) -> list[str]:
+    """All but fixed numbers that were slow in a round, which gave `warm`."""
+    speeds = {name: found.tok_s[0] for name, found in warm.items()}
+    least = SLOW * max(speed for name, speed in speeds.items() if name in FIXED)
+    return [name for name, speed in speeds.items() if name not in FIXED or speed >= least]
+
+
 class Rounds:
     """Each way's figures on each load.
 
     Args:
-        lead_s: that the laps before those that count take at least.
+        lead_s: that the laps before those that count take at least; those of ways that do not adapt
+            are one lap.
         steady_s: that the laps that count take at least.
     """
 
@@ -190,23 +200,28 @@ class Rounds:
     ) -> None:
         self._engines, self._work = engines, work
         self._lead_s, self._steady_s = lead_s, steady_s
+        self._adaptive = {*engines} - {PLAIN, *FIXED}
         self.laps = dict.fromkeys(loads, Laps(1, 1))
         self.found = {load: {name: Found() for name in engines} for load in loads}
 
     def run(self, number: int) -> float:
         """One round; round 0 warms up and says how many laps the others have. Seconds."""
         start = time.perf_counter()
-        runs = [*itertools.product(self.found, in_turn(self._engines, number))]
-        lap_s: dict[Load, list[float]] = {load: [] for load in self.found}
+        runs = [
+            (load, name)
+            for load, name in itertools.product(self.found, in_turn(self._engines, number))
+            if name in self.found[load]
+        ]
         for load, name in tqdm(runs, desc=f"round {number}", unit="run", mininterval=2.0):
-            found = self.found[load][name] if number else Found()
-            lap = self._work.lap(load, number)
-            run_load(self._engines[name], lap, load, self.laps[load], found)
-            lap_s[load].append(found.seconds[-1])
+            laps = self.laps[load] if name in self._adaptive else self.laps[load]._replace(lead=1)
+            lap, found = self._work.lap(load, number), self.found[load][name]
+            run_load(self._engines[name], lap, load, laps, found)
         if number == 0:
-            # By the fastest way, so that it too takes as long as asked.
-            least_s = self._lead_s, self._steady_s
-            self.laps = {load: laps_of(min(found), *least_s) for load, found in lap_s.items()}
+            for load, warm in self.found.items():
+                # By the fastest way, so that it too takes as long as asked.
+                lap_s = min(each.seconds[0] for each in warm.values())
+                self.laps[load] = laps_of(lap_s, self._lead_s, self._steady_s)
+                self.found[load] = {name: Found() for name in ways_to_measure(warm)}
         return time.perf_counter() - start
 
     def rows(self) -> list[dict[str, Any]]:

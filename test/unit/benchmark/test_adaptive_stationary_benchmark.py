@@ -25,6 +25,7 @@ from benchmark.measure.adaptive_stationary import (
     lengths_around,
     parse,
     summarize,
+    ways_to_measure,
 )
 from benchmark.report.speculation_tables import adaptive_stationary as table_of
 from sglang.srt.server_args import ServerArgs
@@ -107,22 +108,32 @@ def test_laps_last_as_long_as_asked(lap_s: float, laps: Laps) -> None:
 
 
 def test_rounds_count_only_what_comes_after_the_first_laps() -> None:
-    engines = {PLAIN: FakeEngine(), "fixed 3": FakeEngine()}
+    engines = {name: FakeEngine() for name in (PLAIN, "fixed 3", "throughput")}
     load = Load(1, UNPREDICTABLE)
     rounds = Rounds(engines, work("--concurrency", "1"), [load], 0, 0)  # type: ignore[arg-type]
     rounds.run(0)
     assert all(not found.tok_s for found in rounds.found[load].values()), "it warms up"
     assert rounds.laps[load] == Laps(1, 1)
-    before = engines[PLAIN].num_answers
+    before = {name: engine.num_answers for name, engine in engines.items()}
     rounds.laps[load] = Laps(2, 3)
     rounds.run(1)
-    assert engines[PLAIN].num_answers - before == (2 + 3) * MIN_PROMPTS
+    answers = {name: engine.num_answers - before[name] for name, engine in engines.items()}
+    assert answers == {
+        name: (lead + 3) * MIN_PROMPTS
+        for name, lead in ((PLAIN, 1), ("fixed 3", 1), ("throughput", 2))
+    }
     found = rounds.found[load][PLAIN]
     assert len(found.tok_s) == 1
     assert abs(found.switches[0] - 3 * MIN_PROMPTS) <= 1, "those of the laps that count"
     assert found.steps_at_end == [3]
     [row] = rounds.rows()
     assert (row["requests"], row["kind"], row["lead"], row["counted"]) == (1, UNPREDICTABLE, 2, 3)
+
+
+def test_fixed_numbers_that_are_slow_on_a_load_are_not_measured_there() -> None:
+    speeds = {PLAIN: 10.0, "fixed 1": 100.0, "fixed 3": 84.0, "fixed 7": 86.0, "throughput": 20.0}
+    warm = {name: found_of([speed]) for name, speed in speeds.items()}
+    assert ways_to_measure(warm) == [PLAIN, "fixed 1", "fixed 7", "throughput"]
 
 
 @pytest.mark.parametrize(("mean", "count"), [(128, 96), (128, 5), (4, 4)])
