@@ -6,7 +6,7 @@ from __future__ import annotations
 REST_AFTER = 6  # steps in a row without drafts
 # Steps that it is fed before it drafts again: of what it was not fed it knows nothing, and of the
 # first drafts behind so little context few would be right.
-CONTEXT_STEPS = 32
+CONTEXT_STEPS = 24
 
 
 class RestRule:

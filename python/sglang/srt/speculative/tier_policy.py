@@ -17,7 +17,7 @@ from sglang.srt.speculative.round_prices import RoundPrices, UpcomingRound
 MAX_DENSE_TIERS = 5  # with more drafts at most, not every number has graphs
 LEAST_GAIN = 0.01  # share by which drafts must beat none: prices and estimates are not exact
 PROBE_SHARE = 0.004  # share of the time of steps that probes may cost
-FEED_SHARE = 0.003  # and more while no drafts are best, if the drafter's model must be fed for them
+FEED_SHARE = 0.0015  # and more while no drafts are best, if the drafter's model must be fed for them
 PROBE_STEPS = 2.5  # steps whose time may be saved up for probes
 FAR_PROBES = 4  # every so many probes one looks further than the cheapest
 DEAREST_PROBE = 1.0  # steps that a probe may cost beyond one of the chosen tier
@@ -29,7 +29,7 @@ WORTH = 0.5
 LENGTHS_EVERY, FIRST_STEPS = 4, 32
 # A tier that seemed best stays for so many milliseconds of rounds, unless another one gains more
 # than this share: estimates go up and down, and what two tiers give may be the same.
-DWELL_MS, URGENT_GAIN = 1000.0, 0.05
+DWELL_MS, URGENT_GAIN = 2000.0, 0.05
 
 
 def same_size(num_reqs: int) -> int:
