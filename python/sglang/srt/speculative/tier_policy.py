@@ -17,7 +17,7 @@ from sglang.srt.speculative.round_prices import RoundPrices, UpcomingRound
 MAX_DENSE_TIERS = 5  # with more drafts at most, not every number has graphs
 LEAST_GAIN = 0.01  # share by which drafts must beat none: prices and estimates are not exact
 PROBE_SHARE = 0.004  # share of the time of steps that probes may cost
-FEED_SHARE = 0.0015  # and more while no drafts are best, if the drafter's model must be fed for them
+FEED_SHARE = 0.0015  # and more while no drafts are best, if the model must be fed for them
 PROBE_STEPS = 2.5  # steps whose time may be saved up for probes
 FAR_PROBES = 4  # every so many probes one looks further than the cheapest
 DEAREST_PROBE = 1.0  # steps that a probe may cost beyond one of the chosen tier
@@ -154,6 +154,10 @@ class LoadAwareTier:
         a probe:     allowance -= what its round costs beyond the chosen one
         its result:  allowance += WORTH * the time of the tokens confirmed beyond the chosen tier
 
+    A probe beyond no drafts is followed by a second one. Behind a step without drafts nobody knows
+    whether its token was predictable, so the first one says how often tokens are, and the second
+    how often behind such and behind others: that is what rounds of drafts depend on.
+
     So probes whose drafts are wrong become rare, and those whose drafts are right follow soon.
     What all of them lose stays within PROBE_SHARE of the time and PROBE_STEPS steps, as far as
     prices are right: with `TileSpec` a probe costs more than its price, that of a cut step.
@@ -194,6 +198,7 @@ class LoadAwareTier:
         self.settled = 0
         self._allowance_ms: float | None = None
         self._num_probes = 0
+        self._repeated = 0  # a tier that is probed once more
         self._best = 0
         self._lengths: Sequence[float] = ()
         self._num_steps = 0
@@ -220,6 +225,9 @@ class LoadAwareTier:
         can_draft = self._rest.step(wanted > 0, upcoming.is_fed) or self._feed_ms is None
         chosen = wanted if can_draft else 0
         self._pay(costs, chosen, feed_ms)
+        is_first = chosen > self.settled and not self._repeated
+        self._num_probes += is_first
+        self._repeated = chosen if is_first and self.settled == 0 else 0
         self._now_ms += costs[chosen]
         return chosen
 
@@ -258,6 +266,8 @@ class LoadAwareTier:
         saved_ms = most_ms if self._allowance_ms is None else self._allowance_ms
         share = PROBE_SHARE + FEED_SHARE * (feed_ms > 0)
         self._allowance_ms = min(saved_ms + share * cost, most_ms)
+        if self._repeated > best == 0 and self._repeated in costs:
+            return self._repeated
         hopeful = [
             tier
             for tier in hopeful_tiers(lengths, costs, best, self._least_gain)
@@ -269,16 +279,16 @@ class LoadAwareTier:
         turn, is_near = divmod(self._num_probes, FAR_PROBES)
         probed = hopeful[0 if is_near else turn % len(hopeful)]
         left_ms = self._allowance_ms - self._rest.num_steps_to_feed(upcoming.is_fed) * feed_ms
-        if feed_ms and costs[probed] - cost > left_ms:  # nothing is saved while the model is fed
+        run_ms = left_ms if best else left_ms / 2  # of each probe
+        if feed_ms and costs[probed] - cost > run_ms:  # nothing is saved while the model is fed
             probed = hopeful[0]
-        return best if costs[probed] - cost > left_ms else probed
+        return best if costs[probed] - cost > run_ms else probed
 
     def _pay(self, costs: Mapping[int, float], chosen: int, feed_ms: float) -> None:
         """What the next step costs beyond one of the settled tier."""
         assert self._allowance_ms is not None
         if chosen > self.settled:
             self._allowance_ms -= costs[chosen] - costs[self.settled]
-            self._num_probes += 1
         elif not self._rest.rests:
             self._allowance_ms -= feed_ms
 
