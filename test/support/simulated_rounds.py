@@ -59,11 +59,12 @@ class Decoding:
 
     Attributes:
         num_reqs: how many.
+        policy: chooses their tiers.
     """
 
     def __init__(self, policy: TierPolicy, num_reqs: int) -> None:
         self.num_reqs = num_reqs
-        self._policy = policy
+        self.policy = policy
         self._mix = RequestMix(num_reqs)
         self._left = [NUM_NEW - row % NUM_NEW for row in range(num_reqs)]
 
@@ -80,7 +81,7 @@ class Decoding:
             chance: of a draft to be right if those before it are, by step.
         """
         luck, unread, rows = random.Random(seed), deque[list[int]](), range(self.num_reqs)
-        now_ms, given, tiers, policy = 0.0, 0, Counter[int](), self._policy
+        now_ms, given, tiers, policy = 0.0, 0, Counter[int](), self.policy
         num_switches, settled = 0, policy.settled
         lengths = partial(self._mix.lengths, rows)
         while given < num_tokens * self.num_reqs:
@@ -99,7 +100,7 @@ class Decoding:
     def _read(self, tier: int, settled: int, *found: int) -> None:
         rows, outcomes = range(self.num_reqs), [(tier, right) for right in found if tier]
         self._mix.observe(rows, [tier] * len(rows), found, [1 + right for right in found])
-        self._policy.observe(RoundOutcome(settled, self.num_reqs, outcomes))
+        self.policy.observe(RoundOutcome(settled, self.num_reqs, outcomes))
         for row, right in zip(rows, found, strict=True):
             self._left[row] -= 1 + right
             if self._left[row] <= 0:

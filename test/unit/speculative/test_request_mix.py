@@ -129,6 +129,15 @@ def test_what_was_right_in_rounds_of_few_drafts_says_too_much_of_many() -> None:
     assert abs(foretold / truth - 1) < 0.06
 
 
+def test_pairs_of_single_drafts_among_steps_without_foretell_rounds_of_one() -> None:
+    """One alone says how often tokens are predictable, and rounds of drafts meet fewer of these."""
+    for text in (BURSTS, Text(0.7, 0.2)):
+        truth = given_per_round([text], 1)
+        alone, pairs = (Loop([text], [0] * 40 + [1] * count) for count in (1, 2))
+        assert alone.lengths(2000)[1] > 1.06 * truth
+        assert pairs.lengths(2000)[1] == pytest.approx(truth, rel=0.04)
+
+
 @pytest.mark.parametrize("most_fed", [0, 1, 2])
 def test_steps_that_were_cut_foretell_what_others_give(most_fed: int) -> None:
     for text in (EVEN, BURSTS):

@@ -97,6 +97,25 @@ def test_if_nothing_is_ever_right_probes_cost_what_they_may(num_reqs: int) -> No
     assert sum(count for tier, count in found.tiers.items() if tier) > 5, "it stopped to look"
 
 
+@pytest.mark.parametrize("num_reqs", H200_MS)
+def test_beyond_no_drafts_a_probe_is_followed_by_a_second_one(num_reqs: int) -> None:
+    costs = H200_MS[num_reqs]
+    served = load_aware(num_reqs, costs)
+    served.run(costs, 400, lambda step: 0.0)
+    chosen, choose = list[int](), served.policy.choose
+
+    def noted(upcoming: UpcomingRound) -> int:
+        chosen.append(choose(upcoming))
+        return chosen[-1]
+
+    vars(served.policy)["choose"] = noted
+    served.run(costs, 4000, lambda step: 0.0)
+    runs = [(tier, len(list(steps))) for tier, steps in itertools.groupby(chosen)]
+    probes = [run for run in runs[1:-1] if run[0]]
+    assert len(probes) > 3
+    assert {count for _, count in probes} == {2}
+
+
 @pytest.mark.parametrize(("num_reqs", "num_steps"), [(1, 1000), (8, 300), (128, 400)])
 @pytest.mark.parametrize(("before", "after"), [(0.0, 0.9), (0.9, 0.0), (0.4, 0.9)])
 def test_it_follows_text_that_changes(
