@@ -1,0 +1,107 @@
+"""Tiers over text of the bundled model: at each place it was recorded how many drafts are right
+(`record_acceptance.py`). Requests in a closed loop, with the times of an H200's steps."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import deque
+from functools import cache, partial
+from typing import NamedTuple
+
+import pytest
+
+from record_acceptance import NUM_NEW, RECORDED
+from served_rounds import MAX_DRAFTS, rounds
+from sglang.srt.speculative.request_mix import RequestMix
+from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
+from sglang.srt.speculative.tier_policy import (
+    LoadAwareTier,
+    RoundOutcome,
+    TierOptions,
+    TierParts,
+)
+
+LAG = 2  # steps that are launched and not read when a tier is chosen
+LEAD_MS, COUNTED_MS = 2500.0, 7500.0
+OPTIONS = TierOptions(MAX_DRAFTS)
+TIERS = LoadAwareTier.tiers(OPTIONS)
+
+
+class Found(NamedTuple):
+    """What a run gave: tokens per second, settled tiers that changed per second."""
+
+    speed: float
+    switches: float
+
+
+class Loop:
+    """So many requests at once; one that ends is replaced by any other one.
+
+    Args:
+        answers: of each place of each, how many drafts are right.
+    """
+
+    def __init__(self, answers: list[str], num_reqs: int) -> None:
+        self._answers = [[int(digit) for digit in answer] for answer in answers]
+        self._luck, self._rows = random.Random(0), range(num_reqs)
+        self.mix = RequestMix(num_reqs)
+        self._of = [self._luck.choice(self._answers) for _ in self._rows]
+        self._places = [self._luck.randrange(NUM_NEW) for _ in self._rows]
+        self._drafts = [0] * num_reqs
+        self._unread = deque[tuple[list[int], list[int]]]()
+
+    def run(self, policy: LoadAwareTier | None, fixed: int, prices: MeasuredRounds) -> Found:
+        """With the tiers of a policy, or always the same one."""
+        num_reqs, ms, tokens, switches = len(self._rows), -LEAD_MS, 0, 0
+        upcoming = UpcomingRound(num_reqs, lengths=partial(self.mix.lengths, self._rows))
+        while ms < COUNTED_MS:
+            settled = 0 if policy is None else policy.settled
+            tier = fixed if policy is None else policy.choose(upcoming)
+            verified, given = max(self._drafts), self._step(tier)
+            ms += prices.round_ms(UpcomingRound(num_reqs), verified)
+            if ms > 0:
+                tokens += sum(given)
+                switches += policy is not None and policy.settled != settled
+            if policy is not None and len(self._unread) > LAG:
+                self._read(policy, settled)
+        return Found(1000 * tokens / ms, 1000 * switches / ms)
+
+    def _step(self, tier: int) -> list[int]:
+        """Tokens that each request is given, which then has `tier` drafts."""
+        given = []
+        for row, drafts in enumerate(self._drafts):
+            right = self._of[row][self._places[row]] if drafts else 0
+            given.append(1 + min(right, drafts))
+        self._unread.append((self._drafts, given))
+        self._drafts = [tier] * len(given)
+        for row, count in enumerate(given):
+            self._places[row] += count
+            if self._places[row] >= NUM_NEW:
+                self._of[row], self._places[row] = self._luck.choice(self._answers), 0
+                self._drafts[row] = 0
+                self.mix.admit(row)
+        return given
+
+    def _read(self, policy: LoadAwareTier, settled: int) -> None:
+        drafts, given = self._unread.popleft()
+        self.mix.observe(self._rows, drafts, [count - 1 for count in given], given)
+        verified = [(d, count - 1) for d, count in zip(drafts, given, strict=True) if d]
+        policy.observe(RoundOutcome(settled, len(drafts), verified))
+
+
+@cache
+def recorded() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = json.loads(RECORDED.read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize("num_reqs", [8, 32, 64, 96, 128])
+@pytest.mark.parametrize("text", ["unpredictable 1008", "unpredictable 2008", "predictable 1008"])
+def test_it_is_as_fast_as_the_best_fixed_number(text: str, num_reqs: int) -> None:
+    answers, prices = recorded()[text], rounds()
+    fixed = {tier: Loop(answers, num_reqs).run(None, tier, prices).speed for tier in TIERS}
+    policy = LoadAwareTier(TierParts(OPTIONS, prices))
+    found = Loop(answers, num_reqs).run(policy, 0, prices)
+    assert found.speed >= 0.985 * max(fixed.values())
+    assert found.switches < 1
