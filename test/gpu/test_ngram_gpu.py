@@ -1,5 +1,5 @@
-"""The search for n-grams on a CUDA GPU, and whole rounds that search: tokens are those of a server
-without drafts, and nothing waits for the device."""
+"""The search for n-grams on a CUDA GPU, and graphs of rounds that search: tokens are those of a
+server without drafts, and nothing waits for the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole rounds as CUDA graphs: tokens are those of a server without a drafter, whatever the sizes
+"""Rounds as CUDA graphs: tokens are those of a server without a drafter, whatever the sizes
 of batches, and nothing waits for the device."""
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def test_tokens_with_graphs_of_steps_that_verify_some_of_the_drafts(
     paths: dict[str, Path], tmp_path: Path, kind: str, backend: str, policy: str, checks_kv: bool
 ) -> None:
     """Ragged graphs serve them; with uniform ones they run without, the head too. Between them
-    whole rounds replay a graph, where KV is not checked; they leave drafts with scores too."""
+    other rounds replay graphs, where KV is not checked; they leave drafts with scores too."""
     setup = Setup(num_pages=1024, context_len=CONTEXT, max_decode_rows=6, chunked_prefill_size=40)
     plain, _ = harness(runners(paths["target"], None, setup, "torch_native"), None, setup)
     right = [plain.generate([each], **params_of(i))[0] for i, each in enumerate(prompts())]

@@ -1,4 +1,4 @@
-"""Whole rounds with drafts of n-grams as graphs, as a CPU can have them."""
+"""Rounds with drafts of n-grams as graphs, as a CPU can have them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""STANDALONE with graphs of both models, whole rounds in a graph, tiers that change and steps that
+"""STANDALONE with graphs of both models, rounds as graphs, tiers that change and steps that
 verify some of the drafts: tokens are those of a plain server."""
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from unittest import mock
 
 import pytest
 
@@ -12,6 +13,8 @@ from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.speculative.adaptive_config import parse_adaptive_config
 from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
 from sglang.srt.speculative.tier_policy import (
+    FIRST_STEPS,
+    LENGTHS_EVERY,
     PROBE_SHARE,
     PROBE_STEPS,
     FixedTier,
@@ -114,6 +117,19 @@ def test_beyond_no_drafts_a_probe_is_followed_by_a_second_one(num_reqs: int) -> 
     probes = [run for run in runs[1:-1] if run[0]]
     assert len(probes) > 3
     assert {count for _, count in probes} == {2}
+
+
+def test_what_tiers_give_is_looked_at_in_the_first_steps_and_then_every_few() -> None:
+    policy = load_aware(8, H200_MS[8]).policy
+    num_steps, looks = FIRST_STEPS + 3 * LENGTHS_EVERY, list[int]()
+    lengths = mock.Mock(side_effect=lambda most: [1.0 + tier for tier in range(most + 1)])
+    for _ in range(num_steps):
+        policy.choose(UpcomingRound(8, lengths=lengths))
+        looks.append(lengths.call_count)
+    assert looks[:FIRST_STEPS] == [*range(1, 1 + FIRST_STEPS)]
+    assert looks[FIRST_STEPS:] == [
+        FIRST_STEPS + 1 + number // LENGTHS_EVERY for number in range(3 * LENGTHS_EVERY)
+    ]
 
 
 @pytest.mark.parametrize(("num_reqs", "num_steps"), [(1, 1000), (8, 300), (128, 400)])

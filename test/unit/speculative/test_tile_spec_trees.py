@@ -228,7 +228,7 @@ def test_scores_that_are_no_numbers_change_no_token(paths: dict[str, Path], tmp_
 def test_cut_steps_replay_graphs_for_trees_between_whole_rounds(
     paths: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
-    """Steps that are not cut are one graph, as without TileSpec."""
+    """Steps that are not cut are graphs as a whole, as without TileSpec."""
     slots = 1 + WIDE.num_drafts + WIDE.num_slots
     budgets, replayed = RandomBudgets(3), list[bool]()
 

@@ -1,4 +1,4 @@
-"""Whole rounds as graphs, as a CPU can have them: tokens, ledger and token table are those of steps
+"""Rounds as graphs, as a CPU can have them: tokens, ledger and token table are those of steps
 that run piece by piece, and everything that a graph cannot do runs so."""
 
 from __future__ import annotations
@@ -169,21 +169,13 @@ def test_every_tier_has_graphs_that_serve_any_tier_before_and_behind_it(
     graphs = served.graphs
     assert {count: [*each] for count, each in graphs._steps.items()} == dict.fromkeys(tiers, sizes)
     assert {kind.num_drafts: [*each] for kind, each in graphs._proposals.items()} == dict.fromkeys(
-        tiers, sizes
+        tiers[1:], sizes
     )
     ids = submit_all(served)
     assert [served.harness.outputs[each].token_ids for each in ids] == right
     fed, given = ({count for _, count in each} for each in (served.rounds, served.proposals))
-    assert fed == given == {*tiers}
-
-
-def test_steps_that_feed_prompts_too_propose_by_graph(paths: dict[str, Path]) -> None:
-    served = serving(paths)
-    ids = [served.harness.submit(prompts()[0], **params_of(0)) for _ in range(3)]
-    served.harness.step()
-    assert served.num_pieces == 1
-    assert served.proposals[0] == (len(ids), NUM_STEPS)
-    assert not served.num_eager_proposals
+    assert fed == {*tiers}
+    assert given == {*tiers[1:]}, "A head that is to draft nothing does nothing."
 
 
 def test_with_checks_of_kv_there_is_none(paths: dict[str, Path], right: list[list[int]]) -> None:
@@ -260,7 +252,7 @@ def test_requests_that_are_retracted_all_the_time(
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_the_end_of_the_context(paths: dict[str, Path], page_size: int) -> None:
-    """Whole rounds go on for as long as there are slots for all drafts."""
+    """Drafts are verified by graphs for as long as there are slots for all of them."""
     setup = setup_of(page_size, use_radix_cache=False)
     group = runners(paths, None, setup)
     plain, served = Drafted(group, None, setup), serving(paths, setup=setup)

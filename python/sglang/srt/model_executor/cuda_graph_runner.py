@@ -220,7 +220,7 @@ class CudaGraphRunner(Generic[Results]):
             self._poison_inputs(key)
         places = self._ops.fill(self._static, key, batch)
         if self._poisons:
-            _poison_results(captured.results)
+            poison(captured.results)
         self._plan(self._static_batch(key, batch))
         captured.graph.replay()
         return Replay(captured.results, places)
@@ -283,7 +283,8 @@ class CudaGraphRunner(Generic[Results]):
         )
 
 
-def _poison_results(results: tuple[torch.Tensor | None, ...]) -> None:
+def poison(results: tuple[torch.Tensor | None, ...]) -> None:
+    """Overwrites results, so that whatever a replay does not fill anew shows."""
     for values in results:
         if values is not None:
             values.fill_(float("nan") if values.is_floating_point() else -1)

@@ -176,6 +176,7 @@ class DrafterNeeds:
             captured, each with the batch sizes that have it. Then `extend` and `propose` do nothing
             on the host that depends on more than these numbers, and the plan of a step has
             `RowPlan.next_drafts`. Empty: no step may be.
+        proposes_without_output: `propose` gives drafts also where `extend` gave nothing.
     """
 
     max_drafts: int
@@ -195,6 +196,7 @@ class DrafterNeeds:
     token_shift: int = 0
     bypasses_graphs: bool = False
     rounds: Mapping[int, Sequence[range]] = field(default_factory=dict)
+    proposes_without_output: bool = False
 
     @property
     def max_slots(self) -> int:
@@ -257,7 +259,8 @@ class Drafter(Protocol):
         step, but for those that replay a graph of it (`DrafterNeeds.rounds`).
 
         Returns:
-            [R, width]; what `propose` needs of each request. None: nothing.
+            [R, width]; what `propose` needs of each request, of the same width and dtype in all
+            steps. None: nothing.
         """
 
     def propose(self, step: ExtendedStep) -> None:

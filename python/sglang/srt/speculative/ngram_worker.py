@@ -120,7 +120,11 @@ class NgramDrafter:
 
     @staticmethod
     def needs(options: NgramConfig) -> DrafterNeeds:
-        needs = replace(options.rounds.needs, suppressed_token_ids=options.suppressed_token_ids)
+        needs = replace(
+            options.rounds.needs,
+            suppressed_token_ids=options.suppressed_token_ids,
+            proposes_without_output=True,
+        )
         if needs.has_trees and needs.max_rows > MAX_TREE_ROWS:
             raise ValueError(
                 f"--speculative-num-draft-tokens {needs.max_rows}: a tree has {MAX_TREE_ROWS}"

@@ -65,7 +65,11 @@ class StandaloneDrafter:
 
     @staticmethod
     def needs(options: StandaloneConfig) -> DrafterNeeds:
-        return replace(options.rounds.needs, suppressed_token_ids=options.suppressed_token_ids)
+        return replace(
+            options.rounds.needs,
+            suppressed_token_ids=options.suppressed_token_ids,
+            proposes_without_output=True,
+        )
 
     @staticmethod
     def models(options: StandaloneConfig, target: ExecutionConfig) -> tuple[ExecutionConfig, ...]:

@@ -198,7 +198,7 @@ class LoadAwareTier:
         self.settled = 0
         self._allowance_ms: float | None = None
         self._num_probes = 0
-        self._repeated = 0  # a tier that is probed once more
+        self._repeated = 0  # a tier that is probed once more; 0: none
         self._best = 0
         self._lengths: Sequence[float] = ()
         self._num_steps = 0
@@ -266,13 +266,13 @@ class LoadAwareTier:
         saved_ms = most_ms if self._allowance_ms is None else self._allowance_ms
         share = PROBE_SHARE + FEED_SHARE * (feed_ms > 0)
         self._allowance_ms = min(saved_ms + share * cost, most_ms)
-        if self._repeated > best == 0 and self._repeated in costs:
-            return self._repeated
         hopeful = [
             tier
             for tier in hopeful_tiers(lengths, costs, best, self._least_gain)
             if costs[tier] - cost < DEAREST_PROBE * cost
         ]
+        if best == 0 and self._repeated in hopeful:
+            return self._repeated
         if not hopeful:
             return best
         hopeful.sort(key=lambda tier: costs[tier])

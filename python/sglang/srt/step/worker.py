@@ -236,7 +236,7 @@ class GenerationBatchResult:
         return self._copy.is_ready
 
     def wait(self) -> None:
-        """Returns when the step has been computed."""
+        """Returns when the step's tokens have been computed; the next drafts may not be yet."""
         self._copy.wait()
 
     def read(self) -> HostResult:

@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from tqdm import tqdm
 from sglang.srt.device_copies import overwrite, to_device
 from sglang.srt.garbage import no_collections
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
-from sglang.srt.model_executor.cuda_graph_runner import GraphMemory, capture_graph
+from sglang.srt.model_executor.cuda_graph_runner import GraphMemory, capture_graph, poison
 from sglang.srt.model_executor.graph_keys import MAX_WIDE_TOKENS, decode_sizes
 from sglang.srt.model_executor.model_runner import LESS_STATIC_MEMORY
 from sglang.srt.model_executor.runner_group import RunnerGroup
@@ -58,22 +58,31 @@ class _Captured:
 
     Attributes:
         rows: [R] int64; of the page table, which the graph reads; all else it finds behind them.
-        known_rows: what `rows` holds.
-        accepted: of a step; of a proposal None.
-        gives_output: of a step: it writes what `Drafter.extend` gives.
+        host_rows: what `rows` holds.
     """
 
     graph: torch.cuda.CUDAGraph
     rows: torch.Tensor
-    known_rows: list[int]
-    accepted: AcceptedTokens | None = None
-    gives_output: bool = False
+    host_rows: list[int]
 
     def replay(self, rows: list[int]) -> None:
-        if rows != self.known_rows:
+        if rows != self.host_rows:
             overwrite(self.rows, rows)
-            self.known_rows = rows
+            self.host_rows = rows
         self.graph.replay()
+
+
+@dataclass(slots=True)
+class _CapturedStep(_Captured):
+    """A graph of a step.
+
+    Attributes:
+        accepted: what it gives; the next replay overwrites it.
+        gives_output: it writes what `Drafter.extend` gives.
+    """
+
+    accepted: AcceptedTokens
+    gives_output: bool
 
 
 class _Proposal(NamedTuple):
@@ -84,7 +93,7 @@ class _Proposal(NamedTuple):
     has_output: bool
 
 
-BySize = dict[int, _Captured]  # by requests
+Graph = TypeVar("Graph", bound=_Captured)
 
 
 class RoundGraphs:
@@ -109,19 +118,22 @@ class RoundGraphs:
         self._runners = runners
         self._table = runners.memory.table
         self._rounds = needs.rounds
+        self._proposes_without_output = needs.proposes_without_output
         self._slots = needs.max_slots  # of each request in a step
         self._max_confirmed = needs.max_confirmed
         self._state = state
         self._run = run
         self._propose = propose
         self._poisons = runners.target.config.poisons_graphs
-        self._steps: dict[int, BySize] = {}  # by drafts that each request verifies
-        self._proposals: dict[_Proposal, BySize] = {}
+        # By drafts that each request verifies or is given, then by requests, ascending.
+        self._steps: dict[int, dict[int, _CapturedStep]] = {}
+        self._proposals: dict[_Proposal, dict[int, _Captured]] = {}
         self._output: torch.Tensor | None = None  # [rows of the page table, width]
 
     @property
     def num_graphs(self) -> int:
-        return sum(map(len, (*self._steps.values(), *self._proposals.values())))
+        steps, proposals = self._steps.values(), self._proposals.values()
+        return sum(len(each) for each in steps) + sum(len(each) for each in proposals)
 
     def drop(self) -> None:
         """Gives the graphs' memory back; steps run piece by piece until they are captured again."""
@@ -162,12 +174,11 @@ class RoundGraphs:
         self._steps = {count: dict(sorted(graphs.items())) for count, graphs in self._steps.items()}
 
     def _capture_proposals(self) -> None:
-        steps = [each for graphs in self._steps.values() for each in graphs.values()]
-        kinds = [
-            _Proposal(count, has_output)
-            for count in self._rounds
-            for has_output in {each.gives_output for each in steps}
-        ]
+        kinds = []
+        if self._output is not None:  # of which nobody needs any who is given no drafts
+            kinds += [_Proposal(count, True) for count in self._rounds if count]
+        if self._proposes_without_output:
+            kinds += [_Proposal(count, False) for count in self._rounds]
         keys = [(size, kind) for kind in kinds for size in self._batch_sizes(kind.num_drafts)]
         keys.sort(key=lambda key: -key[0])
         for size, kind in tqdm(keys, desc="Capturing proposals", unit="graph", disable=None):
@@ -177,11 +188,13 @@ class RoundGraphs:
         }
 
     def _batch_sizes(self, count: int) -> list[int]:
-        """Requests that may have so many drafts, ascending."""
+        """Requests that may have so many drafts, ascending. Steps of more rows keep the device busy
+        for longer than their launches take."""
         return [
             size
             for size in decode_sizes(self._table.num_rows)
-            if any(size in each for each in self._rounds[count])
+            if size * (1 + count) <= MAX_WIDE_TOKENS
+            and any(size in each for each in self._rounds[count])
         ]
 
     def _step_sizes(self, count: int) -> list[int]:
@@ -189,14 +202,14 @@ class RoundGraphs:
         larger one takes less time: batches are padded to that."""
         keys, width = self._runners.target.graph_keys, 1 + count
         assert keys is not None, "The target has graphs."
-        sizes = [size for size in self._batch_sizes(count) if size * width <= MAX_WIDE_TOKENS]
+        sizes = self._batch_sizes(count)
         return [
             size
             for place, size in enumerate(sizes)
             if not keys.is_undercut(size * width, [each * width for each in sizes[place + 1 :]])
         ]
 
-    def _capture_step(self, num_reqs: int, num_drafts: int) -> _Captured:
+    def _capture_step(self, num_reqs: int, num_drafts: int) -> _CapturedStep:
         batch = self._batch_of_padding(num_reqs)
         plan = plan_of_drafts(batch, [num_drafts] * num_reqs, self._max_confirmed)
         packed = to_device(pack_for_device(batch, plan.counts), self._table.req_to_token.device)
@@ -211,7 +224,7 @@ class RoundGraphs:
         with self._runners.as_parts_of_graph():
             graph, (accepted, output) = capture_graph(self._memory, run)
         gives_output = output is not None
-        return _Captured(graph, per_request[ROW], batch.rows, accepted, gives_output)
+        return _CapturedStep(graph, per_request[ROW], batch.rows, accepted, gives_output)
 
     def _capture_proposal(self, num_reqs: int, kind: _Proposal) -> _Captured:
         batch = self._batch_of_padding(num_reqs)
@@ -251,16 +264,13 @@ class RoundGraphs:
         if found is None or self._are_checked or not _is_uniform(batch, plan, num_drafts):
             return None
         target, accepted = self._runners.target, found.accepted
-        assert accepted is not None, "It is a step's."
         for runner in self._runners.runners:
             runner.assert_ready()
         target.step_ops.write_table(batch.table_writes, self._table)
-        if self._poisons:
-            accepted.next_token_ids.fill_(-1)
-            if found.gives_output:
-                self._output_of(num_reqs).fill_(float("nan"))
-        found.replay(self._padded(batch.rows, found))
         output = self._output_of(num_reqs) if found.gives_output else None
+        if self._poisons:
+            poison((accepted.next_token_ids, output))
+        found.replay(self._padded(batch.rows, found))
         extended = ExtendedStep(batch, plan, self._state, found.rows[:num_reqs], output)
         return VerifiedStep(_first(accepted, num_reqs), extended)
 
@@ -282,7 +292,7 @@ class RoundGraphs:
         return any(runner.checks for runner in self._runners.runners)
 
     def _padded(self, rows: list[int], found: _Captured) -> list[int]:
-        return rows + [self._table.padding_row] * (len(found.known_rows) - len(rows))
+        return rows + [self._table.padding_row] * (len(found.host_rows) - len(rows))
 
     def _keep(self, output: torch.Tensor) -> None:
         """Copies what `Drafter.extend` gave to where proposals find it, unless it is there."""
@@ -298,7 +308,7 @@ class RoundGraphs:
         return self._output[:num_reqs]
 
 
-def _smallest(graphs: BySize | None, num_reqs: int) -> _Captured | None:
+def _smallest(graphs: dict[int, Graph] | None, num_reqs: int) -> Graph | None:
     """The graph of the fewest requests that has room for so many; sizes ascend."""
     sizes = [*graphs] if graphs else []
     if not graphs or num_reqs > sizes[-1]:
