@@ -159,7 +159,7 @@ class RoundGraphs:
             no_collections(),
             warnings.catch_warnings(),
         ):
-            # A head that is to draft nothing has nothing to do.
+            # A draft model that is to draft nothing has nothing to do.
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             self._capture_steps()
             self._capture_proposals()
