@@ -14,14 +14,24 @@ import torch
 
 from draft_heads import EAGLE, EAGLE3
 from drafted_serving import Disturb, Drafted, abort, nothing, params_of, pause, prompts, serve
-from eagle_models import CONTEXT, eagle_config_for, write_models
+from eagle_models import CONTEXT, STANDALONE, eagle_config_for, write_models
 from jumping_tier import JUMPING, RESTING, jumping_tiers
 from recorded_graphs import recorded_graphs, replayable_backends
-from round_serving import NUM_STEPS, right_tokens, runners, serving, setup_of, submit_all, zero
+from round_serving import (
+    NUM_STEPS,
+    Served,
+    right_tokens,
+    runners,
+    serving,
+    setup_of,
+    submit_all,
+    zero,
+)
 from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.speculative.confirm import AcceptThresholds
+from sglang.srt.workers.round_graphs import RoundGraphs
 
 torch.set_num_threads(1)
 
@@ -289,3 +299,41 @@ def test_batches_are_padded_to_a_size_that_takes_less_time(
     ids = submit_all(served)
     assert [served.harness.outputs[each].token_ids for each in ids] == right
     assert any(count == 2 for count, _ in served.rounds), "Two requests are padded to four."
+
+
+# ---------------------------------------------------------------- proposals behind pieces
+
+
+def histograms(served: Served) -> list[list[int]]:
+    """Of each request, how many of its steps confirmed 0, 1, ... drafts."""
+    ids = submit_all(served, logprobs=LogprobOptions(start_len=-1))
+    assert not served.rounds, "Verification is no graph."
+    return [list(served.harness.outputs[each].accept_histogram) for each in ids]
+
+
+@pytest.mark.parametrize("kind", [EAGLE, EAGLE3, STANDALONE])
+def test_proposals_that_are_graphs_are_what_pieces_would_propose(
+    paths: dict[str, Path], kind: str
+) -> None:
+    """Tokens would be right with any drafts, so it is counted how many are."""
+    setup = setup_of(use_radix_cache=False)
+    by_graph = serving(paths, kind, setup)
+    found = histograms(by_graph)
+    assert len(by_graph.proposals) > 3
+    with mock.patch.object(RoundGraphs, "_capture_proposals", return_value=None):
+        by_pieces = serving(paths, kind, setup)
+    right = histograms(by_pieces)
+    assert not by_pieces.proposals
+    assert found == right
+    assert sum(map(sum, right)) > 10
+
+
+@pytest.mark.parametrize("kind", [EAGLE3, STANDALONE])
+def test_proposals_behind_prompts_are_graphs(paths: dict[str, Path], kind: str) -> None:
+    served = serving(paths, kind)
+    for _ in range(3):
+        served.harness.submit(prompts()[0], **params_of(0))
+    served.harness.step()
+    assert served.num_pieces == 1
+    assert served.proposals[:1] == [(3, NUM_STEPS)]
+    assert not served.num_eager_proposals
