@@ -55,12 +55,14 @@ class Load:
     Attributes:
         excess: share by which steps of 512 rows or more take longer than their prices; smaller ones
             as much less.
+        plain_gain: share by which steps without drafts take less than that.
     """
 
     num_clients: int
     prompt_tokens: int = 128
     new_tokens: int = 128
     excess: float = 0.1
+    plain_gain: float = 0.0
 
 
 @dataclass
@@ -207,7 +209,9 @@ class ServedRounds:
         prices = self._without_head if plan.rests else self._true
         cost = prices.cost(num_reqs, drafted, num_decodes + num_fed, prompt_rows)
         num_rows = num_decodes + num_fed + prompt_rows
-        return cost.rows_ms * (1 + self._load.excess * min(1.0, num_rows / 512))
+        took_ms = cost.rows_ms * (1 + self._load.excess * min(1.0, num_rows / 512))
+        is_plain = drafted == num_fed == 0
+        return took_ms * (1 - self._load.plain_gain * is_plain)
 
 
 def new_row(row: int) -> NewRow:

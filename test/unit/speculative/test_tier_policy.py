@@ -11,12 +11,15 @@ import pytest
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.speculative.adaptive_config import parse_adaptive_config
+from sglang.srt.speculative.rest_rule import REST_AFTER
 from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
 from sglang.srt.speculative.tier_policy import (
     FIRST_STEPS,
     LENGTHS_EVERY,
     PROBE_SHARE,
     PROBE_STEPS,
+    TIMED_EVERY,
+    TIMED_STEPS,
     FixedTier,
     LoadAwareTier,
     TierOptions,
@@ -130,6 +133,21 @@ def test_what_tiers_give_is_looked_at_in_the_first_steps_and_then_every_few() ->
     assert looks[FIRST_STEPS:] == [
         FIRST_STEPS + 1 + number // LENGTHS_EVERY for number in range(3 * LENGTHS_EVERY)
     ]
+
+
+@pytest.mark.parametrize("is_timed", [False, True])
+@pytest.mark.parametrize(("gain", "is_small"), [(0.05, True), (0.2, False)])
+def test_while_drafts_gain_little_some_steps_have_none(
+    gain: float, is_small: bool, is_timed: bool
+) -> None:
+    """Of prices that may be wrong; where nothing is timed that would tell nothing."""
+    prices = ListedRounds({8: (1.0, 1.5)})
+    policy = LoadAwareTier(TierParts(TierOptions(1), prices, is_timed=is_timed))
+    upcoming = UpcomingRound(8, lengths=lambda most: [1.0, 1.5 * (1 + gain)])
+    chosen = [policy.choose(upcoming) for _ in range(4 * TIMED_EVERY)]
+    assert policy.settled == 1
+    assert chosen.count(0) == (4 * TIMED_STEPS if is_small and is_timed else 0)
+    assert TIMED_STEPS < REST_AFTER, "the head must not rest for them"
 
 
 @pytest.mark.parametrize(("num_reqs", "num_steps"), [(1, 1000), (8, 300), (128, 400)])

@@ -29,10 +29,22 @@ class Excess:
         self._places: list[float] = []  # of the buckets seen, ascending: binary logarithms of rows
         self._values: list[float] = []
 
-    def observe(self, num_rows: int, price_ms: float, took_ms: float) -> None:
-        """Hears of a round of so many rows, those of prompts counted."""
+    @property
+    def is_known(self) -> bool:
+        """Whether any round was seen."""
+        return bool(self._places)
+
+    def observe(
+        self, num_rows: int, price_ms: float, took_ms: float, prior: float | None = None
+    ) -> None:
+        """Hears of a round of so many rows, those of prompts counted.
+
+        Args:
+            prior: what was thought of such rounds where none was seen; None: what is known of
+                others.
+        """
         ratio, bucket = min(max(took_ms / price_ms, LEAST), MOST), (num_rows - 1).bit_length()
-        known = self._ratios.get(bucket, self.at(num_rows))
+        known = self._ratios.get(bucket, self.at(num_rows) if prior is None else prior)
         weight = min(self._weights.get(bucket, PRIOR_ROUNDS) + 1.0, MEMORY_ROUNDS)
         self._ratios[bucket] = known + (ratio - known) / weight
         self._weights[bucket] = weight
@@ -57,3 +69,24 @@ class Excess:
         if not self._places:
             return np.ones(len(num_rows))
         return np.interp(np.log2(num_rows), self._places, self._values)
+
+
+class RoundExcess:
+    """Of plain steps and of rounds of drafts apart: they run other graphs, and those of plain steps
+    are far more while no drafts pay. Of a kind that was never seen what is known of the other one.
+    """
+
+    def __init__(self) -> None:
+        self._plain, self._drafts = Excess(), Excess()
+
+    def observe(self, num_drafts: int, num_rows: int, price_ms: float, took_ms: float) -> None:
+        """Hears of a round in which each request had so many drafts; the others as for `Excess`."""
+        seen = self._drafts if num_drafts else self._plain
+        seen.observe(num_rows, price_ms, took_ms, self.of_rounds(num_drafts).at(num_rows))
+
+    def of_rounds(self, num_drafts: int) -> Excess:
+        """Of rounds of so many drafts; 0: of plain steps."""
+        own, other = self._plain, self._drafts
+        if num_drafts:
+            own, other = other, own
+        return own if own.is_known else other

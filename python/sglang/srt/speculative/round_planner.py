@@ -203,7 +203,8 @@ class RoundPlanner:
         graph_size = same_size if keys is None else keys.decode_size
         self._lacks_tokens = lacks_tokens
         feed_ms = prices.feed_ms if prices is not None and lacks_tokens is not None else None
-        tier_parts = TierParts(options.tier_options, policy_prices, graph_size, feed_ms)
+        is_timed = self._times is not None
+        tier_parts = TierParts(options.tier_options, policy_prices, graph_size, feed_ms, is_timed)
         self.policy = options.policy(tier_parts)
         self.states: Mapping[int, SpecRuntimeState] = options.states
         self._options = options

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from sglang.srt.model_executor.draft_tree_passes import TreeShape
-from sglang.srt.speculative.round_excess import Excess
+from sglang.srt.speculative.round_excess import RoundExcess
 from sglang.srt.step.price_table import DraftPrices, PriceTable, StepShape
 
 MAX_COSTS = 4096  # that are remembered
@@ -26,6 +26,11 @@ class RoundCase(NamedTuple):
     num_reqs: int
     kv_tokens: int = 0
     prompt_rows: int = 0
+
+    @property
+    def upcoming(self) -> UpcomingRound:
+        """A round of which this is known."""
+        return UpcomingRound(self.num_reqs, self.kv_tokens, ((1.0, self.prompt_rows),))
 
 
 class UpcomingRound(NamedTuple):
@@ -108,7 +113,7 @@ class MeasuredRounds:
         self,
         target: PriceTable,
         head: DraftPrices,
-        excess: Excess | None = None,
+        excess: RoundExcess | None = None,
         tree: TreeShape | None = None,
         max_requests: int | None = None,
         can_rest: bool = False,
@@ -118,7 +123,7 @@ class MeasuredRounds:
         self.tree = tree
         self.max_requests = max_requests
         self.can_rest = can_rest
-        self.excess = Excess() if excess is None else excess
+        self.excess = RoundExcess() if excess is None else excess
         self.prompt_row_ms = target.least_row_ms
         self._known_cost = lru_cache(maxsize=MAX_COSTS)(self._cost)
         self._known_feed = lru_cache(maxsize=MAX_COSTS)(self._feed)
@@ -136,7 +141,8 @@ class MeasuredRounds:
         cost = self.cost(case.num_reqs, num_drafts, num_rows, case.prompt_rows)
         whole_ms = cost.at(case.kv_tokens)
         own_ms = whole_ms - self.prompts_ms(case.prompt_rows, num_rows, whole_ms)
-        return own_ms * self.excess.at(num_rows + case.prompt_rows)
+        excess = self.excess.of_rounds(num_drafts)
+        return own_ms * excess.at(num_rows + case.prompt_rows)
 
     def feed_ms(self, upcoming: UpcomingRound) -> float:
         """Milliseconds by which a plain step takes longer if the head does not rest."""

@@ -14,8 +14,10 @@ from sglang.srt.step.worker import ScheduleBatch
 
 
 class _Expected(NamedTuple):
-    """A round that was launched: its rows, those of prompts counted, and what it should cost."""
+    """A round that was launched: the drafts of each request, its rows, those of prompts counted,
+    and what it should cost."""
 
+    num_drafts: int
     num_rows: int
     price_ms: float
 
@@ -37,9 +39,8 @@ class RoundTimes:
     def expect(self, batch: ScheduleBatch, plan: RowPlan, num_drafts: int) -> None:
         """A step that is about to be launched, whose requests have so many drafts at most. It is no
         round with a price if nobody decodes, or if another number is drafted for the next one; nor
-        if the head is fed where it could rest, or the step returns what prices know nothing of."""
+        if the step returns what prices know nothing of."""
         is_round = 0 in batch.num_prompt_tokens and max(plan.next_drafts) == num_drafts
-        is_round &= num_drafts > 0 or plan.rests or not self._rounds.can_rest
         is_round &= plan.counts.packed is None or self._packs_in_graphs
         scores_prompts = batch.logprobs is not None and bool(batch.logprobs.prompt_rows)
         is_round &= not scores_prompts and not batch.hidden_rows and batch.constraint is None
@@ -61,7 +62,9 @@ class RoundTimes:
         fed = [rounds.target] if plan.rests else [rounds.target, rounds.head.extend]
         prompts_ms = sum(prices.prompt_ms(chunk) for prices in fed for chunk in chunks)
         price_ms = cost.at(case.kv_tokens) + prompts_ms
-        return _Expected(num_verified + case.prompt_rows, price_ms)
+        if rounds.can_rest and num_drafts == 0 and not plan.rests:
+            price_ms += rounds.feed_ms(case.upcoming)
+        return _Expected(num_drafts, num_verified + case.prompt_rows, price_ms)
 
     def compare(self) -> None:
         """Hears of the steps that have ended."""

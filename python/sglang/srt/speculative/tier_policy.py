@@ -24,6 +24,9 @@ DEAREST_PROBE = 1.0  # steps that a probe may cost beyond one of the chosen tier
 # What drafts of a probe confirm is worth this share of their tokens: some of these the steps behind
 # it would have given too.
 WORTH = 0.5
+# While drafts gain less than this share, so many steps in a row, of so many, have none: they are
+# timed, since prices may be wrong by as much. Too few in a row for the drafter's model to rest.
+SMALL_GAIN, TIMED_STEPS, TIMED_EVERY = 0.1, REST_AFTER - 1, 384
 # What tiers give is looked at every so many steps, but for the first ones: then it changes slowly,
 # and looking takes time.
 LENGTHS_EVERY, FIRST_STEPS = 4, 32
@@ -67,12 +70,14 @@ class TierParts:
         graph_size: the number of requests that a step of so many is padded to.
         feed_ms: milliseconds by which a plain step takes longer than its price if the drafter's
             model is not left out of it; None: it never is.
+        is_timed: rounds are timed while they serve, and prices follow.
     """
 
     options: TierOptions
     prices: RoundPrices | None = None
     graph_size: Callable[[int], int] = same_size
     feed_ms: Callable[[UpcomingRound], float] | None = None
+    is_timed: bool = False
 
 
 class RoundOutcome(NamedTuple):
@@ -165,6 +170,10 @@ class LoadAwareTier:
     A tier that is best stays for DWELL_MS, unless another one gains URGENT_GAIN, or no drafts gain
     as much as drafts must gain over none.
 
+    Prices of plain steps and of rounds may be wrong by a few percent, each by another share, and
+    only rounds that are run are timed. So while drafts gain less than SMALL_GAIN, TIMED_STEPS of
+    TIMED_EVERY steps have none.
+
     While no drafts are best the drafter's model rests (`RestRule`), if it can be left out of steps.
     Then a probe begins with steps that only feed it, which the allowance pays too: it gets
     FEED_SHARE more.
@@ -203,7 +212,7 @@ class LoadAwareTier:
         self._lengths: Sequence[float] = ()
         self._num_steps = 0
         self._token_ms = 0.0  # of the requests' tokens at the best tier
-        self._feed_ms = parts.feed_ms
+        self._feed_ms, self._is_timed = parts.feed_ms, parts.is_timed
         self._rest = RestRule()
 
     @property
@@ -271,6 +280,8 @@ class LoadAwareTier:
             for tier in hopeful_tiers(lengths, costs, best, self._least_gain)
             if costs[tier] - cost < DEAREST_PROBE * cost
         ]
+        if self._times_plain(lengths, costs):
+            return 0
         if best == 0 and self._repeated in hopeful:
             return self._repeated
         if not hopeful:
@@ -283,6 +294,13 @@ class LoadAwareTier:
         if feed_ms and costs[probed] - cost > run_ms:  # nothing is saved while the model is fed
             probed = hopeful[0]
         return best if costs[probed] - cost > run_ms else probed
+
+    def _times_plain(self, lengths: Sequence[float], costs: Mapping[int, float]) -> bool:
+        """Whether the next step has no drafts so that it is timed, though drafts gain something."""
+        best = self.settled
+        if best == 0 or not self._is_timed or self._num_steps % TIMED_EVERY >= TIMED_STEPS:
+            return False
+        return lengths[best] / costs[best] < lengths[0] / costs[0] * (1 + SMALL_GAIN)
 
     def _pay(self, costs: Mapping[int, float], chosen: int, feed_ms: float) -> None:
         """What the next step costs beyond one of the settled tier."""

@@ -68,7 +68,8 @@ class RoundTables:
         """
         prompt_rows = case.prompt_rows
         found = self._buckets(case.num_reqs, num_drafts, prompt_rows)
-        excess = self._uniform.excess.of([prompt_rows + rows for rows in found.rows])
+        seen = self._uniform.excess.of_rounds(num_drafts)
+        excess = seen.of([prompt_rows + rows for rows in found.rows])
         whole = (found.rows_ms + found.kv_ms * case.kv_tokens).tolist()
         costs = (
             (whole_ms - self._uniform.prompts_ms(prompt_rows, rows, whole_ms)) * longer

@@ -1,0 +1,47 @@
+"""What rounds take beside their prices, as far as it was seen."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang.srt.speculative.round_excess import LEAST, MOST, Excess, RoundExcess
+
+
+def test_excess_follows_what_was_seen_of_such_rows_and_of_its_neighbours() -> None:
+    excess = Excess()
+    assert excess.at(100) == 1.0
+    for _ in range(200):
+        excess.observe(100, 10.0, 12.0)
+    assert excess.at(90) == pytest.approx(1.2, abs=0.01)
+    assert excess.at(4000) == excess.at(90), "nothing else is known"
+    for _ in range(200):
+        excess.observe(1000, 10.0, 15.0)
+    assert 1.2 < excess.at(300) < 1.5
+    some = [1, 90, 100, 128, 300, 512, 1000, 8000]
+    assert excess.of(some).tolist() == pytest.approx([excess.at(rows) for rows in some])
+
+
+def test_one_step_that_took_long_tells_little() -> None:
+    excess = Excess()
+    excess.observe(64, 5.0, 5000.0)
+    assert excess.at(64) <= 1 + (MOST - 1) / 5
+    for _ in range(100):
+        excess.observe(64, 5.0, 5.0)
+    assert excess.at(64) == pytest.approx(1.0, abs=0.01)
+    excess.observe(1, 5.0, 0.0)
+    assert excess.at(1) >= 1 - (1 - LEAST) / 5
+
+
+def test_plain_steps_and_rounds_of_drafts_are_compared_apart() -> None:
+    excess = RoundExcess()
+    assert excess.of_rounds(0).at(100) == excess.of_rounds(3).at(100) == 1.0
+    for _ in range(200):
+        excess.observe(3, 100, 10.0, 12.0)
+    assert excess.of_rounds(1).at(100) == pytest.approx(1.2, abs=0.01)
+    assert excess.of_rounds(0).at(100) == excess.of_rounds(1).at(100), "nothing else is known"
+    excess.observe(0, 100, 10.0, 9.0)
+    assert 1.1 < excess.of_rounds(0).at(100) < 1.2, "one of them tells little"
+    for _ in range(200):
+        excess.observe(0, 100, 10.0, 9.0)
+    assert excess.of_rounds(0).at(100) == pytest.approx(0.9, abs=0.01)
+    assert excess.of_rounds(1).at(100) == pytest.approx(1.2, abs=0.01)
