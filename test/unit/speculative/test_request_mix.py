@@ -42,14 +42,19 @@ class Loop:
     become of the others is guessed right."""
 
     def __init__(
-        self, texts: Sequence[Text], tiers: Sequence[int], seed: int = 0, most_fed: int = MOST
+        self,
+        texts: Sequence[Text],
+        tiers: Sequence[int],
+        seed: int = 0,
+        most_fed: int = MOST,
+        num_rows: int = NUM_ROWS,
     ) -> None:
-        self.most_fed = most_fed
-        self.mix = RequestMix(NUM_ROWS)
+        self.most_fed, self._num_rows = most_fed, num_rows
+        self.mix = RequestMix(num_rows)
         self.texts = texts
         self.tiers = itertools.cycle(tiers)
         self._luck = random.Random(seed)
-        self._left = [self._new() for _ in ALL_ROWS]
+        self._left = [self._new() for _ in range(num_rows)]
         self.num_tokens = self.num_rounds = 0
 
     def _new(self) -> list[bool]:
@@ -62,14 +67,19 @@ class Loop:
             found.append([*left[:num_drafts], False].index(False))
             given.append(1 + min(found[-1], num_fed))
             self._left[row] = left[given[-1] :]
-        counts, fed = [num_drafts] * NUM_ROWS, [num_fed] * NUM_ROWS
-        self.mix.observe(ALL_ROWS, counts, found, given, fed)
+        counts, fed = [num_drafts] * self._num_rows, [num_fed] * self._num_rows
+        self.mix.observe(range(self._num_rows), counts, found, given, fed)
         self.num_tokens += sum(given)
-        self.num_rounds += NUM_ROWS
+        self.num_rounds += self._num_rows
         for row, left in enumerate(self._left):
             if len(left) <= MOST:
                 self._left[row] = self._new()
                 self.mix.admit(row)
+
+    def change_to(self, text: Text) -> None:
+        """What is left of all requests is of this text, and those that come are."""
+        self.texts = [text]
+        self._left = [self._new() for _ in self._left]
 
     def lengths(self, num_steps: int = 600) -> list[float]:
         """Their mean over so many steps, once something is known: requests at hand are few."""
@@ -79,7 +89,7 @@ class Loop:
         for _ in range(num_steps // 10):
             for _ in range(10):
                 self.step()
-            found = self.mix.lengths(ALL_ROWS, MOST)
+            found = self.mix.lengths(range(self._num_rows), MOST)
             sums = [total + each for total, each in zip(sums, found, strict=True)]
         return [total / (num_steps // 10) for total in sums]
 
@@ -200,13 +210,25 @@ def test_text_that_changes_is_noticed_within_some_steps() -> None:
     for before, after in ((EASY, HARD), (HARD, EASY), (BURSTS, EASY)):
         loop = Loop([before], [3])
         loop.lengths(200)
-        loop.texts = [after]
-        for row in ALL_ROWS:
-            loop._left[row] = loop._new()
+        loop.change_to(after)
         for _ in range(30):
             loop.step()
         found = loop.mix.lengths(ALL_ROWS, 3)[3]
         assert found == pytest.approx(given_per_round([after], 3), rel=0.15), (before, after)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_lone_request_is_soon_not_taken_for_those_of_other_text(seed: int) -> None:
+    """Its own drafts say at once that it differs, which is no surprise for long."""
+    more, fewer = Text(0.85, 0.7), Text(0.7, 0.35)
+    for before, after in ((more, fewer), (fewer, more)):
+        loop = Loop([before], [MOST], seed, num_rows=1)
+        loop.lengths(1000)
+        loop.change_to(after)
+        for _ in range(600):
+            loop.step()
+        found = loop.mix.lengths([0], MOST)[MOST]
+        assert found == pytest.approx(given_per_round([after], MOST), rel=0.2), (before, after)
 
 
 def test_text_that_stays_is_not_forgotten() -> None:

@@ -39,7 +39,9 @@ PRIOR = 3.0  # drafts that the others count as in what is thought of one request
 # Requests that have ended and are remembered; drafts behind tokens of a kind that are remembered of
 # all that have ended together.
 MAX_ENDED, PAST = 64, 1024.0
-WINDOW = 4096.0  # tokens, of all requests together, whose shares say which requests there are
+# Tokens, of all requests together, whose shares say which requests there are, or those of so many
+# steps if these are fewer: with a few requests at a time it would take long to forget others.
+WINDOW, WINDOW_STEPS = 4096.0, 256.0
 # Before anything is known a draft is right with this chance, which counts as so many drafts.
 FIRST_CHANCE, FIRST_TRIALS = 0.6, 2.0
 MOST_CHANCE = 0.995  # a stretch ends some time
@@ -105,7 +107,7 @@ class RequestMix:
         """
         index, counts, given = np.array(rows), np.array(num_drafts), np.array(num_tokens)
         tokens = self._known[:, TOKENS]
-        tokens[:-1] *= max(0.0, 1 - given.sum() / WINDOW)
+        tokens[:-1] *= max(0.0, 1 - max(given.sum() / WINDOW, 1 / WINDOW_STEPS))
         tokens[index] += given
         last = np.full(len(index), UNKNOWN)
         if counts.any():
