@@ -21,6 +21,18 @@ def test_excess_follows_what_was_seen_of_such_rows_and_of_its_neighbours() -> No
     assert excess.of(some).tolist() == pytest.approx([excess.at(rows) for rows in some])
 
 
+@pytest.mark.parametrize("rows", [(128, 192), (64, 192, 257), (100, 130, 1000)])
+def test_a_number_of_rows_that_alone_is_met_of_its_bucket_keeps_what_was_seen(
+    rows: tuple[int, ...],
+) -> None:
+    """As those of tiers are."""
+    excess, share = Excess(), dict(zip(rows, (1.02, 1.1, 1.06), strict=False))
+    for _ in range(300):
+        for num_rows, took in share.items():
+            excess.observe(num_rows, 10.0, 10.0 * took)
+    assert {num_rows: excess.at(num_rows) for num_rows in rows} == pytest.approx(share, abs=0.003)
+
+
 def test_one_step_that_took_long_tells_little() -> None:
     excess = Excess()
     excess.observe(64, 5.0, 5000.0)

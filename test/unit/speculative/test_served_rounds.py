@@ -126,6 +126,16 @@ def test_numbers_by_load_where_requests_differ(num_clients: int, counts: Sequenc
     assert speed > 0.96 * best
 
 
+def test_wide_rounds_that_take_longer_than_their_prices() -> None:
+    """By these five drafts are best; by what rounds take three are."""
+    load = Load(32, 64, 512, excess=0.6)
+    three, five = (ServedRounds(load, EVEN, RoundOptions(n), True).rate(400, 200) for n in (3, 5))
+    assert three > 1.01 * five
+    served = ServedRounds(load, EVEN, BY_LOAD, True)
+    assert served.rate(1200, 400) > 0.985 * three
+    assert served.tiers[3] > 2 * served.tiers[5]
+
+
 def without_head(load: Load, text: Text) -> float:
     served = ServedRounds(load, text, BY_LOAD, True, can_rest=True)
     policy = SimpleNamespace(choose=lambda upcoming: 0, settled=0, rests=True, observe=id)

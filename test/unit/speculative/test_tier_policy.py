@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from unittest import mock
 
 import pytest
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.model_executor.graph_keys import GraphKeys
+from sglang.srt.speculative import tier_policy
 from sglang.srt.speculative.adaptive_config import parse_adaptive_config
 from sglang.srt.speculative.rest_rule import REST_AFTER
 from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
@@ -136,17 +138,28 @@ def test_what_tiers_give_is_looked_at_in_the_first_steps_and_then_every_few() ->
 
 
 @pytest.mark.parametrize("is_timed", [False, True])
-@pytest.mark.parametrize(("gain", "is_small"), [(0.05, True), (0.2, False)])
-def test_while_drafts_gain_little_some_steps_have_none(
-    gain: float, is_small: bool, is_timed: bool
+@pytest.mark.parametrize(
+    ("gains", "rivals"),
+    [
+        ({0: 0.95, 2: 0.9, 3: 0.99}, [0, 3]),
+        ({0: 0.8, 2: 0.95, 3: 0.7}, [2]),
+        ({0: 0.8, 2: 0.85, 3: 0.9}, []),
+    ],
+)
+def test_some_steps_are_of_tiers_that_gain_nearly_as_much_as_the_best(
+    gains: dict[int, float], rivals: list[int], is_timed: bool
 ) -> None:
     """Of prices that may be wrong; where nothing is timed that would tell nothing."""
-    prices = ListedRounds({8: (1.0, 1.5)})
-    policy = LoadAwareTier(TierParts(TierOptions(1), prices, is_timed=is_timed))
-    upcoming = UpcomingRound(8, lengths=lambda most: [1.0, 1.5 * (1 + gain)])
-    chosen = [policy.choose(upcoming) for _ in range(4 * TIMED_EVERY)]
+    lengths = [1.0, 1.8, 2.5, 3.1]
+    costs = tuple(lengths[tier] / gains.get(tier, 1.0) for tier in range(4))
+    policy = LoadAwareTier(TierParts(TierOptions(3), ListedRounds({8: costs}), is_timed=is_timed))
+    upcoming = UpcomingRound(8, lengths=lambda most: lengths)
+    with mock.patch.object(tier_policy, "hopeful_tiers", return_value=[]):  # nothing is probed
+        chosen = [policy.choose(upcoming) for _ in range(6 * TIMED_EVERY)]
     assert policy.settled == 1
-    assert chosen.count(0) == (4 * TIMED_STEPS if is_small and is_timed else 0)
+    counts = Counter(tier for tier in chosen if tier != 1)
+    times = 6 * TIMED_STEPS // len(rivals) if rivals and is_timed else 0
+    assert counts == ({tier: times for tier in rivals} if times else {})
     assert TIMED_STEPS < REST_AFTER, "the head must not rest for them"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +20,32 @@ PRIOR_ROUNDS = 4.0  # that the neighbours count as where nothing was seen
 LEAST, MOST = 0.5, 2.0  # of one round: what is beyond met something else
 
 
+class _Bucket(NamedTuple):
+    """Means over the rounds that a bucket remembers: what they took divided by their prices, and
+    their place, the binary logarithm of their rows."""
+
+    weight: float
+    ratio: float
+    place: float
+
+    def after(self, ratio: float, place: float) -> _Bucket:
+        """With one more round."""
+        weight = min(self.weight + 1.0, MEMORY_ROUNDS)
+        return _Bucket(
+            weight,
+            self.ratio + (ratio - self.ratio) / weight,
+            self.place + (place - self.place) / weight,
+        )
+
+
 class Excess:
     """What rounds take divided by their prices, by rows: means of buckets that double in size,
-    interpolated between these, and 1 before anything is known."""
+    interpolated between the mean places of what was seen in these, and 1 before anything is known.
+    """
 
     def __init__(self) -> None:
-        self._ratios: dict[int, float] = {}  # by bucket
-        self._weights: dict[int, float] = {}
-        self._places: list[float] = []  # of the buckets seen, ascending: binary logarithms of rows
+        self._seen: dict[int, _Bucket] = {}
+        self._places: list[float] = []  # of the buckets seen, ascending
         self._values: list[float] = []
 
     @property
@@ -43,14 +62,15 @@ class Excess:
             prior: what was thought of such rounds where none was seen; None: what is known of
                 others.
         """
-        ratio, bucket = min(max(took_ms / price_ms, LEAST), MOST), (num_rows - 1).bit_length()
-        known = self._ratios.get(bucket, self.at(num_rows) if prior is None else prior)
-        weight = min(self._weights.get(bucket, PRIOR_ROUNDS) + 1.0, MEMORY_ROUNDS)
-        self._ratios[bucket] = known + (ratio - known) / weight
-        self._weights[bucket] = weight
-        buckets = sorted(self._ratios)
-        self._places = [bucket - 0.5 for bucket in buckets]
-        self._values = [self._ratios[bucket] for bucket in buckets]
+        ratio, place = min(max(took_ms / price_ms, LEAST), MOST), math.log2(num_rows)
+        bucket = (num_rows - 1).bit_length()
+        if bucket not in self._seen:
+            ratio_before = self.at(num_rows) if prior is None else prior
+            self._seen[bucket] = _Bucket(PRIOR_ROUNDS, ratio_before, place)
+        self._seen[bucket] = self._seen[bucket].after(ratio, place)
+        seen = [self._seen[bucket] for bucket in sorted(self._seen)]
+        self._places = [each.place for each in seen]
+        self._values = [each.ratio for each in seen]
 
     def at(self, num_rows: int) -> float:
         """Of rounds of so many rows; without numpy, which takes ten times as long for one."""

@@ -24,9 +24,10 @@ DEAREST_PROBE = 1.0  # steps that a probe may cost beyond one of the chosen tier
 # What drafts of a probe confirm is worth this share of their tokens: some of these the steps behind
 # it would have given too.
 WORTH = 0.5
-# While drafts gain less than this share, so many steps in a row, of so many, have none: they are
-# timed, since prices may be wrong by as much. Too few in a row for the drafter's model to rest.
-SMALL_GAIN, TIMED_STEPS, TIMED_EVERY = 0.1, REST_AFTER - 1, 384
+# A tier that would be best if its rounds took this share less is a rival of the best one: prices may
+# be wrong by as much. So many steps in a row, of so many, are of a rival, to be timed: too few in a
+# row for the drafter's model to rest.
+RIVAL_GAIN, TIMED_STEPS, TIMED_EVERY = 0.1, REST_AFTER - 1, 256
 # What tiers give is looked at every so many steps, but for the first ones: then it changes slowly,
 # and looking takes time.
 LENGTHS_EVERY, FIRST_STEPS = 4, 32
@@ -170,9 +171,9 @@ class LoadAwareTier:
     A tier that is best stays for DWELL_MS, unless another one gains URGENT_GAIN, or no drafts gain
     as much as drafts must gain over none.
 
-    Prices of plain steps and of rounds may be wrong by a few percent, each by another share, and
-    only rounds that are run are timed. So while drafts gain less than SMALL_GAIN, TIMED_STEPS of
-    TIMED_EVERY steps have none.
+    Prices may be wrong by a few percent, those of each tier by another share, and only rounds that
+    are run are timed. So while drafts are best, TIMED_STEPS of TIMED_EVERY steps are of a rival,
+    one that gains nearly as much: no drafts, fewer, or more. Rivals take turns.
 
     While no drafts are best the drafter's model rests (`RestRule`), if it can be left out of steps.
     Then a probe begins with steps that only feed it, which the allowance pays too: it gets
@@ -280,8 +281,9 @@ class LoadAwareTier:
             for tier in hopeful_tiers(lengths, costs, best, self._least_gain)
             if costs[tier] - cost < DEAREST_PROBE * cost
         ]
-        if self._times_plain(lengths, costs):
-            return 0
+        rival = self._timed_rival(lengths, costs)
+        if rival is not None:
+            return rival
         if best == 0 and self._repeated in hopeful:
             return self._repeated
         if not hopeful:
@@ -295,12 +297,15 @@ class LoadAwareTier:
             probed = hopeful[0]
         return best if costs[probed] - cost > run_ms else probed
 
-    def _times_plain(self, lengths: Sequence[float], costs: Mapping[int, float]) -> bool:
-        """Whether the next step has no drafts so that it is timed, though drafts gain something."""
+    def _timed_rival(self, lengths: Sequence[float], costs: Mapping[int, float]) -> int | None:
+        """A tier that is not best and that the next step has so that it is timed."""
         best = self.settled
-        if best == 0 or not self._is_timed or self._num_steps % TIMED_EVERY >= TIMED_STEPS:
-            return False
-        return lengths[best] / costs[best] < lengths[0] / costs[0] * (1 + SMALL_GAIN)
+        window, place = divmod(self._num_steps, TIMED_EVERY)
+        if best == 0 or not self._is_timed or place >= TIMED_STEPS:
+            return None
+        least = lengths[best] / costs[best] / (1 + RIVAL_GAIN)
+        rivals = [tier for tier in costs if tier != best and lengths[tier] / costs[tier] > least]
+        return rivals[window % len(rivals)] if rivals else None
 
     def _pay(self, costs: Mapping[int, float], chosen: int, feed_ms: float) -> None:
         """What the next step costs beyond one of the settled tier."""
