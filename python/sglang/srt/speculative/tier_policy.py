@@ -24,9 +24,9 @@ DEAREST_PROBE = 1.0  # steps that a probe may cost beyond one of the chosen tier
 # What drafts of a probe confirm is worth this share of their tokens: some of these the steps behind
 # it would have given too.
 WORTH = 0.5
-# A tier that would be best if its rounds took this share less is a rival of the best one: prices may
-# be wrong by as much. So many steps in a row, of so many, are of a rival, to be timed: too few in a
-# row for the drafter's model to rest.
+# The best tier's rivals are those that it beats by less than this share: prices may be wrong by as
+# much. So many steps in a row, of so many, are of a rival, to be timed: too few in a row for the
+# drafter's model to rest.
 RIVAL_GAIN, TIMED_STEPS, TIMED_EVERY = 0.1, REST_AFTER - 1, 256
 # What tiers give is looked at every so many steps, but for the first ones: then it changes slowly,
 # and looking takes time.
