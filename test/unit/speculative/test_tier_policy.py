@@ -17,7 +17,7 @@ from sglang.srt.speculative.rest_rule import REST_AFTER
 from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
 from sglang.srt.speculative.tier_policy import (
     FIRST_STEPS,
-    LENGTHS_EVERY,
+    LOOK_EVERY,
     PROBE_SHARE,
     PROBE_STEPS,
     TIMED_EVERY,
@@ -126,14 +126,14 @@ def test_beyond_no_drafts_a_probe_is_followed_by_a_second_one(num_reqs: int) -> 
 
 def test_what_tiers_give_is_looked_at_in_the_first_steps_and_then_every_few() -> None:
     policy = load_aware(8, H200_MS[8]).policy
-    num_steps, looks = FIRST_STEPS + 3 * LENGTHS_EVERY, list[int]()
+    num_steps, looks = FIRST_STEPS + 3 * LOOK_EVERY, list[int]()
     lengths = mock.Mock(side_effect=lambda most: [1.0 + tier for tier in range(most + 1)])
     for _ in range(num_steps):
         policy.choose(UpcomingRound(8, lengths=lengths))
         looks.append(lengths.call_count)
     assert looks[:FIRST_STEPS] == [*range(1, 1 + FIRST_STEPS)]
     assert looks[FIRST_STEPS:] == [
-        FIRST_STEPS + 1 + number // LENGTHS_EVERY for number in range(3 * LENGTHS_EVERY)
+        FIRST_STEPS + 1 + number // LOOK_EVERY for number in range(3 * LOOK_EVERY)
     ]
 
 

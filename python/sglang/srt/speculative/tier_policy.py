@@ -28,9 +28,9 @@ WORTH = 0.5
 # much. So many steps in a row, of so many, are of a rival, to be timed: too few in a row for the
 # drafter's model to rest.
 RIVAL_GAIN, TIMED_STEPS, TIMED_EVERY = 0.1, REST_AFTER - 1, 256
-# What tiers give is looked at every so many steps, but for the first ones: then it changes slowly,
-# and looking takes time.
-LENGTHS_EVERY, FIRST_STEPS = 4, 32
+# What tiers give and cost is looked at every so many steps, but for the first ones: then it changes
+# slowly, and looking takes time.
+LOOK_EVERY, FIRST_STEPS = 4, 32
 # A tier that seemed best stays for so many milliseconds of rounds, unless another one gains more
 # than this share: estimates go up and down, and what two tiers give may be the same.
 DWELL_MS, URGENT_GAIN = 2000.0, 0.05
@@ -211,7 +211,8 @@ class LoadAwareTier:
         self._repeated = 0  # a tier that is probed once more; 0: none
         self._best = 0
         self._lengths: Sequence[float] = ()
-        self._num_steps = 0
+        self._costs: Mapping[int, float] = {}
+        self._num_reqs = self._num_steps = 0
         self._token_ms = 0.0  # of the requests' tokens at the best tier
         self._feed_ms, self._is_timed = parts.feed_ms, parts.is_timed
         self._rest = RestRule()
@@ -221,11 +222,8 @@ class LoadAwareTier:
         return self._feed_ms is not None and self._rest.rests
 
     def choose(self, upcoming: UpcomingRound) -> int:
-        size = self._graph_size(upcoming.num_reqs)
-        allowed = self._options.candidates(size)
-        tiers = self._tiers if allowed is None else sorted({0, *allowed})
-        lengths = self._read_lengths(upcoming)
-        costs = costs_of_tiers(self._prices, upcoming, tiers, lengths)
+        self._look(upcoming)
+        lengths, costs = self._lengths, self._costs
         best = self._settle(best_tier(lengths, costs, self._least_gain), lengths, costs)
         self.settled = best
         feed_ms = 0.0
@@ -241,13 +239,19 @@ class LoadAwareTier:
         self._now_ms += costs[chosen]
         return chosen
 
-    def _read_lengths(self, upcoming: UpcomingRound) -> Sequence[float]:
-        """Tokens that a request is expected to be given with 0, 1, ... drafts."""
-        assert upcoming.lengths is not None, "What tiers give is read (`reads_lengths`)."
-        if self._num_steps < FIRST_STEPS or self._num_steps % LENGTHS_EVERY == 0:
-            self._lengths = upcoming.lengths(self._tiers[-1])
+    def _look(self, upcoming: UpcomingRound) -> None:
+        """At the tokens that a request is expected to be given with 0, 1, ... drafts, and at the
+        milliseconds of a round of each tier that these requests may have."""
+        is_due = self._num_steps < FIRST_STEPS or self._num_steps % LOOK_EVERY == 0
         self._num_steps += 1
-        return self._lengths
+        if is_due:
+            assert upcoming.lengths is not None, "What tiers give is read (`reads_lengths`)."
+            self._lengths = upcoming.lengths(self._tiers[-1])
+        if is_due or upcoming.num_reqs != self._num_reqs:
+            self._num_reqs = upcoming.num_reqs
+            allowed = self._options.candidates(self._graph_size(self._num_reqs))
+            tiers = self._tiers if allowed is None else sorted({0, *allowed})
+            self._costs = costs_of_tiers(self._prices, upcoming, tiers, self._lengths)
 
     def _settle(self, best: int, lengths: Sequence[float], costs: Mapping[int, float]) -> int:
         """The best tier, or for a while the one that was best before, if it may be chosen."""
