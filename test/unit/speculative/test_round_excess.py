@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.srt.speculative.round_excess import LEAST, MOST, Excess, RoundExcess
+from sglang.srt.speculative.round_excess import LEAST, MOST, OWN_SHARE, Excess, RoundExcess
+from sglang.srt.speculative.tier_policy import RIVAL_GAIN
 
 
 def test_excess_follows_what_was_seen_of_such_rows_and_of_its_neighbours() -> None:
@@ -57,3 +58,29 @@ def test_plain_steps_and_rounds_of_drafts_are_compared_apart() -> None:
         excess.observe(0, 100, 10.0, 9.0)
     assert excess.of_rounds(0).at(100) == pytest.approx(0.9, abs=0.01)
     assert excess.of_rounds(1).at(100) == pytest.approx(1.2, abs=0.01)
+
+
+def test_numbers_of_drafts_are_compared_apart() -> None:
+    """Even those whose rounds have as many rows, beside prompts or without."""
+    excess = RoundExcess()
+    for _ in range(200):
+        excess.observe(5, 192, 10.0, 10.2)
+        excess.observe(3, 192, 10.0, 9.8)
+    assert excess.of_rounds(3).at(192) == pytest.approx(0.98, abs=0.002)
+    assert excess.of_rounds(5).at(192) == pytest.approx(1.02, abs=0.002)
+    assert 0.98 < excess.of_rounds(2).at(192) < 1.02, "of those nothing else is known"
+    assert excess.of_rounds(3).at(1024) == excess.of_rounds(2).at(1024), "nor of these rows"
+    rows = [100, 192, 200, 1024]
+    for count in (0, 2, 3, 5):
+        found = excess.of_rounds(count)
+        assert found.of(rows).tolist() == pytest.approx([found.at(each) for each in rows])
+
+
+def test_a_number_that_once_took_long_is_not_thought_to_be_so_for_ever() -> None:
+    excess = RoundExcess()
+    for _ in range(50):
+        excess.observe(5, 192, 10.0, 20.0)
+    for _ in range(400):
+        excess.observe(3, 192, 10.0, 10.0)
+    assert excess.of_rounds(5).at(192) == pytest.approx(OWN_SHARE, abs=0.01)
+    assert OWN_SHARE < 1 + RIVAL_GAIN, "or it would not be timed again"

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 MEMORY_ROUNDS = 64.0  # that each bucket remembers
 PRIOR_ROUNDS = 4.0  # that the neighbours count as where nothing was seen
 LEAST, MOST = 0.5, 2.0  # of one round: what is beyond met something else
+OWN_SHARE = 1.05  # at most, of rounds of one number of drafts beside all with drafts
 
 
 class _Bucket(NamedTuple):
@@ -38,6 +39,11 @@ class _Bucket(NamedTuple):
         )
 
 
+def _bucket(num_rows: int) -> int:
+    """The number of a bucket."""
+    return (num_rows - 1).bit_length()
+
+
 class Excess:
     """What rounds take divided by their prices, by rows: means of buckets that double in size,
     interpolated between the mean places of what was seen in these, and 1 before anything is known.
@@ -53,6 +59,10 @@ class Excess:
         """Whether any round was seen."""
         return bool(self._places)
 
+    def has_seen(self, num_rows: int) -> bool:
+        """Whether any round of about so many rows was seen."""
+        return _bucket(num_rows) in self._seen
+
     def observe(
         self, num_rows: int, price_ms: float, took_ms: float, prior: float | None = None
     ) -> None:
@@ -63,7 +73,7 @@ class Excess:
                 others.
         """
         ratio, place = min(max(took_ms / price_ms, LEAST), MOST), math.log2(num_rows)
-        bucket = (num_rows - 1).bit_length()
+        bucket = _bucket(num_rows)
         if bucket not in self._seen:
             ratio_before = self.at(num_rows) if prior is None else prior
             self._seen[bucket] = _Bucket(PRIOR_ROUNDS, ratio_before, place)
@@ -91,21 +101,60 @@ class Excess:
         return np.interp(np.log2(num_rows), self._places, self._values)
 
 
+class RoundsOfTier(NamedTuple):
+    """What is known of rounds of one number of drafts.
+
+    Attributes:
+        own: of these rounds.
+        alike: of all rounds of their kind, for rows of which no such round was seen.
+    """
+
+    own: Excess
+    alike: Excess
+
+    def at(self, num_rows: int) -> float:
+        """See `Excess.at`."""
+        alike = self.alike.at(num_rows)
+        if not self.own.has_seen(num_rows):
+            return alike
+        return min(max(self.own.at(num_rows), alike / OWN_SHARE), alike * OWN_SHARE)
+
+    def of(self, num_rows: Sequence[int]) -> NDArray[np.float64]:
+        """See `Excess.of`."""
+        alike, own = self.alike.of(num_rows), self.own.of(num_rows)
+        was_seen = [self.own.has_seen(rows) for rows in num_rows]
+        return np.where(was_seen, np.clip(own, alike / OWN_SHARE, alike * OWN_SHARE), alike)
+
+
 class RoundExcess:
-    """Of plain steps and of rounds of drafts apart: they run other graphs, and those of plain steps
-    are far more while no drafts pay. Of a kind that was never seen what is known of the other one.
+    """Of each number of drafts apart: they run other graphs, and prices are measured at other rows.
+
+    Where none of a number were seen it is what is known of rounds with drafts, or of plain steps;
+    where no such ones were seen either, of the other kind. What is known of one number is at most
+    OWN_SHARE times that or as much less: a number that seems slow is run no more, and so it would
+    stay what it was thought to be.
     """
 
     def __init__(self) -> None:
         self._plain, self._drafts = Excess(), Excess()
+        self._tiers: dict[int, Excess] = {}  # of rounds with drafts
 
     def observe(self, num_drafts: int, num_rows: int, price_ms: float, took_ms: float) -> None:
         """Hears of a round in which each request had so many drafts; the others as for `Excess`."""
         seen = self._drafts if num_drafts else self._plain
-        seen.observe(num_rows, price_ms, took_ms, self.of_rounds(num_drafts).at(num_rows))
+        known, alike = self.of_rounds(num_drafts), self._alike(num_drafts)
+        if num_drafts:
+            own = self._tiers.setdefault(num_drafts, Excess())
+            own.observe(num_rows, price_ms, took_ms, known.at(num_rows))
+        seen.observe(num_rows, price_ms, took_ms, alike.at(num_rows))
 
-    def of_rounds(self, num_drafts: int) -> Excess:
+    def of_rounds(self, num_drafts: int) -> Excess | RoundsOfTier:
         """Of rounds of so many drafts; 0: of plain steps."""
+        alike, own = self._alike(num_drafts), self._tiers.get(num_drafts)
+        return alike if own is None else RoundsOfTier(own, alike)
+
+    def _alike(self, num_drafts: int) -> Excess:
+        """Of plain steps, or of rounds of any number of drafts."""
         own, other = self._plain, self._drafts
         if num_drafts:
             own, other = other, own
