@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -56,6 +56,7 @@ class Load:
         excess: share by which steps of 512 rows or more take longer than their prices; smaller ones
             as much less.
         plain_gain: share by which steps without drafts take less than that.
+        loss_of: shares by which rounds of so many drafts take longer than that.
     """
 
     num_clients: int
@@ -63,6 +64,7 @@ class Load:
     new_tokens: int = 128
     excess: float = 0.1
     plain_gain: float = 0.0
+    loss_of: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -139,17 +141,18 @@ class ServedRounds:
         read."""
         num_tokens, ms, unread = 0, 0.0, self._unread
         for number in range(-num_before, num_steps):
-            took_ms, result = self._step()
+            took_ms, result, num_given = self._step()
             unread.append(result)
             if len(unread) > 1:
                 self.planner.observe(unread.popleft())
             if number >= 0:
-                num_tokens += sum(result.accept_lens)
+                num_tokens += num_given
                 ms += took_ms
         return num_tokens / ms
 
-    def _step(self) -> tuple[float, HostResult]:
-        """What it took, and what it gave."""
+    def _step(self) -> tuple[float, HostResult, int]:
+        """What it took, what is read of it, and how many tokens it gave: a request has none beyond
+        its end, and is still in the step behind its last one, which was launched before."""
         told = self._told()
         self._confidence.copy_(torch.from_numpy(told))
         plan = self.planner.plan(batch_of(self._prompts))
@@ -162,16 +165,18 @@ class ServedRounds:
         self._num_drafts = list(plan.next_drafts)
         self._prompts = [0] * len(fed)
         taken = [1 + count for count in right]
+        num_given = 0
         for row, count in enumerate(taken):
+            num_given += max(0, min(count, self._left[row]))
+            has_ended = self._left[row] <= 0
             self._left[row] -= count
-            if self._left[row] <= 0:  # the client's next request is in the next step
+            if has_ended:  # the client's next request is in the next step
                 self._left[row] = self._load.new_tokens
                 self._prompts[row], self._num_drafts[row] = self._load.prompt_tokens, 0
                 self._kinds[row] = self._luck.randrange(len(self._texts))
                 self.planner.admit([new_row(row)])
-        return took_ms, HostResult(
-            [[]] * len(fed), taken, taken, num_drafts=fed if any(fed) else []
-        )
+        drafts = fed if any(fed) else []
+        return took_ms, HostResult([[]] * len(fed), taken, taken, num_drafts=drafts), num_given
 
     def _told(self) -> NDArray[np.float64]:
         """[clients, MAX_DRAFTS]; how probable each draft is, given those before it."""
@@ -211,7 +216,8 @@ class ServedRounds:
         num_rows = num_decodes + num_fed + prompt_rows
         took_ms = cost.rows_ms * (1 + self._load.excess * min(1.0, num_rows / 512))
         is_plain = drafted == num_fed == 0
-        return took_ms * (1 - self._load.plain_gain * is_plain)
+        loss = self._load.loss_of.get(drafted, 0.0) - self._load.plain_gain * is_plain
+        return took_ms * (1 + loss)
 
 
 def new_row(row: int) -> NewRow:

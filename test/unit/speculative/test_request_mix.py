@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -113,6 +114,39 @@ def test_other_numbers_of_drafts_are_foretold(mix: str) -> None:
         near = 0.15 if max(drafted) == 1 or drafted[0] == 0 else 0.08
         for count, length in right.items():
             assert lengths[count] == pytest.approx(length, rel=near), (drafted, count)
+
+
+@cache
+def endless(text: Text, num_drafts: int) -> float:
+    return given_per_round([text], num_drafts)
+
+
+def useful_per_round(text: Text, num_drafts: int, num_new: int, num_late: int) -> float:
+    """Of requests that have about so many tokens, and are in so many rounds after the last one."""
+    luck, num_rounds, num_tokens = random.Random(2), 0, 0
+    for _ in range(3000):
+        left, place, end = text.tokens(luck), 0, num_new + luck.randint(-4, 4)
+        num_tokens += end
+        while place < end:
+            place += 1 + [*left[place : place + num_drafts], False].index(False)
+            num_rounds += 1
+        num_rounds += num_late
+    return num_tokens / num_rounds
+
+
+@pytest.mark.parametrize("num_late", [0, 1])
+@pytest.mark.parametrize("num_new", [12, 24, 90])
+@pytest.mark.parametrize("text", [EVEN, BURSTS, EASY, HARD])
+def test_tokens_beyond_the_ends_of_requests_are_left_out(
+    text: Text, num_new: int, num_late: int
+) -> None:
+    loop = Loop([text], [3, 3, 7])
+    loop.lengths(1000)
+    found = loop.mix.lengths(ALL_ROWS, MOST, num_new, num_late)
+    whole = loop.mix.lengths(ALL_ROWS, MOST)
+    for count in (0, 1, 3, 7):
+        truth = useful_per_round(text, count, num_new, num_late) / endless(text, count)
+        assert found[count] / whole[count] == pytest.approx(truth, rel=0.05), count
 
 
 def test_what_was_right_in_rounds_of_few_drafts_says_too_much_of_many() -> None:

@@ -20,6 +20,7 @@ from served_rounds import MAX_DRAFTS, GivenClock, Load, ServedRounds, batch_of, 
 from sglang.srt.layers.forward_batch import MIXED, GraphKey
 from sglang.srt.speculative.drafter import plan_of_drafts
 from sglang.srt.speculative.prompt_mix import (
+    FIRST_NEW_TOKENS,
     MAX_NUMBERS,
     MEMORY_STEPS,
     ROW_GRAIN,
@@ -40,6 +41,7 @@ from sglang.srt.speculative.round_times import RoundTimes
 from sglang.srt.speculative.tier_policy import LoadAwareTier
 from sglang.srt.speculative.tile_spec.budget import RoundTables
 from sglang.srt.step.price_table import Curve
+from sglang.srt.step.worker import HostResult
 from tile_spec_decode import Text
 
 SURE, EVEN, HOT = Text(0.75, 0.96, 0.45), Text(0.0, 0.97, 0.8), Text(0.25, 0.97, 0.05)
@@ -121,9 +123,10 @@ def test_numbers_by_load_are_as_fast_as_the_best_fixed_one(
 def test_numbers_by_load_where_requests_differ(num_clients: int, counts: Sequence[int]) -> None:
     """Easy ones end soon, so at any time most are hard."""
     load, texts = Load(num_clients, 64, 128), (EASY, HARD, HARD)
-    best = max(ServedRounds(load, texts, RoundOptions(n), True).rate(800, 200) for n in counts)
-    speed = ServedRounds(load, texts, BY_LOAD, True).rate(800, 200)
-    assert speed > 0.96 * best
+    num_steps = 19_200 // num_clients  # few requests at once are as many in more steps
+    fixed = (ServedRounds(load, texts, RoundOptions(n), True) for n in counts)
+    best = max(each.rate(num_steps, 200) for each in fixed)
+    assert ServedRounds(load, texts, BY_LOAD, True).rate(num_steps, 200) > 0.96 * best
 
 
 def test_wide_rounds_that_take_longer_than_their_prices() -> None:
@@ -134,6 +137,46 @@ def test_wide_rounds_that_take_longer_than_their_prices() -> None:
     served = ServedRounds(load, EVEN, BY_LOAD, True)
     assert served.rate(1200, 400) > 0.985 * three
     assert served.tiers[3] > 2 * served.tiers[5]
+
+
+@pytest.mark.parametrize("text", [SURE, EVEN])
+def test_numbers_whose_rounds_take_longer_or_less_than_their_prices(text: Text) -> None:
+    """By these five drafts are best, and most steps have as many rows with either number and
+    prompts beside them."""
+    load = Load(32, 64, 128, excess=0.05, loss_of={3: -0.025, 5: 0.01})
+    three, five = (ServedRounds(load, text, RoundOptions(n), True).rate(800, 200) for n in (3, 5))
+    assert three > 1.01 * five
+    assert ServedRounds(load, text, BY_LOAD, True).rate(1500, 500) > 0.99 * three
+
+
+def test_ends_of_requests_are_counted() -> None:
+    """Of short answers many tokens lie beyond the end, and the more so the more are drafted."""
+    load = Load(64, 64, 17, excess=0.0)
+    fixed = (ServedRounds(load, EVEN, RoundOptions(n), True) for n in (1, 2))
+    best = max(each.rate(800, 100) for each in fixed)
+    assert ServedRounds(load, EVEN, BY_LOAD, True).rate(1200, 300) > 0.985 * best
+
+
+@pytest.mark.parametrize("num_late", [0, 1])
+def test_steps_that_are_launched_before_the_last_one_is_read_are_those_behind_an_end(
+    num_late: int,
+) -> None:
+    planner = ServedRounds(Load(2), EVEN, BY_LOAD, is_timed=False).planner
+    asked = list[dict[str, Any]]()
+    lengths = RequestMix.lengths
+
+    def watched(mix: RequestMix, rows: Sequence[int], most: int, **more: Any) -> list[float]:
+        asked.append(more)
+        return lengths(mix, rows, most, **more)
+
+    with mock.patch.object(RequestMix, "lengths", watched):
+        for number in range(4):
+            planner.plan(batch_of([0, 0]))
+            if number >= num_late:
+                planner.observe(HostResult([[], []], [1, 1], [1, 1]))
+    before_it_is_known = [0] * (1 + num_late)
+    found = [each["num_late"] for each in asked]
+    assert found == [*before_it_is_known, *[num_late] * (3 - num_late)]
 
 
 def without_head(load: Load, text: Text) -> float:
@@ -154,7 +197,7 @@ def test_plain_steps_that_take_longer_or_less_than_their_prices(
     load, text = Load(num_clients, 64, 128, plain_gain=plain_gain), Text(0.0, 0.9, chance)
     one_draft = ServedRounds(load, text, RoundOptions(1), True).rate(800, 200)
     served = ServedRounds(load, text, BY_LOAD, True, can_rest=True)
-    assert served.rate(2000, 800) > 0.985 * max(without_head(load, text), one_draft)
+    assert served.rate(2400, 1200) > 0.985 * max(without_head(load, text), one_draft)
 
 
 @pytest.mark.parametrize(
@@ -334,6 +377,15 @@ def test_how_often_prompts_share_steps_is_remembered_for_a_while() -> None:
         mix.observe(0, 0)
         mix.hear(8)
     assert mix.upcoming(4, 100, 2.0) == UpcomingRound(4, 100)
+
+
+def test_new_tokens_of_a_request_are_those_that_come_with_a_prompt() -> None:
+    mix = PromptMix(8192)
+    assert mix.tokens_per_prompt == FIRST_NEW_TOKENS
+    for number in range(800):
+        mix.observe(*((2, 100) if number % 8 == 0 else (0, 0)))
+        mix.hear(16)
+    assert mix.tokens_per_prompt == pytest.approx(8 * 16 / 2, rel=0.2)
 
 
 def test_the_faster_requests_are_given_tokens_the_more_prompts_come() -> None:

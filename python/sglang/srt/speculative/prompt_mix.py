@@ -11,6 +11,8 @@ from sglang.srt.step.worker import ScheduleBatch
 ROW_GRAIN = 32  # rows of prompts are rounded to so many, so that there are few prices to compute
 MEMORY_STEPS, MEMORY_PROMPTS = 64, 16  # steps that are remembered, and of these with prompts
 LEAST_PROMPTS = 0.02  # of a step; below, they are left out
+# Before anything is known a request has so many new tokens, which counts as so many prompts.
+FIRST_NEW_TOKENS, FIRST_PROMPTS = 256.0, 0.5
 # Numbers of prompts that are looked at: so many standard deviations around the mean, and so many.
 SPREAD, MAX_NUMBERS = 1.7, 6
 
@@ -67,6 +69,13 @@ class PromptMix:
     def hear(self, num_tokens: int) -> None:
         """Hears how many tokens such a step gave."""
         self._tokens.add(num_tokens)
+
+    @property
+    def tokens_per_prompt(self) -> float:
+        """New tokens of a request, by how many come with a prompt."""
+        steps = self._prompts.count
+        num_tokens = self._tokens.value * steps + FIRST_PROMPTS * FIRST_NEW_TOKENS
+        return num_tokens / (self._prompts.value * steps + FIRST_PROMPTS)
 
     def upcoming(self, num_reqs: int, kv_tokens: int, pace: float) -> UpcomingRound:
         """A round of these requests, if rounds give each of them so many tokens. Prompts come by

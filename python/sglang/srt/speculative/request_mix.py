@@ -22,10 +22,23 @@ say what rounds of another number of drafts would give.
     1 / L_r(d) over f, so in the long run rounds give 1 / sum_r (f_r / L_r(d)) tokens, whatever was
     drafted while f was seen. Written down for requests in a closed loop; where they come at some
     rate, as many tokens of each kind are to be written too.
+
+    The last round of a request gives tokens beyond its end, and z further rounds are launched
+    before anyone has read that it has ended. X tokens per round go
+
+        o(d) = E[X^2] / (2 L(d)) - 1 / 2
+
+    tokens beyond an end that lies anywhere (renewal theory), where from the chances above
+
+        E[X^2] = 1 + (3 + 5 s + ... + (2 d + 1) s^(d - 1)) ((1 - q) b + q c)
+
+    So a request of N tokens takes N / L(d) + o(d) / L(d) + z rounds, and a round gives less than
+    L(d), the shorter requests are, and the more so the more drafts there are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 
@@ -164,22 +177,31 @@ class RequestMix:
         self._surprise *= kept
         self._variance *= kept * kept
 
-    def lengths(self, rows: Sequence[int], most: int) -> list[float]:
+    def lengths(
+        self, rows: Sequence[int], most: int, num_new: float = math.inf, num_late: int = 0
+    ) -> list[float]:
         """Tokens that each round gives a request in the long run, with 0, 1, ... `most` drafts, if
-        requests are as those of these rows and those before them."""
+        requests are as those of these rows and those before them.
+
+        Args:
+            num_new: tokens of a request.
+            num_late: rounds that a request is in after its last one.
+        """
         index = np.array(rows)
         known = self._known[np.concatenate((index, self._others))]
         chances, _ = _chances(known, self._means(known[: len(index)].sum(axis=0)))
         stay, begin = chances.T[:, :, None]
-        ends = 1 - stay
         powers = stay ** np.arange(1 + most)
-        stretch = (1 - powers) / ends
+        stretch, squares = (_sums_before(terms) for terms in (powers, powers * _odd(most)))
         more_full = stay * stay - stay * begin  # c - b
         is_last = powers[:, _before(most)]
         full = begin * is_last / (1 - more_full * is_last)
-        lengths = 1 + stretch * (begin + full * more_full)
+        first = begin + full * more_full
+        lengths = 1 + stretch * first
+        beyond = (1 + squares * first) / (2 * lengths) - 0.5
+        rounds = (1 + beyond / num_new) / lengths + num_late / num_new  # of a token
         tokens = known[:, TOKENS]
-        found: list[float] = (tokens.sum() / (tokens @ (1 / lengths))).tolist()
+        found: list[float] = (tokens.sum() / (tokens @ rounds)).tolist()
         return found
 
     def _means(self, running: Floats) -> Floats:
@@ -196,6 +218,19 @@ def _chances(known: Floats, means: Floats) -> tuple[Floats, Floats]:
     known from."""
     doubts = 1 / (known[:, TRIED] + PRIOR)
     return np.minimum((known[:, RIGHT] + PRIOR * means) * doubts, MOST_CHANCE), doubts
+
+
+def _sums_before(terms: Floats) -> Floats:
+    """Of terms [K, 1 + most]: of each the sum of those before it."""
+    sums = np.zeros_like(terms)
+    np.cumsum(terms[:, :-1], axis=1, out=sums[:, 1:])
+    return sums
+
+
+@cache
+def _odd(most: int) -> NDArray[np.int64]:
+    """3, 5, ... 2 `most` + 3."""
+    return 2 * np.arange(most + 1) + 3
 
 
 @cache

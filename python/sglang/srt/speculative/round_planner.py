@@ -214,6 +214,7 @@ class RoundPlanner:
         self._requests = RequestMix(num_rows) if options.policy.reads_lengths else None
         self._next_round = _Round(self.policy.settled, 0)
         self._launched = deque[_Launched]()  # steps that have not been read
+        self._num_late = 0  # steps that were launched when the one before them was read
 
     def admit(self, new_rows: list[NewRow]) -> None:
         """See `Drafter`."""
@@ -255,6 +256,7 @@ class RoundPlanner:
     def observe(self, result: HostResult) -> None:
         """Tells the policy of each request that verified drafts how many were confirmed."""
         launched = self._launched.popleft()
+        self._num_late = len(self._launched)
         if self._times is not None:
             self._times.compare()
         if self.tile_spec is not None:
@@ -312,7 +314,13 @@ class RoundPlanner:
         if self._lacks_tokens is not None:
             upcoming = upcoming._replace(is_fed=not self._lacks_tokens(rows))
         if self._requests is not None:
-            upcoming = upcoming._replace(lengths=partial(self._requests.lengths, rows))
+            lengths = partial(
+                self._requests.lengths,
+                rows,
+                num_new=self._prompts.tokens_per_prompt,
+                num_late=self._num_late,
+            )
+            upcoming = upcoming._replace(lengths=lengths)
         tier = self.policy.choose(upcoming)
         self._next_round = _Round(self.policy.settled, len(emitting))
         return tier
