@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmark.report import (
@@ -112,12 +113,15 @@ TABLES = {
     "tree_shapes": Table(
         SPECULATION, "tree_shapes*.json", speculation_tables.tree_shapes, has_provenance=True
     ),
-    "adaptive_stationary": Table(
-        ADAPTIVE,
-        "adaptive_stationary*.json",
-        speculation_tables.adaptive_stationary,
-        has_provenance=True,
-    ),
+    **{
+        f"adaptive_stationary_{name}": Table(
+            ADAPTIVE,
+            f"adaptive_stationary_{name}*.json",
+            partial(speculation_tables.adaptive_stationary, way_name=way),
+            has_provenance=True,
+        )
+        for name, way in (("throughput", "throughput"), ("ema", "EMA, conservative"))
+    },
     "adaptive_costs": Table(
         ADAPTIVE, "adaptive_costs*.json", speculation_tables.adaptive_costs, has_provenance=True
     ),

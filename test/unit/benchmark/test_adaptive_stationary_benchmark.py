@@ -225,6 +225,9 @@ def test_the_table_has_a_row_per_load_and_adaptive_way() -> None:
     ) in text
     assert "Commit b, 3 rounds in turn:" in text
     assert text.count("\n| ") == 8, "a head and a line under it, and two ways, of each result"
+    of_one = table_of([{"commit": "a", "rounds": 5, "rows": rows}], "throughput")
+    assert "| throughput |" in of_one
+    assert "| EMA, conservative |" not in of_one
 
 
 # ---------------------------------------------------------------- options
