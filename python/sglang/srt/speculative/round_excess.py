@@ -127,12 +127,13 @@ class RoundsOfTier(NamedTuple):
 
 
 class RoundExcess:
-    """Of each number of drafts apart: they run other graphs, and prices are measured at other rows.
+    """Of each number of drafts apart: each runs other graphs, and the prices of each are wrong by
+    another share.
 
-    Where none of a number were seen it is what is known of rounds with drafts, or of plain steps;
-    where no such ones were seen either, of the other kind. What is known of one number is at most
-    OWN_SHARE times that or as much less: a number that seems slow is run no more, and so it would
-    stay what it was thought to be.
+    Where no rounds of a number were seen, it is what is known of all rounds with drafts, for 0 of
+    plain steps; where none of these were seen either, of the other kind. What is known of one
+    number is at most OWN_SHARE times what is known of all, or as much less: a number that seems
+    slow is not run any more, and would seem so for ever.
     """
 
     def __init__(self) -> None:
