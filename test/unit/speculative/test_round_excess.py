@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang.srt.speculative.round_excess import LEAST, MOST, OWN_SHARE, Excess, RoundExcess
-from sglang.srt.speculative.tier_policy import RIVAL_GAIN
+from sglang.srt.speculative.tier_policy import RIVAL_GAIN, TIMED_STEPS
 
 
 def test_excess_follows_what_was_seen_of_such_rows_and_of_its_neighbours() -> None:
@@ -74,6 +74,16 @@ def test_numbers_of_drafts_are_compared_apart() -> None:
     for count in (0, 2, 3, 5):
         found = excess.of_rounds(count)
         assert found.of(rows).tolist() == pytest.approx([found.at(each) for each in rows])
+
+
+def test_a_number_that_is_run_in_few_steps_is_known_after_those() -> None:
+    excess = RoundExcess()
+    for _ in range(200):
+        excess.observe(5, 192, 10.0, 10.0)
+    for _ in range(TIMED_STEPS - 1):  # the first one verifies drafts of another number
+        excess.observe(3, 192, 10.0, 9.6)
+    assert excess.of_rounds(3).at(192) < 0.97
+    assert excess.of_rounds(5).at(192) == pytest.approx(1.0, abs=0.001)
 
 
 def test_a_number_that_once_took_long_is_not_thought_to_be_so_for_ever() -> None:

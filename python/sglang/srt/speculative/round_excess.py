@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 
 MEMORY_ROUNDS = 64.0  # that each bucket remembers
 PRIOR_ROUNDS = 4.0  # that the neighbours count as where nothing was seen
+# That all with drafts count as where none of a number of drafts were seen: those of one number take
+# about as long each time, and a number that is not chosen is run in few steps.
+OWN_PRIOR_ROUNDS = 1.0
 LEAST, MOST = 0.5, 2.0  # of one round: what is beyond met something else
 OWN_SHARE = 1.05  # at most, of rounds of one number of drafts beside all with drafts
 
@@ -47,9 +50,13 @@ def _bucket(num_rows: int) -> int:
 class Excess:
     """What rounds take divided by their prices, by rows: means of buckets that double in size,
     interpolated between the mean places of what was seen in these, and 1 before anything is known.
+
+    Args:
+        prior_rounds: that what is known of others counts as in a bucket that was not seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prior_rounds: float = PRIOR_ROUNDS) -> None:
+        self._prior_rounds = prior_rounds
         self._seen: dict[int, _Bucket] = {}
         self._places: list[float] = []  # of the buckets seen, ascending
         self._values: list[float] = []
@@ -76,7 +83,7 @@ class Excess:
         bucket = _bucket(num_rows)
         if bucket not in self._seen:
             ratio_before = self.at(num_rows) if prior is None else prior
-            self._seen[bucket] = _Bucket(PRIOR_ROUNDS, ratio_before, place)
+            self._seen[bucket] = _Bucket(self._prior_rounds, ratio_before, place)
         self._seen[bucket] = self._seen[bucket].after(ratio, place)
         seen = [self._seen[bucket] for bucket in sorted(self._seen)]
         self._places = [each.place for each in seen]
@@ -145,7 +152,7 @@ class RoundExcess:
         seen = self._drafts if num_drafts else self._plain
         known, alike = self.of_rounds(num_drafts), self._alike(num_drafts)
         if num_drafts:
-            own = self._tiers.setdefault(num_drafts, Excess())
+            own = self._tiers.setdefault(num_drafts, Excess(OWN_PRIOR_ROUNDS))
             own.observe(num_rows, price_ms, took_ms, known.at(num_rows))
         seen.observe(num_rows, price_ms, took_ms, alike.at(num_rows))
 
