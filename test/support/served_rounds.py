@@ -124,10 +124,12 @@ class ServedRounds:
         parts = parts_of(self._confidence, self._clock if is_timed else None)
         lacks_tokens = (lambda rows: True) if can_rest else None
         self.planner = RoundPlanner(options, parts, rounds(can_rest), lacks_tokens)
-        self.planner.admit([new_row(row) for row in range(count)])
+        self.planner.admit([new_row(row, load.new_tokens) for row in range(count)])
         self._left = [1 + self._luck.randrange(load.new_tokens) for _ in range(count)]
         self._prompts = [load.prompt_tokens] * count
         self._num_drafts = [0] * count
+        # Steps until the client of a row sends its next request, and one; 0: a request runs.
+        self._steps_away = [0] * count
         self.tiers = Counter[int]()
         self.num_verified = self.num_rests = 0
         self._unread = deque[HostResult]()
@@ -142,57 +144,76 @@ class ServedRounds:
         num_tokens, ms, unread = 0, 0.0, self._unread
         for number in range(-num_before, num_steps):
             took_ms, result, num_given = self._step()
-            unread.append(result)
-            if len(unread) > 1:
+            if result is not None:
+                unread.append(result)
+            if len(unread) > (result is not None):
                 self.planner.observe(unread.popleft())
             if number >= 0:
                 num_tokens += num_given
                 ms += took_ms
         return num_tokens / ms
 
-    def _step(self) -> tuple[float, HostResult, int]:
+    def _step(self) -> tuple[float, HostResult | None, int]:
         """What it took, what is read of it, and how many tokens it gave: a request has none beyond
-        its end, and is still in the step behind its last one, which was launched before."""
+        its end, and is still in the step behind its last one, which was launched before, unless
+        its end was sure. Its client's next request comes when all of that has been read. Nothing is
+        read where there was nothing to launch."""
+        self._let_in()
+        rows = [row for row, steps in enumerate(self._steps_away) if not steps]
+        if not rows:
+            return 0.0, None, 0
+        prompts = [self._prompts[row] for row in rows]
         told = self._told()
         self._confidence.copy_(torch.from_numpy(told))
-        plan = self.planner.plan(batch_of(self._prompts))
-        fed = self._fed(plan, told)
-        right = [self._num_right(chances[:count]) for chances, count in zip(told, fed, strict=True)]
-        took_ms = self._true_ms(plan, sum(fed))
+        plan = self.planner.plan(batch_of(prompts, rows=rows))
+        fed = self._fed(plan, prompts, [self._num_drafts[row] for row in rows], told[rows])
+        right = [
+            self._num_right(chances[:count]) for chances, count in zip(told[rows], fed, strict=True)
+        ]
+        took_ms = self._true_ms(plan, prompts, sum(fed))
         self._clock.unread.append(took_ms)
         self.tiers[max(plan.next_drafts)] += 1
         self.num_verified += sum(fed)
-        self._num_drafts = list(plan.next_drafts)
-        self._prompts = [0] * len(fed)
         taken = [1 + count for count in right]
         num_given = 0
-        for row, count in enumerate(taken):
+        for row, num_drafts, count in zip(rows, plan.next_drafts, taken, strict=True):
+            self._prompts[row], self._num_drafts[row] = 0, num_drafts
             num_given += max(0, min(count, self._left[row]))
-            has_ended = self._left[row] <= 0
+            is_sure_to_end = self._left[row] <= 1
             self._left[row] -= count
-            if has_ended:  # the client's next request is in the next step
+            self._steps_away[row] = 2 * is_sure_to_end
+        drafts = fed if any(fed) else []
+        return took_ms, HostResult([[]] * len(fed), taken, taken, num_drafts=drafts), num_given
+
+    def _let_in(self) -> None:
+        """Clients whose answer has been read send their next request."""
+        for row, steps in enumerate(self._steps_away):
+            self._steps_away[row] = max(0, steps - 1)
+            if steps == 1:
                 self._left[row] = self._load.new_tokens
                 self._prompts[row], self._num_drafts[row] = self._load.prompt_tokens, 0
                 self._kinds[row] = self._luck.randrange(len(self._texts))
-                self.planner.admit([new_row(row)])
-        drafts = fed if any(fed) else []
-        return took_ms, HostResult([[]] * len(fed), taken, taken, num_drafts=drafts), num_given
+                self.planner.admit([new_row(row, self._load.new_tokens)])
 
     def _told(self) -> NDArray[np.float64]:
         """[clients, MAX_DRAFTS]; how probable each draft is, given those before it."""
         by_kind = [text.confidences(self._rng, len(self._left)) for text in self._texts]
         return np.stack([by_kind[kind][row] for row, kind in enumerate(self._kinds)])
 
-    def _fed(self, plan: RowPlan, told: NDArray[np.float64]) -> list[int]:
+    def _fed(
+        self,
+        plan: RowPlan,
+        prompts: Sequence[int],
+        num_drafts: Sequence[int],
+        told: NDArray[np.float64],
+    ) -> list[int]:
         """Drafts of each request that are verified: of a packed step the likeliest."""
-        most = [
-            0 if prompt else n for prompt, n in zip(self._prompts, self._num_drafts, strict=True)
-        ]
+        most = [0 if prompt else n for prompt, n in zip(prompts, num_drafts, strict=True)]
         packed = plan.counts.packed
         if packed is None:
             return most
-        num_decodes = self._prompts.count(0)
-        count = packed.num_rows - sum(self._prompts) - num_decodes
+        num_decodes = prompts.count(0)
+        count = packed.num_rows - sum(prompts) - num_decodes
         has_draft = np.arange(MAX_DRAFTS) < np.array(most)[:, None]
         values = np.where(has_draft, np.cumprod(told, axis=1), -1.0)
         kept = np.argsort(-values, axis=None, kind="stable")[:count]
@@ -205,9 +226,9 @@ class ServedRounds:
             len(chances),
         )
 
-    def _true_ms(self, plan: RowPlan, num_fed: int) -> float:
+    def _true_ms(self, plan: RowPlan, prompts: Sequence[int], num_fed: int) -> float:
         """What was measured, of this very step, and more the wider it is."""
-        num_decodes, prompt_rows = self._prompts.count(0), sum(self._prompts)
+        num_decodes, prompt_rows = prompts.count(0), sum(prompts)
         num_reqs = max(num_decodes, 1)
         drafted = max(plan.next_drafts)
         self.num_rests += plan.rests
@@ -220,15 +241,19 @@ class ServedRounds:
         return took_ms * (1 + loss)
 
 
-def new_row(row: int) -> NewRow:
-    return NewRow(row, 0, np.zeros(1, np.int32), SamplingParams(), 0)
+def new_row(row: int, num_new: int = 128) -> NewRow:
+    params = SamplingParams(max_new_tokens=num_new)
+    return NewRow(row, 0, np.zeros(1, np.int32), params, 0)
 
 
-def batch_of(prompts: Sequence[int], emits: bool = True) -> ScheduleBatch:
-    """A step of requests that feed so many tokens of their prompts, or decode."""
+def batch_of(
+    prompts: Sequence[int], emits: bool = True, rows: Sequence[int] | None = None
+) -> ScheduleBatch:
+    """A step of requests that feed so many tokens of their prompts, or decode; in these rows, or
+    the first ones."""
     count = len(prompts)
     return ScheduleBatch(
-        rows=list(range(count)),
+        rows=list(range(count)) if rows is None else [*rows],
         max_q_lens=[each or 2 * MAX_DRAFTS for each in prompts],
         num_prompt_tokens=list(prompts),
         emits=[emits] * count,

@@ -122,20 +122,22 @@ def endless(text: Text, num_drafts: int) -> float:
 
 
 def useful_per_round(text: Text, num_drafts: int, num_new: int, num_late: int) -> float:
-    """Of requests that have about so many tokens, and are in so many rounds after the last one."""
+    """Of requests that have about so many tokens, and are in so many rounds after the last one
+    unless it was sure to be the last."""
     luck, num_rounds, num_tokens = random.Random(2), 0, 0
     for _ in range(3000):
         left, place, end = text.tokens(luck), 0, num_new + luck.randint(-4, 4)
         num_tokens += end
         while place < end:
+            is_sure = place == end - 1
             place += 1 + [*left[place : place + num_drafts], False].index(False)
             num_rounds += 1
-        num_rounds += num_late
+        num_rounds += 0 if is_sure else num_late
     return num_tokens / num_rounds
 
 
 @pytest.mark.parametrize("num_late", [0, 1])
-@pytest.mark.parametrize("num_new", [12, 24, 90])
+@pytest.mark.parametrize("num_new", [20, 32])
 @pytest.mark.parametrize("text", [EVEN, BURSTS, EASY, HARD])
 def test_tokens_beyond_the_ends_of_requests_are_left_out(
     text: Text, num_new: int, num_late: int
@@ -144,9 +146,21 @@ def test_tokens_beyond_the_ends_of_requests_are_left_out(
     loop.lengths(1000)
     found = loop.mix.lengths(ALL_ROWS, MOST, num_new, num_late)
     whole = loop.mix.lengths(ALL_ROWS, MOST)
-    for count in (0, 1, 3, 7):
+    assert found[0] == pytest.approx(whole[0]), "each end is sure"
+    for count in (1, 3, 7):
         truth = useful_per_round(text, count, num_new, num_late) / endless(text, count)
-        assert found[count] / whole[count] == pytest.approx(truth, rel=0.05), count
+        lost, truly_lost = 1 - found[count] / whole[count], 1 - truth
+        assert lost == pytest.approx(truly_lost, rel=0.35, abs=0.02), count
+        assert num_late == 0 or count < 3 or text == HARD or truly_lost > 0.025, "it matters"
+
+
+def test_lengths_of_short_requests_grow_with_the_drafts() -> None:
+    for text in (EVEN, BURSTS, EASY, HARD):
+        loop = Loop([text], [3, 3, 7])
+        loop.lengths(300)
+        for num_new in (1, 2, 8, 20):
+            lengths = loop.mix.lengths(ALL_ROWS, MOST, num_new, 1)
+            assert lengths == sorted(lengths), (text, num_new)
 
 
 def test_what_was_right_in_rounds_of_few_drafts_says_too_much_of_many() -> None:

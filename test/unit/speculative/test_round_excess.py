@@ -93,4 +93,7 @@ def test_a_number_that_once_took_long_is_not_thought_to_be_so_for_ever() -> None
     for _ in range(400):
         excess.observe(3, 192, 10.0, 10.0)
     assert excess.of_rounds(5).at(192) == pytest.approx(OWN_SHARE, abs=0.01)
-    assert OWN_SHARE < 1 + RIVAL_GAIN, "or it would not be timed again"
+    assert excess.of_rounds(5).at(192) < 1 + RIVAL_GAIN, "or it would not be timed again"
+    for _ in range(300):
+        excess.observe(5, 192, 10.0, 9.9)
+    assert excess.of_rounds(5).at(192) < 1.0

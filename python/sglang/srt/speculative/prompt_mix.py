@@ -11,8 +11,6 @@ from sglang.srt.step.worker import ScheduleBatch
 ROW_GRAIN = 32  # rows of prompts are rounded to so many, so that there are few prices to compute
 MEMORY_STEPS, MEMORY_PROMPTS = 64, 16  # steps that are remembered, and of these with prompts
 LEAST_PROMPTS = 0.02  # of a step; below, they are left out
-# Before anything is known a request has so many new tokens, which counts as so many prompts.
-FIRST_NEW_TOKENS, FIRST_PROMPTS = 256.0, 0.5
 # Numbers of prompts that are looked at: so many standard deviations around the mean, and so many.
 SPREAD, MAX_NUMBERS = 1.7, 6
 
@@ -24,7 +22,7 @@ def round_of(batch: ScheduleBatch) -> RoundCase:
     return RoundCase(len(decodes), sum(decodes), _rounded(sum(batch.num_prompt_tokens)))
 
 
-class _Mean:
+class Mean:
     """Of the last values that were added, so many at most; 0 before there is one."""
 
     def __init__(self, memory: int) -> None:
@@ -51,9 +49,9 @@ class PromptMix:
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
-        self._full, self._full_rows = _Mean(MEMORY_STEPS), _Mean(MEMORY_PROMPTS)
-        self._prompts, self._rows = _Mean(MEMORY_STEPS), _Mean(MEMORY_PROMPTS)  # of other steps
-        self._tokens = _Mean(MEMORY_STEPS)  # of a step
+        self._full, self._full_rows = Mean(MEMORY_STEPS), Mean(MEMORY_PROMPTS)
+        self._prompts, self._rows = Mean(MEMORY_STEPS), Mean(MEMORY_PROMPTS)  # of other steps
+        self._tokens = Mean(MEMORY_STEPS)  # of a step
 
     def observe(self, num_prompts: int, prompt_rows: int, is_full: bool = False) -> None:
         """Hears of a step in which requests decode, with so many rows of prompts in all. `is_full`:
@@ -67,15 +65,8 @@ class PromptMix:
             self._rows.add(prompt_rows / num_prompts)
 
     def hear(self, num_tokens: int) -> None:
-        """Hears how many tokens such a step gave."""
+        """Hears how many tokens such a step gave, without those beyond the ends of requests."""
         self._tokens.add(num_tokens)
-
-    @property
-    def tokens_per_prompt(self) -> float:
-        """New tokens of a request, by how many come with a prompt."""
-        steps = self._prompts.count
-        num_tokens = self._tokens.value * steps + FIRST_PROMPTS * FIRST_NEW_TOKENS
-        return num_tokens / (self._prompts.value * steps + FIRST_PROMPTS)
 
     def upcoming(self, num_reqs: int, kv_tokens: int, pace: float) -> UpcomingRound:
         """A round of these requests, if rounds give each of them so many tokens. Prompts come by

@@ -23,8 +23,7 @@ say what rounds of another number of drafts would give.
     drafted while f was seen. Written down for requests in a closed loop; where they come at some
     rate, as many tokens of each kind are to be written too.
 
-    The last round of a request gives tokens beyond its end, and z further rounds are launched
-    before anyone has read that it has ended. X tokens per round go
+    The last round of a request gives tokens beyond its end. X tokens per round go
 
         o(d) = E[X^2] / (2 L(d)) - 1 / 2
 
@@ -32,8 +31,15 @@ say what rounds of another number of drafts would give.
 
         E[X^2] = 1 + (3 + 5 s + ... + (2 d + 1) s^(d - 1)) ((1 - q) b + q c)
 
-    So a request of N tokens takes N / L(d) + o(d) / L(d) + z rounds, and a round gives less than
-    L(d), the shorter requests are, and the more so the more drafts there are.
+    And where z rounds are launched before the one before them is read, the request is still in
+    these, unless its end was sure: unless one token was left before its last round, which has the
+    chance 1 / L(d). So rounds give N tokens of a request in
+
+        N / L(d) + o(d) / L(d) + z (1 - 1 / L(d))
+
+    rounds. More drafts gain less where requests are short. What is said of z holds for requests
+    that end by their number of tokens; of those that end by a token nobody is sure, whatever the
+    number of drafts.
 """
 
 from __future__ import annotations
@@ -184,9 +190,11 @@ class RequestMix:
         requests are as those of these rows and those before them.
 
         Args:
-            num_new: tokens of a request.
-            num_late: rounds that a request is in after its last one.
+            num_new: tokens of a request that rounds give. If they are fewer than a round may give,
+                they count as so many: the end then lies where no mean says.
+            num_late: rounds that are launched before the one before them is read.
         """
+        num_new = max(num_new, 1.0 + most)
         index = np.array(rows)
         known = self._known[np.concatenate((index, self._others))]
         chances, _ = _chances(known, self._means(known[: len(index)].sum(axis=0)))
@@ -199,9 +207,11 @@ class RequestMix:
         first = begin + full * more_full
         lengths = 1 + stretch * first
         beyond = (1 + squares * first) / (2 * lengths) - 0.5
-        rounds = (1 + beyond / num_new) / lengths + num_late / num_new  # of a token
+        late = num_late * (1 - 1 / lengths)
+        rounds = (1 + beyond / num_new) / lengths + late / num_new  # of a token
         tokens = known[:, TOKENS]
-        found: list[float] = (tokens.sum() / (tokens @ rounds)).tolist()
+        lengths_of_all = tokens.sum() / (tokens @ rounds)
+        found: list[float] = np.maximum.accumulate(lengths_of_all).tolist()  # no end comes later
         return found
 
     def _means(self, running: Floats) -> Floats:

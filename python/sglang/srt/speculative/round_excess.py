@@ -21,7 +21,7 @@ PRIOR_ROUNDS = 4.0  # that the neighbours count as where nothing was seen
 # about as long each time, and a number that is not chosen is run in few steps.
 OWN_PRIOR_ROUNDS = 1.0
 LEAST, MOST = 0.5, 2.0  # of one round: what is beyond met something else
-OWN_SHARE = 1.05  # at most, of rounds of one number of drafts beside all with drafts
+OWN_SHARE = 1.05  # at most, of rounds of one number of drafts beside all with about as many rows
 
 
 class _Bucket(NamedTuple):
@@ -139,8 +139,9 @@ class RoundExcess:
 
     Where no rounds of a number were seen, it is what is known of all rounds with drafts, for 0 of
     plain steps; where none of these were seen either, of the other kind. What is known of one
-    number is at most OWN_SHARE times what is known of all, or as much less: a number that seems
-    slow is not run any more, and would seem so for ever.
+    number is at most OWN_SHARE times what is known of all with about as many rows, or as much less:
+    a number that seems slow is not run any more, and would seem so for ever. Where it alone has so
+    many rows, nothing bounds it.
     """
 
     def __init__(self) -> None:

@@ -27,6 +27,7 @@ from sglang.srt.speculative.adaptive_runtime_state import (
 from sglang.srt.speculative.draft_steps import drafts_of_requests
 from sglang.srt.speculative.drafter import DrafterNeeds, DrafterParts, RowPlan, plan_of_drafts
 from sglang.srt.speculative.prompt_mix import PromptMix
+from sglang.srt.speculative.request_ends import RequestEnds
 from sglang.srt.speculative.request_mix import RequestMix
 from sglang.srt.speculative.round_prices import MeasuredRounds, RoundPrices, UpcomingRound
 from sglang.srt.speculative.round_times import RoundTimes
@@ -214,12 +215,14 @@ class RoundPlanner:
         self._requests = RequestMix(num_rows) if options.policy.reads_lengths else None
         self._next_round = _Round(self.policy.settled, 0)
         self._launched = deque[_Launched]()  # steps that have not been read
-        self._num_late = 0  # steps that were launched when the one before them was read
+        self._ends = RequestEnds(num_rows)
+        self._num_late = 0  # steps that are launched before the one before them is read
 
     def admit(self, new_rows: list[NewRow]) -> None:
         """See `Drafter`."""
         for new in new_rows:
             self._num_pending_drafts[new.row] = 0
+            self._ends.admit(new.row, new.params.max_new_tokens)
             if self._requests is not None:
                 self._requests.admit(new.row)
 
@@ -256,7 +259,9 @@ class RoundPlanner:
     def observe(self, result: HostResult) -> None:
         """Tells the policy of each request that verified drafts how many were confirmed."""
         launched = self._launched.popleft()
-        self._num_late = len(self._launched)
+        if self._launched:  # else there may have been nothing to launch
+            self._num_late = len(self._launched)
+        num_tokens = self._ends.observe(launched.rows, result.accept_lens)
         if self._times is not None:
             self._times.compare()
         if self.tile_spec is not None:
@@ -272,7 +277,7 @@ class RoundPlanner:
         if self._requests is not None:
             self._hear_requests(launched.rows, counts, verified, result)
         if launched.round is not None:
-            self._prompts.hear(sum(result.accept_lens))
+            self._prompts.hear(num_tokens)
             self.policy.observe(RoundOutcome(*launched.round, verified))
 
     def _hear_requests(
@@ -317,7 +322,7 @@ class RoundPlanner:
             lengths = partial(
                 self._requests.lengths,
                 rows,
-                num_new=self._prompts.tokens_per_prompt,
+                num_new=self._ends.tokens_of_rounds,
                 num_late=self._num_late,
             )
             upcoming = upcoming._replace(lengths=lengths)
