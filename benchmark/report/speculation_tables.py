@@ -184,9 +184,9 @@ def _calibration(result: Result) -> list[str]:
     ]
 
 
-def adaptive_stationary(results: list[Result], way_name: str | None = None) -> str:
-    """A table per result: one row per load and adaptive way, beside no drafts and the load's best
-    fixed number; with `way_name` of that way alone."""
+def adaptive_stationary(results: list[Result], way_name: str) -> str:
+    """A table per result: one row per load, of one adaptive way, beside no drafts and the load's
+    best fixed number."""
     head = ["requests at once", "way", "tokens/s", "best fixed number", "beside that"]
     head += ["beside no drafts", "lowest round", "switches/s", "reached"]
     tables = []
@@ -195,9 +195,7 @@ def adaptive_stationary(results: list[Result], way_name: str | None = None) -> s
         for load in result["rows"]:
             speeds = {way["way"]: f"{way['tok_s']:,.0f}" for way in load["ways"]}
             best = load["best_fixed"]
-            for way in load["ways"]:
-                if not way["is_adaptive"] or way_name not in (None, way["way"]):
-                    continue
+            for way in (way for way in load["ways"] if way["way"] == way_name):
                 rows.append(
                     [
                         f"{load['requests']} {load['kind']}",

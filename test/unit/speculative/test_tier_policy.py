@@ -137,6 +137,25 @@ def test_what_tiers_give_is_looked_at_in_the_first_steps_and_then_every_few() ->
     ]
 
 
+def test_costs_are_looked_at_as_often_and_when_the_number_of_requests_changes() -> None:
+    slots = b'{"1": {"candidate_steps": [3]}, "16": {"candidate_steps": [1]}}'
+    options = TierOptions(3, adaptive=parse_adaptive_config(slots, "FILE"))
+    prices = mock.Mock(spread=0.004)
+    prices.round_ms.side_effect = lambda upcoming, num_drafts: 1.0 + 0.1 * num_drafts
+    policy = LoadAwareTier(TierParts(options, prices))
+
+    def priced(num_reqs: int) -> list[int]:
+        """Tiers whose price was asked for."""
+        prices.round_ms.reset_mock()
+        policy.choose(UpcomingRound(num_reqs, lengths=lambda most: [1.0, 2.0, 3.0, 4.0]))
+        return [call.args[1] for call in prices.round_ms.call_args_list]
+
+    assert [priced(8) for _ in range(FIRST_STEPS)] == [[0, 3]] * FIRST_STEPS
+    assert [priced(8) for _ in range(LOOK_EVERY)] == [[0, 3], *[[]] * (LOOK_EVERY - 1)]
+    assert [priced(8), priced(32), priced(32)] == [[0, 3], [0, 1], []], "what each slot may have"
+    assert policy.settled == 1
+
+
 @pytest.mark.parametrize("is_timed", [False, True])
 @pytest.mark.parametrize(
     ("gains", "rivals"),

@@ -13,8 +13,9 @@ MEMORY_ENDED = 64  # requests that have ended and are remembered
 
 
 class RequestEnds:
-    """What requests are given, row by row. That a request has ended is seen when its row is another
-    one's.
+    """What requests are given, row by row. That a request has ended is seen when its row is given
+    to another one. A request that was retracted counts as one that has ended, and as another one
+    when it has a row again.
 
     Args:
         num_rows: of the page table.

@@ -210,9 +210,8 @@ class RequestMix:
         late = num_late * (1 - 1 / lengths)
         rounds = (1 + beyond / num_new) / lengths + late / num_new  # of a token
         tokens = known[:, TOKENS]
-        lengths_of_all = tokens.sum() / (tokens @ rounds)
-        found: list[float] = np.maximum.accumulate(lengths_of_all).tolist()  # no end comes later
-        return found
+        found: list[float] = np.maximum.accumulate(tokens.sum() / (tokens @ rounds)).tolist()
+        return found  # more drafts never give less, though the mean of ends may say so
 
     def _means(self, running: Floats) -> Floats:
         """[2]; the chances of all requests, of those that run (in all `running` [5]) and of those

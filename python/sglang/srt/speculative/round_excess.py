@@ -113,7 +113,8 @@ class RoundsOfTier(NamedTuple):
 
     Attributes:
         own: of these rounds.
-        alike: of all rounds of their kind, for rows of which no such round was seen.
+        alike: of rounds of all numbers of drafts. It is used where none of this number were seen,
+            and this number differs from it by at most OWN_SHARE.
     """
 
     own: Excess
