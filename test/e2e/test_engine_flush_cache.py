@@ -20,6 +20,7 @@ def assert_flushed(target: Target) -> dict[str, Any]:
     assert state["cur_batch_is_none"]
     assert state["last_batch_is_none"]
     assert state["chunked_req_rids"] == []
+    assert state["cur_batch"] is state["last_batch"] is state["chunked_req"] is None
     return state
 
 

@@ -58,6 +58,64 @@ def test_the_state_after_a_repair_is_that_of_the_repaired_ledger() -> None:
     assert checker.summary().is_exact
 
 
+def test_batches_are_named_by_the_requests_that_they_hold() -> None:
+    harness = SchedulerHarness(
+        Setup(chunked_prefill_size=2, enable_overlap=True),
+        FakeWorker("plain", 1, Setup().max_running_requests, 0),
+    )
+    short = harness.submit([1, 2], max_new_tokens=50, ignore_eos=True)
+    harness.step()
+    long = harness.submit([1, 2, 3, 4, 5, 6], max_new_tokens=50, ignore_eos=True)
+    harness.step()
+    state = harness.scheduler.control.internal_state()
+    rids = {req.req_id: req.rid for req in harness.scheduler.lifecycle.running}
+    assert state["cur_batch"] == [rids[long], rids[short]]
+    assert state["last_batch"] == [rids[short]]
+    assert state["chunked_req"] == state["chunked_req_rids"] == [rids[long]]
+    harness.run()
+    scheduler = harness.scheduler
+    scheduler._inbox = Inbox(0)
+    scheduler._wait_for_message()
+    state = scheduler.control.internal_state()
+    assert state["cur_batch"] is state["last_batch"] is state["chunked_req"] is None
+    assert state["cur_batch_is_none"]
+    assert state["last_batch_is_none"]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_the_lines_of_an_idle_check_name_counts_and_slots(
+    caplog: pytest.LogCaptureFixture, page_size: int
+) -> None:
+    harness = SchedulerHarness(
+        Setup(page_size=page_size), FakeWorker("plain", 1, Setup().max_running_requests, 0)
+    )
+    ledger = harness.ledger
+    checker = InvariantChecker(harness.scheduler.lifecycle, strict=False, logs_idle=True)
+    lost = ledger._allocator.allocate(2)
+    first = sorted(page * page_size + place for page in lost for place in range(page_size))
+    with caplog.at_level("INFO"):
+        checker.when_idle()
+        ledger._allocator.free([ledger._allocator.free_pages[0]])
+        checker.when_idle()
+        checker.when_idle()
+    count = 2 * page_size
+    of_orphans = (
+        f"legacy_missing_tokens={count}, orphan_token_count={count}, overlap_token_count=0,"
+        f" orphan_sample={first}"
+    )
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[:2] == [
+        f"Idle radix invariant summary: {of_orphans}",
+        f"Recovered orphan radix KV tokens during idle check: {of_orphans}",
+    ]
+    assert lines[3].startswith("Repaired overlapping radix KV tokens during idle check: ")
+    assert f"overlap_token_count={page_size}, overlap_sample=[" in lines[3]
+    assert lines[4:] == [
+        "Idle radix invariant summary: legacy_missing_tokens=0, orphan_token_count=0,"
+        " overlap_token_count=0"
+    ]
+
+
 class Inbox(FakeInbox):
     """Messages come after so many waits."""
 

@@ -146,10 +146,10 @@ def test_zero_is_the_lowest_rung_and_probes(
         ((1, 3, 7), 3, 2.6, 0.1, 7),
         ((1, 3, 7), 7, 0.1, 0.0, 1),
         ((3, 7), 7, 3.0, 0.1, 3),  # nothing is under the ceiling: the fewest steps
-        ((0, 3), 3, 1.0, 0.1, 3),  # it does not end drafting
+        ((0, 3), 3, 1.0, 0.1, 0),  # no steps that draft are under it
         ((0, 1, 3), 3, 1.0, 0.1, 1),
-        ((0, 1, 3), 3, 0.5, 9.0, 0),  # nor prevents that
-        ((0, 3), 0, 0.0, 0.1, 3),  # nor a probe
+        ((0, 1, 3), 3, 0.5, 9.0, 0),  # it does not keep a slot from 0
+        ((0, 3), 0, 0.0, 0.1, 3),  # nor from a probe
         ((1, 63), 63, 63.0, 1000.0, 63),
     ],
 )
@@ -283,6 +283,20 @@ def test_a_first_probe_begins_with_the_average_of_its_steps() -> None:
     assert adaptive.state_for_batch(1).ema == 0.25, "a later probe goes on with it"
 
 
+def test_a_probe_brings_a_slot_back_that_its_ceiling_had_ended() -> None:
+    """The threshold of 0.5 would have kept its drafts, as 0.6 of them were right."""
+    adaptive = params(
+        2,
+        b1={"candidate_steps": [0, 2], "ceiling_coeff": 1.0, "down_hysteresis": 0},
+        ema_alpha=0.5,
+        update_interval=4,
+    )
+    adaptive.on_verify_complete([1, 0], 1)
+    assert steps_of_rounds(adaptive, 1, 1, 1) == "2 2 0"
+    assert adaptive.state_for_batch(1).ema > 0.5
+    assert steps_of_rounds(adaptive, 0, 0, 0, 0, 2, 2, 2, 2, 2) == "0 0 0 2 2 2 2 2 2"
+
+
 def test_a_slot_of_zero_alone_never_probes() -> None:
     adaptive = params(3, b1={"candidate_steps": [0]})
     assert steps_of_rounds(adaptive, *[0] * 20) == " ".join("0" * 20)
@@ -392,7 +406,7 @@ def read_decision(entry: AdaptiveSlot, current: int, ema: Fraction) -> int:
     if entry.ceiling_coeff and 0 < target <= current:
         ceiling = max(1, math.ceil(ema * Fraction(entry.ceiling_coeff)))
         if target > ceiling:
-            target = max((each for each in positive if each <= ceiling), default=min(positive))
+            target = max((each for each in steps if each <= ceiling), default=min(steps))
     return target
 
 

@@ -39,8 +39,8 @@ class SchedulerStats:
         self.has_drafter = num_draft_steps > 0
         self.num_launched = 0
         self.forward_ct_decode = 0
-        self.has_current_batch = False
-        self.has_last_batch = False
+        self._current_rows: Sequence[LaunchedRow] = ()
+        self._last_rows: Sequence[LaunchedRow] = ()
         self._num_accepted = self._num_steps = 0
         self._num_drafts = self._num_confirmed = 0
 
@@ -66,10 +66,20 @@ class SchedulerStats:
         """Drafts verified per step of a request that looks ahead, as for `avg_accept_length`."""
         return self._num_drafts / self._num_steps if self._num_steps else None
 
-    def on_launch(self, has_decode: bool) -> None:
+    @property
+    def current_batch(self) -> list[str] | None:
+        """The rids of the step launched last; None when idle."""
+        return _rids(row.req for row in self._current_rows) or None
+
+    @property
+    def last_batch(self) -> list[str] | None:
+        """The rids of the step read last; None when idle."""
+        return _rids(row.req for row in self._last_rows) or None
+
+    def on_launch(self, rows: Sequence[LaunchedRow]) -> None:
         self.num_launched += 1
-        self.forward_ct_decode += has_decode
-        self.has_current_batch = True
+        self.forward_ct_decode += any(row.is_decode for row in rows)
+        self._current_rows = rows
 
     def on_read(
         self,
@@ -87,7 +97,7 @@ class SchedulerStats:
             had_ended: which of the R had ended before, so that nobody gets their tokens; empty if
                 none had.
         """
-        self.has_last_batch = True
+        self._last_rows = rows
         if self.has_drafter and any(row.is_decode for row in rows):
             self.num_tier_switches[tier] += self._has_decoded and tier != self.num_draft_steps
             self.num_draft_steps = tier
@@ -105,7 +115,7 @@ class SchedulerStats:
                 self._num_confirmed += num_accepted - 1
 
     def on_idle(self) -> None:
-        self.has_current_batch = self.has_last_batch = False
+        self._current_rows = self._last_rows = ()
 
     def reset(self) -> None:
         """Starts averages anew, and the count of steps with decodes."""
@@ -124,6 +134,7 @@ def read_internal_state(
 ) -> dict[str, Any]:
     """`internal_states[0]` of `/server_info`; slots and lengths in tokens."""
     ledger, report = lifecycle.ledger, checker.summary()
+    chunked = _rids(req for req in lifecycle.running if req.is_prefilling)
     return {
         "legacy_missing_tokens": report.legacy_missing_tokens,
         "orphan_token_count": report.orphan_token_count,
@@ -141,15 +152,18 @@ def read_internal_state(
         "running_batch_rids": _rids(lifecycle.running),
         "waiting_queue_size": len(lifecycle.waiting),
         "waiting_queue_rids": _rids(lifecycle.waiting),
-        "chunked_req_rids": _rids(req for req in lifecycle.running if req.is_prefilling),
+        "chunked_req_rids": chunked,
+        "chunked_req": chunked or None,
         "available_kv_tokens": ledger.num_free_tokens,
         "tree_cache_size": ledger.num_tree_tokens,
         "req_to_token_pool_used": ledger.num_used_rows,
         "forward_ct_decode": stats.forward_ct_decode,
         "new_token_ratio": ratio.value,
         "init_new_token_ratio": ratio.initial,
-        "cur_batch_is_none": not stats.has_current_batch,
-        "last_batch_is_none": not stats.has_last_batch,
+        "cur_batch": stats.current_batch,
+        "cur_batch_is_none": stats.current_batch is None,
+        "last_batch": stats.last_batch,
+        "last_batch_is_none": stats.last_batch is None,
         "engine_paused": state.pause_mode is not None and not state.is_draining,
         "pause_mode": state.pause_mode,
         "pause_epoch": pause.pause_number,

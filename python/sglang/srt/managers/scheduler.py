@@ -228,7 +228,7 @@ class Scheduler:
             row.req.num_inflight += 1
             row.req.num_inflight_emits += row.emits
         result = self._worker.forward_batch_generation(planned.batch)
-        self.stats.on_launch(has_decode=any(row.is_decode for row in planned.rows))
+        self.stats.on_launch(planned.rows)
         return LaunchedStep(planned.rows, result, planned.price_ms)
 
     def _read(self, step: LaunchedStep) -> None:

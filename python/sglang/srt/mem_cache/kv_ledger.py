@@ -16,6 +16,7 @@ nothing.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, CacheNode, Namespace
 
 SlotState = Literal["cached", "free", "missing"]
+NUM_SAMPLE_SLOTS = 16  # of a report
 
 
 @dataclass(slots=True)
@@ -107,11 +109,25 @@ class LedgerReport:
         legacy_missing_tokens: pool - free - tree - private.
         orphan_token_count: slots that no owner claims.
         overlap_token_count: slots that more than one owner claims.
+        orphan_sample, overlap_sample: the first slots of each, `NUM_SAMPLE_SLOTS` at most.
     """
 
     legacy_missing_tokens: int
     orphan_token_count: int
     overlap_token_count: int
+    orphan_sample: tuple[int, ...] = ()
+    overlap_sample: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        counts = (
+            f"legacy_missing_tokens={self.legacy_missing_tokens},"
+            f" orphan_token_count={self.orphan_token_count},"
+            f" overlap_token_count={self.overlap_token_count}"
+        )
+        samples = {"orphan": self.orphan_sample, "overlap": self.overlap_sample}
+        return counts + "".join(
+            f", {name}_sample={list(slots)}" for name, slots in samples.items() if slots
+        )
 
     @property
     def is_exact(self) -> bool:
@@ -292,12 +308,27 @@ class KVLedger:
         num_pages = self._allocator.num_pages
         is_inside = (claims >= 1) & (claims <= num_pages)
         num_claims = np.bincount(claims[is_inside], minlength=num_pages + 1)
-        num_shared = np.count_nonzero(num_claims > 1) + len(np.unique(claims[~is_inside]))
+        orphans = np.flatnonzero(num_claims[1:] == 0) + 1
+        shared = np.concatenate([np.unique(claims[~is_inside]), np.flatnonzero(num_claims > 1)])
         return LedgerReport(
             legacy_missing_tokens=(num_pages - len(claims)) * self.page_size,
-            orphan_token_count=int(num_pages - np.count_nonzero(num_claims)) * self.page_size,
-            overlap_token_count=int(num_shared) * self.page_size,
+            orphan_token_count=len(orphans) * self.page_size,
+            overlap_token_count=len(shared) * self.page_size,
+            orphan_sample=self._first_slots(orphans),
+            overlap_sample=self._first_slots(shared),
         )
+
+    def _first_slots(self, pages: np.ndarray) -> tuple[int, ...]:
+        """
+        Args:
+            pages: page numbers, [P] int64.
+        """
+        slots = (
+            int(page) * self.page_size + place
+            for page in pages[:NUM_SAMPLE_SLOTS]
+            for place in range(self.page_size)
+        )
+        return tuple(itertools.islice(slots, NUM_SAMPLE_SLOTS))
 
     def slot_states(self, slots: Sequence[int]) -> list[SlotState]:
         """Which of the slots the prefix cache has, and which are free. Looks at the whole pool."""

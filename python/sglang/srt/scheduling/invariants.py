@@ -75,13 +75,14 @@ class InvariantChecker:
         self._last_full_check = now
         report = self.report()
         if self._logs_idle:
-            logger.info("Idle KV ledger: %s", report)
+            logger.info("Idle radix invariant summary: %s", report)
         if report.is_exact:
             return
         self.num_violations += 1
         if self._strict:
             raise LedgerViolation(f"Idle after step {self._num_steps}: {report}")
-        logger.error("The KV ledger is not exact when idle: %s. Rebuilding the free list.", report)
-        self._lifecycle.ledger.repair(self._lifecycle.owners())
+        lifecycle.ledger.repair(lifecycle.owners())
+        done = "Recovered orphan" if report.orphan_token_count else "Repaired overlapping"
+        logger.error("%s radix KV tokens during idle check: %s", done, report)
         self.num_repairs += 1
         self.report()

@@ -101,16 +101,16 @@ def _drop_threshold(lower: int) -> float:
 
 
 def _capped(slot: AdaptiveSlot, target: int, ema: float) -> int:
-    """The most steps up to `target` that the ceiling allows.
+    """The most steps up to `target` that the ceiling allows, or else the fewest candidate.
 
-    It never ends drafting, which is up to the drop threshold: if all steps that draft are above the
-    ceiling, the fewest of them remain.
+    If all steps that draft are above the ceiling and 0 is a candidate, drafting ends; the next
+    decision looks again.
     """
-    if slot.ceiling_coeff <= 0 or target == 0:
+    if slot.ceiling_coeff <= 0:
         return target
     ceiling = max(1, math.ceil(ema * slot.ceiling_coeff))
-    allowed = [steps for steps in slot.candidate_steps if 0 < steps <= min(ceiling, target)]
-    return allowed[-1] if allowed else _fewest_drafting(slot)
+    allowed = [steps for steps in slot.candidate_steps if steps <= min(ceiling, target)]
+    return allowed[-1] if allowed else slot.candidate_steps[0]
 
 
 def _fewest_drafting(slot: AdaptiveSlot) -> int:
