@@ -16,6 +16,7 @@ from model_harness import Feeder, Model, assert_close, sequence
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_loader.loader import load_model
+from sglang.srt.model_loader.weight_copies import have_equal_values
 from sglang.srt.weight_sync.weight_store import WeightStore, WeightUpdateError
 from utils import Setup, make_random_model, make_runner
 
@@ -261,3 +262,14 @@ def test_the_tied_head_is_found_by_its_name_and_counted_once(runner: ModelRunner
     assert torch.equal(head, runner.model.get_parameter(EMBEDDING))
     assert EMBEDDING in weights.names()
     assert HEAD not in weights.names()
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 20])
+def test_one_value_makes_weights_different(chunk_bytes: int) -> None:
+    one = torch.randn(7, 5)
+    for place in ((0, 0), (3, 2), (6, 4)):
+        other = one.clone()
+        assert have_equal_values(one, other, torch.float32, chunk_bytes)
+        other[place] += 1.0
+        assert not have_equal_values(one, other, torch.float32, chunk_bytes)
+    assert not have_equal_values(one, one[:6], torch.float32, chunk_bytes)
