@@ -247,9 +247,9 @@ class WeightStore:
                 continue
             if not have_equal_values(weights[name], weights[other], weights[name].dtype):
                 raise WeightUpdateError(
-                    f"{source} has {name} with other values than {other}, but this server has one"
-                    " memory for both, since tie_word_embeddings is true and the files that it was"
-                    " started with hold no other head; send both alike, in one call or session, or"
+                    f"{source} has {name} with other values than {other}, but this model has one"
+                    " memory for both (tie_word_embeddings, and it was loaded without another"
+                    f" {name}); send both alike, in one call or session (begin_weight_update), or"
                     " start the server with a folder whose files hold both."
                 )
 
