@@ -34,6 +34,7 @@ from sglang.srt.model_config import resolve_model_path
 PROMPTS = ["def add(a, b):\n    ", "import os\n", "class Queue:\n    def __init__"]
 PARAMS = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
 NUM_NEW = 100
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 LONG = {**PARAMS, "max_new_tokens": NUM_NEW}
 DEMO = Path(resolve_model_path("demo"))
 
@@ -293,7 +294,7 @@ def test_bad_calls_are_400_with_the_reason_and_change_nothing(
     assert outputs(server) == old_outputs
 
 
-@pytest.mark.parametrize("fault", ["name", "shape", "type"])
+@pytest.mark.parametrize("fault", ["name", "shape", "type", "head"])
 def test_weights_that_do_not_fit_are_refused_whole(
     server: RunningServer,
     tensors: dict[str, torch.Tensor],
@@ -305,6 +306,7 @@ def test_weights_that_do_not_fit_are_refused_whole(
         "name": ("model.layers.99.mlp.weight", tensors[name]),
         "shape": (name, tensors[name][..., :-1].contiguous()),
         "type": (name, tensors[name].to(torch.int32)),
+        "head": (HEAD, -tensors[EMBEDDING]),
     }
     key, tensor = wrong[fault]
     data = safetensors.torch.save({**tensors, name: tensors[name].clone(), key: tensor})
@@ -313,6 +315,28 @@ def test_weights_that_do_not_fit_are_refused_whole(
     assert response.json()["success"] is False
     assert key in response.json()["message"]
     assert outputs(server) == old_outputs
+
+
+def test_a_tied_head_is_compared_at_the_commit_of_its_session(
+    server: RunningServer,
+    tensors: dict[str, torch.Tensor],
+    old_outputs: list[list[int]],
+    new_outputs: list[list[int]],
+) -> None:
+    embedding = tensors[EMBEDDING]
+    server.post("/begin_weight_update")
+    for part in ({HEAD: -embedding}, tensors):
+        assert send_tensors(server, safetensors.torch.save(part), "octets").status_code == 200
+    refused = server.post("/commit_weight_update")
+    assert refused.status_code == 400
+    assert HEAD in refused.json()["message"]
+    assert outputs(server) == old_outputs
+    part = {HEAD: embedding.clone()}
+    assert send_tensors(server, safetensors.torch.save(part), "octets").status_code == 200
+    assert server.post("/commit_weight_update").status_code == 200
+    assert outputs(server) == new_outputs
+    found = server.post("/get_weights_by_name", {"name": HEAD, "truncate_size": 2})
+    assert found.json() == embedding[:2].tolist()
 
 
 # ---------------------------------------------------------------- labels, live requests

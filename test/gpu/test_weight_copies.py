@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.model_loader.weight_copies import WeightCopies
+from sglang.srt.weight_sync.weight_store import WeightStore, WeightUpdateError
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 CUDA = torch.device("cuda", 0)
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @pytest.mark.parametrize("place_type", [torch.float32, torch.bfloat16, torch.float16])
@@ -56,3 +62,24 @@ def test_a_model_takes_the_memory_of_its_weights_alone(load_format: str) -> None
         on_host = dict(load_model(config, "auto", 4096, torch.bfloat16, "cpu").named_parameters())
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.cpu(), on_host[name]), name
+
+
+def test_a_tied_head_is_compared_with_the_embedding_that_serves() -> None:
+    config = load_model_config("demo")
+    model = load_model(config, "auto", 64, torch.bfloat16, "cuda")
+    store, embedding = WeightStore(model, config), model.get_parameter(EMBEDDING).cpu()
+    store.apply(store.from_tensors([(HEAD, embedding)]))
+    with pytest.raises(WeightUpdateError, match=HEAD):
+        store.apply(store.from_tensors([(HEAD, -embedding)]))
+    assert torch.equal(model.get_parameter(HEAD).cpu(), embedding)
+
+
+def test_a_model_that_its_files_untie_has_both_on_the_device(tmp_path: Path) -> None:
+    folder = shutil.copytree(load_model_config("demo").path, tmp_path / "model")
+    [file] = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    save_file(tensors | {HEAD: -tensors[EMBEDDING]}, file)
+    model = load_model(load_model_config(str(folder)), "auto", 64, torch.bfloat16, "cuda")
+    head, embedding = (model.get_parameter(name) for name in (HEAD, EMBEDDING))
+    assert head.device.type == "cuda"
+    assert torch.equal(head, -embedding)

@@ -421,6 +421,22 @@ def test_an_update_that_aborts_waits_for_nobody_and_spares_all_if_it_fails() -> 
         assert len(harness.outputs[req_id].token_ids) < 200
 
 
+def test_an_update_that_does_not_fit_what_serves_ends_no_request_and_leaves_its_session() -> None:
+    """Found between steps: what all calls of a session staged does not fit together."""
+    harness = Harness()
+    req_id = harness.start(2)
+    harness.session("begin")
+    harness.update("a", abort_all_requests=True)
+    harness.weights.error = WeightUpdateError("The update has two values for one weight.")
+    reply = harness.session("commit", abort_all_requests=True)
+    assert (reply.success, reply.status_code) == (False, 400)
+    assert "two values" in reply.message
+    assert harness.status.in_weight_session
+    assert harness.session("rollback").success
+    harness.run()
+    assert harness.outputs[req_id].token_ids == oracle(PROMPT, 30)
+
+
 def test_a_session_with_an_aborting_part_aborts_at_its_commit() -> None:
     harness = Harness()
     harness.session("begin")

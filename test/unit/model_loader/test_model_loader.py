@@ -4,6 +4,7 @@ them is said in one line."""
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -112,13 +113,6 @@ def test_tied_embeddings_share_memory(pristine: Path) -> None:
     assert head.data_ptr() == embedding.data_ptr()
 
 
-def test_a_head_stored_beside_tied_embeddings_is_ignored(model_dir: Path, pristine: Path) -> None:
-    change_weights(
-        model_dir, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(320, 64)})
-    )
-    assert_same_model(load(model_dir), load(pristine))
-
-
 def test_an_untied_head_is_loaded_from_its_own_weights(tmp_path: Path) -> None:
     path = make_random_llama(tmp_path / "untied", tie_word_embeddings=False)
     tensors, loaded = load_file(path / WEIGHTS), weights_of(load(path))
@@ -126,12 +120,14 @@ def test_an_untied_head_is_loaded_from_its_own_weights(tmp_path: Path) -> None:
     assert not torch.equal(loaded["lm_head.weight"], loaded["model.embed_tokens.weight"])
 
 
-def test_computed_rotary_tensors_in_a_checkpoint_are_ignored(
-    model_dir: Path, pristine: Path
+def test_computed_rotary_tensors_in_a_checkpoint_are_named_and_not_read(
+    model_dir: Path, pristine: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     change_weights(model_dir, lambda tensors: tensors.update({name: torch.ones(8)}))
-    assert_same_model(load(model_dir), load(pristine))
+    with caplog.at_level(logging.INFO, "sglang"):
+        assert_same_model(load(model_dir), load(pristine))
+    assert [name in line and "1 weights" in line for line in caplog.messages] == [True]
 
 
 def test_weights_are_converted_but_the_rotary_table_stays_float32(pristine: Path) -> None:
@@ -208,6 +204,7 @@ def test_an_unexpected_weight_is_named(model_dir: Path) -> None:
         ("model.layers.0.self_attn.k_proj.weight", [64, 64], [32, 64]),
         ("model.embed_tokens.weight", [64, 320], [320, 64]),
         (NORM, [1], [64]),  # no broadcasting
+        ("lm_head.weight", [321, 64], [320, 64]),
     ],
 )
 def test_a_misshapen_weight_is_named_with_both_shapes(

@@ -4,6 +4,7 @@ that names it."""
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -100,12 +101,14 @@ def test_the_public_llama_3_1_8b_heads_fit_tensor_by_tensor(
 
 
 @pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
-def test_an_embedding_of_its_own_is_not_read(
-    kind: str, tmp_path: Path, target: ModelConfig
+def test_an_embedding_of_its_own_is_named_and_not_read(
+    kind: str, tmp_path: Path, target: ModelConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = WRITERS[kind](tmp_path)
     change_weights(folder, lambda each: each.update({"embed_tokens.weight": torch.ones(7, 3)}))
-    names = [name for name, _ in load(folder, kind, target).named_parameters()]
+    with caplog.at_level(logging.INFO, "sglang"):
+        names = [name for name, _ in load(folder, kind, target).named_parameters()]
+    assert ["embed_tokens.weight" in line for line in caplog.messages] == [True]
     assert not [name for name in names if "embed" in name]
 
 

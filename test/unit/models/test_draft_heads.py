@@ -4,6 +4,7 @@ the target's modules, and follow its weights."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,8 +78,8 @@ def make_pair(
     head = load_head_config(str(folder), kind, execution.model, token_map)
     group = make_runners(execution, replace(execution, model=head))
     weights = load_file(target / FILE)
-    oracle = Oracle(folder, weights["model.embed_tokens.weight"], weights["lm_head.weight"])
-    return Pair(group, oracle)
+    embedding = weights["model.embed_tokens.weight"]
+    return Pair(group, Oracle(folder, embedding, weights.get("lm_head.weight", embedding)))
 
 
 class Feeding:
@@ -288,6 +289,38 @@ def test_an_update_of_the_target_reaches_the_head(
     pair.oracle.embedding = new["model.embed_tokens.weight"]
     pair.oracle.output = new["lm_head.weight"]
     assert not torch.allclose(pair.runner.compute_logits(torch.ones(1, HIDDEN_SIZE)), old)
+    run_a_round(pair, EAGLE)
+
+
+@pytest.mark.parametrize("has_map", [False, True])
+def test_the_head_of_a_target_that_is_untied_by_its_files_is_shared(
+    target: Path, tmp_path: Path, has_map: bool
+) -> None:
+    (tmp_path / "hot.json").write_text("[5, 1, 250]")
+    token_map = str(tmp_path / "hot.json") if has_map else None
+    untied = Path(shutil.copytree(target, tmp_path / "untied"))
+    config = json.loads((target / "config.json").read_text())
+    (untied / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    pair = make_pair(untied, write_eagle(tmp_path / "head"), EAGLE, token_map=token_map)
+    run_a_round(pair, EAGLE)
+    weights = pair.group.target.weights
+    weights.apply(weights.from_tensors([("lm_head.weight", -pair.oracle.output)]))
+    pair.oracle.output = -pair.oracle.output
+    run_a_round(pair, EAGLE)
+
+
+@pytest.mark.parametrize("has_map", [False, True])
+def test_the_head_of_a_tied_target_follows_its_embedding(tmp_path: Path, has_map: bool) -> None:
+    (tmp_path / "hot.json").write_text("[5, 1, 250]")
+    token_map = str(tmp_path / "hot.json") if has_map else None
+    tied = make_random_llama(tmp_path / "tied", num_hidden_layers=8)
+    pair = make_pair(tied, write_eagle(tmp_path / "head"), EAGLE, token_map=token_map)
+    run_a_round(pair, EAGLE)
+    new = torch.flip(pair.oracle.embedding, (0,))
+    weights = pair.group.target.weights
+    tensors = {"model.embed_tokens.weight": new, "lm_head.weight": new.clone()}
+    weights.apply(weights.from_tensors(tensors.items()))
+    pair.oracle.embedding = pair.oracle.output = new
     run_a_round(pair, EAGLE)
 
 

@@ -233,8 +233,6 @@ class WeightControl:
         if problem:
             self._answer(message.call_id, problem)
             return False
-        if update.aborts or message.abort_all_requests:
-            self._abort_all(WEIGHT_UPDATE_ABORT_MESSAGE)
         try:
             self._weights.apply(update.staged)
         except WeightUpdateError as error:
@@ -243,11 +241,14 @@ class WeightControl:
         except Exception:
             logger.exception("Weights could not be taken over; generation stops.")
             self._state.broken = BROKEN
-            self._lifecycle.ledger.begin_weight_epoch()
+        else:
+            self._state.broken = ""
+        if update.aborts or message.abort_all_requests:
+            self._abort_all(WEIGHT_UPDATE_ABORT_MESSAGE)
+        self._lifecycle.ledger.begin_weight_epoch()
+        if self._state.broken:
             self._answer(message.call_id, BROKEN, status_code=500)
             return False
-        self._state.broken = ""
-        self._lifecycle.ledger.begin_weight_epoch()
         if update.weight_version is not None:
             self._lifecycle.set_weight_version(update.weight_version)
         logger.info(

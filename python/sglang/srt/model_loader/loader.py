@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import stat
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -16,13 +17,16 @@ from tqdm import tqdm
 
 from sglang.srt.layers.linear import FusedLinear
 from sglang.srt.model_config import ModelConfig, ModelPathError
-from sglang.srt.model_loader.weight_copies import WeightCopies
+from sglang.srt.model_loader.weight_copies import WeightCopies, have_equal_values
 from sglang.srt.models.model import Model
 from sglang.srt.registry import HEADS, MODELS
+
+logger = logging.getLogger(__name__)
 
 DUMMY_STD = 0.02
 DUMMY_SEED = 0
 READ_BYTES = 1 << 24
+MAX_NAMED = 3  # weights in a line of the log
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -49,6 +53,8 @@ def load_model(
     architecture = registry.load(config.architecture)
     with torch.device("meta"):
         model: Model = architecture(config, max_positions)
+    if load_format != "dummy":
+        _untie_if_stored_twice(model, config, dtype)
     model = _with_memory(model.to(dtype), config, device).eval().requires_grad_(False)
     model.complete()
     if load_format == "dummy":
@@ -56,6 +62,28 @@ def load_model(
     else:
         _fill(model, config)
     return model.to(device)
+
+
+def _untie_if_stored_twice(model: Model, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Unties weights that config.json ties and that differ in the files, as transformers does."""
+    names = model.checkpoint_names
+    if not names.tied:
+        return
+    wanted = {*names.tied, *names.tied.values()}
+    tensors = ((names.own_name(name), tensor) for name, tensor in read_directory(config.path))
+    stored = {name: tensor for name, tensor in tensors if name in wanted}
+    if stored.keys() != wanted:
+        return
+    for name, other in names.tied.items():
+        if not have_equal_values(stored[name], stored[other], dtype):
+            logger.warning(
+                "%s holds %s and %s with different values, so both are served, although"
+                " tie_word_embeddings in config.json is true.",
+                config.path,
+                name,
+                other,
+            )
+            model.untie()
 
 
 def _with_memory(model: Model, config: ModelConfig, device: str) -> Model:
@@ -91,11 +119,13 @@ def _fill(model: Model, config: ModelConfig) -> None:
     places = WeightPlaces(model, config)
     copies = WeightCopies(next(model.parameters()).device)
     seen: set[str] = set()
+    unread: list[str] = []
     try:
         with tqdm(total=places.num_weights, desc="Weights", unit="tensor", disable=None) as bar:
             for name, tensor in read_directory(config.path):
                 place = places.place_of(name, tensor.shape)
                 if place is None:
+                    unread.append(name)
                     continue
                 places.check_values(name, tensor)
                 own_name = places.own_name(name)
@@ -109,6 +139,9 @@ def _fill(model: Model, config: ModelConfig) -> None:
         raise ModelPathError(f"{config.path} {error.problem}; {error.question}") from None
     finally:
         copies.finish()
+    if unread:
+        few = ", ".join(unread[:MAX_NAMED])
+        logger.info("%d weights of %s are not read, such as %s.", len(unread), config.path, few)
 
 
 class WeightMismatch(ValueError):
@@ -128,6 +161,9 @@ class WeightPlaces:
     """Where in a model each weight of a checkpoint belongs: a parameter, or rows of a fused one.
 
     The places are views: they stay valid as long as the model keeps its parameters' storages.
+
+    Attributes:
+        shared: weights without memory of their own, each with the one whose memory it has.
     """
 
     def __init__(self, model: Model, config: ModelConfig) -> None:
@@ -137,6 +173,11 @@ class WeightPlaces:
         self._by_name = _targets(model)
         for name in self._names.computed:
             self._by_name.pop(name)
+        self.shared = {
+            name: other
+            for name, other in self._names.tied.items()
+            if model.get_parameter(name) is model.get_parameter(other)
+        }
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The place of a weight that is known to have one; no autograd."""
@@ -148,8 +189,8 @@ class WeightPlaces:
 
     @property
     def names(self) -> list[str]:
-        """The model's names of all weights."""
-        return sorted(self._by_name)
+        """The model's names of all weights; of those that share memory one."""
+        return sorted(self._by_name.keys() - self.shared.keys())
 
     def find(self, name: str) -> torch.Tensor | None:
         """The place of a weight by a checkpoint's name, if there is one; no autograd."""
@@ -158,7 +199,7 @@ class WeightPlaces:
     @property
     def num_weights(self) -> int:
         """Weights of a complete checkpoint."""
-        return len(self._by_name)
+        return len(self.names)
 
     def place_of(self, name: str, shape: Sequence[int]) -> torch.Tensor | None:
         """What a weight of this shape fills; None for one that is computed here.
@@ -196,14 +237,19 @@ class WeightPlaces:
         if problem is not None:
             raise WeightMismatch(f"has a weight {name!r} {problem}", "is the file intact?")
 
-    def zeros_for_missing(self, names: Set[str]) -> dict[str, torch.Tensor]:
-        """Values, on the host, of weights beside `names` that a checkpoint may leave out."""
-        missing = self._names.zero_if_missing - names
-        return {name: torch.zeros_like(self[name], device="cpu") for name in missing}
+    def values_of_missing(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Values, on the host, of weights that a checkpoint with the values `given` leaves out."""
+        missing = self._names.zero_if_missing - given.keys()
+        zeros = {name: torch.zeros_like(self[name], device="cpu") for name in missing}
+        filled = self._names.filled_by_tied(given.keys())
+        return zeros | {
+            name: given[other] for name, other in filled.items() if name not in self.shared
+        }
 
     def check_complete(self, names: Set[str]) -> None:
         """Raises WeightMismatch if the model needs weights beside `names`."""
-        missing = self._by_name.keys() - names - self._names.zero_if_missing
+        may_miss = self._names.zero_if_missing | self._names.filled_by_tied(names).keys()
+        missing = set(self.names) - names - may_miss
         if missing:
             raise WeightMismatch(
                 f"lacks {len(missing)} weights, such as {min(missing)!r}",

@@ -1,10 +1,24 @@
-"""Copies of weights from the host to their places in a model."""
+"""Copies of weights from the host to their places in a model, and comparisons."""
 
 from __future__ import annotations
 
 import torch
 
 CHUNK_BYTES = 1 << 26
+
+
+def have_equal_values(
+    one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES
+) -> bool:
+    """Tells whether two weights, on any devices, are the same in shape and, as `dtype`, in values.
+    Takes a few chunks of host memory."""
+    if one is other or one.shape != other.shape:
+        return one is other
+    chunk = max(1, chunk_bytes * len(one) // max(1, one.numel() * dtype.itemsize))
+    pieces = zip(one.split(chunk), other.split(chunk), strict=True)
+    return all(
+        torch.equal(first.to("cpu", dtype), second.to("cpu", dtype)) for first, second in pieces
+    )
 
 
 class WeightCopies:

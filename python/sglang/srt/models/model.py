@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -20,12 +21,15 @@ class CheckpointNames:
         ignored: tensors that may be there, and are not read.
         zero_if_missing: weights that may be missing.
         computed: parameters that no checkpoint holds.
+        tied: weights that checkpoints may store under either of two names, each with its other
+            name. A model has one memory for both, unless it is told to `untie`.
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
     ignored: frozenset[str] = frozenset()
     zero_if_missing: frozenset[str] = frozenset()
     computed: frozenset[str] = frozenset()
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     def own_name(self, name: str) -> str:
         """The model's name of a checkpoint's tensor."""
@@ -33,6 +37,11 @@ class CheckpointNames:
             if name.startswith(prefix):
                 return own + name.removeprefix(prefix)
         return name
+
+    def filled_by_tied(self, names: Set[str]) -> dict[str, str]:
+        """Tied weights beside `names`, each with the one among them that gives its values."""
+        pairs = (*self.tied.items(), *((other, name) for name, other in self.tied.items()))
+        return {name: other for name, other in pairs if name not in names and other in names}
 
 
 class Model(nn.Module):
@@ -57,6 +66,10 @@ class Model(nn.Module):
     def complete(self) -> None:
         """Computes what no checkpoint holds. The model was built without memory and has just got
         it, in the type of its weights."""
+        raise NotImplementedError
+
+    def untie(self) -> None:
+        """Gives tied weights memory of their own. The model has none yet."""
         raise NotImplementedError
 
     def problem_of(self, name: str, values: torch.Tensor) -> str | None:

@@ -14,6 +14,8 @@ from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.models.model import CheckpointNames, Model
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
@@ -215,8 +217,11 @@ class CausalLM(Model):
         self._is_tied = config.tie_word_embeddings
         self._tie_head()
         if self._is_tied:
-            head = frozenset({"lm_head.weight"})
-            self.checkpoint_names = CheckpointNames(computed=head, ignored=head)
+            self.checkpoint_names = CheckpointNames(tied={HEAD: EMBEDDING})
+
+    def untie(self) -> None:
+        self._is_tied = False
+        self.lm_head.weight = nn.Parameter(torch.empty_like(self.lm_head.weight))
 
     def _tie_head(self) -> None:
         """Makes the head share the embedding's memory, if the checkpoint says so."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +26,7 @@ from sglang.srt.model_loader.loader import (
     read_directory,
     read_file,
 )
+from sglang.srt.model_loader.weight_copies import have_equal_values
 from sglang.srt.models.model import Model
 
 # Float8 and smaller are codes that mean nothing without their scales.
@@ -93,7 +94,7 @@ class WeightStore:
             raise WeightUpdateError(
                 f"{path} {error.problem}; send a part of the weights as a file or as tensors."
             ) from None
-        return staged | self._places.zeros_for_missing(staged.keys())
+        return staged | self._places.values_of_missing(staged)
 
     def from_file(self, path: str) -> StagedWeights:
         """Some of the weights: a safetensors file.
@@ -131,15 +132,21 @@ class WeightStore:
             raise
 
     def apply(self, staged: StagedWeights) -> None:
-        """Copies staged weights into place; addresses stay."""
+        """Copies staged weights into place; addresses stay.
+
+        Of weights that share memory one may be staged alone: for both if it is the one that
+        `names` has, and else only with the values that serve.
+        """
         if self.is_released:
             raise WeightUpdateError(
                 "The memory of the weights is released; take it again before they are updated."
             )
+        serving = {other: self._places[other] for other in self._places.shared.values()}
+        self._check_shared("The update", serving | staged)
         self.num_updates += 1
         with torch.no_grad():
-            for name, tensor in staged.items():
-                self._places[name].copy_(tensor)
+            for name in staged.keys() - self._places.shared.keys():
+                self._places[name].copy_(staged[name])
             for tell in self.after_update:
                 tell()
 
@@ -224,7 +231,27 @@ class WeightStore:
             raise WeightUpdateError(first_line(error)) from None
         if not staged:
             raise WeightUpdateError(f"{source} has no weight of this model; send one at least.")
+        self._check_shared(source, staged)
+        for name, other in self._places.shared.items():
+            if {name, other} <= staged.keys():
+                staged[name] = staged[other]  # equal: the host needs one of them
         return staged
+
+    def _check_shared(self, source: str, weights: Mapping[str, torch.Tensor]) -> None:
+        """
+        Raises:
+            WeightUpdateError: if weights that have one memory in this model come with two values.
+        """
+        for name, other in self._places.shared.items():
+            if not {name, other} <= weights.keys():
+                continue
+            if not have_equal_values(weights[name], weights[other], weights[name].dtype):
+                raise WeightUpdateError(
+                    f"{source} has {name} with other values than {other}, but this model has one"
+                    " memory for both (tie_word_embeddings, and it was loaded without another"
+                    f" {name}); send both alike, in one call or session (begin_weight_update), or"
+                    " start the server with a folder whose files hold both."
+                )
 
     def _place_of(self, source: str, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
         try:
