@@ -117,6 +117,7 @@ SAMPLES: dict[str, list[tuple[str, str, list[tuple[str, dict[str, Any]]]]]] = {
                 f'"call": {A}\n',
                 f"Write it thus: {A} and so on.",
                 f"Write it thus: {A}, and so on.",
+                f"Write it thus: [{A}] and so on.",
                 f"I look: {OTHER}",
                 f"I look:\n{OTHER}",
                 f"[{OTHER}, {A}]",

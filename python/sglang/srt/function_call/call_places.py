@@ -25,7 +25,7 @@ class Begins(Enum):
 
 
 class Place(NamedTuple):
-    """The characters of a marker, or of the place before an object."""
+    """The characters of a marker, or none before an object alone."""
 
     how: Begins
     start: int
@@ -66,10 +66,10 @@ class CallPlaces:
     def goes_on_as_call(self, after: str, has_ended: bool) -> bool | None:
         """Whether an object behind a sentence is a call: its line ends with it, or calls follow.
         None: not known yet."""
-        rest = after.lstrip(" \t")
+        rest = after.lstrip(" \t]")
         next_object = rest.lstrip(",; \t\r\n")
         marks = (self._form.marker, *self._form.ends)
-        if not rest or rest[0] in "\r\n]" or next_object.startswith(("{", *marks)):
+        if not rest or rest[0] in "\r\n" or next_object.startswith(("{", *marks)):
             return True if rest or has_ended else None
         is_open = not next_object or any(mark.startswith(next_object) for mark in marks)
         return None if is_open and not has_ended else False

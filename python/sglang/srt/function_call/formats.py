@@ -22,7 +22,7 @@ class CallFormat:
         is_special: the marker is a special token, which texts do not show unless they are told to.
         closing: may follow a call.
         separator: stands between calls behind one marker.
-        in_list: the calls behind a marker may be a JSON list.
+        in_list: the calls behind a marker are a JSON list.
         named: a name may stand before the object, which then holds the arguments alone.
         is_bare: a call may stand alone, without the marker, if its name is known.
         ends: special tokens that end an output of calls, and are no content behind one.

@@ -39,7 +39,7 @@ class Pieces(NamedTuple):
 
 class _In(Enum):
     TEXT = "text"
-    AROUND = "before an object or behind one, among calls"
+    AROUND = "before an object or behind one"
     NAME = "a name before an object"
     OBJECT = "an object"
 
@@ -106,8 +106,9 @@ class FunctionCallParser:
         if self._state is _In.OBJECT and self._scanner.found is Found.END:
             self._end_object(has_ended=True)
         rest, self._text = self._held + self._text, ""
-        is_cut_mark = self._state is _In.AROUND and self._around.has_call
-        if not is_cut_mark or not any(mark.startswith(rest.strip()) for mark in self._closings()):
+        is_behind_call = self._state is _In.AROUND and self._around.has_call
+        is_cut_mark = any(mark.startswith(rest.strip()) for mark in self._closings())
+        if not (is_behind_call and is_cut_mark):
             self._content.add(rest)
         self._content.finish()
         return self._take()
@@ -169,7 +170,7 @@ class FunctionCallParser:
         return tuple(mark for mark in (*marks, fence) if mark)
 
     def _read_closing(self) -> bool:
-        """A mark behind a call, without a separator before it; False: there is none."""
+        """A mark behind a call, which drops what is held before it; False: there is none."""
         for mark in self._closings():
             if self._text.startswith(mark):
                 break
