@@ -430,6 +430,19 @@ def test_without_tools_there_are_no_calls(tokenizer: Tokenizer, qwen: ChatSettin
     assert found.choice["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize(
+    ("output", "content"),
+    [(f"\n{CALL_TEXT}\n \n", None), (f"Sure {CALL_TEXT} Done.", "Sure Done.")],
+)
+def test_white_space_around_calls_parts_words_and_is_no_content_alone(
+    tokenizer: Tokenizer, qwen: ChatSettings, output: str, content: str | None
+) -> None:
+    message = chat(tokenizer, qwen, output, **TOOLS, max_tokens=10).choice["message"]
+    assert (message["content"], len(message["tool_calls"])) == (content, 1)
+    found = chat(tokenizer, qwen, output, 1, **TOOLS, max_tokens=10, stream=True)
+    assert found.joined("content") == (content or "")
+
+
 def test_broken_calls_are_content(tokenizer: Tokenizer, qwen: ChatSettings) -> None:
     text = '<tool_call>\n{"name": weather}\n</tool_call>'
     message = chat(tokenizer, qwen, text, **TOOLS, max_tokens=10).choice["message"]

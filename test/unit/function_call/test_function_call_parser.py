@@ -75,6 +75,12 @@ MARKS = [
     "[TOOL_CALLS]",
     "[ARGS]",
     "<|python_tag|>",
+    "<|eom_id|>",
+    "[CALL_ID]",
+    "```",
+    "`",
+    "json",
+    "Hm. ",
     "<tool",
     "[",
     "]",
@@ -122,7 +128,11 @@ def test_a_text_without_calls_is_content_as_a_whole(name: str, parts: list[str])
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        ("qwen25", 'Hm.\n<tool_call>{"name": "now"}</tool_call>\nBye', ("Hm.Bye", [("now", "{}")])),
+        (
+            "qwen25",
+            'Hm.\n<tool_call>{"name": "now"}</tool_call>\nBye',
+            ("Hm.\nBye", [("now", "{}")]),
+        ),
         (
             "qwen25",
             '<tool_call>{"name": "now", "arguments": {"a": 1}}',
@@ -166,13 +176,44 @@ def test_the_scanner_finds_the_end_of_what_json_writes(
     assert scanner.place == len(text)
 
 
+def careless(value: Any) -> str:
+    """JSON with a comma behind each value and with line breaks and tabs in strings as they are."""
+    if isinstance(value, dict):
+        return "{" + "".join(f"{careless(k)}: {careless(v)}, " for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + "".join(f"{careless(item)},\n" for item in value) + "]"
+    return json.dumps(value).replace(r"\n", "\n").replace(r"\t", "\t")
+
+
+TEXTS = st.text(alphabet='a"é\n\t{}[],:', max_size=6)
+
+
+@given(
+    value=st.dictionaries(
+        TEXTS,
+        st.recursive(
+            TEXTS | st.integers() | st.none(),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+            max_leaves=6,
+        ),
+        max_size=3,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_the_scanner_mends_commas_and_control_characters(value: dict[str, Any]) -> None:
+    text, scanner = careless(value), JsonScanner()
+    assert scanner.read(f"{text}, ") is Found.END
+    assert scanner.place == len(text)
+    assert json.loads(scanner.mended(text)) == value
+
+
 @given(text=st.lists(st.sampled_from([*'{}[]",:\\u0a1-.e \n', "true", '"a":', "nul"])).map("".join))
 @settings(max_examples=300, deadline=None)
 def test_the_scanner_takes_what_json_takes(text: str) -> None:
     text = "{" + text
     scanner = JsonScanner()
     if scanner.read(text) is Found.END:
-        json.loads(text[: scanner.place])
+        json.loads(scanner.mended(text))
     else:
         with pytest.raises(ValueError):
             json.loads(text)

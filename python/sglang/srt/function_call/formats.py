@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-ARGUMENTS_MARK = "[ARGS]"  # may stand between a name and its object
+# May stand between a name and its object, the first with an id behind it.
+CALL_ID_MARK = "[CALL_ID]"
+ARGUMENTS_MARK = "[ARGS]"
 
 
 @dataclass(frozen=True)
 class CallFormat:
     """Calls as JSON objects with a name and arguments, behind a marker.
 
+    Grammars hold calls to the form that templates write. Outputs are read more liberally: calls
+    behind a marker may have any separator or none, and be in a list or a fence.
+
     Attributes:
         marker: begins calls.
         is_special: the marker is a special token, which texts do not show unless they are told to.
         closing: may follow a call.
         separator: stands between calls behind one marker.
-        in_list: the calls behind a marker may be a JSON list.
+        in_list: the calls behind a marker are a JSON list.
         named: a name may stand before the object, which then holds the arguments alone.
-        is_bare: an output may begin with a call, without the marker, if its name is known.
+        is_bare: a call may stand alone, without the marker, if its name is known.
+        ends: special tokens that end an output of calls, and are no content behind one.
         arguments: the key of the arguments, as templates tell the model to write it.
         id_chars: length of an id, where templates ask for one.
     """
@@ -31,6 +37,7 @@ class CallFormat:
     in_list: bool = False
     named: bool = False
     is_bare: bool = False
+    ends: tuple[str, ...] = ()
     arguments: str = "arguments"
     id_chars: int = 0
 
@@ -45,9 +52,15 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         is_special=True,
         separator=";",
         is_bare=True,
+        ends=("<|eom_id|>", "<|eot_id|>"),
         arguments="parameters",
     ),
     "mistral": CallFormat(
-        marker="[TOOL_CALLS]", is_special=True, in_list=True, named=True, id_chars=9
+        marker="[TOOL_CALLS]",
+        is_special=True,
+        in_list=True,
+        named=True,
+        ends=("</s>",),
+        id_chars=9,
     ),
 }

@@ -1,6 +1,6 @@
 """Finds calls of functions in an output that comes bit by bit.
 
-A call is given out when its object is complete and right. Until then its text is held back: what
+A call is given out when its object is complete and certain. Until then its text is held back: what
 turns out to be no call, such as broken JSON, is content.
 """
 
@@ -8,30 +8,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-import msgspec
-
-from sglang.srt.function_call.formats import ARGUMENTS_MARK, CallFormat
+from sglang.srt.function_call.call_objects import FunctionCall, call_object
+from sglang.srt.function_call.call_places import Begins, CallPlaces
+from sglang.srt.function_call.formats import ARGUMENTS_MARK, CALL_ID_MARK, CallFormat
 from sglang.srt.function_call.json_scanner import Found, JsonScanner
-from sglang.srt.parser.held_text import num_held
+from sglang.srt.function_call.spaced_content import SpacedContent
 
 MAX_NAME_CHARS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
-
-
-class FunctionCall(NamedTuple):
-    """A call; the arguments are a JSON object as text, as the model wrote them."""
-
-    name: str
-    arguments: str
-
-
-class _Object(msgspec.Struct):
-    name: str
-    arguments: msgspec.Raw = msgspec.Raw()
-    parameters: msgspec.Raw = msgspec.Raw()
+# Each with what is of no matter behind it.
+_MARKS_OF_NAMES = (
+    (CALL_ID_MARK, re.compile(r"\s*[A-Za-z0-9_-]{0,64}\s*")),
+    (ARGUMENTS_MARK, re.compile(r"\s*")),
+)
+_SEPARATORS = (",", ";")
+_FENCE = "```"
+_JSON_FENCE = "```json"
 
 
 class Pieces(NamedTuple):
@@ -43,17 +39,32 @@ class Pieces(NamedTuple):
 
 class _In(Enum):
     TEXT = "text"
-    BEFORE = "before an object, behind a marker"
+    AROUND = "before an object or behind one"
     NAME = "a name before an object"
     OBJECT = "an object"
-    AFTER = "behind an object"
+
+
+@dataclass
+class _Calls:
+    """Calls behind one marker, or alone.
+
+    Attributes:
+        has_separator: behind the last call.
+    """
+
+    begin: Begins
+    has_call: bool = False
+    has_separator: bool = False
+    list_is_open: bool = False
+    fence_is_open: bool = False
 
 
 class FunctionCallParser:
     """Divides one output into content and calls.
 
     The pieces that `push` and `finish` return, appended, do not depend on how the text is cut.
-    White space around calls is in neither.
+    Content without calls is the text itself; SpacedContent says what becomes of the white space
+    around calls.
 
     Args:
         names: of the functions that the client has told of.
@@ -70,20 +81,17 @@ class FunctionCallParser:
         self._text = ""  # not looked at yet, but for what the scanner has read
         self._held = ""  # looked at, and content if no call comes of it
         self._state = _In.TEXT
+        self._places = CallPlaces(form)
+        self._around = _Calls(Begins.MARKER)
         self._scanner = JsonScanner()
         self._name: str | None = None  # before the object
-        self._has_list = False
-        self._is_bare = False
-        self._at_start = form.is_bare
-        self._skips_space = False  # white space here is behind a call
-        self._content: list[str] = []
+        self._content = SpacedContent()
         self._calls: list[FunctionCall] = []
         self._steps: dict[_In, Callable[[], bool]] = {
             _In.TEXT: self._read_text,
-            _In.BEFORE: self._read_before,
+            _In.AROUND: self._read_around,
             _In.NAME: self._read_name,
             _In.OBJECT: self._read_object,
-            _In.AFTER: self._read_after,
         }
 
     def push(self, text: str) -> Pieces:
@@ -95,141 +103,160 @@ class FunctionCallParser:
 
     def finish(self) -> Pieces:
         """What was held back, at the end of the output."""
+        if self._state is _In.OBJECT and self._scanner.found is Found.END:
+            self._end_object(has_ended=True)
         rest, self._text = self._held + self._text, ""
-        if self._state is _In.AFTER or self._skips_space:
-            rest = rest.lstrip()
-        is_cut_closing = self._state is _In.AFTER and self._form.closing.startswith(rest)
-        self._content.append("" if is_cut_closing else rest)
+        is_behind_call = self._state is _In.AROUND and self._around.has_call
+        is_cut_mark = any(mark.startswith(rest.strip()) for mark in self._closings())
+        if not (is_behind_call and is_cut_mark):
+            self._content.add(rest)
+        self._content.finish()
         return self._take()
 
     def _take(self) -> Pieces:
-        content, self._content = "".join(self._content), []
         calls, self._calls = self._calls, []
-        return Pieces(content, calls)
+        return Pieces(self._content.take(), calls)
 
     # Each step moves on in the text and returns whether there may be more to do.
 
     def _read_text(self) -> bool:
-        if self._skips_space or self._at_start:
-            stripped = self._text.lstrip()
-            if not stripped:
-                return False
-            if self._skips_space:
-                self._text, self._skips_space = stripped, False
-        if self._at_start:
-            self._at_start = False
-            if self._text.lstrip().startswith("{"):
-                self._is_bare = True
-                self._begin_calls("")
-                return True
-        before, marker, after = self._text.partition(self._form.marker)
-        if marker:
-            self._content.append(before.rstrip())
-            self._text = after
-            self._held = before[len(before.rstrip()) :]
-            self._begin_calls(marker)
-            return True
-        end = len(self._text) - num_held(self._text, self._form.marker)
-        certain = self._text[:end].rstrip()
-        self._content.append(certain)
-        self._text = self._text[len(certain) :]
-        return False
-
-    def _begin_calls(self, marker: str) -> None:
-        self._held += marker
-        self._has_list = False
-        self._state = _In.BEFORE
-
-    def _read_before(self) -> bool:
-        """White space, the bracket of a list, a name, or the object."""
-        stripped = self._text.lstrip()
-        self._hold(len(self._text) - len(stripped))
-        if not stripped:
+        place = self._places.find(self._text)
+        if place is None:
+            certain = self._places.num_certain(self._text)
+            self._pass(self._text[:certain])
+            self._text = self._text[certain:]
             return False
-        if stripped[0] == "{":
-            self._scanner, self._name = JsonScanner(), None
-            self._state = _In.OBJECT
-        elif stripped[0] == "[" and self._form.in_list and not self._has_list:
-            self._has_list = True
+        self._pass(self._text[: place.start])
+        self._text = self._text[place.start :]
+        self._hold(place.end - place.start)
+        self._around = _Calls(place.how)
+        self._state = _In.AROUND
+        return True
+
+    def _read_around(self) -> bool:
+        """White space, separators, marks of lists and fences, the end, or the next object."""
+        self._hold(len(self._text) - len(self._text.lstrip()))
+        text, around, form = self._text, self._around, self._form
+        marks = (form.marker, *self._closings(), *(() if around.fence_is_open else (_JSON_FENCE,)))
+        if any(mark != text and mark.startswith(text) for mark in marks):
+            return False
+        if text.startswith(form.marker):
+            self._hold(len(form.marker))
+            self._around = _Calls(Begins.MARKER)
+        elif around.has_call and self._read_closing():
+            pass
+        elif text.startswith(_FENCE) and not around.fence_is_open:
+            self._hold(len(_JSON_FENCE if text.startswith(_JSON_FENCE) else _FENCE))
+            around.fence_is_open = True
+        elif text[0] in _SEPARATORS and around.has_call and not around.has_separator:
             self._hold(1)
-        elif self._form.named and not self._has_list and _NAME.match(stripped):
+            around.has_separator = True
+        elif text[0] == "[" and not around.list_is_open:
+            self._hold(1)
+            around.list_is_open = True
+        elif text[0] == "{":
+            self._begin_object(None)
+        elif form.named and not around.list_is_open and _NAME.match(text):
             self._state = _In.NAME
         else:
+            self._hold(1)
             self._give_up()
         return True
 
+    def _closings(self) -> tuple[str, ...]:
+        """What may stand behind a call and is no content."""
+        marks = (self._form.closing, *self._form.ends, "]" if self._around.list_is_open else "")
+        fence = _FENCE if self._around.fence_is_open else ""
+        return tuple(mark for mark in (*marks, fence) if mark)
+
+    def _read_closing(self) -> bool:
+        """A mark behind a call, which drops what is held before it; False: there is none."""
+        for mark in self._closings():
+            if self._text.startswith(mark):
+                break
+        else:
+            return False
+        self._text = self._text.removeprefix(mark)
+        self._held = ""
+        self._around.has_separator = False
+        if mark == "]":
+            self._around.list_is_open = False
+        elif mark == _FENCE:
+            self._around.fence_is_open = False
+        else:
+            self._state = _In.TEXT
+        return True
+
     def _read_name(self) -> bool:
-        """A name, maybe a mark, and the brace of the arguments."""
+        """A name, maybe marks, and the brace of the arguments. Behind a call a mark must be."""
         match = _NAME.match(self._text)
         assert match is not None
-        rest = self._text[match.end() :]
         if match.end() > MAX_NAME_CHARS:
             self._hold(MAX_NAME_CHARS)
             self._give_up()
             return True
-        if not rest or (ARGUMENTS_MARK.startswith(rest) and rest != ARGUMENTS_MARK):
+        rest, has_mark = self._text[match.end() :].lstrip(), False
+        for mark, behind in _MARKS_OF_NAMES:
+            if mark != rest and mark.startswith(rest):
+                return False
+            if rest.startswith(mark):
+                rest, has_mark = behind.sub("", rest[len(mark) :], count=1), True
+        if not rest:
             return False
-        after = rest.removeprefix(ARGUMENTS_MARK).lstrip()
-        if not after:
-            return False
-        self._name = match.group()
-        self._hold(len(self._text) - len(after))
-        if after[0] == "{":
-            self._scanner = JsonScanner()
-            self._state = _In.OBJECT
+        if rest[0] == "{" and (has_mark or not self._around.has_call):
+            self._hold(len(self._text) - len(rest))
+            self._begin_object(match.group())
         else:
+            self._hold(match.end())
             self._give_up()
         return True
 
+    def _begin_object(self, name: str | None) -> None:
+        self._scanner, self._name = JsonScanner(), name
+        self._state = _In.OBJECT
+
     def _read_object(self) -> bool:
-        found = self._scanner.read(self._text)
-        if found is Found.MORE:
+        if self._scanner.read(self._text) is Found.MORE:
             return False
-        call = self._call_of(self._text[: self._scanner.place]) if found is Found.END else None
+        return self._end_object(has_ended=False)
+
+    def _end_object(self, has_ended: bool) -> bool:
+        """The object has ended or is broken, and maybe the output has ended too."""
+        place, around, call = self._scanner.place, self._around, self._call()
+        if call is not None and around.begin is Begins.SENTENCE and not around.has_call:
+            goes_on = self._places.goes_on_as_call(self._text[place:], has_ended)
+            if goes_on is None:
+                return False
+            call = call if goes_on else None
         if call is None:
-            self._hold(self._scanner.place)
+            is_broken = self._scanner.found is Found.BROKEN
+            # A string that has not been ended may have swallowed the beginning of the next call.
+            marker = self._text.find(self._form.marker, 0, place) if is_broken else -1
+            self._hold(place if marker < 0 else marker)
             self._give_up()
             return True
-        self._text = self._text[self._scanner.place :]
-        self._held = ""
+        self._text, self._held = self._text[place:], ""
+        around.has_call, around.has_separator = True, False
+        self._content.add_call()
+        self._places.pass_call()
         self._num_calls += 1
         if self._max_calls is None or self._num_calls <= self._max_calls:
             self._calls.append(call)
-        self._state = _In.AFTER
+        self._state = _In.AROUND
         return True
 
-    def _call_of(self, text: str) -> FunctionCall | None:
+    def _call(self) -> FunctionCall | None:
+        """The call that the object is. An object alone must have the name of a function."""
+        if self._scanner.found is not Found.END:
+            return None
+        text = self._scanner.mended(self._text)
         if self._name is not None:
             return FunctionCall(self._name, text)
-        try:
-            found = msgspec.json.decode(text, type=_Object)
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
-            return None
-        raw = bytes(found.arguments) or bytes(found.parameters) or b"{}"
-        arguments = raw.decode().strip()
-        is_known = found.name in self._names or not self._is_bare
-        if not (found.name and is_known and arguments.startswith("{")):
-            return None
-        return FunctionCall(found.name, arguments)
-
-    def _read_after(self) -> bool:
-        """What may follow a call: the end of a list or of a marker, or a separator."""
-        self._text = self._text.lstrip()
-        if not self._text:
-            return False
-        separator = "," if self._has_list else self._form.separator
-        if separator and self._text[0] == separator:
-            self._hold(1)
-            self._state = _In.BEFORE
-            return True
-        closing = "]" if self._has_list else self._form.closing
-        if closing and closing != self._text and closing.startswith(self._text):
-            return False
-        if closing:
-            self._text = self._text.removeprefix(closing)
-        self._end_calls()
-        self._skips_space = True
-        return True
+        found = call_object(text)
+        if found is None or self._around.begin is Begins.MARKER:
+            return found and found.call
+        is_known = found.call.name in self._names and not found.is_definition
+        return found.call if is_known else None
 
     def _hold(self, size: int) -> None:
         """Moves on: these characters are content if no call comes of them."""
@@ -238,10 +265,11 @@ class FunctionCallParser:
 
     def _give_up(self) -> None:
         """What is held is no call."""
-        self._content.append(self._held)
+        self._pass(self._held)
         self._held = ""
-        self._end_calls()
-
-    def _end_calls(self) -> None:
-        self._is_bare = False
         self._state = _In.TEXT
+
+    def _pass(self, text: str) -> None:
+        """Goes on behind content."""
+        self._content.add(text)
+        self._places.pass_text(text)
