@@ -150,7 +150,7 @@ def _stop_finders(args: ServerArgs) -> Callable[[SamplingParams], StopFinder]:
 
     def make(params: SamplingParams) -> StopFinder:
         stops = StopSet(params.stop_strings, params.stop_regexes)
-        return StopFinder(tokenizer(), stops, params.skip_special_tokens)
+        return StopFinder(tokenizer(), stops, params.skip_special_tokens, params.min_new_tokens)
 
     return make
 
