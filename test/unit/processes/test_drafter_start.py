@@ -42,6 +42,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def args_for(path: Path, **flags: Any) -> ServerArgs:
     defaults = {
+        "tokenizer_path": "demo",
         "page_size": PAGE_SIZE,
         "context_length": CONTEXT,
         "max_running_requests": 4,
