@@ -94,6 +94,12 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
         choices=("auto", *DTYPES),
     )
     context_length: int | None = flag(None, "Tokens per request; default: config.json's.")
+    sampling_defaults: str = flag(
+        "model",
+        "Sampling parameters of /v1/* requests that do not give them: `model` takes temperature,"
+        " top_p, top_k, min_p and repetition_penalty of generation_config.json, `openai` OpenAI's.",
+        choices=("model", "openai"),
+    )
 
     # HTTP
     host: str = flag("127.0.0.1", "Address to listen on.")

@@ -1,4 +1,4 @@
-"""Reads tokenizer_config.json and special_tokens_map.json of a folder; no torch, no transformers."""
+"""Reads tokenizer_config.json and special_tokens_map.json without torch or transformers."""
 
 from __future__ import annotations
 
