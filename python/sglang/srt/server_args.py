@@ -96,8 +96,8 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     context_length: int | None = flag(None, "Tokens per request; default: config.json's.")
     sampling_defaults: str = flag(
         "model",
-        "Sampling parameters of /v1/* requests that do not give them: `model` takes temperature,"
-        " top_p, top_k, min_p and repetition_penalty of generation_config.json, `openai` OpenAI's.",
+        "What /v1/* requests get for sampling parameters that they do not give: `model` takes the"
+        " temperature and others of generation_config.json, `openai` OpenAI's defaults.",
         choices=("model", "openai"),
     )
 

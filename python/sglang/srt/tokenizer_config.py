@@ -8,8 +8,6 @@ from typing import Any
 import msgspec
 
 MAX_CONFIG_BYTES = 64 * 1024 * 1024  # tokenizer_config.json may list all added tokens
-# An entry of the last one counts.
-FILES = ("special_tokens_map.json", "tokenizer_config.json")
 SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -35,16 +33,16 @@ def read_text(path: Path, max_bytes: int) -> str:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Reads the entries of both files; a missing file has none, and null is no entry.
+    """Reads tokenizer_config.json and, where that has no `added_tokens_decoder`, the tokens of
+    special_tokens_map.json over it, as transformers does. A missing file has no entries.
 
     Raises:
         UnreadableFileError: if a file is no JSON object.
     """
-    entries: dict[str, Any] = {}
-    for path in (folder / name for name in FILES):
-        if path.is_file():
-            entries |= {k: v for k, v in _read_object(path).items() if v is not None}
-    return entries
+    entries = _read_object(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" in entries:
+        return entries
+    return entries | special_tokens(_read_object(folder / "special_tokens_map.json"))
 
 
 def special_tokens(entries: dict[str, Any]) -> dict[str, str]:
@@ -58,6 +56,8 @@ def special_tokens(entries: dict[str, Any]) -> dict[str, str]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
     try:
         return msgspec.json.decode(read_text(path, MAX_CONFIG_BYTES), type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from serving_utils import BOS, EOS, MASK, VOCAB_SIZE, make_model_dir
 from sglang.srt.model_config import load_model_config
@@ -56,7 +57,7 @@ def found(
         {"tokenizer_config": {}, "special_tokens_map": {"eos_token": MASK}},
         {"special_tokens_map": {"eos_token": {"content": MASK}}},
         {"tokenizer_config": {"eos_token": None}, "special_tokens_map": {"eos_token": MASK}},
-        {"tokenizer_config": {"eos_token": MASK}, "special_tokens_map": {"eos_token": BOS}},
+        {"tokenizer_config": {"eos_token": BOS}, "special_tokens_map": {"eos_token": MASK}},
     ],
     ids=str,
 )
@@ -106,13 +107,22 @@ def test_the_demo_models_own_tokenizer_adds_nothing() -> None:
     assert with_tokenizer_eos(model, model.path, load_tokenizer(model.path)) == model
 
 
-def test_transformers_finds_the_same_eos_token(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    transformers = pytest.importorskip("transformers")
+DECODER = {"2": {"content": MASK, "special": True}}
+
+
+@pytest.mark.parametrize("in_map", [None, EOS])
+@pytest.mark.parametrize(
+    "config", [{}, {"eos_token": MASK}, {"eos_token": MASK, "added_tokens_decoder": DECODER}]
+)
+def test_transformers_finds_the_same_eos_token(
+    tmp_path: Path, tokenizer: Tokenizer, config: dict[str, Any], in_map: str | None
+) -> None:
     folder = make_model_dir(tmp_path / "model")
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": MASK})
-    )
-    theirs = transformers.AutoTokenizer.from_pretrained(folder).eos_token_id
-    model = with_tokenizer_eos(load_model_config(str(folder)), folder, tokenizer)
-    assert model.eos_token_ids == (EOS_ID, theirs)
-    assert dataclasses.replace(model, eos_token_ids=(EOS_ID,)) == load_model_config(str(folder))
+    entries = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(entries))
+    if in_map is not None:
+        (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": in_map}))
+    theirs = AutoTokenizer.from_pretrained(str(folder)).eos_token_id
+    plain = dataclasses.replace(load_model_config(str(folder)), eos_token_ids=())
+    found = with_tokenizer_eos(plain, folder, tokenizer).eos_token_ids
+    assert found == (() if theirs is None else (theirs,))
