@@ -112,6 +112,19 @@ def test_a_stop_string_ends_a_run_in_its_middle(server: RunningServer, mode: str
             assert sum(answer["meta_info"]["mtp_effective_k"]) == count
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_no_stop_text_ends_a_run_before_min_new_tokens(server: RunningServer, mode: str) -> None:
+    params = {**MODES[mode], "min_new_tokens": 12, "max_new_tokens": 24}
+    text = generate(server, PROMPT, params)["text"]
+    minimum = generate(server, PROMPT, {**params, "max_new_tokens": 12})["text"]
+    assert text.startswith(minimum)
+    for stop in (minimum[-2:], text[len(minimum) - 1 : len(minimum) + 2]):
+        end = text.find(stop, len(minimum) - len(stop) + 1)
+        answer = generate(server, PROMPT, {**params, "stop": [stop]})
+        assert answer["text"] == (text if end < 0 else text[:end])
+        assert answer["meta_info"]["completion_tokens"] > 12
+
+
 def test_a_broken_rule_is_400_and_costs_nothing(server: RunningServer) -> None:
     for params, field in (
         ({"mtp_k": 3}, "mtp_k"),

@@ -16,6 +16,7 @@ import pytest
 from serving_utils import (
     DUMMY,
     ENDLESS,
+    MASK,
     environ,
     events,
     free_port,
@@ -116,15 +117,28 @@ def test_sigterm_of_a_paused_server_does_not_wait_for_what_is_frozen(model_dir: 
 def test_end_of_text_ids_that_the_model_lacks_are_named_once_and_end_nothing(
     tmp_path: Path,
 ) -> None:
-    model = make_model_dir(tmp_path / "model")
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [99_999, -1]}))
-    with running_server(model, *DUMMY, "--skip-server-warmup") as server:
+    """The tokenizer's own, of another folder, does."""
+    model, tokenizer = make_model_dir(tmp_path / "model"), make_model_dir(tmp_path / "tokenizer")
+    (model / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [99_999, -1], "top_k": 1})
+    )
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps({"eos_token": MASK}))
+    flags = ("--tokenizer-path", str(tokenizer), "--skip-server-warmup")
+    with running_server(model, *DUMMY, *flags) as server:
         for ignore_eos in (False, True):
             answer = server.generate(min_new_tokens=1, ignore_eos=ignore_eos)
             assert answer.status_code == 200
+        ended = server.generate(min_new_tokens=3, ignore_eos=False, logit_bias={"2": 1000}).json()
+        assert ended["meta_info"]["finish_reason"] == {"type": "stop", "matched": 2}
+        assert len(ended["output_ids"]) == 4
+        # generation_config.json says top_k 1.
+        bodies = [{"prompt": "hello", **more} for more in ({}, {}, {"temperature": 0})]
+        texts = [server.post("/v1/completions", body).json()["choices"] for body in bodies]
+        assert texts[0] == texts[1] == texts[2]
         server.process.terminate()
         errors = server.process.communicate(timeout=15)[1]
     assert errors.count("eos_token_id: ignoring [99999, -1] in") == 1
+    assert errors.count("top_k 1 of generation_config.json") == 1
 
 
 def test_killed_server_leaves_no_children_and_no_sockets(model_dir: Path, tmp_path: Path) -> None:

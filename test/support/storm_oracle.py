@@ -343,21 +343,23 @@ def expected_end(params: SamplingParams, tokens: list[int], stop_ids: frozenset[
 
 
 def _stops(params: SamplingParams, tokens: list[int], stop_ids: frozenset[int]) -> bool:
-    if tokens[-1] in stop_ids:
-        return True
-    if not params.has_stop_texts:
-        return False
+    return tokens[-1] in stop_ids or (params.has_stop_texts and bool(_stop_texts(params, tokens)))
+
+
+def _stop_texts(params: SamplingParams, tokens: list[int]) -> list[str]:
+    """Stop strings that end, and expressions that match, behind the first min_new_tokens tokens."""
+    if len(tokens) <= params.min_new_tokens:
+        return []
     text = text_of(tokens)
-    return any(stop in text for stop in params.stop_strings) or any(
-        re.search(expression, text) for expression in params.stop_regexes
-    )
+    # A character that later tokens complete is behind them.
+    start = len(text_of(tokens[: params.min_new_tokens]).rstrip("\ufffd"))
+    return [s for s in params.stop_strings if s in text[max(0, start - len(s) + 1) :]] + [
+        e for e in params.stop_regexes if re.compile(e).search(text, start)
+    ]
 
 
 def stop_matches(reason: FinishReason, params: SamplingParams, tokens: list[int]) -> bool:
     """Whether what a request says it stopped at is there."""
     if isinstance(reason.matched, int):
         return reason.matched == tokens[-1]
-    text, matched = text_of(tokens), str(reason.matched)
-    return (matched in params.stop_strings and matched in text) or (
-        matched in params.stop_regexes and re.search(matched, text) is not None
-    )
+    return reason.matched in _stop_texts(params, tokens)

@@ -360,4 +360,4 @@ class Round(SchedulerHarness):
 
 def _make_stop_finder(params: SamplingParams) -> StopFinder:
     stops = StopSet(params.stop_strings, params.stop_regexes)
-    return StopFinder(TOKENIZER, stops, params.skip_special_tokens)
+    return StopFinder(TOKENIZER, stops, params.skip_special_tokens, params.min_new_tokens)

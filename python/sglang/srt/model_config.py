@@ -18,6 +18,7 @@ DEMO_MODELS = {"demo": "tiny-code"}
 DEMO_HEADS = {"demo-eagle": "tiny-code-eagle", "demo-eagle3": "tiny-code-eagle3"}
 DEMO_DRAFTS = {"demo-draft": "tiny-code-draft"}
 Number = TypeVar("Number", int, float)
+GENERATION_CONFIG = "generation_config.json"
 DTYPES = ("float32", "bfloat16", "float16")  # names in torch of what weights and KV may be
 
 
@@ -34,9 +35,11 @@ class ModelConfig:
         architecture: class name of the first entry of `architectures` (the registry's key).
         rope: rotary positions, the same in all layers.
         context_len: `max_position_embeddings` in tokens, and what a RoPE scaling adds to it.
-        eos_token_ids: ids that end an output, of generation_config.json or else of config.json.
+        eos_token_ids: ids that end an output, of generation_config.json or else of config.json;
+            `with_tokenizer_eos` adds the tokenizer's.
         hot_token_ids: of a head that drafts, the only tokens that it drafts; empty for no bound.
         hf: the whole config.json; `flag` and `integer` read what one family needs beside this.
+        generation: the whole generation_config.json; empty without one.
         warnings: lines on what was ignored.
     """
 
@@ -57,6 +60,7 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...]
     hf: dict[str, Any]
+    generation: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     hot_token_ids: tuple[int, ...] = field(default=(), repr=False)
 
@@ -121,6 +125,9 @@ def load_model_config(model_path: str, flag: str = "--model-path") -> ModelConfi
         ) from None
     except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
         raise ModelPathError(f"{path / 'config.json'} cannot be used: {error}.") from None
+    generation = path / GENERATION_CONFIG
+    if generation.exists():
+        parsed = replace(parsed, generation=_read_json(generation))
     return _with_eos(parsed)
 
 
@@ -226,12 +233,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _with_eos(config: ModelConfig) -> ModelConfig:
     """The end-of-text ids of the first file that names one the model has; it can draw no others."""
-    generation = config.path / "generation_config.json"
-    files = {generation: _read_json(generation)} if generation.exists() else {}
-    files[config.path / "config.json"] = config.hf
     known: tuple[int, ...] = ()
     ignored = []
-    for path, values in files.items():
+    for name, values in ((GENERATION_CONFIG, config.generation), ("config.json", config.hf)):
+        path = config.path / name
         ids = _eos_ids(path, values)
         known = tuple(token_id for token_id in ids if 0 <= token_id < config.vocab_size)
         unknown = [token_id for token_id in ids if token_id not in known]
@@ -244,8 +249,6 @@ def _with_eos(config: ModelConfig) -> ModelConfig:
         f"eos_token_id: ignoring {' and '.join(ignored)}, outside of the model's vocab_size"
         f" {config.vocab_size}."
     )
-    if not known:
-        warning += " No other is left: outputs end at max_new_tokens or at a request's own stops."
     return replace(config, eos_token_ids=known, warnings=(warning,))
 
 

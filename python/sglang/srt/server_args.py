@@ -94,6 +94,12 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
         choices=("auto", *DTYPES),
     )
     context_length: int | None = flag(None, "Tokens per request; default: config.json's.")
+    sampling_defaults: str = flag(
+        "model",
+        "What /v1/* requests get for sampling parameters that they do not give: `model` takes the"
+        " temperature and others of generation_config.json, `openai` OpenAI's defaults.",
+        choices=("model", "openai"),
+    )
 
     # HTTP
     host: str = flag("127.0.0.1", "Address to listen on.")

@@ -65,6 +65,10 @@ class StopSet:
 
     Expressions are compiled by the first search. Searches raise TimeoutError when the expressions
     have used up their time.
+
+    Attributes:
+        num_exempt: characters at the beginning of the text, those before min_new_tokens. A stop
+            string must end behind them, and what an expression matches must begin there.
     """
 
     def __init__(self, strings: Sequence[str], expressions: Sequence[str] = ()) -> None:
@@ -73,6 +77,7 @@ class StopSet:
         self._longest = max(map(len, strings), default=0)
         self._left_s = BUDGET_S
         self._own_s = 0.0  # part of `_left_s` that does not come out of the shared budget
+        self.num_exempt = 0
 
     def __bool__(self) -> bool:
         return bool(self._strings or self._expressions)
@@ -87,7 +92,10 @@ class StopSet:
         self._left_s = min(self._left_s + REFILL_S, BUDGET_S)
         self._own_s = REFILL_S
         start = max(0, num_seen - self._longest + 1)
-        hits = [(text.find(stop, start), -len(stop), stop) for stop in self._strings]
+        hits = [
+            (text.find(stop, max(start, self.num_exempt - len(stop) + 1)), -len(stop), stop)
+            for stop in self._strings
+        ]
         hits = [hit for hit in hits if hit[0] >= 0]
         for pattern in self._patterns:
             match = self._search(pattern, text)
@@ -113,7 +121,7 @@ class StopSet:
             raise TimeoutError("the request's time for stop expressions is used up")
         start_s = time.thread_time()
         try:
-            window_start = max(0, len(text) - WINDOW_CHARS)
+            window_start = max(self.num_exempt, len(text) - WINDOW_CHARS)
             return pattern.search(text, pos=window_start, partial=partial, timeout=left_s)
         finally:
             used_s = time.thread_time() - start_s

@@ -142,13 +142,20 @@ class StopFinder:
     """Finds the stops of a request in its growing output: what the scheduler asks per step.
 
     `push` every accepted run; a match says how far to clip it. The detokenizer cuts the same match
-    from the text.
+    from the text. The token that completes a match comes after `min_new_tokens` others.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: StopSet, skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: StopSet,
+        skip_special_tokens: bool,
+        min_new_tokens: int = 0,
+    ) -> None:
         self._stream = tokenizer.decode_stream(skip_special_tokens)
         self._stops = stops
         self._text = ""
+        self._num_exempt_left = min_new_tokens
 
     def push(self, ids: Sequence[int]) -> StopMatch | None:
         """Adds the ids of one step (1 or more); None as long as no stop is in the text.
@@ -159,6 +166,10 @@ class StopFinder:
         for index, token_id in enumerate(ids):
             num_seen = len(self._text)
             self._text += self._stream.push([token_id])
+            if self._num_exempt_left > 0:
+                self._num_exempt_left -= 1
+                self._stops.num_exempt = len(self._text)
+                continue
             if len(self._text) == num_seen:
                 continue
             found = self._stops.find(self._text, num_seen)

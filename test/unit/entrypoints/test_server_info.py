@@ -87,7 +87,7 @@ def test_the_summary_says_how_prompts_are_fed(
         "splits_prompts": splits_prompts,
         "max_step_ms": max_step_ms,
     }
-    lines = describe_start(ServerArgs(model_path="m"), info_of(schedule)).splitlines()
+    lines = describe_start(ServerArgs(model_path="m"), info_of(schedule), {}).splitlines()
     assert [line.split(maxsplit=1)[1] for line in lines if "prompts" in line] == [text]
 
 
@@ -103,7 +103,7 @@ def test_the_summary_says_how_prompts_are_fed(
 def test_the_summary_says_how_many_drafts_there_are(tiers: list[int], text: list[str]) -> None:
     info = info_of({"chunked_prefill_size": 512, "splits_prompts": True, "max_step_ms": 0.0})
     info.resolved.update(draft_tiers=tiers)
-    lines = describe_start(ServerArgs(model_path="m"), info).splitlines()
+    lines = describe_start(ServerArgs(model_path="m"), info, {}).splitlines()
     assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("    drafts ")] == text
 
 
@@ -111,7 +111,7 @@ def test_the_summary_says_how_large_trees_are() -> None:
     info = info_of({"chunked_prefill_size": 512, "splits_prompts": True, "max_step_ms": 0.0})
     info.resolved.update(draft_tiers=[5], num_draft_steps=5, num_draft_tokens=8, draft_topk=4)
     assert "    drafts       trees of 7, up to 5 deep\n" in describe_start(
-        ServerArgs(model_path="m"), info
+        ServerArgs(model_path="m"), info, {}
     )
     told = describe_server(ServerArgs(model_path="m"), info, {})
     names = "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"

@@ -200,6 +200,7 @@ def test_all_that_is_left_of_the_context_is_the_default_length(
     assert chat(tokenizer, plain).params.max_new_tokens == 256 - num_prompt
     assert chat(tokenizer, plain, max_tokens=7).params.max_new_tokens == 7
     assert chat(tokenizer, plain, max_completion_tokens=8).params.max_new_tokens == 8
+    assert chat(tokenizer, plain, min_tokens=200).params.max_new_tokens == 256 - num_prompt
 
 
 def test_no_template_is_one_clear_refusal(tokenizer: Tokenizer) -> None:

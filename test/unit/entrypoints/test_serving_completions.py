@@ -244,6 +244,70 @@ def test_what_is_too_long_is_named(
     run(tokenizer, scenario)
 
 
+@pytest.mark.parametrize(("num_prompt", "expected"), [(5, 16), (250, 6), (255, 1)])
+def test_the_default_length_gives_way_to_a_long_prompt(
+    tokenizer: Tokenizer, num_prompt: int, expected: int
+) -> None:
+    """As in `/generate`: nobody has asked for these tokens."""
+    body = CompletionRequest(prompt=[[5] * num_prompt, [5]])
+
+    async def scenario(backend: Backend) -> None:
+        outputs = serving_completions.Completion(backend.manager, body, "model").answer()
+        reading = asyncio.ensure_future(anext(outputs))
+        await backend.wait_sent(2)
+        lengths = [request.sampling_params.max_new_tokens for request in backend.requests]
+        assert lengths == [expected, 16]
+        for request in backend.requests:
+            backend.put(request.req_id, "x", (5,), LENGTH)
+        await reading
+
+    run(tokenizer, scenario)
+
+
+@pytest.mark.parametrize(
+    ("cached", "expected"),
+    [
+        ([0, 3, 3, 0, 3, 3], 0),  # the other samples find the prompt of the first
+        ([2, 3, 3, 1, 3, 3], 3),
+        ([9, 3, 3, 0, 0, 0], 3),  # retracted, it finds its own output too
+    ],
+)
+@pytest.mark.parametrize("mode", ["whole", "stream", "continuous"])
+def test_cached_tokens_are_those_of_each_prompts_first_sample(
+    tokenizer: Tokenizer, mode: str, cached: list[int], expected: int
+) -> None:
+    options = StreamOptions(include_usage=True, continuous_usage_stats=mode == "continuous")
+    body = CompletionRequest(
+        prompt=["a", "b"],
+        n=3,
+        stream=mode != "whole",
+        stream_options=None if mode == "whole" else options,
+    )
+    found: list[dict[str, Any]] = []
+
+    async def scenario(backend: Backend) -> None:
+        completion = serving_completions.Completion(backend.manager, body, "model")
+
+        async def read() -> None:
+            outputs = completion.chunks() if body.stream else completion.answer()
+            found.extend([answer async for answer in outputs])
+
+        reading = asyncio.create_task(read())
+        await backend.wait_sent(len(cached))
+        for request, num in reversed(list(zip(backend.requests, cached, strict=True))):
+            output = ReqTextOutput(request.req_id, "x", [5], LENGTH, 3, 1, num, 0)
+            backend.inbox.put_nowait(BatchStrOutput(outputs=[output]))
+        await reading
+
+    run(tokenizer, scenario)
+    *chunks, last = [answer["usage"] for answer in found if "usage" in answer]
+    assert last["prompt_tokens"] == 6
+    assert last["prompt_tokens_details"] == {"cached_tokens": expected}
+    assert len(chunks) == (len(cached) if mode == "continuous" else 0)
+    of_chunks = sorted(usage["prompt_tokens_details"]["cached_tokens"] for usage in chunks)
+    assert of_chunks == (sorted(min(num, 3) for num in cached) if chunks else [])
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("by_ids", [False, True])
 def test_token_ids_of_prompt_and_output(tokenizer: Tokenizer, stream: bool, by_ids: bool) -> None:

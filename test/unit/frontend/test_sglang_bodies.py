@@ -271,6 +271,7 @@ def test_bodies_of_generate_that_clients_send_are_taken(server: Server, client: 
 def test_bodies_of_completions_that_clients_send_are_taken(server: Server, client: str) -> None:
     raw = msgspec.json.encode(COMPLETION_BODIES[client])
     request = parse_struct(raw, CompletionRequest, UNSUPPORTED)
-    checked = server.manager.check(to_generate_body(request, prompts_of(request)))
-    most = COMPLETION_BODIES[client].get("max_tokens", 16)
-    assert checked.prompts[0].sampling_params.max_new_tokens == most
+    (prompt,) = server.manager.check(to_generate_body(request, prompts_of(request))).prompts
+    most = COMPLETION_BODIES[client].get("max_tokens")
+    assert prompt.has_default_length == (most is None)
+    assert most in (None, prompt.sampling_params.max_new_tokens)

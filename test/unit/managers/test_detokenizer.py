@@ -114,6 +114,37 @@ def test_characters_come_whole_and_an_unfinished_one_at_the_end(tokenizer: Token
     assert stream(tokenizer, ids[:5], LENGTH) == ["", "", "≠", "", "\ufffd"]
 
 
+@pytest.mark.parametrize(
+    ("stops", "expressions", "shown"),
+    [
+        (["ab"], [], "ab "),  # the first is within the minimum
+        (["b a"], [], "a"),  # begins within it
+        (["b"], [], "ab a"),
+        ([], ["ab?"], "ab "),
+        ([], ["b a"], "ab ab"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_what_stops_an_output_ends_behind_min_new_tokens(
+    tokenizer: Tokenizer, stops: list[str], expressions: list[str], shown: str, size: int
+) -> None:
+    ids, minimum = [token for char in "ab ab" for token in encode(tokenizer, char)], 2
+    finder = StopFinder(tokenizer, StopSet(stops, expressions), True, minimum)
+    runs = [ids[start : start + size] for start in range(0, len(ids), size)]
+    harness = Harness(tokenizer)
+    options: DecodeOptions | None = DecodeOptions(True, stops, False, expressions, minimum)
+    for index, run in enumerate(runs):
+        match = finder.push(run)
+        reason = FinishReason(type="stop", matched=match.matched) if match else None
+        is_last = index == len(runs) - 1
+        kept = run[: match.num_tokens] if match else run
+        harness.push(kept, reason or (LENGTH if is_last else None), options)
+        options = None
+        if match:
+            break
+    assert "".join(harness.pieces()) == shown
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_pieces_are_the_decode_of_what_is_shown(tokenizer: Tokenizer, data: st.DataObject) -> None:
@@ -182,31 +213,47 @@ EXPRESSIONS = ["a+b", "[0-9]{2}", "€.€", "b$", "(ab|ba)c?"]
 def test_stop_expressions_end_at_the_first_match_and_are_never_shown(
     tokenizer: Tokenizer, data: st.DataObject
 ) -> None:
-    """Against `re` on the decode of every prefix; strings and expressions together."""
+    """Against `re` on the decode of every prefix; strings and expressions together. Of the first
+    min_new_tokens tokens a string may have all but its end, an expression nothing."""
     text = data.draw(st.text("ab1€ c", min_size=1, max_size=25))
     expressions = data.draw(st.lists(st.sampled_from(EXPRESSIONS), min_size=1, max_size=2))
     strings = data.draw(st.lists(st.text("abc ", min_size=1, max_size=3), max_size=1))
     ids = encode(tokenizer, text)
-    sources = [re.compile(e) for e in expressions] + [re.compile(re.escape(s)) for s in strings]
+    minimum = data.draw(st.integers(0, len(ids)) | st.just(0))
+
+    def shown(num_ids: int) -> str:
+        return tokenizer.decode(ids[:num_ids]).rstrip("\ufffd")
 
     def first_match(num_ids: int) -> int | None:
-        shown = tokenizer.decode(ids[:num_ids]).rstrip("\ufffd")
-        starts = [m.start() for source in sources if (m := source.search(shown))]
+        text, exempt = shown(num_ids), len(shown(minimum))
+        starts = [m.start() for e in expressions if (m := re.compile(e).search(text, exempt))]
+        starts += [
+            m.start()
+            for s in strings
+            for m in re.finditer(f"(?={re.escape(s)})", text)
+            if m.start() + len(s) > exempt
+        ]
         return min(starts, default=None)
 
-    end = next((n for n in range(1, len(ids) + 1) if first_match(n) is not None), None)
-    match = StopFinder(tokenizer, StopSet(strings, expressions), True).push(ids)
+    counts = range(minimum + 1, len(ids) + 1)
+    end = next((n for n in counts if first_match(n) is not None), None)
+    match = StopFinder(tokenizer, StopSet(strings, expressions), True, minimum).push(ids)
     assert (match.num_tokens if match else None) == end
     kept = ids[:end]
     reason = FinishReason(type="stop", matched=match.matched) if match else LENGTH
-    harness, options = Harness(tokenizer), DecodeOptions(True, strings, False, expressions)
-    for index, token in enumerate(kept):
-        harness.push([token], reason if index == len(kept) - 1 else None, options)
-        options = None
+    harness = Harness(tokenizer)
+    options = DecodeOptions(True, strings, False, expressions, minimum)
     expected = tokenizer.decode(kept)
     if end is not None:
         expected = expected[: first_match(end)]
-    assert "".join(harness.pieces()) == expected
+    rest, pieces = list(kept), ""
+    while rest:
+        run = [rest.pop(0) for _ in range(min(len(rest), data.draw(st.integers(1, 4))))]
+        harness.push(run, None if rest else reason, options)
+        options = None
+        pieces = "".join(harness.pieces())
+        assert expected.startswith(pieces), "nothing of a stop is shown"
+    assert pieces == expected
 
 
 def test_a_stop_expression_that_takes_too_long_is_stopped(tokenizer: Tokenizer) -> None:

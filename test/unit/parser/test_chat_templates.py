@@ -138,6 +138,17 @@ def test_templates_are_those_that_transformers_finds(
     assert found.tokens == {"bos_token": "<bos>", "eos_token": "<eos>"}
 
 
+def test_special_tokens_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
+    tokens = {"bos_token": "<a>", "eos_token": {"content": "<b>", "lstrip": False}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
+    assert find_templates(tmp_path, None).tokens == {"bos_token": "<a>", "eos_token": "<b>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<c>"}))
+    assert find_templates(tmp_path, None).tokens == {"bos_token": "<a>", "eos_token": "<b>"}
+    config = {"eos_token": "<c>", "added_tokens_decoder": {}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert find_templates(tmp_path, None).tokens == {"eos_token": "<c>"}
+
+
 @pytest.mark.parametrize(
     ("config", "problem"),
     [

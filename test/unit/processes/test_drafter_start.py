@@ -42,6 +42,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def args_for(path: Path, **flags: Any) -> ServerArgs:
     defaults = {
+        "tokenizer_path": "demo",
         "page_size": PAGE_SIZE,
         "context_length": CONTEXT,
         "max_running_requests": 4,
@@ -111,11 +112,11 @@ def test_a_drafter_with_a_model_is_sized_started_and_described(paths: tuple[Path
     assert described["path"] == str(draft)
     assert described["architecture"] == "Qwen3ForCausalLM"
     assert 0 < described["num_parameters"] != info.resolved["num_parameters"]
-    rows = [line.split() for line in describe_start(args_for(target), info).splitlines()[1:3]]
+    rows = [line.split() for line in describe_start(args_for(target), info, {}).splitlines()[1:3]]
     assert [row[:-4] for row in rows] == [["model", str(target)], ["draft", "model", str(draft)]]
     assert [row[-4] for row in rows] == ["(LlamaForCausalLM,", "(Qwen3ForCausalLM,"]
     assert plain.resolved["draft_models"] == []
-    assert "draft model" not in describe_start(args_for(target), plain)
+    assert "draft model" not in describe_start(args_for(target), plain, {})
 
 
 def test_a_draft_model_with_another_vocabulary_is_refused(

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from sglang.srt.entrypoints.launch import LaunchError
+from sglang.srt.entrypoints.openai.sampling_defaults import sampling_defaults_of
 from sglang.srt.frontend.body_parsing import parse_json_object
 from sglang.srt.frontend.errors import RequestError, field_error
 from sglang.srt.frontend.request_limits import NO_MASK_TOKEN, RequestLimits
@@ -16,6 +17,7 @@ from sglang.srt.frontend.sampling_validation import (
 )
 from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
 from sglang.srt.messages.requests import SchedulerInfo
+from sglang.srt.model_config import ModelConfig
 from sglang.srt.processes.grammar_flags import NO_GRAMMARS, REFUSAL
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.stop_expressions import check_expression_list
@@ -24,8 +26,13 @@ MIN_REQ_LEN = 2  # one token in, one out
 PREFERRED_FLAG = "--preferred-sampling-params"
 
 
-def limits_from_flags(server_args: ServerArgs, info: SchedulerInfo) -> RequestLimits:
+def limits_from_flags(
+    server_args: ServerArgs, info: SchedulerInfo, model: ModelConfig | None = None
+) -> RequestLimits:
     """What one request may ask for, by the flags and by what the scheduler found out.
+
+    Args:
+        model: gives OpenAI's routes their sampling defaults; None where there are no such routes.
 
     Raises:
         LaunchError: if --preferred-sampling-params breaks a rule, or no request has room.
@@ -70,7 +77,12 @@ def limits_from_flags(server_args: ServerArgs, info: SchedulerInfo) -> RequestLi
         raise LaunchError(error.message) from None
     except (ValueError, TimeoutError) as error:
         raise LaunchError(f"{PREFERRED_FLAG}.stop_regex: {error}.") from None
-    return dataclasses.replace(limits, preferred_sampling_params=preferred)
+    defaults: dict[str, Any] = {}
+    if model is not None and server_args.sampling_defaults == "model":
+        defaults = sampling_defaults_of(model, limits)
+    return dataclasses.replace(
+        limits, preferred_sampling_params=preferred, openai_sampling_defaults=defaults
+    )
 
 
 def _preferred_sampling_params(server_args: ServerArgs) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang import __version__
+from sglang.srt.entrypoints.openai.sampling_defaults import describe_sampling
 from sglang.srt.frontend.errors import ServiceError
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelConfig
@@ -40,7 +41,7 @@ def describe_model(
         "served_model_name": server_args.served_model_name or server_args.model_path,
         "tokenizer_path": server_args.tokenizer_path or server_args.model_path,
         "is_generation": True,
-        "preferred_sampling_params": None,
+        "preferred_sampling_params": server_args.preferred_sampling_params,
         "weight_version": weight_version,
         "load_format": server_args.load_format,
         "reasoning_parser": server_args.reasoning_parser,
@@ -120,7 +121,9 @@ def _drafts(resolved: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def describe_start(server_args: ServerArgs, scheduler: SchedulerInfo) -> str:
+def describe_start(
+    server_args: ServerArgs, scheduler: SchedulerInfo, sampling_defaults: dict[str, Any]
+) -> str:
     """The start-up summary: what was resolved, not what was wished."""
     found = scheduler.resolved
     pool_mib = found["max_total_num_tokens"] * found["kv_bytes_per_token"] >> 20
@@ -142,6 +145,7 @@ def describe_start(server_args: ServerArgs, scheduler: SchedulerInfo) -> str:
             f" {found['max_queued_requests'] or 'any number'} waiting",
         ),
         ("prompts", _describe_chunks(found["schedule"])),
+        ("sampling", describe_sampling(server_args.sampling_defaults, sampling_defaults)),
         ("overlap", "on" if found["enable_overlap"] else "off"),
         ("radix cache", "on" if found["use_radix_cache"] else "off"),
     )

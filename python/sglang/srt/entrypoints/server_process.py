@@ -166,7 +166,7 @@ class _Server:
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
         try:
             info = await self._start(tree)
-            limits = limits_from_flags(self._args, info)
+            limits = limits_from_flags(self._args, info, self._state.model_config)
             grammars = grammar_setup(self._args, info.vocab_size, info.eos_token_ids)
             self._request_log = open_request_log(self._args)
             manager = channels.make_manager(self._tokenizer, limits, self._request_log, grammars)
@@ -203,7 +203,8 @@ class _Server:
                 await _warm_up(manager)
             keep_out_of_collections()
             self._state.become_ready(manager, info)
-            logger.info("%s", describe_start(self._args, info))
+            defaults = manager.limits.openai_sampling_defaults
+            logger.info("%s", describe_start(self._args, info, defaults))
             logger.info("Ready after %.1f s: %s", self._state.startup_time_s, self._describe())
             await self._stop.wait()
             if manager.failure is None:

@@ -7,7 +7,7 @@ value for each prompt goes into `CheckedPrompt` too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -159,8 +159,14 @@ class CheckedRequest:
     is_batch: bool
 
 
-def check_generate_request(body: Any, limits: RequestLimits) -> CheckedRequest:
+def check_generate_request(
+    body: Any, limits: RequestLimits, defaults: Mapping[str, Any] = {}
+) -> CheckedRequest:
     """Checks a parsed body of `/generate`.
+
+    Args:
+        defaults: sampling parameters of the route that the body comes from, where they are not
+            those of `/generate`.
 
     Raises:
         RequestError: naming the first field that breaks a rule; it never repeats the input at
@@ -175,7 +181,7 @@ def check_generate_request(body: Any, limits: RequestLimits) -> CheckedRequest:
     prompts, is_batch = _prompts_of(request, limits)
     num_prompts = len(prompts)
     given_params = _per_prompt("sampling_params", request.sampling_params, num_prompts, is_batch)
-    params = _check_sampling(request, given_params, limits)
+    params = _check_sampling(request, given_params, limits, defaults)
     num_samples = sum(item.n for item in params)
     if num_samples > limits.max_batch_size:
         raise _too_many_samples("sampling_params.n", num_samples, limits)
@@ -256,16 +262,20 @@ def _per_prompt(name: str, value: Any, num_prompts: int, is_batch: bool) -> list
 
 
 def _check_sampling(
-    request: GenerateReqInput, given: list[dict[str, Any] | None], limits: RequestLimits
+    request: GenerateReqInput,
+    given: list[dict[str, Any] | None],
+    limits: RequestLimits,
+    defaults: Mapping[str, Any],
 ) -> list[SamplingParams]:
     """The parameters of each prompt; those that all share are checked once."""
     name = "sampling_params"
     if isinstance(request.sampling_params, dict):
-        params = check_sampling_params(request.sampling_params, limits, name)
+        params = check_sampling_params(request.sampling_params, limits, name, defaults)
         check_stop_sizes([params], name)
         return [params] * len(given)
     checked = [
-        check_sampling_params(item, limits, f"{name}[{index}]") for index, item in enumerate(given)
+        check_sampling_params(item, limits, f"{name}[{index}]", defaults)
+        for index, item in enumerate(given)
     ]
     check_stop_sizes(checked, name)
     return checked

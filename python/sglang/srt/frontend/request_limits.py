@@ -37,6 +37,7 @@ class RequestLimits:
         mtp_max_k: tokens predicted per step at most; 0 where no request may predict several.
         mtp_refusal: why, and the remedy.
         preferred_sampling_params: what holds where a request says nothing.
+        openai_sampling_defaults: what holds in `/v1/*` where neither says anything.
         unknown_fields, unknown_openai_fields: what becomes of fields that nobody knows, in
             `/generate` and in `/v1/*`.
     """
@@ -62,6 +63,7 @@ class RequestLimits:
     mtp_max_k: int = 0
     mtp_refusal: str = NO_MASK_TOKEN
     preferred_sampling_params: dict[str, Any] = field(default_factory=dict)
+    openai_sampling_defaults: dict[str, Any] = field(default_factory=dict)
     unknown_fields: UnknownFields = REFUSED
     unknown_openai_fields: UnknownFields = field(default_factory=lambda: UnknownFields(False))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -28,16 +28,22 @@ DEFAULT_MTP_K = SamplingParams().mtp_k
 MAY_BE_EMPTY = frozenset(("stop", "stop_regex", "stop_token_ids", "logit_bias"))
 # A request's grammar is instead of the server's, and says by itself where the output ends.
 ENDED_BY_GRAMMAR = frozenset((*GRAMMAR_FIELDS, "min_new_tokens"))
+# Of a route's defaults: what unverified multi-token prediction refuses.
+NOT_UNVERIFIED = frozenset(("temperature", "repetition_penalty"))
 SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
 CUSTOM_PARAMS = "custom_params"
 CUSTOM_FIELDS = frozenset(name for name in SAMPLING_FIELDS if name.startswith(MTP_PREFIX))
 
 
-def check_sampling_params(value: Any, limits: RequestLimits, name: str) -> SamplingParams:
+def check_sampling_params(
+    value: Any, limits: RequestLimits, name: str, defaults: Mapping[str, Any] = {}
+) -> SamplingParams:
     """Checks one `sampling_params` object; null is the defaults, for a field as for the whole.
 
     Args:
         name: the field as the client knows it, such as `sampling_params[3]`.
+        defaults: the route's, for fields that neither the object nor the server's preferred
+            parameters give.
 
     Raises:
         RequestError: naming the field that breaks a rule.
@@ -50,12 +56,14 @@ def check_sampling_params(value: Any, limits: RequestLimits, name: str) -> Sampl
     value, custom = take_custom_params(value, f"{name}.", unknown)
     check_known_fields(value, SAMPLING_FIELDS, unsupported, f"{name}.", unknown)
     try:
-        return _checked(value, limits, name)
+        return _checked(value, limits, name, defaults)
     except RequestError as error:
         raise _as_written(error, f"{name}.", custom) from None
 
 
-def _checked(value: dict[str, Any], limits: RequestLimits, name: str) -> SamplingParams:
+def _checked(
+    value: dict[str, Any], limits: RequestLimits, name: str, defaults: Mapping[str, Any]
+) -> SamplingParams:
     given = with_preferred(value, limits.preferred_sampling_params)
     given = {k: v for k, v in given.items() if k in SAMPLING_FIELDS and v is not None}
     given = {k: v for k, v in given.items() if k not in MAY_BE_EMPTY or v not in ("", [], {})}
@@ -64,6 +72,7 @@ def _checked(value: dict[str, Any], limits: RequestLimits, name: str) -> Samplin
         if isinstance(number, int) and not INT64_MIN <= number <= INT64_MAX:
             raise field_error(f"{name}.{key}", "must fit in 64 bits")
     _complete_mtp(given, limits, name)
+    given = {**_that_apply(defaults, given), **given}
     params = convert_fields(given, SamplingParams, f"{name}.")
     problem = params.problem()
     if problem is not None:
@@ -203,6 +212,13 @@ def with_preferred(value: dict[str, Any], preferred: dict[str, Any]) -> dict[str
     if value.get("mtp_enabled") is False:
         defaults = {k: v for k, v in defaults.items() if not k.startswith(MTP_PREFIX)}
     return {**defaults, **{name: value[name] for name in value if name in given}}
+
+
+def _that_apply(defaults: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The defaults that go with what is given: none is a reason to refuse it."""
+    if given.get("mtp_enabled") is not True or given.get("mtp_verify") is True:
+        return dict(defaults)
+    return {name: value for name, value in defaults.items() if name not in NOT_UNVERIFIED}
 
 
 def _complete_mtp(given: dict[str, Any], limits: RequestLimits, name: str) -> None:

@@ -39,10 +39,11 @@ class RequestText:
         self._stops = StopSet([]) if options.no_stop_trim else StopSet(strings, expressions)
         self._text = ""
         self._num_shown = 0
+        self._num_exempt_left = options.min_new_tokens
 
     def push(self, ids: list[int]) -> str:
         """Adds tokens; returns the text that may be shown now."""
-        self._text += self._stream.push(ids)
+        self._add(ids)
         if not self._stops:
             return self._show(len(self._text))
         found = self._stops.find(self._text, self._num_shown)
@@ -56,11 +57,21 @@ class RequestText:
         matched = reason.matched
         if isinstance(matched, int) and not self._options.no_stop_trim and ids[-1:] == [matched]:
             ids = ids[:-1]
-        self._text += self._stream.push(ids) + self._stream.flush()
+        self._add(ids)
+        self._text += self._stream.flush()
         found = None
         if isinstance(matched, str) and self._stops:
             found = self._stops.find(self._text, self._num_shown)
         return self._show(found.start if found else len(self._text))
+
+    def _add(self, ids: list[int]) -> None:
+        """Decodes tokens; the text of the first min_new_tokens ends no output."""
+        if self._num_exempt_left > 0:
+            exempt, ids = ids[: self._num_exempt_left], ids[self._num_exempt_left :]
+            self._num_exempt_left -= len(exempt)
+            self._text += self._stream.push(exempt)
+            self._stops.num_exempt = len(self._text)
+        self._text += self._stream.push(ids)
 
     def _show(self, end: int) -> str:
         piece = self._text[self._num_shown : end]

@@ -65,6 +65,7 @@ class DecodeOptions(msgspec.Struct, array_like=True, frozen=True):
     stop_strings: list[str]
     no_stop_trim: bool
     stop_regexes: list[str] = []
+    min_new_tokens: int = 0
 
 
 class LogprobOptions(msgspec.Struct, frozen=True):

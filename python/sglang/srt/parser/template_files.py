@@ -7,15 +7,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from sglang.srt.tokenizer_config import (
+    UnreadableFileError,
+    read_text,
+    read_tokenizer_config,
+    special_tokens,
+)
 
 FLAG, NAME_FLAG = "--chat-template", "--hf-chat-template-name"
 MAX_TEMPLATE_BYTES = 1024 * 1024
-MAX_CONFIG_BYTES = 64 * 1024 * 1024  # tokenizer_config.json may list all added tokens
 MAX_TEMPLATES = 32
 DEFAULT, TOOL_USE = "default", "tool_use"
 FOLDERS = ("chat_templates", "additional_chat_templates")  # the second is transformers' name
-SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class TemplateFileError(ValueError):
@@ -67,9 +70,9 @@ def find_templates(folder: Path, flag: str | None) -> TemplateFiles:
             do: their problem is told to who sends a chat.
     """
     try:
-        config = _read_config(folder / "tokenizer_config.json")
-        tokens = _special_tokens(config)
-    except TemplateFileError as error:
+        config = read_tokenizer_config(folder)
+        tokens = special_tokens(config)
+    except UnreadableFileError as error:
         config, tokens, broken = {}, {}, str(error)
     else:
         broken = ""
@@ -127,32 +130,8 @@ def _checked(template: str) -> str:
     return template
 
 
-def _read(path: Path, max_bytes: int = MAX_TEMPLATE_BYTES) -> str:
+def _read(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            raw = file.read(max_bytes + 1)
-        text = raw.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise TemplateFileError(f"{path} cannot be read ({error})") from None
-    if len(raw) > max_bytes:
-        raise TemplateFileError(f"{path} has more than {max_bytes} bytes")
-    return text.replace("\r\n", "\n")
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(_read(path, MAX_CONFIG_BYTES), type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise TemplateFileError(f"{path} is no JSON object ({error})") from None
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """`bos_token` and the others: texts, or objects that hold the text as `content`."""
-    found = {}
-    for name in (f"{kind}_token" for kind in SPECIAL_TOKENS):
-        match config.get(name):
-            case str(text) | {"content": str(text)}:
-                found[name] = text
-    return found
+        return read_text(path, MAX_TEMPLATE_BYTES)
+    except UnreadableFileError as error:
+        raise TemplateFileError(str(error)) from None

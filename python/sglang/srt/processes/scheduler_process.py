@@ -3,7 +3,6 @@ launcher, which writes one line of JSON (`ChildConfig`) to its standard input.""
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.mtp.debug_trace import DebugTrace
 from sglang.srt.platform import Platform
 from sglang.srt.processes.child_process import configure_logging, start_child_process
+from sglang.srt.processes.end_of_text import with_tokenizer_eos
 from sglang.srt.processes.grammar_flags import grammar_setup
 from sglang.srt.processes.runtime_config import RuntimeConfig, resolve, with_chunks_that_fit
 from sglang.srt.processes.worker_factory import (
@@ -73,7 +73,9 @@ def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, Schedul
         ValueError: for a flag, model or size that cannot be had.
     """
     environ = Environ.read()
-    model = load_model_config(args.model_path)
+    tokenizer_folder = resolve_model_path(args.tokenizer_path or args.model_path)
+    tokenizer = load_tokenizer(tokenizer_folder)
+    model = with_tokenizer_eos(load_model_config(args.model_path), tokenizer_folder, tokenizer)
     for warning in model.warnings:
         logger.warning("%s", warning)
     config = resolve(args, Platform.probe(), model, environ)
@@ -101,7 +103,7 @@ def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, Schedul
         inbox,
         Sender[Any](addresses.detokenizer).send,
         Sender[Any](addresses.frontend).send,
-        _stop_finders(args),
+        _stop_finders(tokenizer),
         _debug(environ, trace),
         make_prompt_budget(config, prices),
         grammars=_grammars(args, config),
@@ -141,16 +143,10 @@ def make_ledger(config: RuntimeConfig, num_pages: int) -> KVLedger:
     return KVLedger(execution.max_running_requests, allocator, tree, execution.row_width)
 
 
-def _stop_finders(args: ServerArgs) -> Callable[[SamplingParams], StopFinder]:
-    """Loads the tokenizer when the first request with stop strings comes."""
-
-    @functools.cache
-    def tokenizer() -> Tokenizer:
-        return load_tokenizer(resolve_model_path(args.tokenizer_path or args.model_path))
-
+def _stop_finders(tokenizer: Tokenizer) -> Callable[[SamplingParams], StopFinder]:
     def make(params: SamplingParams) -> StopFinder:
         stops = StopSet(params.stop_strings, params.stop_regexes)
-        return StopFinder(tokenizer(), stops, params.skip_special_tokens)
+        return StopFinder(tokenizer, stops, params.skip_special_tokens, params.min_new_tokens)
 
     return make
 

@@ -33,7 +33,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         ignore_eos: go on after the model's end-of-text ids; `stop_token_ids` still count.
         no_stop_trim: leave the stop text or stop token in the output.
         stop_regex: regular expressions that end the output when they match in it.
-        min_new_tokens: the model's end-of-text ids and `stop_token_ids` cannot be drawn before.
+        min_new_tokens: the model's end-of-text ids and `stop_token_ids` cannot be drawn before,
+            and no `stop` or `stop_regex` ends the output.
         frequency_penalty, presence_penalty: taken off the logit of a generated token, times its
             count or once.
         repetition_penalty: divides positive logits of generated tokens and multiplies negative

@@ -144,6 +144,7 @@ class BatchResultProcessor:
             params.stop_strings,
             params.no_stop_trim,
             params.stop_regexes,
+            params.min_new_tokens,
         )
         self._outputs.append(
             ReqOutput(

@@ -35,6 +35,7 @@ RECORDS: dict[str, tuple[Any, ...]] = {"metadata": (ANYTHING,), "store": (ANYTHI
 UNSUPPORTED = neutral_fields("/v1/completions") | RECORDS
 
 
+DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API; fewer behind a long prompt
 ANY_JSON_OBJECT = '{"type":"object"}'
 
 
@@ -73,7 +74,6 @@ class CompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
     model: str | None = None
-    max_tokens: int = 16
     stream: bool = False
     stream_options: StreamOptions | None = None
     logprobs: Count | None = None

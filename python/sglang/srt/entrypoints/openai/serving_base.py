@@ -134,11 +134,12 @@ def in_order(results: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def usage_of(results: list[dict[str, Any]], num_samples: int) -> dict[str, Any]:
-    """OpenAI's usage. A prompt counts once, however many samples there are of it."""
+    """OpenAI's usage. A prompt counts once, however many samples there are of it: its cached tokens
+    are those of the first sample, since the others find the whole prompt in the cache."""
     metas = [result["meta_info"] for result in results]
     prompt = sum(meta["prompt_tokens"] for meta in metas) // num_samples
     output = sum(meta["completion_tokens"] for meta in metas)
-    cached = sum(meta["cached_tokens"] for meta in metas)
+    cached = sum(min(meta["cached_tokens"], meta["prompt_tokens"]) for meta in metas[::num_samples])
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,

@@ -23,7 +23,7 @@ from sglang.srt.entrypoints.openai.chat_settings import ChatSettings
 from sglang.srt.entrypoints.openai.protocol import in_openai_terms, possible
 from sglang.srt.entrypoints.openai.serving_base import OpenAIAnswer
 from sglang.srt.frontend.errors import RequestError, field_error
-from sglang.srt.frontend.generate_body import CheckedRequest
+from sglang.srt.frontend.generate_body import CheckedRequest, check_generate_request
 from sglang.srt.frontend.request_limits import check_length, check_token_ids
 from sglang.srt.function_call.call_tags import calls_in_text, forced_calls, wrong_schema
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -64,8 +64,12 @@ class ChatCompletion:
         self._check_size_of_calls()
         self._reasoning = settings.reasoning if request.separate_reasoning else None
         shows_special = self._calls is not None and self._calls.is_special
+        limits = manager.limits
+        # Without a length a chat gets all that its prompt leaves.
+        defaults = {**limits.openai_sampling_defaults, "max_new_tokens": limits.max_req_len}
         try:
-            self._checked = manager.check(to_generate_body(request, shows_special, self._call_tag))
+            body = to_generate_body(request, shows_special, self._call_tag)
+            self._checked = check_generate_request(body, limits, defaults)
         except RequestError as error:
             raise self.translate(error) from None
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
@@ -232,13 +236,9 @@ class ChatCompletion:
         return ids
 
     def _with_prompt(self, ids: list[int]) -> CheckedRequest:
-        """The request with its prompt; without a length it gets all that is left."""
+        """The request with its prompt."""
         (prompt,) = self._checked.prompts
-        params = prompt.sampling_params
-        if prompt.has_default_length:
-            most = self._manager.limits.max_req_len
-            params = msgspec.structs.replace(params, max_new_tokens=most)
-        prompt = dataclasses.replace(prompt, input_ids=ids, sampling_params=params)
+        prompt = dataclasses.replace(prompt, input_ids=ids)
         return dataclasses.replace(self._checked, prompts=[prompt])
 
     # ---------------------------------------------------------------- the answer

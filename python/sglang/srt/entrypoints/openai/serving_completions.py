@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang.srt.entrypoints.openai.protocol import (
     COMPLETION_NAMES,
+    DEFAULT_MAX_TOKENS,
     CompletionRequest,
     Prompts,
     in_openai_terms,
@@ -20,6 +21,7 @@ from sglang.srt.entrypoints.openai.protocol import (
 )
 from sglang.srt.entrypoints.openai.serving_base import OpenAIAnswer
 from sglang.srt.frontend.errors import RequestError
+from sglang.srt.frontend.generate_body import check_generate_request
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.tokenizer import Tokenizer
 
@@ -65,8 +67,11 @@ class Completion:
         self._request = request
         self._prompts: Prompts = prompts_of(request)
         self._names = COMPLETION_NAMES | names_of_format(request.response_format)
+        limits = manager.limits
+        defaults = {**limits.openai_sampling_defaults, "max_new_tokens": DEFAULT_MAX_TOKENS}
         try:
-            self._checked = manager.check(to_generate_body(request, self._prompts))
+            body = to_generate_body(request, self._prompts)
+            self._checked = check_generate_request(body, limits, defaults)
         except RequestError as error:
             raise self.translate(error) from None
         self._params = self._checked.prompts[0].sampling_params  # of all prompts
