@@ -51,13 +51,15 @@ def check_request(job: Job, outcome: Collected, eos_ids: frozenset[int]) -> Coun
     assert reason is not None
     own = frozenset(params.stop_token_ids or ())
     stop_ids = own | eos_ids if params.ends_at_eos else own
-    end = expected_end(params, tokens, stop_ids)
+    prompt = request.input_ids
+    end = expected_end(params, prompt, tokens, stop_ids)
     if reason.type == "abort":
         require(reason.status_code in (None, 503), f"aborted: {reason}")
         require(end == "" or not tokens, f"aborted, but its end was {end!r}: {tokens}")
     else:
         require(end == reason.type, f"ended by {reason}, not {end!r}: {tokens}")
-        require(reason.type != "stop" or stop_matches(reason, params, tokens), f"{reason}")
+        is_true = reason.type != "stop" or stop_matches(reason, params, prompt, tokens)
+        require(is_true, f"{reason}")
     if params.mtp_enabled:
         require(sum(outcome.step_lens) == len(tokens), f"steps {outcome.step_lens} of {tokens}")
         require(max(outcome.step_lens, default=1) <= params.mtp_k, f"steps {outcome.step_lens}")

@@ -8,6 +8,7 @@ ones, are part of the definition (`Stretch`).
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,12 @@ Cache = list[tuple[torch.Tensor, torch.Tensor]]
 def text_of(tokens: list[int]) -> str:
     """Text of token ids; bytes that are no character yet, or never will be, are replaced."""
     return b"".join(TEXTS[token] for token in tokens).decode(errors="replace")
+
+
+def text_behind(prompt: list[int], tokens: list[int]) -> str:
+    """What tokens add to the text of a prompt: a character that begins there comes whole."""
+    before, whole = text_of(prompt), text_of([*prompt, *tokens])
+    return whole[len(os.path.commonprefix([before, whole])) :]
 
 
 class DenseModel:
@@ -331,33 +338,39 @@ class Expectation:
         return torch.log_softmax(logits / scale, -1)
 
 
-def expected_end(params: SamplingParams, tokens: list[int], stop_ids: frozenset[int]) -> str:
+def expected_end(
+    params: SamplingParams, prompt: list[int], tokens: list[int], stop_ids: frozenset[int]
+) -> str:
     """`stop` or `length` if the output must end with its last token, else empty; `too late` if it
     should have ended before."""
     for count in range(1, len(tokens) + 1):
-        if _stops(params, tokens[:count], stop_ids):
+        if _stops(params, prompt, tokens[:count], stop_ids):
             return "stop" if count == len(tokens) else "too late"
     if len(tokens) > params.max_new_tokens:
         return "too late"
     return "length" if len(tokens) == params.max_new_tokens else ""
 
 
-def _stops(params: SamplingParams, tokens: list[int], stop_ids: frozenset[int]) -> bool:
+def _stops(
+    params: SamplingParams, prompt: list[int], tokens: list[int], stop_ids: frozenset[int]
+) -> bool:
     if tokens[-1] in stop_ids:
         return True
     if not params.has_stop_texts:
         return False
-    text = text_of(tokens)
+    text = text_behind(prompt, tokens)
     return any(stop in text for stop in params.stop_strings) or any(
         re.search(expression, text) for expression in params.stop_regexes
     )
 
 
-def stop_matches(reason: FinishReason, params: SamplingParams, tokens: list[int]) -> bool:
+def stop_matches(
+    reason: FinishReason, params: SamplingParams, prompt: list[int], tokens: list[int]
+) -> bool:
     """Whether what a request says it stopped at is there."""
     if isinstance(reason.matched, int):
         return reason.matched == tokens[-1]
-    text, matched = text_of(tokens), str(reason.matched)
+    text, matched = text_behind(prompt, tokens), str(reason.matched)
     return (matched in params.stop_strings and matched in text) or (
         matched in params.stop_regexes and re.search(matched, text) is not None
     )

@@ -142,8 +142,8 @@ def test_logprobs_are_built_beside_the_loop(
         return push(self, ids)
 
     monkeypatch.setattr(serving_completions.TextOffsets, "push", spy)
-    complete(tokenizer, "hello", tokenizer.encode(OUTPUT, False), echo=True, stream=stream)
-    assert len(threads) == 2
+    complete(tokenizer, "hello", tokenizer.encode(OUTPUT, False), stream=stream)
+    assert len(threads) == 1
     assert threading.get_ident() not in threads
 
 

@@ -141,16 +141,16 @@ def make_ledger(config: RuntimeConfig, num_pages: int) -> KVLedger:
     return KVLedger(execution.max_running_requests, allocator, tree, execution.row_width)
 
 
-def _stop_finders(args: ServerArgs) -> Callable[[SamplingParams], StopFinder]:
+def _stop_finders(args: ServerArgs) -> Callable[[SamplingParams, list[int]], StopFinder]:
     """Loads the tokenizer when the first request with stop strings comes."""
 
     @functools.cache
     def tokenizer() -> Tokenizer:
         return load_tokenizer(resolve_model_path(args.tokenizer_path or args.model_path))
 
-    def make(params: SamplingParams) -> StopFinder:
+    def make(params: SamplingParams, input_ids: list[int]) -> StopFinder:
         stops = StopSet(params.stop_strings, params.stop_regexes)
-        return StopFinder(tokenizer(), stops, params.skip_special_tokens)
+        return StopFinder(tokenizer(), stops, params.skip_special_tokens, input_ids)
 
     return make
 
