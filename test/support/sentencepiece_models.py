@@ -1,8 +1,8 @@
 """Small tokenizers in the layouts of SentencePiece, and model directories that have them.
 
-Both write a space as "▁", put one before a text, and have 256 tokens of single bytes for characters
-that the vocabulary lacks. PREPEND is the layout of Llama 2, Mistral 7B and Yi: a normaliser writes
-"▁". METASPACE: the pre-tokenizer and the decoder of that name do.
+Both write a space as "▁", put one before a text, which decoding strips, and have 256 tokens of
+single bytes for characters that the vocabulary lacks. PREPEND is the layout of Llama 2, Mistral 7B
+and Yi: a normaliser writes "▁". METASPACE: the pre-tokenizer of that name does.
 """
 
 from __future__ import annotations
@@ -38,17 +38,16 @@ def make_sentencepiece_tokenizer(layout: str = PREPEND) -> tokenizers.Tokenizer:
         tokenizer.normalizer = normalizers.Sequence(
             [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
         )
-        tokenizer.decoder = decoders.Sequence(
-            [
-                decoders.Replace(SPACE, " "),
-                decoders.ByteFallback(),
-                decoders.Fuse(),
-                decoders.Strip(" ", 1, 0),
-            ]
-        )
     else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
-        tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace(SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", BOS_ID)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.messages.requests import PositionLogprobs, TokenizedGenerateReqInput
+from sglang.srt.tokenizer import NUM_CONTEXT_IDS
 from storm_oracle import NEAR_TIE, Expectation, Rows, Stretch, expected_end, stop_matches
 from utils import Collected
 
@@ -47,6 +48,8 @@ def check_request(job: Job, outcome: Collected, eos_ids: frozenset[int]) -> Coun
     request, params = job.request, job.request.sampling_params
     require(outcome.num_ends == 1, f"{outcome.num_ends} final answers")
     require(len(outcome.options) == 1, "options were sent more than once")
+    context_ids = request.input_ids[-NUM_CONTEXT_IDS:]
+    require(outcome.options[0].context_ids == context_ids, f"{outcome.options[0].context_ids}")
     reason, tokens = outcome.finish_reason, outcome.token_ids
     assert reason is not None
     own = frozenset(params.stop_token_ids or ())

@@ -8,7 +8,6 @@ ones, are part of the definition (`Stretch`).
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +35,8 @@ def text_of(tokens: list[int]) -> str:
 def text_behind(prompt: list[int], tokens: list[int]) -> str:
     """What tokens add to the text of a prompt: a character that begins there comes whole."""
     before, whole = text_of(prompt), text_of([*prompt, *tokens])
-    return whole[len(os.path.commonprefix([before, whole])) :]
+    kept = before if whole.startswith(before) else before.removesuffix("\ufffd")
+    return whole[len(kept) :]
 
 
 class DenseModel:
