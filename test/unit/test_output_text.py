@@ -83,7 +83,7 @@ def text_in_runs(
     return "".join(map(stream.push, runs)) + stream.flush()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data(), st.booleans())
 def test_text_is_what_the_output_adds_to_its_prompt(
     layout: Layout, data: st.DataObject, skip: bool
@@ -101,7 +101,7 @@ def test_text_is_what_the_output_adds_to_its_prompt(
     assert text_in_runs(layout.tokenizer, prompt, divided(data, output), skip) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_text_of_any_ids_does_not_depend_on_the_runs_they_come_in(
     layout: Layout, data: st.DataObject
@@ -157,7 +157,7 @@ def test_texts_of_tokens_have_their_space(layout: Layout) -> None:
     assert texts[-1] == " world" or layout.is_byte_level
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_stops_are_found_and_cut_in_the_text_behind_the_prompt(
     layout: Layout, data: st.DataObject

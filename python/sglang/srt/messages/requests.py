@@ -62,8 +62,7 @@ class DecodeOptions(msgspec.Struct, array_like=True, frozen=True):
     """What the detokenizer must know of a request; sent with its first output.
 
     Attributes:
-        context_ids: the last ids of the prompt: what the first ids of the output mean as text
-            depends on them.
+        context_ids: the last ids of the prompt, on which the text of the output's first depends.
     """
 
     skip_special_tokens: bool
