@@ -163,7 +163,7 @@ def _greedy(output_len: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_new_tokens=output_len, ignore_eos=True)
 
 
-def _no_stop_finder(params: SamplingParams) -> Any:
+def _no_stop_finder(params: SamplingParams, input_ids: list[int]) -> Any:
     raise RuntimeError("The benchmark sends no stop strings.")
 
 

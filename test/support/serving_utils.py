@@ -53,8 +53,18 @@ def make_tokenizer(add_bos: bool = True) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def make_model_dir(directory: Path, context_len: int = CONTEXT_LEN) -> Path:
-    """A model for `--load-format dummy`: config.json and tokenizer.json, no weights."""
+def make_model_dir(
+    directory: Path,
+    context_len: int = CONTEXT_LEN,
+    tokenizer: tokenizers.Tokenizer | None = None,
+    **changes: Any,
+) -> Path:
+    """A model for `--load-format dummy`: config.json and tokenizer.json, no weights.
+
+    Args:
+        tokenizer: that of `make_tokenizer` unless given.
+        changes: entries of the config.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -72,9 +82,10 @@ def make_model_dir(directory: Path, context_len: int = CONTEXT_LEN) -> Path:
         "tie_word_embeddings": True,
         "bos_token_id": 0,
         "eos_token_id": 1,
+        **changes,
     }
     (directory / "config.json").write_text(json.dumps(config))
-    make_tokenizer().save(str(directory / "tokenizer.json"))
+    (tokenizer or make_tokenizer()).save(str(directory / "tokenizer.json"))
     return directory
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.messages.requests import PositionLogprobs, TokenizedGenerateReqInput
+from sglang.srt.tokenizer import NUM_CONTEXT_IDS
 from storm_oracle import NEAR_TIE, Expectation, Rows, Stretch, expected_end, stop_matches
 from utils import Collected
 
@@ -47,17 +48,21 @@ def check_request(job: Job, outcome: Collected, eos_ids: frozenset[int]) -> Coun
     request, params = job.request, job.request.sampling_params
     require(outcome.num_ends == 1, f"{outcome.num_ends} final answers")
     require(len(outcome.options) == 1, "options were sent more than once")
+    context_ids = request.input_ids[-NUM_CONTEXT_IDS:]
+    require(outcome.options[0].context_ids == context_ids, f"{outcome.options[0].context_ids}")
     reason, tokens = outcome.finish_reason, outcome.token_ids
     assert reason is not None
     own = frozenset(params.stop_token_ids or ())
     stop_ids = own | eos_ids if params.ends_at_eos else own
-    end = expected_end(params, tokens, stop_ids)
+    prompt = request.input_ids
+    end = expected_end(params, prompt, tokens, stop_ids)
     if reason.type == "abort":
         require(reason.status_code in (None, 503), f"aborted: {reason}")
         require(end == "" or not tokens, f"aborted, but its end was {end!r}: {tokens}")
     else:
         require(end == reason.type, f"ended by {reason}, not {end!r}: {tokens}")
-        require(reason.type != "stop" or stop_matches(reason, params, tokens), f"{reason}")
+        is_true = reason.type != "stop" or stop_matches(reason, params, prompt, tokens)
+        require(is_true, f"{reason}")
     if params.mtp_enabled:
         require(sum(outcome.step_lens) == len(tokens), f"steps {outcome.step_lens} of {tokens}")
         require(max(outcome.step_lens, default=1) <= params.mtp_k, f"steps {outcome.step_lens}")

@@ -32,6 +32,13 @@ def text_of(tokens: list[int]) -> str:
     return b"".join(TEXTS[token] for token in tokens).decode(errors="replace")
 
 
+def text_behind(prompt: list[int], tokens: list[int]) -> str:
+    """What tokens add to the text of a prompt: a character that begins there comes whole."""
+    before, whole = text_of(prompt), text_of([*prompt, *tokens])
+    kept = before if whole.startswith(before) else before.removesuffix("\ufffd")
+    return whole[len(kept) :]
+
+
 class DenseModel:
     """A Llama over whole sequences.
 
@@ -331,35 +338,43 @@ class Expectation:
         return torch.log_softmax(logits / scale, -1)
 
 
-def expected_end(params: SamplingParams, tokens: list[int], stop_ids: frozenset[int]) -> str:
+def expected_end(
+    params: SamplingParams, prompt: list[int], tokens: list[int], stop_ids: frozenset[int]
+) -> str:
     """`stop` or `length` if the output must end with its last token, else empty; `too late` if it
     should have ended before."""
     for count in range(1, len(tokens) + 1):
-        if _stops(params, tokens[:count], stop_ids):
+        if _stops(params, prompt, tokens[:count], stop_ids):
             return "stop" if count == len(tokens) else "too late"
     if len(tokens) > params.max_new_tokens:
         return "too late"
     return "length" if len(tokens) == params.max_new_tokens else ""
 
 
-def _stops(params: SamplingParams, tokens: list[int], stop_ids: frozenset[int]) -> bool:
-    return tokens[-1] in stop_ids or (params.has_stop_texts and bool(_stop_texts(params, tokens)))
+def _stops(
+    params: SamplingParams, prompt: list[int], tokens: list[int], stop_ids: frozenset[int]
+) -> bool:
+    if tokens[-1] in stop_ids:
+        return True
+    return params.has_stop_texts and bool(_stop_texts(params, prompt, tokens))
 
 
-def _stop_texts(params: SamplingParams, tokens: list[int]) -> list[str]:
+def _stop_texts(params: SamplingParams, prompt: list[int], tokens: list[int]) -> list[str]:
     """Stop strings that end, and expressions that match, behind the first min_new_tokens tokens."""
     if len(tokens) <= params.min_new_tokens:
         return []
-    text = text_of(tokens)
+    text = text_behind(prompt, tokens)
     # A character that later tokens complete is behind them.
-    start = len(text_of(tokens[: params.min_new_tokens]).rstrip("\ufffd"))
+    start = len(text_behind(prompt, tokens[: params.min_new_tokens]).rstrip("\ufffd"))
     return [s for s in params.stop_strings if s in text[max(0, start - len(s) + 1) :]] + [
         e for e in params.stop_regexes if re.compile(e).search(text, start)
     ]
 
 
-def stop_matches(reason: FinishReason, params: SamplingParams, tokens: list[int]) -> bool:
+def stop_matches(
+    reason: FinishReason, params: SamplingParams, prompt: list[int], tokens: list[int]
+) -> bool:
     """Whether what a request says it stopped at is there."""
     if isinstance(reason.matched, int):
         return reason.matched == tokens[-1]
-    return reason.matched in _stop_texts(params, tokens)
+    return reason.matched in _stop_texts(params, prompt, tokens)

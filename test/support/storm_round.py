@@ -28,7 +28,7 @@ from sglang.srt.workers.tp_worker import TpModelWorker
 from storm_checks import Job, StormFailure, check_request, require
 from storm_control import WEIGHT_CALLS, Call, ControlMaker, WeightHistory
 from storm_grammars import CountedGrammars
-from storm_oracle import MASK, VOCAB_SIZE, Stretch, text_of
+from storm_oracle import MASK, TEXTS, VOCAB_SIZE, Stretch, text_of
 from storm_parts import (
     Checkpoints,
     DraftedModels,
@@ -53,7 +53,12 @@ from utils import (
 MAX_TURNS, MAX_TURNS_TO_END = 500, 20_000
 CONTEXT_LENS = (60, 200)
 HEAD_SHARE = 0.3  # of rounds
-TOKENIZER = Tokenizer(lambda text, special: [], text_of, frozenset())
+TOKENIZER = Tokenizer(
+    lambda text, special: [],
+    text_of,
+    frozenset(),
+    token_of=lambda token_id: TEXTS[token_id].decode("latin-1"),  # as byte-level vocabularies do
+)
 
 
 class Parts(NamedTuple):
@@ -358,6 +363,8 @@ class Round(SchedulerHarness):
         require(cached <= longest, f"{cached} cached tokens where nobody had more than {longest}")
 
 
-def _make_stop_finder(params: SamplingParams) -> StopFinder:
+def _make_stop_finder(params: SamplingParams, input_ids: list[int]) -> StopFinder:
     stops = StopSet(params.stop_strings, params.stop_regexes)
-    return StopFinder(TOKENIZER, stops, params.skip_special_tokens, params.min_new_tokens)
+    return StopFinder(
+        TOKENIZER, stops, params.skip_special_tokens, input_ids, params.min_new_tokens
+    )

@@ -155,7 +155,7 @@ class SchedulerHarness:
         worker: Worker,
         debug: SchedulerDebug = NO_DEBUG,
         resources: ModelResources | None = None,
-        make_stop_finder: Callable[[SamplingParams], StopFinder] | None = None,
+        make_stop_finder: Callable[[SamplingParams, list[int]], StopFinder] | None = None,
         grammars: GrammarSessions | None = None,
     ) -> None:
         self.setup = setup
@@ -314,7 +314,7 @@ class SchedulerHarness:
                 collected.num_ends += 1
 
 
-def _no_stop_finder(params: SamplingParams) -> StopFinder:
+def _no_stop_finder(params: SamplingParams, input_ids: list[int]) -> StopFinder:
     raise AssertionError("This harness has no tokenizer; test stop strings with one.")
 
 

@@ -6,6 +6,7 @@ strings). It needs neither torch nor transformers for a model that has a `tokeni
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,11 +15,12 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from sglang.srt.stops import StopSet
+from sglang.srt.token_bytes import REPLACE_EACH_BYTE, TokenBytes
 
 OTHER_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
-# An unfinished UTF-8 character is at most 3 bytes, so at most 3 replacement characters can change.
-REPLACEMENT, MAX_PENDING_CHARS = "\ufffd", 3
-
+# Last ids of a prompt that the text behind it depends on. The bytes of one character are at most 4
+# tokens; among them may be ids that are not shown.
+NUM_CONTEXT_IDS = 32
 DECODE_ALONE_IDS = 10_000  # fewer take a few milliseconds, for which other threads can wait
 
 
@@ -31,6 +33,8 @@ class Tokenizer:
 
     Attributes:
         vocabulary: gives the id of each token, added ones too.
+        token_bytes: what each token adds to a text, in UTF-8.
+        errors: how bytes that are no UTF-8 are replaced: a name that `bytes.decode` takes.
     """
 
     def __init__(
@@ -40,12 +44,16 @@ class Tokenizer:
         special_ids: frozenset[int],
         max_chars_per_token: int | None = None,
         vocabulary: Callable[[], dict[str, int]] = dict,
+        token_of: Callable[[int], str | None] = lambda token_id: None,
+        errors: str = "replace",
     ) -> None:
         self.vocabulary = vocabulary
+        self.errors = errors
         self._encode_ids = encode_ids
         self._decode_ids = decode_ids
         self._special_ids = special_ids
         self._max_chars_per_token = max_chars_per_token
+        self.token_bytes = TokenBytes(decode_ids, token_of)
         self.bos_token_id = self._find_bos()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -60,9 +68,20 @@ class Tokenizer:
         """Text of token ids; ids that the tokenizer does not know have none."""
         return self._decode_ids(self.shown_ids(ids, skip_special_tokens))
 
-    def decode_stream(self, skip_special_tokens: bool = True) -> DecodeStream:
-        """A decoder for ids that arrive bit by bit."""
-        return DecodeStream(self, skip_special_tokens)
+    def decode_stream(
+        self, skip_special_tokens: bool = True, context_ids: Sequence[int] = ()
+    ) -> DecodeStream:
+        """A decoder for ids that arrive bit by bit.
+
+        Args:
+            context_ids: ids before them, whose text is not wanted: the prompt of an output, or its
+                last NUM_CONTEXT_IDS.
+        """
+        return DecodeStream(self, skip_special_tokens, context_ids)
+
+    def token_text(self, token_id: int) -> str:
+        """What a token adds to a text; replacement characters for parts of a character."""
+        return self.token_bytes.of(token_id).decode(errors=self.errors)
 
     def shown_ids(self, ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
         """The ids that have a text in the output."""
@@ -84,45 +103,47 @@ class Tokenizer:
 class DecodeStream:
     """Text of a growing list of ids.
 
-    The pieces that `push` and `flush` return, appended, are the text of all ids. No piece holds
-    half a UTF-8 character: its bytes wait for the next ids.
+    The pieces that `push` and `flush` return, appended, are what the ids add to the text of the
+    context, however they are divided. No piece holds half a character: its bytes wait for the next
+    ids. A character that the context has begun comes whole if the ids end it, and not at all
+    otherwise.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool, context_ids: Sequence[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._window: list[int] = []  # ids decoded together: some context, then the new ones
-        self._context_len = 0  # ids of the window whose text is out; they only give context
-        self._num_chars_out = 0  # characters of the window's text that are out
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.errors)
+        self._has_begun = False  # a token has been shown
+        self._begun_before = ""  # the character that the context has begun, if it is never ended
+        self.push(context_ids[-NUM_CONTEXT_IDS:])
+        self._begun_before = self._utf8.getstate()[0].decode(errors=tokenizer.errors)
 
     def push(self, ids: Sequence[int]) -> str:
         """Adds ids and returns the text that is certain now and was not before."""
-        self._window.extend(self._tokenizer.shown_ids(ids, self._skip_special_tokens))
-        if len(self._window) == self._context_len:
-            return ""
-        text = self._tokenizer.decode(self._window, skip_special_tokens=False)
-        num_pending = len(text) - len(text.rstrip(REPLACEMENT))
-        # With byte fallback an unfinished character spoils the bytes of the context before it too.
-        end = len(text) - min(num_pending, MAX_PENDING_CHARS + self._context_len)
-        piece = text[self._num_chars_out : end]
-        self._num_chars_out = max(end, self._num_chars_out)
-        if num_pending == 0 and piece:
-            self._start_new_window()
-        return piece
+        shown = self._tokenizer.shown_ids(ids, self._skip_special_tokens)
+        pieces = [*map(self._tokenizer.token_bytes.of, shown)]
+        if not self._has_begun:
+            self._begin(shown, pieces)
+        return self._news(self._utf8.decode(b"".join(pieces)))
 
     def flush(self) -> str:
         """The text held back: an unfinished character, as replacement characters."""
-        text = self._tokenizer.decode(self._window, skip_special_tokens=False)
-        piece = text[self._num_chars_out :]
-        self._num_chars_out = len(text)
-        return piece
+        return self._news(self._utf8.decode(b"", final=True))
 
-    def _start_new_window(self) -> None:
-        """Keeps the last pushed ids as context, since some decoders treat a first id specially."""
-        del self._window[: self._context_len]
-        self._context_len = len(self._window)
-        text = self._tokenizer.decode(self._window, skip_special_tokens=False)
-        self._num_chars_out = len(text)
+    def _begin(self, ids: list[int], pieces: list[bytes]) -> None:
+        for index, piece in enumerate(pieces):
+            if piece:
+                self._has_begun = True
+                pieces[index] = self._tokenizer.token_bytes.of_first(ids[index])
+                break
+
+    def _news(self, text: str) -> str:
+        if text and self._begun_before:
+            text = text.removeprefix(self._begun_before)
+            self._begun_before = ""
+        return text
 
 
 class StopMatch(NamedTuple):
@@ -150,9 +171,10 @@ class StopFinder:
         tokenizer: Tokenizer,
         stops: StopSet,
         skip_special_tokens: bool,
+        context_ids: Sequence[int] = (),
         min_new_tokens: int = 0,
     ) -> None:
-        self._stream = tokenizer.decode_stream(skip_special_tokens)
+        self._stream = tokenizer.decode_stream(skip_special_tokens, context_ids)
         self._stops = stops
         self._text = ""
         self._num_exempt_left = min_new_tokens
@@ -255,7 +277,25 @@ def _wrap(backend: tokenizers.Tokenizer) -> Tokenizer:
         special_ids,
         _max_chars_per_token(backend),
         lambda: backend.get_vocab(with_added_tokens=True),
+        backend.id_to_token,
+        _errors_of(backend.decoder),
     )
+
+
+def _errors_of(decoder: tokenizers.decoders.Decoder | None) -> str:
+    """How a decoder replaces broken bytes. With byte fallback each is one character.
+
+    Raises:
+        TokenizerError: if the text of a token depends on the tokens around it.
+    """
+    description = b"" if decoder is None else decoder.__getstate__()
+    for name in ("BPEDecoder", "CTC"):
+        if f'"{name}"'.encode() in description:
+            raise TokenizerError(
+                f"The tokenizer has a decoder of type {name}: the text of a token depends on the"
+                " tokens around it, so outputs cannot be streamed. Use a tokenizer without it."
+            )
+    return REPLACE_EACH_BYTE if b'"ByteFallback"' in description else "replace"
 
 
 def _max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
@@ -295,4 +335,10 @@ def _load_with_transformers(directory: Path) -> Tokenizer:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
 
     special_ids = frozenset(tokenizer.all_special_ids)
-    return Tokenizer(encode_ids, decode_ids, special_ids, vocabulary=tokenizer.get_vocab)
+    return Tokenizer(
+        encode_ids,
+        decode_ids,
+        special_ids,
+        vocabulary=tokenizer.get_vocab,
+        token_of=tokenizer.convert_ids_to_tokens,
+    )

@@ -15,6 +15,7 @@ import pytest
 
 from chat_template_cases import CALL, DEEPSEEK, QWEN, TOOL
 from fake_backend import Backend, run
+from sentencepiece_models import LAYOUTS, make_sentencepiece_dir
 from serving_utils import make_model_dir
 from sglang.srt.entrypoints.launch import LaunchError
 from sglang.srt.entrypoints.openai.chat_messages import tool_use_of
@@ -125,7 +126,7 @@ def chat(
         for request in backend.requests:
             found.prompt = tokenizer.decode(request.input_ids, False)
             found.params = request.sampling_params
-            stream = tokenizer.decode_stream()
+            stream = tokenizer.decode_stream(True, request.input_ids)
             ids = tokenizer.encode(output, False)
             for start in range(0, len(ids), size):
                 new = ids[start : start + size]
@@ -134,8 +135,7 @@ def chat(
                 end = start + len(new)
                 news = ReqTextOutput(request.req_id, stream.push(new), new, reason, 3, end, 0, 0)
                 if request.logprobs is not None:
-                    top = {"top_logprobs": [-1.0], "top_ids": [5]}
-                    news.output_logprobs = [PositionLogprobs(i, -0.5, **top) for i in new]
+                    news.output_logprobs = [PositionLogprobs(i, -0.5, [-0.5], [i]) for i in new]
                 backend.inbox.put_nowait(BatchStrOutput(outputs=[news]))
                 await asyncio.sleep(0.002)
         await reading
@@ -338,10 +338,29 @@ def test_logprobs_and_ids_are_of_every_token(
     entries = [e for c in choices if c["logprobs"] for e in c["logprobs"]["content"]]
     assert [entry["token"] for entry in entries] == [tokenizer.decode([i], False) for i in ids]
     assert all(entry["logprob"] == -0.5 and len(entry["top_logprobs"]) == 1 for entry in entries)
-    assert entries[0]["bytes"] == list(entries[0]["token"].encode())
     assert [i for c in choices for i in c.get("response_token_ids", [])] == ids
     prompt = tokenizer.encode("user: hello\nassistant: ", False)
     assert choices[0]["prompt_token_ids"] == prompt
+
+
+@pytest.mark.parametrize("layout", ["bytes", *LAYOUTS])
+@pytest.mark.parametrize("stream", [False, True])
+def test_bytes_of_tokens_are_the_text_of_the_answer(
+    tmp_path: Path, tokenizer: Tokenizer, plain: ChatTemplates, layout: str, stream: bool
+) -> None:
+    if layout != "bytes":
+        tokenizer = load_tokenizer(make_sentencepiece_dir(tmp_path, layout))
+    output = "hello é 漢😀𝄞"
+    found = chat(tokenizer, plain, output, 1, stream=stream, logprobs=True, top_logprobs=1)
+    logprobs = [answer["choices"][0]["logprobs"] for answer in found.answers]
+    entries = [entry for item in logprobs if item for entry in item["content"]]
+    text = bytes(byte for entry in entries for byte in entry["bytes"]).decode()
+    assert text == ("" if layout == "bytes" else " ") + output
+    assert text == (found.joined("content") if stream else found.choice["message"]["content"])
+    assert any(entry["token"] == "\ufffd" for entry in entries)
+    for entry in entries:
+        (best,) = entry["top_logprobs"]
+        assert best == {name: entry[name] for name in ("token", "logprob", "bytes")}
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fake_backend import LENGTH, Backend, run
+from sentencepiece_models import LAYOUTS, make_sentencepiece_dir
 from serving_utils import BOS, make_model_dir
 from sglang.srt.entrypoints.openai import serving_completions
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest, StreamOptions
@@ -26,8 +27,19 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(make_model_dir(tmp_path_factory.mktemp("model")))
 
 
-def positions(ids: list[int]) -> list[PositionLogprobs]:
-    return [PositionLogprobs(i, -1.0, top_logprobs=[-1.0], top_ids=[i]) for i in ids]
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    folder = tmp_path_factory.mktemp("layouts")
+    return {
+        layout: load_tokenizer(make_sentencepiece_dir(folder / layout, layout))
+        for layout in LAYOUTS
+    }
+
+
+def positions(ids: list[int], others: tuple[int, ...] = ()) -> list[PositionLogprobs]:
+    """Each token is the best one; `others` come behind it."""
+    logprobs = [-1.0 - place for place in range(1 + len(others))]
+    return [PositionLogprobs(i, -1.0, logprobs, [i, *others]) for i in ids]
 
 
 def complete(
@@ -44,6 +56,7 @@ def answers(
     output_ids: list[int],
     size: int = 1000,
     spans: tuple[tuple[str, int], ...] = (),
+    others: tuple[int, ...] = (),
     **fields: Any,
 ) -> list[dict[str, Any]]:
     """The answer, or the chunks, of a completion whose output comes `size` tokens at a time."""
@@ -57,9 +70,8 @@ def answers(
             reading = asyncio.ensure_future(anext(outputs))
             await backend.wait_sent(1)
             input_ids = backend.requests[0].input_ids
-            stream = tokenizer.decode_stream(
-                backend.requests[0].sampling_params.skip_special_tokens
-            )
+            skips = backend.requests[0].sampling_params.skip_special_tokens
+            stream = tokenizer.decode_stream(skips, input_ids)
             for start in range(0, len(output_ids), size):
                 ids = output_ids[start : start + size]
                 is_last = start + size >= len(output_ids)
@@ -67,7 +79,7 @@ def answers(
                     0, stream.push(ids), ids, LENGTH if is_last else None, 3, start + len(ids), 0, 0
                 )
                 output.input_logprobs = positions(input_ids[1:]) if body.echo and not start else []
-                output.output_logprobs = positions(ids)
+                output.output_logprobs = positions(ids, others)
                 output.weight_spans = [span for span in spans if span[1] < start + len(ids)]
                 backend.inbox.put_nowait(BatchStrOutput(outputs=[output]))
                 if body.stream or is_last:
@@ -116,6 +128,44 @@ def test_offsets_are_places_in_the_text_that_is_shown(
             assert text[here:after] == token
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["hello world", "<s>hello</s>world", "漢 ", [1, 1, 2]])
+def test_offsets_are_true_where_a_first_space_is_stripped(
+    sentencepiece: dict[str, Tokenizer], layout: str, stream: bool, prompt: Any
+) -> None:
+    tokenizer = sentencepiece[layout]
+    output_ids = tokenizer.encode("hello é😀 fox", add_special_tokens=False)
+    for echo in (False, True):
+        choices = complete(tokenizer, prompt, output_ids, 1, echo=echo, stream=stream)
+        text, offsets, tokens = joined(choices)
+        start = prompt if echo and isinstance(prompt, str) else ""
+        space = " " if isinstance(prompt, str) else ""  # else the output begins the text
+        assert text == f"{start}{space}hello é😀 fox"
+        assert offsets == sorted(offsets)
+        assert all(0 <= offset <= len(text) for offset in offsets)
+        num_output = len(output_ids)
+        assert offsets[-num_output] == len(start)
+        pieces = [
+            text[here:after] for here, after in zip(offsets, [*offsets[1:], len(text)], strict=True)
+        ]
+        assert "".join(pieces) == text
+        for token, piece in zip(tokens[-num_output:], pieces[-num_output:], strict=True):
+            assert piece in (token, token.removeprefix(" ")) or "\ufffd" in token
+        if echo and prompt == "<s>hello</s>world":
+            assert {"<s>", "</s>"} <= set(pieces)
+        assert "".join(tokens[-num_output:]).count(" ") == 3
+
+
+def test_of_tokens_with_the_same_text_the_best_stays(tokenizer: Tokenizer) -> None:
+    output_ids = tokenizer.encode("漢", False)
+    parts = tokenizer.encode("語", False)
+    assert len(output_ids) == 3
+    (choice,) = complete(tokenizer, "hello", output_ids, others=(*parts, EOS_ID))
+    for top in choice["logprobs"]["top_logprobs"]:
+        assert top == {"\ufffd": -1.0, "<eos>": -2.0 - len(parts)}
+
+
 def test_streamed_offsets_go_on_where_the_last_chunk_ended(tokenizer: Tokenizer) -> None:
     output_ids = tokenizer.encode(OUTPUT * 3, False)
     whole = joined(complete(tokenizer, "hello", output_ids))
@@ -142,8 +192,8 @@ def test_logprobs_are_built_beside_the_loop(
         return push(self, ids)
 
     monkeypatch.setattr(serving_completions.TextOffsets, "push", spy)
-    complete(tokenizer, "hello", tokenizer.encode(OUTPUT, False), echo=True, stream=stream)
-    assert len(threads) == 2
+    complete(tokenizer, "hello", tokenizer.encode(OUTPUT, False), stream=stream)
+    assert len(threads) == 1
     assert threading.get_ident() not in threads
 
 

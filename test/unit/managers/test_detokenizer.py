@@ -129,7 +129,7 @@ def test_what_stops_an_output_ends_behind_min_new_tokens(
     tokenizer: Tokenizer, stops: list[str], expressions: list[str], shown: str, size: int
 ) -> None:
     ids, minimum = [token for char in "ab ab" for token in encode(tokenizer, char)], 2
-    finder = StopFinder(tokenizer, StopSet(stops, expressions), True, minimum)
+    finder = StopFinder(tokenizer, StopSet(stops, expressions), True, min_new_tokens=minimum)
     runs = [ids[start : start + size] for start in range(0, len(ids), size)]
     harness = Harness(tokenizer)
     options: DecodeOptions | None = DecodeOptions(True, stops, False, expressions, minimum)
@@ -237,7 +237,9 @@ def test_stop_expressions_end_at_the_first_match_and_are_never_shown(
 
     counts = range(minimum + 1, len(ids) + 1)
     end = next((n for n in counts if first_match(n) is not None), None)
-    match = StopFinder(tokenizer, StopSet(strings, expressions), True, minimum).push(ids)
+    match = StopFinder(tokenizer, StopSet(strings, expressions), True, min_new_tokens=minimum).push(
+        ids
+    )
     assert (match.num_tokens if match else None) == end
     kept = ids[:end]
     reason = FinishReason(type="stop", matched=match.matched) if match else LENGTH

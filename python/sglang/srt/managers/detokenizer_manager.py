@@ -34,7 +34,7 @@ class RequestText:
 
     def __init__(self, tokenizer: Tokenizer, options: DecodeOptions) -> None:
         self._options = options
-        self._stream = tokenizer.decode_stream(options.skip_special_tokens)
+        self._stream = tokenizer.decode_stream(options.skip_special_tokens, options.context_ids)
         strings, expressions = options.stop_strings, options.stop_regexes
         self._stops = StopSet([]) if options.no_stop_trim else StopSet(strings, expressions)
         self._text = ""

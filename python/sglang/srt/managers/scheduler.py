@@ -103,7 +103,7 @@ class Scheduler:
 
     Args:
         resources: what control calls change: weights, memory.
-        make_stop_finder: makes what looks for a request's stop strings.
+        make_stop_finder: makes what looks for a request's stop strings, also given its prompt.
         debug: what watches steps and releases of KV.
         budget: prompt tokens of each step; None for `PlannerConfig.chunked_prefill_size`.
         to_detokenizer, to_frontend: send one message.
@@ -120,7 +120,7 @@ class Scheduler:
         inbox: Inbox,
         to_detokenizer: Callable[[Any], None],
         to_frontend: Callable[[Any], None],
-        make_stop_finder: Callable[[SamplingParams], StopFinder],
+        make_stop_finder: Callable[[SamplingParams, list[int]], StopFinder],
         debug: SchedulerDebug = NO_DEBUG,
         budget: PromptBudget | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -263,7 +263,9 @@ class Scheduler:
             logprobs=message.logprobs,
             hidden_states=message.hidden_states,
             stop_token_ids=stop_ids,
-            stop_finder=self._make_stop_finder(params) if params.has_stop_texts else None,
+            stop_finder=(
+                self._make_stop_finder(params, message.input_ids) if params.has_stop_texts else None
+            ),
             grammar=self._open_grammar(params),
         )
         self.lifecycle.submit(req)

@@ -95,7 +95,7 @@ class TokenizerManager:
         self._idle.set()
         self._progress = asyncio.Event()  # some request has got output; see health_generate
         # Cached texts of token ids: at most one for each id of the vocabulary.
-        self._text_of_token = functools.cache(lambda i: tokenizer.decode([i], False))
+        self._text_of_token = functools.cache(tokenizer.token_text)
 
     # ---------------------------------------------------------------- generate
 

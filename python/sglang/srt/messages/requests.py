@@ -59,13 +59,18 @@ STOP_TOO_SLOW = FinishReason(
 
 
 class DecodeOptions(msgspec.Struct, array_like=True, frozen=True):
-    """What the detokenizer must know of a request; sent with its first output."""
+    """What the detokenizer must know of a request; sent with its first output.
+
+    Attributes:
+        context_ids: the last ids of the prompt, on which the text of the output's first depends.
+    """
 
     skip_special_tokens: bool
     stop_strings: list[str]
     no_stop_trim: bool
     stop_regexes: list[str] = []
     min_new_tokens: int = 0
+    context_ids: list[int] = []
 
 
 class LogprobOptions(msgspec.Struct, frozen=True):

@@ -143,10 +143,12 @@ def make_ledger(config: RuntimeConfig, num_pages: int) -> KVLedger:
     return KVLedger(execution.max_running_requests, allocator, tree, execution.row_width)
 
 
-def _stop_finders(tokenizer: Tokenizer) -> Callable[[SamplingParams], StopFinder]:
-    def make(params: SamplingParams) -> StopFinder:
+def _stop_finders(tokenizer: Tokenizer) -> Callable[[SamplingParams, list[int]], StopFinder]:
+    def make(params: SamplingParams, input_ids: list[int]) -> StopFinder:
         stops = StopSet(params.stop_strings, params.stop_regexes)
-        return StopFinder(tokenizer, stops, params.skip_special_tokens, params.min_new_tokens)
+        return StopFinder(
+            tokenizer, stops, params.skip_special_tokens, input_ids, params.min_new_tokens
+        )
 
     return make
 

@@ -20,6 +20,7 @@ from sglang.srt.scheduling.logprobs_and_hidden import LogprobsAndHiddenReader
 from sglang.srt.scheduling.request import LaunchedRow, LaunchedStep, Req
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 from sglang.srt.step.worker import HostResult
+from sglang.srt.tokenizer import NUM_CONTEXT_IDS
 
 logger = logging.getLogger(__name__)
 
@@ -137,15 +138,6 @@ class BatchResultProcessor:
         return not req.was_reported or len(req.output_ids) - req.num_sent >= interval
 
     def _queue_output(self, req: Req) -> None:
-        is_first = not req.was_reported
-        params = req.params
-        options = DecodeOptions(
-            params.skip_special_tokens,
-            params.stop_strings,
-            params.no_stop_trim,
-            params.stop_regexes,
-            params.min_new_tokens,
-        )
         self._outputs.append(
             ReqOutput(
                 req_id=req.req_id,
@@ -155,7 +147,7 @@ class BatchResultProcessor:
                 completion_tokens=len(req.output_ids),
                 cached_tokens=req.num_cached_tokens,
                 num_retractions=req.num_retractions,
-                options=options if is_first else None,
+                options=None if req.was_reported else _decode_options(req),
                 input_logprobs=req.input_logprob_news,
                 output_logprobs=req.output_logprob_news,
                 hidden_states=req.hidden_news,
@@ -169,6 +161,18 @@ class BatchResultProcessor:
         req.hidden_news, req.step_len_news = [], []
         req.num_sent = len(req.output_ids)
         req.was_reported = req.spans_were_sent = True
+
+
+def _decode_options(req: Req) -> DecodeOptions:
+    params = req.params
+    return DecodeOptions(
+        params.skip_special_tokens,
+        params.stop_strings,
+        params.no_stop_trim,
+        params.stop_regexes,
+        params.min_new_tokens,
+        req.input_ids[-NUM_CONTEXT_IDS:],
+    )
 
 
 def _request_step(index: int, row: LaunchedRow, num_emitted: int, num_kept: int) -> RequestStep:

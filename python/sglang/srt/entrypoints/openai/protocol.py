@@ -217,7 +217,8 @@ def common_body(request: Any) -> dict[str, Any]:
 def to_generate_body(request: CompletionRequest, prompts: Prompts) -> dict[str, Any]:
     """The body of `/generate` that a completion is; always a batch."""
     body = common_body(request)
-    body["return_prompt_token_ids"] = request.return_token_ids
+    # Places of the output's tokens depend on those of the prompt.
+    body["return_prompt_token_ids"] = request.return_token_ids or request.logprobs is not None
     body["text" if prompts.texts is not None else "input_ids"] = prompts.texts or prompts.ids
     if request.logprobs is not None:
         body |= {

@@ -308,8 +308,9 @@ class ChatCompletion:
         if form is None or self._is_fixed:
             return
         if index not in self._reasoning_tokens:
-            skips = self._checked.prompts[0].sampling_params.skip_special_tokens
-            stream = self._manager.tokenizer.decode_stream(skips)
+            prompt = self._checked.prompts[0]
+            skips = prompt.sampling_params.skip_special_tokens
+            stream = self._manager.tokenizer.decode_stream(skips, prompt.input_ids or ())
             self._reasoning_tokens[index] = ReasoningTokens(form, self._is_open, stream)
         self._reasoning_tokens[index].update(result["output_ids"])
 
@@ -333,11 +334,17 @@ class ChatCompletion:
         tops = meta.get("output_top_logprobs", [])[start:] or [[]] * len(entries)
         return {
             "content": [
-                {**_token(entry), "top_logprobs": [_token(item) for item in possible(top)]}
+                {**self._token(entry), "top_logprobs": [*map(self._token, possible(top))]}
                 for entry, top in zip(entries, tops, strict=True)
             ],
             "refusal": None,
         }
+
+    def _token(self, entry: list[Any]) -> dict[str, Any]:
+        """A token and its log-probability; its bytes are known of parts of characters too."""
+        logprob, token_id, text = entry
+        token_bytes = self._manager.tokenizer.token_bytes.of(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(token_bytes)}
 
 
 def _delta(news: News) -> dict[str, Any]:
@@ -356,13 +363,6 @@ def _end_of(result: dict[str, Any], num_calls: int) -> dict[str, Any]:
         "finish_reason": "tool_calls" if has_called else reason["type"],
         "matched_stop": reason.get("matched"),
     }
-
-
-def _token(entry: list[Any]) -> dict[str, Any]:
-    """A token and its log-probability; the bytes of a part of a character are not known."""
-    logprob, _, text = entry
-    is_whole = "\ufffd" not in text
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}
 
 
 def _text_of(message: dict[str, Any]) -> str:

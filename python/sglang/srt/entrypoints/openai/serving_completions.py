@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
 from sglang.srt.entrypoints.openai.protocol import (
@@ -27,10 +27,21 @@ from sglang.srt.tokenizer import Tokenizer
 
 
 class TextOffsets:
-    """Where tokens begin in a text, given bit by bit. Ids that are not shown take no place."""
+    """Where tokens begin in a text, given bit by bit. Ids that are not shown take no place.
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, start: int) -> None:
-        self._stream = tokenizer.decode_stream(skip_special_tokens)
+    Args:
+        start: the place of the first one.
+        context_ids: those before them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool,
+        start: int = 0,
+        context_ids: Sequence[int] = (),
+    ) -> None:
+        self._stream = tokenizer.decode_stream(skip_special_tokens, context_ids)
         self._end = start
 
     def push(self, ids: list[int]) -> list[int]:
@@ -115,17 +126,21 @@ class Completion:
 
     def choice(self, index: int, result: dict[str, Any]) -> dict[str, Any]:
         """A choice as a whole."""
-        return self._build(index, result, self._begin(index))
+        return self._build(index, result, self._begin(index, result))
 
     def news(self, index: int, result: dict[str, Any]) -> list[dict[str, Any]]:
         """What a choice has since the last call, which is one chunk."""
-        sent = self._sent.get(index) or self._sent.setdefault(index, self._begin(index))
+        sent = self._sent.get(index)
+        if sent is None:
+            sent = self._sent[index] = self._begin(index, result)
         return [self._build(index, result, sent)]
 
-    def _begin(self, index: int) -> Choice:
+    def _begin(self, index: int, result: dict[str, Any]) -> Choice:
         echo = self._prompt_text(index) if self._request.echo else ""
         skips = self._params.skip_special_tokens
-        return Choice(echo, TextOffsets(self._manager.tokenizer, skips, len(echo)))
+        context_ids = result.get("prompt_token_ids", ())
+        offsets = TextOffsets(self._manager.tokenizer, skips, len(echo), context_ids)
+        return Choice(echo, offsets)
 
     def _build(self, index: int, result: dict[str, Any], sent: Choice) -> dict[str, Any]:
         """A choice with what `sent` does not have yet, and notes that in it."""
@@ -160,11 +175,7 @@ class Completion:
         return {
             "tokens": [text for _, _, text in entries],
             "token_logprobs": [logprob for logprob, _, _ in entries],
-            "top_logprobs": [
-                None if top is None else {text: logprob for logprob, _, text in possible(top)}
-                for top in tops
-            ]
-            or None,
+            "top_logprobs": [None if top is None else _by_text(top) for top in tops] or None,
             "text_offset": offsets,
         }
 
@@ -172,12 +183,18 @@ class Completion:
         """Places of a prompt's tokens in its text: a BOS that encoding has added is not in it."""
         tokenizer = self._manager.tokenizer
         if self._prompts.texts is None:
-            return TextOffsets(tokenizer, True, 0).push(ids)
+            return TextOffsets(tokenizer, True).push(ids)
         bos = tokenizer.bos_token_id
         has_bos = bos is not None and ids[:1] == [bos]
         is_hidden = has_bos and not text.startswith(tokenizer.decode(ids[:1], False))
-        offsets = TextOffsets(tokenizer, False, 0).push(ids[is_hidden:])
-        return [0] * is_hidden + offsets
+        stream, place, offsets = tokenizer.decode_stream(False), 0, [0] * is_hidden
+        for token_id in ids[is_hidden:]:
+            offsets.append(place)
+            piece = stream.push([token_id])
+            if not text.startswith(" ", place):  # encoding may add a space behind special tokens
+                piece = piece.removeprefix(" ")
+            place = min(place + len(piece), len(text))
+        return offsets
 
     def _prompt_text(self, index: int) -> str:
         """The prompt of a choice; choices are in prompt order, n of each."""
@@ -186,3 +203,11 @@ class Completion:
             return self._prompts.texts[place]
         ids = (self._prompts.ids or [])[place]
         return self._manager.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _by_text(top: list[Any]) -> dict[str, float]:
+    """The best tokens at a position, best first. Of those with the same text the best stays."""
+    found: dict[str, float] = {}
+    for logprob, _, text in possible(top):
+        found.setdefault(text, logprob)
+    return found
