@@ -15,13 +15,35 @@ from safetensors import SafetensorError, safe_open
 from sglang.srt.model_config import ModelPathError
 
 READ_BYTES = 1 << 24
-PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+WHOLE = "model.safetensors"
+INDEX = f"{WHOLE}.index.json"
+REMEDIES = {  # by the endings of files in other formats
+    (".bin", ".pt", ".pth", ".ckpt"): (
+        "since such files can hold code: convert the folder with scripts/convert_checkpoint.py"
+    ),
+    (".gguf",): "since it is GGUF: use the checkpoint that it was made of",
+}
 
 
 def read_directory(path: Path, in_memory: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a checkpoint, one file after the other; see `read_file`."""
-    for file in _weight_files(path):
-        yield from read_file(file, in_memory)
+    """Every tensor of a checkpoint, one file after the other; see `read_file`.
+
+    A tensor that several shards hold is taken from the one that the index names. One that is not
+    there is taken from the last that holds it, as transformers does.
+    """
+    files, shards = _weight_files(path)
+    given: set[str] = set()
+    elsewhere: dict[str, Path] = {}
+    for file in files:
+        for name, tensor in read_file(file, in_memory):
+            if shards.get(name, file.name) != file.name:
+                elsewhere[name] = file
+                continue
+            given.add(name)
+            yield name, tensor
+    left = {name: file for name, file in elsewhere.items() if name not in given}
+    for file in sorted(set(left.values())):
+        yield from (pair for pair in read_file(file, in_memory) if left.get(pair[0]) == file)
 
 
 def read_file(file: Path, in_memory: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
@@ -83,28 +105,56 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def _weight_files(path: Path) -> list[Path]:
-    """The files of the index, if there is one, else every *.safetensors."""
-    index = path / "model.safetensors.index.json"
+def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files of a directory that hold its model, in the order of their names, and of each tensor
+    that an index names the name of its file.
+
+    As transformers has it: `model.safetensors`, or else the files of the index. Beyond it: without
+    either, all that are named as shards are; without those, all *.safetensors.
+
+    Raises:
+        ModelPathError: if there are none, or the index is none.
+    """
+    whole, index = path / WHOLE, path / INDEX
+    if whole.is_file():
+        return [whole], {}
     if index.exists():
-        try:
-            _check_regular(index)
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            # Only names inside the directory: an index must not reach other files.
-            files = sorted({path / Path(name).name for name in names})
-        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-            raise ModelPathError(f"{index} is not a safetensors index.") from None
-    else:
+        shards = _read_index(index)
+        return sorted(path / name for name in set(shards.values())), shards
+    files = sorted(path.glob("model*.safetensors"))
+    if not files and not any(path.glob("pytorch_model*.bin")):
         files = sorted(path.glob("*.safetensors"))
     if not files:
-        pickled = [file.name for file in path.iterdir() if file.suffix in PICKLED]
-        remedy = "convert the weights"
-        if pickled:
-            remedy = (
-                f"{min(pickled)} is not read, since such files can hold code: convert the folder"
-                " with scripts/convert_checkpoint.py"
-            )
         raise ModelPathError(
-            f"{path} has no *.safetensors file; {remedy}, or use --load-format dummy."
+            f"{path} has no *.safetensors file with the model's weights; {_remedy(path)}, or use"
+            " --load-format dummy."
         )
-    return files
+    return files, {}
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """The name of the file of each tensor.
+
+    Raises:
+        ModelPathError: if it cannot be read as an index.
+    """
+    try:
+        _check_regular(index)
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        # Only names inside the directory: an index must not reach other files.
+        shards = {name: Path(file).name for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        raise ModelPathError(f"{index} is not a safetensors index.") from None
+    if not shards:
+        raise ModelPathError(f"{index} names no file.")
+    return shards
+
+
+def _remedy(path: Path) -> str:
+    """What to do about a directory without safetensors."""
+    names = sorted(file.name for file in path.iterdir())
+    for endings, remedy in REMEDIES.items():
+        found = [name for name in names if name.endswith(endings)]
+        if found:
+            return f"{found[0]} is not read, {remedy}"
+    return "is the download complete? Convert weights in another format"
