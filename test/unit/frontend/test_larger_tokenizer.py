@@ -71,7 +71,7 @@ async def chat(backend: Backend, text: str) -> None:
     [
         (generate, "text"),
         (generate_batch, "text[1]"),
-        (complete, "prompt"),
+        (complete, "prompt[0]"),
         (complete_batch, "prompt[1]"),
         (chat, "messages"),
     ],
