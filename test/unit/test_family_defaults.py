@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.family_defaults import FAMILY_DEFAULTS
 from sglang.srt.model_config import ModelConfig, load_model_config
 from sglang.srt.model_loader.loader import WeightPlaces
 from sglang.srt.models.model import Model
-from sglang.srt.registry import MODELS
+from sglang.srt.registry import FAMILY_DEFAULTS, MODELS
 
 # 64 heads: every family's default number of heads of keys and values divides them.
 FULL: dict[str, Any] = {

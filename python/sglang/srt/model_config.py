@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sglang.srt.family_defaults import with_family_defaults
+from sglang.srt.registry import FAMILY_DEFAULTS
 from sglang.srt.rope_config import RopeConfig, parse_rope
 
 DEMO_MODELS_DIR = Path(__file__).resolve().parent.parent / "demo_models"
@@ -111,7 +111,7 @@ def load_model_config(model_path: str, flag: str = "--model-path") -> ModelConfi
         ModelPathError: if the directory or a file is missing, is not JSON or lacks a needed key.
     """
     path = resolve_model_path(model_path, flag)
-    config = with_family_defaults(_read_json(path / "config.json"))
+    config = _with_family_defaults(_read_json(path / "config.json"))
     try:
         parsed = _parse(path, config)
         _check_shape(parsed)
@@ -124,6 +124,11 @@ def load_model_config(model_path: str, flag: str = "--model-path") -> ModelConfi
     except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
         raise ModelPathError(f"{path / 'config.json'} cannot be used: {error}.") from None
     return _with_eos(parsed)
+
+
+def _with_family_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """Fills in what is missing. A null entry stays null, as transformers has it."""
+    return {**FAMILY_DEFAULTS.get(str(config.get("model_type")), {}), **config}
 
 
 def _parse(path: Path, config: dict[str, Any]) -> ModelConfig:
