@@ -44,7 +44,7 @@ from tqdm import tqdm
 
 from benchmark.random_model import LLAMA_8B, Geometry
 from sglang.srt.model_config import ModelConfig, ModelPathError, load_model_config
-from sglang.srt.model_loader.loader import read_directory
+from sglang.srt.model_loader.weight_files import read_directory
 
 FILLER_STD = 0.02  # as of weights at initialization
 PADDED_LOGIT = -1e4  # times the spare channel after the last norm

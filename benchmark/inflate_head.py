@@ -35,7 +35,7 @@ from benchmark.inflate import (
 from benchmark.random_model import LLAMA_8B, Geometry
 from sglang.srt.head_config import EAGLE, EAGLE3, load_head_config
 from sglang.srt.model_config import ModelConfig, ModelPathError, load_model_config
-from sglang.srt.model_loader.loader import read_directory
+from sglang.srt.model_loader.weight_files import read_directory
 
 NAMES = {"EAGLE": EAGLE, "EAGLE3": EAGLE3}
 DRAFT_TO_TARGET, TARGET_TO_DRAFT = "d2t", "t2d"

@@ -101,7 +101,9 @@ def weight_files(source: Path) -> list[Path]:
     """
     if not source.is_dir():
         raise Refusal(f"{source} is not a directory")
-    if any(source.glob("*.safetensors")):
+    # Beside pytorch_model*.bin, safetensors of other names are something else, such as an adapter.
+    is_pickled = any(source.glob("pytorch_model*.bin"))
+    if any(source.glob("model*.safetensors" if is_pickled else "*.safetensors")):
         raise Refusal(f"{source} has *.safetensors, and can be served as it is")
     found = sorted(file for file in source.iterdir() if file.suffix in SUFFIXES)
     named = [file for file in found if file.name.startswith("pytorch_model")]

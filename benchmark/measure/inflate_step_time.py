@@ -27,7 +27,8 @@ from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.model_config import load_model_config, resolve_model_path
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner_group import make_runners
-from sglang.srt.model_loader.loader import WeightPlaces, read_directory
+from sglang.srt.model_loader.loader import WeightPlaces
+from sglang.srt.model_loader.weight_files import read_directory
 from sglang.srt.platform import Platform
 from sglang.srt.processes.runtime_config import resolve
 from sglang.srt.server_args import ServerArgs

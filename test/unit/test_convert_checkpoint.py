@@ -192,9 +192,17 @@ def test_what_torch_cannot_read_is_refused(content: bytes, tmp_path: Path) -> No
         script.read_weights(tmp_path / "a.bin")
 
 
+def test_an_adapter_beside_pickled_weights_is_not_the_model(source: Path) -> None:
+    (source / "adapter_model.safetensors").write_bytes(b"")
+    assert [file.name for file in script.weight_files(source)] == ["pytorch_model.bin"]
+
+
 def test_folders_that_are_refused_before_anything_is_read(source: Path, tmp_path: Path) -> None:
     made = tmp_path / "made"
     assert "not a directory" in refusal(tmp_path / "missing", made)
+    (source / "model.safetensors").write_bytes(b"")
+    assert "can be served as it is" in refusal(source, made)
+    (source / "model.safetensors").unlink()
     (source / "pytorch_model.bin").rename(source / "model.pt")
     assert "model.pt, training_args.bin; leave those" in refusal(source, made)
     (source / "training_args.bin").unlink()

@@ -45,15 +45,12 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 1,
 }
 REQUIRED = (
-    "architectures",
     "model_type",
     "vocab_size",
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
-    "rms_norm_eps",
-    "max_position_embeddings",
 )
 
 
@@ -241,6 +238,19 @@ def test_end_of_text_ids_outside_the_vocabulary_are_ignored_with_one_warning(
 def test_known_end_of_text_ids_warn_of_nothing(tmp_path: Path) -> None:
     generation = {"eos_token_id": [0, 319], "pad_token_id": -1, "bos_token_id": 999}
     assert load(tmp_path, generation=generation, eos_token_id=999).warnings == ()
+
+
+@pytest.mark.parametrize("name", ["architectures", "rms_norm_eps", "max_position_embeddings"])
+def test_an_entry_without_a_default_of_its_family_is_named(tmp_path: Path, name: str) -> None:
+    message = refusal(tmp_path, without=(name,), model_type="unknown")
+    assert repr(name) in message
+
+
+def test_a_default_that_does_not_fit_is_said_to_be_one(tmp_path: Path) -> None:
+    """Mistral's number of heads of keys and values is 8, whatever the number of heads."""
+    message = refusal(tmp_path, without=("num_key_value_heads",), model_type="mistral")
+    assert "num_attention_heads 4 is no multiple of num_key_value_heads 8" in message
+    assert "num_key_value_heads is missing" in message
 
 
 @pytest.mark.parametrize("name", REQUIRED)

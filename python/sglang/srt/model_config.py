@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sglang.srt.registry import FAMILY_DEFAULTS
 from sglang.srt.rope_config import RopeConfig, parse_rope
 
 DEMO_MODELS_DIR = Path(__file__).resolve().parent.parent / "demo_models"
@@ -38,7 +39,8 @@ class ModelConfig:
         eos_token_ids: ids that end an output, of generation_config.json or else of config.json;
             `with_tokenizer_eos` adds the tokenizer's.
         hot_token_ids: of a head that drafts, the only tokens that it drafts; empty for no bound.
-        hf: the whole config.json; `flag` and `integer` read what one family needs beside this.
+        hf: the whole config.json over its family's defaults; `flag` and `integer` read what one
+            family needs beside this.
         generation: the whole generation_config.json; empty without one.
         warnings: lines on what was ignored.
     """
@@ -113,7 +115,7 @@ def load_model_config(model_path: str, flag: str = "--model-path") -> ModelConfi
         ModelPathError: if the directory or a file is missing, is not JSON or lacks a needed key.
     """
     path = resolve_model_path(model_path, flag)
-    config = _read_json(path / "config.json")
+    config = _with_family_defaults(_read_json(path / "config.json"))
     try:
         parsed = _parse(path, config)
         _check_shape(parsed)
@@ -129,6 +131,11 @@ def load_model_config(model_path: str, flag: str = "--model-path") -> ModelConfi
     if generation.exists():
         parsed = replace(parsed, generation=_read_json(generation))
     return _with_eos(parsed)
+
+
+def _with_family_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """Fills in what is missing. A null entry stays null, as transformers has it."""
+    return {**FAMILY_DEFAULTS.get(str(config.get("model_type")), {}), **config}
 
 
 def _parse(path: Path, config: dict[str, Any]) -> ModelConfig:
@@ -193,7 +200,8 @@ def _check_shape(config: ModelConfig) -> None:
     if config.num_heads % config.num_kv_heads:
         raise ValueError(
             f"num_attention_heads {config.num_heads} is no multiple of num_key_value_heads"
-            f" {config.num_kv_heads}"
+            f" {config.num_kv_heads}; if num_key_value_heads is missing, that is the default of"
+            f" {config.model_type}"
         )
     if config.head_dim % 2:
         raise ValueError(f"head_dim {config.head_dim} is odd")

@@ -1,4 +1,5 @@
-"""Names of classes that are imported only when asked for. Importing this module loads no other."""
+"""Names of classes that are imported only when asked for, and what goes by them. Importing this
+module loads no other."""
 
 from __future__ import annotations
 
@@ -123,6 +124,31 @@ MODELS = Registry(
         "Qwen3ForCausalLM": "sglang.srt.models.qwen3:Qwen3ForCausalLM",
     },
 )
+_QWEN: dict[str, Any] = {
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32_768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+# What transformers takes for entries that a config.json lacks, by its `model_type`. Sizes have none
+# here: a config.json without them is not this model's.
+FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 4096,
+    },
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], **_QWEN},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128, **_QWEN},
+}
 HEADS = Registry(
     "head over a target model",
     {

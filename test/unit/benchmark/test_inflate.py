@@ -26,7 +26,8 @@ from benchmark.inflate import (
 )
 from benchmark.random_model import LLAMA_8B
 from sglang.srt.model_config import load_model_config
-from sglang.srt.model_loader.loader import WeightPlaces, load_model, read_directory
+from sglang.srt.model_loader.loader import WeightPlaces, load_model
+from sglang.srt.model_loader.weight_files import read_directory
 
 DEMO = load_model_config("demo")
 PLAN = plan_inflation(DEMO, CHECKED)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 
 from grammar_cases import CASES, DEMO, DEMO_EOS, DEMO_MASK, DEMO_VOCAB_SIZE, schema, structural_tag
 from sglang.srt.constrained.matchers import GrammarCompiler, GrammarError, Matcher
@@ -116,6 +118,65 @@ def test_every_end_of_text_id_ends_and_suppressed_ids_never_come() -> None:
     only_mask = compiler.compile(Grammar(EBNF, "start: <|mask|>"))
     with pytest.raises(GrammarError, match="no token"):
         only_mask.masks()
+
+
+FEWER = DEMO_VOCAB_SIZE - 1001  # no multiple of the 32 tokens of a mask's words
+
+
+@pytest.fixture(scope="module")
+def fewer() -> GrammarCompiler:
+    """Of a model that lacks the last tokens of its tokenizer."""
+    return GrammarCompiler(TEXT, FEWER, [DEMO_EOS])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_that_the_model_does_not_have_are_never_allowed(
+    fewer: GrammarCompiler, name: str
+) -> None:
+    grammar, is_match = CASES[name]
+    compiled = fewer.compile(grammar)
+    assert len(compiled.masks()) == -(-FEWER // 32) * 4
+    outputs = [walk(compiled.copy(), seed) for seed in range(25)]
+    assert max(map(max, outputs)) < FEWER
+    for output in outputs:
+        assert is_match(TOKENIZER.decode(output)), output
+
+
+def test_masks_lack_nothing_but_the_tokens_that_the_model_does_not_have(
+    fewer: GrammarCompiler,
+) -> None:
+    grammar = Grammar(REGEX, "(.|\n)*")
+    of_all, of_fewer = (allowed(each.compile(grammar).masks()) for each in (COMPILER, fewer))
+    assert of_fewer == {token for token in of_all if token < FEWER}
+    assert of_fewer < of_all
+
+
+def test_text_that_must_come_is_divided_into_tokens_that_the_model_has(
+    fewer: GrammarCompiler,
+) -> None:
+    """All texts of a token that it lacks, each a grammar of its own."""
+    lacking = [TOKENIZER.decode([token]) for token in range(FEWER, DEMO_VOCAB_SIZE, 50)]
+    words = [text for text in lacking if text.strip() and "\ufffd" not in text]
+    assert len(words) > 10
+    for word in words:
+        matcher = fewer.compile(Grammar(JSON_SCHEMA, json.dumps({"const": word})))
+        output = walk(matcher, seed=1)
+        assert max(output) < FEWER
+        assert json.loads(TOKENIZER.decode(output)) == word
+
+
+def test_special_tokens_that_the_model_does_not_have_are_spelled() -> None:
+    backend = tokenizers.Tokenizer.from_str(TEXT)
+    backend.add_special_tokens(["<call>"])
+    assert backend.token_to_id("<call>") == DEMO_VOCAB_SIZE
+    tag = {"begin": "<call>", "content": {"type": "const_string", "value": "x"}, "end": "!"}
+    grammar = structural_tag({"format": {"type": "tag", **tag}})
+    for vocab_size, is_one_token in ((DEMO_VOCAB_SIZE, False), (DEMO_VOCAB_SIZE + 1, True)):
+        compiler = GrammarCompiler(backend.to_str(), vocab_size, [DEMO_EOS])
+        compiler.check(grammar)
+        output = walk(compiler.compile(grammar), seed=1)
+        assert backend.decode(output, skip_special_tokens=False) == "<call>x!"
+        assert (DEMO_VOCAB_SIZE in output) == is_one_token
 
 
 def test_a_forbidden_token_is_an_error() -> None:

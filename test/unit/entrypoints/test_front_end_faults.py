@@ -105,14 +105,14 @@ def test_client_that_leaves_ends_the_encoding_of_its_batch(
 def test_text_of_a_token_is_decoded_once(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoded: list[Any] = []
-    decode = tokenizer.decode
+    decoded: list[int] = []
+    token_text = tokenizer.token_text
 
-    def spy(ids: list[int], skip_special_tokens: bool = True) -> str:
-        decoded.append(tuple(ids))
-        return decode(ids, skip_special_tokens)
+    def spy(token_id: int) -> str:
+        decoded.append(token_id)
+        return token_text(token_id)
 
-    monkeypatch.setattr(tokenizer, "decode", spy)
+    monkeypatch.setattr(tokenizer, "token_text", spy)
 
     async def scenario(backend: Backend) -> None:
         wanted = {"return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True}
@@ -122,8 +122,8 @@ def test_text_of_a_token_is_decoded_once(
         output = ReqTextOutput(0, "x", [7] * 9, LENGTH, 1, 9, 0, 0, output_logprobs=[position] * 9)
         backend.inbox.put_nowait(BatchStrOutput(outputs=[output]))
         meta = (await task)["meta_info"]
-        assert meta["output_top_logprobs"][8][1] == [-2.0, 8, decode([8])]
-        assert sorted(decoded) == [(5,), (7,), (8,)]
+        assert meta["output_top_logprobs"][8][1] == [-2.0, 8, token_text(8)]
+        assert sorted(decoded) == [5, 7, 8]
 
     run(tokenizer, scenario)
 

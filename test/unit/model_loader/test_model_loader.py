@@ -22,6 +22,7 @@ from utils import make_random_llama
 torch.set_num_threads(1)
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
+SHARD = "model-00001-of-00001.safetensors"
 NORM = "model.norm.weight"
 
 
@@ -34,6 +35,13 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model_dir(pristine: Path, tmp_path: Path) -> Path:
     """A copy that a test may break."""
     return Path(shutil.copytree(pristine, tmp_path / "model"))
+
+
+@pytest.fixture
+def shard_dir(model_dir: Path) -> Path:
+    """A copy whose weights are in a shard, so that an index counts."""
+    (model_dir / WEIGHTS).rename(model_dir / SHARD)
+    return model_dir
 
 
 def load(path: Path, load_format: str = "auto", dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -256,9 +264,9 @@ def test_an_index_does_not_reach_files_outside_its_directory(model_dir: Path, pl
     assert str(model_dir / "outside.safetensors") in refusal(model_dir)
 
 
-def test_a_file_that_the_index_names_and_that_is_missing_is_named(model_dir: Path) -> None:
-    write_index(model_dir, {NORM: WEIGHTS, "model.embed_tokens.weight": "second.safetensors"})
-    assert "second.safetensors" in refusal(model_dir)
+def test_a_file_that_the_index_names_and_that_is_missing_is_named(shard_dir: Path) -> None:
+    write_index(shard_dir, {NORM: SHARD, "model.embed_tokens.weight": "second.safetensors"})
+    assert "second.safetensors" in refusal(shard_dir)
 
 
 @pytest.mark.parametrize(
@@ -266,20 +274,20 @@ def test_a_file_that_the_index_names_and_that_is_missing_is_named(model_dir: Pat
     [[], "text", None, {NORM: 5}, {NORM: [1]}, {NORM: None}, {NORM: ".."}, {NORM: ""}],
     ids=str,
 )
-def test_a_nonsense_index_is_refused(model_dir: Path, weight_map: Any) -> None:
-    write_index(model_dir, weight_map)
-    refusal(model_dir)
+def test_a_nonsense_index_is_refused(shard_dir: Path, weight_map: Any) -> None:
+    write_index(shard_dir, weight_map)
+    refusal(shard_dir)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"metadata": {}}', "\x00"], ids=repr)
-def test_an_index_that_is_no_index_is_named(model_dir: Path, text: str) -> None:
-    (model_dir / INDEX).write_text(text)
-    assert INDEX in refusal(model_dir)
+def test_an_index_that_is_no_index_is_named(shard_dir: Path, text: str) -> None:
+    (shard_dir / INDEX).write_text(text)
+    assert INDEX in refusal(shard_dir)
 
 
-def test_an_unreadable_index_is_named(model_dir: Path) -> None:
-    (model_dir / INDEX).mkdir()
-    assert INDEX in refusal(model_dir)
+def test_an_unreadable_index_is_named(shard_dir: Path) -> None:
+    (shard_dir / INDEX).mkdir()
+    assert INDEX in refusal(shard_dir)
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(model_dir: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, regex_to_lark
@@ -32,7 +33,7 @@ PLACE_IN_LARK = re.compile(r"\A(at )?\d+\(\d+\): |\n +\d+ \| .*", re.DOTALL)
 # Between two parts of a JSON text. Without a bound a weak model may write spaces to the end.
 JSON_WHITESPACE = r"[ \t\n\r]{0,32}"
 # Text that must come is given as the tokenizer divides it, which is shorter, but in special tokens
-# too, which are no text. This leaves the model to divide it.
+# too, which are no text, and in tokens that the model may lack. This leaves the model to divide it.
 NO_FORCING = '%llguidance {"no_forcing": true}'
 LIMITS = LLParserLimits(verbose_errors=False)
 # For one mask, once the lexer has seen such text: a step waits for those of all its requests. Some
@@ -135,7 +136,8 @@ class GrammarCompiler:
 
     Args:
         tokenizer_json: text of the tokenizer's file.
-        vocab_size: V, the width of the logits.
+        vocab_size: V, the width of the logits. The tokenizer may have more tokens: those are never
+            allowed.
 
     Raises:
         GrammarError: if the tokenizer cannot be used.
@@ -148,12 +150,8 @@ class GrammarCompiler:
         eos_token_ids: Sequence[int],
         never_allowed: Sequence[int] = (),
     ) -> None:
-        try:
-            self._tokenizer = LLTokenizer(
-                tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
-            )
-        except (ValueError, RuntimeError) as error:
-            raise GrammarError(f"the tokenizer cannot be used: {one_line(str(error))}") from None
+        self._vocab_size = vocab_size
+        self._tokenizer = _read_tokenizer(tokenizer_json, vocab_size, eos_token_ids)
         num_bytes = -(-vocab_size // 32) * BYTES_OF_ENTRY
         self._everything = b"\xff" * num_bytes
         self._ends = ends = frozenset(eos_token_ids) or frozenset((self._tokenizer.eos_token,))
@@ -161,7 +159,9 @@ class GrammarCompiler:
             sum(1 << bit for bit in range(8) if 8 * place + bit in ends)
             for place in range(num_bytes)
         )
-        self._never_allowed = [token for token in never_allowed if token < vocab_size]
+        # A mask goes by whole entries, so that some tokens beyond V have bits in the last one.
+        beyond = range(vocab_size, min(8 * num_bytes, self._tokenizer.vocab_size))
+        self._never_allowed = [*(token for token in never_allowed if token < vocab_size), *beyond]
         self._special: SpecialTokens | None = None
 
     def compile(self, grammar: Grammar) -> Matcher:
@@ -181,7 +181,8 @@ class GrammarCompiler:
 
     def _matcher(self, lark: str, shows_place: bool = False) -> Matcher:
         """The matcher of a grammar; an error shows the place in it only if the client knows it."""
-        if self._special_tokens().may_be_spelled(lark):
+        is_larger = self._tokenizer.vocab_size > self._vocab_size
+        if is_larger or self._special_tokens().may_be_spelled(lark):
             lark = f"{lark}\n{NO_FORCING}\n"
         grammar = LLMatcher.grammar_from_lark(lark)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
@@ -198,10 +199,11 @@ class GrammarCompiler:
                 raise GrammarError(one_line(f"{place}: {error}")) from None
 
     def _special_tokens(self) -> SpecialTokens:
-        """Those of the tokenizer; looked for once."""
+        """Those of the tokenizer that the model has; looked for once."""
         if self._special is None:
             tokenizer = self._tokenizer
-            ids = (i for i in range(tokenizer.vocab_size) if tokenizer.is_special_token(i))
+            num_ids = min(tokenizer.vocab_size, self._vocab_size)
+            ids = (i for i in range(num_ids) if tokenizer.is_special_token(i))
             named = {tokenizer.decode_str([i]): i for i in ids}
             named.pop("", None)
             self._special = SpecialTokens(named, self._ends)
@@ -234,6 +236,23 @@ class GrammarCompiler:
                 break
             matcher.consume([_first(mask, but=self._nothing_more)])
         return 1e3 * most_s
+
+
+def _read_tokenizer(
+    tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]
+) -> LLTokenizer:
+    """The library's tokenizer: of `vocab_size` tokens, or of all in the file if those are more.
+
+    Raises:
+        GrammarError: if it cannot be used.
+    """
+    ends = list(eos_token_ids) or None
+    try:
+        with suppress(ValueError):  # of a file with more tokens, too
+            return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=ends)
+        return LLTokenizer(tokenizer_json, eos_token=ends)
+    except (ValueError, RuntimeError) as error:
+        raise GrammarError(f"the tokenizer cannot be used: {one_line(str(error))}") from None
 
 
 def _read_json(text: str) -> Any:

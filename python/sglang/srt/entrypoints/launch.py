@@ -214,8 +214,21 @@ def check_model(server_args: ServerArgs) -> Tokenizer:
         ModelPathError: if the model's directory or config.json cannot be read.
         TokenizerError: if the tokenizer cannot be read.
     """
-    load_model_config(server_args.model_path)
-    return load_tokenizer(server_args.tokenizer_path or resolve_model_path(server_args.model_path))
+    vocab_size = load_model_config(server_args.model_path).vocab_size
+    path = server_args.tokenizer_path or resolve_model_path(server_args.model_path)
+    tokenizer = load_tokenizer(path)
+    beyond = {i: token for token, i in tokenizer.vocabulary().items() if i >= vocab_size}
+    if beyond:
+        logger.warning(
+            "The tokenizer in %s has %d tokens beyond the model's vocab_size %d, such as %r. No"
+            " output has one, and a prompt with one is refused; if that is not meant, see"
+            " --tokenizer-path.",
+            path,
+            len(beyond),
+            vocab_size,
+            beyond[min(beyond)],
+        )
+    return tokenizer
 
 
 def open_request_log(server_args: ServerArgs) -> RequestLog | None:

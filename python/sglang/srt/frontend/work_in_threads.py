@@ -100,6 +100,23 @@ def bos_alone(tokenizer: Tokenizer) -> list[int]:
     return [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
 
 
+def check_encoded_ids(name: str, ids: list[int], tokenizer: Tokenizer, vocab_size: int) -> None:
+    """
+    Raises:
+        RequestError: with the text of the first token that the model does not have.
+    """
+    if max(ids, default=0) < vocab_size:
+        return
+    unknown = next(token_id for token_id in ids if token_id >= vocab_size)
+    text = shorten(tokenizer.decode([unknown], skip_special_tokens=False))
+    raise field_error(
+        name,
+        f"has the token {text!r}, whose id {unknown} is beyond the model's vocab_size {vocab_size}:"
+        " the tokenizer has more tokens than the model. Leave that text out, or start the server"
+        " with the model's own tokenizer (--tokenizer-path)",
+    )
+
+
 def _input_ids_of(
     request: CheckedRequest, index: int, tokenizer: Tokenizer, limits: RequestLimits
 ) -> list[int]:
@@ -114,10 +131,6 @@ def _input_ids_of(
         at_least = max(1, tokenizer.min_num_tokens(prompt.text))
         check_length(field, at_least, max_new_tokens, limits)
         input_ids = tokenizer.encode(prompt.text) or bos_alone(tokenizer)
-        if max(input_ids, default=0) >= limits.vocab_size:
-            raise field_error(
-                field,
-                "the tokenizer gives ids that the model does not have; see --tokenizer-path",
-            )
+        check_encoded_ids(field, input_ids, tokenizer, limits.vocab_size)
     check_length(field, len(input_ids), max_new_tokens, limits)
     return input_ids

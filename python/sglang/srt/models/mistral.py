@@ -5,8 +5,6 @@ from __future__ import annotations
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.models.transformer import CausalLM, DecoderSpec
 
-DEFAULT_WINDOW = 4096  # of checkpoints that do not say; null means none
-
 
 class MistralForCausalLM(CausalLM):
     """Llama's form; the first releases have one sliding window in all layers."""
@@ -17,6 +15,6 @@ class MistralForCausalLM(CausalLM):
                 "layer_types are not supported in a Mistral, whose layers share one sliding_window;"
                 " remove the entry to serve it so"
             )
-        window = config.integer("sliding_window", DEFAULT_WINDOW, minimum=1)
+        window = config.integer("sliding_window", None, minimum=1)
         windows = (window,) * config.num_layers
         super().__init__(config, max_positions, DecoderSpec(windows=windows))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.models.transformer import CausalLM, DecoderSpec
 
-DEFAULT_WINDOW = 4096  # both of checkpoints that do not say
-DEFAULT_MAX_WINDOW_LAYERS = 28
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -23,10 +21,10 @@ def qwen_windows(config: ModelConfig) -> tuple[int | None, ...]:
     on; none at all without `use_sliding_window`."""
     window = None
     if config.flag("use_sliding_window"):
-        window = config.integer("sliding_window", DEFAULT_WINDOW, minimum=1)
+        window = config.integer("sliding_window", None, minimum=1)
     types = config.hf.get("layer_types")
     if types is None:
-        first = config.integer("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS, minimum=0)
+        first = config.integer("max_window_layers", None, minimum=0)
         first = config.num_layers if first is None else first
         return tuple(window if layer >= first else None for layer in range(config.num_layers))
     if not isinstance(types, list) or len(types) != config.num_layers:

@@ -20,13 +20,9 @@ from sglang.srt.model_config import (
     ModelConfig,
     ModelPathError,
 )
-from sglang.srt.model_loader.loader import (
-    WeightMismatch,
-    WeightPlaces,
-    read_directory,
-    read_file,
-)
+from sglang.srt.model_loader.loader import WeightMismatch, WeightPlaces
 from sglang.srt.model_loader.weight_copies import have_equal_values
+from sglang.srt.model_loader.weight_files import read_directory, read_file
 from sglang.srt.models.model import Model
 
 # Float8 and smaller are codes that mean nothing without their scales.

@@ -24,7 +24,8 @@ from sglang.srt.entrypoints.openai.protocol import in_openai_terms, possible
 from sglang.srt.entrypoints.openai.serving_base import OpenAIAnswer
 from sglang.srt.frontend.errors import RequestError, field_error
 from sglang.srt.frontend.generate_body import CheckedRequest, check_generate_request
-from sglang.srt.frontend.request_limits import check_length, check_token_ids
+from sglang.srt.frontend.request_limits import check_length
+from sglang.srt.frontend.work_in_threads import check_encoded_ids
 from sglang.srt.function_call.call_tags import calls_in_text, forced_calls, wrong_schema
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.parser.chat_templates import TemplateError
@@ -232,7 +233,7 @@ class ChatCompletion:
         except RequestError as error:
             raise self.translate(error) from None
         (ids,) = await self._manager.encode([prompt], add_special_tokens=False)
-        check_token_ids("messages", ids, limits.vocab_size)
+        check_encoded_ids("messages", ids, tokenizer, limits.vocab_size)
         return ids
 
     def _with_prompt(self, ids: list[int]) -> CheckedRequest:

@@ -1,0 +1,160 @@
+"""Tensors of a model directory's safetensors files."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from sglang.srt.model_config import ModelPathError
+
+READ_BYTES = 1 << 24
+WHOLE = "model.safetensors"
+INDEX = f"{WHOLE}.index.json"
+REMEDIES = {  # by the endings of files in other formats
+    (".bin", ".pt", ".pth", ".ckpt"): (
+        "since such files can hold code: convert the folder with scripts/convert_checkpoint.py"
+    ),
+    (".gguf",): "since it is GGUF: use the checkpoint that it was made of",
+}
+
+
+def read_directory(path: Path, in_memory: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a checkpoint, one file after the other; see `read_file`.
+
+    A tensor that several shards hold is taken from the one that the index names. One that is not
+    there is taken from the last that holds it, as transformers does.
+    """
+    files, shards = _weight_files(path)
+    given: set[str] = set()
+    elsewhere: dict[str, Path] = {}
+    for file in files:
+        for name, tensor in read_file(file, in_memory):
+            if shards.get(name, file.name) != file.name:
+                elsewhere[name] = file
+                continue
+            given.add(name)
+            yield name, tensor
+    left = {name: file for name, file in elsewhere.items() if name not in given}
+    for file in sorted(set(left.values())):
+        yield from (pair for pair in read_file(file, in_memory) if left.get(pair[0]) == file)
+
+
+def read_file(file: Path, in_memory: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a safetensors file, by name; they may be views of the file.
+
+    Args:
+        in_memory: reads the file as a whole before anything is taken from it. Otherwise the file is
+            mapped, and the process ends if somebody makes it shorter meanwhile.
+
+    Raises:
+        ModelPathError: if the file is missing or broken or no regular one, or if it changes while
+            it is read into memory.
+    """
+    try:
+        _check_regular(file)
+        with (
+            _copy_in_memory(file) if in_memory else nullcontext(file) as place,
+            safe_open(place, framework="pt") as weights,
+        ):
+            for name in weights.keys():  # noqa: SIM118 (safe_open is no mapping)
+                yield name, weights.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise ModelPathError(f"{file} is not a readable safetensors file: {error}.") from None
+
+
+def _check_regular(file: Path) -> None:
+    """Raises OSError for what is there and would block or never end, such as a pipe."""
+    if os.path.lexists(file) and not os.path.isfile(file):
+        raise OSError("it is no regular file")
+
+
+@contextmanager
+def _copy_in_memory(file: Path) -> Iterator[Path]:
+    """A path to a copy in memory, which nobody else can change.
+
+    Raises:
+        OSError: if the file cannot be read, or changed meanwhile.
+    """
+    with (
+        open(os.memfd_create("weights"), "w+b", buffering=0) as copy,
+        open(file, "rb", buffering=0, opener=_open_at_once) as source,
+    ):
+        before = os.fstat(source.fileno())
+        if not stat.S_ISREG(before.st_mode):
+            raise OSError("it is no regular file")
+        num_left = before.st_size
+        while num_left and (data := source.read(min(num_left, READ_BYTES))):
+            num_left -= len(data)
+            while data:
+                data = data[copy.write(data) :]
+        after = os.fstat(source.fileno())
+        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            raise OSError("it changed while it was read")
+        yield Path(f"/proc/self/fd/{copy.fileno()}")
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens without waiting for the other end of what has become a pipe since it was checked."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files of a directory that hold its model, in the order of their names, and of each tensor
+    that an index names the name of its file.
+
+    As transformers has it: `model.safetensors`, or else the files of the index. Beyond it: without
+    either, all that are named as shards are; without those, all *.safetensors.
+
+    Raises:
+        ModelPathError: if there are none, or the index is none.
+    """
+    whole, index = path / WHOLE, path / INDEX
+    if whole.is_file():
+        return [whole], {}
+    if index.exists():
+        shards = _read_index(index)
+        return sorted(path / name for name in set(shards.values())), shards
+    files = sorted(path.glob("model*.safetensors"))
+    if not files and not any(path.glob("pytorch_model*.bin")):
+        files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ModelPathError(
+            f"{path} has no *.safetensors file with the model's weights; {_remedy(path)}, or use"
+            " --load-format dummy."
+        )
+    return files, {}
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """The name of the file of each tensor.
+
+    Raises:
+        ModelPathError: if it cannot be read as an index.
+    """
+    try:
+        _check_regular(index)
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        # Only names inside the directory: an index must not reach other files.
+        shards = {name: Path(file).name for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        raise ModelPathError(f"{index} is not a safetensors index.") from None
+    if not shards:
+        raise ModelPathError(f"{index} names no file.")
+    return shards
+
+
+def _remedy(path: Path) -> str:
+    """What to do about a directory without safetensors."""
+    names = sorted(file.name for file in path.iterdir())
+    for endings, remedy in REMEDIES.items():
+        found = [name for name in names if name.endswith(endings)]
+        if found:
+            return f"{found[0]} is not read, {remedy}"
+    return "is the download complete? Convert weights in another format"
