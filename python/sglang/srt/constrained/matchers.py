@@ -6,18 +6,19 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, regex_to_lark
 
 from sglang.srt.constrained.structural_tags import (
+    Languages,
     SpecialTokens,
-    StructuralTagError,
     TagGrammar,
     json_rule,
     tag_grammar,
 )
+from sglang.srt.constrained.tag_entries import StructuralTagError
 from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, STRUCTURAL_TAG, Grammar
 
 BYTES_OF_ENTRY = 4  # of a bitmask
@@ -174,26 +175,34 @@ class GrammarCompiler:
             return self._matcher(_to_lark(grammar), shows_place=grammar.kind == EBNF)
         found = _tag_grammar(grammar.text, self._special_tokens())
         try:
-            return self._matcher(found.lark)
+            return self._matcher(found.lark, found.nested)
         except GrammarError:
-            self._refuse_schemas(found)
+            self._refuse_parts(found)
             raise
 
-    def _matcher(self, lark: str, shows_place: bool = False) -> Matcher:
-        """The matcher of a grammar; an error shows the place in it only if the client knows it."""
-        if self._special_tokens().may_be_spelled(lark):
+    def _matcher(
+        self, lark: str, nested: Mapping[str, str] | None = None, shows_place: bool = False
+    ) -> Matcher:
+        """The matcher of a grammar; an error shows the place in it only if the client knows it.
+
+        Args:
+            nested: grammars that this one names.
+        """
+        others = nested or {}
+        if any(map(self._special_tokens().may_be_spelled, (lark, *others.values()))):
             lark = f"{lark}\n{NO_FORCING}\n"
-        grammar = LLMatcher.grammar_from_lark(lark)
+        named = [{"name": name, "lark_grammar": text} for name, text in others.items()]
+        grammar = json.dumps({"grammars": [{"lark_grammar": lark}, *named]})
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error() and not shows_place:
             raise GrammarError(_reason(PLACE_IN_LARK.sub("", matcher.get_error())))
         return Matcher(matcher, self._nothing_more, self._everything, self._never_allowed)
 
-    def _refuse_schemas(self, found: TagGrammar) -> None:
-        """Raises GrammarError with the place of the first schema that cannot be used alone."""
-        for place, schema in found.schemas:
+    def _refuse_parts(self, found: TagGrammar) -> None:
+        """Raises GrammarError with the place of the client's first part that is wrong alone."""
+        for place, lark in found.parts:
             try:
-                self._matcher(f"start: {json_rule(schema, JSON_WHITESPACE)}")
+                self._matcher(lark)
             except GrammarError as error:
                 raise GrammarError(one_line(f"{place}: {error}")) from None
 
@@ -245,7 +254,7 @@ def _read_json(text: str) -> Any:
 
 def _tag_grammar(text: str, special: SpecialTokens) -> TagGrammar:
     try:
-        return tag_grammar(_read_json(text), special, JSON_WHITESPACE)
+        return tag_grammar(_read_json(text), special, LANGUAGES)
     except (StructuralTagError, RecursionError) as error:
         raise GrammarError(one_line(str(error))) from None
 
@@ -256,13 +265,28 @@ def _to_lark(grammar: Grammar) -> str:
         schema = _read_json(grammar.text)
         if schema is False or not isinstance(schema, dict | bool):
             raise GrammarError("must be an object, or true; no text is of the schema false")
-        return f"start: {json_rule(schema, JSON_WHITESPACE)}"
+        return f"start: {_schema_to_lark(schema)}"
     if grammar.kind == EBNF:
-        try:
-            return grammar_from("ebnf", grammar.text)
-        except (ValueError, IndexError, RecursionError) as error:
-            raise GrammarError(one_line(str(error))) from None
-    return f"start: /{regex_to_lark(grammar.text, ASCII_CLASSES)}/"
+        return _ebnf_to_lark(grammar.text)
+    return f"start: {_regex_to_lark(grammar.text)}"
+
+
+def _schema_to_lark(schema: dict[str, Any] | bool) -> str:
+    return json_rule(schema, JSON_WHITESPACE)
+
+
+def _regex_to_lark(text: str) -> str:
+    return f"/{regex_to_lark(text, ASCII_CLASSES)}/"
+
+
+def _ebnf_to_lark(text: str) -> str:
+    try:
+        return grammar_from("ebnf", text)
+    except (ValueError, IndexError, RecursionError) as error:
+        raise GrammarError(one_line(str(error))) from None
+
+
+LANGUAGES = Languages(_schema_to_lark, _regex_to_lark, _ebnf_to_lark)
 
 
 def is_set(mask: bytes, token: int) -> bool:

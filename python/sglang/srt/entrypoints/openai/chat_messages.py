@@ -13,7 +13,7 @@ from sglang.srt.entrypoints.openai.chat_protocol import ChatCompletionRequest
 from sglang.srt.frontend.body_parsing import check_known_fields, convert_fields
 from sglang.srt.frontend.errors import field_error, shorten
 from sglang.srt.function_call.call_tags import HeldFunction
-from sglang.srt.function_call.held_schemas import without_annotations
+from sglang.srt.sampling.json_schemas import without_annotations
 
 MAX_TOOLS = 1024
 MAX_ENTRIES = 16_384  # messages of a chat, and parts and calls of one message
