@@ -231,11 +231,22 @@ BAD: list[tuple[str, dict[str, Any]]] = [
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
     ),
     (
-        "messages[0].tool_calls[0].function.arguments",
+        "tool_choice.allowed_tools.mode",
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
+    ),
+    (
+        "tool_choice.tools",
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+    ),
+    (
+        "tool_choice.tools[0].name",
         {
-            "messages": [
-                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}
-            ]
+            "tools": [TOOL],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "function", "name": "x"}],
+            },
         },
     ),
     ("max_completion_tokens", {"max_tokens": 3, "max_completion_tokens": 4}),
@@ -343,22 +354,6 @@ def test_logprobs_and_ids_are_of_every_token(
     assert choices[0]["prompt_token_ids"] == prompt
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_with_a_format_has_no_reasoning(
-    tokenizer: Tokenizer, qwen: ChatSettings, stream: bool
-) -> None:
-    """What the prompt has begun to think ends there: the grammar is that of the content."""
-    person = {"type": "object", "properties": {"é": {"type": "integer"}}}
-    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": person}}
-    opened = [*HELLO, {"role": "assistant", "content": "well <think>\n"}]
-    flags = {"messages": opened, "continue_final_message": True, "stream": stream}
-    found = chat(tokenizer, qwen, '{"é": 1}', response_format=wanted, **flags)
-    assert found.prompt.endswith("well <think>\n</think>\n\n")
-    assert json.loads(found.params.json_schema) == person
-    content = found.joined("content") if stream else found.choice["message"]["content"]
-    assert content == '{"é": 1}'
-
-
 def test_formats_are_schemas_and_regex_and_ebnf_are_taken(
     tokenizer: Tokenizer, plain: ChatTemplates
 ) -> None:
@@ -373,11 +368,13 @@ def test_formats_are_schemas_and_regex_and_ebnf_are_taken(
     assert params.json_schema is None
 
 
-def test_a_format_leaves_no_room_for_calls(tokenizer: Tokenizer, qwen: ChatSettings) -> None:
+def test_only_a_schema_leaves_room_for_calls(tokenizer: Tokenizer, qwen: ChatSettings) -> None:
     wanted = {"response_format": {"type": "json_object"}}
-    refused(tokenizer, qwen, "response_format", "tool_choice", **TOOLS, **wanted)
+    tag = {"type": "structural_tag", "structures": [], "triggers": []}
+    refused(tokenizer, qwen, "response_format", "tool_choice", **TOOLS, response_format=tag)
     for name in ("json_schema", "regex", "ebnf", "structural_tag"):
-        refused(tokenizer, qwen, name, "tool_choice", **TOOLS, **{name: "{}"})
+        if name != "json_schema":
+            refused(tokenizer, qwen, name, "tool_choice", **TOOLS, **{name: "{}"})
         refused(tokenizer, qwen, "response_format", f"beside {name}", **wanted, **{name: "{}"})
     found = chat(tokenizer, qwen, "{}", **TOOLS, tool_choice="none", **wanted)
     assert found.params.grammar is not None
@@ -494,7 +491,6 @@ def test_strict_functions_are_held_where_the_model_may_choose(
         ("min_tokens", "tool_choice says", {"min_tokens": 2}),
         ("mtp_enabled", "mtp", {"mtp_enabled": True}),
         ("tools", r"parameters of tools have \d{6} bytes .* than 65536", {"tools": [SMALL] * 900}),
-        ("response_format", "tool_choice", {"response_format": {"type": "json_object"}}),
         (
             "tools[0].function.parameters.type",
             "must be object",
@@ -582,9 +578,6 @@ def test_reasoning_that_the_prompt_begins(tokenizer: Tokenizer) -> None:
     settings = settings_of(DEEPSEEK, "qwen25", "qwen3")
     message = chat(tokenizer, settings, "why\n</think>\n\nso").choice["message"]
     assert (message["reasoning_content"], message["content"]) == ("why", "so")
-    found = chat(tokenizer, settings, CALL_TEXT, **TOOLS, tool_choice="required")
-    assert found.prompt.endswith("<think>\n</think>\n\n")
-    assert found.choice["finish_reason"] == "tool_calls"
     ids = tokenizer.encode("x<think>\n")
     message = chat(tokenizer, settings, "why</think>so", input_ids=ids).choice["message"]
     assert message["reasoning_content"] == "why"
@@ -617,12 +610,6 @@ def test_reasoning_tokens_are_those_up_to_the_end_of_reasoning(
     counts = [_reasoning_tokens(chunk["usage"]) for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == expected
-
-
-def test_content_of_a_given_form_is_no_reasoning(tokenizer: Tokenizer, qwen: ChatSettings) -> None:
-    (whole,) = chat(tokenizer, qwen, "<think>a</think>b", regex="<think>a</think>b").answers
-    assert whole["choices"][0]["message"]["content"] == "<think>a</think>b"
-    assert _reasoning_tokens(whole["usage"]) == 0
 
 
 def test_reasoning_tokens_of_samples_add_up(tokenizer: Tokenizer, qwen: ChatSettings) -> None:

@@ -19,7 +19,13 @@ from sglang.srt.constrained.structural_tags import (
     tag_grammar,
 )
 from sglang.srt.constrained.tag_entries import StructuralTagError
-from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, STRUCTURAL_TAG, Grammar
+from sglang.srt.sampling.grammar import (
+    EBNF,
+    JSON_SCHEMA,
+    JSON_WHITESPACE,
+    STRUCTURAL_TAG,
+    Grammar,
+)
 
 BYTES_OF_ENTRY = 4  # of a bitmask
 NUM_CHECKED_TOKENS, NUM_TIMED_WALKS = 4, 2
@@ -30,8 +36,6 @@ NO_TEXT = "NoExtension"  # as the library calls it
 PANIC, BACKTRACE = "panic: ", "<backtrace>"
 # Where in a grammar an error is, and the lines around it.
 PLACE_IN_LARK = re.compile(r"\A(at )?\d+\(\d+\): |\n +\d+ \| .*", re.DOTALL)
-# Between two parts of a JSON text. Without a bound a weak model may write spaces to the end.
-JSON_WHITESPACE = r"[ \t\n\r]{0,32}"
 # Text that must come is given as the tokenizer divides it, which is shorter, but in special tokens
 # too, which are no text. This leaves the model to divide it.
 NO_FORCING = '%llguidance {"no_forcing": true}'
