@@ -199,6 +199,7 @@ ENDS = {
     "a text": ("<b>", ["<b>", "<", "b", ">", "x", "[CALLS]"]),
     "one byte": (";", [";", "x", " ", "[CALLS]", "<call>"]),
     "a special token": ("[CALLS]", ["[CALLS]", "x", "[", "<call>", "[ARGS]"]),
+    "a token that is shown": ("<call>", ["<call>", "x", "<", "[CALLS]"]),
 }
 CONTENTS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "json_schema": (NUMBER_FORM, r"0|[1-9]\d*", ["3", "0"]),
