@@ -19,14 +19,15 @@ from sglang.srt.parser.reasoning_parser import REASONING_FORMATS
 from sglang.srt.parser.template_files import TemplateFiles
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 
-# Begins an answer with what a chat says.
+# Begins an answer with what a chat says, and knows of reasoning.
 TURNS = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{# <think> #}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{{ opening }}{% endif %}"
 )
 TOOLS = [{"type": "function", "function": {"name": "weather"}}]
 CALL_TEXT = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
 OPEN, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
+OPENED = {"chat_template_kwargs": {"opening": OPEN}}
 OUTPUT = "a b</think>\n\nc"
 SPLIT, WHOLE = ("a b", "c"), ("", OUTPUT)
 
@@ -254,11 +255,26 @@ def test_reasoning_comes_first_then_the_grammar_holds(
         assert not takes(grammar, "x" + good)
 
 
+def test_a_model_whose_template_knows_no_reasoning_has_none_before_a_format(
+    tokenizer: Tokenizer,
+) -> None:
+    """A weak model might open what it never ends."""
+    settings = settings_of(TURNS.replace("<think>", ""), "qwen25", "qwen3")
+    found = chat(tokenizer, settings, "<think>a", regex="<think>a")
+    assert found.params.regex == "<think>a"
+    assert found.choice["message"]["content"] == "<think>a"
+    (answer,) = found.answers
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+    opened = chat(tokenizer, settings, "a</think>\n\nb", regex="b", **OPENED)
+    assert parts(opened, False) == ("a", "b")
+    settings.templates.close()
+
+
 def test_reasoning_that_may_not_be_told_apart_ends_in_the_prompt(
     tokenizer: Tokenizer, turns: ChatSettings
 ) -> None:
     """Else the content would not match."""
-    body = {"response_format": FORMAT, "chat_template_kwargs": {"opening": OPEN}}
+    body = {"response_format": FORMAT, **OPENED}
     found = chat(tokenizer, turns, '{"a": 1}', separate_reasoning=False, **body)
     assert found.prompt.endswith("<|assistant|><think>\n</think>\n\n")
     assert json.loads(found.params.json_schema) == PERSON
@@ -268,7 +284,7 @@ def test_reasoning_that_may_not_be_told_apart_ends_in_the_prompt(
 def test_tokens_of_reasoning_before_a_format_count(
     tokenizer: Tokenizer, turns: ChatSettings
 ) -> None:
-    body = {"response_format": FORMAT, "chat_template_kwargs": {"opening": OPEN}}
+    body = {"response_format": FORMAT, **OPENED}
     (answer,) = chat(tokenizer, turns, 'hm</think>\n\n{"a": 1}', **body).answers
     num = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
     assert num == len(tokenizer.encode("hm</think>", False))

@@ -81,7 +81,8 @@ class ToolUse:
     """The functions of a chat and how they are to be used.
 
     Attributes:
-        tools: as the client gave them; None if the model is not to know of any.
+        tools: as the client gave them, without nulls in parameters; None if the model is not to
+            know of any.
         names: of the functions that may be called.
         must_call: the answer has to be a call.
         max_calls: None for any number.

@@ -64,7 +64,7 @@ class ChatCompletion:
         if self._calls is not None:
             content = next(iter(request.content_grammars), None)
             self._answer = grammar_of_calls(self._calls, self._tools, content)
-            self._check_size_of_calls()
+            self._check_size("tools" if content is None else f"tools and {content[0]}")
         self._reasoning = settings.reasoning if request.separate_reasoning else None
         shows_special = self._calls is not None and self._calls.is_special
         try:
@@ -87,12 +87,12 @@ class ChatCompletion:
         self._division = Division()
         self._sent: dict[int, ChoiceParts] = {}
 
-    def _check_size_of_calls(self) -> None:
+    def _check_size(self, parts: str) -> None:
         num_bytes = len(msgspec.json.encode(self._answer.tag))
         most = self._manager.limits.max_grammar_bytes
         if num_bytes > most:
             reason = (
-                f"the names and parameters of tools have {num_bytes} bytes together in a grammar,"
+                f"the names and parameters of {parts} have {num_bytes} bytes together in a grammar,"
                 f" more than {most} (--max-grammar-bytes); send fewer tools or smaller parameters"
             )
             raise field_error("tools", reason)
@@ -178,7 +178,9 @@ class ChatCompletion:
         is_fixed = grammar is not None and not self._answer.is_free
         self._outset = outset
         if form is not None and grammar is not None and is_fixed:
-            if self._reasoning is None or outset is Outset.CLOSED:
+            knows = self._settings.templates.reads(form.start, self._tools.tools is not None)
+            may_reason = outset.is_open or (outset is Outset.FREE and knows)
+            if self._reasoning is None or not may_reason:
                 closing = f"{form.end}{GAP}" if outset.is_open else ""
                 self._outset = None
             else:
