@@ -88,7 +88,7 @@ def chat(
 
         reading = asyncio.create_task(read())
         while not backend.requests and not reading.done():
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.001)
         if not backend.requests:
             return await reading
         num_samples = backend.requests[0].sampling_params.n

@@ -84,7 +84,7 @@ TURN_CASES: dict[str, tuple[list[dict[str, Any]], str, bool | None]] = {
 }
 
 
-@pytest.mark.parametrize("form", ["qwen3", "qwen3-thinking", "deepseek-r1"])
+@pytest.mark.parametrize("form", ["qwen3", "deepseek-r1"])
 @pytest.mark.parametrize("name", TURN_CASES)
 def test_the_last_mark_behind_what_is_over_decides(
     tokenizer: Tokenizer, turns: ChatSettings, name: str, form: str
@@ -112,7 +112,7 @@ CONTINUED: dict[str, tuple[str, tuple[str, str], tuple[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("form", ["qwen3", "qwen3-thinking", "deepseek-r1"])
+@pytest.mark.parametrize("form", ["qwen3", "deepseek-r1"])
 @pytest.mark.parametrize("name", CONTINUED)
 def test_a_continued_answer_goes_on_where_it_is(
     tokenizer: Tokenizer, turns: ChatSettings, name: str, form: str
@@ -129,7 +129,7 @@ def test_a_continued_answer_goes_on_where_it_is(
         assert parts(found, stream) == expected
 
 
-@pytest.mark.parametrize("form", ["qwen3", "qwen3-thinking", "deepseek-r1"])
+@pytest.mark.parametrize("form", ["qwen3", "deepseek-r1"])
 def test_a_call_behind_closed_thinking_is_found(
     tokenizer: Tokenizer, turns: ChatSettings, form: str
 ) -> None:
