@@ -4,6 +4,7 @@ hostile grammar may take very long to compile, or all of the stack."""
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ from sglang.srt.sampling.grammar import (
 )
 
 BYTES_OF_ENTRY = 4  # of a bitmask
-NUM_CHECKED_TOKENS, NUM_TIMED_WALKS = 4, 2
+NUM_CHECKED_TOKENS, NUM_WALKS = 4, 3
 MAX_ERROR_CHARS = 300
 ASCII_CLASSES = "dws"  # of a regex: \\d, \\w and \\s are ASCII alone
 ERROR_LINE = "error: "
@@ -181,7 +182,7 @@ class GrammarCompiler:
         try:
             return self._matcher(found.lark, found.nested)
         except GrammarError:
-            self._refuse_parts(found)
+            self._check_parts(found)
             raise
 
     def _matcher(
@@ -202,11 +203,14 @@ class GrammarCompiler:
             raise GrammarError(_reason(PLACE_IN_LARK.sub("", matcher.get_error())))
         return Matcher(matcher, self._nothing_more, self._everything, self._never_allowed)
 
-    def _refuse_parts(self, found: TagGrammar) -> None:
+    def _check_parts(self, found: TagGrammar) -> None:
         """Raises GrammarError with the place of the client's first part that is wrong alone."""
+        first_places: dict[str, str] = {}
         for place, lark in found.parts:
+            first_places.setdefault(lark, place)
+        for lark, place in first_places.items():
             try:
-                self._matcher(lark)
+                self._check_masks(self._matcher(lark))
             except GrammarError as error:
                 raise GrammarError(one_line(f"{place}: {error}")) from None
 
@@ -221,20 +225,28 @@ class GrammarCompiler:
         return self._special
 
     def check(self, grammar: Grammar) -> None:
-        """Compiles a grammar and walks a few tokens along, twice: some are too large only then, and
-        some slow for each token.
+        """Compiles a grammar and walks a few tokens along: some are too large only then, and some
+        slow for each token. The parts of a structural tag are walked, too: where free text is
+        before them, the whole does not come to them.
 
         Raises:
             GrammarError: if it cannot be used.
         """
-        matcher = self.compile(grammar)
-        self._walk(matcher.copy())
-        least_ms = min(self._walk(matcher.copy()) for _ in range(NUM_TIMED_WALKS))
-        if least_ms > MAX_MASK_MS:
-            raise GrammarError(
-                f"takes {least_ms:.0f} ms for each token of the output, more than the"
-                f" {MAX_MASK_MS:g} that there are; use a simpler one"
-            )
+        self._check_masks(self.compile(grammar))
+        if grammar.kind == STRUCTURAL_TAG:
+            self._check_parts(_tag_grammar(grammar.text, self._special_tokens()))
+
+    def _check_masks(self, matcher: Matcher) -> None:
+        """Raises GrammarError if masks are not to be had, or too slow each time."""
+        least_ms = math.inf
+        for _ in range(NUM_WALKS):
+            least_ms = min(least_ms, self._walk(matcher.copy()))
+            if least_ms <= MAX_MASK_MS:
+                return
+        raise GrammarError(
+            f"takes {least_ms:.0f} ms for each token of the output, more than the"
+            f" {MAX_MASK_MS:g} that there are; use a simpler one"
+        )
 
     def _walk(self, matcher: Matcher) -> float:
         """Milliseconds of this thread's time, of the dearest mask on the way."""
