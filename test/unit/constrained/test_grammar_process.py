@@ -15,7 +15,7 @@ import msgspec
 import psutil
 import pytest
 
-from grammar_cases import BOTTOMLESS, CASES, DEMO, DEMO_EOS, ENDLESS, SETUP
+from grammar_cases import BOTTOMLESS, CASES, DEMO, DEMO_EOS, ENDLESS, SETUP, structural_tag
 from sglang.srt.constrained import grammar_process
 from sglang.srt.constrained.grammar_check import GrammarCheck, GrammarRefused
 from sglang.srt.constrained.grammar_process import GrammarWork
@@ -206,11 +206,21 @@ def test_a_check_whose_process_is_killed_is_made_again_for_the_next_request() ->
     asyncio.run(scenario())
 
 
-def test_what_is_slow_for_each_token_is_refused() -> None:
+SLOW = "(a{560}){570}b"
+
+
+def test_what_is_slow_for_each_token_is_refused_be_it_behind_free_text() -> None:
     async def scenario() -> None:
         check = GrammarCheck(SETUP, max_processes=1)
         with pytest.raises(GrammarRefused, match=r"takes \d+ ms for each token"):
-            await check.check(Grammar(REGEX, "(a{560}){570}b"))
+            await check.check(Grammar(REGEX, SLOW))
+        free = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</t>"}
+        elements = [free, {"type": "regex", "pattern": SLOW}]
+        reason = r"^format.elements\[1\].pattern: takes \d+ ms for each token"
+        with pytest.raises(GrammarRefused, match=reason):
+            await check.check(
+                structural_tag({"format": {"type": "sequence", "elements": elements}})
+            )
         for good in (GOOD, *(grammar for grammar, *_ in CASES.values())):
             await check.check(good)
         check.close()

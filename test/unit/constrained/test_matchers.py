@@ -13,6 +13,7 @@ import tokenizers
 from grammar_cases import CASES, DEMO, DEMO_EOS, DEMO_MASK, DEMO_VOCAB_SIZE, schema, structural_tag
 from sglang.srt.constrained.matchers import GrammarCompiler, GrammarError, Matcher
 from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, REGEX, Grammar
+from sglang.srt.sampling.json_schemas import KEPT_FORMATS
 from sglang.srt.tokenizer import load_tokenizer, read_tokenizer_json
 
 TEXT = read_tokenizer_json(DEMO)
@@ -247,3 +248,19 @@ def test_white_space_between_parts_of_json_has_an_end() -> None:
     matcher = COMPILER.compile(schema({"type": "array", "items": {"type": "null"}}))
     matcher.consume(TOKENIZER.encode("[" + 32 * " ", add_special_tokens=False))
     assert not {i for i in allowed(matcher.masks()) if TOKENIZER.decode([i]).isspace()}
+
+
+def test_formats_of_texts_are_kept_or_notes_wherever_a_schema_stands() -> None:
+    """None is a refusal: JSON Schema lets those that are not known be notes."""
+    names = [*KEPT_FORMATS, "password", "path", "binary", "byte", "uuid4", "regex", "iri", "int32"]
+    for name in names:
+        text = {"type": "string", "format": name}
+        value = {"type": "object", "properties": {"a": text}, "required": ["a"]}
+        tag = structural_tag({"format": {"type": "json_schema", "json_schema": value}})
+        for grammar in (schema(value), tag):
+            matcher = COMPILER.compile(grammar)
+            matcher.consume(TOKENIZER.encode('{"a":"', add_special_tokens=False))
+            (quote,) = TOKENIZER.encode("(", add_special_tokens=False)
+            takes_anything = quote in allowed(matcher.masks())
+            assert takes_anything == (name not in KEPT_FORMATS), name
+    COMPILER.check(schema({"type": "object", "required": None, "additionalProperties": None}))

@@ -193,6 +193,57 @@ def test_formats_may_stand_in_each_other() -> None:
         assert not takes(grammar, text)
 
 
+NUMBER_FORM = {"type": "json_schema", "json_schema": NUMBER}
+STRUCTURE = {"begin": "<f>", "schema": NUMBER, "end": ""}
+ENDS = {
+    "a text": ("<b>", ["<b>", "<", "b", ">", "x", "[CALLS]"]),
+    "one byte": (";", [";", "x", " ", "[CALLS]", "<call>"]),
+    "a special token": ("[CALLS]", ["[CALLS]", "x", "[", "<call>", "[ARGS]"]),
+    "a token that is shown": ("<call>", ["<call>", "x", "<", "[CALLS]"]),
+}
+CONTENTS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
+    "json_schema": (NUMBER_FORM, r"0|[1-9]\d*", ["3", "0"]),
+    "regex": ({"type": "regex", "pattern": r"\s?[ab]+"}, r"\s?[ab]+", ["a", " b", "\n"]),
+    "grammar": (
+        {"type": "grammar", "grammar": 'root ::= "a" root | "b"'},
+        "a*b",
+        ["a", "b"],
+    ),
+}
+
+
+@pytest.mark.parametrize("mark", ENDS)
+@pytest.mark.parametrize("content", CONTENTS)
+def test_free_text_ends_where_its_tag_does_and_the_next_part_begins(
+    mark: str, content: str
+) -> None:
+    end, pieces = ENDS[mark]
+    form, pattern, others = CONTENTS[content]
+    free = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": end}
+    elements = [free, {"type": "const_string", "value": "\n\n"}, form]
+    grammar = structural_tag({"format": {"type": "sequence", "elements": elements}})
+    expression = re.compile(f"(?s:((?!{re.escape(end)}).)*){re.escape(end)}\n\n({pattern})")
+    choice, num_taken = random.Random(7), [0, 0]
+    for _ in range(100):
+        before = choice.choices(pieces, k=choice.randint(0, 2))
+        gap = choice.choices(("", end, f"{end}\n\n"), (1, 1, 8))
+        text = "".join([*before, *gap, *choice.choices(others, k=choice.randint(0, 2))])
+        expected = expression.fullmatch(text) is not None
+        assert takes(grammar, text) == expected, text
+        num_taken[expected] += 1
+    assert min(num_taken) > 4
+
+
+def test_a_structural_tag_may_be_the_last_part_of_another_one() -> None:
+    inner = {"type": "structural_tag", "triggers": ["<f"], "structures": [STRUCTURE]}
+    free = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "<call>"}
+    grammar = structural_tag({"format": {"type": "sequence", "elements": [free, inner]}})
+    for text in ("<f>x<call>", "<call><f>3", "a<call>b<f>3"):
+        assert takes(grammar, text)
+    for text in ("", "<f>3", "<call><f>x"):
+        assert not takes(grammar, text)
+
+
 @pytest.mark.parametrize("text", ["<call>", "a[CALLS]b", "</tool_call>"])
 def test_json_may_have_texts_that_spell_special_tokens(text: str) -> None:
     """In ordinary tokens: a special one is no text."""
@@ -201,6 +252,7 @@ def test_json_may_have_texts_that_spell_special_tokens(text: str) -> None:
         structural_tag({"format": {"type": "json_schema", "json_schema": {"const": [text]}}}),
         Grammar(REGEX, f"{re.escape(text)}!"),
         Grammar(EBNF, f'root ::= "{text}" "!"'),
+        structural_tag({"format": {"type": "grammar", "grammar": f'root ::= "{text}" "!"'}}),
     ]
     for grammar in grammars:
         COMPILER.check(grammar)
@@ -208,9 +260,8 @@ def test_json_may_have_texts_that_spell_special_tokens(text: str) -> None:
             assert text in (random_text(grammar, seed) or "")
 
 
-NUMBER_FORM = {"type": "json_schema", "json_schema": NUMBER}
-STRUCTURE = {"begin": "<f>", "schema": NUMBER, "end": ""}
 TRIGGERED = {"type": "triggered_tags", "triggers": ["a{"], "tags": [number_tag("a{")]}
+ANY_TEXT = {"type": "tag", "begin": "<", "content": {"type": "any_text"}, "end": ">"}
 DEEP: dict[str, Any] = NUMBER_FORM
 for _ in range(20):
     DEEP = {"type": "or", "elements": [DEEP]}
@@ -239,12 +290,29 @@ BAD: list[tuple[dict[str, Any], str]] = [
         r"^structures\[0\].schema must be an object, or true",
     ),
     (
-        {"format": {"type": "any_text"}},
+        {"format": {"type": "nobody"}},
         "^format.type is none of those that are there: const_string",
     ),
+    ({"format": {"type": "any_text"}}, "^format.type any_text may only be the content of a tag"),
     (
-        {"format": {"type": "sequence", "elements": [TRIGGERED]}},
-        r"elements\[0\].type triggered_tags",
+        {"format": {**ANY_TEXT, "end": "<call>x"}},
+        "^format.end is a special token and more",
+    ),
+    (
+        {"format": {"type": "sequence", "elements": [TRIGGERED, NUMBER_FORM]}},
+        r"^format.elements\[0\].type is free text with tags, which only the last part may be",
+    ),
+    (
+        {"format": {"type": "sequence", "elements": [{"type": "regex", "pattern": "("}]}},
+        r"^format.elements\[0\].pattern: .*unclosed",
+    ),
+    (
+        {"format": {"type": "or", "elements": [{"type": "grammar", "grammar": "root ::= a"}]}},
+        r"^format.elements\[0\].grammar: ",
+    ),
+    (
+        {"format": {**ANY_TEXT, "content": {"type": "grammar", "grammar": "start: x"}}},
+        r"^format.content.grammar: .*unknown name",
     ),
     ({"format": {**TRIGGERED, "excludes": ["x"]}}, "^format.excludes is not there"),
     ({"format": {**TRIGGERED, "at_least_one": 1}}, "^format.at_least_one must be true or false$"),

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 from collections.abc import Iterator
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +12,27 @@ import msgspec
 import pytest
 
 from chat_template_cases import CALL, DEEPSEEK, QWEN, TOOL
-from fake_backend import Backend, run
+from scripted_chat import HELLO, Chat, chat, refused, settings_of
 from sentencepiece_models import LAYOUTS, make_sentencepiece_dir
 from serving_utils import make_model_dir
 from sglang.srt.entrypoints.launch import LaunchError
 from sglang.srt.entrypoints.openai.chat_messages import tool_use_of
 from sglang.srt.entrypoints.openai.chat_protocol import UNSUPPORTED, ChatCompletionRequest
 from sglang.srt.entrypoints.openai.chat_settings import ChatSettings, chat_settings_of
-from sglang.srt.entrypoints.openai.serving_chat import ChatCompletion
 from sglang.srt.frontend.body_parsing import parse_struct
 from sglang.srt.frontend.errors import RequestError
 from sglang.srt.function_call.formats import CALL_FORMATS
-from sglang.srt.messages.requests import (
-    BatchStrOutput,
-    FinishReason,
-    PositionLogprobs,
-    ReqTextOutput,
-)
 from sglang.srt.parser.chat_templates import ChatTemplates
 from sglang.srt.parser.reasoning_parser import REASONING_FORMATS
 from sglang.srt.parser.template_files import TemplateFiles
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 
-STOP = FinishReason(type="stop", matched="<eos>")
 PLAIN = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}{{ reasoning_effort }}"
     "{% if documents %}{{ documents | tojson }}{% endif %}"
 )
-HELLO = [{"role": "user", "content": "hello"}]
 SMALL = {"type": "function", "function": {"name": "weather"}}
 TOOLS = {"tools": [SMALL], "messages": HELLO}
 CALL_TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "é"}}\n</tool_call>'
@@ -66,89 +55,6 @@ def qwen() -> Iterator[ChatSettings]:
     templates = ChatTemplates(TemplateFiles({"default": QWEN}))
     yield ChatSettings(templates, CALL_FORMATS["qwen25"], REASONING_FORMATS["qwen3"])
     templates.close()
-
-
-class Chat:
-    """A chat, the request that it became, and its answer or chunks."""
-
-    def __init__(self) -> None:
-        self.answers: list[dict[str, Any]] = []
-        self.prompt = ""
-        self.params: Any = None
-
-    @property
-    def choice(self) -> dict[str, Any]:
-        (answer,) = self.answers
-        (choice,) = answer["choices"]
-        return choice
-
-    @property
-    def deltas(self) -> list[dict[str, Any]]:
-        return [a["choices"][0]["delta"] for a in self.answers if a["choices"]]
-
-    def joined(self, part: str) -> str:
-        return "".join(delta.get(part) or "" for delta in self.deltas)
-
-
-def call_of(backend: Backend, settings: ChatSettings, body: dict[str, Any]) -> ChatCompletion:
-    raw = msgspec.json.encode({"messages": HELLO, **body})
-    request = parse_struct(raw, ChatCompletionRequest, UNSUPPORTED)
-    return ChatCompletion(backend.manager, settings, request, "model")
-
-
-def chat(
-    tokenizer: Tokenizer,
-    settings: ChatSettings | ChatTemplates,
-    output: str = "Hi",
-    size: int = 1000,
-    **body: Any,
-) -> Chat:
-    """A chat whose output comes `size` tokens at a time."""
-    if isinstance(settings, ChatTemplates):
-        settings = ChatSettings(settings)
-    found = Chat()
-
-    async def scenario(backend: Backend) -> None:
-        call = call_of(backend, settings, body)
-        outputs = call.chunks() if call.streams else call.answer()
-
-        async def read() -> None:
-            async with aclosing(outputs):
-                found.answers = [item async for item in outputs]
-
-        reading = asyncio.create_task(read())
-        while not backend.requests and not reading.done():
-            await asyncio.sleep(0.005)
-        if not backend.requests:
-            return await reading
-        num_samples = backend.requests[0].sampling_params.n
-        await backend.wait_sent(num_samples)
-        for request in backend.requests:
-            found.prompt = tokenizer.decode(request.input_ids, False)
-            found.params = request.sampling_params
-            stream = tokenizer.decode_stream(True, request.input_ids)
-            ids = tokenizer.encode(output, False)
-            for start in range(0, len(ids), size):
-                new = ids[start : start + size]
-                is_last = start + size >= len(ids)
-                reason = STOP if is_last else None
-                end = start + len(new)
-                news = ReqTextOutput(request.req_id, stream.push(new), new, reason, 3, end, 0, 0)
-                if request.logprobs is not None:
-                    news.output_logprobs = [PositionLogprobs(i, -0.5, [-0.5], [i]) for i in new]
-                backend.inbox.put_nowait(BatchStrOutput(outputs=[news]))
-                await asyncio.sleep(0.002)
-        await reading
-
-    run(tokenizer, scenario)
-    return found
-
-
-def refused(tokenizer: Tokenizer, settings: Any, field: str, match: str = ".", **body: Any) -> None:
-    with pytest.raises(RequestError, match=match) as caught:
-        chat(tokenizer, settings, **body)
-    assert caught.value.field == field
-    assert caught.value.message.startswith(field)
 
 
 # ---------------------------------------------------------------- prompts
@@ -232,11 +138,22 @@ BAD: list[tuple[str, dict[str, Any]]] = [
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
     ),
     (
-        "messages[0].tool_calls[0].function.arguments",
+        "tool_choice.allowed_tools.mode",
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
+    ),
+    (
+        "tool_choice.tools",
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+    ),
+    (
+        "tool_choice.tools[0].name",
         {
-            "messages": [
-                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}
-            ]
+            "tools": [TOOL],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "function", "name": "x"}],
+            },
         },
     ),
     ("max_completion_tokens", {"max_tokens": 3, "max_completion_tokens": 4}),
@@ -363,22 +280,6 @@ def test_bytes_of_tokens_are_the_text_of_the_answer(
         assert best == {name: entry[name] for name in ("token", "logprob", "bytes")}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_with_a_format_has_no_reasoning(
-    tokenizer: Tokenizer, qwen: ChatSettings, stream: bool
-) -> None:
-    """What the prompt has begun to think ends there: the grammar is that of the content."""
-    person = {"type": "object", "properties": {"é": {"type": "integer"}}}
-    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": person}}
-    opened = [*HELLO, {"role": "assistant", "content": "well <think>\n"}]
-    flags = {"messages": opened, "continue_final_message": True, "stream": stream}
-    found = chat(tokenizer, qwen, '{"é": 1}', response_format=wanted, **flags)
-    assert found.prompt.endswith("well <think>\n</think>\n\n")
-    assert json.loads(found.params.json_schema) == person
-    content = found.joined("content") if stream else found.choice["message"]["content"]
-    assert content == '{"é": 1}'
-
-
 def test_formats_are_schemas_and_regex_and_ebnf_are_taken(
     tokenizer: Tokenizer, plain: ChatTemplates
 ) -> None:
@@ -393,11 +294,13 @@ def test_formats_are_schemas_and_regex_and_ebnf_are_taken(
     assert params.json_schema is None
 
 
-def test_a_format_leaves_no_room_for_calls(tokenizer: Tokenizer, qwen: ChatSettings) -> None:
+def test_only_a_schema_leaves_room_for_calls(tokenizer: Tokenizer, qwen: ChatSettings) -> None:
     wanted = {"response_format": {"type": "json_object"}}
-    refused(tokenizer, qwen, "response_format", "tool_choice", **TOOLS, **wanted)
+    tag = {"type": "structural_tag", "structures": [], "triggers": []}
+    refused(tokenizer, qwen, "response_format", "tool_choice", **TOOLS, response_format=tag)
     for name in ("json_schema", "regex", "ebnf", "structural_tag"):
-        refused(tokenizer, qwen, name, "tool_choice", **TOOLS, **{name: "{}"})
+        if name != "json_schema":
+            refused(tokenizer, qwen, name, "tool_choice", **TOOLS, **{name: "{}"})
         refused(tokenizer, qwen, "response_format", f"beside {name}", **wanted, **{name: "{}"})
     found = chat(tokenizer, qwen, "{}", **TOOLS, tool_choice="none", **wanted)
     assert found.params.grammar is not None
@@ -527,7 +430,6 @@ def test_strict_functions_are_held_where_the_model_may_choose(
         ("min_tokens", "tool_choice says", {"min_tokens": 2}),
         ("mtp_enabled", "mtp", {"mtp_enabled": True}),
         ("tools", r"parameters of tools have \d{6} bytes .* than 65536", {"tools": [SMALL] * 900}),
-        ("response_format", "tool_choice", {"response_format": {"type": "json_object"}}),
         (
             "tools[0].function.parameters.type",
             "must be object",
@@ -576,13 +478,6 @@ def test_parallel_calls_can_be_refused(tokenizer: Tokenizer, qwen: ChatSettings)
     assert len(found.choice["message"]["tool_calls"]) == 1
 
 
-def settings_of(template: str, calls: str, reasoning: str | None = None) -> ChatSettings:
-    form = None if reasoning is None else REASONING_FORMATS[reasoning]
-    tokens = {"bos_token": "<bos>", "eos_token": "<eos>"}
-    files = TemplateFiles({"default": template}, tokens)
-    return ChatSettings(ChatTemplates(files), CALL_FORMATS[calls], form)
-
-
 def test_special_tokens_are_shown_where_calls_begin_with_them(tokenizer: Tokenizer) -> None:
     settings = settings_of(PLAIN, "llama3")
     assert not chat(tokenizer, settings, **TOOLS).params.skip_special_tokens
@@ -615,9 +510,6 @@ def test_reasoning_that_the_prompt_begins(tokenizer: Tokenizer) -> None:
     settings = settings_of(DEEPSEEK, "qwen25", "qwen3")
     message = chat(tokenizer, settings, "why\n</think>\n\nso").choice["message"]
     assert (message["reasoning_content"], message["content"]) == ("why", "so")
-    found = chat(tokenizer, settings, CALL_TEXT, **TOOLS, tool_choice="required")
-    assert found.prompt.endswith("<think>\n</think>\n\n")
-    assert found.choice["finish_reason"] == "tool_calls"
     ids = tokenizer.encode("x<think>\n")
     message = chat(tokenizer, settings, "why</think>so", input_ids=ids).choice["message"]
     assert message["reasoning_content"] == "why"
@@ -650,12 +542,6 @@ def test_reasoning_tokens_are_those_up_to_the_end_of_reasoning(
     counts = [_reasoning_tokens(chunk["usage"]) for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == expected
-
-
-def test_content_of_a_given_form_is_no_reasoning(tokenizer: Tokenizer, qwen: ChatSettings) -> None:
-    (whole,) = chat(tokenizer, qwen, "<think>a</think>b", regex="<think>a</think>b").answers
-    assert whole["choices"][0]["message"]["content"] == "<think>a</think>b"
-    assert _reasoning_tokens(whole["usage"]) == 0
 
 
 def test_reasoning_tokens_of_samples_add_up(tokenizer: Tokenizer, qwen: ChatSettings) -> None:

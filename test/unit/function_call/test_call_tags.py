@@ -14,8 +14,9 @@ from sglang.srt.constrained.matchers import GrammarError
 from sglang.srt.function_call.call_tags import (
     HeldFunction,
     calls_in_text,
+    calls_or_content,
     forced_calls,
-    wrong_schema,
+    source_of_error,
 )
 from sglang.srt.function_call.formats import CALL_FORMATS
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -157,8 +158,43 @@ def test_a_schema_that_cannot_be_kept_is_named_by_its_function(form: str) -> Non
     for tag in tags:
         with pytest.raises(GrammarError) as caught:
             COMPILER.check(grammar_of(tag))
-        found = wrong_schema(f"sampling_params.structural_tag: {caught.value}.", tag, functions)
+        message = f"sampling_params.structural_tag: {caught.value}."
+        parts = [(each.place, each.schema) for each in functions]
+        found = source_of_error(message, tag, parts)
         assert found is not None
-        assert found[0] == bad
+        assert found[0] == bad.place
+        assert found[1].startswith("failed to compile")
         assert "not" in found[1]
-        assert wrong_schema("sampling_params.structural_tag: has 9 bytes.", tag, functions) is None
+        assert source_of_error("sampling_params.structural_tag: has 9 bytes.", tag, parts) is None
+
+
+CONTENT = {
+    "type": "object",
+    "properties": {"nam": {"const": 1}, "name": {"type": "string", "maxLength": 9}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("is_single", [False, True])
+def test_an_answer_is_calls_or_content_of_its_form_and_never_both(
+    form: str, is_single: bool
+) -> None:
+    content = {"type": "json_schema", "json_schema": CONTENT}
+    tag = calls_or_content(CALL_FORMATS[form], FUNCTIONS, is_single, content)
+    grammar = grammar_of(tag)
+    for text in ('{"name": "weather"}', '{"name": "wea"}', '{"nam":1, "name": ""}', '{"name":"x"}'):
+        assert takes(grammar, text)
+        assert not takes(grammar, text + text)
+    for text in ("", "Hello", '{"nam": 2, "name": "x"}', "{}", "<think>"):
+        assert not takes(grammar, text)
+    every = list(itertools.product(NAMES, ARGUMENTS))
+    for call in every:
+        text = calls_as_text(form, [call])
+        assert takes(grammar, text) == is_valid(*call), text
+        assert not takes(grammar, text + ' {"name": "x"}')
+    good = [call for call in every if is_valid(*call)]
+    for first, second in itertools.product(good[:2], every[::7]):
+        text = calls_as_text(form, [first, second])
+        assert takes(grammar, text) == (is_valid(*second) and not is_single), text

@@ -130,3 +130,26 @@ def test_what_a_template_may_not_do_is_an_error(source: str) -> None:
 def test_broken_templates_say_where(source: str) -> None:
     with pytest.raises(RenderingError, match=r"cannot be compiled: line 1: "):
         ChatTemplate(source, MAX_CHARS)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("begins", [False, True])
+def test_the_turn_is_the_end_of_the_prompt_without_what_others_say(
+    name: str, chat: str, begins: bool
+) -> None:
+    messages = CHATS[chat]
+    given = {**TOKENS, "tools": None, "add_generation_prompt": begins}
+    is_continued = chat == "continued" and not begins
+    template = compiled(TEMPLATES[name])
+    try:
+        prompt = template.render({**given, "messages": messages}, is_continued)
+    except RenderingError:
+        with pytest.raises(RenderingError):
+            template.render_turn({**given, "messages": messages}, is_continued)
+        return
+    turn = template.render_turn({**given, "messages": messages}, is_continued)
+    assert prompt.endswith(turn)
+    assert (messages[-1]["content"].strip() in turn) == is_continued
+    if begins and name in ("llama", "qwen", "deepseek"):
+        assert "ssistant" in turn

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from sglang.srt.parser.reasoning_parser import (
     REASONING_FORMATS,
+    Outset,
     Parts,
     ReasoningFormat,
     ReasoningParser,
@@ -22,7 +23,12 @@ PIECES = st.lists(
 
 
 def parse(pieces: list[str], is_open: bool) -> Parts:
-    parser = ReasoningParser(ReasoningFormat(), is_open)
+    outset = Outset.OPEN if is_open else Outset.FREE
+    return parse_from(outset, pieces)
+
+
+def parse_from(outset: Outset, pieces: list[str], gap: str | None = None) -> Parts:
+    parser = ReasoningParser(ReasoningFormat(), outset, gap)
     found = [*(parser.push(piece) for piece in pieces), parser.finish()]
     return Parts("".join(p.reasoning for p in found), "".join(p.content for p in found))
 
@@ -58,10 +64,33 @@ def test_parts_are_the_text_without_its_marks(text: str, is_open: bool) -> None:
         ("qwen3", "<think>\n", "hm</think>Hi", ("hm", "Hi")),
         ("qwen3", "<think>\n\n</think>\n\n", "Hi", ("", "Hi")),
         ("qwen3-thinking", "", "hm</think>Hi", ("hm", "Hi")),
+        ("qwen3-thinking", "<think>\n\n</think>\n\n", "Hi", ("", "Hi")),
+        ("deepseek-r1", "a</think>b<think>\n", "hm</think>Hi", ("hm", "Hi")),
+        ("deepseek-r1", "<think>\nhm</think>\n", "Hi", ("", "Hi")),
+        ("qwen3", "<think>\nI s", " ee</think>Hi", (" ee", "Hi")),
+        ("qwen3", "<think>\nI s", "<think> ee", ("<think> ee", "")),
         ("deepseek-r1", "", "hm\n</think>\nHi", ("hm", "Hi")),
         ("deepseek-r1", "", "<think>cut off", ("cut off", "")),
     ],
 )
 def test_formats(name: str, prompt: str, text: str, expected: tuple[str, str]) -> None:
     form = REASONING_FORMATS[name]
-    assert parse([text], form.starts_open or form.is_open_after(prompt)) == expected
+    for pieces in ([text], list(text)):
+        assert parse_from(form.outset_after(prompt), pieces) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("a</think>\n\n  x\n", "  x\n"),
+        ("a</think>\n\n\n", "\n"),
+        ("a</think>\n", ""),
+        ("a</think> b", " b"),
+    ],
+)
+def test_of_white_space_behind_reasoning_only_a_known_gap_is_left_out(
+    text: str, content: str
+) -> None:
+    """What a grammar holds is content as it is."""
+    for pieces in ([text], list(text)):
+        assert parse_from(Outset.OPEN, pieces, "\n\n") == ("a", content)

@@ -4,25 +4,33 @@ hostile grammar may take very long to compile, or all of the stack."""
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, regex_to_lark
 
 from sglang.srt.constrained.structural_tags import (
+    Languages,
     SpecialTokens,
-    StructuralTagError,
     TagGrammar,
     json_rule,
     tag_grammar,
 )
-from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, STRUCTURAL_TAG, Grammar
+from sglang.srt.constrained.tag_entries import StructuralTagError
+from sglang.srt.sampling.grammar import (
+    EBNF,
+    JSON_SCHEMA,
+    JSON_WHITESPACE,
+    STRUCTURAL_TAG,
+    Grammar,
+)
 
 BYTES_OF_ENTRY = 4  # of a bitmask
-NUM_CHECKED_TOKENS, NUM_TIMED_WALKS = 4, 2
+NUM_CHECKED_TOKENS, NUM_WALKS = 4, 3
 MAX_ERROR_CHARS = 300
 ASCII_CLASSES = "dws"  # of a regex: \\d, \\w and \\s are ASCII alone
 ERROR_LINE = "error: "
@@ -30,8 +38,6 @@ NO_TEXT = "NoExtension"  # as the library calls it
 PANIC, BACKTRACE = "panic: ", "<backtrace>"
 # Where in a grammar an error is, and the lines around it.
 PLACE_IN_LARK = re.compile(r"\A(at )?\d+\(\d+\): |\n +\d+ \| .*", re.DOTALL)
-# Between two parts of a JSON text. Without a bound a weak model may write spaces to the end.
-JSON_WHITESPACE = r"[ \t\n\r]{0,32}"
 # Text that must come is given as the tokenizer divides it, which is shorter, but in special tokens
 # too, which are no text, and in tokens that the model may lack. This leaves the model to divide it.
 NO_FORCING = '%llguidance {"no_forcing": true}'
@@ -174,27 +180,39 @@ class GrammarCompiler:
             return self._matcher(_to_lark(grammar), shows_place=grammar.kind == EBNF)
         found = _tag_grammar(grammar.text, self._special_tokens())
         try:
-            return self._matcher(found.lark)
+            return self._matcher(found.lark, found.nested)
         except GrammarError:
-            self._refuse_schemas(found)
+            self._check_parts(found)
             raise
 
-    def _matcher(self, lark: str, shows_place: bool = False) -> Matcher:
-        """The matcher of a grammar; an error shows the place in it only if the client knows it."""
+    def _matcher(
+        self, lark: str, nested: Mapping[str, str] | None = None, shows_place: bool = False
+    ) -> Matcher:
+        """The matcher of a grammar; an error shows the place in it only if the client knows it.
+
+        Args:
+            nested: grammars that this one names.
+        """
+        others = nested or {}
         is_larger = self._tokenizer.vocab_size > self._vocab_size
-        if is_larger or self._special_tokens().may_be_spelled(lark):
+        may_be_spelled = self._special_tokens().may_be_spelled
+        if is_larger or any(map(may_be_spelled, (lark, *others.values()))):
             lark = f"{lark}\n{NO_FORCING}\n"
-        grammar = LLMatcher.grammar_from_lark(lark)
+        named = [{"name": name, "lark_grammar": text} for name, text in others.items()]
+        grammar = json.dumps({"grammars": [{"lark_grammar": lark}, *named]})
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error() and not shows_place:
             raise GrammarError(_reason(PLACE_IN_LARK.sub("", matcher.get_error())))
         return Matcher(matcher, self._nothing_more, self._everything, self._never_allowed)
 
-    def _refuse_schemas(self, found: TagGrammar) -> None:
-        """Raises GrammarError with the place of the first schema that cannot be used alone."""
-        for place, schema in found.schemas:
+    def _check_parts(self, found: TagGrammar) -> None:
+        """Raises GrammarError with the place of the client's first part that is wrong alone."""
+        first_places: dict[str, str] = {}
+        for place, lark in found.parts:
+            first_places.setdefault(lark, place)
+        for lark, place in first_places.items():
             try:
-                self._matcher(f"start: {json_rule(schema, JSON_WHITESPACE)}")
+                self._check_masks(self._matcher(lark))
             except GrammarError as error:
                 raise GrammarError(one_line(f"{place}: {error}")) from None
 
@@ -210,20 +228,28 @@ class GrammarCompiler:
         return self._special
 
     def check(self, grammar: Grammar) -> None:
-        """Compiles a grammar and walks a few tokens along, twice: some are too large only then, and
-        some slow for each token.
+        """Compiles a grammar and walks a few tokens along: some are too large only then, and some
+        slow for each token. The parts of a structural tag are walked, too: where free text is
+        before them, the whole does not come to them.
 
         Raises:
             GrammarError: if it cannot be used.
         """
-        matcher = self.compile(grammar)
-        self._walk(matcher.copy())
-        least_ms = min(self._walk(matcher.copy()) for _ in range(NUM_TIMED_WALKS))
-        if least_ms > MAX_MASK_MS:
-            raise GrammarError(
-                f"takes {least_ms:.0f} ms for each token of the output, more than the"
-                f" {MAX_MASK_MS:g} that there are; use a simpler one"
-            )
+        self._check_masks(self.compile(grammar))
+        if grammar.kind == STRUCTURAL_TAG:
+            self._check_parts(_tag_grammar(grammar.text, self._special_tokens()))
+
+    def _check_masks(self, matcher: Matcher) -> None:
+        """Raises GrammarError if masks are not to be had, or too slow each time."""
+        least_ms = math.inf
+        for _ in range(NUM_WALKS):
+            least_ms = min(least_ms, self._walk(matcher.copy()))
+            if least_ms <= MAX_MASK_MS:
+                return
+        raise GrammarError(
+            f"takes {least_ms:.0f} ms for each token of the output, more than the"
+            f" {MAX_MASK_MS:g} that there are; use a simpler one"
+        )
 
     def _walk(self, matcher: Matcher) -> float:
         """Milliseconds of this thread's time, of the dearest mask on the way."""
@@ -264,7 +290,7 @@ def _read_json(text: str) -> Any:
 
 def _tag_grammar(text: str, special: SpecialTokens) -> TagGrammar:
     try:
-        return tag_grammar(_read_json(text), special, JSON_WHITESPACE)
+        return tag_grammar(_read_json(text), special, LANGUAGES)
     except (StructuralTagError, RecursionError) as error:
         raise GrammarError(one_line(str(error))) from None
 
@@ -275,13 +301,28 @@ def _to_lark(grammar: Grammar) -> str:
         schema = _read_json(grammar.text)
         if schema is False or not isinstance(schema, dict | bool):
             raise GrammarError("must be an object, or true; no text is of the schema false")
-        return f"start: {json_rule(schema, JSON_WHITESPACE)}"
+        return f"start: {_schema_to_lark(schema)}"
     if grammar.kind == EBNF:
-        try:
-            return grammar_from("ebnf", grammar.text)
-        except (ValueError, IndexError, RecursionError) as error:
-            raise GrammarError(one_line(str(error))) from None
-    return f"start: /{regex_to_lark(grammar.text, ASCII_CLASSES)}/"
+        return _ebnf_to_lark(grammar.text)
+    return f"start: {_regex_to_lark(grammar.text)}"
+
+
+def _schema_to_lark(schema: dict[str, Any] | bool) -> str:
+    return json_rule(schema, JSON_WHITESPACE)
+
+
+def _regex_to_lark(text: str) -> str:
+    return f"/{regex_to_lark(text, ASCII_CLASSES)}/"
+
+
+def _ebnf_to_lark(text: str) -> str:
+    try:
+        return grammar_from("ebnf", text)
+    except (ValueError, IndexError, RecursionError) as error:
+        raise GrammarError(one_line(str(error))) from None
+
+
+LANGUAGES = Languages(_schema_to_lark, _regex_to_lark, _ebnf_to_lark)
 
 
 def is_set(mask: bytes, token: int) -> bool:

@@ -12,16 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from sglang.srt.constrained.tag_entries import (
+    Entry,
+    Number,
+    StructuralTagError,
+    Tag,
+    number_of,
+    tag_of,
+    tag_of_structure,
+)
 from sglang.srt.sampling.grammar import STRUCTURAL_TAG
+from sglang.srt.sampling.json_schemas import keepable
 
 MAX_DEPTH = 16  # of formats within formats
-MAX_NAME_CHARS = 40  # of an unknown field, in a message
 ANYTHING = "(?s:.*)"
-TYPE_NAMES = {str: "a text", dict: "an object", list: "a list", bool: "true or false"}
-
-
-class StructuralTagError(ValueError):
-    """A structural tag that cannot be used; says where and why."""
 
 
 @dataclass(frozen=True)
@@ -51,142 +55,97 @@ class SpecialTokens:
         return any(name in plain for name in (*self.ids, *escaped))
 
 
-class SchemaPlace(NamedTuple):
-    """A JSON schema, and where in the structural tag it is."""
+class Part(NamedTuple):
+    """A client's schema, expression or grammar, and where in the structural tag it is.
+
+    Attributes:
+        lark: its grammar, which can be compiled alone.
+    """
 
     place: str
-    schema: dict[str, Any] | bool
+    lark: str
 
 
 class TagGrammar(NamedTuple):
-    """A grammar in the library's form of Lark, and the schemas in it."""
+    """A grammar in the library's form of Lark.
+
+    Attributes:
+        parts: of the client's own within it.
+        nested: grammars that it names.
+    """
 
     lark: str
-    schemas: list[SchemaPlace]
+    parts: list[Part]
+    nested: dict[str, str]
 
 
-def tag_grammar(value: Any, special: SpecialTokens, white_space: str) -> TagGrammar:
+class Languages(NamedTuple):
+    """Writes what a client gives in other languages as grammars in the library's form of Lark.
+
+    Attributes:
+        schema: of a JSON schema that is not false, as an expression in a rule.
+        regex: of a regular expression, likewise.
+        ebnf: of a whole grammar; raises ValueError if it is none.
+    """
+
+    schema: Callable[[dict[str, Any] | bool], str]
+    regex: Callable[[str], str]
+    ebnf: Callable[[str], str]
+
+
+def tag_grammar(value: Any, special: SpecialTokens, languages: Languages) -> TagGrammar:
     """The grammar of a structural tag.
-
-    Args:
-        white_space: an expression; what may stand between two parts of a JSON text.
 
     Raises:
         StructuralTagError: naming the entry that is wrong.
     """
-    writer = _Writer(special, white_space)
-    whole = _Entry(value, "")
+    writer = _Writer(special, languages)
+    whole = Entry(value, "")
     if whole.take("type", str) != STRUCTURAL_TAG:
         raise whole.error("type", f'must be "{STRUCTURAL_TAG}"')
-    if "format" in whole.value:
-        form = _Entry(whole.take("format", dict), "format")
-        whole.refuse_others()
-        start = writer.whole_format(form)
-    else:
-        whole.take("triggers", list)
-        tags = [_tag_of_structure(entry) for entry in whole.entries("structures")]
-        whole.refuse_others()
-        start = writer.triggered(whole, tags, _Number(False, False))
-    return TagGrammar("\n".join([f"start: {start}", *writer.rules]), writer.schemas)
+    start = writer.structural_tag(whole, _Place(0, is_last=True))
+    whole.refuse_others()
+    return TagGrammar("\n".join([f"start: {start}", *writer.rules]), writer.parts, writer.nested)
 
 
 def json_rule(schema: dict[str, Any] | bool, white_space: str) -> str:
     """What matches the JSON of a schema that is not false, in a rule."""
-    given = {} if isinstance(schema, bool) else schema
+    given = {} if isinstance(schema, bool) else keepable(schema)
     options = given.get("x-guidance", {})
     if isinstance(options, dict):
         options = {**options, "whitespace_pattern": white_space}
     return f"%json {json.dumps({**given, 'x-guidance': options})}"
 
 
-class _Entry:
-    """An object within a structural tag, read field by field.
-
-    Args:
-        place: as the client knows it.
-        renamed: fields to what the client calls them.
-    """
-
-    def __init__(self, value: Any, place: str, renamed: Mapping[str, str] | None = None) -> None:
-        if not isinstance(value, dict):
-            raise StructuralTagError(f"{place or 'it'} must be an object")
-        self.value: dict[str, Any] = value
-        self._place = place
-        self._renamed = renamed or {}
-        self._known = {"type"}
-
-    def take(self, name: str, kind: Any, default: Any = None) -> Any:
-        """A field of a type; it must be there if there is no default."""
-        self._known.add(name)
-        found = self.value.get(name, default)
-        if not isinstance(found, kind):
-            raise self.error(name, f"must be {TYPE_NAMES.get(kind, 'a JSON schema')}")
-        return found
-
-    def entries(self, name: str) -> list[_Entry]:
-        """A list of objects, which has one at least."""
-        found = self.take(name, list)
-        if not found:
-            raise self.error(name, "must have at least one entry")
-        return [_Entry(item, f"{self.of(name)}[{index}]") for index, item in enumerate(found)]
-
-    def refuse_others(self) -> None:
-        """Refuses fields that were not taken."""
-        for name in self.value:
-            if name not in self._known:
-                raise self.error(name[:MAX_NAME_CHARS], "is not there; leave it out")
-
-    def of(self, name: str) -> str:
-        """The client's name of a field."""
-        theirs = self._renamed.get(name, name)
-        return f"{self._place}.{theirs}" if self._place else theirs
-
-    def error(self, name: str, reason: str) -> StructuralTagError:
-        return StructuralTagError(f"{self.of(name)} {reason}")
-
-
-class _Tag(NamedTuple):
-    """Text that begins and ends so, with a content of a format.
+class _Place(NamedTuple):
+    """Where a format stands.
 
     Attributes:
-        entry: where the client wrote it.
+        is_last: nothing follows it.
+        end: of the tag that it is the content of.
     """
 
-    begin: str
-    content: _Entry
-    end: str
-    entry: _Entry
+    depth: int
+    is_last: bool
+    end: str = ""
+
+    def within(self, is_last: bool = False, end: str = "") -> _Place:
+        """A place one deeper."""
+        return _Place(self.depth + 1, is_last, end)
 
 
-class _Number(NamedTuple):
-    """How many tags there are: one at least, one at most."""
+class _FreeText(NamedTuple):
+    """Free text, as expressions.
 
-    at_least_one: bool
-    stop_after_first: bool
+    Attributes:
+        plain: ordinary text without marks, not empty.
+        special: such text or none, and a special token that is no mark; None: there is none.
+        heads: by their marks, such text or none, and the mark.
+    """
 
-
-def _tag_of(entry: _Entry) -> _Tag:
-    if entry.value.get("type", "tag") != "tag":
-        raise entry.error("type", 'must be "tag"')
-    content = _Entry(entry.take("content", dict), entry.of("content"))
-    tag = _Tag(entry.take("begin", str), content, entry.take("end", str), entry)
-    entry.refuse_others()
-    return tag
-
-
-def _tag_of_structure(entry: _Entry) -> _Tag:
-    schema = entry.take("schema", dict | bool)
-    content = {"type": "json_schema", "json_schema": schema}
-    place = entry.of("schema").removesuffix(".schema")
-    inner = _Entry(content, place, {"json_schema": "schema"})
-    tag = _Tag(entry.take("begin", str), inner, entry.take("end", str), entry)
-    entry.refuse_others()
-    return tag
-
-
-def _number_of(form: _Entry) -> _Number:
-    names = ("at_least_one", "stop_after_first")
-    return _Number(*(form.take(name, bool, default=False) for name in names))
+    plain: str
+    special: str | None
+    heads: dict[str, str]
 
 
 class _Writer:
@@ -194,75 +153,94 @@ class _Writer:
 
     Attributes:
         rules: that the expressions need, one a line.
-        schemas: as they were met.
+        parts: as they were met.
+        nested: grammars by the names that expressions have for them.
     """
 
-    def __init__(self, special: SpecialTokens, white_space: str) -> None:
+    def __init__(self, special: SpecialTokens, languages: Languages) -> None:
         self.rules: list[str] = []
-        self.schemas: list[SchemaPlace] = []
+        self.parts: list[Part] = []
+        self.nested: dict[str, str] = {}
         self._special = special
-        self._white_space = white_space
-        self._formats: dict[str, Callable[[_Entry, int], str]] = {
+        self._languages = languages
+        self._formats: dict[str, Callable[[Entry, _Place], str]] = {
             "const_string": self._const_string,
             "json_schema": self._json_schema,
+            "regex": self._regex,
+            "grammar": self._grammar,
+            "any_text": self._any_text,
             "sequence": self._sequence,
             "or": self._or,
             "tag": self._tag_format,
             "tags_with_separator": self._tags_with_separator,
+            "triggered_tags": self._triggered_tags,
+            STRUCTURAL_TAG: self.structural_tag,
         }
 
-    def whole_format(self, form: _Entry) -> str:
-        """What matches a format that nothing stands around."""
-        if form.value.get("type") != "triggered_tags":
-            return self._format(form, 0)
-        form.take("triggers", list)
-        tags, number = [_tag_of(entry) for entry in form.entries("tags")], _number_of(form)
-        form.refuse_others()
-        return self.triggered(form, tags, number)
+    def structural_tag(self, whole: Entry, place: _Place) -> str:
+        """What matches a structural tag."""
+        if "format" in whole.value:
+            form = Entry(whole.take("format", dict), whole.of("format"))
+            return self._format(form, place.within(place.is_last))
+        whole.take("triggers", list)
+        tags = [tag_of_structure(entry) for entry in whole.entries("structures")]
+        return self._triggered(whole, place, tags, Number(False, False))
 
-    def triggered(self, form: _Entry, tags: list[_Tag], number: _Number) -> str:
+    def _triggered_tags(self, form: Entry, place: _Place) -> str:
+        form.take("triggers", list)
+        tags = [tag_of(entry) for entry in form.entries("tags")]
+        return self._triggered(form, place, tags, number_of(form))
+
+    def _triggered(self, form: Entry, place: _Place, tags: list[Tag], number: Number) -> str:
         """Free text, in which each of the form's triggers begins one of its tags."""
+        if not place.is_last:
+            raise form.error("type", "is free text with tags, which only the last part may be")
         triggers = self._triggers_of(form)
         rests: dict[str, list[str]] = {trigger: [] for trigger in triggers}
         for tag in tags:
             trigger = next((item for item in triggers if tag.begin.startswith(item)), None)
             if trigger is None:
                 raise tag.entry.error("begin", "begins with none of the triggers")
-            rests[trigger].append(self._tag(tag, 0, tag.begin.removeprefix(trigger)))
+            rests[trigger].append(self._tag(tag, place, tag.begin.removeprefix(trigger)))
         idle = next((trigger for trigger, found in rests.items() if not found), None)
         if idle is not None:
             raise form.error("triggers", "must each begin one of the tags")
-        ids = {item: self._special.ids[item] for item in triggers if item in self._special.ids}
-        texts = [trigger for trigger in triggers if trigger not in ids]
+        free = self._free_text(triggers)
+        tagged = [
+            f"{free.heads[trigger]} ({' | '.join(found)})" for trigger, found in rests.items()
+        ]
+        return _repeated(self._rule(" | ".join(tagged)), free.special, free.plain, number)
+
+    def _free_text(self, marks: Sequence[str]) -> _FreeText:
+        """Free text that ends where the first of these marks is."""
+        ids = {item: self._special.ids[item] for item in marks if item in self._special.ids}
+        texts = [mark for mark in marks if mark not in ids]
         plain = self._plain_text(texts)
         chars = "".join(_as_regex(text) for text in texts if _is_byte(text))
         before = f"[^{chars}]*" if chars else ANYTHING
-        tagged = []
-        for trigger, found in rests.items():
-            head = f"{plain}? {self._text(trigger)}"
-            if trigger in texts and not _is_byte(trigger):
-                # Lazy: it ends where the trigger is there for the first time. The library panics
+        heads = {mark: f"{plain}? {self._text(mark)}" for mark in marks}
+        for mark in texts:
+            if not _is_byte(mark):
+                # Lazy: it ends where the mark is there for the first time. The library panics
                 # where one byte is such a rule and what stands before it could go on.
-                head = self._rule(f"/{before}{_as_regex(trigger)}/", options="[lazy]")
-            tagged.append(f"{head} ({' | '.join(found)})")
+                heads[mark] = self._rule(f"/{before}{_as_regex(mark)}/", options="[lazy]")
         others = self._free_tokens({*ids.values()})
-        free = f"{plain}? {others}" if others else None
-        return _repeated(self._rule(" | ".join(tagged)), free, plain, number)
+        return _FreeText(plain, f"{plain}? {others}" if others else None, heads)
 
-    def _triggers_of(self, form: _Entry) -> Sequence[str]:
+    def _triggers_of(self, form: Entry) -> Sequence[str]:
         triggers = form.value["triggers"]
         if not triggers or not all(isinstance(item, str) and item for item in triggers):
             raise form.error("triggers", "must be a list of texts that are not empty")
         for index, trigger in enumerate(triggers):
             if any(trigger in other or other in trigger for other in triggers[:index]):
                 raise form.error(f"triggers[{index}]", "is in another one, or holds one")
-            parts = self._special.split(trigger)
-            if len(parts) > 1:
-                raise form.error(
-                    f"triggers[{index}]",
-                    "is a special token and more; give the token or the text alone",
-                )
+            self._refuse_mixed(form, f"triggers[{index}]", trigger)
         return triggers
+
+    def _refuse_mixed(self, form: Entry, name: str, mark: str) -> None:
+        if len(self._special.split(mark)) > 1:
+            reason = "is a special token and more; give the token or the text alone"
+            raise form.error(name, reason)
 
     def _plain_text(self, triggers: list[str]) -> str:
         """A terminal: ordinary text, not empty, without these triggers."""
@@ -276,56 +254,84 @@ class _Writer:
         free = sorted({*self._special.ids.values()} - triggers - self._special.ends)
         return f"<[{','.join(map(str, free))}]>" if free else None
 
-    def _format(self, form: _Entry, depth: int) -> str:
+    def _format(self, form: Entry, place: _Place) -> str:
         """What matches a format."""
         kind = form.take("type", str)
-        if depth > MAX_DEPTH:
+        if place.depth > MAX_DEPTH:
             raise form.error("type", f"is nested more than {MAX_DEPTH} deep")
-        if kind == "triggered_tags":
-            raise form.error("type", "triggered_tags may only be the whole format")
         if kind not in self._formats:
-            known = ", ".join((*self._formats, "triggered_tags"))
+            known = ", ".join(self._formats)
             raise form.error("type", f"is none of those that are there: {known}")
-        found = self._formats[kind](form, depth)
+        found = self._formats[kind](form, place)
         form.refuse_others()
         return found
 
-    def _const_string(self, form: _Entry, depth: int) -> str:
+    def _const_string(self, form: Entry, place: _Place) -> str:
         return self._text(form.take("value", str))
 
-    def _json_schema(self, form: _Entry, depth: int) -> str:
+    def _json_schema(self, form: Entry, place: _Place) -> str:
         schema = form.take("json_schema", dict | bool)
         if schema is False:
             raise form.error("json_schema", "must be an object, or true; no text is of false")
-        self.schemas.append(SchemaPlace(form.of("json_schema"), schema))
-        return self._rule(json_rule(schema, self._white_space))
+        return self._part(form.of("json_schema"), self._languages.schema(schema))
 
-    def _sequence(self, form: _Entry, depth: int) -> str:
-        return " ".join(self._format(item, depth + 1) for item in form.entries("elements"))
+    def _regex(self, form: Entry, place: _Place) -> str:
+        return self._part(form.of("pattern"), self._languages.regex(form.take("pattern", str)))
 
-    def _or(self, form: _Entry, depth: int) -> str:
-        parts = [self._format(item, depth + 1) for item in form.entries("elements")]
+    def _grammar(self, form: Entry, place: _Place) -> str:
+        text, name = form.take("grammar", str), f"nested_{len(self.nested)}"
+        try:
+            self.nested[name] = self._languages.ebnf(text)
+        except ValueError as error:
+            raise StructuralTagError(f"{form.of('grammar')}: {error}") from None
+        self.parts.append(Part(form.of("grammar"), self.nested[name]))
+        return f"@{name}"
+
+    def _any_text(self, form: Entry, place: _Place) -> str:
+        """Free text and the end of the tag that it is the content of."""
+        if not place.end:
+            raise form.error("type", "any_text may only be the content of a tag that has an end")
+        free = self._free_text([place.end])
+        before = f"({free.special})* " if free.special else ""
+        return self._rule(f"{before}{free.heads[place.end]}")
+
+    def _part(self, place: str, body: str) -> str:
+        self.parts.append(Part(place, f"start: {body}"))
+        return self._rule(body)
+
+    def _sequence(self, form: Entry, place: _Place) -> str:
+        *others, last = form.entries("elements")
+        parts = [self._format(item, place.within()) for item in others]
+        return " ".join([*parts, self._format(last, place.within(place.is_last))])
+
+    def _or(self, form: Entry, place: _Place) -> str:
+        items = form.entries("elements")
+        parts = [self._format(item, place.within(place.is_last)) for item in items]
         return self._rule(" | ".join(parts))
 
-    def _tag_format(self, form: _Entry, depth: int) -> str:
-        tag = _tag_of(form)
-        return self._tag(tag, depth, tag.begin)
+    def _tag_format(self, form: Entry, place: _Place) -> str:
+        tag = tag_of(form)
+        return self._tag(tag, place, tag.begin)
 
-    def _tags_with_separator(self, form: _Entry, depth: int) -> str:
-        tags = [_tag_of(entry) for entry in form.entries("tags")]
-        tag = self._rule(" | ".join(self._tag(tag, depth, tag.begin) for tag in tags))
-        separator, number = self._text(form.take("separator", str)), _number_of(form)
+    def _tags_with_separator(self, form: Entry, place: _Place) -> str:
+        tags = [tag_of(entry) for entry in form.entries("tags")]
+        tag = self._rule(" | ".join(self._tag(tag, place, tag.begin) for tag in tags))
+        separator, number = self._text(form.take("separator", str)), number_of(form)
         found = tag if number.stop_after_first else f"{tag} ({separator} {tag})*"
         return self._rule(found if number.at_least_one else f"({found})?")
 
-    def _tag(self, tag: _Tag, depth: int, begin: str) -> str:
+    def _tag(self, tag: Tag, place: _Place, begin: str) -> str:
         """A tag.
 
         Args:
             begin: what is not there yet of its beginning.
         """
-        content = self._format(tag.content, depth + 1)
-        return self._rule(f"{self._text(begin)} {content} {self._text(tag.end)}")
+        is_free = tag.content.value.get("type") == "any_text"  # which has the end in it
+        if is_free:
+            self._refuse_mixed(tag.entry, "end", tag.end)
+        content = self._format(tag.content, place.within(end=tag.end))
+        end = "" if is_free else f" {self._text(tag.end)}"
+        return self._rule(f"{self._text(begin)} {content}{end}")
 
     def _text(self, text: str) -> str:
         parts = self._special.split(text) or [""]
@@ -339,7 +345,7 @@ class _Writer:
         return name
 
 
-def _repeated(tag: str, free: str | None, plain: str, number: _Number) -> str:
+def _repeated(tag: str, free: str | None, plain: str, number: Number) -> str:
     """Tags in free text; `free` is such text with a special token behind it."""
     before, around = (f"({free})*", f"({tag} | {free})*") if free else ("", f"({tag})*")
     if number.stop_after_first:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sglang.srt.function_call.formats import ARGUMENTS_MARK, CallFormat
-from sglang.srt.sampling.grammar import STRUCTURAL_TAG
+from sglang.srt.sampling.grammar import JSON_WHITESPACE, STRUCTURAL_TAG
 
-_PLACE = re.compile(rf"sampling_params\.{STRUCTURAL_TAG}: (format\S*\.json_schema): ")
+_PLACE = re.compile(rf"sampling_params\.{STRUCTURAL_TAG}: (format[\w.\[\]]*)")
 _STEP = re.compile(r"\[(\d+)\]|(\w+)")
 
 
@@ -40,10 +40,20 @@ def forced_calls(
     return {"type": STRUCTURAL_TAG, "format": calls}
 
 
+def calls_or_content(
+    form: CallFormat, functions: Sequence[HeldFunction], is_single: bool, content: dict[str, Any]
+) -> dict[str, Any]:
+    """The structural tag of outputs that are calls alone, or JSON of this format alone."""
+    if form.is_bare:
+        tags = [_spaced_call(form, function) for function in functions]
+        calls = _separated(form, tags, is_single)
+    else:
+        calls = forced_calls(form, functions, is_single)
+    return {"type": STRUCTURAL_TAG, "format": {"type": "or", "elements": [calls, content]}}
+
+
 def calls_in_text(form: CallFormat, functions: Sequence[HeldFunction]) -> dict[str, Any]:
-    """The structural tag of outputs that are anything, with calls behind each marker. Not for a
-    form whose calls need no marker."""
-    assert not form.is_bare
+    """The structural tag of outputs that are anything, with calls behind each marker."""
     if form.closing:
         tags = [_call(form, function) for function in functions]
     else:
@@ -56,25 +66,41 @@ def calls_in_text(form: CallFormat, functions: Sequence[HeldFunction]) -> dict[s
     return {"type": STRUCTURAL_TAG, "format": triggered}
 
 
-def wrong_schema(
-    message: str, tag: dict[str, Any], functions: Sequence[HeldFunction]
-) -> tuple[HeldFunction, str] | None:
-    """The function whose schema an error message names by its place in a tag, and the reason."""
+def source_of_error(
+    message: str, tag: dict[str, Any], sources: Sequence[tuple[str, object]]
+) -> tuple[str, str] | None:
+    """Finds what an error message means that names a place in a structural tag.
+
+    Args:
+        sources: parts of the tag, each with the client's name for it.
+
+    Returns:
+        The name of the part that the place is in, and what the message says of the part.
+    """
     place = _PLACE.match(message)
     if place is None:
         return None
     found: Any = tag
-    for index, name in _STEP.findall(place.group(1)):
-        found = found[int(index)] if index else found[name]
-    function = next(each for each in functions if each.schema is found)
-    return function, message[place.end() :].removesuffix(".")
+    for step in _STEP.finditer(message, place.start(1), place.end(1)):
+        index, key = step.groups()
+        if index is None and key not in found:
+            return None
+        found = found[key] if index is None else found[int(index)]
+        for name, part in sources:
+            if found is part:
+                return name, message[step.end() :].lstrip(".: ").removesuffix(".")
+    return None
 
 
 def _calls(form: CallFormat, functions: Sequence[HeldFunction], is_single: bool) -> dict[str, Any]:
+    return _separated(form, [_call(form, function) for function in functions], is_single)
+
+
+def _separated(form: CallFormat, tags: list[dict[str, Any]], is_single: bool) -> dict[str, Any]:
     separator = "\n" if form.closing else ", " if form.in_list else f"{form.separator} "
     return {
         "type": "tags_with_separator",
-        "tags": [_call(form, function) for function in functions],
+        "tags": tags,
         "separator": separator,
         "at_least_one": True,
         "stop_after_first": is_single,
@@ -87,6 +113,16 @@ def _call(form: CallFormat, function: HeldFunction) -> dict[str, Any]:
     if not form.closing:
         return _tag(begin, _schema(function), "}")
     return _tag(f"{form.marker}\n{begin}", _schema(function), f"}}\n{form.closing}")
+
+
+def _spaced_call(form: CallFormat, function: HeldFunction) -> dict[str, Any]:
+    """A call without a mark, in the pieces that other JSON has too, so that the grammar library
+    need not know from the first on which of both it is."""
+    words = ['"name"', ":", json.dumps(function.name), ",", json.dumps(form.arguments), ":"]
+    space = {"type": "regex", "pattern": JSON_WHITESPACE}
+    pieces = [part for word in words for part in (space, _const(word))]
+    elements = [*pieces, space, _schema(function), space]
+    return _tag("{", {"type": "sequence", "elements": elements}, "}")
 
 
 def _opening(form: CallFormat) -> str:

@@ -20,8 +20,10 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-# Stands behind the last message's text while it is rendered, to be found again.
+# Stand behind texts of messages while they are rendered, to be found again: of the one that is
+# continued, and of those that are over.
 END_MARK = f"{secrets.token_hex(8).upper()} "
+TURN_MARK = secrets.token_hex(8).upper()
 PROBE_TEXT = "3f1c probe"
 
 
@@ -124,12 +126,24 @@ class ChatTemplate:
         Raises:
             RenderingError: if the template fails, or its output is too long.
         """
-        messages = [_with_reasoning(message) for message in variables["messages"]]
-        messages = self._in_its_form(messages, variables)
+        messages = self._in_its_form(variables)
         if not continue_final_message:
             return self._output({**variables, "messages": messages})
-        marked = [*messages[:-1], _marked(messages[-1])]
+        marked = [*messages[:-1], _marked(messages[-1], END_MARK)]
         return _cut(self._output({**variables, "messages": marked}))
+
+    def render_turn(self, variables: dict[str, Any], continue_final_message: bool = False) -> str:
+        """The end of the prompt, behind all messages that are over: what begins the assistant's
+        message, or that message as far as it goes. Takes and raises what `render` does.
+        """
+        messages = self._in_its_form(variables)
+        num_over = len(messages)
+        is_answered = bool(messages) and messages[-1]["role"] == "assistant"
+        if is_answered and not variables.get("add_generation_prompt"):
+            num_over -= 1
+        over = [_marked(message, TURN_MARK) for message in messages[:num_over]]
+        marked = {**variables, "messages": [*over, *messages[num_over:]]}
+        return self.render(marked, continue_final_message).rpartition(TURN_MARK)[2]
 
     def _output(self, variables: dict[str, Any]) -> str:
         pieces, room = [], self._max_chars
@@ -145,10 +159,9 @@ class ChatTemplate:
             raise RenderingError(describe(error)) from None
         return "".join(pieces)
 
-    def _in_its_form(
-        self, messages: list[dict[str, Any]], variables: dict[str, Any]
-    ) -> list[dict[str, Any]]:
+    def _in_its_form(self, variables: dict[str, Any]) -> list[dict[str, Any]]:
         """Messages whose contents are lists of text parts as texts, unless it reads such lists."""
+        messages = [_with_reasoning(message) for message in variables["messages"]]
         if not any(isinstance(message.get("content"), list) for message in messages):
             return messages
         if self._takes_parts is None:
@@ -186,13 +199,13 @@ def _texts(parts: Iterable[dict[str, Any]]) -> list[str]:
     return [part["text"] for part in parts]
 
 
-def _marked(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with END_MARK behind its text."""
+def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
+    """The message with a mark behind its text, if it has one."""
     content = message.get("content")
     if isinstance(content, list):
         *others, last = content
-        return {**message, "content": [*others, {**last, "text": last["text"] + END_MARK}]}
-    return {**message, "content": f"{content}{END_MARK}"}
+        return {**message, "content": [*others, {**last, "text": last["text"] + mark}]}
+    return message if content is None else {**message, "content": f"{content}{mark}"}
 
 
 def _cut(output: str) -> str:

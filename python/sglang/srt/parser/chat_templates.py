@@ -125,11 +125,17 @@ class ChatTemplates:
         if self._files.choose(has_tools) is None:
             raise TemplateError(self._files.problem)
 
-    async def render(self, variables: dict[str, Any], continue_final_message: bool = False) -> str:
+    async def render(
+        self,
+        variables: dict[str, Any],
+        continue_final_message: bool = False,
+        is_turn: bool = False,
+    ) -> str:
         """The prompt of a chat. A caller that is cancelled ends the process that works on it.
 
         Args:
             variables: `messages`, `tools` (None without any) and what else the template reads.
+            is_turn: give only the prompt's end, behind all messages that are over.
 
         Raises:
             TemplateError: if there is no template, it fails, or takes too much.
@@ -141,6 +147,7 @@ class ChatTemplates:
             template=name,
             variables={**self._files.tokens, **variables},
             continue_final_message=continue_final_message,
+            is_turn=is_turn,
         )
         return await self._processes.call(lambda process: process.render(request))
 

@@ -7,9 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 from sglang.srt.parser.held_text import num_held
+
+
+class Outset(Enum):
+    """Where an output begins."""
+
+    FREE = "reasoning may begin"
+    OPEN = "reasoning has begun, and has no text yet"
+    AMID = "reasoning goes on"
+    CLOSED = "reasoning is over"
+
+    @property
+    def is_open(self) -> bool:
+        return self in (Outset.OPEN, Outset.AMID)
 
 
 @dataclass(frozen=True)
@@ -17,17 +31,31 @@ class ReasoningFormat:
     """How a family of models marks what it thinks.
 
     Attributes:
-        starts_open: an output begins with reasoning, whether or not `start` is in it or in the
-            prompt.
+        starts_open: behind a prompt without a mark an output begins with reasoning, whether or not
+            `start` is in it.
     """
 
     start: str = "<think>"
     end: str = "</think>"
     starts_open: bool = False
 
-    def is_open_after(self, prompt: str) -> bool:
-        """Whether reasoning goes on where a prompt ends, as some templates begin it."""
-        return prompt.rstrip().endswith(self.start)
+    def before_marks(self, text: str) -> str:
+        """Returns a text up to its first mark; all of it, if there is none."""
+        return text.partition(self.start)[0].partition(self.end)[0]
+
+    def outset_after(self, turn: str) -> Outset:
+        """Where an output begins: the last mark before it decides.
+
+        Args:
+            turn: the end of the prompt, behind all that is over, such as the last user's message.
+        """
+        start, end = turn.rfind(self.start), turn.rfind(self.end)
+        if start == end:  # there is no mark
+            return Outset.OPEN if self.starts_open else Outset.FREE
+        if start < end:
+            return Outset.CLOSED
+        thought = turn[start + len(self.start) :]
+        return Outset.AMID if thought.strip() else Outset.OPEN
 
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
@@ -50,17 +78,19 @@ class ReasoningParser:
     The pieces that `push` and `finish` return, appended, do not depend on how the text is cut.
 
     Args:
-        is_open: the output begins with reasoning, with or without the start marker.
+        outset: where the output begins. Reasoning that is open may begin with the start marker.
+        gap: what stands between reasoning and content, if that is known; all other white space
+            behind reasoning is the content's.
     """
 
-    def __init__(self, form: ReasoningFormat, is_open: bool) -> None:
+    def __init__(self, form: ReasoningFormat, outset: Outset, gap: str | None = None) -> None:
         self._form = form
-        self._is_open = is_open
+        self._is_open = outset.is_open
+        self._gap = gap
         self._text = ""  # not given out yet
-        self._at_start = True
-        self._in_reasoning = False
+        self._at_start = outset is not Outset.AMID
+        self._in_reasoning = self._has_reasoned = outset is Outset.AMID
         self._skips_space = False  # white space here is around reasoning
-        self._has_reasoned = False
 
     @property
     def in_reasoning(self) -> bool:
@@ -119,6 +149,10 @@ class ReasoningParser:
         return certain
 
     def _take_content(self) -> str:
+        if self._skips_space and self._gap is not None:
+            if len(self._text) < len(self._gap) and self._gap.startswith(self._text):
+                return ""
+            self._text, self._skips_space = self._text.removeprefix(self._gap), False
         self._skip_space()
         text, self._text = self._text, ""
         return text

@@ -17,11 +17,16 @@ class RenderSetup(msgspec.Struct, kw_only=True):
 
 
 class RenderRequest(msgspec.Struct, kw_only=True):
-    """A chat for the template of this name."""
+    """A chat for the template of this name.
+
+    Attributes:
+        is_turn: only the end of the prompt is wanted, behind all messages that are over.
+    """
 
     template: str
     variables: dict[str, Any]
     continue_final_message: bool = False
+    is_turn: bool = False
 
 
 class RenderReply(msgspec.Struct, kw_only=True):

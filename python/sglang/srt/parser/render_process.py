@@ -37,7 +37,9 @@ def _answer(raw: bytes, setup: RenderSetup, compiled: dict[str, ChatTemplate]) -
         name = request.template
         if name not in compiled:
             compiled[name] = ChatTemplate(setup.templates[name], setup.max_chars)
-        text = compiled[name].render(request.variables, request.continue_final_message)
+        template = compiled[name]
+        render = template.render_turn if request.is_turn else template.render
+        text = render(request.variables, request.continue_final_message)
         text.encode()  # half a surrogate pair, which a template can make, is no text
         return RenderReply(text=text)
     except UnicodeEncodeError:

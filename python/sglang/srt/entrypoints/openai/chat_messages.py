@@ -10,10 +10,11 @@ import msgspec
 from msgspec import Meta
 
 from sglang.srt.entrypoints.openai.chat_protocol import ChatCompletionRequest
+from sglang.srt.entrypoints.openai.tool_choice import tool_choice_of
 from sglang.srt.frontend.body_parsing import check_known_fields, convert_fields
 from sglang.srt.frontend.errors import field_error, shorten
 from sglang.srt.function_call.call_tags import HeldFunction
-from sglang.srt.function_call.held_schemas import without_annotations
+from sglang.srt.sampling.json_schemas import without_annotations, without_nulls
 
 MAX_TOOLS = 1024
 MAX_ENTRIES = 16_384  # messages of a chat, and parts and calls of one message
@@ -22,7 +23,7 @@ TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 class FunctionOfCall(msgspec.Struct, kw_only=True):
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: Any = None
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
@@ -80,12 +81,13 @@ class ToolUse:
     """The functions of a chat and how they are to be used.
 
     Attributes:
-        tools: as the client gave them; None if the model is not to know of any.
-        names: of the functions.
+        tools: as the client gave them, without nulls in parameters; None if the model is not to
+            know of any.
+        names: of the functions that may be called.
         must_call: the answer has to be a call.
         max_calls: None for any number.
         held: functions whose calls a grammar holds: those that may be called if one must, else
-            all of them if one is strict.
+            all that may be called if one is strict, not all may, or the content has a form.
         strict: where the client asks for the first strict one.
     """
 
@@ -121,7 +123,7 @@ def _message(item: dict[str, Any], name: str) -> dict[str, Any]:
     message = convert_fields(given, Message, f"{name}.")
     reasoning = message.reasoning_content or message.reasoning
     has_other = message.role == "assistant" and (message.tool_calls or reasoning)
-    if message.content is None and not has_other:
+    if message.content is None and not has_other and message.role != "tool":
         raise field_error(f"{name}.content", "is missing; give a text or a list of text parts")
     role = "system" if message.role == "developer" else message.role
     found: dict[str, Any] = {"role": role}
@@ -137,9 +139,7 @@ def _message(item: dict[str, Any], name: str) -> dict[str, Any]:
     found |= {key: value for key, value in optional.items() if value is not None}
     if message.tool_calls:
         _check_number(f"{name}.tool_calls", message.tool_calls)
-        found["tool_calls"] = [
-            _tool_call(call, f"{name}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
-        ]
+        found["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return found
 
 
@@ -165,16 +165,17 @@ def _content(content: str | list[Part], name: str) -> str | list[dict[str, Any]]
     return [{"type": "text", "text": part.text} for part in content]
 
 
-def _tool_call(call: ToolCall, name: str) -> dict[str, Any]:
-    """A call with its arguments as an object, which is what templates put into JSON."""
-    arguments: Any = call.function.arguments
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    """A call with its arguments as an object, which is what templates put into JSON. A model may
+    have written something else, and clients send it back: that is an empty object."""
+    arguments = call.function.arguments
     if isinstance(arguments, str):
         try:
-            arguments = msgspec.json.decode(arguments or "{}")
+            arguments = msgspec.json.decode(arguments)
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
-        raise field_error(f"{name}.function.arguments", "must be a JSON object as text")
+        arguments = {}
     found = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return found if call.id is None else {"id": call.id, **found}
 
@@ -189,32 +190,23 @@ def tool_use_of(request: ChatCompletionRequest) -> ToolUse:
         raise field_error("tools", f"must have at most {MAX_TOOLS} entries")
     functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
     names = frozenset(function.name for function in functions)
-    choice = request.tool_choice or "auto"
-    only = _named(choice) if isinstance(choice, dict) else None
-    if isinstance(choice, str) and choice not in ("none", "auto", "required"):
-        raise field_error(
-            "tool_choice",
-            'must be none, auto, required, or {"type": "function", "function": {"name": NAME}}',
-        )
-    if not names and (only is not None or choice == "required"):
-        raise field_error("tool_choice", "asks for a call, and there are no tools")
-    if only is not None and only not in names:
-        raise field_error("tool_choice.function.name", "is no function of tools")
-    if not names or choice == "none":
+    choice = tool_choice_of(request.tool_choice, names)
+    if not names or choice is None:
         return ToolUse()
-    must_call = only is not None or choice == "required"
     strict = next((i for i, function in enumerate(functions) if function.strict), None)
+    may_have_form = not choice.must_call and bool(request.content_grammars)
+    is_held = choice.must_call or choice.is_part or strict is not None or may_have_form
     held = [
-        HeldFunction(function.name, _arguments_schema(function, must_call, place), place)
+        HeldFunction(function.name, _arguments_schema(function, choice.must_call, place), place)
         for i, function in enumerate(functions)
-        if (must_call or strict is not None) and only in (None, function.name)
+        if is_held and function.name in choice.names
         for place in (f"tools[{i}].function.parameters",)
     ]
     return ToolUse(
-        tools=request.tools,
-        names=names,
-        must_call=must_call,
-        max_calls=1 if only is not None or not request.parallel_tool_calls else None,
+        tools=[_without_nulls(tool) for tool in request.tools],
+        names=choice.names,
+        must_call=choice.must_call,
+        max_calls=1 if choice.is_single or not request.parallel_tool_calls else None,
         held=tuple(held),
         strict=None if strict is None else f"tools[{strict}].function.strict",
     )
@@ -226,20 +218,18 @@ def _arguments_schema(function: Function, must_call: bool, place: str) -> dict[s
         return {"type": "object"}
     if function.parameters is None:
         return {"type": "object", "additionalProperties": False}
-    kinds = function.parameters.get("type", "object")
+    kinds = function.parameters.get("type") or "object"
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
         raise field_error(f"{place}.type", "must be object, as the arguments of a call are one")
     return {**without_annotations(function.parameters), "type": "object"}
 
 
-def _named(choice: dict[str, Any]) -> str:
-    match choice:
-        case {"type": "function", "function": {"name": str(name)}}:
-            return name
-        case _:
-            raise field_error(
-                "tool_choice", 'must be {"type": "function", "function": {"name": NAME}}'
-            )
+def _without_nulls(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as templates read it: no nulls in its parameters."""
+    function = tool["function"]
+    if function.get("parameters") is None:
+        return tool
+    return {**tool, "function": {**function, "parameters": without_nulls(function["parameters"])}}
 
 
 def _function(tool: dict[str, Any], name: str) -> Function:

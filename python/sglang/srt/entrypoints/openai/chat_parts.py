@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang.srt.function_call.formats import CallFormat
 from sglang.srt.function_call.function_call_parser import FunctionCall, FunctionCallParser
-from sglang.srt.parser.reasoning_parser import Parts, ReasoningFormat, ReasoningParser
+from sglang.srt.parser.reasoning_parser import Outset, Parts, ReasoningFormat, ReasoningParser
 from sglang.srt.tokenizer import DecodeStream
 
 PIECE_CHARS = 4096
@@ -24,14 +24,16 @@ class Division:
 
     Attributes:
         reasoning: None: nothing is told apart.
-        is_open: outputs begin with reasoning.
+        outset: where outputs begin.
+        gap: what stands between reasoning and content, if that is known.
         streams_reasoning: false: it is given out when it has ended.
         calls: None: nothing is a call.
         names: of the functions.
     """
 
     reasoning: ReasoningFormat | None = None
-    is_open: bool = False
+    outset: Outset = Outset.FREE
+    gap: str | None = None
     streams_reasoning: bool = True
     calls: CallFormat | None = None
     names: frozenset[str] = frozenset()
@@ -57,11 +59,11 @@ class News:
 class ReasoningTokens:
     """How many tokens of one output are reasoning: those up to the end of its mark, or all."""
 
-    def __init__(self, form: ReasoningFormat, is_open: bool, stream: DecodeStream) -> None:
-        self._parser = ReasoningParser(form, is_open)
+    def __init__(self, form: ReasoningFormat, outset: Outset, stream: DecodeStream) -> None:
+        self._parser = ReasoningParser(form, outset)
         self._stream = stream
         self._num_tokens = 0
-        self._has_begun = is_open
+        self._has_begun = outset.is_open
         self._has_ended = False
 
     @property
@@ -97,7 +99,7 @@ class ChoiceParts:
         self._kept_reasoning = ""
         self._reasoning = self._calls = None
         if division.reasoning is not None:
-            self._reasoning = ReasoningParser(division.reasoning, division.is_open)
+            self._reasoning = ReasoningParser(division.reasoning, division.outset, division.gap)
         if division.calls is not None:
             self._calls = FunctionCallParser(division.calls, division.names, division.max_calls)
 

@@ -18,7 +18,7 @@ from sglang.srt.entrypoints.openai.protocol import (
 )
 from sglang.srt.frontend.errors import RequestError, field_error
 from sglang.srt.frontend.generate_body import TokenIds
-from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, REGEX, STRUCTURAL_TAG
+from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, REGEX, STRUCTURAL_TAG, Grammar
 from sglang.srt.sglang_surface import ANYTHING, neutral_fields
 
 # OpenAI's, for its own records, beside those that completions have too.
@@ -52,7 +52,7 @@ class ChatCompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
         logprobs: whether log-probabilities are wanted.
         top_logprobs: best tokens per position.
         tools: functions that the model may call (with --tool-call-parser).
-        tool_choice: none, auto, required, or a function by name.
+        tool_choice: none, auto, required, a function by name, or allowed_tools.
         parallel_tool_calls: false: one call at most.
         response_format: text, json_object, json_schema or structural_tag: the content's form.
         continue_final_message: the answer goes on with the last message, of the assistant.
@@ -119,22 +119,33 @@ class ChatCompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
                 raise field_error(
                     f"chat_template_kwargs.{name}", "is set by the server; leave it out"
                 )
-        forms = {
-            "response_format": grammar_of_format(self.response_format),
-            JSON_SCHEMA: self.json_schema,
-            REGEX: self.regex,
-            EBNF: self.ebnf,
-            STRUCTURAL_TAG: self.structural_tag,
-        }
-        asked = [name for name, text in forms.items() if text is not None]
-        if asked and self.tools and self.tool_choice != "none":
-            raise field_error(asked[0], 'leaves no room for calls of tools; set tool_choice "none"')
+        others = (name for name, form in self.content_grammars if form.kind != JSON_SCHEMA)
+        other = next(others, None)
+        if other is not None and self.tools and self.tool_choice != "none":
+            raise field_error(
+                other,
+                "leaves no room for calls of tools, as a JSON schema does; give one, or set"
+                ' tool_choice "none"',
+            )
 
     @property
     def max_new_tokens(self) -> int | None:
         """The number by either of its names."""
         other = self.max_completion_tokens
         return self.max_tokens if other is None else other
+
+    @property
+    def content_grammars(self) -> list[tuple[str, Grammar]]:
+        """What the content must match, and the field that says so; more than one is refused."""
+        form = grammar_of_format(self.response_format)
+        texts = {
+            JSON_SCHEMA: self.json_schema,
+            REGEX: self.regex,
+            EBNF: self.ebnf,
+            STRUCTURAL_TAG: self.structural_tag,
+        }
+        found = [] if form is None else [("response_format", form)]
+        return found + [(kind, Grammar(kind, text)) for kind, text in texts.items() if text]
 
     @property
     def gives_prompt_ids(self) -> bool:
@@ -154,7 +165,8 @@ def to_generate_body(
     """The body of `/generate` that a chat is, with a prompt that stands for the real one.
 
     Args:
-        calls: the structural tag that holds calls of functions.
+        calls: the structural tag that holds calls of functions, and the content's form if it may
+            be content too.
         shows_special: special tokens are needed in the text, whatever the client says.
     """
     body = common_body(request)
@@ -163,6 +175,7 @@ def to_generate_body(
     if request.max_new_tokens is not None:
         params["max_new_tokens"] = request.max_new_tokens
     if calls is not None:
+        params.pop(JSON_SCHEMA, None)
         params[STRUCTURAL_TAG] = msgspec.json.encode(calls).decode()
     if shows_special:
         params["skip_special_tokens"] = False

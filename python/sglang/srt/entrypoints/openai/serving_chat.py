@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 import uuid
@@ -11,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from sglang.srt.entrypoints.openai.chat_grammar import GAP, AnswerGrammar, grammar_of_calls
 from sglang.srt.entrypoints.openai.chat_messages import messages_of, tool_use_of
 from sglang.srt.entrypoints.openai.chat_parts import ChoiceParts, Division, News, ReasoningTokens
 from sglang.srt.entrypoints.openai.chat_protocol import (
@@ -26,13 +28,11 @@ from sglang.srt.frontend.errors import RequestError, field_error
 from sglang.srt.frontend.generate_body import CheckedRequest, check_generate_request
 from sglang.srt.frontend.request_limits import check_length
 from sglang.srt.frontend.work_in_threads import check_encoded_ids
-from sglang.srt.function_call.call_tags import calls_in_text, forced_calls, wrong_schema
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.parser.chat_templates import TemplateError
-from sglang.srt.sampling.grammar import STRUCTURAL_TAG
+from sglang.srt.parser.reasoning_parser import Outset, ReasoningFormat
 
 MAX_REASON_CHARS = 400
-NUM_LAST_IDS = 16  # of a prompt: may they be the beginning of reasoning?
 
 
 class ChatCompletion:
@@ -61,15 +61,18 @@ class ChatCompletion:
             self._messages = messages_of(request)
             self._check_template(has_tools)
         self._calls = settings.calls if has_tools else None
-        self._call_tag = self._tag_of_calls()
-        self._check_size_of_calls()
+        self._answer = AnswerGrammar()
+        if self._calls is not None:
+            content = next(iter(request.content_grammars), None)
+            self._answer = grammar_of_calls(self._calls, self._tools, content)
+            self._check_size("tools" if content is None else f"tools and {content[0]}")
         self._reasoning = settings.reasoning if request.separate_reasoning else None
         shows_special = self._calls is not None and self._calls.is_special
         limits = manager.limits
         # Without a length a chat gets all that its prompt leaves.
         defaults = {**limits.openai_sampling_defaults, "max_new_tokens": limits.max_req_len}
         try:
-            body = to_generate_body(request, shows_special, self._call_tag)
+            body = to_generate_body(request, shows_special, self._answer.tag)
             self._checked = check_generate_request(body, limits, defaults)
         except RequestError as error:
             raise self.translate(error) from None
@@ -82,32 +85,17 @@ class ChatCompletion:
         }
         counts_reasoning = settings.reasoning is not None
         self.takes_long = request.logprobs or (counts_reasoning and not request.stream)
-        self._is_open = False  # outputs begin with reasoning
+        self._outset: Outset | None = None  # None: outputs have no reasoning
         self._reasoning_tokens: dict[int, ReasoningTokens] = {}
         self._division = Division()
         self._sent: dict[int, ChoiceParts] = {}
 
-    def _tag_of_calls(self) -> dict[str, Any] | None:
-        """What holds calls of functions to their schemas; None if nothing does."""
-        tools, form = self._tools, self._calls
-        if form is None or not tools.held:
-            return None
-        if tools.must_call:
-            return forced_calls(form, tools.held, is_single=tools.max_calls == 1)
-        if form.is_bare:
-            raise field_error(
-                tools.strict,
-                "needs a call that must be, as this form's calls begin with no mark of their own:"
-                ' set tool_choice "required" or a function, or leave it out',
-            )
-        return calls_in_text(form, tools.held)
-
-    def _check_size_of_calls(self) -> None:
-        num_bytes = len(msgspec.json.encode(self._call_tag))
+    def _check_size(self, parts: str) -> None:
+        num_bytes = len(msgspec.json.encode(self._answer.tag))
         most = self._manager.limits.max_grammar_bytes
         if num_bytes > most:
             reason = (
-                f"the names and parameters of tools have {num_bytes} bytes together in a grammar,"
+                f"the names and parameters of {parts} have {num_bytes} bytes together in a grammar,"
                 f" more than {most} (--max-grammar-bytes); send fewer tools or smaller parameters"
             )
             raise field_error("tools", reason)
@@ -139,22 +127,8 @@ class ChatCompletion:
 
     def translate(self, error: RequestError) -> RequestError:
         """An error of `/generate` in the terms of this body."""
-        error = without_batch(error)
-        if self._call_tag is not None and STRUCTURAL_TAG in error.message:
-            error = self._of_calls(error, self._call_tag)
+        error = self._answer.translate(without_batch(error))
         return in_openai_terms(error, names_in(self._request))
-
-    def _of_calls(self, error: RequestError, tag: dict[str, Any]) -> RequestError:
-        """An error that names the structural tag of calls, which no client has sent."""
-        wrong = wrong_schema(error.message, tag, self._tools.held)
-        if wrong is not None:
-            return field_error(wrong[0].place, wrong[1])
-        source = "tool_choice" if self._tools.must_call else self._tools.strict or "tools"
-        field = error.field
-        if field is not None and STRUCTURAL_TAG in field:
-            field = source
-        message = error.message.replace(f"sampling_params.{STRUCTURAL_TAG}", source)
-        return RequestError(field, message.replace(STRUCTURAL_TAG, source), error.status_code)
 
     # ---------------------------------------------------------------- the prompt
 
@@ -164,44 +138,77 @@ class ChatCompletion:
         Raises:
             RequestError: if the template does not take the chat, or the prompt is too long.
         """
-        closing, given = "", self._request.input_ids
-        prompt = await self._render() if given is None else self._end_of_prompt(given)
-        is_open = self._begins_open(prompt)
-        grammar = self._checked.prompts[0].sampling_params.grammar
-        has_free_text = self._call_tag is not None and not self._tools.must_call
-        self._is_fixed = is_fixed = grammar is not None and not has_free_text
-        if is_fixed and is_open and self._settings.reasoning is not None:
-            closing = f"{self._settings.reasoning.end}\n\n"
-            is_open = False
-        self._is_open = is_open
+        given = self._request.input_ids
+        prompt = await self._render(self._messages) if given is None else ""
+        closing = self._hold(await self._find_outset(prompt))
+        ids = await self._encode(prompt + closing)
+        self._checked = self._with_prompt([*(given or []), *ids])
+        return OpenAIAnswer(self._manager, self._checked, self, self._request.stream_options)
+
+    async def _find_outset(self, prompt: str) -> Outset:
+        """Whether outputs begin within reasoning: by the last mark behind what is over of a prompt,
+        such as the last user's message."""
+        form, given = self._settings.reasoning, self._request.input_ids
+        if form is None:
+            return Outset.FREE
+        if given is not None:
+            decode = self._manager.tokenizer.decode
+            prompt = await asyncio.to_thread(decode, given, skip_special_tokens=False)
+        if form.before_marks(prompt) == prompt:
+            return form.outset_after("")
+        if given is None:
+            return form.outset_after(await self._render(self._messages, is_turn=True))
+        return form.outset_after(await self._last_turn(prompt, form))
+
+    async def _last_turn(self, prompt: str, form: ReasoningFormat) -> str:
+        """The end of a prompt that was given as ids: behind the last place where it has what the
+        template puts between a user's message and an assistant's. All of it, if there is none."""
+        try:
+            between = await self._render([{"role": "user", "content": "-"}], is_turn=True)
+        except RequestError:  # such prompts need no template
+            return prompt
+        between = form.before_marks(between)
+        return prompt.rpartition(between)[2] if between.strip() else prompt
+
+    def _hold(self, outset: Outset) -> str:
+        """Lets a grammar hold what follows reasoning, and says how outputs are divided.
+
+        Returns:
+            What ends reasoning in the prompt, if outputs may have none.
+        """
+        (prompt,) = self._checked.prompts
+        grammar, form, closing = prompt.sampling_params.grammar, self._settings.reasoning, ""
+        is_fixed = grammar is not None and not self._answer.is_free
+        self._outset = outset
+        if form is not None and grammar is not None and is_fixed:
+            knows = self._settings.templates.reads(form.start, self._tools.tools is not None)
+            may_reason = outset.is_open or (outset is Outset.FREE and knows)
+            if self._reasoning is None or not may_reason:
+                closing = f"{form.end}{GAP}" if outset.is_open else ""
+                self._outset = None
+            else:
+                name = names_in(self._request).get(grammar.kind, grammar.kind)
+                self._answer = self._answer.behind_reasoning(name, grammar, form, outset)
+                params = self._answer.in_place_of_others(prompt.sampling_params)
+                prompt = dataclasses.replace(prompt, sampling_params=params)
+                self._checked = dataclasses.replace(self._checked, prompts=[prompt])
         self._division = Division(
-            reasoning=None if is_fixed else self._reasoning,
-            is_open=is_open,
+            reasoning=None if self._outset is None else self._reasoning,
+            outset=outset,
+            gap=GAP if is_fixed else None,
             streams_reasoning=self._request.stream_reasoning,
             calls=self._calls,
             names=self._tools.names,
             max_calls=self._tools.max_calls,
         )
-        ids = await self._encode(("" if given else prompt) + closing)
-        self._checked = self._with_prompt([*(given or []), *ids])
-        return OpenAIAnswer(self._manager, self._checked, self, self._request.stream_options)
+        return closing
 
-    def _begins_open(self, prompt: str) -> bool:
-        """Whether outputs begin with reasoning: the format says so, or the prompt's end."""
-        form = self._settings.reasoning
-        if form is None:
-            return False
-        is_continued = self._request.continue_final_message and bool(self._messages)
-        if is_continued and form.end in _text_of(self._messages[-1]):
-            return False
-        return form.starts_open or form.is_open_after(prompt)
-
-    async def _render(self) -> str:
+    async def _render(self, messages: list[dict[str, Any]], is_turn: bool = False) -> str:
         request = self._request
         kwargs = {**self._settings.template_kwargs, **request.chat_template_kwargs}
         variables = {
             **kwargs,
-            "messages": self._messages,
+            "messages": messages,
             "tools": self._tools.tools,
             "documents": kwargs.get("documents"),
             "add_generation_prompt": request.begins_message,
@@ -209,17 +216,15 @@ class ChatCompletion:
         if request.reasoning_effort is not None:
             variables["reasoning_effort"] = request.reasoning_effort
         try:
-            return await self._settings.templates.render(variables, request.continue_final_message)
+            return await self._settings.templates.render(
+                variables, request.continue_final_message, is_turn
+            )
         except TemplateError as error:
             reason = str(error)
             is_long = len(reason) > MAX_REASON_CHARS
             text = reason[:MAX_REASON_CHARS] + "..." * is_long
             printable = "".join(char if char.isprintable() else "?" for char in text)
             raise field_error("messages", printable.rstrip(".")) from None
-
-    def _end_of_prompt(self, ids: list[int]) -> str:
-        """The text of a prompt's last ids."""
-        return self._manager.tokenizer.decode(ids[-NUM_LAST_IDS:], skip_special_tokens=False)
 
     async def _encode(self, prompt: str) -> list[int]:
         """Token ids of a rendered prompt, which has its own BOS. One that cannot fit is refused
@@ -306,13 +311,13 @@ class ChatCompletion:
 
     def _count_reasoning(self, index: int, result: dict[str, Any]) -> None:
         form = self._settings.reasoning
-        if form is None or self._is_fixed:
+        if form is None or self._outset is None:
             return
         if index not in self._reasoning_tokens:
             prompt = self._checked.prompts[0]
             skips = prompt.sampling_params.skip_special_tokens
             stream = self._manager.tokenizer.decode_stream(skips, prompt.input_ids or ())
-            self._reasoning_tokens[index] = ReasoningTokens(form, self._is_open, stream)
+            self._reasoning_tokens[index] = ReasoningTokens(form, self._outset, stream)
         self._reasoning_tokens[index].update(result["output_ids"])
 
     def _chunk(
@@ -364,10 +369,3 @@ def _end_of(result: dict[str, Any], num_calls: int) -> dict[str, Any]:
         "finish_reason": "tool_calls" if has_called else reason["type"],
         "matched_stop": reason.get("matched"),
     }
-
-
-def _text_of(message: dict[str, Any]) -> str:
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "".join(part["text"] for part in content)

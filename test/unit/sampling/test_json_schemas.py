@@ -1,4 +1,4 @@
-"""Schemas without annotations: shorter, and the same texts have them."""
+"""Schemas without what a grammar does not need: shorter, and the same texts have them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from grammar_cases import matches_schema
-from sglang.srt.function_call.held_schemas import without_annotations
+from sglang.srt.sampling.json_schemas import (
+    KEPT_FORMATS,
+    keepable,
+    without_annotations,
+    without_nulls,
+)
 
 WORDS = "What it means. " * 10
 NOTES = {
@@ -94,3 +99,26 @@ def test_no_depth_is_too_much() -> None:
     while "items" in found:
         found, depth = found["items"], depth + 1
     assert (found, depth) == ({"type": "null"}, 5000)
+
+
+UNKNOWN = ("password", "path", "binary", "byte", "uuid4", "regex", "int32", "date-Time", "")
+WITH_FORMATS = an_object(format={"type": "string"}, secret={"type": "string", "format": "uuid4"})
+
+
+def test_formats_that_nobody_knows_are_left_out_and_no_property_of_that_name() -> None:
+    for name in UNKNOWN:
+        item = {"type": ["string", "null"], "format": name}
+        assert keepable({"items": item}) == {"items": {"type": ["string", "null"]}}
+    assert keepable({"enum": [{"format": "path"}]}) == {"enum": [{"format": "path"}]}
+    found = keepable(WITH_FORMATS)["properties"]
+    assert found == {"format": {"type": "string"}, "secret": {"type": "string"}}
+    for name in KEPT_FORMATS:
+        assert keepable({"format": name}) == {"format": name}
+
+
+def test_keywords_that_are_null_are_not_given() -> None:
+    schema = {"type": "object", "required": None, "properties": {"required": {"pattern": None}}}
+    expected = {"type": "object", "properties": {"required": {}}}
+    assert without_nulls(schema) == keepable(schema) == expected
+    kept = {"const": None, "default": None, "enum": [None], "properties": {"a": True}}
+    assert without_nulls(kept) == kept
