@@ -1,10 +1,13 @@
 """Bodies of every kind are answered as without drafts. `python test/bodies.py`, which CI runs too,
-has more bodies and all drafters."""
+has more bodies, models and drafters."""
 
 from __future__ import annotations
 
-from bodies import compare_drafters
+from dataclasses import replace
+
+from bodies import DEMO, compare_drafters
 
 
 def test_answers_do_not_depend_on_the_drafter() -> None:
-    assert compare_drafters(0, 0.0, ("EAGLE3",), num_bodies=12) == {"MTP": 12, "EAGLE3": 12}
+    model = replace(DEMO, drafters={"EAGLE3": DEMO.drafters["EAGLE3"]})
+    assert compare_drafters(model, 0, 0.0, num_bodies=12) == {"MTP": 12, "EAGLE3": 12}

@@ -7,6 +7,7 @@ does not tell how many tokens a step gave. Seeds make sampled answers repeatable
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.entrypoints.engine import Engine
@@ -115,6 +116,7 @@ def answers(engine: Engine, bodies: list[dict[str, Any]]) -> list[list[dict[str,
             prompt=[bodies[place]["text"] for place in places],
             sampling_params=[bodies[place]["sampling_params"] for place in places],
             return_logprob=True,
+            return_prompt_token_ids=True,
         )
         for index, result in enumerate(results):
             found[places[index // num_samples]].append(_seen(result))
@@ -125,9 +127,43 @@ def _seen(result: dict[str, Any]) -> dict[str, Any]:
     meta = result["meta_info"]
     return {
         "text": result["text"],
+        "prompt_ids": result["prompt_token_ids"],
         "output_ids": result["output_ids"],
         "finish_reason": meta["finish_reason"],
         "prompt_tokens": meta["prompt_tokens"],
         "completion_tokens": meta["completion_tokens"],
         "logprobs": [round(entry[0], 2) for entry in meta["output_token_logprobs"]],
     }
+
+
+class TextOracle:
+    """Texts of outputs by transformers: what the output's ids add to the text of the prompt's."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import PreTrainedTokenizerFast
+
+        self._tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+
+    def check(self, body: dict[str, Any], found: list[dict[str, Any]]) -> None:
+        """
+        Raises:
+            AssertionError: if a text is another one. A text that is cut before its stop is only
+                compared up to there.
+        """
+        skips = body["sampling_params"].get("skip_special_tokens", True)
+        for answer in found:
+            prompt, output = answer["prompt_ids"], answer["output_ids"]
+            before, whole = (
+                self._tokenizer.decode(
+                    ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False
+                )
+                for ids in (prompt, prompt + output)
+            )
+            right, reason = whole[len(before) :], answer["finish_reason"]
+            if "\ufffd" in right:  # a stream divides broken bytes in its own way
+                continue
+            text = answer["text"]
+            is_cut = reason["type"] == "stop" and not body["sampling_params"].get("no_stop_trim")
+            assert right.startswith(text) if is_cut else text == right, (
+                f"{body}: {answer}, {right!r}"
+            )
