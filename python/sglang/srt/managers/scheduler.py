@@ -26,12 +26,12 @@ from sglang.srt.scheduling.batch_planner import BatchPlanner, MustDrain, Planner
 from sglang.srt.scheduling.batch_result_processor import BatchResultProcessor
 from sglang.srt.scheduling.grammar_constraint import with_constraint
 from sglang.srt.scheduling.invariants import InvariantChecker
-from sglang.srt.scheduling.launch_slack import LaunchSlack
 from sglang.srt.scheduling.prompt_budget import PromptBudget
 from sglang.srt.scheduling.request import LaunchedStep, Req
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 from sglang.srt.scheduling.schedule_policy import NewTokenRatio, order_by_priority
 from sglang.srt.scheduling.step_builder import PlannedStep
+from sglang.srt.scheduling.step_times import StepTimes
 from sglang.srt.step.worker import Worker
 from sglang.srt.tokenizer import StopFinder
 
@@ -107,7 +107,7 @@ class Scheduler:
         debug: what watches steps and releases of KV.
         budget: prompt tokens of each step; None for `PlannerConfig.chunked_prefill_size`.
         to_detokenizer, to_frontend: send one message.
-        clock: seconds, for deadlines of control calls and the time that a launch may wait.
+        clock: seconds, for deadlines of control calls and times of steps.
         grammars: of requests that have one; None: no request has.
     """
 
@@ -143,7 +143,7 @@ class Scheduler:
             self.lifecycle, to_detokenizer, config.stream_interval, debug.on_step_read
         )
         self._planner = BatchPlanner(config.planner, self.lifecycle, self.ratio, budget)
-        self._slack = LaunchSlack(clock)
+        self._step_times = StepTimes(clock)
         self.control = Control(
             self.lifecycle,
             self.processor,
@@ -173,19 +173,16 @@ class Scheduler:
         self.receive()
         ongoing = self._launch_next(last)
         if last is not None:
-            took_s = self._slack.wait_for_step(last.result)
+            took_s = self._step_times.wait_for(last.result)
             if took_s is not None and last.price_ms is not None:
                 self._planner.observe(last.price_ms, took_s * 1e3)
-            num_ended = self.lifecycle.counts.num_ended
             self._read(last)
-            if ongoing is not None and self.lifecycle.counts.num_ended > num_ended:
-                self._await_arrival()
         elif ongoing is not None and ongoing.result.is_ready:
             # Nothing was in flight: a first token need not wait for a second step.
             self._read(ongoing)
             ongoing = self._launch_next(None)
         if ongoing is None:
-            self._slack.forget()
+            self._step_times.forget()
             self.control.between_steps()
         return ongoing
 
@@ -237,13 +234,6 @@ class Scheduler:
         self._worker.observe(result)
         self.stats.on_read(step.rows, result.accept_lens, result.num_drafts, result.tier, had_ended)
         self.checker.after_step("result read")
-
-    def _await_arrival(self) -> None:
-        """A request has ended: if none waits for its place, its client's next one may come before
-        the device needs another step."""
-        may_start = self.control.state.admits and self._planner.has_room()
-        if may_start and not self.lifecycle.waiting:
-            self._slack.wait(self._inbox.wait)
 
     def _add_request(self, message: TokenizedGenerateReqInput) -> None:
         params = message.sampling_params
