@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from sglang.srt.messages.control import HealthPing
 from sglang.srt.messages.ipc import Receiver
 from sglang.srt.messages.requests import (
@@ -133,9 +131,4 @@ class DetokenizerManager:
 def run_loop(receiver: Receiver[Any], manager: DetokenizerManager) -> None:
     """Handles messages until the process is told to exit."""
     while True:
-        try:
-            message = receiver.receive()
-        except msgspec.DecodeError:
-            logger.exception("A message that cannot be read was dropped.")
-            continue
-        manager.handle(message)
+        manager.handle(receiver.receive())
