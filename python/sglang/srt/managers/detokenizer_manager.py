@@ -103,7 +103,9 @@ class DetokenizerManager:
             else:
                 text = request.finish(output.token_ids, reason)
         except TimeoutError:
-            text, reason = "", STOP_TOO_SLOW
+            # The scheduler has found no stop in the text so far, unless it ended the request.
+            text = "" if reason else self._texts[output.req_id].finish([], STOP_TOO_SLOW)
+            reason = STOP_TOO_SLOW
         except Exception:  # one request's text must not end all the others
             logger.exception("Request %d: its output cannot be decoded.", output.req_id)
             text, reason = "", DECODE_FAILED
