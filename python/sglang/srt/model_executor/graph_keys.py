@@ -160,9 +160,7 @@ class GraphKeys:
     ) -> GraphKey | None:
         """As `find`, by the number of requests, the most rows that any of them feeds and the rows
         in all, of which a packed step may have fewer than requests."""
-        return self._known_smallest(
-            num_reqs, widest, num_tokens, has_tree, is_packed, hidden_width
-        )
+        return self._known_smallest(num_reqs, widest, num_tokens, has_tree, is_packed, hidden_width)
 
     def _smallest(
         self,
