@@ -83,8 +83,8 @@ class ModelConfig:
 
 
 def resolve_model_path(model_path: str, flag: str = "--model-path") -> Path:
-    """The directory that a flag, or a field of a call, names; `demo` is a bundled model, `demo-eagle` and `demo-eagle3`
-    are draft heads for it, `demo-draft` is a draft model.
+    """The directory that a flag, or a field of a call, names; `demo` is a bundled model,
+    `demo-eagle` and `demo-eagle3` are draft heads for it, `demo-draft` is a draft model.
 
     Raises:
         ModelPathError: if there is no such directory.
