@@ -57,7 +57,7 @@ class MemoryControl:
         if tags is None:
             tags = [tag for tag in self._parts if (tag in self._state.released) != releases]
         others = [tag for tag in dict.fromkeys(tags) if tag != GRAPH_TAG]
-        problem = "" if tags == [GRAPH_TAG] else self._problem(others, releases)
+        problem = "" if set(tags) == {GRAPH_TAG} else self._problem(others, releases)
         tags = self._with_graphs(others, releases)
         problem = problem or (self._kv_problem(tags) if releases else "")
         if not problem:
@@ -66,9 +66,10 @@ class MemoryControl:
         self._answer(message, tags, problem, f"Memory {verb}: {', '.join(tags) or NOTHING}.")
 
     def _with_graphs(self, others: list[str], releases: bool) -> list[str]:
-        """All parts that change, in their order, with these others than graphs. Graphs hold addresses of all other memory, so
-        they go before any of it does, and come back behind the last of it, named or not. Where they
-        are as asked for already, or cannot come back yet, nothing is done about them."""
+        """All parts that change, in their order; `others` are those that are no graphs. Graphs hold
+        addresses of all other memory, so they go before any of it does, and come back behind the
+        last of it, named or not. Where they are as asked for already, or cannot come back yet,
+        nothing is done about them."""
         released = self._state.released
         if GRAPH_TAG not in self._parts or (GRAPH_TAG in released) == releases:
             return others
