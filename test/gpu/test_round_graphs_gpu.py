@@ -24,6 +24,8 @@ from drafted_serving import (
 from eagle_models import STANDALONE, write_models
 from jumping_tier import JUMPING, RESTING, jumping_tiers
 from round_serving import NUM_STEPS, On, right_tokens, serving, setup_of, submit_all, zero
+from sglang.srt.control.memory_control import GRAPH_TAG
+from sglang.srt.messages.control import MemoryOccupationReq
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -84,6 +86,19 @@ def test_graphs_are_captured_anew_with_memory(paths: dict[str, Path]) -> None:
         served.group.restore_weights()
         zero(served.group)
         assert served.graphs.num_graphs == 8
+
+
+def test_memory_of_graphs_alone_goes_back_to_the_gpu(paths: dict[str, Path]) -> None:
+    served = serving(paths, setup=setup_of(use_radix_cache=False), on=ON_GPU)
+    submit_all(served)
+    num_graphs, reserved = served.graphs.num_graphs, torch.cuda.memory_reserved()
+    served.harness.send(MemoryOccupationReq, action="release", tags=[GRAPH_TAG])
+    assert served.graphs.num_graphs == 0
+    assert torch.cuda.memory_reserved() < reserved
+    served.harness.send(MemoryOccupationReq, action="resume", tags=[GRAPH_TAG])
+    assert served.graphs.num_graphs == num_graphs
+    ids = submit_all(served)
+    assert [served.harness.outputs[each].token_ids for each in ids] == right(paths["target"])
 
 
 @pytest.mark.parametrize("policy", ["fixed", JUMPING, RESTING])

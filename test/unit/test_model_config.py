@@ -321,7 +321,9 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
         load_model_config(str(tmp_path))
 
 
-@pytest.mark.parametrize("path", ["no/such/directory", "meta-llama/Llama-3.1-8B", "\0"])
+@pytest.mark.parametrize(
+    "path", ["no/such/directory", "meta-llama/Llama-3.1-8B", "\0", "", "~nobody/x"]
+)
 def test_a_path_that_is_no_directory_is_refused_with_the_remedy(path: str) -> None:
     with pytest.raises(ModelPathError, match="--model-path") as error:
         load_model_config(path)

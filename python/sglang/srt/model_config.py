@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -88,8 +89,8 @@ class ModelConfig:
 
 
 def resolve_model_path(model_path: str, flag: str = "--model-path") -> Path:
-    """The directory that a flag names; `demo` is a bundled model, `demo-eagle` and `demo-eagle3`
-    are draft heads for it, `demo-draft` is a draft model.
+    """The directory that a flag, or a field of a call, names; `demo` is a bundled model,
+    `demo-eagle` and `demo-eagle3` are draft heads for it, `demo-draft` is a draft model.
 
     Raises:
         ModelPathError: if there is no such directory.
@@ -97,15 +98,15 @@ def resolve_model_path(model_path: str, flag: str = "--model-path") -> Path:
     bundled = DEMO_MODELS | DEMO_HEADS | DEMO_DRAFTS
     if model_path in bundled:
         return DEMO_MODELS_DIR / bundled[model_path]
-    path = Path(model_path).expanduser()
-    if not path.is_dir():
-        known = DEMO_MODELS if flag == "--model-path" else DEMO_HEADS | DEMO_DRAFTS
+    path = os.path.expanduser(model_path)  # unlike Path's it leaves a user that there is not
+    if not os.path.isdir(path):
+        known = DEMO_HEADS | DEMO_DRAFTS if "draft" in flag else DEMO_MODELS
         names = ", ".join(f"`{name}`" for name in known)
         raise ModelPathError(
             f"{flag} {model_path!r} is not a directory. Give a local directory in Hugging"
             f" Face layout (config.json, *.safetensors, tokenizer.json), or {names}."
         )
-    return path
+    return Path(path)
 
 
 def load_model_config(model_path: str, flag: str = "--model-path") -> ModelConfig:

@@ -264,3 +264,33 @@ def test_formats_of_texts_are_kept_or_notes_wherever_a_schema_stands() -> None:
             takes_anything = quote in allowed(matcher.masks())
             assert takes_anything == (name not in KEPT_FORMATS), name
     COMPILER.check(schema({"type": "object", "required": None, "additionalProperties": None}))
+
+
+def in_tag(schema: dict[str, Any]) -> Grammar:
+    return structural_tag({"format": {"type": "json_schema", "json_schema": schema}})
+
+
+OPTIONS = [{"lenient": True, "item_separator": "x"}, {"unknown": 1}, 7, None]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", [schema, in_tag], ids=["json_schema", "structural_tag"])
+def test_options_of_the_library_in_a_schema_are_ignored(kind: Any, options: Any) -> None:
+    """At the top and in schemas within; a property of that name is one like any other."""
+    inner = {"type": "array", "items": {"type": "null"}}
+    wide = {"type": "array", "items": inner, "maxItems": 2}
+    matcher = COMPILER.compile(kind({**wide, "items": {**inner, "x-guidance": options}}))
+    same = COMPILER.compile(kind({**wide, "x-guidance": options}))
+    plain = COMPILER.compile(kind(wide))
+    for char in "[[null,null],[]]":
+        assert matcher.masks() == same.masks() == plain.masks()
+        for each in (matcher, same, plain):
+            each.consume(TOKENIZER.encode(char, add_special_tokens=False))
+    for at_top, within in ((options, {}), ({}, {"x-guidance": options})):
+        items = {"type": "array", "uniqueItems": True, **within}
+        with pytest.raises(GrammarError, match="uniqueItems"):
+            COMPILER.check(kind({"type": "array", "items": items, "x-guidance": at_top}))
+    named = {"type": "object", "properties": {"x-guidance": {"const": 5}}}
+    matcher = COMPILER.compile(kind(named))
+    matcher.consume(TOKENIZER.encode('{"x-guidance":', add_special_tokens=False))
+    assert {TOKENIZER.decode([i]).strip() for i in allowed(matcher.masks())} <= {"", "5"}

@@ -43,27 +43,33 @@ _call_ids = itertools.count(1000)
 class Part:
     """Memory that only notes what happens to it."""
 
-    def __init__(self) -> None:
-        self.events: list[str] = []
+    def __init__(self, tag: str, events: list[tuple[str, str]]) -> None:
+        self._tag, self._all_events = tag, events
         self.error: Exception | None = None
 
+    @property
+    def events(self) -> list[str]:
+        return [action for action, tag in self._all_events if tag == self._tag]
+
     def release(self) -> None:
-        self.events.append("release")
+        self._all_events.append(("release", self._tag))
 
     def restore(self) -> None:
         if self.error is not None:
             raise self.error
-        self.events.append("restore")
+        self._all_events.append(("restore", self._tag))
 
 
 class Harness(SchedulerHarness):
-    """A harness with weights and two parts of memory."""
+    """A harness with weights and two parts of memory, or three with graphs."""
 
-    def __init__(self, kind: str = "plain", **changes: Any) -> None:
+    def __init__(self, kind: str = "plain", has_graphs: bool = False, **changes: Any) -> None:
         setup = Setup(**changes)
         worker = FakeWorker(kind, K, setup.max_running_requests, seed=0)
         self.weights = FakeWeights(worker)
-        self.parts = {"kv_cache": Part(), "weights": Part()}
+        tags = ("kv_cache", "weights", "cuda_graph")[: 2 + has_graphs]
+        self.events: list[tuple[str, str]] = []  # what happened to which part
+        self.parts = {tag: Part(tag, self.events) for tag in tags}
         memory = {tag: MemoryPart(part.release, part.restore) for tag, part in self.parts.items()}
         super().__init__(
             setup, worker, resources=ModelResources(weights=self.weights, memory=memory)
@@ -626,6 +632,62 @@ def test_graphs_are_no_matter_where_there_are_none() -> None:
         assert memory(harness, action, "cuda_graph").success
         assert memory(harness, action, "kv_cache", "cuda_graph").fields["tags"] == ["kv_cache"]
     assert harness.parts["kv_cache"].events == ["release", "restore"]
+
+
+CALLS: list[list[tuple[str, list[str]]]] = [  # that end with all memory there
+    [("release", []), ("resume", [])],
+    # As verl and slime call it.
+    [("release", ["kv_cache", "weights"]), ("resume", ["weights"]), ("resume", ["kv_cache"])],
+    [("release", []), ("resume", ["weights"]), ("resume", ["kv_cache", "cuda_graph"])],
+    [("release", []), ("resume", ["weights"]), ("resume", ["kv_cache"])],
+    [("release", ["kv_cache", "weights"]), ("resume", ["kv_cache", "weights", "cuda_graph"])],
+    [("release", ["kv_cache"]), ("resume", ["cuda_graph"]), ("resume", ["kv_cache"])],
+    [("release", ["cuda_graph"]), ("resume", ["cuda_graph"])],
+    [("release", ["cuda_graph"]), ("release", ["cuda_graph"]), ("resume", ["cuda_graph"])],
+    [("release", ["cuda_graph"]), ("release", ["weights"]), ("resume", ["weights"])],
+    [("release", ["weights", "cuda_graph"]), ("resume", ["cuda_graph", "weights"])],
+    [("release", ["kv_cache"]), ("release", ["weights", "cuda_graph"]), ("resume", [])],
+    [("resume", ["cuda_graph"])],
+]
+
+
+@pytest.mark.parametrize("calls", CALLS)
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_graphs_are_held_exactly_while_all_other_memory_is(
+    has_graphs: bool, calls: list[tuple[str, list[str]]]
+) -> None:
+    """They go before it does and come back behind it; a call may name them where there are none."""
+    harness = Harness(has_graphs=has_graphs)
+    for action, tags in calls:
+        reply = memory(harness, action, *tags)
+        assert reply.success, reply.message
+        held = {tag for tag, part in harness.parts.items() if part.events[-1:] != ["release"]}
+        assert {*reply.fields["released"]} == harness.parts.keys() - held
+        if has_graphs and held != harness.parts.keys():
+            assert "cuda_graph" not in held
+    assert held == harness.parts.keys()
+    actions = [action for action, _ in harness.events]
+    graphs = [number for number, (_, tag) in enumerate(harness.events) if tag == "cuda_graph"]
+    assert not graphs or graphs == [0, len(actions) - 1]
+    assert harness.generate([PROMPT], max_new_tokens=3, temperature=0.0) == [oracle(PROMPT, 3)]
+
+
+def test_nothing_runs_without_the_graphs_that_were_released() -> None:
+    harness = Harness(has_graphs=True)
+    req_id = harness.start(2)
+    assert "pause generation first" in memory(harness, "release", "cuda_graph").message
+    harness.pause("in_place")
+    assert memory(harness, "release", "cuda_graph").fields["released"] == ["cuda_graph"]
+    assert "cuda_graph" in harness.resume().message
+    harness.parts["cuda_graph"].error = RuntimeError("out of memory")
+    reply = memory(harness, "resume")
+    assert not reply.success
+    assert reply.fields["released"] == ["cuda_graph"]
+    harness.parts["cuda_graph"].error = None
+    assert memory(harness, "resume").success
+    harness.resume()
+    harness.run()
+    assert harness.outputs[req_id].token_ids == oracle(PROMPT, 30)
 
 
 def test_requests_are_refused_while_memory_is_released_when_asked() -> None:

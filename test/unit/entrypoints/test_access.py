@@ -27,7 +27,7 @@ def rules_of(**flags: Any) -> AccessRules:
 
 def decide(rules: AccessRules, access: Access, **headers: str) -> int:
     """The status of a refusal, or 200; `sec_fetch_site` stands for `sec-fetch-site`."""
-    raw = {name.replace("_", "-").encode(): text.encode() for name, text in headers.items()}
+    raw = [(name.replace("_", "-").encode(), text.encode()) for name, text in headers.items()]
     refusal = refusal_of(rules, access, raw)
     return 200 if refusal is None else refusal.status_code
 
@@ -47,6 +47,27 @@ def test_a_client_that_is_no_browser_may_use_any_name(access: Access, host: str)
 @pytest.mark.parametrize("origin", ["http://[::1", "http://[abc]:3000"])
 def test_an_odd_origin_is_no_crash(origin: str) -> None:
     assert decide(rules_of(allowed_origins=origin), USER, host="127.0.0.1:1", origin=origin) == 200
+
+
+@pytest.mark.parametrize("access", Access)
+@pytest.mark.parametrize("name", ["Authorization", "Host", "Origin", "Sec-Fetch-Site"])
+def test_a_header_that_decides_is_refused_if_it_comes_twice(access: Access, name: str) -> None:
+    """Whatever the two say, in either order, and with a value that alone would be let in."""
+    right = {
+        "Authorization": f"Bearer {ADMIN_KEY if access is ADMIN else USER_KEY}",
+        "Host": "127.0.0.1:30000",
+        "Origin": "http://127.0.0.1:30000",
+        "Sec-Fetch-Site": "same-origin",
+    }
+    sent = [(key.lower().encode(), value.encode()) for key, value in right.items()]
+    assert refusal_of(rules_of(**BOTH), access, sent) is None
+    for value in (right[name].encode(), b"other", b""):
+        more = name.lower().encode(), value
+        for headers in ([*sent, more], [more, *sent]):
+            refusal = refusal_of(rules_of(**BOTH), access, headers)
+            assert refusal is not None
+            assert refusal.status_code == 400
+            assert f"`{name}`" in refusal.message
 
 
 @pytest.mark.parametrize("access", Access)
@@ -181,7 +202,7 @@ def test_keys_are_in_no_text_that_others_read() -> None:
 
 def test_a_refusal_names_the_key_and_does_not_say_it() -> None:
     rules = rules_of(**BOTH)
-    user, admin = (refusal_of(rules, access, {}) for access in (USER, ADMIN))
+    user, admin = (refusal_of(rules, access, []) for access in (USER, ADMIN))
     assert isinstance(user, Refusal)
     assert isinstance(admin, Refusal)
     assert " --api-key" in user.message

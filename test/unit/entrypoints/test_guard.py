@@ -82,6 +82,18 @@ def test_a_page_is_answered_403_with_the_remedy(
     assert not server.sent
 
 
+@pytest.mark.parametrize("name", ["authorization", "origin"])
+def test_a_header_that_decides_is_answered_400_if_it_comes_twice(locked: Server, name: str) -> None:
+    right = {**bearer(ADMIN_KEY), "origin": "http://127.0.0.1:30000"}
+    headers = [*right.items(), (name, "other")]
+    answer = locked.request(
+        "POST", "http://127.0.0.1:30000/pause_generation", headers=headers, content="{}"
+    )
+    assert answer.status_code == 400
+    assert name in answer.json()["error"]["message"].lower()
+    assert not locked.sent
+
+
 def test_clients_change_the_server_by_get_and_by_forms_as_before(model_path: Path) -> None:
     """What curl -d, python-requests and trainers send, by a name that the server cannot know."""
     server = make_server(model_path)

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from serving_utils import VOCAB_SIZE, make_model_dir
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 from sglang.srt.messages.control import HealthPing
-from sglang.srt.messages.requests import BatchTokenIDOutput, DecodeOptions, FinishReason, ReqOutput
+from sglang.srt.messages.requests import (
+    STOP_TOO_SLOW,
+    BatchTokenIDOutput,
+    DecodeOptions,
+    FinishReason,
+    ReqOutput,
+)
 from sglang.srt.stop_expressions import check_expression_list
 from sglang.srt.stops import StopSet
 from sglang.srt.tokenizer import StopFinder, Tokenizer, load_tokenizer
@@ -167,6 +173,52 @@ def test_pieces_are_the_decode_of_what_is_shown(tokenizer: Tokenizer, data: st.D
     if match and trim:
         expected = expected[: expected.index(match.matched)]
     assert "".join(harness.pieces()) == expected
+
+
+ENDS = {
+    "length": LENGTH,
+    "abort": FinishReason(type="abort", message="over"),
+    "grammar": FinishReason(type="abort", message="over", status_code=400),
+    "too slow": STOP_TOO_SLOW,
+    "token": FinishReason(type="stop", matched=5),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("has_tokens", [True, False], ids=["last tokens", "no last tokens"])
+@pytest.mark.parametrize("text", ["a <EN", "<", "a ≠", "b 12"])
+def test_an_end_without_a_stop_text_shows_all_that_was_held_back(
+    tokenizer: Tokenizer, text: str, has_tokens: bool, end: str
+) -> None:
+    """A beginning of a stop string or expression, and the bytes of half a character."""
+    ids = encode(tokenizer, text)
+    ids = ids[:-1] if "≠" in text else ids
+    harness, rest = Harness(tokenizer), ids if has_tokens else []
+    options = DecodeOptions(True, ["<END"], False, ["[0-9]{3}"])
+    harness.push([] if has_tokens else ids, None, options)
+    assert harness.pieces() != [tokenizer.decode(ids)]
+    harness.push(rest + [5] * (end == "token"), ENDS[end])
+    assert "".join(harness.pieces()) == tokenizer.decode(ids)
+
+
+def test_a_search_that_takes_too_long_leaves_the_text_before_it(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler has found no stop there; where it has, the text ends before it, unseen."""
+    harness, options = Harness(tokenizer), DecodeOptions(True, ["<END"], False)
+    for req_id in (1, 2):
+        harness.push(encode(tokenizer, "a <E"), None, options, req_id)
+
+    def too_slow(*args: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(StopSet, "find", too_slow)
+    harness.push(encode(tokenizer, "x b"), None, None, req_id=1)
+    harness.push(encode(tokenizer, "ND"), FinishReason(type="stop", matched="<END"), None, req_id=2)
+    assert "".join(harness.pieces(1)) == "a <Ex b"
+    assert "".join(harness.pieces(2)) == "a "
+    assert harness.last().finish_reason == STOP_TOO_SLOW
+    assert not harness.manager._texts
 
 
 def test_empty_output_is_answered(tokenizer: Tokenizer) -> None:

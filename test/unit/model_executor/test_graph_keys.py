@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.model_executor import graph_keys
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.graph_keys import LEAST_SAVING, MAX_WIDE_TOKENS, GraphKeys
 from sglang.srt.processes.runtime_config import MAX_GRAPH_ROWS
@@ -20,6 +22,30 @@ SUPPORTS = (GraphSupport.UNIFORM_Q, GraphSupport.RAGGED_Q)
 
 def test_no_graphs_where_the_backend_has_none() -> None:
     assert GraphKeys(GraphSupport.NEVER, 8, 15).all == []
+
+
+def test_what_is_kept_of_shapes_is_bounded_and_no_answer_depends_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts come in any number of tokens, so steps in ever new shapes."""
+    monkeypatch.setattr(graph_keys, "MAX_KNOWN", 50)
+    keys = GraphKeys(GraphSupport.RAGGED_Q, 8, 3, 256)
+
+    def answers() -> list[object]:
+        return [
+            keys.find_shape(num_reqs, widest, num_reqs + widest)
+            for num_reqs in range(1, 9)
+            for widest in range(1, 300)
+        ]
+
+    tracemalloc.start()
+    first = answers()
+    kept = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*graph_keys.py")])
+    tracemalloc.stop()
+    num_bytes = sum(trace.size for trace in kept.traces)
+    assert num_bytes < 50 * 1000
+    assert answers() == first
+    assert len(set(first)) > 10
 
 
 @pytest.mark.parametrize("support", SUPPORTS)

@@ -415,6 +415,16 @@ def test_a_bundled_model_goes_by_its_name(refusal: Refusal) -> None:
     assert "tiny-code has a weight" in message
 
 
+def test_a_directory_goes_by_the_same_names_as_at_the_start(
+    tied: Pair, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tied.new.parent))
+    staged = runner.weights.from_directory(f"~/{tied.new.name}")
+    assert staged.keys() == runner.weights.from_directory(str(tied.new)).keys()
+    with pytest.raises(WeightUpdateError, match=r"^model_path 'demo/' is not a .* or `demo`\.$"):
+        runner.weights.from_directory("demo/")
+
+
 def test_a_name_in_two_files_of_a_checkpoint_is_refused(
     tied: Pair, tmp_path: Path, refusal: Refusal
 ) -> None:

@@ -3,6 +3,8 @@ that run piece by piece, and everything that a graph cannot do runs so."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +29,8 @@ from round_serving import (
     submit_all,
     zero,
 )
+from sglang.srt.control.memory_control import GRAPH_TAG
+from sglang.srt.messages.control import MemoryOccupationReq
 from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_executor.draft_tree_passes import TreeShape
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -162,12 +166,31 @@ def test_graphs_are_captured_anew_with_memory(
 
 def test_while_memory_is_released_there_are_none(paths: dict[str, Path]) -> None:
     served = serving(paths)
-    served.group.release_weights()
-    served.group.memory.release()
-    served.group.restore_kv()  # weights are still missing
-    assert served.graphs.num_graphs == 0
-    served.group.restore_weights()
-    assert served.graphs.num_graphs > 0
+    group, graphs = served.group, served.graphs
+    num_graphs = graphs.num_graphs, [runner.num_graphs for runner in group.runners]
+    group.release_weights()
+    group.memory.release()
+    group.restore_kv()  # weights are still missing
+    group.restore_graphs()
+    assert graphs.num_graphs == 0
+    group.restore_weights()
+    assert num_graphs == (graphs.num_graphs, [runner.num_graphs for runner in group.runners])
+    before = dict(graphs._steps[NUM_STEPS])
+    group.restore_graphs()  # they are there
+    assert graphs._steps[NUM_STEPS] == before
+    held = [weakref.ref(each.graph) for each in before.values()]
+    held += [weakref.ref(runner._graphs) for runner in group.runners]
+    before.clear()
+    gc.disable()  # a scheduler keeps what there is at its start out of collections
+    try:
+        served.harness.send(MemoryOccupationReq, action="release", tags=[GRAPH_TAG])
+        assert not any(each() for each in held)
+    finally:
+        gc.enable()
+    assert not group.has_graphs
+    assert graphs.num_graphs == 0
+    served.harness.send(MemoryOccupationReq, action="resume", tags=[GRAPH_TAG])
+    assert num_graphs == (graphs.num_graphs, [runner.num_graphs for runner in group.runners])
 
 
 def test_every_tier_has_graphs_that_serve_any_tier_before_and_behind_it(

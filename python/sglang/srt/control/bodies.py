@@ -352,7 +352,8 @@ class MemoryOccupationReqInput(msgspec.Struct, kw_only=True):
     """Body of `/release_memory_occupation` and `/resume_memory_occupation`.
 
     Attributes:
-        tags: the kinds of memory, `cuda_graph` where graphs are held; null: all there are.
+        tags: the kinds of memory; null: all there are. Graphs (`cuda_graph`) go with any other, and
+            come back with the last of them.
     """
 
     tags: Annotated[list[MemoryTag], Meta(min_length=1)] | None = None

@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 
 KV_TAG = "kv_cache"
 WEIGHTS_TAG = "weights"
-GRAPH_TAG = "cuda_graph"  # nothing to do where no graphs are held
+GRAPH_TAG = "cuda_graph"  # no part where the server has none
+NOTHING = "nothing; graphs, if there are any, come and go with all other memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +53,29 @@ class MemoryControl:
         }
 
     def _change(self, message: MemoryOccupationReq) -> None:
-        releases = message.action == "release"
-        tags = message.tags
+        releases, tags = message.action == "release", message.tags
         if tags is None:
             tags = [tag for tag in self._parts if (tag in self._state.released) != releases]
-        tags = [tag for tag in dict.fromkeys(tags) if tag in self._parts or tag != GRAPH_TAG]
-        if message.tags and not tags:
-            self._answer(message, tags, "", f"Nothing is held of {GRAPH_TAG}.")
-            return
-        problem = self._problem(tags, releases)
+        others = [tag for tag in dict.fromkeys(tags) if tag != GRAPH_TAG]
+        problem = "" if set(tags) == {GRAPH_TAG} else self._problem(others, releases)
+        tags = self._with_graphs(others, releases)
+        problem = problem or (self._kv_problem(tags) if releases else "")
         if not problem:
             problem = self._change_parts(tags, releases)
         verb = "released" if releases else "resumed"
-        self._answer(message, tags, problem, f"Memory {verb}: {', '.join(tags)}.")
+        self._answer(message, tags, problem, f"Memory {verb}: {', '.join(tags) or NOTHING}.")
+
+    def _with_graphs(self, others: list[str], releases: bool) -> list[str]:
+        """All parts that change, in their order; `others` are those that are no graphs. Graphs hold
+        addresses of all other memory, so they go before any of it does, and come back behind the
+        last of it, named or not. Where they are as asked for already, or cannot come back yet,
+        nothing is done about them."""
+        released = self._state.released
+        if GRAPH_TAG not in self._parts or (GRAPH_TAG in released) == releases:
+            return others
+        if releases:
+            return [GRAPH_TAG, *others]
+        return others if released - {GRAPH_TAG, *others} else [*others, GRAPH_TAG]
 
     def _answer(
         self, message: MemoryOccupationReq, tags: list[str], problem: str, text: str
@@ -110,7 +121,7 @@ class MemoryControl:
                 return f"tags: {tag!r} is released already; resume it first."
             if not releases and tag not in self._state.released:
                 return f"tags: {tag!r} is not released."
-        return self._kv_problem(tags) if releases else ""
+        return ""
 
     def _kv_problem(self, tags: list[str]) -> str:
         lifecycle = self._lifecycle

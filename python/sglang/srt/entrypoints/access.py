@@ -23,7 +23,8 @@ import hmac
 import ipaddress
 import re
 import socket
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -79,6 +80,8 @@ ROUTE_ACCESS: Mapping[str, Access] = {
 }
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+")  # scheme://host[:port]
+# A proxy in front may go by the first one, and this server by another.
+DECIDING_HEADERS = ("Authorization", "Host", "Origin", "Sec-Fetch-Mode", "Sec-Fetch-Site")
 OWN_SITES = (b"same-origin", b"none")  # `none`: the user typed the address
 
 ALLOW = "start it with --allowed-origins and the page's origin"
@@ -92,6 +95,7 @@ NO_ORIGIN = (
     "A browser, or a client that sends Accept-Language as browsers do, may not change this server"
     " by a request without an Origin. Send an Origin, or no Accept-Language."
 )
+SENT_TWICE = "The header `{name}` was sent more than once; send it once."
 NO_KEY = "This route needs the header `Authorization: Bearer` with the {flag} of this server."
 
 
@@ -147,10 +151,19 @@ class AccessRules:
 
 
 def refusal_of(
-    rules: AccessRules, access: Access, headers: Mapping[bytes, bytes]
+    rules: AccessRules, access: Access, headers: Sequence[tuple[bytes, bytes]]
 ) -> Refusal | None:
-    """What is wrong with a request for a route, if anything; `headers` have names in lower case."""
-    return _refusal_of_page(rules, access, headers) or _refusal_of_key(rules, access, headers)
+    """What is wrong with a request for a route, if anything.
+
+    Args:
+        headers: names, in lower case, and values, as they were sent.
+    """
+    counts = Counter(name for name, _ in headers)
+    for name in DECIDING_HEADERS:
+        if counts[name.lower().encode()] > 1:
+            return Refusal(400, SENT_TWICE.format(name=name))
+    found = dict(headers)
+    return _refusal_of_page(rules, access, found) or _refusal_of_key(rules, access, found)
 
 
 def _refusal_of_page(

@@ -43,7 +43,7 @@ class Guard:
             await send({"type": "websocket.close", "code": POLICY_VIOLATION})
             return
         if scope["type"] == "http":
-            refusal = refusal_of(self._rules, self._access(scope), dict(scope["headers"]))
+            refusal = refusal_of(self._rules, self._access(scope), scope["headers"])
             if refusal is not None:
                 challenge = {"WWW-Authenticate": "Bearer"} if refusal.status_code == 401 else None
                 answer = error_response(refusal.message, refusal.status_code, headers=challenge)

@@ -168,13 +168,13 @@ class ProcessTree:
             if not receiver.poll(POLL_MS):
                 self._raise_if_dead(receiver)
                 continue
-            message = receiver.receive()
-            if isinstance(message, ProcessFailed):
-                raise LaunchError(message.message)
-            waiting.discard(message.role)
-            info = message.scheduler or info
-            elapsed = time.monotonic() - start
-            logger.info("The %s is ready after %.1f s.", message.role, elapsed)
+            for message in receiver.drain():
+                if isinstance(message, ProcessFailed):
+                    raise LaunchError(message.message)
+                waiting.discard(message.role)
+                info = message.scheduler or info
+                elapsed = time.monotonic() - start
+                logger.info("The %s is ready after %.1f s.", message.role, elapsed)
         if info is None:
             raise LaunchError("The scheduler did not say what it can do.")
         for role, child in self._children.items():

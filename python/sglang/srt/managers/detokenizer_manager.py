@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from sglang.srt.messages.control import HealthPing
 from sglang.srt.messages.ipc import Receiver
 from sglang.srt.messages.requests import (
@@ -116,7 +114,9 @@ class DetokenizerManager:
             else:
                 text = request.finish(output.token_ids, reason)
         except TimeoutError:
-            text, reason = "", STOP_TOO_SLOW
+            # The scheduler has found no stop in the text so far, unless it ended the request.
+            text = "" if reason else self._texts[output.req_id].finish([], STOP_TOO_SLOW)
+            reason = STOP_TOO_SLOW
         except Exception:  # one request's text must not end all the others
             logger.exception("Request %d: its output cannot be decoded.", output.req_id)
             text, reason = "", DECODE_FAILED
@@ -144,9 +144,4 @@ class DetokenizerManager:
 def run_loop(receiver: Receiver[Any], manager: DetokenizerManager) -> None:
     """Handles messages until the process is told to exit."""
     while True:
-        try:
-            message = receiver.receive()
-        except msgspec.DecodeError:
-            logger.exception("A message that cannot be read was dropped.")
-            continue
-        manager.handle(message)
+        manager.handle(receiver.receive())

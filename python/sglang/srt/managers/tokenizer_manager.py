@@ -352,12 +352,7 @@ class TokenizerManager:
     async def run(self) -> None:
         """Takes in messages until cancelled."""
         while True:
-            try:
-                message = await self._receive()
-            except msgspec.DecodeError:
-                logger.exception("A message that cannot be read was dropped.")
-                continue
-            self.handle(message)
+            self.handle(await self._receive())
 
     def handle(self, message: ToFrontend) -> None:
         """Takes in one message of the detokenizer or the scheduler."""

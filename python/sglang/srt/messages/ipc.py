@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import tempfile
@@ -11,6 +12,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 import zmq.asyncio
+
+logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
 FALLBACK_DIRECTORY = "/tmp"
@@ -77,7 +80,8 @@ class Sender(Generic[M]):
 
 
 class Receiver(Generic[M]):
-    """Binds an address and pulls messages of the union `message_type`."""
+    """Binds an address and pulls messages of the union `message_type`. A frame that is none of them
+    is dropped, with a line in the log."""
 
     def __init__(self, address: str, message_type: Any) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
@@ -96,7 +100,9 @@ class Receiver(Generic[M]):
 
     def receive(self) -> M:
         """Waits for the next message."""
-        return self._decoder.decode(self._socket.recv())
+        while (message := _read(self._decoder, self._socket.recv())) is None:
+            pass
+        return message
 
     def drain(self) -> Iterator[M]:
         """The messages that are there now, without waiting."""
@@ -105,7 +111,9 @@ class Receiver(Generic[M]):
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            yield self._decoder.decode(frame)
+            message = _read(self._decoder, frame)
+            if message is not None:
+                yield message
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -121,7 +129,19 @@ class AsyncReceiver(Generic[M]):
         self._decoder = msgspec.msgpack.Decoder(message_type)
 
     async def receive(self) -> M:
-        return self._decoder.decode(await self._socket.recv())
+        """Waits for the next message."""
+        while (message := _read(self._decoder, await self._socket.recv())) is None:
+            pass
+        return message
 
     def close(self) -> None:
         self._socket.close(linger=0)
+
+
+def _read(decoder: msgspec.msgpack.Decoder[M], frame: bytes) -> M | None:
+    """The message of a frame; None, with a line in the log, if it holds none."""
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        logger.error("A message that cannot be read was dropped: %s", error)
+        return None

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
 from sglang.srt.layers.forward_batch import (
@@ -44,6 +45,9 @@ UNIFORM_WIDTHS = (3, 7, 15, 31)
 # Rows in all. Up to 128 they cost nearly the same, and beyond a GPU computes in tiles.
 ROWS = (16, 32, 64, 96, *range(128, 320, 32), *range(320, 1025, 64))
 ONE_ROW = (DECODE, DRAFT_STEPS)
+# Shapes whose graph is remembered. A step asks for tens of them, and steps with prompts hardly ever
+# for the same ones.
+MAX_KNOWN = 4096
 FEW_REQUESTS = 8  # whose KV is split among more programs
 
 
@@ -75,7 +79,7 @@ class GraphKeys:
         draft_hidden_width: int = 0,
     ) -> None:
         self.all: list[GraphKey] = []
-        self._found: dict[tuple[int, int, int, bool, bool, int], GraphKey | None] = {}
+        self._known_smallest = lru_cache(maxsize=MAX_KNOWN)(self._smallest)
         self._graphs_ms: Mapping[GraphKey, float] = {}
         if support is GraphSupport.NEVER:
             return
@@ -123,7 +127,7 @@ class GraphKeys:
             graphs_ms: milliseconds of graphs; others are replayed as before.
         """
         self._graphs_ms = graphs_ms
-        self._found.clear()
+        self._known_smallest.cache_clear()
 
     def is_undercut(self, num_tokens: int, larger: Sequence[int]) -> bool:
         """Whether steps of so many rows, several of each request, take longer than those of one of
@@ -156,10 +160,7 @@ class GraphKeys:
     ) -> GraphKey | None:
         """As `find`, by the number of requests, the most rows that any of them feeds and the rows
         in all, of which a packed step may have fewer than requests."""
-        shape = num_reqs, widest, num_tokens, has_tree, is_packed, hidden_width
-        if shape not in self._found:
-            self._found[shape] = self._smallest(*shape)
-        return self._found[shape]
+        return self._known_smallest(num_reqs, widest, num_tokens, has_tree, is_packed, hidden_width)
 
     def _smallest(
         self,

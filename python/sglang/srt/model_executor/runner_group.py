@@ -8,7 +8,7 @@ from typing import Protocol
 
 from sglang.srt.mem_cache.kv_memory import KVMemory
 from sglang.srt.mem_cache.kv_sizing import KVSizing
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool, hand_back_unused
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.model_runner import LESS_STATIC_MEMORY, LoadedModel, ModelRunner
 from sglang.srt.platform import memory_for, static_bytes_left
@@ -121,6 +121,25 @@ class RunnerGroup:
         self._graph_owners.append(owner)
         owner.capture()
         self._warm_up()
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether graphs are captured now."""
+        return any(runner.num_graphs for runner in self.runners)
+
+    def release_graphs(self) -> None:
+        """Gives the memory of all graphs back."""
+        self._drop_graphs()
+        hand_back_unused(self.target.device)
+
+    def restore_graphs(self) -> None:
+        """Captures graphs anew, if there are none now and all other memory is there.
+
+        Raises:
+            RuntimeError: if their memory is not to be had now; then there are none.
+        """
+        if not self.has_graphs:
+            self._resume_steps(lambda: None)
 
     def _drop_graphs(self) -> None:
         for each in self._graph_owners:

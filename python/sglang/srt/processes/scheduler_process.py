@@ -13,7 +13,7 @@ import msgspec
 
 from sglang.srt.constrained.grammar_sessions import GrammarSessions
 from sglang.srt.control.control import ModelResources
-from sglang.srt.control.memory_control import KV_TAG, WEIGHTS_TAG, MemoryPart
+from sglang.srt.control.memory_control import GRAPH_TAG, KV_TAG, WEIGHTS_TAG, MemoryPart
 from sglang.srt.environ import Environ
 from sglang.srt.managers.scheduler import Scheduler, SchedulerDebug
 from sglang.srt.mem_cache.allocator import PageAllocator
@@ -127,11 +127,14 @@ def _debug(environ: Environ, trace: DebugTrace | None) -> SchedulerDebug:
 
 
 def make_resources(runners: RunnerGroup, profiler: StepProfiler | None = None) -> ModelResources:
-    """What control calls may change: the memory of all models, and the target's weights."""
+    """What control calls may change: the memory of all models and of their graphs, and the target's
+    weights."""
     memory = {
         KV_TAG: MemoryPart(runners.memory.release, runners.restore_kv),
         WEIGHTS_TAG: MemoryPart(runners.release_weights, runners.restore_weights),
     }
+    if runners.has_graphs:
+        memory[GRAPH_TAG] = MemoryPart(runners.release_graphs, runners.restore_graphs)
     return ModelResources(weights=runners.target.weights, memory=memory, profiler=profiler)
 
 

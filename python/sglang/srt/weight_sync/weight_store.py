@@ -14,12 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from sglang.srt.mem_cache.memory_pool import hand_back_unused
-from sglang.srt.model_config import (
-    DEMO_MODELS,
-    DEMO_MODELS_DIR,
-    ModelConfig,
-    ModelPathError,
-)
+from sglang.srt.model_config import ModelConfig, ModelPathError, resolve_model_path
 from sglang.srt.model_loader.loader import WeightMismatch, WeightPlaces
 from sglang.srt.model_loader.weight_copies import have_equal_values
 from sglang.srt.model_loader.weight_files import read_directory, read_file
@@ -72,23 +67,22 @@ class WeightStore:
         return self._copy is not None
 
     def from_directory(self, path: str) -> StagedWeights:
-        """A complete checkpoint: a local directory with *.safetensors, or the name of a bundled
-        model.
+        """A complete checkpoint: a local directory with *.safetensors, or another name that
+        --model-path takes.
 
         One file after the other is read into memory: at its peak this takes the bytes of the
         largest file beside what is staged.
         """
-        path = str(DEMO_MODELS_DIR / DEMO_MODELS[path]) if path in DEMO_MODELS else path
-        if not os.path.isdir(path):
-            raise WeightUpdateError(
-                f"{path!r} is not a directory; give a local one with *.safetensors."
-            )
-        staged = self._stage(path, read_directory(Path(path), in_memory=True))
+        try:
+            directory = resolve_model_path(path, "model_path")
+        except ModelPathError as error:
+            raise WeightUpdateError(str(error)) from None
+        staged = self._stage(str(directory), read_directory(directory, in_memory=True))
         try:
             self._places.check_complete(staged.keys())
         except WeightMismatch as error:
             raise WeightUpdateError(
-                f"{path} {error.problem}; send a part of the weights as a file or as tensors."
+                f"{directory} {error.problem}; send a part of the weights as a file or as tensors."
             ) from None
         return staged | self._places.values_of_missing(staged)
 
