@@ -117,9 +117,8 @@ def _add_health(app: FastAPI, state: ServerState) -> None:
     @app.get("/ready")
     async def ready() -> Response:
         """200 if new requests are taken and run."""
-        manager = state.manager
-        if manager is None or manager.draining or manager.failure is not None:
-            return error_response("The server takes no requests now.", 503)
+        manager = state.ready_manager
+        manager.refuse_if_closed()
         if stopped := manager.control.status.stopped:
             return error_response(f"No request runs now: {stopped}", 503)
         return Response()

@@ -153,10 +153,10 @@ class _Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
 
-        def on_death(role: str, code: int) -> None:
-            loop.call_soon_threadsafe(self._on_death, role, code)
+        def on_end(reason: str) -> None:
+            loop.call_soon_threadsafe(self._fail, f"{reason}; the server stops.")
 
-        tree = ProcessTree(self._args, on_death, self._modules)
+        tree = ProcessTree(self._args, on_end, self._modules)
         self._state.private_directory = tree.private_directory
         try:
             channels = FrontendChannels(tree.addresses)
@@ -169,7 +169,9 @@ class _Server:
             limits = limits_from_flags(self._args, info)
             grammars = grammar_setup(self._args, info.vocab_size, info.eos_token_ids)
             self._request_log = open_request_log(self._args)
-            manager = channels.make_manager(self._tokenizer, limits, self._request_log, grammars)
+            manager = channels.make_manager(
+                self._tokenizer, limits, self._request_log, grammars, tree.watch
+            )
             await self._serve_until_stopped(manager, info)
         except (LaunchError, ServiceError) as error:
             if not self._stop.is_set():
@@ -224,10 +226,6 @@ class _Server:
         elif self._stop.is_set():
             self._hasten.set()
         self._stop.set()
-
-    def _on_death(self, role: str, code: int) -> None:
-        reason = f"signal {-code}" if code < 0 else f"exit code {code}"
-        self._fail(f"The {role} process ended with {reason}; the server stops.")
 
     def _on_receiving_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
