@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sglang.srt.entrypoints.half_close import EVENT_STREAM
 from sglang.srt.frontend.errors import RequestError, ServiceError
 
 logger = logging.getLogger(__name__)
@@ -179,6 +180,7 @@ class EventStream(Response):
         self._chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[EVENT_STREAM] = True
         try:
             direct: Send = scope.get(DIRECT_SEND, send)
             await unless_client_leaves(receive, self._send_all(send, direct))

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
+from sglang.srt.entrypoints.half_close import HalfCloseProtocol
 from sglang.srt.entrypoints.http_io import DirectSend
 from sglang.srt.entrypoints.http_server import create_app
 from sglang.srt.entrypoints.launch import (
@@ -138,6 +139,7 @@ class _Server:
         is_debug = self._args.log_level == "debug"
         config = uvicorn.Config(
             DirectSend(create_app(self._state)),
+            http=HalfCloseProtocol,
             log_config=None,
             log_level="debug" if is_debug else "warning",
             access_log=is_debug,
