@@ -3,86 +3,55 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 
-from serving_utils import wait_until
-from sglang.srt.process_watch import LOOK_S, ProcessLook, ProcessWatch, is_stopped, look_at
+from serving_utils import stopped
+from sglang.srt.process_watch import is_stopped, look_at
 from sglang.srt.processes.child_process import BEAT_S, TurnLimit
-
-ROLE = "scheduler"
-LIMIT_S = 60.0
-SLEEPING = ProcessLook("S", 3.0)
-
-
-class Watched:
-    """A watch of one process whose looks, beats and clock a test sets."""
-
-    def __init__(self, limit_s: float = LIMIT_S) -> None:
-        self.look: ProcessLook | None = SLEEPING
-        self.now_s = 0.0
-        self.watch = ProcessWatch(limit_s, lambda pid: self.look, lambda: self.now_s)
-        reading, self._writing = os.pipe()
-        self.watch.add(ROLE, 1, reading)
-
-    def beat(self) -> None:
-        os.write(self._writing, b".")
-
-    def pass_s(self, seconds: float, beats: bool = False, uses_cpu: float = 0.0) -> None:
-        """Lets time pass and looks every quarter of a second.
-
-        Args:
-            uses_cpu: share of a processor that the process uses meanwhile.
-        """
-        for _ in range(int(seconds / LOOK_S)):
-            self.now_s += LOOK_S
-            if beats:
-                self.beat()
-            if self.look is not None:
-                self.look = replace(self.look, cpu_s=self.look.cpu_s + uses_cpu * LOOK_S)
-            self.watch.overdue()
-
-    def close(self) -> None:
-        self.watch.close()
-        os.close(self._writing)
+from watched_processes import DETOKENIZER, LIMIT_S, SCHEDULER, WatchedProcesses
 
 
 @pytest.fixture
-def watched() -> Iterator[Watched]:
-    made = Watched()
+def watched() -> Iterator[WatchedProcesses]:
+    made = WatchedProcesses()
     yield made
     made.close()
 
 
-def test_a_stopped_process_is_named_at_once_and_taken_back_at_once(watched: Watched) -> None:
+def test_a_stopped_process_is_named_at_once_and_taken_back_at_once(
+    watched: WatchedProcesses,
+) -> None:
     watched.beat()
-    assert watched.watch.stopped() is None
+    assert watched.watch.all_beat(SCHEDULER, DETOKENIZER)
     for state in "Tt":
-        watched.look = replace(SLEEPING, state=state)
+        watched.set_state(DETOKENIZER, state)
         stop = watched.watch.stopped()
         assert stop is not None
-        assert stop.role == ROLE
-        assert "The scheduler process is stopped" in stop.message
-        assert watched.watch.stopped("detokenizer") is None
-        watched.look = SLEEPING
+        assert stop.role == DETOKENIZER
+        assert "The detokenizer process is stopped" in stop.message
+        assert watched.watch.stopped(SCHEDULER) is None
+        assert watched.watch.all_beat(SCHEDULER)
+        assert not watched.watch.all_beat(SCHEDULER, DETOKENIZER)
+        watched.set_state(DETOKENIZER, "S")
         assert watched.watch.stopped() is None
 
 
-def test_a_process_that_neither_beats_nor_works_is_stopped_until_it_beats(watched: Watched) -> None:
+def test_a_process_that_neither_beats_nor_works_is_stopped_until_it_beats(
+    watched: WatchedProcesses,
+) -> None:
     watched.beat()
     watched.pass_s(4.0)
     assert watched.watch.stopped() is None
     watched.pass_s(2.0)
-    stop = watched.watch.stopped(ROLE)
+    watched.beat(DETOKENIZER)
+    stop = watched.watch.stopped()
     assert stop is not None
-    assert "no sign of life" in stop.message
-    watched.beat()
+    assert "The scheduler process has given no sign of life" in stop.message
+    watched.beat(SCHEDULER)
     assert watched.watch.stopped() is None
 
 
@@ -92,34 +61,43 @@ def test_a_process_that_neither_beats_nor_works_is_stopped_until_it_beats(watche
     ids=["the thread beats", "one call keeps all threads waiting", "others have the processors"],
 )
 def test_a_step_of_30_s_is_no_alarm(
-    watched: Watched, state: str, beats: bool, uses_cpu: float
+    watched: WatchedProcesses, state: str, beats: bool, uses_cpu: float
 ) -> None:
     watched.beat()
-    watched.look = replace(SLEEPING, state=state)
+    watched.set_state(SCHEDULER, state)
+    watched.set_state(DETOKENIZER, state)
     for _ in range(30):
         watched.pass_s(1.0, beats, uses_cpu)
         assert watched.watch.stopped() is None
         assert watched.watch.overdue() is None
 
 
-def test_before_its_first_beat_a_process_may_load_as_long_as_it_takes(watched: Watched) -> None:
+def test_before_its_first_beat_a_process_may_load_as_long_as_it_takes(
+    watched: WatchedProcesses,
+) -> None:
     watched.pass_s(10 * LIMIT_S)
     assert watched.watch.stopped() is None
     assert watched.watch.overdue() is None
+    assert not watched.watch.all_beat(SCHEDULER, DETOKENIZER)
 
 
 @pytest.mark.parametrize("state", ["T", "S", "R"])
-def test_only_the_limit_ends_what_is_stopped_or_stuck(watched: Watched, state: str) -> None:
+def test_only_the_limit_ends_what_is_stopped_or_stuck(
+    watched: WatchedProcesses, state: str
+) -> None:
     """R: a thread that never lets the others run."""
     watched.beat()
-    watched.look = replace(SLEEPING, state=state)
+    watched.set_state(SCHEDULER, state)
     watched.pass_s(LIMIT_S - 2)
     assert watched.watch.overdue() is None
+    watched.beat(DETOKENIZER)
     watched.pass_s(10.0)
     assert "scheduler process" in (watched.watch.overdue() or "")
 
 
-def test_time_in_which_the_watcher_was_stopped_itself_does_not_count(watched: Watched) -> None:
+def test_time_in_which_the_watcher_was_stopped_itself_does_not_count(
+    watched: WatchedProcesses,
+) -> None:
     watched.beat()
     watched.watch.stopped()
     watched.now_s += 10 * LIMIT_S
@@ -128,24 +106,22 @@ def test_time_in_which_the_watcher_was_stopped_itself_does_not_count(watched: Wa
 
 
 def test_without_a_limit_nothing_is_given_up() -> None:
-    watched = Watched(limit_s=0.0)
-    watched.look = replace(SLEEPING, state="T")
+    watched = WatchedProcesses(limit_s=0.0)
+    watched.set_state(SCHEDULER, "T")
     watched.pass_s(1000.0)
     assert watched.watch.overdue() is None
     watched.close()
 
 
 def test_what_the_system_says_of_a_process() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    pid = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "60")
     try:
-        os.kill(child.pid, signal.SIGSTOP)
-        wait_until(lambda: is_stopped(child.pid))
-        os.kill(child.pid, signal.SIGCONT)
-        wait_until(lambda: not is_stopped(child.pid))
+        with stopped(pid):
+            assert is_stopped(pid)
     finally:
-        child.kill()
-        child.wait()
-    assert look_at(child.pid) is None
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    assert look_at(pid) is None
     mine = look_at(os.getpid())
     assert mine is not None
     assert mine.cpu_s == pytest.approx(time.process_time(), abs=0.5)

@@ -126,6 +126,13 @@ class ProcessWatch:
                     return process.stop
         return None
 
+    def all_beat(self, *roles: str) -> bool:
+        """Whether each of these processes has begun to beat, and none is stopped now."""
+        is_stopped = self.stopped(*roles) is not None
+        with self._lock:
+            beating = [each for each in self._chosen(roles) if each.silent_s is not None]
+        return len(beating) == len(roles) and not is_stopped
+
     def overdue(self) -> str | None:
         """Why a process must be given up; None if none must be."""
         with self._lock:

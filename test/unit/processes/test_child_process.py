@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,7 @@ def test_sockets_stay_while_the_parent_lives() -> None:
         child.stdin.write(msgspec.json.encode(ChildConfig({}, addresses)) + b"\n")
         child.stdin.flush()
         assert child.stdout.readline() == b"started\n"
+        child.send_signal(signal.SIGHUP)
         child.stdin.close()
         assert child.wait(20) == 0
         assert all(socket.exists() for socket in sockets)

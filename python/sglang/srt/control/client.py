@@ -27,12 +27,18 @@ from sglang.srt.messages.control import (
 from sglang.srt.messages.requests import ToScheduler
 from sglang.srt.process_watch import LOOK_S, ProcessWatch, Stop
 
+PING_TIMEOUT_S = 1.5
+
 
 class ProcessStopped(ServiceError):
     """A process that must answer is stopped: nothing was sent, or a mere question is given up."""
 
     def __init__(self, stop: Stop) -> None:
         super().__init__(stop.message, 503)
+
+
+class NoAnswer(ServiceError):
+    """No reply came in time."""
 
 
 class ControlClient:
@@ -102,10 +108,15 @@ class ControlClient:
         }
 
     async def ping(self, timeout_s: float) -> None:
-        """Returns when a message has gone round all processes."""
+        """Returns when a message has gone round all processes, or when one has had no time for it
+        but all of them beat: a step may be long."""
         message = HealthPing(call_id=next(self._call_ids))
         roles = ("scheduler", "detokenizer")
-        await self._ask(message, message.call_id, timeout_s, roles, is_question=True)
+        try:
+            await self._ask(message, message.call_id, timeout_s, roles, is_question=True)
+        except NoAnswer:
+            if not self._watch.all_beat(*roles):
+                raise
 
     def refuse_if_unable(self, *roles: str) -> None:
         """Returns if these processes, or all, can answer now.
@@ -165,6 +176,6 @@ class ControlClient:
                 return await future
         except TimeoutError:
             who = " or the ".join(roles)
-            raise ServiceError(f"No answer from the {who} in {timeout_s:g} s.", 503) from None
+            raise NoAnswer(f"No answer from the {who} in {timeout_s:g} s.", 503) from None
         finally:
             del self._replies[call_id]

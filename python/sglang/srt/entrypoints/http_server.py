@@ -104,7 +104,7 @@ def _add_health(app: FastAPI, state: ServerState) -> None:
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
-        """200 if every process is alive and looping."""
+        """200 if every process is alive and none is stopped; one may be in a long step."""
         await state.ready_manager.health_ping()
         return Response()
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from sglang.srt.constrained.grammar_check import GrammarCheck
-from sglang.srt.control.client import ControlClient
+from sglang.srt.control.client import PING_TIMEOUT_S, ControlClient
 from sglang.srt.frontend.errors import ServiceError
 from sglang.srt.frontend.generate_body import (
     HIDDEN_STATES,
@@ -300,8 +300,8 @@ class TokenizerManager:
 
     # ---------------------------------------------------------------- health
 
-    async def health_ping(self, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
-        """Returns when a message has gone round all processes.
+    async def health_ping(self, timeout_s: float = PING_TIMEOUT_S) -> None:
+        """Returns when a message has gone round all processes, or all beat though one is busy.
 
         Raises:
             ServiceError: if it has not within `timeout_s`, or one of them is dead or stopped.
@@ -318,7 +318,7 @@ class TokenizerManager:
             ServiceError: if there is none within `timeout_s`, or the probe fails.
         """
         if self.control.status.stopped:
-            return await self.health_ping(timeout_s)
+            return await self.health_ping()
         self.refuse_if_closed()
         self._progress.clear()
         progress = asyncio.create_task(self._progress.wait())
@@ -329,7 +329,7 @@ class TokenizerManager:
             if progress.done():
                 return
             if self.control.status.stopped:  # since the probe was sent
-                return await self.health_ping(timeout_s)
+                return await self.health_ping()
             if not probe.done():
                 raise ServiceError(f"No token in {timeout_s:g} s.", 503)
             probe.result()

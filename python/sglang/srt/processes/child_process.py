@@ -40,8 +40,9 @@ def start_child_process() -> ChildConfig:
     End of file on standard input ends the process, with exit code 0: its parent has closed it or
     is gone. Signals are left to the parent: service managers send SIGTERM to all processes of a
     service, and requests in the middle of their output need the children until they are drained.
+    SIGHUP is what the system sends, and then lets it go on, to a stopped child of a dead parent.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildConfig)
     threading.Thread(
