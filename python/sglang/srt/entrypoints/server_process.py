@@ -29,7 +29,12 @@ from sglang.srt.entrypoints.server_info import describe_start
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.frontend.errors import ServiceError
 from sglang.srt.garbage import keep_out_of_collections
-from sglang.srt.managers.tokenizer_manager import PROBE, PROBE_PARAMS, TokenizerManager
+from sglang.srt.managers.tokenizer_manager import (
+    PROBE,
+    PROBE_PARAMS,
+    SHUTDOWN_MESSAGE,
+    TokenizerManager,
+)
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelPathError, load_model_config
 from sglang.srt.observability.request_log import RequestLog
@@ -138,7 +143,7 @@ class _Server:
     def _make_uvicorn(self) -> _Uvicorn:
         is_debug = self._args.log_level == "debug"
         config = uvicorn.Config(
-            DirectSend(create_app(self._state)),
+            DirectSend(create_app(self._state), self._why_it_ends),
             http=HalfCloseProtocol,
             log_config=None,
             log_level="debug" if is_debug else "warning",
@@ -228,6 +233,10 @@ class _Server:
         elif self._stop.is_set():
             self._hasten.set()
         self._stop.set()
+
+    def _why_it_ends(self) -> str:
+        failure = None if self._manager is None else self._manager.failure
+        return failure or SHUTDOWN_MESSAGE
 
     def _on_receiving_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
