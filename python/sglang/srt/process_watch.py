@@ -128,10 +128,10 @@ class ProcessWatch:
 
     def all_beat(self, *roles: str) -> bool:
         """Whether each of these processes has begun to beat, and none is stopped now."""
-        is_stopped = self.stopped(*roles) is not None
+        if self.stopped(*roles) is not None:
+            return False
         with self._lock:
-            beating = [each for each in self._chosen(roles) if each.silent_s is not None]
-        return len(beating) == len(roles) and not is_stopped
+            return sum(each.silent_s is not None for each in self._chosen(roles)) == len(roles)
 
     def overdue(self) -> str | None:
         """Why a process must be given up; None if none must be."""

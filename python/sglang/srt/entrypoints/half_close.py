@@ -15,7 +15,8 @@ from typing import Any
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 EVENT_STREAM = "sglang.event_stream"  # in a scope: the response is one
-FIRST_PROBE_S, LONGEST_PROBE_S = 0.25, 30.0
+FIRST_PROBE_S, LONGEST_PROBE_S = 0.5, 30.0
+REFUSAL_S = 0.1  # by then a client that is near has refused
 INTERIM_RESPONSE = b"HTTP/1.1 100 Continue\r\n\r\n"
 COMMENT_CHUNK = b"3\r\n:\n\n\r\n"
 
@@ -61,16 +62,23 @@ class HalfCloseProtocol(asyncio.Protocol):
         asyncio.get_running_loop().call_later(seconds, self._probe, seconds)
 
     def _probe(self, waited_s: float) -> None:
-        transport = self._transport
-        if transport is None or transport.is_closing():
-            return
-        connection = transport.get_extra_info("socket")
-        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            transport.abort()
+        if (transport := self._transport_if_taken()) is None:
             return
         if not vars(self._http).get("pipeline"):  # httptools: an earlier answer may be under way
             transport.write(_what_it_ignores(self._http.cycle))
+        asyncio.get_running_loop().call_later(REFUSAL_S, self._transport_if_taken)
         self._probe_after(min(2 * waited_s, LONGEST_PROBE_S))
+
+    def _transport_if_taken(self) -> asyncio.Transport | None:
+        """The open transport; aborted, and None, if the client has refused what was sent."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return None
+        connection = transport.get_extra_info("socket")
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            transport.abort()
+            return None
+        return transport
 
 
 def _what_it_ignores(cycle: Any) -> bytes:

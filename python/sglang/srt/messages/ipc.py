@@ -110,8 +110,11 @@ class Receiver(Generic[M]):
 
     def receive(self) -> M:
         """Waits for the next message."""
-        self.poll(None)
-        return self._decoder.decode(self._socket.recv())
+        self.is_waiting = True
+        frame = self._socket.recv()
+        self.is_waiting = False
+        self.num_turns += 1
+        return self._decoder.decode(frame)
 
     def drain(self) -> Iterator[M]:
         """The messages that are there now, without waiting."""
