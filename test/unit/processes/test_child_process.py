@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -39,3 +40,30 @@ def test_sockets_stay_while_the_parent_lives() -> None:
         assert all(socket.exists() for socket in sockets)
     finally:
         shutil.rmtree(directory)
+
+
+STUCK = (
+    "import os, time; from sglang.srt.processes.child_process import start_beats;"
+    " from sglang.srt.messages.ipc import ChildConfig; from types import SimpleNamespace;"
+    " child = ChildConfig({}, None, int(os.environ['BEATS']));"
+    " start_beats(child, SimpleNamespace(num_turns=1, is_waiting=False), 0.5); time.sleep(60)"
+)
+
+
+def test_a_step_that_never_ends_ends_its_process_which_says_where_it_was() -> None:
+    reading, writing = os.pipe()
+    child = subprocess.run(
+        [sys.executable, "-c", STUCK],
+        env={**os.environ, "BEATS": str(writing)},
+        pass_fds=(writing,),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    os.close(writing)
+    with open(reading, "rb") as beats:
+        assert len(beats.read()) >= 2
+    assert child.returncode == 1
+    assert "--watchdog-timeout" in child.stderr
+    assert 'File "<string>", line 1' in child.stderr
