@@ -1,17 +1,21 @@
-"""A storm over HTTP on a real server: clients that stay, leave in mid-stream or send nonsense, and
-somebody who pauses, updates and flushes.
+"""A storm over HTTP on a real server: clients that stay, leave in mid-stream, half-close or send
+nonsense, somebody who pauses, updates and flushes, and children that are stopped now and then.
 
     python test/http_storm.py --seconds 60
 
 Texts are those of the same requests on the idle server, or their beginning where a request was
-aborted; afterwards nothing runs, waits or holds memory. The seed decides what is sent, not when.
+aborted; afterwards nothing runs, waits or holds memory. Only while a child is stopped is anything
+refused, and what runs then goes on behind it. The seed decides what is sent, not when.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import itertools
+import json
 import random
+import socket
 import sys
 import time
 from collections import Counter
@@ -25,7 +29,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from pause_target import KINDS, PROMPTS
-from serving_utils import RunningServer, events, running_server
+from serving_utils import RunningServer, events, open_request, running_server, stopped
 from sglang.srt.model_config import resolve_model_path
 
 NUM_CLIENTS = 8
@@ -54,6 +58,7 @@ class HttpStorm:
         self._server = server
         self._seed = seed
         self._until = 0.0
+        self._children = server.children()
         self._right: dict[tuple[int, str], str] = {}
         self.seen: Counter[str] = Counter()
 
@@ -67,11 +72,10 @@ class HttpStorm:
             answer = self._server.post("/generate", _body(index, kind)).json()
             self._right[index, kind] = answer["text"]
         self._until = time.monotonic() + seconds
-        with ThreadPoolExecutor(NUM_CLIENTS + 1) as pool:
-            workers = [pool.submit(self._work, i, self._client) for i in range(NUM_CLIENTS)]
-            workers.append(pool.submit(self._work, NUM_CLIENTS, self._control))
-            workers[-1].result()
-            for worker in workers:
+        acts = (*[self._client] * NUM_CLIENTS, self._control, self._stop)
+        with ThreadPoolExecutor(len(acts)) as pool:
+            workers = [pool.submit(self._work, i, act) for i, act in enumerate(acts)]
+            for worker in reversed(workers):
                 worker.result()
         self._check_rest()
 
@@ -95,10 +99,12 @@ class HttpStorm:
             wrong = client.post("/generate", json=chooser.choice(WRONG))
             assert wrong.status_code == 400, (wrong.status_code, wrong.text)
             self.seen["wrong bodies"] += 1
-        elif draw < 0.5:
+        elif draw < 0.4:
             answer = client.post("/generate", json=body)
-            assert answer.status_code == 200, answer.text
-            self._check_answer(index, kind, answer.json())
+            if self._is_taken(*_status_and_text(answer)):
+                self._check_answer(index, kind, answer.json())
+        elif draw < 0.5:
+            self._half_closed(index, kind, body)
         else:
             num_wanted = chooser.choice([1, 3, 10, 10**6, 10**6])
             self._stream(client, index, kind, body, num_wanted)
@@ -109,7 +115,9 @@ class HttpStorm:
         """Reads so many chunks, and leaves if more would come."""
         before = ""
         with client.stream("POST", "/generate", json={**body, "stream": True}) as response:
-            assert response.status_code == 200
+            if response.status_code != 200:
+                self._is_taken(response.status_code, response.read().decode())
+                return
             for count, chunk in enumerate(events(response.iter_lines())):
                 if chunk == "[DONE]":
                     return
@@ -123,6 +131,41 @@ class HttpStorm:
                     self.seen["cancelled"] += 1
                     return
         raise AssertionError(f"A stream ended without [DONE]: {body}")
+
+    def _half_closed(self, index: int, kind: str, body: dict[str, Any]) -> None:
+        """A client that sends nothing more, and says so."""
+        with open_request(self._server, body) as connection:
+            connection.settimeout(TIMEOUT_S)
+            connection.shutdown(socket.SHUT_WR)
+            response = http.client.HTTPResponse(connection)
+            response.begin()
+            text = response.read().decode()
+        if self._is_taken(response.status, text):
+            self._check_answer(index, kind, json.loads(text))
+            self.seen["half-closed"] += 1
+
+    def _is_taken(self, status_code: int, text: str) -> bool:
+        """Whether a request was taken: nothing but a stopped child is a reason against it."""
+        if status_code == 503 and "process is stopped" in text:
+            self.seen["refused"] += 1
+            return False
+        assert status_code == 200, text
+        return True
+
+    def _stop(self, client: httpx.Client, chooser: random.Random) -> None:
+        """Stops a child for up to a second; whoever asks meanwhile is told which one."""
+        time.sleep(chooser.uniform(0.2, 2.0))
+        role = chooser.choice(list(self._children))
+        with stopped(self._children[role]):
+            for path in ("/health", "/ready"):
+                answer = client.get(path)
+                assert answer.status_code == 503, answer.text
+                assert f"The {role} process is stopped" in answer.text, answer.text
+            assert not self._is_taken(
+                *_status_and_text(client.post("/generate", json={"text": "x"}))
+            )
+            time.sleep(chooser.choice([0.1, 0.3, 1.0]))
+        self.seen["stops"] += 1
 
     def _check_answer(self, index: int, kind: str, answer: dict[str, Any]) -> None:
         right, text = self._right[index, kind], answer["text"]
@@ -162,7 +205,7 @@ class HttpStorm:
             _call(client, "/update_weight_version", {"new_version": chooser.choice(["v1", "v2"])})
         else:
             response = client.get(chooser.choice(LOOKS))
-            assert response.status_code == 200, response.text
+            self._is_taken(*_status_and_text(response))
         time.sleep(chooser.choice([0.0, 0.05, 0.3]))
 
     def _check_rest(self) -> None:
@@ -183,14 +226,21 @@ class HttpStorm:
         assert self._server.process.poll() is None
 
 
+def _status_and_text(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.text
+
+
 def _body(index: int, kind: str) -> dict[str, Any]:
     params = {"max_new_tokens": NUM_NEW, "ignore_eos": True, **KINDS[kind]}
     return {"text": PROMPTS[index], "sampling_params": params}
 
 
 def _call(client: httpx.Client, path: str, body: dict[str, Any] | None) -> bool:
-    """A control call, which may be refused with a reason; whether it was not."""
-    response = client.post(path, json=body)
+    """A control call, which may be refused with a reason; whether it was not. It is repeated as
+    long as a child is stopped."""
+    while (response := client.post(path, json=body)).status_code == 503:
+        assert "process is stopped" in response.text, response.text
+        time.sleep(0.05)
     assert response.status_code in (200, 400, 409), (path, response.status_code, response.text)
     return response.status_code == 200
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serving_utils import ENDLESS, environ, in_background, make_model_dir, wait_until
+from serving_utils import ENDLESS, environ, in_background, make_model_dir, stopped, wait_until
 from sglang import Engine, SamplingParams, ServerArgs
 
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
@@ -151,6 +151,20 @@ def test_two_engines_live_side_by_side_and_one_death_is_its_own(
     with pytest.raises(RuntimeError, match="shut down"):
         other.generate("hello", GREEDY)
     other.shutdown()
+
+
+def test_a_stopped_process_is_named_until_it_goes_on(engine: Engine) -> None:
+    right = engine.generate("hello", GREEDY)
+    for role, pid in engine._runtime._tree.pids.items():
+        with stopped(pid), pytest.raises(RuntimeError, match=f"The {role} process is stopped"):
+            engine.generate("hello", GREEDY)
+    with stopped(engine._runtime._tree.pids["scheduler"]):
+        with pytest.raises(RuntimeError, match="The scheduler process is stopped"):
+            engine.pause_generation()
+        begun = in_background(lambda: list(engine.generate("hello", GREEDY, stream=True)))
+        with pytest.raises(RuntimeError, match="The scheduler process is stopped"):
+            begun.result(5)
+    assert engine.generate("hello", GREEDY)["text"] == right["text"]
 
 
 def test_missing_model_is_a_value_error(tmp_path: Path) -> None:

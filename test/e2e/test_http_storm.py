@@ -9,7 +9,6 @@ SECONDS = 3.0
 
 def test_texts_and_memory_survive_a_storm_over_http() -> None:
     seen = storm_over_http(0, SECONDS)
-    lacking = [
-        name for name in ("length", "cancelled", "wrong bodies", "pauses") if seen[name] == 0
-    ]
+    wanted = ("length", "cancelled", "wrong bodies", "pauses", "stops", "half-closed")
+    lacking = [name for name in wanted if seen[name] == 0]
     assert not lacking, seen

@@ -26,6 +26,8 @@ from serving_utils import (
     server_command,
     stream_body,
     wait_for_running,
+    wait_for_waiting,
+    wait_until,
 )
 
 
@@ -41,23 +43,34 @@ def gone(pids: list[int], timeout_s: float = 10.0) -> bool:
 
 
 @pytest.mark.parametrize("victim", ["scheduler", "detokenizer"])
-def test_death_of_a_child_ends_the_server_with_an_error(model_dir: Path, victim: str) -> None:
-    with running_server(model_dir, *DUMMY, "--skip-server-warmup") as server:
+def test_death_of_a_child_ends_the_server_with_an_error(
+    model_dir: Path, victim: str, tmp_path: Path
+) -> None:
+    """Whoever streams, waits for an answer, for a place or for a pause is told."""
+    flags = ("--skip-server-warmup", "--max-running-requests", "2")
+    body = {"text": "a", "sampling_params": ENDLESS}
+    with running_server(model_dir, *DUMMY, *flags, TMPDIR=str(tmp_path)) as server:
         children = server.children()
-        answer = in_background(
-            lambda: server.post("/generate", {"text": "a", "sampling_params": ENDLESS})
-        )
+        answers = [in_background(lambda: server.post("/generate", body))]
         with server.client.stream("POST", "/generate", json=stream_body()) as response:
             chunks = events(response.iter_lines())
             next(chunks)
-            wait_for_running(server, 2, answer)
+            wait_for_running(server, 2, *answers)
+            answers.append(in_background(lambda: server.post("/generate", body)))
+            wait_for_waiting(server, 1, *answers)
+            pause = {"mode": "drain"}
+            answers.append(in_background(lambda: server.post("/pause_generation", pause)))
+            wait_until(lambda: server.client.get("/ready").status_code == 503, *answers)
             os.kill(children[victim], signal.SIGKILL)
             *_, error, done = chunks
         assert victim in error["error"]["message"]
         assert done == "[DONE]"
-        assert answer.result().status_code == 503
-        assert server.exit_code() == 1
+        for answer in answers:
+            assert answer.result().status_code == 503
+            assert victim in answer.result().json()["message"]
+        assert server.exit_code(10) == 1
         assert gone(list(children.values()))
+        assert not list(tmp_path.glob("sglang-*"))
 
 
 def test_sigterm_finishes_what_runs_and_exits_0(model_dir: Path) -> None:

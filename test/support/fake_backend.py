@@ -17,6 +17,7 @@ from sglang.srt.messages.requests import (
     ReqTextOutput,
     TokenizedGenerateReqInput,
 )
+from sglang.srt.process_watch import ProcessWatch
 from sglang.srt.tokenizer import Tokenizer
 
 LIMITS = RequestLimits(
@@ -39,10 +40,12 @@ FULL = FinishReason(type="abort", message="The queue is full.", status_code=503)
 class Backend:
     """Stands for scheduler and detokenizer: records what is sent, answers what a test says."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, watch: ProcessWatch | None = None) -> None:
         self.sent: list[Any] = []
         self.inbox: asyncio.Queue[Any] = asyncio.Queue()
-        self.manager = TokenizerManager(tokenizer, LIMITS, self.sent.append, self.inbox.get)
+        self.manager = TokenizerManager(
+            tokenizer, LIMITS, self.sent.append, self.inbox.get, watch=watch
+        )
 
     @property
     def requests(self) -> list[TokenizedGenerateReqInput]:
@@ -80,11 +83,15 @@ class Backend:
             await asyncio.sleep(0)
 
 
-def run(tokenizer: Tokenizer, scenario: Callable[[Backend], Awaitable[None]]) -> None:
+def run(
+    tokenizer: Tokenizer,
+    scenario: Callable[[Backend], Awaitable[None]],
+    watch: ProcessWatch | None = None,
+) -> None:
     """Runs a scenario with the manager's receive loop beside it; nothing may be left behind."""
 
     async def main() -> None:
-        backend = Backend(tokenizer)
+        backend = Backend(tokenizer, watch)
         receiving = asyncio.create_task(backend.manager.run())
         await asyncio.wait_for(scenario(backend), 20)
         receiving.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import httpx
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from sglang.srt.process_watch import is_stopped
 from target import TARGET
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +30,7 @@ DUMMY = ("--load-format", "dummy")
 READY_LIMIT_S = 60 if TARGET.device == "cpu" else 300  # a GPU's kernels may have to be compiled
 # FlashInfer has kernels for few sizes.
 HEAD_DIM = 64 if TARGET.attention_backend == "flashinfer" else 16
+ROLES = ("scheduler", "detokenizer")
 LONG = 15_000  # tokens: many seconds of work
 ENDLESS = {"temperature": 0, "max_new_tokens": LONG, "ignore_eos": True}
 ENDLESS_DEMO = {**ENDLESS, "max_new_tokens": 4000}  # nearly the demo model's context
@@ -151,7 +154,7 @@ class RunningServer:
         found = {}
         for child in psutil.Process(self.process.pid).children():
             module = child.cmdline()[-1]
-            found["scheduler" if "scheduler" in module else "detokenizer"] = child.pid
+            found |= {role: child.pid for role in ROLES if f".{role}_process" in module}
         return found
 
 
@@ -192,6 +195,17 @@ def _wait_ready(process: subprocess.Popen[str], client: httpx.Client) -> None:
             time.sleep(0.05)
         time.sleep(0.05)
     raise AssertionError(f"The server is not ready after {READY_LIMIT_S} s.")
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process that does nothing, and goes on at the end."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: is_stopped(pid))
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def stream_body(**params: Any) -> dict[str, Any]:

@@ -15,8 +15,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Generic, Protocol, TypeVar
+
+from sglang.srt.process_watch import LOOK_S, is_stopped
 
 OWN_ENDS = (-signal.SIGXCPU, -signal.SIGABRT, -signal.SIGSEGV)
 EXIT_SECONDS = 1.0
@@ -79,7 +82,7 @@ class FramedProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=_environ(),
-            start_new_session=True,  # a Ctrl-C in the terminal is the server's alone
+            process_group=0,  # a Ctrl-C in the terminal is the server's alone
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -97,6 +100,11 @@ class FramedProcess:
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped it (SIGSTOP), so that it will not answer."""
+        return is_stopped(self.pid)
 
     def send(self, message: bytes) -> None:
         """Takes a message, and writes what the pipe has room for; `receive` writes the rest.
@@ -178,11 +186,19 @@ class Endable(Protocol):
     def is_alive(self) -> bool:
         """Whether it can take another call."""
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it does nothing, for no fault of its call."""
+
     def end(self) -> None:
         """Ends it at once; a call that waits for it fails."""
 
     def close(self) -> None:
         """Ends it and frees what it holds."""
+
+
+class _Stopped(Exception):
+    """A process is stopped in the middle of a call."""
 
 
 P = TypeVar("P", bound=Endable)
@@ -202,7 +218,8 @@ class ProcessPool(Generic[P]):
         self._turns = asyncio.Semaphore(max_processes)
 
     async def call(self, work: Callable[[P], T], max_wait_s: float | None = None) -> T:
-        """What `work` gives, in a thread. A caller that is cancelled ends the process at work.
+        """What `work` gives, in a thread. A caller that is cancelled ends the process at work. If
+        that is stopped, another one gets the work.
 
         Args:
             max_wait_s: for a process that is free; None for any time.
@@ -213,18 +230,24 @@ class ProcessPool(Generic[P]):
         async with asyncio.timeout(max_wait_s):
             await self._turns.acquire()
         try:
-            return await self._call(work)
+            while True:
+                with suppress(_Stopped):
+                    return await self._call(work)
         finally:
             self._turns.release()
 
     async def _call(self, work: Callable[[P], T]) -> T:
+        """What one process gives; raises _Stopped if it is stopped, and ended therefore."""
         process = self._idle.pop() if self._idle else None
         if process is None or not process.is_alive:
             process = self._start()
         working = asyncio.create_task(asyncio.to_thread(work, process))
         try:
-            return await asyncio.shield(working)
-        except asyncio.CancelledError:
+            while not (await asyncio.wait({working}, timeout=LOOK_S))[0]:
+                if process.is_stopped:
+                    raise _Stopped
+            return working.result()
+        except (asyncio.CancelledError, _Stopped):
             process.end()  # so the thread ends too
             await asyncio.gather(working, return_exceptions=True)
             raise

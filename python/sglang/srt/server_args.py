@@ -116,6 +116,11 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     shutdown_timeout_s: float = flag(
         5.0, "After SIGTERM, seconds that running requests may use to finish before an abort."
     )
+    watchdog_timeout: float = flag(
+        300.0,
+        "Seconds that a process may be stopped, or one step may take, until the server ends with an"
+        " error; 0: any time.",
+    )
     skip_server_warmup: bool = flag(False, "Do not run one short request before saying ready.")
 
     # Memory and schedule

@@ -24,6 +24,7 @@ class HeldProcess:
     made: ClassVar[list[HeldProcess]]
     released: ClassVar[threading.Event]
     checked: ClassVar[list[str]]
+    is_stopped = False
 
     def __init__(self, setup: Any) -> None:
         self.is_alive = True

@@ -206,6 +206,19 @@ def test_a_check_whose_process_is_killed_is_made_again_for_the_next_request() ->
     asyncio.run(scenario())
 
 
+def test_a_check_whose_process_is_stopped_is_made_by_another() -> None:
+    async def scenario() -> None:
+        check = GrammarCheck(SETUP, max_processes=1)
+        await check.check(GOOD)
+        before = child()
+        before.suspend()
+        await asyncio.wait_for(check.check(CASES["ebnf"][0]), timeout=20)
+        assert child() != before
+        check.close()
+
+    asyncio.run(scenario())
+
+
 SLOW = "(a{560}){570}b"
 
 

@@ -56,7 +56,7 @@ def answer_of(fails: bool, is_direct: bool) -> tuple[list[Message], list[str]]:
         sent.append(message)
 
     async def run() -> None:
-        outermost = DirectSend(app) if is_direct else app
+        outermost = DirectSend(app, lambda: "") if is_direct else app
         scope = {**SCOPE, "headers": [], "http_version": "1.1", "scheme": "http", "root_path": ""}
         await outermost(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
 
@@ -79,3 +79,31 @@ def test_middlewares_see_the_start_of_a_direct_stream_and_no_event() -> None:
     assert (b"x-seen", b"yes") in sent[0]["headers"]
     assert seen == ["http.response.start"]
     assert len(sent) == 1 + len(CHUNKS) + 1
+
+
+@pytest.mark.parametrize("has_started", [False, True])
+def test_request_that_the_web_server_cancels_is_answered_unless_it_has_been(
+    has_started: bool,
+) -> None:
+    sent: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if has_started:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        await asyncio.Event().wait()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        outermost = DirectSend(app, lambda: "The scheduler process ended with signal 9.")
+        request = asyncio.create_task(outermost(dict(SCOPE), asyncio.Event().wait, send))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        assert request.cancelled() == has_started
+
+    asyncio.run(run())
+    assert sent[0]["status"] == (200 if has_started else 503)
+    assert len(sent) == (1 if has_started else 2)
+    assert has_started or b"signal 9" in sent[1]["body"]

@@ -67,7 +67,7 @@ def test_no_place_for_sockets_is_one_line_that_names_tmpdir(
     model = make_model_dir(tmp_path / "model")
     args = ServerArgs(model_path=str(model), load_format="dummy", port=0)
     with pytest.raises(LaunchError, match="TMPDIR"):
-        ProcessTree(args, lambda role, code: None)
+        ProcessTree(args, lambda reason: None)
     assert run_server(args) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "TMPDIR" in line

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from transformers import AutoTokenizer
 
@@ -53,6 +54,14 @@ def test_an_endless_template_is_ended_and_the_next_chat_is_answered(
     with pytest.raises(TemplateError, match="too much time or memory"):
         asyncio.run(hostile.render({**CHAT, "tools": [{}]}))
     assert asyncio.run(hostile.render(CHAT)) == "<s>hi"
+
+
+def test_a_chat_whose_process_is_stopped_is_rendered_by_another(hostile: ChatTemplates) -> None:
+    assert asyncio.run(hostile.render(CHAT)) == "<s>hi"
+    for process in psutil.Process().children():
+        if any("render_process" in word for word in process.cmdline()):
+            process.suspend()
+    assert asyncio.run(asyncio.wait_for(hostile.render(CHAT), timeout=20)) == "<s>hi"
 
 
 def test_a_client_that_leaves_ends_the_work_on_its_chat(hostile: ChatTemplates) -> None:

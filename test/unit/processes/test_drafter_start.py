@@ -20,6 +20,7 @@ from sglang.srt.messages.requests import (
     BatchTokenIDOutput,
     SchedulerInfo,
     TokenizedGenerateReqInput,
+    ToScheduler,
 )
 from sglang.srt.processes import scheduler_process
 from sglang.srt.processes.runtime_config import RuntimeConfig, resolve, with_drafter
@@ -65,7 +66,8 @@ def started(
     addresses, directory = IpcAddresses.create()
     try:
         with registered(), mock.patch.object(scheduler_process, "resolve", resolved):
-            yield *scheduler_process.build(args, addresses), addresses
+            inbox: Receiver[Any] = Receiver(addresses.scheduler, ToScheduler)
+            yield *scheduler_process.build(args, addresses, inbox), addresses
     finally:
         shutil.rmtree(directory)
 

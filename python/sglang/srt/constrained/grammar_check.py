@@ -43,6 +43,10 @@ class _CheckProcess:
     def is_alive(self) -> bool:
         return self._process.is_alive
 
+    @property
+    def is_stopped(self) -> bool:
+        return self._process.is_stopped
+
     def check(self, grammar: Grammar) -> str | None:
         """Why the grammar cannot be used; None if it can. To be called in a thread.
 

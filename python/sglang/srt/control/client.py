@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,26 +25,46 @@ from sglang.srt.messages.control import (
     HealthPing,
 )
 from sglang.srt.messages.requests import ToScheduler
+from sglang.srt.process_watch import LOOK_S, ProcessWatch, Stop
+
+PING_TIMEOUT_S = 1.5
+
+
+class ProcessStopped(ServiceError):
+    """A process that must answer is stopped: nothing was sent, or a mere question is given up."""
+
+    def __init__(self, stop: Stop) -> None:
+        super().__init__(stop.message, 503)
+
+
+class NoAnswer(ServiceError):
+    """No reply came in time."""
 
 
 class ControlClient:
     """Sends control messages to the scheduler and waits for their replies, on one asyncio loop.
 
-    Every call raises `ServiceError` if the scheduler is dead (503), does not answer in time (503)
-    or fails, and `RequestError` with the scheduler's reason if it refuses.
+    Every call raises `ServiceError` if the scheduler is dead or stopped (503), does not answer in
+    time (503) or fails, and `RequestError` with the scheduler's reason if it refuses. A call that
+    was sent before the scheduler was stopped waits until it goes on, unless it only asks something.
 
     Args:
         send: takes messages for the scheduler.
+        watch: says which processes are stopped; None: none ever is.
 
     Attributes:
         status: what the scheduler has last said of itself.
         frozen: set while nothing runs, so nothing will end by itself.
     """
 
-    def __init__(self, send: Callable[[ToScheduler], None]) -> None:
+    def __init__(
+        self, send: Callable[[ToScheduler], None], watch: ProcessWatch | None = None
+    ) -> None:
         self.status = EngineStatus()
         self.frozen = asyncio.Event()
         self._send = send
+        self._watch = watch or ProcessWatch()
+        self._last_state: tuple[float, dict[str, Any]] | None = None
         self._failure: str | None = None
         self._call_ids = itertools.count()
         self._replies: dict[int, asyncio.Future[Any]] = {}
@@ -67,15 +88,46 @@ class ControlClient:
         return reply
 
     async def internal_state(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Any]:
-        """`internal_states[0]` of `/server_info`."""
+        """`internal_states[0]` of `/server_info`. While the scheduler is stopped it is the last one
+        that anybody asked for: `state_age_s` is its age in seconds, 0 of a new one."""
         message = GetInternalStateReq(call_id=next(self._call_ids))
-        reply: GetInternalStateReqOutput = await self._ask(message, message.call_id, timeout_s)
-        return reply.internal_state
+        try:
+            reply: GetInternalStateReqOutput = await self._ask(
+                message, message.call_id, timeout_s, is_question=True
+            )
+            self._last_state = time.monotonic(), reply.internal_state
+        except ProcessStopped:
+            if self._last_state is None:
+                raise
+        known_at_s, state = self._last_state
+        stop = self._watch.stopped()
+        return {
+            **state,
+            "stopped_process": None if stop is None else stop.role,
+            "state_age_s": round(time.monotonic() - known_at_s, 3),
+        }
 
     async def ping(self, timeout_s: float) -> None:
-        """Returns when a message has gone round all processes."""
+        """Returns when a message has gone round all processes, or when one has had no time for it
+        but all of them beat: a step may be long."""
         message = HealthPing(call_id=next(self._call_ids))
-        await self._ask(message, message.call_id, timeout_s)
+        roles = ("scheduler", "detokenizer")
+        try:
+            await self._ask(message, message.call_id, timeout_s, roles, is_question=True)
+        except NoAnswer:
+            if not self._watch.all_beat(*roles):
+                raise
+
+    def refuse_if_unable(self, *roles: str) -> None:
+        """Returns if these processes, or all, can answer now.
+
+        Raises:
+            ServiceError: if none will answer any more; ProcessStopped if one is stopped.
+        """
+        if self._failure is not None:
+            raise ServiceError(self._failure, 503)
+        if (stop := self._watch.stopped(*roles)) is not None:
+            raise ProcessStopped(stop)
 
     def handle(self, message: ControlOutput | HealthPing) -> None:
         """Takes in a reply, or the engine's status; a reply that nobody waits for is dropped."""
@@ -97,16 +149,33 @@ class ControlClient:
             if not future.done():
                 future.set_exception(ServiceError(reason, 503))
 
-    async def _ask(self, message: ToScheduler, call_id: int, timeout_s: float | None) -> Any:
-        """Sends a message, at once, and waits for the reply with its call_id."""
-        if self._failure is not None:
-            raise ServiceError(self._failure, 503)
+    async def _ask(
+        self,
+        message: ToScheduler,
+        call_id: int,
+        timeout_s: float | None,
+        roles: tuple[str, ...] = ("scheduler",),
+        is_question: bool = False,
+    ) -> Any:
+        """Sends a message, at once, and waits for the reply with its call_id.
+
+        Args:
+            roles: the processes that it goes through.
+            is_question: it changes nothing, so nobody waits for one that is stopped meanwhile.
+        """
+        self.refuse_if_unable(*roles)
         future = asyncio.get_running_loop().create_future()
         self._replies[call_id] = future
         try:
             self._send(message)
-            return await asyncio.wait_for(future, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                while is_question and not future.done():
+                    await asyncio.wait({future}, timeout=LOOK_S)
+                    if not future.done():
+                        self.refuse_if_unable(*roles)
+                return await future
         except TimeoutError:
-            raise ServiceError(f"No answer from the scheduler in {timeout_s:g} s.", 503) from None
+            who = " or the ".join(roles)
+            raise NoAnswer(f"No answer from the {who} in {timeout_s:g} s.", 503) from None
         finally:
             del self._replies[call_id]

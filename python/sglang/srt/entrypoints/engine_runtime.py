@@ -44,7 +44,7 @@ class EngineRuntime:
     def __init__(self, server_args: ServerArgs, tokenizer: Tokenizer) -> None:
         self._server_args = server_args
         self._tokenizer = tokenizer
-        self._tree = ProcessTree(server_args, self._on_death)
+        self._tree = ProcessTree(server_args, self._on_end)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="sglang-engine", daemon=True
@@ -93,7 +93,7 @@ class EngineRuntime:
         grammars = grammar_setup(self._server_args, self._info.vocab_size, self._info.eos_token_ids)
         self._request_log = open_request_log(self._server_args)
         self._manager = self._channels.make_manager(
-            self._tokenizer, limits, self._request_log, grammars
+            self._tokenizer, limits, self._request_log, grammars, self._tree.watch
         )
         self.wait_for(self._start_receiving(self._manager))
 
@@ -144,10 +144,8 @@ class EngineRuntime:
         work.close()
         raise RuntimeError(SHUTDOWN_MESSAGE)
 
-    def _on_death(self, role: str, code: int) -> None:
-        reason = f"signal {-code}" if code < 0 else f"exit code {code}"
-        message = f"The {role} process ended with {reason}; the Engine cannot go on."
-        self.submit(self._fail_all(message))
+    def _on_end(self, reason: str) -> None:
+        self.submit(self._fail_all(f"{reason}; the Engine cannot go on."))
 
     async def _fail_all(self, message: str) -> None:
         if self._manager is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sglang.srt.entrypoints.half_close import EVENT_STREAM
 from sglang.srt.frontend.errors import RequestError, ServiceError
 
 logger = logging.getLogger(__name__)
@@ -153,14 +154,32 @@ class DirectSend:
 
     Every middleware and route handler wraps `send` to see how a response starts. The events behind
     the start concern none of them, and each wrapper costs something for every token.
+
+    A request that the web server cancels at its end, whatever it was at, is answered with 503.
+
+    Args:
+        reason: why the server ends.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, reason: Callable[[], str]) -> None:
         self._app = app
+        self._reason = reason
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[DIRECT_SEND] = send
-        await self._app(scope, receive, send)
+        has_started = False
+
+        async def noting_start(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting_start)
+        except asyncio.CancelledError:
+            if has_started:
+                raise
+            await error_response(self._reason(), 503)(scope, receive, send)
 
 
 class EventStream(Response):
@@ -179,6 +198,7 @@ class EventStream(Response):
         self._chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[EVENT_STREAM] = True
         try:
             direct: Send = scope.get(DIRECT_SEND, send)
             await unless_client_leaves(receive, self._send_all(send, direct))

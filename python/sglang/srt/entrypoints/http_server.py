@@ -104,7 +104,7 @@ def _add_health(app: FastAPI, state: ServerState) -> None:
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
-        """200 if every process is alive and looping."""
+        """200 if every process is alive and none is stopped; one may be in a long step."""
         await state.ready_manager.health_ping()
         return Response()
 
@@ -117,9 +117,8 @@ def _add_health(app: FastAPI, state: ServerState) -> None:
     @app.get("/ready")
     async def ready() -> Response:
         """200 if new requests are taken and run."""
-        manager = state.manager
-        if manager is None or manager.draining or manager.failure is not None:
-            return error_response("The server takes no requests now.", 503)
+        manager = state.ready_manager
+        manager.refuse_if_closed()
         if stopped := manager.control.status.stopped:
             return error_response(f"No request runs now: {stopped}", 503)
         return Response()

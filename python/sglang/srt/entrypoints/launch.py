@@ -30,6 +30,7 @@ from sglang.srt.messages.requests import (
 )
 from sglang.srt.model_config import load_model_config, resolve_model_path
 from sglang.srt.observability.request_log import RequestLog
+from sglang.srt.process_watch import LOOK_S, ProcessWatch
 from sglang.srt.server_args import ServerArgs, public_fields
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 
@@ -53,7 +54,7 @@ POLL_MS = 100
 
 TMPDIR_REMEDY = "Set TMPDIR to a writable directory with a short path."
 
-OnDeath = Callable[[str, int], None]
+OnEnd = Callable[[str], None]
 
 
 class LaunchError(RuntimeError):
@@ -64,9 +65,12 @@ class ProcessTree:
     """The children of one server. They end with this process, however it ends.
 
     Args:
-        on_death: called once, from a thread, with the role and the exit code of the first child
-            that ends without being told to, after all are ready.
+        on_end: called once, from a thread, when a child ends without being told to after all are
+            ready, or has been stopped for too long; told which one, and how.
         modules: what `python -m` runs for each role.
+
+    Attributes:
+        watch: says which children are stopped.
 
     Raises:
         LaunchError: if there is no place for the sockets.
@@ -75,16 +79,16 @@ class ProcessTree:
     def __init__(
         self,
         server_args: ServerArgs,
-        on_death: OnDeath,
+        on_end: OnEnd,
         modules: Mapping[str, str] = CHILD_MODULES,
     ) -> None:
         self._server_args = server_args
-        self._on_death = on_death
+        self._on_end = on_end
         self._modules = modules
+        self.watch = ProcessWatch(server_args.watchdog_timeout)
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._death_reported = False
         try:
             self.addresses, self._directory = IpcAddresses.create()
         except OSError as error:
@@ -114,21 +118,24 @@ class ProcessTree:
             with self._lock:
                 for role, module in self._modules.items():
                     if not self._stopping.is_set():
-                        self._children[role] = self._start_child(module)
+                        self._start_child(role, module)
             return self._wait_ready(receiver, start)
         finally:
             receiver.close()
 
     def stop(self) -> None:
-        """Ends the children by the end of their standard input, by force after `STOP_TIMEOUT_S`.
+        """Ends the children by the end of their standard input, by force after `STOP_TIMEOUT_S` or
+        where they are stopped.
 
         May be called more than once.
         """
         with self._lock:
             self._stopping.set()
-            for child in self._children.values():
+            for role, child in self._children.items():
                 if child.stdin is not None:
                     child.stdin.close()
+                if self.watch.stopped(role):
+                    child.kill()
             deadline = time.monotonic() + STOP_TIMEOUT_S
             for role, child in self._children.items():
                 try:
@@ -137,17 +144,25 @@ class ProcessTree:
                     logger.warning("The %s did not stop in time and is killed.", role)
                     child.kill()
                     child.wait()
+            self.watch.close()
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _start_child(self, module: str) -> subprocess.Popen[bytes]:
-        config = ChildConfig(public_fields(self._server_args), self.addresses)
-        # A process group of its own: Ctrl-C in a terminal reaches this process alone.
-        child = subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.PIPE,
-            env=child_environ(),
-            process_group=0,
-        )
+    def _start_child(self, role: str, module: str) -> None:
+        reading, writing = os.pipe()
+        config = ChildConfig(public_fields(self._server_args), self.addresses, writing)
+        try:
+            # A process group of its own: Ctrl-C in a terminal reaches this process alone.
+            child = subprocess.Popen(
+                [sys.executable, "-m", module],
+                stdin=subprocess.PIPE,
+                env=child_environ(),
+                process_group=0,
+                pass_fds=(writing,),
+            )
+        finally:
+            os.close(writing)
+        self._children[role] = child
+        self.watch.add(role, child.pid, reading)
         if child.stdin is None:
             raise LaunchError("A child process has no standard input.")
         try:
@@ -156,7 +171,6 @@ class ProcessTree:
             child.stdin.flush()
         except BrokenPipeError:
             logger.debug("%s ended before it read its configuration.", module)
-        return child
 
     def _wait_ready(
         self, receiver: Receiver[ProcessReady | ProcessFailed], start: float
@@ -167,6 +181,8 @@ class ProcessTree:
                 raise LaunchError("The start was interrupted.")
             if not receiver.poll(POLL_MS):
                 self._raise_if_dead(receiver)
+                if reason := self.watch.overdue():
+                    raise LaunchError(f"{reason} while starting.")
                 continue
             for message in receiver.drain():
                 if isinstance(message, ProcessFailed):
@@ -177,9 +193,7 @@ class ProcessTree:
                 logger.info("The %s is ready after %.1f s.", message.role, elapsed)
         if info is None:
             raise LaunchError("The scheduler did not say what it can do.")
-        for role, child in self._children.items():
-            name = f"{role}-watch"
-            threading.Thread(target=self._watch, args=(role, child), name=name, daemon=True).start()
+        threading.Thread(target=self._watch_children, name="children-watch", daemon=True).start()
         return info
 
     def _raise_if_dead(self, receiver: Receiver[ProcessReady | ProcessFailed]) -> None:
@@ -191,13 +205,24 @@ class ProcessTree:
                     " its last log lines say why."
                 )
 
-    def _watch(self, role: str, child: subprocess.Popen[bytes]) -> None:
-        code = child.wait()
-        with self._lock:
-            if self._stopping.is_set() or self._death_reported:
+    def _watch_children(self) -> None:
+        """Looks at them until the first one ends, or all are told to."""
+        while not self._stopping.wait(LOOK_S):
+            with self._lock:
+                if self._stopping.is_set():
+                    return
+                reason = self._end_of_a_child() or self.watch.overdue()
+            if reason is not None:
+                self._on_end(reason)
                 return
-            self._death_reported = True
-        self._on_death(role, code)
+
+    def _end_of_a_child(self) -> str | None:
+        """Which child has ended, and how; None while all live."""
+        for role, child in self._children.items():
+            if (code := child.poll()) is not None:
+                how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                return f"The {role} process ended with {how}"
+        return None
 
 
 def child_environ() -> dict[str, str]:
@@ -270,11 +295,14 @@ class FrontendChannels:
         limits: RequestLimits,
         request_log: RequestLog | None = None,
         grammars: GrammarSetup | None = None,
+        watch: ProcessWatch | None = None,
     ) -> TokenizerManager:
         """A tokenizer manager on these sockets."""
         send, receive = self.sender.send, self.receiver.receive
         self._grammars = None if grammars is None else GrammarCheck(grammars)
-        return TokenizerManager(tokenizer, limits, send, receive, request_log, self._grammars)
+        return TokenizerManager(
+            tokenizer, limits, send, receive, request_log, self._grammars, watch
+        )
 
     def close(self) -> None:
         if self._grammars is not None:

@@ -73,7 +73,7 @@ def describe_server(
         "max_req_len": scheduler.max_req_len,
         "max_running_requests": scheduler.max_running_requests,
         "resolved": scheduler.resolved,
-        "status": "ready",
+        "status": "ready" if internal_state.get("stopped_process") is None else "stopped",
         "version": __version__,
         "internal_states": [internal_state],
     }

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
+from sglang.srt.entrypoints.half_close import HalfCloseProtocol
 from sglang.srt.entrypoints.http_io import DirectSend
 from sglang.srt.entrypoints.http_server import create_app
 from sglang.srt.entrypoints.launch import (
@@ -28,7 +29,12 @@ from sglang.srt.entrypoints.server_info import describe_start
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.frontend.errors import ServiceError
 from sglang.srt.garbage import keep_out_of_collections
-from sglang.srt.managers.tokenizer_manager import PROBE, PROBE_PARAMS, TokenizerManager
+from sglang.srt.managers.tokenizer_manager import (
+    PROBE,
+    PROBE_PARAMS,
+    SHUTDOWN_MESSAGE,
+    TokenizerManager,
+)
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelPathError, load_model_config
 from sglang.srt.observability.request_log import RequestLog
@@ -137,7 +143,8 @@ class _Server:
     def _make_uvicorn(self) -> _Uvicorn:
         is_debug = self._args.log_level == "debug"
         config = uvicorn.Config(
-            DirectSend(create_app(self._state)),
+            DirectSend(create_app(self._state), self._why_it_ends),
+            http=HalfCloseProtocol,
             log_config=None,
             log_level="debug" if is_debug else "warning",
             access_log=is_debug,
@@ -153,10 +160,10 @@ class _Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
 
-        def on_death(role: str, code: int) -> None:
-            loop.call_soon_threadsafe(self._on_death, role, code)
+        def on_end(reason: str) -> None:
+            loop.call_soon_threadsafe(self._fail, f"{reason}; the server stops.")
 
-        tree = ProcessTree(self._args, on_death, self._modules)
+        tree = ProcessTree(self._args, on_end, self._modules)
         self._state.private_directory = tree.private_directory
         try:
             channels = FrontendChannels(tree.addresses)
@@ -169,7 +176,9 @@ class _Server:
             limits = limits_from_flags(self._args, info, self._state.model_config)
             grammars = grammar_setup(self._args, info.vocab_size, info.eos_token_ids)
             self._request_log = open_request_log(self._args)
-            manager = channels.make_manager(self._tokenizer, limits, self._request_log, grammars)
+            manager = channels.make_manager(
+                self._tokenizer, limits, self._request_log, grammars, tree.watch
+            )
             await self._serve_until_stopped(manager, info)
         except (LaunchError, ServiceError) as error:
             if not self._stop.is_set():
@@ -226,9 +235,9 @@ class _Server:
             self._hasten.set()
         self._stop.set()
 
-    def _on_death(self, role: str, code: int) -> None:
-        reason = f"signal {-code}" if code < 0 else f"exit code {code}"
-        self._fail(f"The {role} process ended with {reason}; the server stops.")
+    def _why_it_ends(self) -> str:
+        failure = None if self._manager is None else self._manager.failure
+        return failure or SHUTDOWN_MESSAGE
 
     def _on_receiving_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():

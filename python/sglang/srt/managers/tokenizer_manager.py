@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from sglang.srt.constrained.grammar_check import GrammarCheck
-from sglang.srt.control.client import ControlClient
+from sglang.srt.control.client import PING_TIMEOUT_S, ControlClient
 from sglang.srt.frontend.errors import ServiceError
 from sglang.srt.frontend.generate_body import (
     HIDDEN_STATES,
@@ -40,6 +40,7 @@ from sglang.srt.messages.requests import (
     ToScheduler,
 )
 from sglang.srt.observability.request_log import RequestLog
+from sglang.srt.process_watch import ProcessWatch
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.tokenizer import Tokenizer
 from sglang.srt.utils.refused_names import ServerStatus as ServerStatus
@@ -65,6 +66,7 @@ class TokenizerManager:
         receive: waits for the next message of the detokenizer or the scheduler.
         request_log: gets a line at the end of each sample.
         grammars: checks those of requests; None where no request may have one.
+        watch: says which other processes are stopped.
 
     Attributes:
         control: the calls that are not requests to generate, and the engine's status.
@@ -78,12 +80,13 @@ class TokenizerManager:
         receive: Callable[[], Awaitable[ToFrontend]],
         request_log: RequestLog | None = None,
         grammars: GrammarCheck | None = None,
+        watch: ProcessWatch | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
         self.draining = False
         self.failure: str | None = None
-        self.control = ControlClient(send)
+        self.control = ControlClient(send, watch)
         self._send = send
         self._receive = receive
         self._request_log = request_log
@@ -125,7 +128,7 @@ class TokenizerManager:
             RequestError: if a prompt has no tokens or too many.
             ServiceError: if the server cannot take the request, or fails it.
         """
-        self._refuse_if_closed()
+        self.refuse_if_closed()
         call = GenerateCall(request.is_batch, request.body.stream)
         try:
             await self._start(request, call)
@@ -151,7 +154,7 @@ class TokenizerManager:
         with self._tokenizing.registered(request) as tokenizing:
             await check_grammars(request, self._grammars)
             input_ids = await encode_prompts(request, self.tokenizer, self.limits)
-        self._refuse_if_closed()
+        self.refuse_if_closed()
         messages = [
             (index, params, self._message(request, prompt, tokenizing.rids[index], ids, params))
             for index, (prompt, ids) in enumerate(zip(request.prompts, input_ids, strict=True))
@@ -225,11 +228,11 @@ class TokenizerManager:
         if self._request_log is not None and sample.log_fields is not None:
             self._request_log.write(sample.log_line(self._request_log.level))
 
-    def _refuse_if_closed(self) -> None:
-        if self.failure is not None:
-            raise ServiceError(self.failure, 503)
-        if self.draining:
+    def refuse_if_closed(self) -> None:
+        """Raises ServiceError with 503 if no request is taken now."""
+        if self.draining and self.failure is None:
             raise ServiceError(SHUTDOWN_MESSAGE, 503)
+        self.control.refuse_if_unable()
 
     def _leave(self, call: GenerateCall) -> None:
         """Forgets the samples of a call; the client no longer waits for those still running."""
@@ -267,8 +270,7 @@ class TokenizerManager:
 
     async def drain(self, timeout_s: float, hasten: asyncio.Event) -> None:
         """Refuses new requests and waits while any runs, for `timeout_s` at most or until `hasten`.
-        Then it ends what is left: streams with what they have, others with 503 (a router sends them
-        elsewhere), and at last control calls that still wait, with 503 too.
+        Then streams end with what they have; what else still waits gets 503, control calls last.
         """
         self.draining = True
         ends = (self._idle, hasten, self.control.frozen)
@@ -298,13 +300,13 @@ class TokenizerManager:
 
     # ---------------------------------------------------------------- health
 
-    async def health_ping(self, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
-        """Returns when a message has gone round all processes.
+    async def health_ping(self, timeout_s: float = PING_TIMEOUT_S) -> None:
+        """Returns when a message has gone round all processes, or all beat though one is busy.
 
         Raises:
-            ServiceError: if it has not within `timeout_s`, or one of them is dead.
+            ServiceError: if it has not within `timeout_s`, or one of them is dead or stopped.
         """
-        self._refuse_if_closed()
+        self.refuse_if_closed()
         await self.control.ping(timeout_s)
 
     async def health_generate(self, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
@@ -316,19 +318,18 @@ class TokenizerManager:
             ServiceError: if there is none within `timeout_s`, or the probe fails.
         """
         if self.control.status.stopped:
-            return await self.health_ping(timeout_s)
-        self._refuse_if_closed()
+            return await self.health_ping()
+        self.refuse_if_closed()
         self._progress.clear()
         progress = asyncio.create_task(self._progress.wait())
         probe = asyncio.create_task(self._probe())
         try:
             await asyncio.wait((progress, probe), timeout=timeout_s, return_when="FIRST_COMPLETED")
-            if self.failure is not None:
-                raise ServiceError(self.failure, 503)
+            self.refuse_if_closed()
             if progress.done():
                 return
             if self.control.status.stopped:  # since the probe was sent
-                return await self.health_ping(timeout_s)
+                return await self.health_ping()
             if not probe.done():
                 raise ServiceError(f"No token in {timeout_s:g} s.", 503)
             probe.result()

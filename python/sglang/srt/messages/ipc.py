@@ -56,10 +56,14 @@ class ChildConfig(msgspec.Struct, frozen=True):
     """What a child process reads from its standard input: one line of JSON.
 
     Standard input stays open for the parent's life; end of file tells the child to exit.
+
+    Attributes:
+        beats: the writing end of the pipe that takes its beats; None: nobody listens.
     """
 
     server_args: dict[str, Any]
     addresses: IpcAddresses
+    beats: int | None = None
 
 
 class Sender(Generic[M]):
@@ -81,31 +85,47 @@ class Sender(Generic[M]):
 
 class Receiver(Generic[M]):
     """Binds an address and pulls messages of the union `message_type`. A frame that is none of them
-    is dropped, with a line in the log."""
+    is dropped, with a line in the log.
+
+    Attributes:
+        num_turns: how often messages were asked for; a process that asks no more is stuck,
+        is_waiting: unless it waits for one now.
+    """
 
     def __init__(self, address: str, message_type: Any) -> None:
+        self.num_turns = 0
+        self.is_waiting = False
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(address)
         self._decoder = msgspec.msgpack.Decoder(message_type)
 
-    def poll(self, timeout_ms: int) -> bool:
-        """Whether a message is there, waiting for one up to `timeout_ms`."""
-        return bool(self._socket.poll(timeout_ms))
+    def poll(self, timeout_ms: int | None) -> bool:
+        """Whether a message is there, waiting for one up to `timeout_ms` (None: no limit)."""
+        self.is_waiting = True
+        is_there = bool(self._socket.poll(timeout_ms))
+        self.is_waiting = False
+        self.num_turns += 1
+        return is_there
 
     def wait(self, timeout_s: float | None) -> bool:
         """Whether a message is there, waiting for it up to the time (None: no limit)."""
-        timeout_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
-        return bool(self._socket.poll(timeout_ms))
+        return self.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
 
     def receive(self) -> M:
         """Waits for the next message."""
-        while (message := _read(self._decoder, self._socket.recv())) is None:
-            pass
+        message = None
+        while message is None:
+            self.is_waiting = True
+            frame = self._socket.recv()
+            self.is_waiting = False
+            self.num_turns += 1
+            message = _read(self._decoder, frame)
         return message
 
     def drain(self) -> Iterator[M]:
         """The messages that are there now, without waiting."""
+        self.num_turns += 1
         while True:
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)

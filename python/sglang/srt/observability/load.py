@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FREE, CACHED = "available_kv_tokens", "tree_cache_size"
+AGE = "state_age_s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ def describe_loads(
         "max_total_num_tokens": num_slots,
         "token_usage": use.share,
         "queues": {"waiting": waiting, "paused": waiting if is_paused else 0},
+        **_age(internal_state),
     }
     aggregate = {
         "total_running_reqs": running,
@@ -76,8 +78,14 @@ def describe_load(internal_state: Mapping[str, Any], num_slots: int) -> list[dic
             "num_reqs": running + waiting,
             "num_waiting_reqs": waiting,
             "num_tokens": use.num_used_tokens,
+            **_age(internal_state),
         }
     ]
+
+
+def _age(internal_state: Mapping[str, Any]) -> dict[str, float]:
+    """The age of a state that is not the present one, as the scheduler is stopped."""
+    return {AGE: internal_state[AGE]} if internal_state.get(AGE) else {}
 
 
 def _num_requests(internal_state: Mapping[str, Any]) -> tuple[int, int]:

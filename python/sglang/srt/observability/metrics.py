@@ -28,6 +28,11 @@ METRICS = {
     "pause_epoch": ("pause_epoch", "gauge", "Number of the present pause, or of the last one."),
     "num_lease_expiries": ("lease_expired_total", "counter", "Pauses ended by their lease."),
     "weight_epoch": ("weight_epoch", "gauge", "Number of the last change of the weights."),
+    "state_age_s": (
+        "state_age_seconds",
+        "gauge",
+        "Age of these figures: above 0 while the scheduler is stopped.",
+    ),
 }
 
 
@@ -65,6 +70,9 @@ def _samples(
     for key, (name, kind, text) in METRICS.items():
         if state.get(key) is not None:
             yield name, kind, text, state[key]
+    if "stopped_process" in state:
+        text = "1 while a process of the server is stopped, 0 otherwise."
+        yield "process_stopped", "gauge", text, state["stopped_process"] is not None
     yield "max_total_num_tokens", "gauge", "KV slots of the pool.", num_slots
     if (use := pool_use(state, num_slots)) is not None:
         text = "KV slots of requests, outside the prefix cache."

@@ -40,6 +40,10 @@ class RenderProcess:
     def is_alive(self) -> bool:
         return self._process.is_alive
 
+    @property
+    def is_stopped(self) -> bool:
+        return self._process.is_stopped
+
     def render(self, request: RenderRequest) -> str:
         """The prompt of a chat; takes as long as it takes, so call it in a thread.
 

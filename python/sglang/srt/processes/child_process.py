@@ -1,7 +1,8 @@
-"""What every child process of a server does alike: read its config, notice its parent's end."""
+"""What every child process of a server does alike: read its config, beat, end with its parent."""
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
@@ -10,11 +11,12 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import msgspec
 
 from sglang.srt.messages.ipc import ChildConfig, IpcAddresses
+from sglang.srt.process_watch import BEAT_S
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +40,9 @@ def start_child_process() -> ChildConfig:
     End of file on standard input ends the process, with exit code 0: its parent has closed it or
     is gone. Signals are left to the parent: service managers send SIGTERM to all processes of a
     service, and requests in the middle of their output need the children until they are drained.
+    SIGHUP is what the system sends, and then lets it go on, to a stopped child of a dead parent.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildConfig)
     threading.Thread(
@@ -49,6 +52,58 @@ def start_child_process() -> ChildConfig:
         daemon=True,
     ).start()
     return config
+
+
+class Turns(Protocol):
+    """The turns of a process's main loop, as a `Receiver` counts them."""
+
+    num_turns: int
+    is_waiting: bool
+
+
+class TurnLimit:
+    """Finds out by regular beats that one turn of a main loop lasts too long: a step never ends.
+
+    Time in which the process itself was stopped does not count, as it did not beat.
+
+    Args:
+        limit_s: for one turn; 0 for any time.
+    """
+
+    def __init__(self, turns: Turns, limit_s: float) -> None:
+        self._turns = turns
+        self._limit_s = limit_s
+        self._last_turn = -1
+        self._num_beats = 0
+
+    def beat(self) -> bool:
+        """Counts a beat; whether the present turn has lasted longer than it may."""
+        turn = self._turns.num_turns
+        if turn != self._last_turn or self._turns.is_waiting:
+            self._last_turn, self._num_beats = turn, 0
+        self._num_beats += 1
+        return 0 < self._limit_s < self._num_beats * BEAT_S
+
+
+def start_beats(child: ChildConfig, turns: Turns, limit_s: float) -> None:
+    """Lets the parent know from now on that this process runs; ends it when a turn of its main loop
+    lasts longer than `limit_s`, as SGLang's --watchdog-timeout does."""
+    threading.Thread(
+        target=_beat, args=(child.beats, TurnLimit(turns, limit_s)), name="beats", daemon=True
+    ).start()
+
+
+def _beat(beats: int | None, limit: TurnLimit) -> NoReturn:
+    if beats is not None:
+        os.set_blocking(beats, False)
+    while not limit.beat():
+        if beats is not None:
+            with suppress(OSError):  # a parent that is stopped reads nothing, one that is gone too
+                os.write(beats, b".")
+        time.sleep(BEAT_S)
+    logger.critical("A step lasts longer than --watchdog-timeout; all threads are here:")
+    faulthandler.dump_traceback(sys.stderr)
+    os._exit(1)
 
 
 def _exit_at_end_of_stdin(addresses: IpcAddresses, parent: int) -> NoReturn:

@@ -16,7 +16,11 @@ from sglang.srt.messages.requests import (
     ToDetokenizer,
 )
 from sglang.srt.model_config import ModelPathError, resolve_model_path
-from sglang.srt.processes.child_process import configure_logging, start_child_process
+from sglang.srt.processes.child_process import (
+    configure_logging,
+    start_beats,
+    start_child_process,
+)
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import TokenizerError, load_tokenizer
 
@@ -37,6 +41,7 @@ def main() -> int:
     receiver: Receiver[ToDetokenizer] = Receiver(child.addresses.detokenizer, ToDetokenizer)
     frontend: Sender[BatchStrOutput | HealthPing] = Sender(child.addresses.frontend)
     keep_out_of_collections()
+    start_beats(child, receiver, args.watchdog_timeout)
     launcher.send(ProcessReady(role="detokenizer"))
     run_loop(receiver, DetokenizerManager(tokenizer, frontend.send))
     return 0

@@ -25,7 +25,11 @@ from sglang.srt.model_config import ModelConfig, load_model_config, resolve_mode
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.mtp.debug_trace import DebugTrace
 from sglang.srt.platform import Platform
-from sglang.srt.processes.child_process import configure_logging, start_child_process
+from sglang.srt.processes.child_process import (
+    configure_logging,
+    start_beats,
+    start_child_process,
+)
 from sglang.srt.processes.end_of_text import with_tokenizer_eos
 from sglang.srt.processes.grammar_flags import grammar_setup
 from sglang.srt.processes.runtime_config import RuntimeConfig, resolve, with_chunks_that_fit
@@ -54,19 +58,23 @@ def main() -> int:
     args = msgspec.convert(child.server_args, ServerArgs)
     configure_logging(args.log_level, "scheduler")
     launcher: Sender[ProcessReady | ProcessFailed] = Sender(child.addresses.launcher)
+    inbox: Receiver[Any] = Receiver(child.addresses.scheduler, ToScheduler)
     try:
-        scheduler, info = build(args, child.addresses)
+        scheduler, info = build(args, child.addresses, inbox)
     except (ValueError, MemoryError, RuntimeError) as error:
         logger.debug("The scheduler cannot start.", exc_info=True)
         launcher.send(ProcessFailed(role="scheduler", message=" ".join(str(error).split())))
         launcher.close()
         return 1
+    start_beats(child, inbox, args.watchdog_timeout)
     launcher.send(ProcessReady(role="scheduler", scheduler=info))
     scheduler.run()
     return 0
 
 
-def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, SchedulerInfo]:
+def build(
+    args: ServerArgs, addresses: IpcAddresses, inbox: Receiver[Any]
+) -> tuple[Scheduler, SchedulerInfo]:
     """Makes the scheduler and everything below it.
 
     Raises:
@@ -94,7 +102,6 @@ def build(args: ServerArgs, addresses: IpcAddresses) -> tuple[Scheduler, Schedul
     )
     config = with_chunks_that_fit(config, runners.max_prompt_rows)
     profiler = StepProfiler(environ.torch_profiler_dir, config.execution.device != "cpu")
-    inbox: Receiver[Any] = Receiver(addresses.scheduler, ToScheduler)
     scheduler = Scheduler(
         config.scheduler,
         worker,
