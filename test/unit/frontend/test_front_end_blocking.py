@@ -196,7 +196,7 @@ def test_detokenize_takes_as_many_lists_as_a_batch() -> None:
         return tokenizer_bodies.check_detokenize(raw, LIMITS)
 
     assert len(check(64).lists) == 64
-    with pytest.raises(RequestError, match="tokens: has 65 lists, more than 64"):
+    with pytest.raises(RequestError, match="tokens: the number of lists is 65, more than 64"):
         check(65)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,6 +32,8 @@ ERROR_TYPES = {
     503: "ServiceUnavailableError",
 }
 RETRY_AFTER_S = 1
+SMALL_PARTS = 10_000  # so many numbers become JSON in less than a millisecond
+KEPT_BYTES = 65_536  # of a body that nobody reads: so few are taken in for the next request
 CLIENT_GONE_STATUS = 499  # in the access log only: nobody is there to read it
 DIRECT_SEND = "sglang.direct_send"  # in a scope: the web server's own `send`
 
@@ -38,6 +41,64 @@ DIRECT_SEND = "sglang.direct_send"  # in a scope: the web server's own `send`
 def json_response(content: Any, status_code: int = 200) -> Response:
     """`content` as JSON."""
     return Response(_encode(content), status_code, media_type="application/json")
+
+
+async def answer_response(request: Request, answer: Any) -> Response:
+    """An answer as JSON. A large one is written in a thread, bit by bit, so that others run between
+    two of its parts.
+
+    Raises:
+        ClientDisconnect: if the client leaves meanwhile.
+    """
+    if _num_parts(answer, SMALL_PARTS) < SMALL_PARTS:
+        return json_response(answer)
+    parts: list[bytes] = []
+    has_left = threading.Event()
+
+    def write() -> None:
+        for part in _json_parts(answer):
+            if has_left.is_set():
+                return
+            parts.append(part)
+
+    try:
+        await unless_client_leaves(request.receive, asyncio.to_thread(write))
+    finally:
+        has_left.set()
+    return Response(b"".join(parts), media_type="application/json")
+
+
+def _num_parts(value: Any, most: int) -> int:
+    """How many values are in a value, counted no further than `most`."""
+    if not isinstance(value, list | dict):
+        return 1
+    count = len(value)
+    for item in value.values() if isinstance(value, dict) else value:
+        if count >= most:
+            break
+        if isinstance(item, list | dict):
+            count += _num_parts(item, most - count)
+    return count
+
+
+def _json_parts(value: Any) -> Iterator[bytes]:
+    """The JSON of a value in parts of SMALL_PARTS values or fewer."""
+    if _num_parts(value, SMALL_PARTS) < SMALL_PARTS or not value:
+        yield _encode(value)
+    elif isinstance(value, dict):
+        for index, (name, item) in enumerate(value.items()):
+            yield (b"," if index else b"{") + _encode(name) + b":"
+            yield from _json_parts(item)
+        yield b"}"
+    elif isinstance(value[0], list | dict):
+        for index, item in enumerate(value):
+            yield b"," if index else b"["
+            yield from _json_parts(item)
+        yield b"]"
+    else:
+        for start in range(0, len(value), SMALL_PARTS):
+            yield (b"," if start else b"[") + _encode(value[start : start + SMALL_PARTS])[1:-1]
+        yield b"]"
 
 
 def error_body(message: str, status_code: int, field: str | None = None) -> dict[str, Any]:
@@ -153,6 +214,9 @@ class DirectSend:
 
     Every middleware and route handler wraps `send` to see how a response starts. The events behind
     the start concern none of them, and each wrapper costs something for every token.
+
+    An answer that comes before the body has been read closes the connection behind it: nobody takes
+    in what the client still sends.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -160,7 +224,34 @@ class DirectSend:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[DIRECT_SEND] = send
-        await self._app(scope, receive, send)
+        if scope["type"] != "http" or not _has_large_body(scope["headers"]):
+            await self._app(scope, receive, send)
+            return
+        is_read = False
+
+        async def receive_body() -> Message:
+            nonlocal is_read
+            message = await receive()
+            is_read = is_read or not message.get("more_body", False)
+            return message
+
+        async def send_start(message: Message) -> None:
+            if message["type"] == "http.response.start" and not is_read:
+                headers = [*message.get("headers", ()), (b"connection", b"close")]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self._app(scope, receive_body, send_start)
+
+
+def _has_large_body(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether a request has, or may have, a body of more than KEPT_BYTES."""
+    for name, value in headers:
+        if name == b"transfer-encoding":
+            return True
+        if name == b"content-length":
+            return not value.isdigit() or int(value) > KEPT_BYTES
+    return False
 
 
 class EventStream(Response):

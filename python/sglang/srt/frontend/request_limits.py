@@ -67,12 +67,17 @@ class RequestLimits:
 
 
 def check_length(
-    field: str, num_prompt_tokens: int, max_new_tokens: int, limits: RequestLimits
+    field: str,
+    num_prompt_tokens: int,
+    max_new_tokens: int,
+    limits: RequestLimits,
+    is_counted: bool = True,
 ) -> None:
-    """Checks the length of a tokenized prompt with its output.
+    """Checks the length of a prompt with its output.
 
     Args:
         field: the prompt's name.
+        is_counted: the prompt has exactly so many tokens, and not at least so many.
 
     Raises:
         RequestError: if the prompt is empty or too long, or if the output is beside it.
@@ -83,9 +88,39 @@ def check_length(
         prompt_fits = num_prompt_tokens < limits.max_req_len
         raise field_error(
             MAX_NEW_TOKENS if prompt_fits else field,
-            f"the prompt ({num_prompt_tokens} tokens) and max_new_tokens ({max_new_tokens}) are"
-            f" together more than {limits.max_req_len} tokens ({limits.max_req_len_reason})",
+            f"the prompt ({_tokens(num_prompt_tokens, is_counted)}) and max_new_tokens"
+            f" ({max_new_tokens}) are together more than {limits.max_req_len} tokens"
+            f" ({limits.max_req_len_reason})",
         )
+
+
+def check_num_tokens(
+    field: str, num_tokens: int, limits: RequestLimits, is_counted: bool = True
+) -> None:
+    """Checks the number of tokens of a text or of a list of ids alone; see `check_length`."""
+    if num_tokens > limits.max_req_len:
+        raise field_error(
+            field,
+            f"has {_tokens(num_tokens, is_counted)}, more than {limits.max_req_len}"
+            f" ({limits.max_req_len_reason})",
+        )
+
+
+def _tokens(num_tokens: int, is_counted: bool) -> str:
+    return f"{num_tokens} tokens" if is_counted else f"at least {num_tokens} tokens, not all counted"
+
+
+def check_batch_size(
+    field: str, size: int, limits: RequestLimits, what: str = "prompts x n"
+) -> None:
+    """Checks how many prompts, samples or lists a request has.
+
+    Args:
+        field: what the client changes to have fewer.
+    """
+    if size > limits.max_batch_size:
+        reason = f"{what} is {size}, more than {limits.max_batch_size}"
+        raise field_error(field, f"{reason} (--max-batch-size-per-request)")
 
 
 def check_id_lists(name: str, value: list[Any], vocab_size: int) -> tuple[list[list[int]], bool]:

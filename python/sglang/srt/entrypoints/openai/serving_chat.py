@@ -222,12 +222,12 @@ class ChatCompletion:
         if not prompt:
             return []
         limits, tokenizer = self._manager.limits, self._manager.tokenizer
-        at_least = max(1, tokenizer.min_num_tokens(prompt))
+        at_least, max_new = tokenizer.min_num_tokens(prompt), self._request.max_new_tokens or 1
         try:
-            check_length("messages", at_least, self._request.max_new_tokens or 1, limits)
+            check_length("messages", max(1, at_least), max_new, limits, is_counted=False)
         except RequestError as error:
             raise self.translate(error) from None
-        (ids,) = await self._manager.encode([prompt], add_special_tokens=False)
+        (ids,) = await self._manager.encode({"messages": prompt}, add_special_tokens=False)
         check_token_ids("messages", ids, limits.vocab_size)
         return ids
 
