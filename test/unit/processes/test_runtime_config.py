@@ -354,6 +354,8 @@ def test_chunks_of_minus_1_split_no_prompt(model: ModelConfig) -> None:
         "max_queued_requests",
         "num_threads",
         "context_length",
+        "max_connections",
+        "max_header_bytes",
         "max_request_bytes",
         "max_batch_size_per_request",
         "max_weight_bytes",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,12 +28,12 @@ ERROR_TYPES = {
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     413: "RequestTooLargeError",
+    431: "RequestHeadersTooLargeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
 RETRY_AFTER_S = 1
 SMALL_PARTS = 10_000  # so many numbers become JSON in less than a millisecond
-KEPT_BYTES = 65_536  # of a body that nobody reads: so few are taken in for the next request
 CLIENT_GONE_STATUS = 499  # in the access log only: nobody is there to read it
 DIRECT_SEND = "sglang.direct_send"  # in a scope: the web server's own `send`
 
@@ -214,9 +214,6 @@ class DirectSend:
 
     Every middleware and route handler wraps `send` to see how a response starts. The events behind
     the start concern none of them, and each wrapper costs something for every token.
-
-    An answer that comes before the body has been read closes the connection behind it: nobody takes
-    in what the client still sends.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -224,34 +221,7 @@ class DirectSend:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[DIRECT_SEND] = send
-        if scope["type"] != "http" or not _has_large_body(scope["headers"]):
-            await self._app(scope, receive, send)
-            return
-        is_read = False
-
-        async def receive_body() -> Message:
-            nonlocal is_read
-            message = await receive()
-            is_read = is_read or not message.get("more_body", False)
-            return message
-
-        async def send_start(message: Message) -> None:
-            if message["type"] == "http.response.start" and not is_read:
-                headers = [*message.get("headers", ()), (b"connection", b"close")]
-                message = {**message, "headers": headers}
-            await send(message)
-
-        await self._app(scope, receive_body, send_start)
-
-
-def _has_large_body(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether a request has, or may have, a body of more than KEPT_BYTES."""
-    for name, value in headers:
-        if name == b"transfer-encoding":
-            return True
-        if name == b"content-length":
-            return not value.isdigit() or int(value) > KEPT_BYTES
-    return False
+        await self._app(scope, receive, send)
 
 
 class EventStream(Response):
