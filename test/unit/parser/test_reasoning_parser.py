@@ -65,3 +65,25 @@ def test_parts_are_the_text_without_its_marks(text: str, is_open: bool) -> None:
 def test_formats(name: str, prompt: str, text: str, expected: tuple[str, str]) -> None:
     form = REASONING_FORMATS[name]
     assert parse([text], form.starts_open or form.is_open_after(prompt)) == expected
+
+
+@pytest.mark.parametrize(("before", "is_open"), [("", False), ("", True), ("<think>hm", False)])
+def test_blanks_are_not_looked_at_again_with_each_more(
+    monkeypatch: pytest.MonkeyPatch, before: str, is_open: bool
+) -> None:
+    num_blanks, num_chars = 500, 0
+
+    def counted(name: str) -> None:
+        look = getattr(ReasoningParser, name)
+
+        def wrapper(parser: ReasoningParser) -> object:
+            nonlocal num_chars
+            num_chars += len(parser._text)
+            return look(parser)
+
+        monkeypatch.setattr(ReasoningParser, name, wrapper)
+
+    counted("_begin")
+    counted("_take_reasoning")
+    parse([before, *[" "] * num_blanks, "x"], is_open)
+    assert 0 < num_chars < 3 * num_blanks

@@ -58,7 +58,8 @@ def _add_call(app: FastAPI, state: ServerState, route: CallRoute[Any]) -> None:
     async def call(request: Request) -> Response:
         raw = await read_body(request, state.server_args.max_request_bytes)
         body = await in_thread_if_large(
-            lambda: make_body(route.body, parse_json_object(raw if raw.strip() else b"{}")), len(raw)
+            lambda: make_body(route.body, parse_json_object(raw if raw.strip() else b"{}")),
+            len(raw),
         )
         reply = await state.control.call(route.message(body))
         return json_response(reply if route.answer is None else reply[route.answer])

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from sglang.srt.frontend.body_parsing import check_known_fields, convert_fields, require_object
-from sglang.srt.frontend.errors import RequestError, field_error
+from sglang.srt.frontend.errors import field_error
 from sglang.srt.frontend.request_limits import (
     RequestLimits,
     TokenId,

@@ -107,7 +107,9 @@ def check_num_tokens(
 
 
 def _tokens(num_tokens: int, is_counted: bool) -> str:
-    return f"{num_tokens} tokens" if is_counted else f"at least {num_tokens} tokens, not all counted"
+    return (
+        f"{num_tokens} tokens" if is_counted else f"at least {num_tokens} tokens, not all counted"
+    )
 
 
 def check_batch_size(

@@ -10,8 +10,8 @@ from sglang.srt.frontend.body_parsing import parse_struct
 from sglang.srt.frontend.request_limits import (
     RequestLimits,
     TokenId,
-    check_id_lists,
     check_batch_size,
+    check_id_lists,
     check_num_tokens,
 )
 from sglang.srt.sglang_surface import neutral_fields
