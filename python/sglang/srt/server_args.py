@@ -300,6 +300,9 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
         2 * 1024 * 1024 * 1024, "Size of an HTTP body of /update_weights_from_tensor at most."
     )
     max_batch_size_per_request: int = flag(4096, "Prompts x n in one request at most.")
+    max_tokenize_tokens: int | None = flag(
+        None, "Tokens of a text of /tokenize and /detokenize at most; default: as of a request."
+    )
     max_n: int = flag(128, "Samples per prompt (`n`) at most.")
     max_stop_strings: int = flag(32, "Entries of `stop`, and of `stop_token_ids`, at most.")
     max_stop_regex_bytes: int = flag(256, "Bytes of one `stop_regex` at most.")

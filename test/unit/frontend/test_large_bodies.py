@@ -182,6 +182,66 @@ def test_a_small_body_has_the_same_limits(server: Server, path: str) -> None:
         assert f"has {MOST_IDS + 1} tokens" in long.json()["error"]["message"]
 
 
+def test_texts_may_be_longer_than_prompts_where_a_flag_says_so(
+    model_dir: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluations count documents that they cut into prompts."""
+    monkeypatch.setattr(large_bodies, "COUNTED_BYTES", 200)
+    server, most = Server(str(model_dir), tokenizer), 2 * MOST_IDS
+    text, ids = "x y " * 100, [7] * most
+    assert server.post("/tokenize", {"prompt": text}).status_code == 400
+    server.manager.limits = dataclasses.replace(LIMITS, max_text_tokens=most)
+    answer = server.post("/tokenize", {"prompt": text}).json()
+    assert answer["tokens"] == tokenizer.encode(text)
+    assert (answer["count"] > MOST_IDS, answer["max_model_len"]) == (True, MOST_IDS)
+    assert server.post("/detokenize", {"tokens": ids}).json()["text"] == tokenizer.decode(ids)
+    for path, body in (("tokenize", {"prompt": text * 9}), ("detokenize", {"tokens": [*ids, 7]})):
+        message = server.post(f"/{path}", body).json()["error"]["message"]
+        assert f"more than {most} (--max-tokenize-tokens)" in message
+    assert server.post("/generate", {"text": text}).status_code == 400
+
+
+def test_a_client_that_leaves_tokenize_or_detokenize_ends_the_work_at_the_next_text(
+    server: Server, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, calls = threading.Event(), threading.Event(), list[Any]()
+
+    def held(*args: Any) -> Any:
+        calls.append(args)
+        begun.set()
+        assert go_on.wait(10)
+        return [] if isinstance(args[0], str) else ""
+
+    monkeypatch.setattr(work_in_threads, "TOKENIZE_IN_THREAD_CHARS", 1)
+    monkeypatch.setattr(tokenizer, "encode", held)
+    monkeypatch.setattr(tokenizer, "decode", held)
+
+    async def scenario(path: str, body: bytes) -> None:
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            await asyncio.to_thread(begun.wait)
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            assert message.get("status", 499) == 499
+
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+        await server.app(scope, receive, send)
+        go_on.set()
+        await asyncio.get_running_loop().shutdown_default_executor()
+        assert len(calls) == 1
+
+    for path, body in (
+        ("/tokenize", {"prompt": ["a"] * 9}),
+        ("/detokenize", {"tokens": [[5]] * 9}),
+    ):
+        begun.clear(), go_on.clear(), calls.clear()
+        asyncio.run(scenario(path, json.dumps(body).encode()))
+
+
 # ---------------------------------------------------------------- long texts
 
 

@@ -358,6 +358,7 @@ def test_chunks_of_minus_1_split_no_prompt(model: ModelConfig) -> None:
         "max_header_bytes",
         "max_request_bytes",
         "max_batch_size_per_request",
+        "max_tokenize_tokens",
         "max_weight_bytes",
         "max_n",
     ],

@@ -39,6 +39,7 @@ def limits_from_flags(server_args: ServerArgs, info: SchedulerInfo) -> RequestLi
         vocab_size=info.vocab_size,
         max_req_len=info.max_req_len,
         max_req_len_reason=info.max_req_len_reason,
+        max_text_tokens=server_args.max_tokenize_tokens,
         max_batch_size=server_args.max_batch_size_per_request,
         max_n=server_args.max_n,
         max_stop_strings=server_args.max_stop_strings,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -28,6 +28,7 @@ class RequestLimits:
         vocab_size: width of the logits; token ids at or above it are refused.
         max_req_len: prompt plus max_new_tokens at most, in tokens.
         max_req_len_reason: what sets `max_req_len`, and the remedy.
+        max_text_tokens: of a text of /tokenize and of a list of /detokenize; None: `max_req_len`.
         max_batch_size: prompts times n at most.
         max_stop_strings: entries of `stop`, and of `stop_token_ids`, at most.
         max_grammar_bytes: of what an output must match.
@@ -44,6 +45,7 @@ class RequestLimits:
     vocab_size: int
     max_req_len: int
     max_req_len_reason: str
+    max_text_tokens: int | None = None
     max_batch_size: int
     max_n: int
     max_stop_strings: int
@@ -64,6 +66,15 @@ class RequestLimits:
     preferred_sampling_params: dict[str, Any] = field(default_factory=dict)
     unknown_fields: UnknownFields = REFUSED
     unknown_openai_fields: UnknownFields = field(default_factory=lambda: UnknownFields(False))
+
+    @property
+    def of_texts(self) -> RequestLimits:
+        """The limits of texts that nothing is generated for."""
+        if self.max_text_tokens is None:
+            reason = f"{self.max_req_len_reason}; see --max-tokenize-tokens"
+            return replace(self, max_req_len_reason=reason)
+        reason = "--max-tokenize-tokens"
+        return replace(self, max_req_len=self.max_text_tokens, max_req_len_reason=reason)
 
 
 def check_length(

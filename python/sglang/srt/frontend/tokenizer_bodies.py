@@ -62,6 +62,7 @@ def check_detokenize(raw: bytes, limits: RequestLimits) -> CheckedTokens:
     Raises:
         RequestError: naming the field that breaks a rule.
     """
+    limits = limits.of_texts
     body = parse_struct(raw, DetokenizeReqInput, neutral_fields("/detokenize"), limits)
     lists, is_list = check_id_lists("tokens", body.tokens, limits.vocab_size)
     check_batch_size("tokens", len(lists), limits, "the number of lists")

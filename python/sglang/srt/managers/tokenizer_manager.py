@@ -206,8 +206,8 @@ class TokenizerManager:
     async def encode(
         self, texts: Mapping[str, str], add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Token ids of each text; see `encode_texts`."""
-        return await encode_texts(texts, self.tokenizer, self.limits, add_special_tokens)
+        """Token ids of texts that are no prompts; see `encode_texts`."""
+        return await encode_texts(texts, self.tokenizer, self.limits.of_texts, add_special_tokens)
 
     def _log_fields(
         self, request: CheckedRequest, prompt: CheckedPrompt, params: SamplingParams

@@ -181,6 +181,7 @@ def _check_sizes(args: ServerArgs) -> None:
         "max_request_bytes",
         "max_weight_bytes",
         "max_batch_size_per_request",
+        "max_tokenize_tokens",
         "max_n",
         "mtp_max_k",
     )

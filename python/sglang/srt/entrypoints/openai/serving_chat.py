@@ -25,6 +25,7 @@ from sglang.srt.entrypoints.openai.serving_base import OpenAIAnswer
 from sglang.srt.frontend.errors import RequestError, field_error
 from sglang.srt.frontend.generate_body import CheckedRequest
 from sglang.srt.frontend.request_limits import check_length, check_token_ids
+from sglang.srt.frontend.work_in_threads import encode_texts
 from sglang.srt.function_call.call_tags import calls_in_text, forced_calls, wrong_schema
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.parser.chat_templates import TemplateError
@@ -227,7 +228,7 @@ class ChatCompletion:
             check_length("messages", max(1, at_least), max_new, limits, is_counted=False)
         except RequestError as error:
             raise self.translate(error) from None
-        (ids,) = await self._manager.encode({"messages": prompt}, add_special_tokens=False)
+        (ids,) = await encode_texts({"messages": prompt}, tokenizer, limits, False)
         check_token_ids("messages", ids, limits.vocab_size)
         return ids
 
