@@ -90,7 +90,7 @@ def _json_parts(value: Any) -> Iterator[bytes]:
             yield (b"," if index else b"{") + _encode(name) + b":"
             yield from _json_parts(item)
         yield b"}"
-    elif isinstance(value[0], list | dict):
+    elif any(isinstance(item, list | dict) for item in value):
         for index, item in enumerate(value):
             yield b"," if index else b"["
             yield from _json_parts(item)

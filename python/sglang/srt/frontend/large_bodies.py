@@ -40,12 +40,14 @@ def decode_body(raw: bytes, limits: RequestLimits | None) -> Any:
     fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     if len(fields) > MAX_FIELDS:
         raise field_error(None, f"The body has more than {MAX_FIELDS} fields")
-    return {name: _decode_field(name, bytes(value), limits) for name, value in fields.items()}
+    return {name: _decode_field(name, value, limits) for name, value in fields.items()}
 
 
-def _decode_field(name: str, raw: bytes, limits: RequestLimits | None) -> Any:
-    if len(raw) <= COUNTED_BYTES or raw.startswith(b'"'):  # one text is quick
-        return msgspec.json.decode(raw)
+def _decode_field(name: str, field: msgspec.Raw, limits: RequestLimits | None) -> Any:
+    view = memoryview(field)
+    if len(view) <= COUNTED_BYTES or bytes(view[:1]) == b'"':  # one text is quick
+        return msgspec.json.decode(view)
+    raw = bytes(view)
     marks = _without_strings(name, raw)
     if limits is None or name not in PROMPT_FIELDS or not raw.startswith(b"["):
         _check_num_values(name, sum(map(marks.count, (b",", b"[", b"{"))))
