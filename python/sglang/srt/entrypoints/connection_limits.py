@@ -4,6 +4,7 @@ takes, and that nobody takes in the rest of a body whose answer is there."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any
@@ -26,14 +27,15 @@ _Protocol: Any = AutoHTTPProtocol
 
 
 class LimitedProtocol(_Protocol):
-    """Uvicorn's protocol of one connection, with limits of its configuration: `limit_concurrency`
-    connections, and `h11_max_incomplete_event_size` bytes of a request's head."""
+    """Uvicorn's protocol of one connection, with the limits that its configuration has:
+    `limit_concurrency` connections, and `h11_max_incomplete_event_size` bytes of a request's head.
+    """
 
     def __init__(self, config: Any, **settings: Any) -> None:
         super().__init__(config=config, **settings)
         self.limit_concurrency = None  # of requests too, and answered without a word
-        self._max_connections: int = config.limit_concurrency
-        self._max_head_bytes: int = config.h11_max_incomplete_event_size
+        self._max_connections: float = config.limit_concurrency or math.inf
+        self._max_head_bytes: float = config.h11_max_incomplete_event_size or math.inf
         self._num_head_bytes = 0  # of a request whose head has not ended
         self._timer: asyncio.TimerHandle | None = None
 
