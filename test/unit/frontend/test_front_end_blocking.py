@@ -232,7 +232,7 @@ async def answered(answer: Any) -> bytes:
 
 
 @given(answer=JSON)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_large_answer_is_the_same_json(answer: Any) -> None:
     """Oracle: the parser of Python."""
     with pytest.MonkeyPatch.context() as patch:
