@@ -1,7 +1,8 @@
-"""Python's garbage collector in a process that must not pause."""
+"""Python's garbage collector in a process that must not pause, and memory that goes back."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,3 +35,13 @@ def paused_collections() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def return_freed_memory() -> None:
+    """Gives the system back what C libraries have freed in this process, where it can be asked to:
+    glibc keeps it for the threads that had it, so that each may keep the most it ever had."""
+    library = ctypes.CDLL(None)
+    try:
+        library.malloc_trim(0)
+    except AttributeError:  # another C library
+        return

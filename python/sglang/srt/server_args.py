@@ -113,6 +113,8 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     allowed_origins: str | None = flag(
         None, "Web pages that may use the server, such as https://chat.example; with commas."
     )
+    max_connections: int = flag(4096, "Connections at a time at most; one more gets 503.")
+    max_header_bytes: int = flag(16_384, "Size of a request's head, its headers and URL, at most.")
     shutdown_timeout_s: float = flag(
         5.0, "After SIGTERM, seconds that running requests may use to finish before an abort."
     )
@@ -309,6 +311,9 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
         2 * 1024 * 1024 * 1024, "Size of an HTTP body of /update_weights_from_tensor at most."
     )
     max_batch_size_per_request: int = flag(4096, "Prompts x n in one request at most.")
+    max_tokenize_tokens: int | None = flag(
+        None, "Tokens of a text of /tokenize and /detokenize at most; default: as of a request."
+    )
     max_n: int = flag(128, "Samples per prompt (`n`) at most.")
     max_stop_strings: int = flag(32, "Entries of `stop`, and of `stop_token_ids`, at most.")
     max_stop_regex_bytes: int = flag(256, "Bytes of one `stop_regex` at most.")

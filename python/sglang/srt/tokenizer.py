@@ -261,8 +261,9 @@ def _wrap(backend: tokenizers.Tokenizer) -> Tokenizer:
     added = backend.get_added_tokens_decoder()
 
     def encode_ids(text: str, add_special_tokens: bool) -> list[int]:
-        # The batch call lets other threads run meanwhile; `encode` does not.
-        return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        # The batch call lets other threads run meanwhile; `encode` does not. The fast one keeps no
+        # places of tokens in the text.
+        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode_ids(ids: list[int]) -> str:
         if len(ids) < DECODE_ALONE_IDS:

@@ -24,6 +24,7 @@ from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 
 BATCH = ["hello " * 100] * 40  # each text is short, all together are long
+NAMED = {f"prompt[{index}]": text for index, text in enumerate(BATCH)}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_long_batch_of_short_texts_is_encoded_beside_the_loop(
         manager = backend.manager
         manager.limits = dataclasses.replace(LIMITS, max_req_len=10_000)
         if route == "tokenize":
-            ids = await manager.encode(BATCH)
+            ids = await manager.encode(NAMED)
         else:
             task = asyncio.create_task(answer_of(backend, text=BATCH))
             await backend.wait_sent(len(BATCH))
@@ -77,7 +78,7 @@ def test_long_batch_of_short_texts_is_encoded_beside_the_loop(
             await task
         assert ids == [spy._encode(text) for text in BATCH]
         assert threading.get_ident() not in spy.threads
-        await manager.encode(["short"])
+        await manager.encode({"prompt": "short"})
         assert spy.threads[-1] == threading.get_ident()
 
     run(tokenizer, scenario)
@@ -90,7 +91,7 @@ def test_client_that_leaves_ends_the_encoding_of_its_batch(
     spy.go_on.clear()
 
     async def scenario(backend: Backend) -> None:
-        task = asyncio.create_task(backend.manager.encode(BATCH))
+        task = asyncio.create_task(backend.manager.encode(NAMED))
         await asyncio.to_thread(spy.first.wait)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

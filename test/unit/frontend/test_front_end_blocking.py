@@ -13,11 +13,16 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.requests import Request
 
 from fake_backend import LENGTH, LIMITS, Backend, answer_of, run
 from fake_server import Server
 from serving_utils import make_model_dir
 from sglang.srt import stop_expressions
+from sglang.srt.entrypoints import http_io
+from sglang.srt.entrypoints.http_io import answer_response
 from sglang.srt.frontend import (
     body_parsing,
     generate_body,
@@ -28,6 +33,13 @@ from sglang.srt.frontend.body_parsing import parse_json_object
 from sglang.srt.frontend.errors import RequestError
 from sglang.srt.frontend.generate_body import check_generate_request
 from sglang.srt.frontend.logprobs_and_hidden_lists import LogprobsAndHiddenLists
+from sglang.srt.managers.detokenizer_manager import DetokenizerManager
+from sglang.srt.messages.requests import (
+    BatchTokenIDOutput,
+    DecodeOptions,
+    PositionLogprobs,
+    ReqOutput,
+)
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -141,6 +153,9 @@ def test_batch_and_samples_of_the_same_expression_compile_it_once(
         ("/v1/completions", {"prompt": "x" * 900}),
         ("/tokenize", {"prompt": "x" * 900}),
         ("/detokenize", {"tokens": [5] * 900}),
+        ("/abort_request", {"rid": "x" * 900}),
+        ("/update_weights_from_disk", {"model_path": "x" * 900}),
+        ("/update_weights_from_tensor", {"safetensors": "x" * 300}),
     ],
 )
 def test_health_answers_while_a_large_body_is_read(
@@ -148,7 +163,7 @@ def test_health_answers_while_a_large_body_is_read(
 ) -> None:
     held = Held(body_parsing.require_object)
     monkeypatch.setattr(body_parsing, "require_object", held)
-    monkeypatch.setattr(work_in_threads, "CHECK_IN_THREAD_BYTES", 500)
+    monkeypatch.setattr(work_in_threads, "CHECK_IN_THREAD_BYTES", 300)
     wrong = "suffix" if path == "/v1/completions" else "unknown"
     response = asyncio.run(health_while_held(server, held, path, {**body, wrong: 1}))
     assert (response.status_code, response.json()["error"]["param"]) == (400, wrong)
@@ -196,11 +211,76 @@ def test_detokenize_takes_as_many_lists_as_a_batch() -> None:
         return tokenizer_bodies.check_detokenize(raw, LIMITS)
 
     assert len(check(64).lists) == 64
-    with pytest.raises(RequestError, match="tokens: has 65 lists, more than 64"):
+    with pytest.raises(RequestError, match="tokens: the number of lists is 65, more than 64"):
         check(65)
 
 
 # ---------------------------------------------------------------- answers
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3) | st.floats(-1, 1),
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=20,
+)
+
+
+async def answered(answer: Any) -> bytes:
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    return bytes((await answer_response(Request({"type": "http"}, receive), answer)).body)
+
+
+@given(answer=JSON)
+@settings(max_examples=40, deadline=None)
+def test_a_large_answer_is_the_same_json(answer: Any) -> None:
+    """Oracle: the parser of Python."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(http_io, "SMALL_PARTS", 3)
+        assert json.loads(asyncio.run(answered(answer))) == answer
+
+
+def test_a_large_answer_is_written_in_parts_beside_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts: list[tuple[bool, int]] = []
+    encode, loop_thread = http_io._encode, threading.get_ident()
+
+    def spy(value: Any) -> bytes:
+        size = str(value).count(",") + 1
+        parts.append((threading.get_ident() == loop_thread, size))
+        return encode(value)
+
+    monkeypatch.setattr(http_io, "_encode", spy)
+    monkeypatch.setattr(http_io, "SMALL_PARTS", 100)
+    top = [None, *[[7] * 60] * 3]
+    answer = {"choices": [{"ids": [7] * 250, "top": top}] * 3, "more": list(range(1000))}
+    assert json.loads(asyncio.run(answered(answer))) == answer
+    assert not any(is_loop for is_loop, _ in parts)
+    assert max(size for _, size in parts) == 100
+    asyncio.run(answered({"small": 1}))
+    assert parts[-1] == (True, 1)
+
+
+def test_log_probabilities_of_many_samples_come_in_several_messages(
+    tokenizer: Tokenizer,
+) -> None:
+    sent: list[Any] = []
+    position = PositionLogprobs(7, -1.0, top_logprobs=[-1.0] * 99, top_ids=[7] * 99)
+
+    def outputs(num_positions: int) -> list[ReqOutput]:
+        news = {
+            "input_logprobs": [position] * num_positions,
+            "options": DecodeOptions(skip_special_tokens=True, stop_strings=[], no_stop_trim=False),
+        }
+        return [ReqOutput(i, [5], None, 1, 1, 0, 0, **news) for i in range(6)]
+
+    manager = DetokenizerManager(tokenizer, sent.append)
+    for num_positions, sizes in ((0, [6]), (1, [6]), (50, [2, 2, 2]), (500, [1] * 6)):
+        sent.clear()
+        manager.handle(BatchTokenIDOutput(outputs=outputs(num_positions)))
+        assert [len(message.outputs) for message in sent] == sizes
+        assert [o.req_id for message in sent for o in message.outputs] == list(range(6))
 
 
 @pytest.mark.parametrize("wish", ["return_logprob", "return_hidden_states"])

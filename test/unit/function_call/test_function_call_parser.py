@@ -217,3 +217,32 @@ def test_the_scanner_takes_what_json_takes(text: str) -> None:
     else:
         with pytest.raises(ValueError):
             json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "blank"),
+    [
+        ("qwen25", "<tool_call>", " "),
+        ("qwen25", '<tool_call>{"name": "now"}</tool_call>', "\n"),
+        ("qwen25", '<tool_call>{"name": "now"', " "),
+        ("mistral", "[TOOL_CALLS]now", " "),
+        ("mistral", "[TOOL_CALLS]now[CALL_ID]", "\t"),
+        ("llama3", 'Hi. {"name": "now", "parameters": {}}', " "),
+        ("llama3", 'Hi. {"name": "now", "parameters": {}}', "]"),
+        ("llama3", 'Hi. {"name": "now", "parameters": {}},', "\n"),
+    ],
+)
+def test_blanks_are_not_looked_at_again_with_each_more(
+    monkeypatch: pytest.MonkeyPatch, name: str, before: str, blank: str
+) -> None:
+    num_blanks, num_chars = 500, 0
+    read = FunctionCallParser._read
+
+    def counted(parser: FunctionCallParser, text: str) -> None:
+        nonlocal num_chars
+        num_chars += len(parser._text) + len(text)
+        read(parser, text)
+
+    monkeypatch.setattr(FunctionCallParser, "_read", counted)
+    parse(CALL_FORMATS[name], [before, *[blank] * num_blanks, "x"])
+    assert num_chars < 3 * (len(before) + num_blanks)

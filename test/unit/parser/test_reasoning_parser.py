@@ -94,3 +94,25 @@ def test_of_white_space_behind_reasoning_only_a_known_gap_is_left_out(
     """What a grammar holds is content as it is."""
     for pieces in ([text], list(text)):
         assert parse_from(Outset.OPEN, pieces, "\n\n") == ("a", content)
+
+
+@pytest.mark.parametrize(("before", "is_open"), [("", False), ("", True), ("<think>hm", False)])
+def test_blanks_are_not_looked_at_again_with_each_more(
+    monkeypatch: pytest.MonkeyPatch, before: str, is_open: bool
+) -> None:
+    num_blanks, num_chars = 500, 0
+
+    def counted(name: str) -> None:
+        look = getattr(ReasoningParser, name)
+
+        def wrapper(parser: ReasoningParser) -> object:
+            nonlocal num_chars
+            num_chars += len(parser._text)
+            return look(parser)
+
+        monkeypatch.setattr(ReasoningParser, name, wrapper)
+
+    counted("_begin")
+    counted("_take_reasoning")
+    parse_from(Outset.OPEN if is_open else Outset.FREE, [before, *[" "] * num_blanks, "x"])
+    assert 0 < num_chars < 3 * num_blanks

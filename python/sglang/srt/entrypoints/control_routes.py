@@ -31,6 +31,8 @@ from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.entrypoints.tensor_file import received_weights
 from sglang.srt.frontend.body_parsing import parse_json_object, parse_struct
 from sglang.srt.frontend.errors import RequestError, ServiceError
+from sglang.srt.frontend.work_in_threads import in_thread_if_large
+from sglang.srt.messages.control import UpdateWeightsReq
 from sglang.srt.observability.load import describe_load, describe_loads
 from sglang.srt.observability.metrics import CONTENT_TYPE, metrics_text
 from sglang.srt.sglang_surface import neutral_fields
@@ -55,7 +57,10 @@ def add_control_routes(app: FastAPI, state: ServerState) -> None:
 def _add_call(app: FastAPI, state: ServerState, route: CallRoute[Any]) -> None:
     async def call(request: Request) -> Response:
         raw = await read_body(request, state.server_args.max_request_bytes)
-        body = make_body(route.body, parse_json_object(raw if raw.strip() else b"{}"))
+        body = await in_thread_if_large(
+            lambda: make_body(route.body, parse_json_object(raw if raw.strip() else b"{}")),
+            len(raw),
+        )
         reply = await state.control.call(route.message(body))
         return json_response(reply if route.answer is None else reply[route.answer])
 
@@ -80,7 +85,10 @@ def _add_abort_and_flush(app: FastAPI, state: ServerState) -> None:
         """Ends requests by their rid, or all; answers with their number."""
         args = state.server_args
         raw = await read_body(request, args.max_request_bytes)
-        body = parse_struct(raw, AbortReqInput, neutral_fields("/abort_request"))
+        unsupported = neutral_fields("/abort_request")
+        body = await in_thread_if_large(
+            lambda: parse_struct(raw, AbortReqInput, unsupported), len(raw)
+        )
         body.check(args.max_label_chars)
         aborted = state.ready_manager.abort_request(
             body.rid, body.abort_all, body.abort_message, body.prefix
@@ -115,8 +123,14 @@ def _add_tensor_updates(app: FastAPI, state: ServerState) -> None:
         if kind == "application/octet-stream":
             return json_response(await _update_from_bytes(request, state, max_bytes))
         raw = await read_body(request, max_bytes, WEIGHT_BYTES_FLAG)
-        body = make_body(UpdateWeightsFromTensorReqInput, parse_json_object(raw))
-        return json_response(await state.control.call(body.update(body.source(max_bytes))))
+
+        def read_update() -> UpdateWeightsReq:
+            body = make_body(UpdateWeightsFromTensorReqInput, parse_json_object(raw))
+            return body.update(body.source(max_bytes))
+
+        return json_response(
+            await state.control.call(await in_thread_if_large(read_update, len(raw)))
+        )
 
 
 def _add_state(app: FastAPI, state: ServerState) -> None:

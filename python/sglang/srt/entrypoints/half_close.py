@@ -12,9 +12,9 @@ import asyncio
 import socket
 from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from sglang.srt.entrypoints.connection_limits import LimitedProtocol
+from sglang.srt.entrypoints.http_io import EVENT_STREAM
 
-EVENT_STREAM = "sglang.event_stream"  # in a scope: the response is one
 FIRST_PROBE_S, LONGEST_PROBE_S = 0.5, 30.0
 REFUSAL_S = 0.1  # by then a client that is near has refused
 INTERIM_RESPONSE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -29,7 +29,7 @@ class HalfCloseProtocol(asyncio.Protocol):
     """
 
     def __init__(self, **settings: Any) -> None:
-        self._http: Any = AutoHTTPProtocol(**settings)
+        self._http: Any = LimitedProtocol(**settings)
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

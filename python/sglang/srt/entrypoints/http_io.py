@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,7 +15,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sglang.srt.entrypoints.half_close import EVENT_STREAM
 from sglang.srt.frontend.errors import RequestError, ServiceError
 
 logger = logging.getLogger(__name__)
@@ -28,17 +28,78 @@ ERROR_TYPES = {
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     413: "RequestTooLargeError",
+    431: "RequestHeadersTooLargeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
 RETRY_AFTER_S = 1
+SMALL_PARTS = 10_000  # so many numbers become JSON in less than a millisecond
 CLIENT_GONE_STATUS = 499  # in the access log only: nobody is there to read it
+EVENT_STREAM = "sglang.event_stream"  # in a scope: the response is one
 DIRECT_SEND = "sglang.direct_send"  # in a scope: the web server's own `send`
 
 
 def json_response(content: Any, status_code: int = 200) -> Response:
     """`content` as JSON."""
     return Response(_encode(content), status_code, media_type="application/json")
+
+
+async def answer_response(request: Request, answer: Any) -> Response:
+    """An answer as JSON. A large one is written in a thread, bit by bit, so that others run between
+    two of its parts.
+
+    Raises:
+        ClientDisconnect: if the client leaves meanwhile.
+    """
+    if _num_parts(answer, SMALL_PARTS) < SMALL_PARTS:
+        return json_response(answer)
+    parts: list[bytes] = []
+    has_left = threading.Event()
+
+    def write() -> None:
+        for part in _json_parts(answer):
+            if has_left.is_set():
+                return
+            parts.append(part)
+
+    try:
+        await unless_client_leaves(request.receive, asyncio.to_thread(write))
+    finally:
+        has_left.set()
+    return Response(b"".join(parts), media_type="application/json")
+
+
+def _num_parts(value: Any, most: int) -> int:
+    """How many values are in a value, counted no further than `most`."""
+    if not isinstance(value, list | dict):
+        return 1
+    count = len(value)
+    for item in value.values() if isinstance(value, dict) else value:
+        if count >= most:
+            break
+        if isinstance(item, list | dict):
+            count += _num_parts(item, most - count)
+    return count
+
+
+def _json_parts(value: Any) -> Iterator[bytes]:
+    """The JSON of a value in parts of SMALL_PARTS values or fewer."""
+    if _num_parts(value, SMALL_PARTS) < SMALL_PARTS or not value:
+        yield _encode(value)
+    elif isinstance(value, dict):
+        for index, (name, item) in enumerate(value.items()):
+            yield (b"," if index else b"{") + _encode(name) + b":"
+            yield from _json_parts(item)
+        yield b"}"
+    elif any(isinstance(item, list | dict) for item in value):
+        for index, item in enumerate(value):
+            yield b"," if index else b"["
+            yield from _json_parts(item)
+        yield b"]"
+    else:
+        for start in range(0, len(value), SMALL_PARTS):
+            yield (b"," if start else b"[") + _encode(value[start : start + SMALL_PARTS])[1:-1]
+        yield b"]"
 
 
 def error_body(message: str, status_code: int, field: str | None = None) -> dict[str, Any]:

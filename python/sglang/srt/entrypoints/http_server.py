@@ -12,6 +12,7 @@ from sglang.srt.entrypoints.guard import add_guard
 from sglang.srt.entrypoints.http_io import (
     EventStream,
     add_error_handlers,
+    answer_response,
     error_response,
     json_response,
     read_body,
@@ -22,18 +23,17 @@ from sglang.srt.entrypoints.openai.routes import add_openai_routes
 from sglang.srt.entrypoints.openapi_schema import body_of, install_openapi
 from sglang.srt.entrypoints.server_info import describe_model, describe_server, describe_tokenizer
 from sglang.srt.entrypoints.server_state import ServerState
-from sglang.srt.frontend.body_parsing import parse_json_object, parse_struct
-from sglang.srt.frontend.errors import field_error
+from sglang.srt.frontend.body_parsing import parse_json_object
 from sglang.srt.frontend.generate_body import ONE_PROMPT, GenerateReqInput
 from sglang.srt.frontend.tokenizer_bodies import (
     DetokenizeReqInput,
     TokenizeReqInput,
     check_detokenize,
+    check_tokenize,
 )
 from sglang.srt.frontend.work_in_threads import in_thread_if_large, map_texts
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.sglang_surface import neutral_fields
 from sglang.srt.utils.refused_names import GlobalState as _GlobalState  # noqa: F401
 from sglang.srt.utils.refused_names import app as app
 from sglang.srt.utils.refused_names import set_global_state as set_global_state
@@ -88,14 +88,16 @@ def _add_generate(app: FastAPI, state: ServerState) -> None:
         """Generates text for a prompt or a batch of prompts, as one answer or as a stream."""
         manager = state.ready_manager
         raw = await read_body(request, state.server_args.max_request_bytes)
-        checked = await in_thread_if_large(lambda: manager.check(parse_json_object(raw)), len(raw))
+        checked = await in_thread_if_large(
+            lambda: manager.check(parse_json_object(raw, manager.limits)), len(raw)
+        )
         outputs = manager.generate(checked)
         # The first output decides the HTTP status, of a stream too.
         first = await unless_client_leaves(request.receive, anext(outputs))
         if checked.body.stream:
             return EventStream(first, outputs)
         await outputs.aclose()
-        return json_response(first)
+        return await answer_response(request, first)
 
 
 def _add_health(app: FastAPI, state: ServerState) -> None:
@@ -155,22 +157,19 @@ def _add_tokenizer(app: FastAPI, state: ServerState, chat: ChatSettings) -> None
         """Token ids of a text, or of each text of a list."""
         manager = state.ready_manager
         raw = await read_body(request, state.server_args.max_request_bytes)
-        body = await in_thread_if_large(
-            lambda: parse_struct(raw, TokenizeReqInput, neutral_fields("/tokenize")), len(raw)
-        )
-        prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
-        if len(prompts) > manager.limits.max_batch_size:
-            raise field_error("prompt", f"has more than {manager.limits.max_batch_size} entries")
-        ids = await manager.encode(prompts, body.add_special_tokens)
-        counts = [len(item) for item in ids]
+        body = await in_thread_if_large(lambda: check_tokenize(raw, manager.limits), len(raw))
         is_list = isinstance(body.prompt, list)
-        return json_response(
-            {
-                "tokens": ids if is_list else ids[0],
-                "count": counts if is_list else counts[0],
-                "max_model_len": manager.limits.max_req_len,
-            }
-        )
+        prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+        names = [f"prompt[{i}]" for i in range(len(prompts))] if is_list else ["prompt"]
+        encoding = manager.encode(dict(zip(names, prompts, strict=True)), body.add_special_tokens)
+        ids = await unless_client_leaves(request.receive, encoding)
+        counts = [len(item) for item in ids]
+        answer = {
+            "tokens": ids if is_list else ids[0],
+            "count": counts if is_list else counts[0],
+            "max_model_len": manager.limits.max_req_len,
+        }
+        return await answer_response(request, answer)
 
     @app.post("/detokenize", openapi_extra=body_of(DetokenizeReqInput))
     async def detokenize(request: Request) -> Response:
@@ -182,6 +181,7 @@ def _add_tokenizer(app: FastAPI, state: ServerState, chat: ChatSettings) -> None
         def decode(ids: list[int]) -> str:
             return manager.tokenizer.decode(ids, tokens.skip_special_tokens)
 
-        texts = await map_texts(decode, tokens.lists, sum(map(len, tokens.lists)))
+        decoding = map_texts(decode, tokens.lists, sum(map(len, tokens.lists)))
+        texts = await unless_client_leaves(request.receive, decoding)
         answer = texts if tokens.is_list else texts[0]
         return json_response({"text": answer, "prompt": answer})  # SGLang's name and vLLM's

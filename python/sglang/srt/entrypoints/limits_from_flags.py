@@ -46,6 +46,7 @@ def limits_from_flags(
         vocab_size=info.vocab_size,
         max_req_len=info.max_req_len,
         max_req_len_reason=info.max_req_len_reason,
+        max_text_tokens=server_args.max_tokenize_tokens,
         max_batch_size=server_args.max_batch_size_per_request,
         max_n=server_args.max_n,
         max_stop_strings=server_args.max_stop_strings,

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
+from sglang.srt.entrypoints.connection_limits import LimitedRequests
 from sglang.srt.entrypoints.half_close import HalfCloseProtocol
 from sglang.srt.entrypoints.http_io import DirectSend
 from sglang.srt.entrypoints.http_server import create_app
@@ -42,10 +43,12 @@ from sglang.srt.processes.child_process import configure_logging
 from sglang.srt.processes.grammar_flags import grammar_setup
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer, TokenizerError
+from sglang.srt.utils.common import set_ulimit
 
 logger = logging.getLogger(__name__)
 
 LISTEN_BACKLOG = 2048
+OTHER_FILES = 1024  # that the server opens beside its connections, generously
 FLUSH_TIMEOUT_S = 3  # for clients to read the end of their answers while the server exits
 WARMUP_TIMEOUT_S = 300.0
 WARMUP_TOKENS = 4
@@ -68,6 +71,7 @@ def run_server(server_args: ServerArgs, modules: Mapping[str, str] = CHILD_MODUL
     except (ModelPathError, TokenizerError, BindError) as error:
         _say(str(error))
         return 1
+    set_ulimit(server_args.max_connections + OTHER_FILES)
     with listener:
         _warn_if_open(server_args, listener)
         try:
@@ -143,8 +147,13 @@ class _Server:
     def _make_uvicorn(self) -> _Uvicorn:
         is_debug = self._args.log_level == "debug"
         config = uvicorn.Config(
-            DirectSend(create_app(self._state), self._why_it_ends),
+            DirectSend(
+                LimitedRequests(create_app(self._state), self._args.max_header_bytes),
+                self._why_it_ends,
+            ),
             http=HalfCloseProtocol,
+            limit_concurrency=self._args.max_connections,
+            h11_max_incomplete_event_size=self._args.max_header_bytes,
             log_config=None,
             log_level="debug" if is_debug else "warning",
             access_log=is_debug,

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from sglang.srt.frontend.errors import RequestError, field_error, shorten
+from sglang.srt.frontend.large_bodies import NO_OBJECT, decode_body
+from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
 from sglang.srt.garbage import paused_collections
 from sglang.srt.sglang_surface import is_neutral
@@ -21,15 +23,18 @@ MAX_EXACT = 2**53  # of the integers that floats can tell apart
 FLOAT_IN_FIELD = re.compile(r"got `float` - at `\$\.(\w+)")
 
 
-def parse_json_object(raw: bytes) -> dict[str, Any]:
+def parse_json_object(raw: bytes, limits: RequestLimits | None = None) -> dict[str, Any]:
     """Parses a body that must be a JSON object.
+
+    Args:
+        limits: of the prompts that the body may have; a large one is counted before it is decoded.
 
     Raises:
         RequestError: saying what is wrong with it; NaN and Infinity are named with their field.
     """
     try:
         with paused_collections():
-            return require_object(msgspec.json.decode(raw))
+            return require_object(decode_body(raw, limits))
     except UnicodeDecodeError:
         raise RequestError(None, "The body is not valid UTF-8.") from None
     except RecursionError:
@@ -41,15 +46,18 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
 def require_object(body: Any) -> dict[str, Any]:
     """The body itself, if it is a JSON object."""
     if not isinstance(body, dict):
-        raise RequestError(None, "The body must be a JSON object.")
+        raise RequestError(None, NO_OBJECT)
     return body
 
 
 def parse_struct(
-    raw: bytes, struct: type[S], unsupported: Mapping[str, tuple[Any, ...]] | None = None
+    raw: bytes,
+    struct: type[S],
+    unsupported: Mapping[str, tuple[Any, ...]] | None = None,
+    limits: RequestLimits | None = None,
 ) -> S:
-    """`struct_of` the object that a body's bytes are."""
-    return struct_of(parse_json_object(raw), struct, unsupported or {})
+    """`struct_of` the object that a body's bytes are; see `parse_json_object`."""
+    return struct_of(parse_json_object(raw, limits), struct, unsupported or {})
 
 
 def struct_of(

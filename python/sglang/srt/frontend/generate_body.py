@@ -15,10 +15,11 @@ import msgspec
 from msgspec import Meta
 
 from sglang.srt.frontend.body_parsing import check_known_fields, convert_fields, require_object
-from sglang.srt.frontend.errors import RequestError, field_error
+from sglang.srt.frontend.errors import field_error
 from sglang.srt.frontend.request_limits import (
     RequestLimits,
     TokenId,
+    check_batch_size,
     check_encodable,
     check_id_lists,
     check_short_text,
@@ -182,9 +183,7 @@ def check_generate_request(
     num_prompts = len(prompts)
     given_params = _per_prompt("sampling_params", request.sampling_params, num_prompts, is_batch)
     params = _check_sampling(request, given_params, limits, defaults)
-    num_samples = sum(item.n for item in params)
-    if num_samples > limits.max_batch_size:
-        raise _too_many_samples("sampling_params.n", num_samples, limits)
+    check_batch_size("sampling_params.n", sum(item.n for item in params), limits)
     rids = _per_prompt("rid", request.rid, num_prompts, is_batch)
     logprobs = _logprobs_of(request, num_prompts, is_batch, limits)
     _check_labels(request, limits)
@@ -223,16 +222,8 @@ def _check_one_kind_of_prompts(given: dict[str, Any], limits: RequestLimits) -> 
     name = "text" if "text" in given else "input_ids"
     items = given[name]
     is_batch = isinstance(items, list) and (name == "text" or list in map(type, items[:1]))
-    if is_batch and len(items) > limits.max_batch_size:
-        raise _too_many_samples(name, len(items), limits)
-
-
-def _too_many_samples(field: str, num_samples: int, limits: RequestLimits) -> RequestError:
-    return field_error(
-        field,
-        f"prompts x n is {num_samples}, more than {limits.max_batch_size}"
-        " (--max-batch-size-per-request)",
-    )
+    if is_batch:
+        check_batch_size(name, len(items), limits)
 
 
 def _prompts_of(

@@ -14,6 +14,7 @@ import msgspec
 
 from sglang.srt.frontend.errors import RequestError, ServiceError
 from sglang.srt.frontend.logprobs_and_hidden_lists import LogprobsAndHiddenLists
+from sglang.srt.garbage import paused_collections
 from sglang.srt.messages.control import ABORT_MESSAGE
 from sglang.srt.messages.requests import FinishReason, ReqTextOutput
 
@@ -237,7 +238,8 @@ class GenerateCall:
         return self._answer()
 
     def _answer(self) -> dict[str, Any] | list[dict[str, Any]]:
-        answers = [sample.as_dict() for sample in self.samples]
+        with paused_collections():
+            answers = [sample.as_dict() for sample in self.samples]
         return answers if self._gives_list else answers[0]
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -28,6 +28,7 @@ class RequestLimits:
         vocab_size: width of the logits; token ids at or above it are refused.
         max_req_len: prompt plus max_new_tokens at most, in tokens.
         max_req_len_reason: what sets `max_req_len`, and the remedy.
+        max_text_tokens: of a text of /tokenize and of a list of /detokenize; None: `max_req_len`.
         max_batch_size: prompts times n at most.
         max_stop_strings: entries of `stop`, and of `stop_token_ids`, at most.
         max_grammar_bytes: of what an output must match.
@@ -45,6 +46,7 @@ class RequestLimits:
     vocab_size: int
     max_req_len: int
     max_req_len_reason: str
+    max_text_tokens: int | None = None
     max_batch_size: int
     max_n: int
     max_stop_strings: int
@@ -67,14 +69,28 @@ class RequestLimits:
     unknown_fields: UnknownFields = REFUSED
     unknown_openai_fields: UnknownFields = field(default_factory=lambda: UnknownFields(False))
 
+    @property
+    def of_texts(self) -> RequestLimits:
+        """The limits of texts that nothing is generated for."""
+        if self.max_text_tokens is None:
+            reason = f"{self.max_req_len_reason}; see --max-tokenize-tokens"
+            return replace(self, max_req_len_reason=reason)
+        reason = "--max-tokenize-tokens"
+        return replace(self, max_req_len=self.max_text_tokens, max_req_len_reason=reason)
+
 
 def check_length(
-    field: str, num_prompt_tokens: int, max_new_tokens: int, limits: RequestLimits
+    field: str,
+    num_prompt_tokens: int,
+    max_new_tokens: int,
+    limits: RequestLimits,
+    is_counted: bool = True,
 ) -> None:
-    """Checks the length of a tokenized prompt with its output.
+    """Checks the length of a prompt with its output.
 
     Args:
         field: the prompt's name.
+        is_counted: the prompt has exactly so many tokens, and not at least so many.
 
     Raises:
         RequestError: if the prompt is empty or too long, or if the output is beside it.
@@ -85,9 +101,41 @@ def check_length(
         prompt_fits = num_prompt_tokens < limits.max_req_len
         raise field_error(
             MAX_NEW_TOKENS if prompt_fits else field,
-            f"the prompt ({num_prompt_tokens} tokens) and max_new_tokens ({max_new_tokens}) are"
-            f" together more than {limits.max_req_len} tokens ({limits.max_req_len_reason})",
+            f"the prompt ({_tokens(num_prompt_tokens, is_counted)}) and max_new_tokens"
+            f" ({max_new_tokens}) are together more than {limits.max_req_len} tokens"
+            f" ({limits.max_req_len_reason})",
         )
+
+
+def check_num_tokens(
+    field: str, num_tokens: int, limits: RequestLimits, is_counted: bool = True
+) -> None:
+    """Checks the number of tokens of a text or of a list of ids alone; see `check_length`."""
+    if num_tokens > limits.max_req_len:
+        raise field_error(
+            field,
+            f"has {_tokens(num_tokens, is_counted)}, more than {limits.max_req_len}"
+            f" ({limits.max_req_len_reason})",
+        )
+
+
+def _tokens(num_tokens: int, is_counted: bool) -> str:
+    return (
+        f"{num_tokens} tokens" if is_counted else f"at least {num_tokens} tokens, not all counted"
+    )
+
+
+def check_batch_size(
+    field: str, size: int, limits: RequestLimits, what: str = "prompts x n"
+) -> None:
+    """Checks how many prompts, samples or lists a request has.
+
+    Args:
+        field: what the client changes to have fewer.
+    """
+    if size > limits.max_batch_size:
+        reason = f"{what} is {size}, more than {limits.max_batch_size}"
+        raise field_error(field, f"{reason} (--max-batch-size-per-request)")
 
 
 def check_id_lists(name: str, value: list[Any], vocab_size: int) -> tuple[list[list[int]], bool]:

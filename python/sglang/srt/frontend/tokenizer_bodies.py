@@ -7,8 +7,13 @@ from dataclasses import dataclass
 import msgspec
 
 from sglang.srt.frontend.body_parsing import parse_struct
-from sglang.srt.frontend.errors import field_error
-from sglang.srt.frontend.request_limits import RequestLimits, TokenId, check_id_lists
+from sglang.srt.frontend.request_limits import (
+    RequestLimits,
+    TokenId,
+    check_batch_size,
+    check_id_lists,
+    check_num_tokens,
+)
 from sglang.srt.sglang_surface import neutral_fields
 
 
@@ -39,18 +44,28 @@ class CheckedTokens:
     skip_special_tokens: bool
 
 
+def check_tokenize(raw: bytes, limits: RequestLimits) -> TokenizeReqInput:
+    """Parses and checks a body; how many tokens its texts have is still unknown.
+
+    Raises:
+        RequestError: naming the field that breaks a rule.
+    """
+    body = parse_struct(raw, TokenizeReqInput, neutral_fields("/tokenize"), limits)
+    if isinstance(body.prompt, list):
+        check_batch_size("prompt", len(body.prompt), limits, "the number of texts")
+    return body
+
+
 def check_detokenize(raw: bytes, limits: RequestLimits) -> CheckedTokens:
     """Parses and checks a body.
 
     Raises:
         RequestError: naming the field that breaks a rule.
     """
-    body = parse_struct(raw, DetokenizeReqInput, neutral_fields("/detokenize"))
+    limits = limits.of_texts
+    body = parse_struct(raw, DetokenizeReqInput, neutral_fields("/detokenize"), limits)
     lists, is_list = check_id_lists("tokens", body.tokens, limits.vocab_size)
-    if len(lists) > limits.max_batch_size:
-        raise field_error(
-            "tokens",
-            f"has {len(lists)} lists, more than {limits.max_batch_size}"
-            " (--max-batch-size-per-request)",
-        )
+    check_batch_size("tokens", len(lists), limits, "the number of lists")
+    for index, ids in enumerate(lists):
+        check_num_tokens(f"tokens[{index}]" if is_list else "tokens", len(ids), limits)
     return CheckedTokens(lists, is_list, body.skip_special_tokens)

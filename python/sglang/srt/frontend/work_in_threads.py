@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from sglang.srt.constrained.grammar_check import GrammarCheck, GrammarRefused, TooManyChecks
 from sglang.srt.frontend.errors import ServiceError, field_error, shorten
 from sglang.srt.frontend.generate_body import CheckedRequest
-from sglang.srt.frontend.request_limits import RequestLimits, check_length
+from sglang.srt.frontend.request_limits import RequestLimits, check_length, check_num_tokens
+from sglang.srt.garbage import return_freed_memory
 from sglang.srt.stop_expressions import check_expression_list
 from sglang.srt.tokenizer import Tokenizer
 
 TOKENIZE_IN_THREAD_CHARS = 16_384  # below it encoding takes less than about 3 ms
+USUAL_CHARS_PER_TOKEN = 8  # at most, in texts of any language
+PIECE_CHARS = 65_536
+SURELY_MORE = 2  # a cut between pieces may make some tokens more, and never twice as many
+FREED_CHARS = 200_000  # encoding so many takes so much memory that it should go back
 CHECK_IN_THREAD_BYTES = 65_536  # below it parsing and checking takes some milliseconds at most
 TOO_MANY_CHECKS = (
     "The grammar of this request could not be checked: {}. Try again later, or send one that this"
@@ -40,7 +45,11 @@ async def map_texts(function: Callable[[T], U], items: Sequence[T], num_chars: i
     has_left = threading.Event()
 
     def work() -> list[U]:
-        return [function(item) for item in items if not has_left.is_set()]
+        try:
+            return [function(item) for item in items if not has_left.is_set()]
+        finally:
+            if num_chars >= FREED_CHARS:
+                return_freed_memory()
 
     try:
         return await asyncio.to_thread(work)
@@ -78,6 +87,51 @@ async def check_grammars(request: CheckedRequest, grammars: GrammarCheck | None)
             raise ServiceError(TOO_MANY_CHECKS.format(error), 503) from None
 
 
+async def encode_texts(
+    texts: Mapping[str, str], tokenizer: Tokenizer, limits: RequestLimits, add_special_tokens: bool
+) -> list[list[int]]:
+    """Token ids of each text.
+
+    Args:
+        texts: by the names that the client knows them by.
+
+    Raises:
+        RequestError: if one has more tokens than a request may have.
+    """
+    for name, text in texts.items():
+        await refuse_long_text(name, text, tokenizer, limits)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens)
+
+    values = list(texts.values())
+    ids = await map_texts(encode, values, sum(map(len, values)))
+    for name, found in zip(texts, ids, strict=True):
+        check_num_tokens(name, len(found), limits)
+    return ids
+
+
+async def refuse_long_text(
+    name: str, text: str, tokenizer: Tokenizer, limits: RequestLimits
+) -> None:
+    """Looks at a text of very many characters before it is encoded as a whole, which takes time
+    and 200 bytes for each token. Its pieces have about as many tokens together as it has.
+
+    Raises:
+        RequestError: if it surely has more tokens than a request may have.
+    """
+    most = limits.max_req_len
+    check_num_tokens(name, tokenizer.min_num_tokens(text), limits, is_counted=False)
+    if len(text) <= most * USUAL_CHARS_PER_TOKEN:
+        return
+    count = 0
+    for start in range(0, len(text), PIECE_CHARS):
+        piece = text[start : start + PIECE_CHARS]
+        count += len(await asyncio.to_thread(tokenizer.encode, piece, False))
+        if count > SURELY_MORE * most:
+            check_num_tokens(name, most + 1, limits, is_counted=False)
+
+
 async def encode_prompts(
     request: CheckedRequest, tokenizer: Tokenizer, limits: RequestLimits
 ) -> list[list[int]]:
@@ -87,6 +141,9 @@ async def encode_prompts(
         RequestError: if one has no tokens or too many, or such an expression cannot be used.
     """
     await _check_stop_expressions(request)
+    for index, prompt in enumerate(request.prompts):
+        if prompt.text is not None:
+            await refuse_long_text(_name_of(request, index), prompt.text, tokenizer, limits)
 
     def encode(index: int) -> list[int]:
         return _input_ids_of(request, index, tokenizer, limits)
@@ -120,17 +177,21 @@ def check_encoded_ids(name: str, ids: list[int], tokenizer: Tokenizer, vocab_siz
 def _input_ids_of(
     request: CheckedRequest, index: int, tokenizer: Tokenizer, limits: RequestLimits
 ) -> list[int]:
-    prompt = request.prompts[index]
-    name = "input_ids" if prompt.text is None else "text"
-    field = f"{name}[{index}]" if request.is_batch else name
+    prompt, field = request.prompts[index], _name_of(request, index)
     max_new_tokens = 1 if prompt.has_default_length else prompt.sampling_params.max_new_tokens
     if prompt.text is None:
         input_ids = prompt.input_ids or []
     else:
         # A text that cannot fit is refused before any time goes into encoding it.
         at_least = max(1, tokenizer.min_num_tokens(prompt.text))
-        check_length(field, at_least, max_new_tokens, limits)
+        check_length(field, at_least, max_new_tokens, limits, is_counted=False)
         input_ids = tokenizer.encode(prompt.text) or bos_alone(tokenizer)
         check_encoded_ids(field, input_ids, tokenizer, limits.vocab_size)
     check_length(field, len(input_ids), max_new_tokens, limits)
     return input_ids
+
+
+def _name_of(request: CheckedRequest, index: int) -> str:
+    """What the client calls a prompt."""
+    name = "input_ids" if request.prompts[index].text is None else "text"
+    return f"{name}[{index}]" if request.is_batch else name

@@ -13,6 +13,8 @@ from sglang.srt.parser.held_text import num_held
 _BLANKS = re.compile(r"[ \t]+")
 # Behind a colon that ends a key (`"call": {`) an object is a value.
 _ALONE = r"""(?:(?P<line>\n[ \t]*)|(?:[.!?]|[^\s"'`]:)[ \t]+|[。！？：][ \t]*)(?=[{\[`])"""
+# What may stand between an object and the end of its line, or the next object.
+_IN_LINE, _BETWEEN_CALLS = " \t]", ",; \t\r\n"
 _NUM_BEFORE = 3  # characters before an object, its blanks as one, that _ALONE looks at
 
 
@@ -66,13 +68,20 @@ class CallPlaces:
     def goes_on_as_call(self, after: str, has_ended: bool) -> bool | None:
         """Whether an object behind a sentence is a call: its line ends with it, or calls follow.
         None: not known yet."""
-        rest = after.lstrip(" \t]")
-        next_object = rest.lstrip(",; \t\r\n")
+        rest = after.lstrip(_IN_LINE)
+        next_object = rest.lstrip(_BETWEEN_CALLS)
         marks = (self._form.marker, *self._form.ends)
         if not rest or rest[0] in "\r\n" or next_object.startswith(("{", *marks)):
             return True if rest or has_ended else None
         is_open = not next_object or any(mark.startswith(next_object) for mark in marks)
         return None if is_open and not has_ended else False
+
+    def undecided(self, after: str) -> str:
+        """The characters that still leave it unknown, if they come next."""
+        rest = after.lstrip(_IN_LINE)
+        if not rest:
+            return _IN_LINE
+        return "" if rest.lstrip(_BETWEEN_CALLS) else _BETWEEN_CALLS
 
 
 @cache

@@ -79,7 +79,9 @@ class FunctionCallParser:
         self._max_calls = max_calls
         self._num_calls = 0
         self._text = ""  # not looked at yet, but for what the scanner has read
-        self._held = ""  # looked at, and content if no call comes of it
+        self._behind: list[str] = []  # what follows it and decides nothing, such as blanks
+        self._idle: str | None = None  # characters that decide nothing now; None: white space
+        self._held: list[str] = []  # looked at, and content if no call comes of it
         self._state = _In.TEXT
         self._places = CallPlaces(form)
         self._around = _Calls(Begins.MARKER)
@@ -95,17 +97,33 @@ class FunctionCallParser:
         }
 
     def push(self, text: str) -> Pieces:
-        """Adds text and returns what is certain now."""
-        self._text += text
+        """Adds text and returns what is certain now. A run of blanks is looked at once, however
+        many pieces it comes in."""
+        if self._waits and not text.strip(self._idle):
+            self._behind.append(text)
+        else:
+            self._read(text)
+        return self._take()
+
+    @property
+    def _waits(self) -> bool:
+        """Whether something is to come that is no blank."""
+        return self._state in (_In.NAME, _In.OBJECT) or (
+            self._state is _In.AROUND and not self._text
+        )
+
+    def _read(self, text: str) -> None:
+        self._text += "".join((*self._behind, text))
+        self._behind, self._idle = [], None
         while self._text and self._steps[self._state]():
             pass
-        return self._take()
 
     def finish(self) -> Pieces:
         """What was held back, at the end of the output."""
+        self._read("")
         if self._state is _In.OBJECT and self._scanner.found is Found.END:
             self._end_object(has_ended=True)
-        rest, self._text = self._held + self._text, ""
+        rest, self._text = "".join((*self._held, self._text)), ""
         is_behind_call = self._state is _In.AROUND and self._around.has_call
         is_cut_mark = any(mark.startswith(rest.strip()) for mark in self._closings())
         if not (is_behind_call and is_cut_mark):
@@ -177,7 +195,7 @@ class FunctionCallParser:
         else:
             return False
         self._text = self._text.removeprefix(mark)
-        self._held = ""
+        self._held = []
         self._around.has_separator = False
         if mark == "]":
             self._around.list_is_open = False
@@ -226,6 +244,7 @@ class FunctionCallParser:
         if call is not None and around.begin is Begins.SENTENCE and not around.has_call:
             goes_on = self._places.goes_on_as_call(self._text[place:], has_ended)
             if goes_on is None:
+                self._idle = self._places.undecided(self._text[place:])
                 return False
             call = call if goes_on else None
         if call is None:
@@ -235,7 +254,7 @@ class FunctionCallParser:
             self._hold(place if marker < 0 else marker)
             self._give_up()
             return True
-        self._text, self._held = self._text[place:], ""
+        self._text, self._held = self._text[place:], []
         around.has_call, around.has_separator = True, False
         self._content.add_call()
         self._places.pass_call()
@@ -260,13 +279,13 @@ class FunctionCallParser:
 
     def _hold(self, size: int) -> None:
         """Moves on: these characters are content if no call comes of them."""
-        self._held += self._text[:size]
+        self._held.append(self._text[:size])
         self._text = self._text[size:]
 
     def _give_up(self) -> None:
         """What is held is no call."""
-        self._pass(self._held)
-        self._held = ""
+        self._pass("".join(self._held))
+        self._held = []
         self._state = _In.TEXT
 
     def _pass(self, text: str) -> None:

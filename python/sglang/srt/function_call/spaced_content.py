@@ -13,39 +13,41 @@ class SpacedContent:
 
     def __init__(self) -> None:
         self._certain: list[str] = []
-        self._space = ""  # behind the text so far
-        self._space_behind = ""  # behind the calls that follow it
+        self._space: list[str] = []  # behind the text so far
+        self._space_behind: list[str] = []  # behind the calls that follow it
         self._has_text = False
         self._is_behind_call = False
 
     def add(self, text: str) -> None:
         """Adds text of the output."""
+        words = text.lstrip()
+        if not words:
+            (self._space_behind if self._is_behind_call else self._space).append(text)
+            return
+        space = "".join(self._space)
         if self._is_behind_call:
-            words = text.lstrip()
-            self._space_behind += text[: len(text) - len(words)]
-            if not words:
-                return
-            before = self._space.rstrip(" \t") or self._space
-            text = (before or self._space_behind or " ") * self._has_text + words
-            self._space = self._space_behind = ""
+            behind = "".join((*self._space_behind, text[: len(text) - len(words)]))
+            space = (space.rstrip(" \t") or space or behind or " ") * self._has_text
+            text = words
+            self._space_behind = []
             self._is_behind_call = False
-        text = self._space + text
         words = text.rstrip()
-        self._space = text[len(words) :]
-        self._has_text = self._has_text or bool(words)
-        self._certain.append(words)
+        self._certain.append(space + words)
+        self._space = [text[len(words) :]]
+        self._has_text = True
 
     def add_call(self) -> None:
         """A call stands here."""
-        self._space = self._space or self._space_behind
-        self._space_behind = ""
+        if not any(self._space):
+            self._space = self._space_behind
+        self._space_behind = []
         self._is_behind_call = True
 
     def finish(self) -> None:
         """The output has ended: what was held back is certain."""
         if not self._is_behind_call:
-            self._certain.append(self._space)
-        self._space = self._space_behind = ""
+            self._certain += self._space
+        self._space, self._space_behind = [], []
 
     def take(self) -> str:
         """What is certain and has not been taken."""

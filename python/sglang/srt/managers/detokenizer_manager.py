@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang.srt.messages.control import HealthPing
@@ -22,6 +23,8 @@ from sglang.srt.stops import StopSet
 from sglang.srt.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+MAX_LOGPROBS = 10_000  # of a message to the front end, but for its last output
 
 
 class RequestText:
@@ -97,8 +100,8 @@ class DetokenizerManager:
             self._send(message)
             return
         outputs = [news for output in message.outputs if (news := self._news_of(output))]
-        if outputs:
-            self._send(BatchStrOutput(outputs=outputs))
+        for part in _parts_of(outputs):
+            self._send(BatchStrOutput(outputs=part))
 
     def _news_of(self, output: ReqOutput) -> ReqTextOutput | None:
         """The output with its text; None for one of a request that has failed here before."""
@@ -139,6 +142,22 @@ class DetokenizerManager:
             output_logprobs=output.output_logprobs,
             hidden_states=output.hidden_states,
         )
+
+
+def _parts_of(outputs: list[ReqTextOutput]) -> Iterator[list[ReqTextOutput]]:
+    """The outputs in parts that the front end reads one by one. It has other work between two, so
+    a part ends behind many log-probabilities."""
+    part: list[ReqTextOutput] = []
+    num_logprobs = 0
+    for output in outputs:
+        part.append(output)
+        positions = itertools.chain(output.input_logprobs, output.output_logprobs)
+        num_logprobs += sum(1 + len(p.top_logprobs) + len(p.chosen) for p in positions)
+        if num_logprobs >= MAX_LOGPROBS:
+            yield part
+            part, num_logprobs = [], 0
+    if part:
+        yield part
 
 
 def run_loop(receiver: Receiver[Any], manager: DetokenizerManager) -> None:

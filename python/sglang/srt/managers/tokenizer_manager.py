@@ -7,7 +7,7 @@ import asyncio
 import functools
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -28,7 +28,7 @@ from sglang.srt.frontend.logprobs_and_hidden_lists import LogprobsAndHiddenLists
 from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.frontend.sampling_validation import expand_samples
 from sglang.srt.frontend.tokenizing_calls import AbortSelector, TokenizingCalls
-from sglang.srt.frontend.work_in_threads import check_grammars, encode_prompts, map_texts
+from sglang.srt.frontend.work_in_threads import check_grammars, encode_prompts, encode_texts
 from sglang.srt.messages.control import AbortReq
 from sglang.srt.messages.requests import (
     BROKEN_OUTPUT,
@@ -206,10 +206,11 @@ class TokenizerManager:
             cache_key=(body.extra_key, body.cache_salt),
         )
 
-    async def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text; long ones do not keep the loop from other requests."""
-        encode = functools.partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
-        return await map_texts(encode, texts, sum(map(len, texts)))
+    async def encode(
+        self, texts: Mapping[str, str], add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Token ids of texts that are no prompts; see `encode_texts`."""
+        return await encode_texts(texts, self.tokenizer, self.limits.of_texts, add_special_tokens)
 
     def _log_fields(
         self, request: CheckedRequest, prompt: CheckedPrompt, params: SamplingParams

@@ -88,6 +88,7 @@ class ReasoningParser:
         self._is_open = outset.is_open
         self._gap = gap
         self._text = ""  # not given out yet
+        self._blanks: list[str] = []  # behind it; they decide nothing
         self._at_start = outset is not Outset.AMID
         self._in_reasoning = self._has_reasoned = outset is Outset.AMID
         self._skips_space = False  # white space here is around reasoning
@@ -108,8 +109,14 @@ class ReasoningParser:
         return not (self._at_start or self._in_reasoning)
 
     def push(self, text: str) -> Parts:
-        """Adds text and returns what is certain now."""
-        self._text += text
+        """Adds text and returns what is certain now. A run of blanks is looked at once, however
+        many pieces it comes in."""
+        is_held = self._at_start or self._in_reasoning
+        if is_held and not text.strip() and (not self._text or self._text[-1].isspace()):
+            self._blanks.append(text)
+            return Parts()
+        self._text += "".join((*self._blanks, text))
+        self._blanks = []
         if self._at_start and not self._begin():
             return Parts()
         reasoning = self._take_reasoning() if self._in_reasoning else ""
@@ -117,7 +124,7 @@ class ReasoningParser:
 
     def finish(self) -> Parts:
         """What was held back, at the end of the output."""
-        text, self._text = self._text, ""
+        text, self._text = "".join((self._text, *self._blanks)), ""
         if self._skips_space:
             text = text.lstrip()
         if self._in_reasoning or (self._at_start and self._is_open):

@@ -176,9 +176,12 @@ def _check_sizes(args: ServerArgs) -> None:
         "page_size",
         "max_running_requests",
         "max_queued_requests",
+        "max_connections",
+        "max_header_bytes",
         "max_request_bytes",
         "max_weight_bytes",
         "max_batch_size_per_request",
+        "max_tokenize_tokens",
         "max_n",
         "mtp_max_k",
     )

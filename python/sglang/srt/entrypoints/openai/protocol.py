@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from sglang.srt.frontend.body_parsing import check_known_fields, parse_json_object, struct_of
 from sglang.srt.frontend.errors import RequestError, field_error
+from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.frontend.sampling_validation import CUSTOM_PARAMS, take_custom_params
 from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
 from sglang.srt.sampling.grammar import GRAMMAR_FIELDS, JSON_SCHEMA, STRUCTURAL_TAG, Grammar
@@ -88,9 +89,11 @@ class CompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
     custom_params: dict[str, Any] | None = None
 
 
-def parse_completion(raw: bytes, unknown: UnknownFields = REFUSED) -> CompletionRequest:
+def parse_completion(
+    raw: bytes, unknown: UnknownFields = REFUSED, limits: RequestLimits | None = None
+) -> CompletionRequest:
     """Reads a body of `/v1/completions`, as `parse_openai` does."""
-    return parse_openai(raw, CompletionRequest, UNSUPPORTED, unknown)
+    return parse_openai(raw, CompletionRequest, UNSUPPORTED, unknown, limits)
 
 
 def parse_openai(
@@ -98,6 +101,7 @@ def parse_openai(
     kind: type[Body],
     unsupported: Mapping[str, tuple[Any, ...]],
     unknown: UnknownFields = REFUSED,
+    limits: RequestLimits | None = None,
 ) -> Body:
     """Reads a body of one of OpenAI's routes that generate.
 
@@ -105,11 +109,12 @@ def parse_openai(
         kind: a struct with SamplingFields, `stream_options` and `custom_params`.
         unsupported: fields that are accepted at neutral values only.
         unknown: what becomes of fields that nobody knows.
+        limits: of the prompts.
 
     Raises:
-        RequestError: naming the field that is unknown, not supported or of a wrong type.
+        RequestError: naming the field that is unknown, not supported, too large or of a wrong type.
     """
-    body = parse_json_object(raw)
+    body = parse_json_object(raw, limits)
     custom = body.get(CUSTOM_PARAMS)
     if isinstance(custom, dict):
         _, names = take_custom_params({CUSTOM_PARAMS: custom}, "", unknown)

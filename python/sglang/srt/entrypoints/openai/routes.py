@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from sglang.srt.entrypoints.http_io import (
     EventStream,
+    answer_response,
     error_response,
     json_response,
     read_body,
@@ -51,10 +52,11 @@ def add_openai_routes(app: FastAPI, state: ServerState, chat: ChatSettings) -> N
     async def completions(request: Request) -> Response:
         """Completes a prompt, or each of a list, in the form of OpenAI's API."""
         manager = state.ready_manager
-        unknown = manager.limits.unknown_openai_fields
+        limits = manager.limits
 
         def make(raw: bytes) -> Call:
-            return Completion(manager, parse_completion(raw, unknown), name)
+            body = parse_completion(raw, limits.unknown_openai_fields, limits)
+            return Completion(manager, body, name)
 
         return await _run(request, state, make)
 
@@ -62,11 +64,11 @@ def add_openai_routes(app: FastAPI, state: ServerState, chat: ChatSettings) -> N
     async def chat_completions(request: Request) -> Response:
         """Continues a chat, in the form of OpenAI's API."""
         manager = state.ready_manager
-        unknown = manager.limits.unknown_openai_fields
+        limits = manager.limits
 
         def make(raw: bytes) -> Call:
-            unsupported = chat_protocol.UNSUPPORTED
-            body = parse_openai(raw, ChatCompletionRequest, unsupported, unknown)
+            unknown, unsupported = limits.unknown_openai_fields, chat_protocol.UNSUPPORTED
+            body = parse_openai(raw, ChatCompletionRequest, unsupported, unknown, limits)
             return ChatCompletion(manager, chat, body, name)
 
         return await _run(request, state, make)
@@ -101,4 +103,4 @@ async def _run(request: Request, state: ServerState, make: Callable[[bytes], Cal
     if call.streams:
         return EventStream(first, outputs)
     await outputs.aclose()
-    return json_response(first)
+    return await answer_response(request, first)

@@ -27,7 +27,7 @@ from sglang.srt.entrypoints.openai.serving_base import OpenAIAnswer
 from sglang.srt.frontend.errors import RequestError, field_error
 from sglang.srt.frontend.generate_body import CheckedRequest, check_generate_request
 from sglang.srt.frontend.request_limits import check_length
-from sglang.srt.frontend.work_in_threads import check_encoded_ids
+from sglang.srt.frontend.work_in_threads import check_encoded_ids, encode_texts
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.parser.chat_templates import TemplateError
 from sglang.srt.parser.reasoning_parser import Outset, ReasoningFormat
@@ -232,12 +232,12 @@ class ChatCompletion:
         if not prompt:
             return []
         limits, tokenizer = self._manager.limits, self._manager.tokenizer
-        at_least = max(1, tokenizer.min_num_tokens(prompt))
+        at_least, max_new = tokenizer.min_num_tokens(prompt), self._request.max_new_tokens or 1
         try:
-            check_length("messages", at_least, self._request.max_new_tokens or 1, limits)
+            check_length("messages", max(1, at_least), max_new, limits, is_counted=False)
         except RequestError as error:
             raise self.translate(error) from None
-        (ids,) = await self._manager.encode([prompt], add_special_tokens=False)
+        (ids,) = await encode_texts({"messages": prompt}, tokenizer, limits, False)
         check_encoded_ids("messages", ids, tokenizer, limits.vocab_size)
         return ids
 
