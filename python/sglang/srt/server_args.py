@@ -302,6 +302,9 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     max_stop_strings: int = flag(32, "Entries of `stop`, and of `stop_token_ids`, at most.")
     max_stop_regex_bytes: int = flag(256, "Bytes of one `stop_regex` at most.")
     max_grammar_bytes: int = flag(65_536, "Bytes of a `json_schema` or another grammar at most.")
+    max_grammar_time_s: float = flag(
+        30.0, "Seconds of a processor that what a request's grammar allows may take to find."
+    )
     max_logit_bias: int = flag(1024, "Entries of `logit_bias` at most.")
     max_label_chars: int = flag(256, "Characters of `rid`, and of a custom label, at most.")
     max_custom_labels: int = flag(32, "Entries of `custom_labels` at most.")

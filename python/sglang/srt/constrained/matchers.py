@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from sglang.srt.constrained.structural_tags import (
 from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, STRUCTURAL_TAG, Grammar
 
 BYTES_OF_ENTRY = 4  # of a bitmask
-NUM_CHECKED_TOKENS, NUM_TIMED_WALKS = 4, 2
+NUM_CHECKED_TOKENS = 4
 MAX_ERROR_CHARS = 300
 ASCII_CLASSES = "dws"  # of a regex: \\d, \\w and \\s are ASCII alone
 ERROR_LINE = "error: "
@@ -35,13 +34,14 @@ JSON_WHITESPACE = r"[ \t\n\r]{0,32}"
 # too, which are no text. This leaves the model to divide it.
 NO_FORCING = '%llguidance {"no_forcing": true}'
 LIMITS = LLParserLimits(verbose_errors=False)
-# For one mask, once the lexer has seen such text: a step waits for those of all its requests. Some
-# tenths of a millisecond are usual.
-MAX_MASK_MS = 10.0
 
 
 class GrammarError(ValueError):
     """A grammar that cannot be used, or an output that does not follow it; says why."""
+
+
+class LibraryPanic(GrammarError):
+    """The library has failed. What it shares with other requests of the grammar may be broken."""
 
 
 class Matcher:
@@ -127,7 +127,7 @@ class Matcher:
     def _refuse_error(self) -> None:
         """Raises GrammarError if there is an error: the matcher never leaves that state."""
         if self._matcher.is_error():
-            raise GrammarError(_reason(self._matcher.get_error()))
+            raise _error(self._matcher.get_error())
 
 
 class GrammarCompiler:
@@ -186,7 +186,7 @@ class GrammarCompiler:
         grammar = LLMatcher.grammar_from_lark(lark)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error() and not shows_place:
-            raise GrammarError(_reason(PLACE_IN_LARK.sub("", matcher.get_error())))
+            raise _error(PLACE_IN_LARK.sub("", matcher.get_error()))
         return Matcher(matcher, self._nothing_more, self._everything, self._never_allowed)
 
     def _refuse_schemas(self, found: TagGrammar) -> None:
@@ -208,32 +208,17 @@ class GrammarCompiler:
         return self._special
 
     def check(self, grammar: Grammar) -> None:
-        """Compiles a grammar and walks a few tokens along, twice: some are too large only then, and
-        some slow for each token.
+        """Compiles a grammar and walks a few tokens along: some are too large only then.
 
         Raises:
             GrammarError: if it cannot be used.
         """
         matcher = self.compile(grammar)
-        self._walk(matcher.copy())
-        least_ms = min(self._walk(matcher.copy()) for _ in range(NUM_TIMED_WALKS))
-        if least_ms > MAX_MASK_MS:
-            raise GrammarError(
-                f"takes {least_ms:.0f} ms for each token of the output, more than the"
-                f" {MAX_MASK_MS:g} that there are; use a simpler one"
-            )
-
-    def _walk(self, matcher: Matcher) -> float:
-        """Milliseconds of this thread's time, of the dearest mask on the way."""
-        most_s = 0.0
         for _ in range(1 + NUM_CHECKED_TOKENS):
-            begin = time.thread_time()
             mask = matcher.masks()
-            most_s = max(most_s, time.thread_time() - begin)
             if mask == self._nothing_more:
                 break
             matcher.consume([_first(mask, but=self._nothing_more)])
-        return 1e3 * most_s
 
 
 def _read_json(text: str) -> Any:
@@ -285,11 +270,12 @@ def _first(mask: bytes, but: bytes) -> int:
     return 8 * place + (rest[place] & -rest[place]).bit_length() - 1
 
 
-def _reason(message: str) -> str:
+def _error(message: str) -> GrammarError:
     """What an error of a matcher says."""
     if message.startswith(PANIC):
-        message = f"the library failed: {message.removeprefix(PANIC).split(BACKTRACE)[0]}"
-    return "no text matches" if message.startswith(NO_TEXT) else one_line(message)
+        message = message.removeprefix(PANIC).split(BACKTRACE)[0]
+        return LibraryPanic(one_line(f"the library failed: {message}"))
+    return GrammarError("no text matches" if message.startswith(NO_TEXT) else one_line(message))
 
 
 def one_line(text: str) -> str:

@@ -73,7 +73,7 @@ class BatchResultProcessor:
                     num_confirmed = result.accept_lens[index] - 1
                     row.req.count_drafts(result.num_drafts[index], num_confirmed)
                 num_emitted = self._apply(row, accepted, num_kept, logprobs)
-                if row.ends_prompt:
+                if row.ends_prompt and accepted:
                     read_prompts.append(row.req)
                 if self._on_step_read is not None:
                     request_steps.append(_request_step(index, row, num_emitted, num_kept))
@@ -115,7 +115,7 @@ class BatchResultProcessor:
         req = row.req
         req.committed += num_kept
         req.committed_bound -= row.max_kept - num_kept
-        if not row.emits:
+        if not (row.emits and accepted):
             return 0
         req.num_emitted_since_admission += 1
         num_before = len(req.output_ids)
