@@ -86,7 +86,9 @@ class FramedProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=_environ(),
-            start_new_session=True,  # a Ctrl-C in the terminal is the server's alone
+            # A Ctrl-C in the terminal is the server's alone. No session of its own: then the system
+            # would not compare its priority with that of the other processes.
+            process_group=0,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -344,7 +344,6 @@ class GrammarSessions:
         self._restart()
 
     def _fail(self, session: GrammarSession, problem: str) -> None:
-        logger.warning("The grammar of a request was given up: %s.", problem)
         session.problem = problem
         self.close_session(session)
 

@@ -189,6 +189,7 @@ def _grammar_problem(req: Req) -> FinishReason | None:
     """Why a request must end whose grammar cannot be followed any more."""
     if req.grammar is None or req.grammar.problem is None:
         return None
+    logger.warning("Request %s ends: %s.", req.rid, req.grammar.problem)
     return FinishReason(
         type="abort", message=req.grammar.problem, status_code=400, err_type="BadRequestError"
     )
