@@ -16,7 +16,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,9 +79,9 @@ def _novel_text(number: int) -> str:
 
 COSTLY = {
     "grammar of optional letters": Costly(lambda _: {"ebnf": WORDS}),
-    "8 of these in a list": Costly(lambda _: {"ebnf": WORDS}, num_prompts=8),
+    "8 grammars of optional letters": Costly(lambda _: {"ebnf": WORDS}, num_prompts=8),
     "grammar of many parses": Costly(lambda _: {"ebnf": PARSES}),
-    "8 of these in one list": Costly(lambda _: {"ebnf": PARSES}, num_prompts=8),
+    "8 grammars of many parses": Costly(lambda _: {"ebnf": PARSES}, num_prompts=8),
     "new grammars that take long to compile": Costly(_hard_to_compile),
     "8 stop expressions": Costly(
         lambda _: {"stop_regex": [f"({c}|[a-z]{{1,9}})*[0-9]{{20}}!" for c in "abcdefgh"]}
@@ -96,7 +96,7 @@ COSTLY = {
     "128 log-probabilities per token of a prompt": Costly(
         fields=lambda _: {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 128},
         num_new=4,
-        text=lambda number: _novel_text(number) * 4,
+        text=_novel_text,
     ),
     "400 biases": Costly(lambda _: {"logit_bias": {str(token): 0.5 for token in range(400)}}),
     "penalties": Costly(
@@ -107,7 +107,9 @@ COSTLY = {
 
 
 @asynccontextmanager
-async def beside(port: int, costly: Costly, is_costly: bool, numbers: Any) -> AsyncIterator[None]:
+async def beside(
+    port: int, costly: Costly, is_costly: bool, numbers: Iterator[int]
+) -> AsyncIterator[None]:
     """Requests of a kind, or plain ones, one after the other until the block ends."""
 
     async def run() -> None:
@@ -131,10 +133,11 @@ async def beside(port: int, costly: Costly, is_costly: bool, numbers: Any) -> As
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def speed(port: int, costly: Costly, is_costly: bool, numbers: Any, window_s: float) -> float:
+async def speed(
+    port: int, costly: Costly, is_costly: bool, numbers: Iterator[int], window_s: float
+) -> float:
     """Events per second of a plain stream beside them."""
-    params = {"max_new_tokens": 100_000, "temperature": 1, "sampling_seed": 2, "ignore_eos": True}
-    params["max_new_tokens"] = 3500
+    params = {"max_new_tokens": 3500, "temperature": 1, "sampling_seed": 2, "ignore_eos": True}
     body = {"text": "def f(x):", "stream": True, "sampling_params": params}
     async with beside(port, costly, is_costly, numbers):
         client = await StreamClient.connect(port)
@@ -178,7 +181,7 @@ def main() -> None:
     arguments = parser.parse_args()
     chosen = {name: kind for name, kind in COSTLY.items() if (arguments.only or "") in name}
     result: Body = {
-        "environment": describe_environment(),
+        **describe_environment(),
         "rounds": arguments.rounds,
         "window_s": arguments.window_s,
         "min_ratio": MIN_SPEED_BESIDE_COSTLY,
