@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from drafter_checks import are_same_scores
 from scripted_masks import Clock, ScriptedProcess
 from sglang.srt.constrained.grammar_messages import MAX_SLOW_MASKS, GrammarSetup, Masks
 from sglang.srt.constrained.grammar_sessions import (
@@ -20,8 +21,10 @@ from sglang.srt.constrained.grammar_sessions import (
     MaskQuestion,
 )
 from sglang.srt.messages.control import AbortReq
+from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.sampling.grammar import REGEX, Grammar
 from sglang.srt.step.worker import Worker
+from storm_grammars import CountedGrammars
 from utils import MTP_MAX_ROWS, SchedulerHarness, Setup, make_model_worker, make_mtp_worker
 from utils import make_runner as make_model_runner
 
@@ -109,6 +112,38 @@ def test_beside_late_masks_a_plain_request_gets_a_token_in_every_step(
         expected.append([tok for i in (*late, plain) for tok in harness.outputs[i].token_ids])
         assert harness.scheduler.stats.num_sat_out >= (slow == SLOW) * 2 * 3
     assert expected[0] == expected[1]
+
+
+@pytest.mark.parametrize("chunk", [2, 64])
+def test_scores_and_hidden_states_are_those_of_a_request_that_never_sat_out(
+    worker: tuple[Worker, dict[str, Any]], chunk: int
+) -> None:
+    """Each position has them once, though a row of the prompt, or of a token, is fed again."""
+    model, ahead = worker
+    found: list[list[tuple[Any, ...]]] = []
+    for are_late in (False, True):
+        grammars = CountedGrammars(VOCAB_SIZE, are_late=are_late)
+        setup = Setup(chunked_prefill_size=chunk)
+        harness = SchedulerHarness(setup, model, grammars=grammars)  # type: ignore[arg-type]
+        scores = LogprobOptions(start_len=0, top_num=2)
+        asked: list[dict[str, Any]] = [
+            {"logprobs": scores, "hidden_states": "all"},
+            {"logprobs": scores, "hidden_states": "last", "frequency_penalty": 0.9},
+        ]
+        ids = [
+            harness.submit([1, 2, 3, 4, seed], regex="a", sampling_seed=seed, **how, **SAMPLED)
+            for seed in range(4)
+            for how in (asked[0], asked[1] | ahead)
+        ]
+        harness.run()
+        outcomes = [harness.outputs[req_id] for req_id in ids]
+        assert all(len(each.hidden_states) == NUM_NEW + 4 for each in outcomes[::2])
+        found.append([(o.token_ids, o.input_logprobs, o.output_logprobs) for o in outcomes])
+        assert (grammars.num_late > 10) == are_late
+    for plain, late in zip(*found, strict=True):
+        assert late[0] == plain[0]
+        for left, right in zip(late[1:], plain[1:], strict=True):
+            assert are_same_scores(left, right)
 
 
 @pytest.mark.parametrize("enable_overlap", [False, True])

@@ -83,7 +83,7 @@ class GrammarSession:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is compiled, or what was asked last is not answered."""
+        """Whether it is not compiled yet, or what was asked last is not answered."""
         return self.problem is None and (not self.has_opened or self.is_asked)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from typing import Any, TypeVar
 
@@ -31,6 +32,8 @@ ERROR_TYPES = {
     503: "ServiceUnavailableError",
 }
 RETRY_AFTER_S = 1
+LONG_EVENT_S = 0.001  # to write an event of a stream
+PAUSE_RATIO = 10  # behind such an event its stream waits so many times as long
 CLIENT_GONE_STATUS = 499  # in the access log only: nobody is there to read it
 DIRECT_SEND = "sglang.direct_send"  # in a scope: the web server's own `send`
 
@@ -166,7 +169,9 @@ class DirectSend:
 class EventStream(Response):
     """Server-sent events: `data: {json}` for each chunk, then `data: [DONE]`.
 
-    An error becomes one last chunk. A client that leaves closes `chunks` at once.
+    An error becomes one last chunk. A client that leaves closes `chunks` at once. Chunks that take
+    long to write, such as those with all log-probabilities so far, come less often: other streams
+    share the thread.
     """
 
     media_type = "text/event-stream"
@@ -195,7 +200,12 @@ class EventStream(Response):
         try:
             await send(_event(self._first))
             async for chunk in self._chunks:
-                await send(_event(chunk))
+                began_s = time.perf_counter()
+                event = _event(chunk)
+                took_s = time.perf_counter() - began_s
+                await send(event)
+                if took_s > LONG_EVENT_S:
+                    await asyncio.sleep(took_s * PAUSE_RATIO)
         except (RequestError, ServiceError) as error:
             await send(_event(error_body(error.message, error.status_code)))
         except Exception:
