@@ -122,3 +122,6 @@ def is_steady(way: dict[str, Any]) -> bool:
         and way["over_plain"] >= MIN_PAIRED_MEDIAN
         and way["lowest_over_plain"] >= MIN_PAIRED_ROUND
     )
+
+
+MIN_SPEED_BESIDE_COSTLY = 0.9  # of a plain stream, beside as many plain requests

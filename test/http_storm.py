@@ -3,6 +3,8 @@ nonsense, somebody who pauses, updates and flushes, and children that are stoppe
 
     python test/http_storm.py --seconds 60
 
+Some send a grammar that takes long to follow, and leave.
+
 Texts are those of the same requests on the idle server, or their beginning where a request was
 aborted; afterwards nothing runs, waits or holds memory. Only while a child is stopped is anything
 refused, and what runs then goes on behind it. The seed decides what is sent, not when.
@@ -48,6 +50,7 @@ WRONG: tuple[Any, ...] = (
     {"input_ids": []},
     [],
 )
+SLOW_GRAMMAR = "root ::= x{0,400}\nx ::= [a-z ]? [a-z ]? [a-z ]? [a-z ]?"
 LOOKS = ("/health", "/server_info", "/metrics", "/v1/models", "/v1/loads", "/get_weight_version")
 
 
@@ -99,6 +102,8 @@ class HttpStorm:
             wrong = client.post("/generate", json=chooser.choice(WRONG))
             assert wrong.status_code == 400, (wrong.status_code, wrong.text)
             self.seen["wrong bodies"] += 1
+        elif draw < 0.2:
+            self._attack(client, chooser.choice([0.1, 0.5]))
         elif draw < 0.4:
             answer = client.post("/generate", json=body)
             if self._is_taken(*_status_and_text(answer)):
@@ -108,6 +113,19 @@ class HttpStorm:
         else:
             num_wanted = chooser.choice([1, 3, 10, 10**6, 10**6])
             self._stream(client, index, kind, body, num_wanted)
+
+    def _attack(self, client: httpx.Client, patience_s: float) -> None:
+        """Some of these masks take 100 ms; whoever waits for one longer than that leaves."""
+        params = {"ebnf": SLOW_GRAMMAR, "max_new_tokens": 60, "temperature": 1.0}
+        body = {"text": "x", "sampling_params": params, "stream": True}
+        try:
+            with client.stream("POST", "/generate", json=body, timeout=patience_s) as response:
+                if response.status_code != 200:
+                    self._is_taken(response.status_code, response.read().decode())
+                    return
+                self.seen["chunks of slow grammars"] += len(list(events(response.iter_lines())))
+        except httpx.TimeoutException:
+            self.seen["left slow grammars"] += 1
 
     def _stream(
         self, client: httpx.Client, index: int, kind: str, body: dict[str, Any], num_wanted: int

@@ -1,8 +1,8 @@
-"""The tables of README.md, docs/mtp.md and docs/pause.md."""
+"""The tables of README.md, docs/mtp.md, docs/pause.md and docs/reliability.md."""
 
 from __future__ import annotations
 
-from benchmark.report.markdown import Result, measured_by
+from benchmark.report.markdown import Result, measured_by, table, verdict
 
 
 def engine_vs_transformers(results: list[Result]) -> str:
@@ -81,6 +81,23 @@ tokens per step of one:
 {machine["cpu"]}, {machine["cores"]} cores, torch {versions["torch"]};
 {measured_by(result)}.
 """
+
+
+def costly_requests(results: list[Result]) -> str:
+    """One line per kind of costly request."""
+    (result,) = results
+    rows = [
+        [
+            name,
+            f"{kind['plain_median']:.0f}",
+            f"{kind['costly_median']:.0f}",
+            f"{kind['ratio']:.2f}",
+            verdict(kind["ratio"], result["min_ratio"], is_least=True),
+        ]
+        for name, kind in result["kinds"].items()
+    ]
+    asked = f"{result['min_ratio']:g} or more"
+    return table(["beside", "plain: events/s", "costly: events/s", "ratio", asked], rows)
 
 
 def pause_latency(results: list[Result]) -> str:

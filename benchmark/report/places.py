@@ -75,6 +75,7 @@ class Plot:
 
 
 README, MTP, PAUSE = "README.md", "docs/mtp.md", "docs/pause.md"
+RELIABILITY = "docs/reliability.md"
 SPECULATION, ADAPTIVE = "docs/speculation.md", "docs/adaptive.md"
 TILESPEC = "docs/tilespec.md"
 TABLES = {
@@ -124,6 +125,9 @@ TABLES = {
     },
     "adaptive_costs": Table(
         ADAPTIVE, "adaptive_costs*.json", speculation_tables.adaptive_costs, has_provenance=True
+    ),
+    "costly_requests": Table(
+        RELIABILITY, "costly_requests.json", document_tables.costly_requests, has_provenance=True
     ),
     "pause_latency": Table(PAUSE, "pause_latency_cpu.json", document_tables.pause_latency),
     **{

@@ -335,6 +335,8 @@ class Round(SchedulerHarness):
             seen[kind] += 1
             seen["refused calls"] += not getattr(call.reply, "success", True)
         seen["grammars"] = len(closed)
+        seen["late masks"] = self.grammars.num_late
+        seen["masks without those of drafts"] = self.grammars.num_partial
         seen["updates"] = self.history.num_updates
         state = self.scheduler.control.internal_state()
         if self.confirmed:

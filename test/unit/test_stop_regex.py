@@ -8,6 +8,7 @@ import sys
 import time
 import tracemalloc
 import weakref
+from unittest import mock
 
 import pytest
 import regex
@@ -296,11 +297,14 @@ def test_time_of_a_request_is_bounded_however_many_tokens_and_expressions() -> N
     assert time.thread_time() - start < 10 * BUDGET_S
 
 
-def test_expressions_within_the_refill_never_use_their_time_up(
+def test_expressions_within_their_own_time_never_use_it_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The searches of a token take just as long as it adds, by a clock of the test's own."""
-    search_s = stops_module.REFILL_S / (2 * len(USUAL))
+    """The searches of a token take just as long as it may, by a clock of the test's own: nothing
+    comes out of what requests share."""
+    shared = mock.Mock(left_s=1.0)
+    monkeypatch.setattr(stops_module, "_shared_time", shared)
+    search_s = stops_module.OWN_S / (2 * len(USUAL))
     now = itertools.count()
     monkeypatch.setattr(
         stops_module.time,
@@ -312,6 +316,20 @@ def test_expressions_within_the_refill_never_use_their_time_up(
         text += "word "
         assert stops.find(text, len(text) - 5) is None
         stops.num_safe_chars(text)
+    assert all(call.args[0] < 1e-9 for call in shared.take.call_args_list)
+
+
+def test_searches_that_take_a_millisecond_use_up_what_requests_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a step of some milliseconds that is much, and each of a hundred requests could."""
+    now = itertools.count()
+    monkeypatch.setattr(stops_module, "SHARED_REFILL_SHARE", 0.0)
+    monkeypatch.setattr(stops_module, "_shared_time", shared := SharedTime())
+    monkeypatch.setattr(stops_module.time, "thread_time", lambda: next(now) * 0.001)
+    for _ in range(100):
+        assert StopSet([], ["x+y"]).find("a", 0) is None
+    assert shared.left_s == pytest.approx(stops_module.SHARED_S - 100 * 0.0008)
 
 
 def test_too_slow_an_expression_ends_its_request_alone_in_the_scheduler(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,15 @@ def overwrite(target: torch.Tensor, values: Sequence[Any]) -> None:
     """Writes one host value per element into an existing tensor; the host goes on at once."""
     host = torch.tensor(values, dtype=target.dtype, pin_memory=target.is_cuda)
     target.copy_(host.view_as(target), non_blocking=True)
+
+
+def when_computed(tensor: torch.Tensor) -> Callable[[], bool]:
+    """Says, whenever it is called, whether what has been launched to compute a tensor is done."""
+    if not tensor.is_cuda:
+        return lambda: True
+    event = torch.cuda.Event()
+    event.record()
+    return event.query
 
 
 class HostCopy:

@@ -1,11 +1,27 @@
-"""From the words of a command line to the values of flags."""
+"""Flags as fields of a dataclass, and their values from the words of a command line."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Callable
+from dataclasses import MISSING, field
 from typing import Any, get_args
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    aliases: tuple[str, ...] = (),
+    choices: tuple[str, ...] | None = None,
+    secret: bool = False,
+) -> Any:
+    """A dataclass field that carries what argparse needs to know about it."""
+    metadata = {"help": help, "aliases": aliases, "choices": choices, "secret": secret}
+    if default is MISSING:
+        return field(metadata=metadata)
+    return field(default=default, repr=not secret, metadata=metadata)
 
 
 def value_type(hint: Any) -> Callable[[str], Any]:

@@ -25,6 +25,7 @@ OWN_ENDS = (-signal.SIGXCPU, -signal.SIGABRT, -signal.SIGSEGV)
 EXIT_SECONDS = 1.0
 NUM_LENGTH_BYTES = 8
 READ_BYTES = 1024 * 1024
+LOW_PRIORITY = 15  # such a thread gets some percent of a processor that others want
 MIB = 1024 * 1024
 ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG")
 
@@ -67,6 +68,12 @@ def resident_mib() -> float:
     return pages * resource.getpagesize() / MIB
 
 
+def lower_priority() -> None:
+    """Lets the threads of other processes, and others of this one, go before this thread."""
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    os.setpriority(os.PRIO_PROCESS, 0, max(mine, LOW_PRIORITY))
+
+
 def limit_time(seconds: int) -> None:
     """Lets the system end this process after so much more processor time."""
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
@@ -82,7 +89,9 @@ class FramedProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=_environ(),
-            process_group=0,  # a Ctrl-C in the terminal is the server's alone
+            # A Ctrl-C in the terminal is the server's alone. No session of its own: then the system
+            # would not compare its priority with that of the other processes.
+            process_group=0,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -9,29 +9,14 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, get_type_hints
 
 from sglang.srt.argument_parsing import MissingFlag, SuggestingParser
-from sglang.srt.flag_values import value_type
+from sglang.srt.flag_values import flag, value_type
 from sglang.srt.model_config import DTYPES
 from sglang.srt.registry import ATTENTION_BACKENDS
 from sglang.srt.sglang_surface import missing_arguments, own_arguments
-
-
-def flag(
-    default: Any,
-    help: str,
-    *,
-    aliases: tuple[str, ...] = (),
-    choices: tuple[str, ...] | None = None,
-    secret: bool = False,
-) -> Any:
-    """A dataclass field that carries what argparse needs to know about it."""
-    metadata = {"help": help, "aliases": aliases, "choices": choices, "secret": secret}
-    if default is MISSING:
-        return field(metadata=metadata)
-    return field(default=default, repr=not secret, metadata=metadata)
 
 
 class _TakesSGLangArguments(type):
@@ -318,6 +303,9 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     max_stop_strings: int = flag(32, "Entries of `stop`, and of `stop_token_ids`, at most.")
     max_stop_regex_bytes: int = flag(256, "Bytes of one `stop_regex` at most.")
     max_grammar_bytes: int = flag(65_536, "Bytes of a `json_schema` or another grammar at most.")
+    max_grammar_time_s: float = flag(
+        30.0, "Seconds of a processor that what a request's grammar allows may take to find."
+    )
     max_logit_bias: int = flag(1024, "Entries of `logit_bias` at most.")
     max_label_chars: int = flag(256, "Characters of `rid`, and of a custom label, at most.")
     max_custom_labels: int = flag(32, "Entries of `custom_labels` at most.")

@@ -1,9 +1,9 @@
 """Stop strings and stop expressions in a growing text: what ends it, and what may not be shown yet.
 
 Expressions run over the last `WINDOW_CHARS` characters. Each request has a budget of CPU time for
-them, and what a search takes beyond `REFILL_S` also comes out of a budget that all requests of the
-process share, so neither one expression nor many can hold a process up. `stop_expressions` says
-which expressions are refused.
+them, and what the searches of a token take beyond `OWN_S` also comes out of a budget that all
+requests of the process share, so neither one expression nor many can hold a process up.
+`stop_expressions` says which expressions are refused.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ WINDOW_CHARS = 1024
 # CPU time for a request's searches: the budget at first and at most, and what each search adds.
 BUDGET_S = 0.05
 REFILL_S = 0.001
-# CPU time that all requests share for what a search takes beyond `REFILL_S`: the budget at most,
-# and how much of each second that passes is added to it.
+# CPU time for the searches of a token that nobody else can use up: some ten usual expressions.
+OWN_S = 0.0002
+# CPU time that all requests share for what these take beyond it: the budget at most, and how much
+# of each second that passes is added to it.
 SHARED_S = 0.25
-SHARED_REFILL_SHARE = 0.1
+SHARED_REFILL_SHARE = 0.05
 
 
 class StopFound(NamedTuple):
@@ -90,7 +92,7 @@ class StopSet:
         """The first stop in `text`, of which the first `num_seen` characters hold no whole one; of
         two at one place, the longer."""
         self._left_s = min(self._left_s + REFILL_S, BUDGET_S)
-        self._own_s = REFILL_S
+        self._own_s = OWN_S
         start = max(0, num_seen - self._longest + 1)
         hits = [
             (text.find(stop, max(start, self.num_exempt - len(stop) + 1)), -len(stop), stop)

@@ -6,8 +6,10 @@ import asyncio
 import io
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from unittest import mock
 
@@ -15,9 +17,10 @@ import msgspec
 import psutil
 import pytest
 
-from grammar_cases import BOTTOMLESS, CASES, DEMO, DEMO_EOS, ENDLESS, SETUP, structural_tag
+from grammar_cases import BOTTOMLESS, CASES, DEMO, DEMO_EOS, ENDLESS, SETUP
 from sglang.srt.constrained import grammar_process
-from sglang.srt.constrained.grammar_check import GrammarCheck, GrammarRefused
+from sglang.srt.constrained.grammar_check import GrammarCheck, GrammarRefused, _CheckProcess
+from sglang.srt.constrained.grammar_messages import Verdict, WantedMasks
 from sglang.srt.constrained.grammar_process import GrammarWork
 from sglang.srt.constrained.grammar_sessions import (
     TOO_LONG,
@@ -25,7 +28,7 @@ from sglang.srt.constrained.grammar_sessions import (
     GrammarSessions,
     MaskQuestion,
 )
-from sglang.srt.constrained.matchers import GrammarCompiler, GrammarError
+from sglang.srt.constrained.matchers import GrammarCompiler, GrammarError, Matcher
 from sglang.srt.sampling.grammar import JSON_SCHEMA, REGEX, Grammar
 from sglang.srt.tokenizer import load_tokenizer, read_tokenizer_json
 
@@ -41,7 +44,7 @@ def compiler() -> GrammarCompiler:
 
 @pytest.fixture
 def sessions() -> Iterator[GrammarSessions]:
-    made = GrammarSessions(SETUP, max_mask_seconds=0.5)
+    made = GrammarSessions(msgspec.structs.replace(SETUP, max_request_seconds=1.0))
     yield made
     made.close()
 
@@ -54,6 +57,16 @@ def open_all(sessions: GrammarSessions, *grammars: Grammar) -> list[GrammarSessi
         assert time.monotonic() < deadline
         time.sleep(0.005)
     return made
+
+
+def masks_of(sessions: GrammarSessions, questions: Sequence[MaskQuestion]) -> list[bytes | None]:
+    """The masks, however long they take."""
+    sessions.ask(questions)
+    deadline = time.monotonic() + 60
+    while not all(question.session.is_ready for question in questions):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    return sessions.answers(questions)
 
 
 def child() -> psutil.Process:
@@ -115,7 +128,7 @@ def test_masks_are_those_of_the_matcher(
             for session, tokens, ids in zip(made, news, drafts, strict=True)
         ]
         expected = [m.masks(ids, [0] * len(ids)) for m, ids in zip(matchers, drafts, strict=True)]
-        assert sessions.masks(questions) == expected
+        assert masks_of(sessions, questions) == expected
 
 
 @pytest.mark.parametrize("stopped", [True, False])
@@ -125,18 +138,19 @@ def test_a_request_whose_mask_never_comes_ends_alone(
     """The process hangs, or is ended; the others go on in a new one, which knows their outputs."""
     made = open_all(sessions, GOOD, GOOD, GOOD)
     first = TOKENIZER.encode("a", add_special_tokens=False)
-    assert None not in sessions.masks([MaskQuestion(each, first) for each in made])
+    assert None not in masks_of(sessions, [MaskQuestion(each, first) for each in made])
     process = child()
     process.send_signal(signal.SIGSTOP if stopped else signal.SIGKILL)
     if not stopped:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     second = TOKENIZER.encode("b", add_special_tokens=False)
-    masks = sessions.masks([MaskQuestion(each, second) for each in made])
+    masks = masks_of(sessions, [MaskQuestion(each, second) for each in made])
     expected = compiler.compile(GOOD)
     expected.consume([*first, *second])
     if stopped:  # the first is taken for the reason
         assert masks == [None, expected.masks(), expected.masks()]
-        assert [each.problem for each in made] == [TOO_LONG, None, None]
+        assert "more than the 1 s of --max-grammar-time-s" in str(made[0].problem)
+        assert [each.problem for each in made[1:]] == [None, None]
     else:  # nobody had been asked
         assert masks == [expected.masks()] * 3
         assert [each.problem for each in made] == [None] * 3
@@ -161,7 +175,7 @@ def test_a_grammar_that_ends_its_process_while_it_is_compiled_ends_its_request_a
     while not (endless.is_ready and other.is_ready):
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    masks = sessions.masks([MaskQuestion(each, []) for each in (good, endless, other)])
+    masks = masks_of(sessions, [MaskQuestion(each, []) for each in (good, endless, other)])
     assert [mask is None for mask in masks] == [False, True, False]
     assert [each.problem for each in (good, endless, other)] == [None, TOO_LONG, None]
 
@@ -172,7 +186,7 @@ def test_masks_do_not_wait_for_a_grammar_that_is_compiled(sessions: GrammarSessi
     time.sleep(0.05)
     question = MaskQuestion(ready, [])
     for _ in range(50):
-        assert sessions.masks([question]) != [None]
+        assert masks_of(sessions, [question]) != [None]
         assert not slow.is_ready
     slow.close()
 
@@ -182,11 +196,11 @@ def test_an_output_that_breaks_its_grammar_is_that_request_s_problem(
 ) -> None:
     wrong, right = open_all(sessions, GOOD, GOOD)
     token = TOKENIZER.encode("z", add_special_tokens=False)
-    masks = sessions.masks([MaskQuestion(wrong, token), MaskQuestion(right, [])])
+    masks = masks_of(sessions, [MaskQuestion(wrong, token), MaskQuestion(right, [])])
     assert masks[0] is None
     assert masks[1] is not None
     assert "cannot be followed" in str(wrong.problem)
-    again = sessions.masks([replace(MaskQuestion(wrong, []))])
+    again = masks_of(sessions, [replace(MaskQuestion(wrong, []))])
     assert again == [None]
 
 
@@ -219,28 +233,6 @@ def test_a_check_whose_process_is_stopped_is_made_by_another() -> None:
     asyncio.run(scenario())
 
 
-SLOW = "(a{560}){570}b"
-
-
-def test_what_is_slow_for_each_token_is_refused_be_it_behind_free_text() -> None:
-    async def scenario() -> None:
-        check = GrammarCheck(SETUP, max_processes=1)
-        with pytest.raises(GrammarRefused, match=r"takes \d+ ms for each token"):
-            await check.check(Grammar(REGEX, SLOW))
-        free = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</t>"}
-        elements = [free, {"type": "regex", "pattern": SLOW}]
-        reason = r"^format.elements\[1\].pattern: takes \d+ ms for each token"
-        with pytest.raises(GrammarRefused, match=reason):
-            await check.check(
-                structural_tag({"format": {"type": "sequence", "elements": elements}})
-            )
-        for good in (GOOD, *(grammar for grammar, *_ in CASES.values())):
-            await check.check(good)
-        check.close()
-
-    asyncio.run(scenario())
-
-
 def test_a_process_that_died_while_nobody_used_it_is_replaced(sessions: GrammarSessions) -> None:
     [first] = open_all(sessions, GOOD)
     first.close()
@@ -248,7 +240,7 @@ def test_a_process_that_died_while_nobody_used_it_is_replaced(sessions: GrammarS
     time.sleep(0.3)
     [second] = open_all(sessions, GOOD)
     assert second.problem is None
-    [mask] = sessions.masks([MaskQuestion(second, [])])
+    [mask] = masks_of(sessions, [MaskQuestion(second, [])])
     assert mask
 
 
@@ -268,3 +260,46 @@ def test_no_grammar_is_kept_in_a_process_that_has_become_large() -> None:
     with mock.patch.object(grammar_process, "resident_mib", return_value=SETUP.max_memory_mib):
         work._compiled(Grammar(REGEX, "b"))
     assert list(work._kept) == [Grammar(REGEX, "b")]
+
+
+def test_quick_masks_do_not_wait_for_a_slow_one() -> None:
+    """In the process: each is a thread's work."""
+    written = io.BytesIO()
+    work = GrammarWork(SETUP, written)
+    is_free = threading.Event()
+    for session, masks in enumerate((lambda *_: is_free.wait(60) and b"slow", lambda *_: b"quick")):
+        opened: Future[Matcher] = Future()
+        opened.set_result(mock.Mock(masks=masks))
+        work._sessions[session] = opened
+    work.handle(WantedMasks(0, [], [], []))
+    work.handle(WantedMasks(1, [], [], []))
+    deadline = time.monotonic() + 60
+    while b"quick" not in written.getvalue():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert b"slow" not in written.getvalue()
+    is_free.set()
+
+
+def test_a_panic_of_the_library_is_told_from_an_error(compiler: GrammarCompiler) -> None:
+    """What it has left behind is another process's business no more."""
+    matcher = compiler.compile(GOOD)
+    broken = mock.Mock(is_error=lambda: True, get_error=lambda: "panic: a lock <backtrace> lines")
+    matcher._matcher = broken
+    work = GrammarWork(SETUP, io.BytesIO())
+    opened: Future[Matcher] = Future()
+    opened.set_result(matcher)
+    broken.is_stopped.return_value = False
+    broken.consume_token.return_value = False
+    masks = work._masks(WantedMasks(0, [1], [], []), opened)
+    assert masks.has_panicked
+    assert masks.error == "the library failed: a lock"
+
+
+def test_a_process_of_checks_does_not_outlive_a_panic() -> None:
+    process = _CheckProcess(SETUP)
+    with mock.patch.object(process, "_process") as pipes:
+        pipes.receive.return_value = msgspec.msgpack.encode(Verdict("the library failed", True))
+        assert process.check(GOOD) == "the library failed"
+        pipes.end.assert_called_once()
+    process.close()

@@ -294,3 +294,15 @@ def test_options_of_the_library_in_a_schema_are_ignored(kind: Any, options: Any)
     matcher = COMPILER.compile(kind(named))
     matcher.consume(TOKENIZER.encode('{"x-guidance":', add_special_tokens=False))
     assert {TOKENIZER.decode([i]).strip() for i in allowed(matcher.masks())} <= {"", "5"}
+
+
+def test_a_part_that_is_too_large_once_it_is_met_is_refused_behind_free_text_too() -> None:
+    """It compiles: only its masks are too much."""
+    pattern = "(a?){3000}a{3000}"
+    free = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</t>"}
+    elements = [free, {"type": "regex", "pattern": pattern}]
+    tag = structural_tag({"format": {"type": "sequence", "elements": elements}})
+    for grammar, place in ((Grammar(REGEX, pattern), ""), (tag, r"format.elements\[1\].pattern: ")):
+        COMPILER.compile(grammar)
+        with pytest.raises(GrammarError, match=f"^{place}.*too many expressions"):
+            COMPILER.check(grammar)

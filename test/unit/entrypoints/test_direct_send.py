@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sglang.srt.entrypoints import http_io
 from sglang.srt.entrypoints.http_io import DirectSend, EventStream
 from sglang.srt.frontend.errors import ServiceError
 
@@ -107,3 +108,29 @@ def test_request_that_the_web_server_cancels_is_answered_unless_it_has_been(
     assert sent[0]["status"] == (200 if has_started else 503)
     assert len(sent) == (1 if has_started else 2)
     assert has_started or b"signal 9" in sent[1]["body"]
+
+
+def test_a_stream_of_chunks_that_take_long_to_write_leaves_the_thread_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a clock of the test's own, on which writing alone takes time: most of it is others'."""
+    now_s, written_s, paused_s = 0.0, 0.0, 0.0
+    encode, sleep = http_io._encode, asyncio.sleep
+
+    def slow_encode(content: Any) -> bytes:
+        nonlocal now_s, written_s
+        now_s, written_s = now_s + 0.02, written_s + 0.02
+        return encode(content)
+
+    async def note(seconds: float) -> None:
+        nonlocal paused_s
+        paused_s += seconds
+        await sleep(0)
+
+    monkeypatch.setattr(http_io, "_encode", slow_encode)
+    monkeypatch.setattr(http_io.time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(http_io.asyncio, "sleep", note)
+    sent, _ = answer_of(fails=False, is_direct=True)
+    assert len(sent) == 1 + len(CHUNKS) + 1
+    assert paused_s == pytest.approx(10 * 0.02 * (len(CHUNKS) - 1))
+    assert written_s < 0.2 * (written_s + paused_s)

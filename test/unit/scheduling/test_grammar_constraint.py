@@ -55,9 +55,10 @@ def worker() -> Worker:
 
 def run(harness: SchedulerHarness) -> None:
     """Until nothing is left to do; compiling takes a while."""
-    while harness.scheduler.lifecycle.is_compiling:
+    while not harness.is_idle:
         harness.step()
-        time.sleep(0.002)
+        if not harness.scheduler.control.has_work:
+            time.sleep(0.001)
     harness.run()
 
 

@@ -3,8 +3,8 @@ tokens of a step that the host has not read included."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,14 @@ class Grammar:
     worker: ConstrainedWorker
     rows: list[int]
     requests: list[int]
+    drafted: list[DraftedTokens] = field(default_factory=list)
 
-    def allowed(self, drafted: list[DraftedTokens]) -> AllowedTokens:
+    def ask(self, drafted: list[DraftedTokens]) -> None:
         self.worker.catch_up()
+        self.drafted = drafted
+
+    def allowed(self, is_computed: Callable[[], bool]) -> AllowedTokens:
+        drafted = self.drafted
         places, masks = [], []
         for i, drafts in zip(self.requests, drafted, strict=True):
             ways = [list(self.worker.sequences[self.rows[i]])]

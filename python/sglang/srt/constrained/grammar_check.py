@@ -71,7 +71,10 @@ class _CheckProcess:
             if is_sure:
                 return reason
             raise GrammarRefused(reason)
-        return msgspec.msgpack.decode(answer, type=Verdict).error
+        verdict = msgspec.msgpack.decode(answer, type=Verdict)
+        if verdict.has_panicked:
+            self.end()
+        return verdict.error
 
     def end(self) -> None:
         """Ends the process at once; a call that waits for it fails."""

@@ -1,15 +1,19 @@
 """What crosses between a server's processes and those that work on grammars.
 
 The first message to such a process is a `GrammarSetup`; then come any of `Request`. `CheckGrammar`
-is answered by a `Verdict`, `OpenGrammar` by an `Opened` when it is compiled, and `MaskStep` by the
-`Masks` of each of its requests, in their order.
+is answered by a `Verdict`, `OpenGrammar` by an `Opened` when it is compiled, and `WantedMasks` by
+`Masks`, in any order.
 """
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 
 from sglang.srt.sampling.grammar import Grammar
+
+MAX_SLOW_MASKS = max(1, min(4, (os.cpu_count() or 1) // 2))  # that are worked on at a time
 
 
 class GrammarSetup(msgspec.Struct, kw_only=True, frozen=True):
@@ -22,6 +26,7 @@ class GrammarSetup(msgspec.Struct, kw_only=True, frozen=True):
         never_allowed: ids that nothing may emit.
         max_memory_mib: of the process.
         max_check_seconds: of a processor, for a `CheckGrammar`.
+        max_request_seconds: of a processor, for all masks of a request.
     """
 
     tokenizer_path: str
@@ -30,6 +35,7 @@ class GrammarSetup(msgspec.Struct, kw_only=True, frozen=True):
     never_allowed: list[int] = []
     max_memory_mib: int = 4096
     max_check_seconds: int = 5
+    max_request_seconds: float = 30.0
 
 
 class CheckGrammar(msgspec.Struct, tag=True):
@@ -57,33 +63,35 @@ class CloseGrammar(msgspec.Struct, tag=True):
     session: int
 
 
-class WantedMasks(msgspec.Struct):
-    """What may a request be given next?
+class WantedMasks(msgspec.Struct, tag=True):
+    """What may a request be given next? Nothing else is asked of it until there is an answer.
 
     Attributes:
         tokens: its output since the question before.
         drafts, parents: as in `DraftedTokens`.
+        is_slow: what was asked of it lately took long.
     """
 
     session: int
     tokens: list[int]
     drafts: list[int]
     parents: list[int]
+    is_slow: bool = False
 
 
-class MaskStep(msgspec.Struct, tag=True):
-    """The requests of a step."""
-
-    wanted: list[WantedMasks]
-
-
-Request = CheckGrammar | OpenGrammar | CloseGrammar | MaskStep
+Request = CheckGrammar | OpenGrammar | CloseGrammar | WantedMasks
 
 
 class Verdict(msgspec.Struct, tag=True):
-    """Whether a grammar can be used, and if not, why."""
+    """Whether a grammar can be used.
+
+    Attributes:
+        error: why not; None if it can.
+        has_panicked: the library failed, and may fail again in this process.
+    """
 
     error: str | None = None
+    has_panicked: bool = False
 
 
 class Opened(msgspec.Struct, tag=True):
@@ -98,10 +106,15 @@ class Masks(msgspec.Struct, tag=True):
     Attributes:
         bitmask: for its certain token and each draft ceil(V / 32) int32, as in `AllowedTokens`.
         error: why there is none.
+        has_panicked: as in `Verdict`.
+        seconds: of a processor, that it took.
     """
 
+    session: int
     bitmask: bytes = b""
     error: str | None = None
+    has_panicked: bool = False
+    seconds: float = 0.0
 
 
 Reply = Verdict | Opened | Masks

@@ -5,7 +5,7 @@ thread can be stopped in; some grammars take minutes, and some all of the stack.
 here, under limits of the system, and the parent ends a process that does not answer.
 
 Front ends have such processes for checks (`grammar_check.py`), a scheduler has one for masks
-(`grammar_sessions.py`).
+(`grammar_sessions.py`). All of it has low priority but masks that are quick.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import os
 import signal
 import sys
 import threading
+import time
+import traceback
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO
@@ -21,6 +23,7 @@ from typing import BinaryIO
 import msgspec
 
 from sglang.srt.constrained.grammar_messages import (
+    MAX_SLOW_MASKS,
     CheckGrammar,
     CloseGrammar,
     GrammarSetup,
@@ -32,32 +35,48 @@ from sglang.srt.constrained.grammar_messages import (
     Verdict,
     WantedMasks,
 )
-from sglang.srt.constrained.matchers import GrammarCompiler, GrammarError, Matcher
-from sglang.srt.framed_process import MIB, limit_memory, limit_time, read, resident_mib, write
+from sglang.srt.constrained.matchers import (
+    GrammarCompiler,
+    GrammarError,
+    LibraryPanic,
+    Matcher,
+)
+from sglang.srt.framed_process import (
+    MIB,
+    limit_memory,
+    limit_time,
+    lower_priority,
+    read,
+    resident_mib,
+    write,
+)
 from sglang.srt.sampling.grammar import Grammar
 from sglang.srt.tokenizer import TokenizerError, read_tokenizer_json
 
 NUM_KEPT = 64  # compiled grammars, those used last
 KEPT_SHARE = 0.25  # of the memory limit; beyond, none is kept: they grow while they are used
+NUM_QUICK_THREADS = 2  # a mask that takes long for the first time leaves one for the others
 THREAD_STACK_BYTES = 64 * MIB  # more than a main thread's: what passed a check is sure to pass here
 
 
 class GrammarWork:
-    """Answers requests in the main thread, and compiles for `OpenGrammar` in another, so that the
-    masks of other requests do not wait for it: compiling lets other threads run."""
+    """Checks in the main thread, compiles for `OpenGrammar` in another one, and makes masks in
+    further ones, so that none waits for what takes long: the library lets other threads run."""
 
     def __init__(self, setup: GrammarSetup, replies: BinaryIO) -> None:
         self._setup = setup
         self._replies = replies
         self._writing = threading.Lock()
         threading.stack_size(THREAD_STACK_BYTES)
-        self._compiling = ThreadPoolExecutor(1)
+        self._compiling = ThreadPoolExecutor(1, initializer=lower_priority)
+        self._quick = ThreadPoolExecutor(NUM_QUICK_THREADS)
+        self._slow = ThreadPoolExecutor(MAX_SLOW_MASKS, initializer=lower_priority)
         self._compiler: GrammarCompiler | None = None
         self._kept: OrderedDict[Grammar, Matcher] = OrderedDict()
         self._sessions: dict[int, Future[Matcher]] = {}
 
     def handle(self, request: Request) -> None:
-        """Answers a request; an `OpenGrammar` later."""
+        """Answers a request; but for a `CheckGrammar` later."""
         if isinstance(request, CheckGrammar):
             self._reply(self._check(request.grammar))
         elif isinstance(request, OpenGrammar):
@@ -66,16 +85,19 @@ class GrammarWork:
         elif isinstance(request, CloseGrammar):
             self._sessions.pop(request.session).cancel()
         else:
-            for wanted in request.wanted:
-                self._reply(self._masks(wanted))
+            threads = self._slow if request.is_slow else self._quick
+            opened = self._sessions[request.session]
+            done = threads.submit(lambda: self._reply(self._masks(request, opened)))
+            done.add_done_callback(_end_on_error)
 
     def _check(self, grammar: Grammar) -> Verdict:
+        lower_priority()
         try:
             compiler = self._get_compiler()
             limit_time(self._setup.max_check_seconds)
             compiler.check(grammar)
         except GrammarError as error:
-            return Verdict(str(error))
+            return Verdict(str(error), isinstance(error, LibraryPanic))
         except MemoryError:
             return Verdict(f"takes more than {self._setup.max_memory_mib} MiB of memory")
         return Verdict()
@@ -98,13 +120,19 @@ class GrammarWork:
             self._kept.popitem(last=False)
         return kept
 
-    def _masks(self, wanted: WantedMasks) -> Masks:
+    def _masks(self, wanted: WantedMasks, opened: Future[Matcher]) -> Masks:
+        begin, bitmask = time.thread_time(), b""
+        error, has_panicked = None, False
         try:
-            matcher = self._sessions[wanted.session].result()
+            matcher = opened.result()
             matcher.consume(wanted.tokens)
-            return Masks(matcher.masks(wanted.drafts, wanted.parents))
-        except GrammarError as error:
-            return Masks(error=str(error))
+            bitmask = matcher.masks(wanted.drafts, wanted.parents)
+        except GrammarError as found:
+            error, has_panicked = str(found), isinstance(found, LibraryPanic)
+        except MemoryError:
+            error = f"it takes more than {self._setup.max_memory_mib} MiB of memory"
+        seconds = time.thread_time() - begin
+        return Masks(wanted.session, bitmask, error, has_panicked, seconds)
 
     def _get_compiler(self) -> GrammarCompiler:
         if self._compiler is None:
@@ -121,6 +149,14 @@ class GrammarWork:
     def _reply(self, reply: Reply) -> None:
         with self._writing:
             write(self._replies, msgspec.msgpack.encode(reply))
+
+
+def _end_on_error(work: Future[None]) -> None:
+    """Ends the process if what a thread did failed: nobody would hear of it."""
+    error = work.exception()
+    if error is not None:
+        traceback.print_exception(error)
+        os._exit(1)
 
 
 def main(requests: BinaryIO, replies: BinaryIO) -> None:

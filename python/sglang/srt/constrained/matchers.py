@@ -4,9 +4,7 @@ hostile grammar may take very long to compile, or all of the stack."""
 from __future__ import annotations
 
 import json
-import math
 import re
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -30,7 +28,7 @@ from sglang.srt.sampling.grammar import (
 )
 
 BYTES_OF_ENTRY = 4  # of a bitmask
-NUM_CHECKED_TOKENS, NUM_WALKS = 4, 3
+NUM_CHECKED_TOKENS = 4
 MAX_ERROR_CHARS = 300
 ASCII_CLASSES = "dws"  # of a regex: \\d, \\w and \\s are ASCII alone
 ERROR_LINE = "error: "
@@ -42,13 +40,14 @@ PLACE_IN_LARK = re.compile(r"\A(at )?\d+\(\d+\): |\n +\d+ \| .*", re.DOTALL)
 # too, which are no text, and in tokens that the model may lack. This leaves the model to divide it.
 NO_FORCING = '%llguidance {"no_forcing": true}'
 LIMITS = LLParserLimits(verbose_errors=False)
-# For one mask, once the lexer has seen such text: a step waits for those of all its requests. Some
-# tenths of a millisecond are usual.
-MAX_MASK_MS = 10.0
 
 
 class GrammarError(ValueError):
     """A grammar that cannot be used, or an output that does not follow it; says why."""
+
+
+class LibraryPanic(GrammarError):
+    """The library has failed. What it shares with other requests of the grammar may be broken."""
 
 
 class Matcher:
@@ -134,7 +133,7 @@ class Matcher:
     def _refuse_error(self) -> None:
         """Raises GrammarError if there is an error: the matcher never leaves that state."""
         if self._matcher.is_error():
-            raise GrammarError(_reason(self._matcher.get_error()))
+            raise _error(self._matcher.get_error())
 
 
 class GrammarCompiler:
@@ -202,7 +201,7 @@ class GrammarCompiler:
         grammar = json.dumps({"grammars": [{"lark_grammar": lark}, *named]})
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error() and not shows_place:
-            raise GrammarError(_reason(PLACE_IN_LARK.sub("", matcher.get_error())))
+            raise _error(PLACE_IN_LARK.sub("", matcher.get_error()))
         return Matcher(matcher, self._nothing_more, self._everything, self._never_allowed)
 
     def _check_parts(self, found: TagGrammar) -> None:
@@ -212,7 +211,7 @@ class GrammarCompiler:
             first_places.setdefault(lark, place)
         for lark, place in first_places.items():
             try:
-                self._check_masks(self._matcher(lark))
+                self._walk(self._matcher(lark))
             except GrammarError as error:
                 raise GrammarError(one_line(f"{place}: {error}")) from None
 
@@ -228,40 +227,24 @@ class GrammarCompiler:
         return self._special
 
     def check(self, grammar: Grammar) -> None:
-        """Compiles a grammar and walks a few tokens along: some are too large only then, and some
-        slow for each token. The parts of a structural tag are walked, too: where free text is
-        before them, the whole does not come to them.
+        """Compiles a grammar and walks a few tokens along: some are too large only then. The parts
+        of a structural tag are walked, too: where free text is before them, the whole does not come
+        to them.
 
         Raises:
             GrammarError: if it cannot be used.
         """
-        self._check_masks(self.compile(grammar))
+        self._walk(self.compile(grammar))
         if grammar.kind == STRUCTURAL_TAG:
             self._check_parts(_tag_grammar(grammar.text, self._special_tokens()))
 
-    def _check_masks(self, matcher: Matcher) -> None:
-        """Raises GrammarError if masks are not to be had, or too slow each time."""
-        least_ms = math.inf
-        for _ in range(NUM_WALKS):
-            least_ms = min(least_ms, self._walk(matcher.copy()))
-            if least_ms <= MAX_MASK_MS:
-                return
-        raise GrammarError(
-            f"takes {least_ms:.0f} ms for each token of the output, more than the"
-            f" {MAX_MASK_MS:g} that there are; use a simpler one"
-        )
-
-    def _walk(self, matcher: Matcher) -> float:
-        """Milliseconds of this thread's time, of the dearest mask on the way."""
-        most_s = 0.0
+    def _walk(self, matcher: Matcher) -> None:
+        """Raises GrammarError if a mask on the way is not to be had."""
         for _ in range(1 + NUM_CHECKED_TOKENS):
-            begin = time.thread_time()
             mask = matcher.masks()
-            most_s = max(most_s, time.thread_time() - begin)
             if mask == self._nothing_more:
                 break
             matcher.consume([_first(mask, but=self._nothing_more)])
-        return 1e3 * most_s
 
 
 def _read_tokenizer(
@@ -345,11 +328,12 @@ def _first(mask: bytes, but: bytes) -> int:
     return 8 * place + (rest[place] & -rest[place]).bit_length() - 1
 
 
-def _reason(message: str) -> str:
+def _error(message: str) -> GrammarError:
     """What an error of a matcher says."""
     if message.startswith(PANIC):
-        message = f"the library failed: {message.removeprefix(PANIC).split(BACKTRACE)[0]}"
-    return "no text matches" if message.startswith(NO_TEXT) else one_line(message)
+        message = message.removeprefix(PANIC).split(BACKTRACE)[0]
+        return LibraryPanic(one_line(f"the library failed: {message}"))
+    return GrammarError("no text matches" if message.startswith(NO_TEXT) else one_line(message))
 
 
 def one_line(text: str) -> str:

@@ -28,7 +28,7 @@ from sglang.srt.scheduling.invariants import InvariantChecker
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 from sglang.srt.scheduling.schedule_policy import NewTokenRatio
 
-COMPILE_POLL_S = 0.002  # how often a waiting scheduler looks whether a grammar is compiled
+GRAMMAR_POLL_S = 0.002  # how often a waiting scheduler looks whether grammars are ready
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,18 +103,20 @@ class Control:
         """Whether a turn of the loop would do something without a message or a deadline."""
         if self._between_steps:
             return True
-        lifecycle = self._lifecycle
-        can_start = lifecycle.startable if self.state.admits else lifecycle.awaits_finish
-        return bool(self.state.may_launch and (lifecycle.running or can_start))
+        if not self.state.may_launch:
+            return False
+        lifecycle, admits = self._lifecycle, self.state.admits
+        can_start = any(admits or req.must_finish for req in lifecycle.startable)
+        return can_start or bool(lifecycle.steppable)
 
     @property
     def wait_s(self) -> float | None:
         """How long the scheduler may wait for a message, with nothing to do; None for any time."""
         if self._weights.is_busy:
             return POLL_S
-        if self._lifecycle.is_compiling:
-            return COMPILE_POLL_S
-        if self.has_work:  # what was compiled a moment ago
+        if self._lifecycle.awaits_grammars:
+            return GRAMMAR_POLL_S
+        if self.has_work:  # what has come a moment ago
             return 0.0
         deadline = min(self._pause.next_deadline, self._flusher.next_deadline)
         return None if deadline == math.inf else max(0.0, deadline - self._clock())

@@ -24,6 +24,7 @@ class SchedulerStats:
         has_drafter: whether there is one that says so.
         num_launched: steps launched since the start.
         forward_ct_decode: steps launched with at least one decode row, since start or flush.
+        num_sat_out: how often a request was given nothing by a step, since its masks were late.
 
     Args:
         num_draft_steps: the first `num_draft_steps`; 0 where no drafter says so.
@@ -39,6 +40,7 @@ class SchedulerStats:
         self.has_drafter = num_draft_steps > 0
         self.num_launched = 0
         self.forward_ct_decode = 0
+        self.num_sat_out = 0
         self._current_rows: Sequence[LaunchedRow] = ()
         self._last_rows: Sequence[LaunchedRow] = ()
         self._num_accepted = self._num_steps = 0
@@ -106,7 +108,9 @@ class SchedulerStats:
         for row, num_accepted, count, is_over in zip(
             rows, accept_lens, counts, had_ended or [False] * len(rows), strict=True
         ):
-            if is_over or not row.is_decode or row.req.width.decode_rows == 1:
+            sits_out = row.emits and not num_accepted
+            self.num_sat_out += sits_out
+            if is_over or sits_out or not row.is_decode or row.req.width.decode_rows == 1:
                 continue
             self._num_accepted += num_accepted
             self._num_steps += 1
@@ -167,6 +171,8 @@ def read_internal_state(
         "engine_paused": state.pause_mode is not None and not state.is_draining,
         "pause_mode": state.pause_mode,
         "pause_epoch": pause.pause_number,
+        "num_ended_by_grammars": lifecycle.counts.num_ended_by_grammars,
+        "num_sat_out": stats.num_sat_out,
         "num_lease_expiries": pause.num_lease_expiries,
         "stopped": state.stopped,
         "released_memory": sorted(state.released),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -34,6 +35,8 @@ ERROR_TYPES = {
 }
 RETRY_AFTER_S = 1
 SMALL_PARTS = 10_000  # so many numbers become JSON in less than a millisecond
+LONG_EVENT_S = 0.001  # to write an event of a stream
+PAUSE_RATIO = 10  # behind such an event its stream waits so many times as long
 CLIENT_GONE_STATUS = 499  # in the access log only: nobody is there to read it
 EVENT_STREAM = "sglang.event_stream"  # in a scope: the response is one
 DIRECT_SEND = "sglang.direct_send"  # in a scope: the web server's own `send`
@@ -246,7 +249,9 @@ class DirectSend:
 class EventStream(Response):
     """Server-sent events: `data: {json}` for each chunk, then `data: [DONE]`.
 
-    An error becomes one last chunk. A client that leaves closes `chunks` at once.
+    An error becomes one last chunk. A client that leaves closes `chunks` at once. Chunks that take
+    long to write, such as those with all log-probabilities so far, come less often: other streams
+    share the thread.
     """
 
     media_type = "text/event-stream"
@@ -276,7 +281,12 @@ class EventStream(Response):
         try:
             await send(_event(self._first))
             async for chunk in self._chunks:
-                await send(_event(chunk))
+                began_s = time.perf_counter()
+                event = _event(chunk)
+                took_s = time.perf_counter() - began_s
+                await send(event)
+                if took_s > LONG_EVENT_S:
+                    await asyncio.sleep(took_s * PAUSE_RATIO)
         except (RequestError, ServiceError) as error:
             await send(_event(error_body(error.message, error.status_code)))
         except Exception:

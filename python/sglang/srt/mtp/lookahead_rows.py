@@ -159,7 +159,7 @@ class LookaheadRows:
         """What a step's requests accepted, of those that emit. Called for every step, in order:
         a request that emits only what is confirmed has the drafts that the step before left it, of
         which a packed step may feed fewer. With a threshold those count that were predicted: that
-        some were not sure enough is part of its kind.
+        some were not sure enough is part of its kind. One that sat the step out is left out.
 
         Args:
             num_drafts: R counts of drafts fed; empty where there were none.
@@ -172,6 +172,8 @@ class LookaheadRows:
             if self.emits_only_confirmed[row]:
                 tried = max(self._pending_read[row], taken)
                 self._pending_read[row] = predicted if taken == tried else 1
+                if taken == 0:
+                    continue
                 if self.host_thresholds[row] == 0:
                     tried = 1 + (num_drafts[i] if num_drafts else 0)
             found.append(Accepted(self._kinds[row], self.is_adjustable(row), tried, taken, row))

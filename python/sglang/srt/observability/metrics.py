@@ -27,6 +27,16 @@ METRICS = {
     "speculative_num_steps": ("spec_num_steps", "gauge", "Drafts proposed one behind the other."),
     "pause_epoch": ("pause_epoch", "gauge", "Number of the present pause, or of the last one."),
     "num_lease_expiries": ("lease_expired_total", "counter", "Pauses ended by their lease."),
+    "num_sat_out": (
+        "grammar_late_total",
+        "counter",
+        "Steps of requests that gave nothing, since what the grammar allows was not known yet.",
+    ),
+    "num_ended_by_grammars": (
+        "grammar_ended_total",
+        "counter",
+        "Requests ended because of their grammar: its time was used up, or it failed.",
+    ),
     "weight_epoch": ("weight_epoch", "gauge", "Number of the last change of the weights."),
     "state_age_s": (
         "state_age_seconds",

@@ -30,4 +30,5 @@ def grammar_setup(
         vocab_size=vocab_size,
         eos_token_ids=sorted(eos_token_ids),
         never_allowed=sorted(never_allowed),
+        max_request_seconds=args.max_grammar_time_s,
     )

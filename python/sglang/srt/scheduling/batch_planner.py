@@ -92,7 +92,7 @@ class BatchPlanner:
             self._preempt(has_inflight)
         self._reserve_decodes(has_inflight)
         step = self._collect(admits)
-        while step.is_empty and not has_inflight and self._lifecycle.running:
+        while step.is_empty and not has_inflight and self._lifecycle.steppable:
             # Half-read prompts have filled the pool: one of them has to make room.
             self._retract_for_room()
             step = self._collect(admits)
@@ -108,7 +108,7 @@ class BatchPlanner:
     def _collect(self, admits: bool) -> StepBuilder:
         step = StepBuilder()
         decoding, prefilling = list[Req](), list[Req]()
-        for req in self._lifecycle.running:
+        for req in self._lifecycle.steppable:
             if req.is_prefilling:
                 prefilling.append(req)
             elif not req.ends_in_flight:

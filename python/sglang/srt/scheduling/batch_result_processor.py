@@ -74,7 +74,7 @@ class BatchResultProcessor:
                     num_confirmed = result.accept_lens[index] - 1
                     row.req.count_drafts(result.num_drafts[index], num_confirmed)
                 num_emitted = self._apply(row, accepted, num_kept, logprobs)
-                if row.ends_prompt:
+                if row.ends_prompt and accepted:
                     read_prompts.append(row.req)
                 if self._on_step_read is not None:
                     request_steps.append(_request_step(index, row, num_emitted, num_kept))
@@ -116,7 +116,7 @@ class BatchResultProcessor:
         req = row.req
         req.committed += num_kept
         req.committed_bound -= row.max_kept - num_kept
-        if not row.emits:
+        if not (row.emits and accepted):
             return 0
         req.num_emitted_since_admission += 1
         num_before = len(req.output_ids)
@@ -194,6 +194,7 @@ def _grammar_problem(req: Req) -> FinishReason | None:
     """Why a request must end whose grammar cannot be followed any more."""
     if req.grammar is None or req.grammar.problem is None:
         return None
+    logger.warning("Request %s ends: %s.", req.rid, req.grammar.problem)
     return FinishReason(
         type="abort", message=req.grammar.problem, status_code=400, err_type="BadRequestError"
     )

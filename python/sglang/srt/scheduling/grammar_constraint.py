@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -46,27 +46,40 @@ class GrammarConstraint:
         self.requests: Sequence[int] = [index for index, _ in restricted]
         self._reqs = [req for _, req in restricted]
         self._unread = unread
+        self._questions: list[MaskQuestion] = []
+        self._first_rows: list[int] = []
 
-    def allowed(self, drafted: list[DraftedTokens]) -> AllowedTokens:
-        """The masks. Rows of a request that has to end, since its grammar has a problem, have none:
-        what they give is dropped."""
+    def ask(self, drafted: list[DraftedTokens]) -> None:
         unread = self._unread_tokens()
-        questions, rows, masks = list[MaskQuestion](), list[int](), list[np.ndarray]()
         for req, drafts in zip(self._reqs, drafted, strict=True):
             session = _session_of(req)
-            known = len(session.tokens)
             output = [*req.output_ids, *unread.get(req.req_id, ())]
-            news = output[known:]
-            questions.append(MaskQuestion(session, news, drafts.tokens, drafts.parents))
-        answers = questions[0].session.sessions.masks(questions)
-        for answer, drafts in zip(answers, drafted, strict=True):
+            news = output[len(session.tokens) :]
+            self._questions.append(MaskQuestion(session, news, drafts.tokens, drafts.parents))
+            self._first_rows.append(drafts.first_row)
+        self._questions[0].session.sessions.ask(self._questions)
+
+    def allowed(self, is_computed: Callable[[], bool]) -> AllowedTokens:
+        """The masks. Rows of a request that has to end, since its grammar has a problem, have none:
+        what they give is dropped."""
+        sessions = self._questions[0].session.sessions
+        answers = sessions.answers(self._questions, is_computed)
+        rows, masks, most = list[int](), list[np.ndarray](), dict[int, int]()
+        places = zip(self.requests, self._first_rows, self._questions, answers, strict=True)
+        for index, first_row, question, answer in places:
+            session, count = question.session, 1 + len(question.drafts)
+            session.sat_out = answer is None and session.problem is None
             if answer is not None:
-                count = 1 + len(drafts.tokens)
-                rows += range(drafts.first_row, drafts.first_row + count)
-                masks.append(np.frombuffer(answer, np.int32).reshape(count, -1))
+                found = np.frombuffer(answer, np.int32).reshape(-1, sessions.num_entries)
+                rows += range(first_row, first_row + len(found))
+                masks.append(found)
+                if len(found) < count:
+                    most[index] = 1
+            elif session.sat_out:
+                most[index] = 0
         if not masks:
-            return AllowedTokens([], torch.zeros(0, 0, dtype=torch.int32))
-        return AllowedTokens(rows, torch.from_numpy(np.concatenate(masks)))
+            return AllowedTokens([], torch.zeros(0, 0, dtype=torch.int32), most)
+        return AllowedTokens(rows, torch.from_numpy(np.concatenate(masks)), most)
 
     def _unread_tokens(self) -> dict[int, list[int]]:
         """By request: what the step in flight gives it. Waits for that step."""

@@ -87,9 +87,13 @@ class Req:
     must_finish: bool = False
 
     @property
-    def can_start(self) -> bool:
-        """Whether nothing but a place is missing: its grammar has been compiled."""
-        return self.grammar is None or self.grammar.is_ready
+    def can_step(self) -> bool:
+        """Whether nothing but a place is missing: its grammar is compiled, and what a step has
+        asked it is answered. Of a step that it sat out the host knows only then what was kept."""
+        grammar = self.grammar
+        if grammar is None:
+            return True
+        return grammar.is_ready and not (grammar.sat_out and self.num_inflight)
 
     @property
     def is_prefilling(self) -> bool:

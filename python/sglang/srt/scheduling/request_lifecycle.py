@@ -22,11 +22,13 @@ from sglang.srt.step.worker import EndedText
 
 @dataclass(frozen=True, slots=True)
 class LifecycleCounts:
-    """What has happened to requests: `num_ended` counts the aborted ones too."""
+    """What has happened to requests: `num_ended` counts the aborted ones too, and
+    `num_ended_by_grammars` those whose grammar had a problem."""
 
     num_ended: int = 0
     num_aborted: int = 0
     num_retracted: int = 0
+    num_ended_by_grammars: int = 0
 
 
 class RequestLifecycle:
@@ -50,7 +52,7 @@ class RequestLifecycle:
         self.waiting: list[Req] = []
         self.running: list[Req] = []
         self._ending: list[Req] = []
-        self._compiling: set[Req] = set()
+        self._unready: set[Req] = set()
         self._ended_texts: list[EndedText] = []
         self.weight_version = DEFAULT_WEIGHT_VERSION
         self.counts = LifecycleCounts()
@@ -73,18 +75,28 @@ class RequestLifecycle:
     @property
     def startable(self) -> list[Req]:
         """Waiting requests that need nothing but a place; not to be changed."""
-        if not self.is_compiling:
+        if not self._has_unready:
             return self.waiting
-        return [req for req in self.waiting if req not in self._compiling]
+        return [req for req in self.waiting if req not in self._unready]
 
     @property
-    def is_compiling(self) -> bool:
-        """Whether a waiting request's grammar is not compiled yet."""
-        if self._compiling:
-            self._compiling = {
-                req for req in self._compiling if req.finish_reason is None and not req.can_start
+    def steppable(self) -> list[Req]:
+        """Running requests that need nothing but room."""
+        return [req for req in self.running if req.can_step]
+
+    @property
+    def _has_unready(self) -> bool:
+        """Whether a waiting request's grammar is not ready."""
+        if self._unready:
+            self._unready = {
+                req for req in self._unready if req.finish_reason is None and not req.can_step
             }
-        return bool(self._compiling)
+        return bool(self._unready)
+
+    @property
+    def awaits_grammars(self) -> bool:
+        """Whether a request may go on without a message, once its grammar is ready."""
+        return self._has_unready or any(not req.can_step for req in self.running)
 
     @property
     def is_idle(self) -> bool:
@@ -98,9 +110,7 @@ class RequestLifecycle:
 
     def submit(self, req: Req) -> None:
         req.begin_weight_span(self.weight_version)
-        self.waiting.append(req)
-        if not req.can_start:
-            self._compiling.add(req)
+        self._add_waiting(req, len(self.waiting))
 
     def set_weight_version(self, weight_version: str) -> None:
         """Labels all tokens that come from here on. Only without a step in flight."""
@@ -138,7 +148,7 @@ class RequestLifecycle:
             ),
             len(self.waiting),
         )
-        self.waiting.insert(place, req)
+        self._add_waiting(req, place)
 
     def mark_to_finish(self, waiting_too: bool) -> None:
         """Running requests, and waiting ones that have run, are to finish before others start."""
@@ -164,6 +174,8 @@ class RequestLifecycle:
             self.counts,
             num_ended=self.counts.num_ended + 1,
             num_aborted=self.counts.num_aborted + (reason.type == "abort"),
+            num_ended_by_grammars=self.counts.num_ended_by_grammars
+            + (req.grammar is not None and req.grammar.problem is not None),
         )
         if req.kv is None:
             self.waiting.remove(req)
@@ -189,6 +201,11 @@ class RequestLifecycle:
         """Texts of requests that have ended since this was called last, for the next step."""
         taken, self._ended_texts = self._ended_texts, []
         return taken
+
+    def _add_waiting(self, req: Req, place: int) -> None:
+        self.waiting.insert(place, req)
+        if not req.can_step:
+            self._unready.add(req)
 
     def _release(self, req: Req, insert: bool) -> None:
         """Gives KV and row back; `insert` keeps the committed tokens, up to the stop, cached."""

@@ -1,15 +1,14 @@
-"""What a step hands out beside tokens: hidden states, log-probabilities of prompt tokens, and its
-drafts to whoever restricts tokens."""
+"""What a step hands out beside tokens: hidden states and log-probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from sglang.srt.device_copies import HostCopy, to_device
+from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.layers.logprobs import LogprobTensors, query_prompt_logprobs
+from sglang.srt.layers.logprobs import LogprobQueries, LogprobTensors, query_prompt_logprobs
 from sglang.srt.step.forward_inputs import row_indices
 from sglang.srt.step.step_ops import (
     NUM_PROMPT,
@@ -18,7 +17,6 @@ from sglang.srt.step.step_ops import (
     ReadRows,
     RowLayout,
 )
-from sglang.srt.step.token_constraint import DraftedTokens
 from sglang.srt.step.worker import LogprobPlan, ScheduleBatch
 
 
@@ -67,29 +65,20 @@ def prompt_logprobs(
     return query_prompt_logprobs(hidden, rows, compute_logits, plan.prompt_targets, plan.prompts)
 
 
-class DraftedCopy:
-    """The drafts of a step on their way to the host."""
-
-    def __init__(self, layout: RowLayout) -> None:
-        lookahead = layout.lookahead
-        parts = [layout.per_request]
-        if lookahead is not None:
-            parts += [layout.input_ids, lookahead.q_starts, lookahead.num_pending]
-            parts += [] if lookahead.parents is None else [lookahead.parents]
-        self._copy = HostCopy(parts)
-
-    def read(self, requests: Sequence[int]) -> list[DraftedTokens]:
-        """Those of `requests`. Waits until the step is laid out, not for its forward pass."""
-        per_request, *more = self._copy.read()
-        starts = per_request[READ_START].tolist()
-        if not more:
-            return [DraftedTokens(starts[i], [], []) for i in requests]
-        ids, q_starts, num_pending = (tensor.tolist() for tensor in more[:3])
-        found = []
-        for i in requests:
-            first, end = q_starts[i] + 1, q_starts[i] + num_pending[i]
-            parents = list(range(end - first))
-            if len(more) > 3:
-                parents = more[3][first:end].tolist()
-            found.append(DraftedTokens(starts[i], ids[first:end], parents))
-        return found
+def emitted_queries(
+    plan: LogprobPlan, layout: RowLayout, accepted: AcceptedTokens
+) -> tuple[LogprobQueries, torch.Tensor | None]:
+    """What emitting requests want to know of the rows that gave their tokens, and which of the S
+    rows read those are [Q] int64: M of each request, of which those past what it accepted mean
+    nothing. None: all rows, in order."""
+    starts, path = layout.per_request[READ_START], accepted.path
+    num_reads, emitting = layout.reads.index.shape[0], plan.emitting
+    if path is None and len(emitting) == num_reads:
+        return plan.emitted, None
+    places = starts[to_device(emitting, starts.device, torch.int64)][:, None]
+    if path is not None:
+        places = places + path[to_device(emitting, path.device, torch.int64)].clamp(min=0)
+    width = accepted.next_token_ids.shape[1]
+    token_ids = [ids for ids in plan.emitted.token_ids for _ in range(width)]
+    queries = LogprobQueries(plan.emitted.top_num, token_ids)
+    return queries, places.clamp(max=num_reads - 1).flatten()

@@ -1,15 +1,17 @@
 """Where a grammar comes in: between the forward pass of a step and the choice of its tokens.
 
 A grammar runs on the host, and what it allows behind a draft depends on the draft. So the worker
-launches the forward pass, hands the drafts that it feeds to the constraint, and applies the mask
-that comes back to the logits. Under overlap the constraint may read the result of the step before
-first: the device is busy with the forward pass meanwhile.
+hands the drafts that it feeds to the constraint, and applies the masks that come back to the
+logits. The forward pass goes on meanwhile: on a device it is launched first, since the constraint
+may read the result of the step before; on a CPU it runs between the question and the answer.
+
+A request whose masks are late sits the step out: it is fed, and given nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -44,10 +46,13 @@ class AllowedTokens:
         bitmask: [len(rows), ceil(V / 32)] int32, on the host; token t is allowed if bit t % 32 of
             entry t // 32 is set, the lowest bit first, as grammar libraries write it. Each row
             allows a token at least.
+        most: tokens that a request may be given at most, by its index in the batch: 0 where its
+            masks are late, 1 where those behind its drafts are. Others may have any number.
     """
 
     rows: list[int]
     bitmask: torch.Tensor
+    most: Mapping[int, int] = field(default_factory=dict)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [S, V], overwritten: those of tokens that are not allowed are -inf."""
@@ -70,7 +75,14 @@ class TokenConstraint(Protocol):
 
     requests: Sequence[int]
 
-    def allowed(self, drafted: list[DraftedTokens]) -> AllowedTokens:
-        """What each of `requests` may be given behind its certain token and behind each draft.
-        Called once, after the forward pass is launched. Rows of look-ahead behind the drafts need
-        no mask: what they predict is only proposed."""
+    def ask(self, drafted: list[DraftedTokens]) -> None:
+        """Asks what each of `requests` may be given behind its certain token and behind each draft.
+        Rows of look-ahead behind the drafts need no mask: what they predict is only proposed.
+        Called once, as soon as the step before has been computed or the forward pass launched."""
+
+    def allowed(self, is_computed: Callable[[], bool]) -> AllowedTokens:
+        """Returns the answers. Called once, behind `ask`.
+
+        Args:
+            is_computed: whether the forward pass is done; until then waiting costs nothing.
+        """

@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 
 from sgl_kernel import ConfirmedDrafts, SamplingRows
-from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.logit_adjustments import ExtraTokens
-from sglang.srt.layers.logprobs import LogprobQueries, LogprobTensors
+from sglang.srt.layers.logprobs import LogprobTensors
 from sglang.srt.layers.sampler import Sampler, ScoredTokens
 from sglang.srt.layers.sampling_ops import sampling_ops
 from sglang.srt.model_executor.model_runner import ForwardResult, ModelRunner
@@ -32,6 +31,7 @@ from sglang.srt.speculative.drafter import (
     ExtendedStep,
     RowPlan,
 )
+from sglang.srt.step.constrained_step import ConstraintQuestion, ShortenedRows
 from sglang.srt.step.forward_inputs import build_forward_batch, forward_batch_of
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_clock import StepClock
@@ -39,14 +39,13 @@ from sglang.srt.step.step_ops import (
     EMITS,
     EMITS_ONLY_CONFIRMED,
     Q_LEN,
-    READ_START,
     ROW,
     AcceptedTokens,
     RowLayout,
     StepCounts,
 )
 from sglang.srt.step.step_outputs import (
-    DraftedCopy,
+    emitted_queries,
     hidden_of_reads,
     hidden_states,
     prompt_logprobs,
@@ -55,7 +54,6 @@ from sglang.srt.step.worker import (
     PLAIN_WIDTH,
     GenerationBatchResult,
     HostResult,
-    LogprobPlan,
     ScheduleBatch,
     StepWidth,
 )
@@ -63,14 +61,17 @@ from sglang.srt.workers.round_graphs import RoundGraphs
 
 
 class _Drawing(NamedTuple):
-    """How the tokens of S rows were chosen.
+    """How the tokens of S rows were chosen, and what of them is given.
 
     Attributes:
+        given: what requests get; less than was accepted where `shortened` says so.
         logits: [S, V]; after penalties and biases.
         sampling: None where all rows are greedy.
         drawn: None where nobody wants log-probabilities.
     """
 
+    given: AcceptedTokens
+    shortened: ShortenedRows | None
     logits: torch.Tensor
     sampling: SamplingRows | None
     drawn: ScoredTokens | None
@@ -166,7 +167,7 @@ class TpModelWorker:
         result = _result(
             batch,
             plan,
-            step.accepted,
+            drawing.given,
             self._emitted_logprobs(step, drawing),
             self._prompt_logprobs(batch, layout, inputs, step.forward),
             hidden_states(batch, inputs, layout, step.accepted, step.forward.hidden),
@@ -176,6 +177,9 @@ class TpModelWorker:
             self._propose(ExtendedStep(batch, plan, self._state, inputs.rows, output))
             if self._on_step is not None:
                 self._on_step(step)
+        if drawing.shortened is not None:
+            # The drafter comes first: it knows of no request that is fed and given nothing.
+            drawing.shortened.take_back(step.accepted, drawing.given, self._state)
         return result
 
     def _propose(self, step: ExtendedStep) -> None:
@@ -199,13 +203,16 @@ class TpModelWorker:
         self, batch: ScheduleBatch, plan: RowPlan, inputs: ForwardBatch, layout: RowLayout
     ) -> tuple[ComputedStep, _Drawing]:
         """Runs the target, and accepts what follows from its tokens."""
-        drafted = None if batch.constraint is None else DraftedCopy(layout)
+        question = None
+        if batch.constraint is not None:
+            question = ConstraintQuestion(batch.constraint, layout)
         forward = self._runner.forward(inputs)
-        reads = layout.reads
+        reads, shortened = layout.reads, None
         logits = self._logits(batch, inputs, layout, forward.hidden)
-        if batch.constraint is not None and drafted is not None:
-            constraint = batch.constraint
-            logits = constraint.allowed(drafted.read(constraint.requests)).apply(logits)
+        if question is not None:
+            allowed = question.answer(logits)
+            logits = allowed.apply(logits)
+            shortened = ShortenedRows.of(allowed.most, layout.per_request)
         sampling = None if batch.all_greedy else self._state.sampling(reads.rows, reads.positions)
         chosen, drawn = self._choose(batch, plan, layout, logits, sampling)
         if plan.is_plain:
@@ -213,10 +220,11 @@ class TpModelWorker:
         else:
             confirmed, chosen, drawn = self._confirm_drafts(plan, chosen, logits, sampling, drawn)
             accepted = self._accept_run(plan, chosen, confirmed)
+        given = accepted if shortened is None else shortened.shorten(accepted)
         if batch.adjusts_logits:
-            self._record(inputs.rows, layout, chosen.targets, accepted)
+            self._record(inputs.rows, layout, chosen.targets, given)
         step = ComputedStep(batch, plan, self._state, inputs, forward, chosen, accepted)
-        return step, _Drawing(logits, sampling, drawn)
+        return step, _Drawing(given, shortened, logits, sampling, drawn)
 
     def _plan(self, batch: ScheduleBatch) -> RowPlan:
         if self._drafter is None:
@@ -323,7 +331,8 @@ class TpModelWorker:
         """Accepted tokens count for penalties; rows [R] int64."""
         adjustments = self._state.adjustments
         if accepted.path is None:  # one of each row read
-            adjustments.record(layout.reads.rows, targets)
+            counts = accepted.accept_lens[layout.reads.request].int()
+            adjustments.record(layout.reads.rows, targets, counts)
             return
         tokens = accepted.next_token_ids
         columns = torch.arange(tokens.shape[1], device=rows.device)
@@ -336,7 +345,7 @@ class TpModelWorker:
         if batch.logprobs is None or drawn is None or not batch.scores_emitted:
             return None
         layout, accepted = step.chosen.layout, step.accepted
-        queries, wanted = _emitted_queries(batch.logprobs, layout, accepted)
+        queries, wanted = emitted_queries(batch.logprobs, layout, accepted)
         logits, sampling = drawing.logits, drawing.sampling
         return self._sampler.query(logits, sampling, drawn, queries, wanted)
 
@@ -363,7 +372,9 @@ def _result(
 ) -> GenerationBatchResult:
     """What the scheduler is told of a step. Its copy to the host begins here."""
     accept_lens, kept_lens = accepted.accept_lens, accepted.kept_lens
-    if plan.is_plain:  # which the host knows: nothing more is copied from the device
+    if (
+        plan.is_plain and batch.constraint is None
+    ):  # which the host knows: nothing more is copied from the device
         accept_lens = torch.tensor(batch.emits, dtype=torch.int64)
         kept_lens = torch.tensor(plan.counts.q_lens)
     return GenerationBatchResult(
@@ -377,22 +388,3 @@ def _result(
         tier=plan.tier,
         paths=accepted.path if plan.wants_paths else None,
     )
-
-
-def _emitted_queries(
-    plan: LogprobPlan, layout: RowLayout, accepted: AcceptedTokens
-) -> tuple[LogprobQueries, torch.Tensor | None]:
-    """What emitting requests want to know of the rows that gave their tokens, and which of the S
-    rows read those are [Q] int64: M of each request, of which those past what it accepted mean
-    nothing. None: all rows, in order."""
-    starts, path = layout.per_request[READ_START], accepted.path
-    num_reads, emitting = layout.reads.index.shape[0], plan.emitting
-    if path is None and len(emitting) == num_reads:
-        return plan.emitted, None
-    places = starts[to_device(emitting, starts.device, torch.int64)][:, None]
-    if path is not None:
-        places = places + path[to_device(emitting, path.device, torch.int64)].clamp(min=0)
-    width = accepted.next_token_ids.shape[1]
-    token_ids = [ids for ids in plan.emitted.token_ids for _ in range(width)]
-    queries = LogprobQueries(plan.emitted.top_num, token_ids)
-    return queries, places.clamp(max=num_reads - 1).flatten()

@@ -251,7 +251,7 @@ class TileSpec:
         for index, count in enumerate(launched.num_drafts):
             if count == 0:
                 continue
-            num_right = result.accept_lens[index] - 1
+            num_right = max(0, result.accept_lens[index] - 1)
             drafting.append(index)
             num_fed.append(fed[index])
             was_right = num_right == fed[index] < count
