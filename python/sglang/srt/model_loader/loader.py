@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -12,8 +13,9 @@ from tqdm import tqdm
 from sglang.srt.layers.linear import FusedLinear
 from sglang.srt.model_config import ModelConfig, ModelPathError
 from sglang.srt.model_loader.weight_copies import WeightCopies, have_equal_values
-from sglang.srt.model_loader.weight_files import read_directory
+from sglang.srt.model_loader.weight_files import read_directory, stored_weights
 from sglang.srt.models.model import Model
+from sglang.srt.platform import Platform
 from sglang.srt.registry import HEADS, MODELS
 
 logger = logging.getLogger(__name__)
@@ -22,6 +24,8 @@ DUMMY_STD = 0.02
 DUMMY_SEED = 0
 MAX_NAMED = 3  # weights in a line of the log
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+# Float8 and smaller are codes that mean nothing without their scales.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def load_model(
@@ -35,7 +39,7 @@ def load_model(
 
     Raises:
         ModelPathError: if the architecture is unknown or lacks what config.json asks for, or if
-            weights are missing, broken or misshapen.
+            weights are missing, broken, misshapen, of a type that is not read, NaN or infinite.
     """
     registry = HEADS if config.architecture in HEADS.names else MODELS
     if config.architecture not in registry.names:
@@ -83,18 +87,17 @@ def _with_memory(model: Model, config: ModelConfig, device: str) -> Model:
     """Each weight gets memory once, in its own type: torch keeps what it ever took from a device.
 
     Raises:
-        ModelPathError: if the host has too little; for a device it is torch's own error.
+        ModelPathError: if the host has too little, which it might notice only when the memory is
+            written; for a device it is torch's own error.
     """
-    try:
-        return model.to_empty(device=device)
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or torch.device(device).type != "cpu":
-            raise
-        num_bytes = sum(weight.nbytes for weight in model.parameters())
+    num_bytes = sum(weight.nbytes for weight in model.parameters())
+    available = Platform.probe().available_host_bytes
+    if torch.device(device).type == "cpu" and num_bytes > available:
         raise config.refusal(
-            f"weights of these sizes take {num_bytes >> 30} GiB, which this host does not have; use"
-            " a smaller model"
-        ) from error
+            f"weights of these sizes take {num_bytes >> 30} GiB, which this host does not have"
+            f" ({available >> 30} GiB are free); use a smaller model"
+        )
+    return model.to_empty(device=device)
 
 
 def _fill_dummy(model: nn.Module) -> None:
@@ -108,14 +111,19 @@ def _fill_dummy(model: nn.Module) -> None:
 
 
 def _fill(model: Model, config: ModelConfig) -> None:
-    """Copies every tensor of the checkpoint to its place."""
+    """Copies every tensor of the checkpoint to its place.
+
+    Whether values are finite is looked up when all are there, where they are then. So no copy waits
+    for it: 15 GiB take 0.05 s on an H100 (copies 0.7 s), and on a CPU a tenth of their copies' time.
+    """
     places = WeightPlaces(model, config)
     copies = WeightCopies(next(model.parameters()).device)
-    seen: set[str] = set()
+    seen: dict[str, tuple[str, Path]] = {}  # by the model's name: the checkpoint's, and the file
     unread: list[str] = []
+    source = config.path
     try:
         with tqdm(total=places.num_weights, desc="Weights", unit="tensor", disable=None) as bar:
-            for name, tensor in read_directory(config.path):
+            for name, tensor, source in stored_weights(config.path):
                 place = places.place_of(name, tensor.shape)
                 if place is None:
                     unread.append(name)
@@ -125,11 +133,14 @@ def _fill(model: Model, config: ModelConfig) -> None:
                 if own_name in seen:
                     raise WeightMismatch(f"has weight {name!r} twice", "which files belong to it?")
                 copies.copy(place, tensor)
-                seen.add(own_name)
+                seen[own_name] = name, source
                 bar.update()
-        places.check_complete(seen)
+        source = config.path
+        places.check_complete(seen.keys())
+        for name, source in seen.values():
+            check_finite(name, places[name])
     except WeightMismatch as error:
-        raise ModelPathError(f"{config.path} {error.problem}; {error.question}") from None
+        raise ModelPathError(f"{source} {error.problem}; {error.question}") from None
     finally:
         copies.finish()
     if unread:
@@ -137,17 +148,44 @@ def _fill(model: Model, config: ModelConfig) -> None:
         logger.info("%d weights of %s are not read, such as %s.", len(unread), config.path, few)
 
 
+def check_finite(name: str, values: torch.Tensor) -> None:
+    """Checks the values of a weight in the type that serves, which may hold less than the file's.
+
+    Raises:
+        WeightMismatch: if one is NaN or infinite.
+    """
+    if not values.numel() or not values.is_floating_point():
+        return
+    low, high = values.aminmax()  # NaN if there is one; needs no memory
+    if (low.isfinite() & high.isfinite()).item():
+        return
+    num_wrong = values.numel() - int(values.isfinite().sum())
+    dtype = str(values.dtype).removeprefix("torch.")
+    raise WeightMismatch(
+        f"has a weight {name!r} with {num_wrong} of {values.numel()} values NaN or infinite as"
+        f" {dtype}",
+        f"is the file intact, and --dtype one that can hold its values, unlike {dtype}?",
+        f"send finite values that {dtype} can hold",
+    )
+
+
 class WeightMismatch(ValueError):
     """Weights and a model that do not fit each other.
 
     Attributes:
         problem: what is wrong, to be put after the name of the source.
-        question: what the user may have overlooked.
+        question: what the user may have overlooked, of a model's folder.
+        remedy: what to do who sends them to a running model.
     """
 
-    def __init__(self, problem: str, question: str) -> None:
+    def __init__(
+        self,
+        problem: str,
+        question: str,
+        remedy: str = "send weights as the model's own checkpoint has them",
+    ) -> None:
         super().__init__(f"{problem}; {question}")
-        self.problem, self.question = problem, question
+        self.problem, self.question, self.remedy = problem, question, remedy
 
 
 class WeightPlaces:
@@ -223,10 +261,15 @@ class WeightPlaces:
             WeightMismatch: if the values are of a type that the weight cannot hold, or none that
                 the model can use.
         """
-        place, problem = self[name], None
-        if not place.is_floating_point() and tensor.dtype not in INTEGERS:
-            problem = f"of type {tensor.dtype}, but it holds integers"
-        problem = problem or self._problem_of(self.own_name(name), tensor)
+        is_float = self[name].is_floating_point()
+        problem: str | None
+        if tensor.is_meta or tensor.layout != torch.strided:
+            problem = "without plain values"
+        elif tensor.dtype not in (FLOATS if is_float else INTEGERS):
+            wanted = "floating point values of 16 bits at least" if is_float else "integers"
+            problem = f"of type {tensor.dtype}, but it holds {wanted}"
+        else:
+            problem = self._problem_of(self.own_name(name), tensor)
         if problem is not None:
             raise WeightMismatch(f"has a weight {name!r} {problem}", "is the file intact?")
 
