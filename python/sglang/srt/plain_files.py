@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, TypeVar
 
 MAX_JSON_BYTES = 64 * 1024 * 1024  # tokenizer_config.json may list all added tokens
 MAX_DEPTH = 64  # of objects and lists in JSON, one in the other
+NOT_REGULAR = "it is no regular file"
 KINDS = {dict: "an object", list: "a list"}
 
 Kind = TypeVar("Kind", dict[str, Any], list[Any])
@@ -41,7 +42,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     file = open(path, "rb", opener=_open_at_once)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError("it is no regular file")
+        raise OSError(NOT_REGULAR)
     return file
 
 
@@ -95,6 +96,17 @@ def read_json(path: Path, kind: type[Kind], max_bytes: int = MAX_JSON_BYTES) -> 
     if not isinstance(value, kind):
         raise UnreadableFileError(path, f"must hold JSON with {KINDS[kind]}")
     return value
+
+
+def check_folder(folder: Path) -> None:
+    """Looks at what a library is going to open on its own.
+
+    Raises:
+        UnreadableFileError: if something in the folder is neither a regular file nor a folder.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UnreadableFileError(path, f"cannot be read: {NOT_REGULAR}")
 
 
 def _check_parts(value: Any) -> None:

@@ -48,8 +48,10 @@ def launch_server_process(
     Raises:
         LaunchError: if it cannot start, or not in time; its log says why.
     """
-    if not is_port_available(server_args.port):
-        raise LaunchError(f"Port {server_args.port} is in use; give another one.")
+    if server_args.port == 0 or not is_port_available(server_args.port):
+        raise LaunchError(
+            f"Port {server_args.port} is in use, or none to be reached at; give another one."
+        )
     process = subprocess.Popen(
         [sys.executable, "-m", MODULE],
         stdin=subprocess.PIPE,

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import uvicorn
 
@@ -39,6 +40,7 @@ from sglang.srt.tokenizer import Tokenizer, TokenizerError
 
 logger = logging.getLogger(__name__)
 
+MAX_PORT = 65_535
 LISTEN_BACKLOG = 2048
 FLUSH_TIMEOUT_S = 3  # for clients to read the end of their answers while the server exits
 WARMUP_TIMEOUT_S = 300.0
@@ -63,6 +65,7 @@ def run_server(server_args: ServerArgs, modules: Mapping[str, str] = CHILD_MODUL
         _say(str(error))
         return 1
     with listener:
+        server_args = replace(server_args, port=listener.getsockname()[1])  # 0 asks for any
         _warn_if_open(server_args, listener)
         try:
             return asyncio.run(_Server(server_args, tokenizer, listener, modules).run())
@@ -72,11 +75,13 @@ def run_server(server_args: ServerArgs, modules: Mapping[str, str] = CHILD_MODUL
 
 
 def _say(message: str) -> None:
-    print(f"sglang: error: {message}", file=sys.stderr, flush=True)
+    print(f"sglang: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 def _bind(host: str, port: int) -> socket.socket:
     """A listening socket, made before anything costly starts."""
+    if not 0 <= port <= MAX_PORT:
+        raise BindError(f"--port {port} must be 1 to {MAX_PORT}, or 0 for any that is free.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -85,7 +90,7 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(LISTEN_BACKLOG)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise BindError(
             f"Cannot listen on {host}:{port}: {error}. Choose another --port or --host."
         ) from None

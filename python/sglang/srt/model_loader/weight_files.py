@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sglang.srt.model_config import ModelPathError
-from sglang.srt.plain_files import UnreadableFileError, open_regular, read_json
+from sglang.srt.plain_files import NOT_REGULAR, UnreadableFileError, open_regular, read_json
 
 READ_BYTES = 1 << 24
 WHOLE = "model.safetensors"
@@ -87,7 +87,7 @@ def read_file(file: Path, in_memory: bool = False) -> Iterator[tuple[str, torch.
 def _check_regular(file: Path) -> None:
     """Raises OSError for what is there and would block or never end, such as a pipe."""
     if os.path.lexists(file) and not os.path.isfile(file):
-        raise OSError("it is no regular file")
+        raise OSError(NOT_REGULAR)
 
 
 @contextmanager
