@@ -34,13 +34,13 @@ from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelPathError, load_model_config
 from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.processes.child_process import configure_logging
+from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.grammar_flags import grammar_setup
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer, TokenizerError
 
 logger = logging.getLogger(__name__)
 
-MAX_PORT = 65_535
 LISTEN_BACKLOG = 2048
 FLUSH_TIMEOUT_S = 3  # for clients to read the end of their answers while the server exits
 WARMUP_TIMEOUT_S = 300.0
@@ -61,7 +61,7 @@ def run_server(server_args: ServerArgs, modules: Mapping[str, str] = CHILD_MODUL
     try:
         tokenizer = check_model(server_args)
         listener = _bind(server_args.host, server_args.port)
-    except (ModelPathError, TokenizerError, BindError) as error:
+    except (ConfigError, ModelPathError, TokenizerError, BindError) as error:
         _say(str(error))
         return 1
     with listener:
@@ -80,8 +80,6 @@ def _say(message: str) -> None:
 
 def _bind(host: str, port: int) -> socket.socket:
     """A listening socket, made before anything costly starts."""
-    if not 0 <= port <= MAX_PORT:
-        raise BindError(f"--port {port} must be 1 to {MAX_PORT}, or 0 for any that is free.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
