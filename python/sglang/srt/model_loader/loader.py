@@ -90,12 +90,15 @@ def _with_memory(model: Model, config: ModelConfig, device: str) -> Model:
         ModelPathError: if the host has too little, which it might notice only when the memory is
             written; for a device it is torch's own error.
     """
-    num_bytes = sum(weight.nbytes for weight in model.parameters())
+    # Tables of positions are computed on the host, which takes as much again.
+    num_bytes = 2 * sum(table.nbytes for table in model.buffers())
+    if torch.device(device).type == "cpu":
+        num_bytes += sum(weight.nbytes for weight in model.parameters())
     available = Platform.probe().available_host_bytes
-    if torch.device(device).type == "cpu" and num_bytes > available:
+    if num_bytes > available:
         raise config.refusal(
-            f"weights of these sizes take {num_bytes >> 30} GiB, which this host does not have"
-            f" ({available >> 30} GiB are free); use a smaller model"
+            f"weights and tables of these sizes take {num_bytes >> 30} GiB, which this host does"
+            f" not have ({available >> 30} GiB are free); use a smaller model or --context-length"
         )
     return model.to_empty(device=device)
 
