@@ -39,7 +39,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         OSError: if it cannot be opened, or is no regular file.
         ValueError, TypeError: if that is no name of a file.
     """
-    file = open(path, "rb", opener=_open_at_once)
+    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 (the caller closes it)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(NOT_REGULAR)

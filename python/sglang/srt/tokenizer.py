@@ -317,6 +317,10 @@ def _max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
 
 def _read_with_transformers(directory: Path) -> Any:
     try:
+        check_folder(directory)
+    except UnreadableFileError as error:
+        raise TokenizerError(f"{error}.") from None
+    try:
         from transformers import AutoTokenizer
     except ImportError:
         raise TokenizerError(
@@ -325,7 +329,6 @@ def _read_with_transformers(directory: Path) -> Any:
             " as tokenizer.json."
         ) from None
     try:
-        check_folder(directory)
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # noqa: BLE001 - whatever it says, the start ends with one line
         raise TokenizerError(

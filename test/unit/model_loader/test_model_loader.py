@@ -241,7 +241,9 @@ def test_values_that_are_not_finite_are_counted_with_their_file(
 def test_values_that_the_type_of_the_model_cannot_hold_are_refused(model_dir: Path) -> None:
     change_weights(model_dir, lambda tensors: tensors[NORM].__setitem__(0, 65520.0))
     load(model_dir)
-    with pytest.raises(ModelPathError, match=f"{WEIGHTS} has a weight '{NORM}'.* as float16.*dtype"):
+    with pytest.raises(
+        ModelPathError, match=f"{WEIGHTS} has a weight '{NORM}'.* as float16.*dtype"
+    ):
         load(model_dir, dtype=torch.float16)
 
 

@@ -237,7 +237,9 @@ def test_a_head_that_does_not_fit_into_the_hosts_memory_is_refused(
     host = replace(Platform.probe(), available_host_bytes=(12 << 30) - 1)
     monkeypatch.setattr(Platform, "probe", lambda: host)
     folder = write_eagle(tmp_path, intermediate_size=1 << 24)
-    assert "take 12 GiB, which this host does not have (11 GiB are free)" in refusal(folder, EAGLE, target)
+    assert "take 12 GiB, which this host does not have (11 GiB are free)" in refusal(
+        folder, EAGLE, target
+    )
 
 
 def _d2t_with(index: int, target_id: int) -> Callable[[dict[str, torch.Tensor]], None]:
