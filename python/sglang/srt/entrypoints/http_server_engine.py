@@ -53,7 +53,7 @@ def launch_server_process(
     check_numbers(server_args)
     if server_args.port == 0 or not is_port_available(server_args.port):
         raise LaunchError(
-            f"Port {server_args.port} is in use, or none to be reached at; give another one."
+            f"Port {server_args.port} is in use, or 0, which is none; give another one."
         )
     process = subprocess.Popen(
         [sys.executable, "-m", MODULE],

@@ -168,7 +168,7 @@ def check_finite(name: str, values: torch.Tensor) -> None:
     raise WeightMismatch(
         f"has a weight {name!r} with {num_wrong} of {values.numel()} values NaN or infinite as"
         f" {dtype}",
-        f"is the file intact, and --dtype one that can hold its values, unlike {dtype}?",
+        "is the file intact? If so, choose a --dtype that can hold its values",
         f"send finite values that {dtype} can hold",
     )
 
@@ -265,17 +265,18 @@ class WeightPlaces:
             WeightMismatch: if the values are of a type that the weight cannot hold, or none that
                 the model can use.
         """
-        is_float = self[name].is_floating_point()
+        is_float, question = self[name].is_floating_point(), "is the file intact?"
         problem: str | None
         if tensor.is_meta or tensor.layout != torch.strided:
             problem = "without plain values"
         elif tensor.dtype not in (FLOATS if is_float else INTEGERS):
             wanted = "floating point values of 16 bits at least" if is_float else "integers"
             problem = f"of type {tensor.dtype}, but it holds {wanted}"
+            question = "is the file intact? Quantized weights are not supported"
         else:
             problem = self._problem_of(self.own_name(name), tensor)
         if problem is not None:
-            raise WeightMismatch(f"has a weight {name!r} {problem}", "is the file intact?")
+            raise WeightMismatch(f"has a weight {name!r} {problem}", question)
 
     def values_of_missing(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Values, on the host, of weights that a checkpoint with the values `given` leaves out."""
