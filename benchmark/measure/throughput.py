@@ -29,7 +29,7 @@ from sglang.bench_one_batch import OneBatch
 from sglang.srt.flag_values import number_or_word
 from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.model_config import resolve_model_path
-from sglang.srt.processes.runtime_config import AUTO
+from sglang.srt.processes.flag_bounds import AUTO
 from sglang.srt.server_args import ServerArgs
 
 SPARE_TOKENS = 16  # of the context, beyond input and output

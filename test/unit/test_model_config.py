@@ -274,6 +274,7 @@ def test_a_missing_entry_is_named(tmp_path: Path, name: str) -> None:
         {"num_attention_heads": -4},
         {"num_key_value_heads": 3},
         {"num_hidden_layers": 0},
+        {"num_hidden_layers": 1025},
         {"head_dim": 15},
         {"hidden_size": 2, "head_dim": None},
         {"max_position_embeddings": -1},

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import safetensors.numpy
+from safetensors import SafetensorError
 
 from sglang.srt.model_config import ModelConfig, load_model_config
+from sglang.srt.plain_files import UnreadableFileError, read_bytes, read_json
 
 EAGLE, EAGLE3 = "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"
 UNNAMED = "LlamaForCausalLM"  # what heads from EAGLE's authors call themselves
@@ -188,11 +189,13 @@ def read_token_map(path: Path, vocab_size: int) -> tuple[int, ...]:
     ids: Any = None
     if path.suffix == ".json" or path.suffix == ".safetensors":
         try:
-            if not path.is_file() or path.stat().st_size > MAX_TOKEN_MAP_BYTES:
-                raise ValueError("it is no file, or too large to be a list of tokens")
-            read = _ids_of_json if path.suffix == ".json" else _ids_of_safetensors
-            ids = read(path)
-        except (OSError, ValueError, TypeError, SafetensorError, RecursionError) as error:
+            if path.suffix == ".json":
+                ids = read_json(path, list, MAX_TOKEN_MAP_BYTES)
+            else:
+                ids = _ids_of_safetensors(read_bytes(path, MAX_TOKEN_MAP_BYTES))
+        except UnreadableFileError as error:
+            raise ValueError(f"{TOKEN_MAP} {error}.") from None
+        except (ValueError, TypeError, SafetensorError) as error:
             raise ValueError(f"{TOKEN_MAP} {path} cannot be read: {error}.") from None
     if not isinstance(ids, list) or not ids:
         raise ValueError(
@@ -210,14 +213,11 @@ def read_token_map(path: Path, vocab_size: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _ids_of_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _ids_of_safetensors(path: Path) -> Any:
-    with safe_open(path, framework="numpy") as tensors:
-        names = list(tensors.keys())
-        values = [tensors.get_tensor(name) for name in names]
+def _ids_of_safetensors(raw: bytes) -> Any:
+    try:
+        values = [*safetensors.numpy.load(raw).values()]
+    except KeyError:  # a type that numpy does not have
+        return None
     if len(values) != 1 or values[0].ndim != 1 or values[0].dtype.kind not in "iu":
         return None
     return values[0].tolist()

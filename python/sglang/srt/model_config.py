@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sglang.srt.plain_files import UnreadableFileError, read_json
 from sglang.srt.registry import FAMILY_DEFAULTS
 from sglang.srt.rope_config import RopeConfig, parse_rope
 
 DEMO_MODELS_DIR = Path(__file__).resolve().parent.parent / "demo_models"
 SILU_NAMES = ("silu", "swish")
 MAX_SIZE = 1 << 24  # more than any model has of anything
+MAX_LAYERS = 1024  # more than any model has
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 DEMO_MODELS = {"demo": "tiny-code"}
 DEMO_HEADS = {"demo-eagle": "tiny-code-eagle", "demo-eagle3": "tiny-code-eagle3"}
@@ -194,8 +195,9 @@ def _check_shape(config: ModelConfig) -> None:
         "max_position_embeddings": config.context_len,
     }
     for name, size in sizes.items():
-        if not 1 <= size <= MAX_SIZE:
-            raise ValueError(f"{name} is {size}, but must be at least 1 and at most {MAX_SIZE}")
+        most = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
+        if not 1 <= size <= most:
+            raise ValueError(f"{name} is {size}, but must be at least 1 and at most {most}")
     if not 0 <= config.rms_norm_eps < 1:
         raise ValueError(f"rms_norm_eps is {config.rms_norm_eps}, but must be in [0, 1)")
     if config.num_heads % config.num_kv_heads:
@@ -230,14 +232,9 @@ def _check_kind(config: dict[str, Any]) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelPathError(f"{path} cannot be read: {error.strerror}.") from None
-    except ValueError as error:
-        raise ModelPathError(f"{path} is not valid JSON: {error}.") from None
-    if not isinstance(value, dict):
-        raise ModelPathError(f"{path} must hold a JSON object.")
-    return value
+        return read_json(path, dict)
+    except UnreadableFileError as error:
+        raise ModelPathError(f"{error}.") from None
 
 
 def _with_eos(config: ModelConfig) -> ModelConfig:

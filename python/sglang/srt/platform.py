@@ -119,11 +119,22 @@ def _available_host_bytes() -> int:
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (text := limit.read_text().strip()).isdigit():
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        available = min(available, int(text) - used)
-    return available
+        available = _first_numbers(meminfo.read_text()).get("MemAvailable:", available >> 10) << 10
+    return min(available, bytes_left(Path("/sys/fs/cgroup"), available))
+
+
+def bytes_left(group: Path, without_limit: int) -> int:
+    """What a control group may still take. Pages of files are counted as its use, and given back
+    when others are needed: those of a checkpoint just read may fill it."""
+    limit = group / "memory.max"
+    if not limit.exists() or not (text := limit.read_text().strip()).isdigit():
+        return without_limit
+    pages = _first_numbers((group / "memory.stat").read_text())
+    of_files = pages.get("inactive_file", 0) + pages.get("active_file", 0)
+    return int(text) - int((group / "memory.current").read_text()) + of_files
+
+
+def _first_numbers(text: str) -> dict[str, int]:
+    """The number behind the first word of each line."""
+    lines = (line.split() for line in text.splitlines())
+    return {words[0]: int(words[1]) for words in lines}

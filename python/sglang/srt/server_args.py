@@ -88,7 +88,7 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
 
     # HTTP
     host: str = flag("127.0.0.1", "Address to listen on.")
-    port: int = flag(30000, "Port to listen on.")
+    port: int = flag(30000, "Port to listen on; 0: a free one.")
     api_key: str | None = flag(
         None, "Clients must send `Authorization: Bearer` with it; not for health.", secret=True
     )

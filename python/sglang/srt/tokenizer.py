@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import codecs
 import os
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tokenizers
 
+from sglang.srt.plain_files import UnreadableFileError, check_folder, read_bytes
 from sglang.srt.stops import StopSet
 from sglang.srt.token_bytes import REPLACE_EACH_BYTE, TokenBytes
 
@@ -21,6 +23,9 @@ OTHER_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "token
 # Last ids of a prompt that the text behind it depends on. The bytes of one character are at most 4
 # tokens; among them may be ids that are not shown.
 NUM_CONTEXT_IDS = 32
+MAX_TOKENIZER_BYTES = 1 << 30  # of tokenizer.json; those of 256k tokens have 40 MB
+MAX_REASON_CHARS = 400
+REMEDY = "Is the download complete? --tokenizer-path names another folder with a tokenizer.json."
 DECODE_ALONE_IDS = 10_000  # fewer take a few milliseconds, for which other threads can wait
 
 
@@ -212,7 +217,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         TokenizerError: if there is none or it cannot be read.
     """
     directory = Path(path)
-    if (directory / "tokenizer.json").is_file():
+    if os.path.lexists(directory / "tokenizer.json"):
         return _load_tokenizer_json(directory / "tokenizer.json")
     if has_tokenizer(directory):
         return _load_with_transformers(directory)
@@ -228,7 +233,7 @@ def read_tokenizer_json(path: str | os.PathLike[str]) -> str:
         TokenizerError: if there is none, or it cannot be written as such a text.
     """
     directory = Path(path)
-    if (directory / "tokenizer.json").is_file():
+    if os.path.lexists(directory / "tokenizer.json"):
         backend = _read_backend(directory / "tokenizer.json")
     else:
         tokenizer = _read_with_transformers(directory)
@@ -244,10 +249,13 @@ def _load_tokenizer_json(path: Path) -> Tokenizer:
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_buffer(read_bytes(path, MAX_TOKENIZER_BYTES))
+    except UnreadableFileError as error:
+        raise TokenizerError(f"{error}.") from None
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception
-        reason = str(error).splitlines()[0][:200]
-        raise TokenizerError(f"{path} is not a tokenizer that can be read: {reason}.") from None
+        raise TokenizerError(
+            f"{path} is not a tokenizer that can be read: {_reason(error)}. {REMEDY}"
+        ) from None
 
 
 def _plain(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
@@ -310,6 +318,10 @@ def _max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
 
 def _read_with_transformers(directory: Path) -> Any:
     try:
+        check_folder(directory)
+    except UnreadableFileError as error:
+        raise TokenizerError(f"{error}.") from None
+    try:
         from transformers import AutoTokenizer
     except ImportError:
         raise TokenizerError(
@@ -320,8 +332,14 @@ def _read_with_transformers(directory: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # noqa: BLE001 - whatever it says, the start ends with one line
-        reason = str(error).splitlines()[0][:200]
-        raise TokenizerError(f"The tokenizer in {directory} cannot be read: {reason}") from None
+        raise TokenizerError(
+            f"The tokenizer in {directory} cannot be read: {_reason(error)}. {REMEDY}"
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    """What an error says, in one line that ends with a whole word."""
+    return textwrap.shorten(str(error), MAX_REASON_CHARS, placeholder=" ...").rstrip(".")
 
 
 def _load_with_transformers(directory: Path) -> Tokenizer:

@@ -225,6 +225,40 @@ def test_a_misshapen_weight_is_named_with_both_shapes(
     assert str(wanted) in message
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", [NORM, "model.layers.1.self_attn.v_proj.weight"])
+def test_values_that_are_not_finite_are_counted_with_their_file(
+    shard_dir: Path, name: str, value: float
+) -> None:
+    tensors = load_file(shard_dir / SHARD)
+    tensors[name].view(-1)[[3, 63]] = value
+    save_file(tensors, shard_dir / SHARD)
+    size = tensors[name].numel()
+    said = f"{SHARD} has a weight {name!r} with 2 of {size} values NaN or infinite as float32;"
+    assert said in refusal(shard_dir)
+
+
+def test_values_that_the_type_of_the_model_cannot_hold_are_refused(model_dir: Path) -> None:
+    change_weights(model_dir, lambda tensors: tensors[NORM].__setitem__(0, 65520.0))
+    load(model_dir)
+    with pytest.raises(
+        ModelPathError, match=f"{WEIGHTS} has a weight '{NORM}'.* as float16.*dtype"
+    ):
+        load(model_dir, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str
+)
+def test_weights_that_are_no_floating_point_values_of_16_bits_are_refused(
+    model_dir: Path, dtype: torch.dtype
+) -> None:
+    change_weights(model_dir, lambda tensors: tensors.update({NORM: torch.ones(64).to(dtype)}))
+    message = refusal(model_dir)
+    assert f"{WEIGHTS} has a weight '{NORM}' of type {dtype}" in message
+    assert "floating point" in message
+
+
 @pytest.mark.parametrize(
     "spoil",
     [

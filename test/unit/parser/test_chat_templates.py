@@ -163,7 +163,7 @@ def test_special_tokens_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
     [
         (None, "the model has no chat template"),
         ("{}", "the model has no chat template"),
-        ("[", "tokenizer_config.json is no JSON object"),
+        ("[", "tokenizer_config.json is not valid JSON"),
         ('{"chat_template": 3}', "no text and no list"),
         ('{"chat_template": [{"name": "a"}]}', "no text and no list"),
         ('{"chat_template": [{"name": "a", "template": "b"}]}', "none is the default"),

@@ -88,7 +88,7 @@ def test_a_model_without_any_id_warns_once(tmp_path: Path, tokenizer: Tokenizer)
     [
         ({"eos_token": "<nowhere>"}, "the tokenizer does not know it"),
         ({"eos_token": EOS}, "its id 1 is outside of the model's vocab_size 1"),
-        ("[", "is no JSON object"),
+        ("[", "is not valid JSON"),
     ],
 )
 def test_an_eos_token_that_cannot_be_drawn_is_named(

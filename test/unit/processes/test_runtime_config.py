@@ -6,7 +6,7 @@ import dataclasses
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -369,6 +369,58 @@ def test_a_size_below_1_is_refused_with_its_flag(model: ModelConfig, name: str, 
     assert "1" in message
 
 
+NUMBERS = {
+    name: hint
+    for name, hint in get_type_hints(ServerArgs).items()
+    if {int, float} & {*get_args(hint), hint}
+}
+ALGORITHM_OF = {  # what a flag of speculation needs beside itself
+    name: {"speculative_algorithm": "NGRAM"} for name in NUMBERS if "speculative_ngram" in name
+}
+# What an absurd number must not do: make memory by the thousand for each request.
+LARGE = {"row_width": 1 << 20, "max_running_requests": 1 << 16, "num_threads": 64}
+
+
+@pytest.mark.parametrize("value", [0, -1, 10**9, 10**30])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_every_number_works_or_is_refused_in_one_line_that_names_the_flag(
+    model: ModelConfig, name: str, value: int
+) -> None:
+    flags: dict[str, Any] = {name: value, **ALGORITHM_OF.get(name, {})}
+    try:
+        config = resolved(model, **flags)
+    except ValueError as error:
+        message = str(error)
+        assert "\n" not in message
+        assert f"--{name.replace('_', '-')}" in message
+        return
+    assert value < 10**30
+    execution = dataclasses.asdict(config.execution)
+    assert all(execution[size] <= most for size, most in LARGE.items())
+    assert config.scheduler.stream_interval >= 1
+
+
+@pytest.mark.parametrize("value", [0, -1, 10**9])
+def test_the_size_of_the_pool_works_or_names_its_flag(model: ModelConfig, value: int) -> None:
+    platform = dataclasses.replace(PLATFORM, available_host_bytes=GIB)
+    flags = {"load_format": "dummy", "max_total_tokens": value}
+    with pytest.raises(ValueError, match="--max-total-tokens"):
+        make_runners(resolved(model, platform, **flags).execution)
+
+
+def test_more_threads_than_cores_can_bear_are_refused_with_their_number(model: ModelConfig) -> None:
+    assert resolved(model, num_threads=16).execution.num_threads == 16
+    for value in (17, 100_000):
+        message = refusal(model, num_threads=value)
+        assert f"--num-threads {value} must be 16 at most" in message
+        assert "4 cores" in message
+
+
+def test_tables_that_the_host_has_no_memory_for_are_refused(model: ModelConfig) -> None:
+    flags = {"page_size": 65_536, "max_running_requests": 65_536}
+    assert "--max-running-requests 65536 needs 32 GiB" in refusal(model, **flags)
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0])
 def test_conservativeness_must_be_a_positive_number(model: ModelConfig, value: float) -> None:
     message = refusal(model, schedule_conservativeness=value)
@@ -501,11 +553,9 @@ def test_what_a_drafter_needs_decides_the_sizes_of_steps(
     assert config.mtp is None
 
 
-@pytest.mark.parametrize("flags", [{"max_total_tokens": 0}, {"page_size": 64}], ids=str)
-def test_a_pool_without_a_page_is_refused_with_the_flags(
-    model: ModelConfig, flags: dict[str, Any]
-) -> None:
+def test_a_pool_without_a_page_is_refused_with_the_flags(model: ModelConfig) -> None:
     platform = dataclasses.replace(PLATFORM, available_host_bytes=100_000)
+    flags = {"page_size": 64, "max_running_requests": 1}
     config = resolved(model, platform, load_format="dummy", **flags)
     with pytest.raises(ValueError, match="--max-total-tokens"):
         make_runners(config.execution)

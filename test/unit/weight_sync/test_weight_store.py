@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import socket
-import stat
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
@@ -527,14 +526,16 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     file = tmp_path / WEIGHTS
     save_file(tied.new_tensors, file)
     data = file.read_bytes()
-    is_regular = stat.S_ISREG  # is asked when the file is open and its size known
+    fstat, is_about_size = os.fstat, iter([False, True])  # first it is asked what kind it is
 
-    def change_first(mode: int) -> bool:
-        file.write_bytes({"cut": data[:-1], "longer": data + b"1"}.get(change, data))
-        return is_regular(mode)
+    def change_after(descriptor: int) -> os.stat_result:
+        found = fstat(descriptor)
+        if next(is_about_size, False):
+            file.write_bytes({"cut": data[:-1], "longer": data + b"1"}.get(change, data))
+        return found
 
     os.utime(file, (0, 0))
-    monkeypatch.setattr(stat, "S_ISREG", change_first)
+    monkeypatch.setattr(os, "fstat", change_after)
     assert "changed while" in refusal(lambda store: store.from_file(str(file)))
 
 

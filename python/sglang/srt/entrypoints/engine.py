@@ -55,7 +55,7 @@ class Engine:
     or call `shutdown`; an Engine that is dropped or alive at exit shuts itself down.
 
     Raises:
-        ValueError: if the model directory cannot be read.
+        ValueError: if the model directory cannot be read, or a number is none that its flag can be.
         LaunchError: if the processes cannot start.
     """
 

@@ -30,6 +30,7 @@ from sglang.srt.entrypoints.engine_answers import SamplingInput, sampling_fields
 from sglang.srt.entrypoints.launch import LaunchError, child_environ
 from sglang.srt.entrypoints.server_process import run_server
 from sglang.srt.entrypoints.tensor_file import NamedTensors, written_tensors
+from sglang.srt.processes.flag_bounds import check_numbers
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.common import is_port_available
 
@@ -46,10 +47,14 @@ def launch_server_process(
     """Starts a server and waits until it takes requests. It ends with this process.
 
     Raises:
+        ConfigError: for a number that its flag cannot be.
         LaunchError: if it cannot start, or not in time; its log says why.
     """
-    if not is_port_available(server_args.port):
-        raise LaunchError(f"Port {server_args.port} is in use; give another one.")
+    check_numbers(server_args)
+    if server_args.port == 0 or not is_port_available(server_args.port):
+        raise LaunchError(
+            f"Port {server_args.port} is in use, or 0, which is none; give another one."
+        )
     process = subprocess.Popen(
         [sys.executable, "-m", MODULE],
         stdin=subprocess.PIPE,

@@ -31,6 +31,7 @@ from sglang.srt.messages.requests import (
 from sglang.srt.model_config import load_model_config, resolve_model_path
 from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.process_watch import LOOK_S, ProcessWatch
+from sglang.srt.processes.flag_bounds import check_numbers
 from sglang.srt.server_args import ServerArgs, public_fields
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 
@@ -233,12 +234,15 @@ def child_environ() -> dict[str, str]:
 
 
 def check_model(server_args: ServerArgs) -> Tokenizer:
-    """Reads what a model directory must have for a start to make sense, before any is made.
+    """Looks at the numbers of flags, and reads what a model directory must have for a start to make
+    sense, before any is made.
 
     Raises:
+        ConfigError: for a number that its flag cannot be.
         ModelPathError: if the model's directory or config.json cannot be read.
         TokenizerError: if the tokenizer cannot be read.
     """
+    check_numbers(server_args)
     vocab_size = load_model_config(server_args.model_path).vocab_size
     path = server_args.tokenizer_path or resolve_model_path(server_args.model_path)
     tokenizer = load_tokenizer(path)

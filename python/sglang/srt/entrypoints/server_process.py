@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import uvicorn
 
@@ -40,6 +41,7 @@ from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelPathError, load_model_config
 from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.processes.child_process import configure_logging
+from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.grammar_flags import grammar_setup
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer, TokenizerError
@@ -68,11 +70,12 @@ def run_server(server_args: ServerArgs, modules: Mapping[str, str] = CHILD_MODUL
     try:
         tokenizer = check_model(server_args)
         listener = _bind(server_args.host, server_args.port)
-    except (ModelPathError, TokenizerError, BindError) as error:
+    except (ConfigError, ModelPathError, TokenizerError, BindError) as error:
         _say(str(error))
         return 1
     set_ulimit(server_args.max_connections + OTHER_FILES)
     with listener:
+        server_args = replace(server_args, port=listener.getsockname()[1])  # 0 asks for any
         _warn_if_open(server_args, listener)
         try:
             return asyncio.run(_Server(server_args, tokenizer, listener, modules).run())
@@ -82,7 +85,7 @@ def run_server(server_args: ServerArgs, modules: Mapping[str, str] = CHILD_MODUL
 
 
 def _say(message: str) -> None:
-    print(f"sglang: error: {message}", file=sys.stderr, flush=True)
+    print(f"sglang: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -95,7 +98,7 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(LISTEN_BACKLOG)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise BindError(
             f"Cannot listen on {host}:{port}: {error}. Choose another --port or --host."
         ) from None

@@ -33,8 +33,11 @@ class RotaryEmbedding(nn.Module):
         positions = torch.arange(self._max_positions, dtype=torch.float32)
         angles = torch.outer(positions, frequencies)
         factor = attention_factor(self._config.scaling)
-        cos, sin = angles.cos() * factor, angles.sin() * factor
-        return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
+        table = angles.new_empty(self._max_positions, 2, 2, self._head_dim // 2)  # by halves
+        table[:, 0] = (angles.cos() * factor)[:, None]
+        torch.mul(angles.sin(), factor, out=table[:, 1, 1])
+        torch.neg(table[:, 1, 1], out=table[:, 1, 0])
+        return table.flatten(2)
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:

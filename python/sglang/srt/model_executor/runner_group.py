@@ -54,10 +54,10 @@ def make_memory(config: ExecutionConfig, models: Sequence[LoadedModel]) -> KVMem
         max_useful_tokens=config.max_running_requests * config.row_width,
     )
     num_pages = sizing.num_pages()
-    table = ReqToTokenPool(
-        config.max_running_requests, config.row_width, config.device, config.poisons_graphs
-    )
     with memory_for("the KV pool", f"{LESS_STATIC_MEMORY} or --max-running-requests."):
+        table = ReqToTokenPool(
+            config.max_running_requests, config.row_width, config.device, config.poisons_graphs
+        )
         pools = [
             model.geometry.make_pool(num_pages, config.page_size, config.device) for model in models
         ]

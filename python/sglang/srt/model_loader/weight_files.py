@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from sglang.srt.model_config import ModelPathError
+from sglang.srt.plain_files import NOT_REGULAR, UnreadableFileError, open_regular, read_json
 
 READ_BYTES = 1 << 24
 WHOLE = "model.safetensors"
@@ -25,7 +25,20 @@ REMEDIES = {  # by the endings of files in other formats
 }
 
 
+class StoredWeight(NamedTuple):
+    """A tensor of a checkpoint, and the file that it is in."""
+
+    name: str
+    tensor: torch.Tensor
+    file: Path
+
+
 def read_directory(path: Path, in_memory: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a checkpoint; see `stored_weights`."""
+    return ((weight.name, weight.tensor) for weight in stored_weights(path, in_memory))
+
+
+def stored_weights(path: Path, in_memory: bool = False) -> Iterator[StoredWeight]:
     """Every tensor of a checkpoint, one file after the other; see `read_file`.
 
     A tensor that several shards hold is taken from the one that the index names. One that is not
@@ -40,10 +53,12 @@ def read_directory(path: Path, in_memory: bool = False) -> Iterator[tuple[str, t
                 elsewhere[name] = file
                 continue
             given.add(name)
-            yield name, tensor
+            yield StoredWeight(name, tensor, file)
     left = {name: file for name, file in elsewhere.items() if name not in given}
     for file in sorted(set(left.values())):
-        yield from (pair for pair in read_file(file, in_memory) if left.get(pair[0]) == file)
+        for name, tensor in read_file(file, in_memory):
+            if left.get(name) == file:
+                yield StoredWeight(name, tensor, file)
 
 
 def read_file(file: Path, in_memory: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
@@ -72,7 +87,7 @@ def read_file(file: Path, in_memory: bool = False) -> Iterator[tuple[str, torch.
 def _check_regular(file: Path) -> None:
     """Raises OSError for what is there and would block or never end, such as a pipe."""
     if os.path.lexists(file) and not os.path.isfile(file):
-        raise OSError("it is no regular file")
+        raise OSError(NOT_REGULAR)
 
 
 @contextmanager
@@ -84,11 +99,9 @@ def _copy_in_memory(file: Path) -> Iterator[Path]:
     """
     with (
         open(os.memfd_create("weights"), "w+b", buffering=0) as copy,
-        open(file, "rb", buffering=0, opener=_open_at_once) as source,
+        open_regular(file) as source,
     ):
         before = os.fstat(source.fileno())
-        if not stat.S_ISREG(before.st_mode):
-            raise OSError("it is no regular file")
         num_left = before.st_size
         while num_left and (data := source.read(min(num_left, READ_BYTES))):
             num_left -= len(data)
@@ -98,11 +111,6 @@ def _copy_in_memory(file: Path) -> Iterator[Path]:
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
             raise OSError("it changed while it was read")
         yield Path(f"/proc/self/fd/{copy.fileno()}")
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Opens without waiting for the other end of what has become a pipe since it was checked."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
@@ -139,11 +147,12 @@ def _read_index(index: Path) -> dict[str, str]:
         ModelPathError: if it cannot be read as an index.
     """
     try:
-        _check_regular(index)
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(index, dict)["weight_map"]
         # Only names inside the directory: an index must not reach other files.
         shards = {name: Path(file).name for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+    except UnreadableFileError as error:
+        raise ModelPathError(f"{error}.") from None
+    except (ValueError, KeyError, AttributeError, TypeError):
         raise ModelPathError(f"{index} is not a safetensors index.") from None
     if not shards:
         raise ModelPathError(f"{index} names no file.")

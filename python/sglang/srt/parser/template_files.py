@@ -7,12 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.tokenizer_config import (
-    UnreadableFileError,
-    read_text,
-    read_tokenizer_config,
-    special_tokens,
-)
+from sglang.srt.plain_files import UnreadableFileError, read_text
+from sglang.srt.tokenizer_config import read_tokenizer_config, special_tokens
 
 FLAG, NAME_FLAG = "--chat-template", "--hf-chat-template-name"
 MAX_TEMPLATE_BYTES = 1024 * 1024

@@ -6,12 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from sglang.srt.model_config import ModelConfig
+from sglang.srt.plain_files import UnreadableFileError
 from sglang.srt.tokenizer import Tokenizer
-from sglang.srt.tokenizer_config import (
-    UnreadableFileError,
-    read_tokenizer_config,
-    special_tokens,
-)
+from sglang.srt.tokenizer_config import read_tokenizer_config, special_tokens
 
 NONE_IS_LEFT = (
     "The model has no end-of-text id: its generation_config.json and config.json name none that it"

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from sglang.srt.model_config import ModelConfig
+from sglang.srt.plain_files import open_regular
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.ngram_memory import joined_texts
@@ -93,10 +94,10 @@ def _lines(path: str, place: str) -> Iterator[bytes]:
         ConfigError: if it cannot be read.
     """
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(Path(path)) as file:
             yield from file
     except (OSError, TypeError, ValueError) as error:  # the last two: no name of a file
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = (isinstance(error, OSError) and error.strerror) or error
         raise ConfigError(
             f"{place} cannot be read: {reason}; name a file with a JSON string in each line."
         ) from None

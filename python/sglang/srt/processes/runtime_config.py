@@ -15,6 +15,7 @@ from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.mtp.mask_drafter import MTPConfig
 from sglang.srt.platform import Platform
 from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.processes.flag_bounds import UNSPLIT, check_numbers
 from sglang.srt.processes.speculation_flags import drafter_from_flags
 from sglang.srt.registry import (
     ATTENTION_BACKENDS,
@@ -30,11 +31,10 @@ from sglang.srt.step.row_division import MAX_MASKS, MAX_REQUESTS
 GPU_STATIC_SHARE = 0.88  # of the GPU's memory for weights and KV, without --mem-fraction-static
 CPU_KV_SHARE = 0.1  # of the available host memory, without --mem-fraction-static
 CPU_KV_MAX_BYTES = 1 << 30  # likewise
-MAX_CPU_THREADS = 16
+MAX_CPU_THREADS = 16  # without --num-threads
+MAX_THREADS_PER_CORE = 4
 MIN_CAPABILITY = (8, 0)  # of a CUDA GPU
 MAX_GRAPH_ROWS = 1024  # beyond, a GPU is busy for longer than the launches take
-UNSPLIT = -1  # a --chunked-prefill-size: no prompt is split, as in SGLang
-AUTO = "auto"  # a --chunked-prefill-size: as many prompt tokens as the load allows
 # The most prompt tokens of a step under AUTO: with more a GPU's products get no faster, and what a
 # step needs of memory grows.
 MAX_CHUNKS = {"cpu": 2048, "cuda": 8192}
@@ -77,7 +77,7 @@ def resolve(
     Raises:
         ConfigError: the message names the flag and the remedy.
     """
-    _check_sizes(args)
+    check_numbers(args)
     device = _device(args, platform)
     context_len = _context_len(args, model)
     captures = _captures_graphs(args, device)
@@ -100,7 +100,7 @@ def resolve(
         max_prompt_rows=planner.chunked_prefill_size,
         poisons_graphs=environ.graph_poison,
         static_memory_share=args.mem_fraction_static or GPU_STATIC_SHARE,
-        num_threads=args.num_threads or min(platform.num_cores, MAX_CPU_THREADS),
+        num_threads=_num_threads(args, platform.num_cores),
     )
     scheduler = SchedulerConfig(
         planner=planner,
@@ -121,7 +121,9 @@ def resolve(
         use_radix_cache=not args.disable_radix_cache,
     )
     drafter = _drafter(args, model, environ, device)
-    return config if drafter is None else with_drafter(config, drafter)
+    config = config if drafter is None else with_drafter(config, drafter)
+    _check_tables(config.execution, platform)
+    return config
 
 
 def drafter_needs(drafter: DrafterConfig | None) -> DrafterNeeds:
@@ -171,52 +173,6 @@ def with_chunks_that_fit(config: RuntimeConfig, max_prompt_rows: int) -> Runtime
     return replace(config, scheduler=replace(config.scheduler, planner=planner))
 
 
-def _check_sizes(args: ServerArgs) -> None:
-    at_least_one = (
-        "page_size",
-        "max_running_requests",
-        "max_queued_requests",
-        "max_connections",
-        "max_header_bytes",
-        "max_request_bytes",
-        "max_weight_bytes",
-        "max_batch_size_per_request",
-        "max_tokenize_tokens",
-        "max_n",
-        "mtp_max_k",
-    )
-    values = vars(args)
-    for name in at_least_one:
-        if values[name] is not None and values[name] < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1.")
-    _check_chunks(args)
-    if args.schedule_conservativeness <= 0:
-        raise ConfigError("--schedule-conservativeness must be a number above 0.")
-    fraction = args.mem_fraction_static
-    if fraction is not None and not 0 < fraction < 1:
-        raise ConfigError("--mem-fraction-static must be between 0 and 1.")
-    if args.num_threads is not None and args.num_threads < 1:
-        raise ConfigError("--num-threads must be at least 1.")
-
-
-def _check_chunks(args: ServerArgs) -> None:
-    chunk, max_step_ms = args.chunked_prefill_size, args.max_step_ms
-    is_number = isinstance(chunk, int) and (chunk >= 1 or chunk == UNSPLIT)
-    if not is_number and chunk != AUTO:
-        raise ConfigError(
-            f"--chunked-prefill-size must be at least 1, or {UNSPLIT} for no chunks, or {AUTO}."
-        )
-    if max_step_ms is None:
-        return
-    if max_step_ms < 0:
-        raise ConfigError("--max-step-ms must be milliseconds above 0, or 0 for no bound.")
-    if max_step_ms > 0 and chunk != AUTO:
-        raise ConfigError(
-            f"--max-step-ms bounds what --chunked-prefill-size {AUTO} chooses; leave one of them"
-            " out."
-        )
-
-
 def _device(args: ServerArgs, platform: Platform) -> str:
     device = platform.device if args.device == "auto" else args.device
     if device == "cuda" and platform.device != "cuda":
@@ -243,6 +199,17 @@ def _context_len(args: ServerArgs, model: ModelConfig) -> int:
             f"--context-length {wished} must be between 1 and the model's {model.context_len}."
         )
     return wished
+
+
+def _num_threads(args: ServerArgs, num_cores: int) -> int:
+    default, most = min(num_cores, MAX_CPU_THREADS), MAX_THREADS_PER_CORE * num_cores
+    if args.num_threads is not None and args.num_threads > most:
+        raise ConfigError(
+            f"--num-threads {args.num_threads} must be {most} at most, {MAX_THREADS_PER_CORE} for"
+            f" each of the {num_cores} cores that this process may use; without it there are"
+            f" {default}."
+        )
+    return args.num_threads or default
 
 
 def _dtype(args: ServerArgs, model: ModelConfig, device: str) -> str:
@@ -277,6 +244,17 @@ def _planner(args: ServerArgs, environ: Environ, device: str, context_len: int) 
         preemption_threshold=threshold if args.enable_priority_scheduling else None,
         retract_interval=environ.test_retract_interval,
     )
+
+
+def _check_tables(execution: ExecutionConfig, platform: Platform) -> None:
+    """Refuses a page table and a token table that the host has no memory for."""
+    num_bytes = 2 * 4 * execution.max_running_requests * execution.row_width
+    if execution.device == "cpu" and num_bytes > platform.available_host_bytes:
+        raise ConfigError(
+            f"--max-running-requests {execution.max_running_requests} needs {num_bytes >> 30} GiB"
+            f" for tables of {execution.row_width} tokens per request, and this host has"
+            f" {platform.available_host_bytes >> 30} GiB; lower it or --context-length."
+        )
 
 
 def _captures_graphs(args: ServerArgs, device: str) -> bool:

@@ -23,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.plain_files import UnreadableFileError, read_bytes
 from sglang.srt.speculative.spec_info import MAX_NUM_STEPS
 
 CONFIG_FLAG = "--speculative-adaptive-config"
@@ -166,14 +167,12 @@ def read_adaptive_config(name_or_path: str | None) -> AdaptiveConfig:
             raise AdaptiveConfigError(
                 f"{place} is no file, and none of the presets {' and '.join(PRESETS)}."
             )
-        with path.open("rb") as file:
-            data = file.read(MAX_CONFIG_BYTES + 1)
     except OSError as error:
         raise AdaptiveConfigError(f"{place} cannot be read: {error.strerror}.") from None
-    if len(data) > MAX_CONFIG_BYTES:
-        raise AdaptiveConfigError(
-            f"{place} is larger than {MAX_CONFIG_BYTES} bytes, the most that is read of it."
-        )
+    try:
+        data = read_bytes(path, MAX_CONFIG_BYTES)
+    except UnreadableFileError as error:
+        raise AdaptiveConfigError(f"{place} {error.reason}.") from None
     return parse_adaptive_config(data, place)
 
 

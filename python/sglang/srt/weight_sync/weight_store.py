@@ -15,13 +15,11 @@ from safetensors import SafetensorError
 
 from sglang.srt.mem_cache.memory_pool import hand_back_unused
 from sglang.srt.model_config import ModelConfig, ModelPathError, resolve_model_path
-from sglang.srt.model_loader.loader import WeightMismatch, WeightPlaces
+from sglang.srt.model_loader.loader import WeightMismatch, WeightPlaces, check_finite
 from sglang.srt.model_loader.weight_copies import have_equal_values
 from sglang.srt.model_loader.weight_files import read_directory, read_file
 from sglang.srt.models.model import Model
 
-# Float8 and smaller are codes that mean nothing without their scales.
-SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 COPY_BYTES = 1 << 24
 
 StagedWeights = dict[str, torch.Tensor]
@@ -206,17 +204,18 @@ class WeightStore:
         staged: StagedWeights = {}
         try:
             for name, tensor in tensors:
-                place = self._place_of(source, name, tensor.shape)
+                place = self._places.place_of(name, tensor.shape)
                 if place is None:
                     continue
                 own_name = self._places.own_name(name)
                 if own_name in staged:
                     raise WeightUpdateError(f"{source} has weight {name!r} twice; send it once.")
-                _check_values(source, name, tensor, place)
-                self._check_use(source, name, tensor)
+                self._places.check_values(name, tensor)
                 staged[own_name] = torch.empty(place.shape, dtype=place.dtype)
                 staged[own_name].copy_(tensor.detach())
-                _check_finite(source, name, staged[own_name])
+                check_finite(name, staged[own_name])
+        except WeightMismatch as error:
+            raise WeightUpdateError(f"{source} {error.problem}; {error.remedy}.") from None
         except (ModelPathError, OSError) as error:
             raise WeightUpdateError(first_line(error)) from None
         if not staged:
@@ -242,18 +241,6 @@ class WeightStore:
                     f" {name}); send both alike, in one call or session (begin_weight_update), or"
                     " start the server with a folder whose files hold both."
                 )
-
-    def _place_of(self, source: str, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        try:
-            return self._places.place_of(name, shape)
-        except WeightMismatch as error:
-            raise _refusal(source, error) from None
-
-    def _check_use(self, source: str, name: str, tensor: torch.Tensor) -> None:
-        try:
-            self._places.check_values(name, tensor)
-        except WeightMismatch as error:
-            raise _refusal(source, error) from None
 
 
 class _Copy(Protocol):
@@ -337,37 +324,6 @@ def _taken_from(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.T
     """Each tensor, which ends in `tensors` when it is handed out: no second copy of everything."""
     while tensors:
         yield tensors.popitem()
-
-
-def _refusal(source: str, error: WeightMismatch) -> WeightUpdateError:
-    return WeightUpdateError(
-        f"{source} {error.problem}; send weights as the model's own checkpoint has them."
-    )
-
-
-def _check_values(source: str, name: str, tensor: torch.Tensor, place: torch.Tensor) -> None:
-    if place.is_floating_point() and tensor.dtype not in SOURCE_DTYPES:
-        raise WeightUpdateError(
-            f"{source} has a weight {name!r} of type {tensor.dtype}; send floating point values of"
-            " 16 bits at least."
-        )
-    if tensor.is_meta or tensor.layout != torch.strided:
-        raise WeightUpdateError(f"{source} has a weight {name!r} without plain values; send those.")
-
-
-def _check_finite(source: str, name: str, tensor: torch.Tensor) -> None:
-    """Of a tensor in the type that serves, since that may hold less than the source's."""
-    if not tensor.numel():
-        return
-    low, high = tensor.aminmax()  # NaN if there is one; needs no memory
-    if low.isfinite() and high.isfinite():
-        return
-    num_wrong = tensor.numel() - int(tensor.isfinite().sum())
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    raise WeightUpdateError(
-        f"{source} has a weight {name!r} with {num_wrong} of {tensor.numel()} values NaN or"
-        f" infinite as {dtype}; send finite values that {dtype} can hold."
-    )
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

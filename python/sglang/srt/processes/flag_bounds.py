@@ -1,0 +1,88 @@
+"""Which numbers flags may be: what can be said without a model or a machine."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import get_args, get_type_hints
+
+from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.server_args import ServerArgs
+
+UNSPLIT = -1  # a --chunked-prefill-size: no prompt is split, as in SGLang
+AUTO = "auto"  # a --chunked-prefill-size: as many prompt tokens as the load allows
+LARGEST = 1 << 40  # of a number that nothing else bounds
+LARGEST_INT64 = (1 << 63) - 1
+
+ANY = (-LARGEST, LARGEST)  # of a flag that is checked where it is read, by what goes with it
+
+# The least and the most that a whole number may be. Others may be 0 to LARGEST; those of
+# speculation, and what need not be whole, ANY.
+BOUNDS = {
+    "context_length": ANY,
+    "port": (0, 65_535),
+    "max_total_tokens": (1, LARGEST),
+    "page_size": (1, 65_536),
+    "max_running_requests": (1, 65_536),
+    "max_queued_requests": (1, LARGEST),
+    "priority_scheduling_preemption_threshold": ANY,
+    "stream_interval": (1, LARGEST),
+    "num_threads": (1, LARGEST),
+    "random_seed": (-LARGEST_INT64, LARGEST_INT64),
+    "mtp_max_k": (1, 256),
+    "mtp_mask_token_id": ANY,
+    "max_connections": (1, LARGEST),
+    "max_header_bytes": (1, LARGEST),
+    "max_request_bytes": (1, LARGEST),
+    "max_weight_bytes": (1, LARGEST),
+    "max_batch_size_per_request": (1, LARGEST),
+    "max_tokenize_tokens": (1, LARGEST),
+    "max_n": (1, LARGEST),
+}
+
+
+def check_numbers(args: ServerArgs) -> None:
+    """
+    Raises:
+        ConfigError: for a number that its flag cannot be; the text names the flag and the bounds.
+    """
+    values, hints = vars(args), get_type_hints(ServerArgs)
+    for name in (field.name for field in fields(ServerArgs)):
+        types = {*(get_args(hints[name]) or (hints[name],))}
+        if not {int, float} & types or str in types or values[name] is None:
+            continue
+        value = values[name]
+        is_open = float in types or name.startswith("speculative_")
+        least, most = BOUNDS.get(name, ANY if is_open else (0, LARGEST))
+        is_right = isinstance(value, int | float) if is_open else type(value) is int
+        if is_right and least <= value <= most:
+            continue
+        raise ConfigError(
+            f"--{name.replace('_', '-')} must be a {'' if is_open else 'whole '}number from"
+            f" {least} to {most}."
+        )
+    _check_chunks(args)
+    if args.schedule_conservativeness <= 0:
+        raise ConfigError("--schedule-conservativeness must be a number above 0.")
+    if args.shutdown_timeout_s < 0:
+        raise ConfigError("--shutdown-timeout-s must be seconds, 0 or more.")
+    fraction = args.mem_fraction_static
+    if fraction is not None and not 0 < fraction < 1:
+        raise ConfigError("--mem-fraction-static must be between 0 and 1.")
+
+
+def _check_chunks(args: ServerArgs) -> None:
+    chunk, max_step_ms = args.chunked_prefill_size, args.max_step_ms
+    is_number = isinstance(chunk, int) and (1 <= chunk <= LARGEST or chunk == UNSPLIT)
+    if not is_number and chunk != AUTO:
+        raise ConfigError(
+            f"--chunked-prefill-size must be at least 1, or {UNSPLIT} for no chunks, or {AUTO}."
+        )
+    if max_step_ms is None:
+        return
+    if max_step_ms < 0:
+        raise ConfigError("--max-step-ms must be milliseconds above 0, or 0 for no bound.")
+    if max_step_ms > 0 and chunk != AUTO:
+        raise ConfigError(
+            f"--max-step-ms bounds what --chunked-prefill-size {AUTO} chooses; leave one of them"
+            " out."
+        )

@@ -1,0 +1,91 @@
+"""The start of a server: what cannot be had is one line and exit code 1, before any process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving_utils import make_model_dir
+from sglang import Engine
+from sglang.srt.entrypoints import server_process
+from sglang.srt.entrypoints.server_process import run_server
+from sglang.srt.server_args import ServerArgs
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServerArgs, int]]:
+    """The arguments and the port of each server that would have started."""
+    servers: list[tuple[ServerArgs, int]] = []
+
+    class Server:
+        def __init__(self, args: ServerArgs, _: Any, listener: socket.socket, __: Any) -> None:
+            servers.append((args, listener.getsockname()[1]))
+
+        async def run(self) -> int:
+            return 0
+
+    monkeypatch.setattr(server_process, "_Server", Server)
+    monkeypatch.setattr(server_process, "configure_logging", lambda *_: None)
+    return servers
+
+
+def write(text: str) -> Callable[[Path], Any]:
+    return lambda path: path.write_text(text)
+
+
+BAD_CONFIGS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "pipe": (os.mkfifo, "no regular file"),
+    "endless": (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
+    "deep": (write("[" * 200_000), "nested too deeply"),
+}
+BAD_FLAGS = {"port": 99_999, "random_seed": 10**30, "num_threads": 0, "stream_interval": -1}
+
+
+def check_one_line(text: str, *words: str) -> None:
+    (line,) = text.splitlines()
+    assert line.startswith("sglang: error: ")
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize(("make", "said"), BAD_CONFIGS.values(), ids=list(BAD_CONFIGS))
+def test_a_config_that_cannot_be_read_is_one_line(
+    make: Callable[[Path], Any],
+    said: str,
+    tmp_path: Path,
+    started: list[tuple[ServerArgs, int]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = make_model_dir(tmp_path / "model") / "config.json"
+    config.unlink()
+    make(config)
+    assert run_server(ServerArgs(model_path=str(tmp_path / "model"), port=0)) == 1
+    check_one_line(capsys.readouterr().err, "config.json", said)
+    with pytest.raises(ValueError, match=said):
+        Engine(model_path=str(tmp_path / "model"))
+    assert not started
+
+
+@pytest.mark.parametrize("name", BAD_FLAGS)
+def test_a_number_that_cannot_be_is_one_line(
+    name: str, started: list[tuple[ServerArgs, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = {"model_path": "demo", name: BAD_FLAGS[name]}
+    assert run_server(ServerArgs(**flags)) == 1
+    check_one_line(capsys.readouterr().err, f"--{name.replace('_', '-')} must be")
+    with pytest.raises(ValueError, match="must be a whole number"):
+        Engine(**flags)
+    assert not started
+
+
+def test_port_0_becomes_the_port_that_is_listened_on(
+    started: list[tuple[ServerArgs, int]],
+) -> None:
+    assert run_server(ServerArgs(model_path="demo", port=0)) == 0
+    ((args, port),) = started
+    assert args.port == port > 0
