@@ -115,7 +115,8 @@ class DecodeStream:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.errors)
-        self._has_begun = False  # a token has been shown
+        # A token has been shown. Of a long context the ids before the last ones are not looked at.
+        self._has_begun = len(context_ids) >= NUM_CONTEXT_IDS
         self._begun_before = ""  # the character that the context has begun, if it is never ended
         self.push(context_ids[-NUM_CONTEXT_IDS:])
         self._begun_before = self._utf8.getstate()[0].decode(errors=tokenizer.errors)

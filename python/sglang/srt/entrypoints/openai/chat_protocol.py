@@ -124,8 +124,8 @@ class ChatCompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
         if other is not None and self.tools and self.tool_choice != "none":
             raise field_error(
                 other,
-                "leaves no room for calls of tools, as a JSON schema does; give one, or set"
-                ' tool_choice "none"',
+                "leaves no room for calls of tools; give a JSON schema, beside which there may be"
+                ' calls, or set tool_choice "none"',
             )
 
     @property
