@@ -134,7 +134,7 @@ def rest_of(answer: list[int], opening: list[int]) -> list[int]:
 
 
 def said(model: Llama, ids: list[int], eos: int, most: int) -> list[int]:
-    """What the model says greedily after a prompt, its end left out."""
+    """Lets the model go on greedily after a prompt; returns its ids without the end."""
     num_prompt = len(ids)
     ids = list(ids)
     while len(ids) < num_prompt + most:

@@ -102,7 +102,7 @@ def with_mtp(bodies: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
 
 
 def answers(engine: Engine, bodies: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """What each body gets, one entry per sample."""
+    """Returns what each body gets, one entry per sample."""
     found: list[list[dict[str, Any]]] = [[] for _ in bodies]
     for num_samples in (1, 2):
         places = [

@@ -80,7 +80,7 @@ class Tokenizer:
         return DecodeStream(self, skip_special_tokens, context_ids)
 
     def token_text(self, token_id: int) -> str:
-        """What a token adds to a text; replacement characters for parts of a character."""
+        """Gives what a token adds to a text; replacement characters for parts of a character."""
         return self.token_bytes.of(token_id).decode(errors=self.errors)
 
     def shown_ids(self, ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
@@ -284,7 +284,7 @@ def _wrap(backend: tokenizers.Tokenizer) -> Tokenizer:
 
 
 def _errors_of(decoder: tokenizers.decoders.Decoder | None) -> str:
-    """How a decoder replaces broken bytes. With byte fallback each is one character.
+    """Says how a decoder replaces broken bytes. With byte fallback each is one character.
 
     Raises:
         TokenizerError: if the text of a token depends on the tokens around it.

@@ -1,4 +1,4 @@
-"""Which ids end outputs: of the model's files, and of the folder of its tokenizer."""
+"""The ids that end outputs: of the model's files, and of the folder of its tokenizer."""
 
 from __future__ import annotations
 

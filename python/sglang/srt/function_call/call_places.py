@@ -17,7 +17,7 @@ _NUM_BEFORE = 3  # characters before an object, its blanks as one, that _ALONE l
 
 
 class Begins(Enum):
-    """How calls begin."""
+    """The ways in which calls begin."""
 
     MARKER = "behind a marker"
     LINE = "an object alone, at the beginning of a line"
@@ -52,7 +52,7 @@ class CallPlaces:
         return None
 
     def num_certain(self, text: str) -> int:
-        """How many characters of a text without a place are no part of a marker."""
+        """Counts the first characters of a text without a place that are no part of a marker."""
         return len(text) - num_held(text, self._form.marker)
 
     def pass_text(self, text: str) -> None:
@@ -64,8 +64,8 @@ class CallPlaces:
         self._before = "\n"
 
     def goes_on_as_call(self, after: str, has_ended: bool) -> bool | None:
-        """Whether an object behind a sentence is a call: its line ends with it, or calls follow.
-        None: not known yet."""
+        """Tells whether an object behind a sentence is a call: its line ends with it, or calls
+        follow. None: not known yet."""
         rest = after.lstrip(" \t]")
         next_object = rest.lstrip(",; \t\r\n")
         marks = (self._form.marker, *self._form.ends)

@@ -136,7 +136,7 @@ class ChatCompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
 
     @property
     def content_grammars(self) -> list[tuple[str, Grammar]]:
-        """What the content must match, and the field that says so; more than one is refused."""
+        """Gives what the content must match, and the field that says so; two are refused later."""
         form = grammar_of_format(self.response_format)
         texts = {
             JSON_SCHEMA: self.json_schema,
