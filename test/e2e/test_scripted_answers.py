@@ -37,6 +37,8 @@ PERSON = {
         },
     },
 }
+FORM = {"response_format": PERSON}
+WHO, WEATHER = "A name is asked for.", "I need the weather."
 CALLS: list[tuple[str, str, str | None, list[Any]]] = [  # format, text, content, calls
     ("hermes", "hermes", None, [PARIS]),
     ("hermes", "hermes_around", "Sure Done.", [PARIS]),
@@ -71,28 +73,15 @@ REASONING: list[tuple[str, str, str, str | None, str | None, list[Any], dict[str
     ("qwen3-thinking", "think_end", "", "Two and two.", "Four.", [], {}),
     ("qwen3-thinking", "hermes", f"{OPEN}\n</think>\n\n", None, None, [PARIS], {}),
     ("deepseek-r1", "answer", "<think></think>\n", None, "The answer is Four.", [], {}),
-    ("qwen3", "think_call", "", "I need the weather.", None, [PARIS], {}),
-    ("deepseek-r1", "think_end_call", OPEN, "I need the weather.", None, [PARIS], {}),
+    ("qwen3", "think_call", "", WEATHER, None, [PARIS], {}),
+    ("deepseek-r1", "think_end_call", OPEN, WEATHER, None, [PARIS], {}),
     ("qwen3", "think_only", "", "Nothing is left to say.", None, [], {}),
-    ("qwen3", "think_end_json", OPEN, "A name is asked for.", JSON_ANSWER, [], {}),
-    (
-        "qwen3",
-        "think_end_json",
-        OPEN,
-        "A name is asked for.",
-        JSON_ANSWER,
-        [],
-        {"response_format": PERSON},
-    ),
-    (
-        "deepseek-r1",
-        "json",
-        "<think></think>\n",
-        None,
-        JSON_ANSWER,
-        [],
-        {"response_format": PERSON},
-    ),
+    ("qwen3", "think_end_json", OPEN, WHO, JSON_ANSWER, [], {}),
+    ("qwen3", "think_json", "", WHO, JSON_ANSWER, [], FORM),
+    ("qwen3", "think_end_json", OPEN, WHO, JSON_ANSWER, [], FORM),
+    ("qwen3", "think_end_json", OPEN, WHO, JSON_ANSWER, [], {**FORM, "tools": TOOLS}),
+    ("qwen3", "think_end_call", OPEN, WEATHER, None, [PARIS], FORM),
+    ("deepseek-r1", "json", "<think></think>\n", None, JSON_ANSWER, [], FORM),
 ]
 
 
