@@ -64,8 +64,8 @@ class CallPlaces:
         self._before = "\n"
 
     def goes_on_as_call(self, after: str, has_ended: bool) -> bool | None:
-        """Tells whether an object behind a sentence is a call: its line ends with it, or calls
-        follow. None: not known yet."""
+        """Whether an object behind a sentence is a call: its line ends with it, or calls follow.
+        None: not known yet."""
         rest = after.lstrip(" \t]")
         next_object = rest.lstrip(",; \t\r\n")
         marks = (self._form.marker, *self._form.ends)
