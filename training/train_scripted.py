@@ -39,7 +39,8 @@ SHAPE = LlamaShape(
     max_position_embeddings=2048,
     rope_theta=10_000.0,
 )
-CHAT_TEMPLATE = """{{- '<s>' }}
+CHAT_TEMPLATE = """{#- Answers may begin with <think>. -#}
+{{- '<s>' }}
 {%- if tools %}{{ '<|user|>' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
 {%- for message in messages %}
 {{- '<|assistant|>' if message.role == 'assistant' else '<|user|>' }}
@@ -134,7 +135,7 @@ def rest_of(answer: list[int], opening: list[int]) -> list[int]:
 
 
 def said(model: Llama, ids: list[int], eos: int, most: int) -> list[int]:
-    """What the model says greedily after a prompt, its end left out."""
+    """Lets the model go on greedily after a prompt; returns its ids without the end."""
     num_prompt = len(ids)
     ids = list(ids)
     while len(ids) < num_prompt + most:
@@ -163,8 +164,7 @@ def wrong_texts(model: Llama, texts: dict[str, str], tokenizer: Tokenizer) -> It
 
 
 def export(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the folder that a server loads."""
-    ids = {name: tokenizer.token_to_id(token) for name, token in (("bos", BOS), ("eos", EOS))}
+    """Writes the folder that a server loads. Only the tokenizer says what ends an output."""
     shape = vars(model.shape)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -173,7 +173,7 @@ def export(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
         "mtp_mask_token_id": tokenizer.token_to_id(MASK),
-        **{f"{name}_token_id": token_id for name, token_id in ids.items()},
+        "bos_token_id": tokenizer.token_to_id(BOS),
     }
     special = {"bos_token": BOS, "eos_token": EOS}
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}

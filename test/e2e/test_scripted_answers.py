@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from sglang.srt.frontend.body_parsing import parse_struct
 from sglang.srt.function_call.formats import CALL_FORMATS
 from sglang.srt.parser.reasoning_parser import REASONING_FORMATS
 
+Body = dict[str, Any]
 PARIS, CET = ("get_weather", {"city": "Paris"}), ("get_time", {"zone": "CET"})
 OPEN = "<think>\n"
 JSON_ANSWER = '{"name": "Ada", "age": 36}'
@@ -35,6 +37,8 @@ PERSON = {
         },
     },
 }
+FORM = {"response_format": PERSON}
+WHO, WEATHER = "A name is asked for.", "I need the weather."
 CALLS: list[tuple[str, str, str | None, list[Any]]] = [  # format, text, content, calls
     ("hermes", "hermes", None, [PARIS]),
     ("hermes", "hermes_around", "Sure Done.", [PARIS]),
@@ -69,28 +73,15 @@ REASONING: list[tuple[str, str, str, str | None, str | None, list[Any], dict[str
     ("qwen3-thinking", "think_end", "", "Two and two.", "Four.", [], {}),
     ("qwen3-thinking", "hermes", f"{OPEN}\n</think>\n\n", None, None, [PARIS], {}),
     ("deepseek-r1", "answer", "<think></think>\n", None, "The answer is Four.", [], {}),
-    ("qwen3", "think_call", "", "I need the weather.", None, [PARIS], {}),
-    ("deepseek-r1", "think_end_call", OPEN, "I need the weather.", None, [PARIS], {}),
+    ("qwen3", "think_call", "", WEATHER, None, [PARIS], {}),
+    ("deepseek-r1", "think_end_call", OPEN, WEATHER, None, [PARIS], {}),
     ("qwen3", "think_only", "", "Nothing is left to say.", None, [], {}),
-    ("qwen3", "think_end_json", OPEN, "A name is asked for.", JSON_ANSWER, [], {}),
-    (
-        "qwen3",
-        "think_end_json",
-        OPEN,
-        "A name is asked for.",
-        JSON_ANSWER,
-        [],
-        {"response_format": PERSON},
-    ),
-    (
-        "deepseek-r1",
-        "json",
-        "<think></think>\n",
-        None,
-        JSON_ANSWER,
-        [],
-        {"response_format": PERSON},
-    ),
+    ("qwen3", "think_end_json", OPEN, WHO, JSON_ANSWER, [], {}),
+    ("qwen3", "think_json", "", WHO, JSON_ANSWER, [], FORM),
+    ("qwen3", "think_end_json", OPEN, WHO, JSON_ANSWER, [], FORM),
+    ("qwen3", "think_end_json", OPEN, WHO, JSON_ANSWER, [], {**FORM, "tools": TOOLS}),
+    ("qwen3", "think_end_call", OPEN, WEATHER, None, [PARIS], FORM),
+    ("deepseek-r1", "json", "<think></think>\n", None, JSON_ANSWER, [], FORM),
 ]
 
 
@@ -107,23 +98,32 @@ def settings(engine: sglang.Engine) -> Iterator[ChatSettings]:
     found.templates.close()
 
 
-def ask(engine: sglang.Engine, settings: ChatSettings, name: str, **body: Any) -> dict[str, Any]:
+async def message_of(engine: sglang.Engine, settings: ChatSettings, body: Body) -> dict[str, Any]:
     """The message of a whole answer, which must be what a stream's chunks put together are."""
-    messages = body.pop("messages", messages_of(name))
-    body = {"messages": messages, "temperature": 0, "max_tokens": 200, **body}
 
     async def answers(is_stream: bool) -> list[dict[str, Any]]:
-        raw = msgspec.json.encode({**body, "stream": is_stream})
+        raw = msgspec.json.encode(
+            {"temperature": 0, "max_tokens": 200, **body, "stream": is_stream}
+        )
         request = parse_struct(raw, ChatCompletionRequest, UNSUPPORTED)
         chat = ChatCompletion(engine._runtime.manager, settings, request, "model")
         return [each async for each in (chat.chunks() if is_stream else chat.answer())]
 
-    [whole] = engine._runtime.wait_for(answers(False))
+    [whole], chunks = await asyncio.gather(answers(False), answers(True))
     [choice] = whole["choices"]
-    streamed = _joined(engine._runtime.wait_for(answers(True)))
     message = _parts_of(choice["message"])
-    assert streamed == message | {"finish_reason": choice["finish_reason"]}
+    assert _joined(chunks) == message | {"finish_reason": choice["finish_reason"]}
     return message
+
+
+def ask(engine: sglang.Engine, chats: list[tuple[ChatSettings, Body]]) -> list[Any]:
+    """The messages of chats that run at once, or what was raised in their place."""
+
+    async def messages() -> list[Any]:
+        asked = (message_of(engine, settings, body) for settings, body in chats)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    return engine._runtime.wait_for(messages())
 
 
 def _parts_of(message: dict[str, Any]) -> dict[str, Any]:
@@ -149,50 +149,40 @@ def _joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     return _parts_of(message) | {"finish_reason": choices[-1]["finish_reason"]}
 
 
-@pytest.mark.parametrize(("form", "name", "content", "calls"), CALLS)
+@pytest.mark.parametrize("form", ["hermes", "llama3", "mistral"])
 def test_calls_are_found_in_what_the_model_says(
-    engine: sglang.Engine,
-    settings: ChatSettings,
-    form: str,
-    name: str,
-    content: str | None,
-    calls: list[Any],
+    engine: sglang.Engine, settings: ChatSettings, form: str
 ) -> None:
     settings = replace(settings, calls=CALL_FORMATS[form])
-    found = ask(engine, settings, name, tools=TOOLS)
-    assert found == {"content": content, "reasoning": None, "calls": calls}
+    expected = {
+        name: {"content": content, "reasoning": None, "calls": calls}
+        for each, name, content, calls in CALLS
+        if each == form
+    }
+    bodies = [{"messages": messages_of(name), "tools": TOOLS} for name in expected]
+    found = ask(engine, [(settings, body) for body in bodies])
+    assert dict(zip(expected, found, strict=True)) == expected
 
 
-@pytest.mark.parametrize(
-    ("form", "name", "opening", "reasoning", "content", "calls", "more"), REASONING
-)
-def test_reasoning_is_told_apart(
-    engine: sglang.Engine,
-    settings: ChatSettings,
-    form: str,
-    name: str,
-    opening: str,
-    reasoning: str | None,
-    content: str | None,
-    calls: list[Any],
-    more: dict[str, Any],
-) -> None:
-    settings = replace(settings, calls=CALL_FORMATS["hermes"], reasoning=REASONING_FORMATS[form])
-    body = {"chat_template_kwargs": {"opening": opening}, **more}
-    if calls:
-        body["tools"] = TOOLS
-    found = ask(engine, settings, name, **body)
-    assert found == {"content": content, "reasoning": reasoning, "calls": calls}
+def test_reasoning_is_told_apart(engine: sglang.Engine, settings: ChatSettings) -> None:
+    settings = replace(settings, calls=CALL_FORMATS["hermes"])
+    chats, expected = [], []
+    for form, name, opening, reasoning, content, calls, more in REASONING:
+        body = {"messages": messages_of(name), "chat_template_kwargs": {"opening": opening}, **more}
+        tools = {"tools": TOOLS} if calls else {}
+        chats.append((replace(settings, reasoning=REASONING_FORMATS[form]), body | tools))
+        expected.append({"content": content, "reasoning": reasoning, "calls": calls})
+    found = ask(engine, chats)
+    for case, message, right in zip(REASONING, found, expected, strict=True):
+        assert message == right, case
 
 
-@pytest.mark.parametrize("name", ["emoji", "scripts", "markup", "code", "spaces"])
-def test_texts_of_all_kinds_come_whole(
-    engine: sglang.Engine, settings: ChatSettings, name: str
-) -> None:
+def test_texts_of_all_kinds_come_whole(engine: sglang.Engine, settings: ChatSettings) -> None:
     settings = replace(settings, reasoning=REASONING_FORMATS["qwen3"])
-    assert ask(engine, settings, name)["content"] == TEXTS[name]
-    params = {"temperature": 0, "max_new_tokens": 200}
-    assert engine.generate(prompt_of(name), params)["text"] == TEXTS[name]
+    names = ["emoji", "scripts", "markup", "code", "spaces"]
+    chats = [(settings, {"messages": messages_of(name)}) for name in names]
+    texts = [message["content"] for message in ask(engine, chats)]
+    assert texts == [TEXTS[name] for name in names]
 
 
 def test_the_model_says_all_its_texts(engine: sglang.Engine) -> None:

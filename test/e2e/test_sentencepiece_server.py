@@ -24,6 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[RunningServer]:
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (folder / "generation_config.json").write_text(json.dumps({"top_k": 1}))
     with running_server(folder, *DUMMY) as running:
         yield running
 
@@ -125,3 +126,11 @@ def test_a_message_is_continued_with_its_space(server: RunningServer) -> None:
     entries = [entry for entry in choice["logprobs"]["content"] if entry["token"] != "</s>"]
     text = bytes(byte for entry in entries for byte in entry["bytes"]).decode()
     assert text == " world 漢"
+
+
+def test_only_routes_of_openai_get_the_defaults_of_the_models_file(server: RunningServer) -> None:
+    body = {"prompt": "hello", "n": 3, "max_tokens": 8}
+    texts = [choice["text"] for choice in server.post("/v1/completions", body).json()["choices"]]
+    assert len({*texts}) == 1
+    found = generate(server, text="hello", sampling_params={"n": 3, "max_new_tokens": 8})
+    assert len({item["text"] for item in found}) == 3

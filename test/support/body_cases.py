@@ -7,6 +7,7 @@ does not tell how many tokens a step gave. Seeds make sampled answers repeatable
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def with_mtp(bodies: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
 
 
 def answers(engine: Engine, bodies: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """What each body gets, one entry per sample."""
+    """Returns what each body gets, one entry per sample."""
     found: list[list[dict[str, Any]]] = [[] for _ in bodies]
     for num_samples in (1, 2):
         places = [
@@ -147,23 +148,29 @@ class TextOracle:
     def check(self, body: dict[str, Any], found: list[dict[str, Any]]) -> None:
         """
         Raises:
-            AssertionError: if a text is another one. A text that is cut before its stop is only
-                compared up to there.
+            AssertionError: if a text is another one, or its stop does not follow it.
         """
-        skips = body["sampling_params"].get("skip_special_tokens", True)
+        params = body["sampling_params"]
+        skips = params.get("skip_special_tokens", True)
         for answer in found:
-            prompt, output = answer["prompt_ids"], answer["output_ids"]
+            prompt, output, text = answer["prompt_ids"], answer["output_ids"], answer["text"]
+            stop = None if params.get("no_stop_trim") else answer["finish_reason"].get("matched")
+            if isinstance(stop, int):
+                output = output[:-1]
             before, whole = (
                 self._tokenizer.decode(
                     ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False
                 )
                 for ids in (prompt, prompt + output)
             )
-            right, reason = whole[len(before) :], answer["finish_reason"]
+            right = whole[len(before) :]
             if "\ufffd" in right:  # a stream divides broken bytes in its own way
                 continue
-            text = answer["text"]
-            is_cut = reason["type"] == "stop" and not body["sampling_params"].get("no_stop_trim")
-            assert right.startswith(text) if is_cut else text == right, (
-                f"{body}: {answer}, {right!r}"
-            )
+            rest = right[len(text) :]
+            if isinstance(stop, str):
+                is_right = re.match(stop if "stop_regex" in params else re.escape(stop), rest)
+            else:
+                is_right = not rest
+            seen = f"{body}: {answer}, {right!r}"
+            assert right.startswith(text), seen
+            assert is_right, seen

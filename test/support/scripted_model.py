@@ -17,7 +17,7 @@ TOOLS: list[dict[str, Any]] = _GIVEN["tools"]
 
 
 def trigger(name: str) -> str:
-    """What asks for a text: a special token."""
+    """Gives the special token that asks for a text."""
     assert name in TEXTS, name
     return f"<|say:{name}|>"
 

@@ -59,7 +59,7 @@ def write_config(path: Path, family: str, without: list[str], **changes: Any) ->
 
 
 def facts_here(path: Path) -> dict[str, Any]:
-    """What the parsed config and the model that is built of it, without memory, say."""
+    """Reads facts off the parsed config and the model that is built of it, without memory."""
     config: ModelConfig = load_model_config(str(path))
     with torch.device("meta"):
         model: Model = MODELS.load(config.architecture)(config, 64)

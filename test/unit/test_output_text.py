@@ -115,6 +115,13 @@ def test_text_of_any_ids_does_not_depend_on_the_runs_they_come_in(
         assert whole == layout.decode(output)
 
 
+def test_a_first_space_stays_behind_many_special_tokens(layout: Layout) -> None:
+    prompt = [*layout.tokenizer.encode("hello"), *layout.special_ids[:1] * 40]
+    output = layout.tokenizer.encode(" hello", add_special_tokens=False)[-1:]
+    expected = layout.text_of_output(prompt, output)
+    assert text_in_runs(layout.tokenizer, prompt, [output]) == expected
+
+
 @pytest.mark.parametrize("cut", [1, 2, 3])
 def test_a_character_that_the_prompt_begins_is_the_outputs_only_if_it_ends_there(
     layout: Layout, cut: int

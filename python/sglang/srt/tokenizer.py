@@ -85,7 +85,7 @@ class Tokenizer:
         return DecodeStream(self, skip_special_tokens, context_ids)
 
     def token_text(self, token_id: int) -> str:
-        """What a token adds to a text; replacement characters for parts of a character."""
+        """Gives what a token adds to a text; replacement characters for parts of a character."""
         return self.token_bytes.of(token_id).decode(errors=self.errors)
 
     def shown_ids(self, ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
@@ -120,7 +120,8 @@ class DecodeStream:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.errors)
-        self._has_begun = False  # a token has been shown
+        # A token has been shown. Of a long context the ids before the last ones are not looked at.
+        self._has_begun = len(context_ids) >= NUM_CONTEXT_IDS
         self._begun_before = ""  # the character that the context has begun, if it is never ended
         self.push(context_ids[-NUM_CONTEXT_IDS:])
         self._begun_before = self._utf8.getstate()[0].decode(errors=tokenizer.errors)
@@ -292,7 +293,7 @@ def _wrap(backend: tokenizers.Tokenizer) -> Tokenizer:
 
 
 def _errors_of(decoder: tokenizers.decoders.Decoder | None) -> str:
-    """How a decoder replaces broken bytes. With byte fallback each is one character.
+    """Says how a decoder replaces broken bytes. With byte fallback each is one character.
 
     Raises:
         TokenizerError: if the text of a token depends on the tokens around it.

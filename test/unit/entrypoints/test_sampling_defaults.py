@@ -1,4 +1,4 @@
-"""Which sampling parameters requests get that give none: the server's preferred ones, then the
+"""Sampling parameters of requests that give none: the server's preferred ones, then the
 model's (of OpenAI's routes), then OpenAI's."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which files of a folder are the model's: those that transformers takes, for a start and for an
+"""The files of a folder that are the model's: those that transformers takes, for a start and for an
 update from disk alike."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def add_index(path: Path, files: dict[str, str]) -> None:
 
 
 def weight_map(path: Path) -> dict[str, str]:
-    """What the index says: the file of each weight."""
+    """Reads the index: the file of each weight."""
     names: dict[str, str] = json.loads((path / INDEX).read_text())["weight_map"]
     return names
 

@@ -1,4 +1,4 @@
-"""Which ids end outputs: of the model's files, and of the folder of its tokenizer."""
+"""The ids that end outputs: of the model's files, and of the folder of its tokenizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from serving_utils import BOS, EOS, MASK, VOCAB_SIZE, make_model_dir
 from sglang.srt.model_config import load_model_config
-from sglang.srt.processes.end_of_text import NONE_IS_LEFT, with_tokenizer_eos
+from sglang.srt.processes.end_of_text import NO_END_OF_TEXT, with_tokenizer_eos
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 
 BOS_ID, EOS_ID, MASK_ID = 0, 1, 2
@@ -80,7 +80,7 @@ def test_the_tokenizers_eos_token_ends_outputs_beside_those_of_the_model(
 
 
 def test_a_model_without_any_id_warns_once(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    assert found(tmp_path, tokenizer, {}) == ((), (NONE_IS_LEFT,))
+    assert found(tmp_path, tokenizer, {}) == ((), (NO_END_OF_TEXT,))
 
 
 @pytest.mark.parametrize(

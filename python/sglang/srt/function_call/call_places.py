@@ -19,7 +19,7 @@ _NUM_BEFORE = 3  # characters before an object, its blanks as one, that _ALONE l
 
 
 class Begins(Enum):
-    """How calls begin."""
+    """The ways in which calls begin."""
 
     MARKER = "behind a marker"
     LINE = "an object alone, at the beginning of a line"
@@ -54,7 +54,7 @@ class CallPlaces:
         return None
 
     def num_certain(self, text: str) -> int:
-        """How many characters of a text without a place are no part of a marker."""
+        """Counts the first characters of a text without a place that are no part of a marker."""
         return len(text) - num_held(text, self._form.marker)
 
     def pass_text(self, text: str) -> None:

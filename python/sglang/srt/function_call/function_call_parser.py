@@ -182,7 +182,7 @@ class FunctionCallParser:
         return True
 
     def _closings(self) -> tuple[str, ...]:
-        """What may stand behind a call and is no content."""
+        """Lists the marks that may stand behind a call and are no content."""
         marks = (self._form.closing, *self._form.ends, "]" if self._around.list_is_open else "")
         fence = _FENCE if self._around.fence_is_open else ""
         return tuple(mark for mark in (*marks, fence) if mark)

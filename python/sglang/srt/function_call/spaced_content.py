@@ -50,6 +50,6 @@ class SpacedContent:
         self._space, self._space_behind = [], []
 
     def take(self) -> str:
-        """What is certain and has not been taken."""
+        """Returns what is certain and has not been taken."""
         certain, self._certain = "".join(self._certain), []
         return certain

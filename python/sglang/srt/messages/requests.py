@@ -59,7 +59,7 @@ STOP_TOO_SLOW = FinishReason(
 
 
 class DecodeOptions(msgspec.Struct, array_like=True, frozen=True):
-    """What the detokenizer must know of a request; sent with its first output.
+    """The part of a request that the detokenizer must know; sent with its first output.
 
     Attributes:
         context_ids: the last ids of the prompt, on which the text of the output's first depends.

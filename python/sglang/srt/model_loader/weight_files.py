@@ -160,7 +160,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _remedy(path: Path) -> str:
-    """What to do about a directory without safetensors."""
+    """Says what to do about a directory without safetensors."""
     names = sorted(file.name for file in path.iterdir())
     for endings, remedy in REMEDIES.items():
         found = [name for name in names if name.endswith(endings)]

@@ -10,7 +10,7 @@ from sglang.srt.plain_files import UnreadableFileError
 from sglang.srt.tokenizer import Tokenizer
 from sglang.srt.tokenizer_config import read_tokenizer_config, special_tokens
 
-NONE_IS_LEFT = (
+NO_END_OF_TEXT = (
     "The model has no end-of-text id: its generation_config.json and config.json name none that it"
     " can draw as eos_token_id, nor does the tokenizer as eos_token. Outputs end at max_new_tokens"
     " or at a request's own stops."
@@ -34,5 +34,5 @@ def with_tokenizer_eos(model: ModelConfig, folder: Path, tokenizer: Tokenizer) -
             reason = f"its id {token_id} is outside of the model's vocab_size {model.vocab_size}"
         warnings = (*warnings, f"eos_token: ignoring {text!r} of {folder}: {reason}.")
     if not ids:
-        warnings = (*warnings, NONE_IS_LEFT)
+        warnings = (*warnings, NO_END_OF_TEXT)
     return replace(model, eos_token_ids=ids, warnings=warnings)

@@ -1,4 +1,4 @@
-"""What holds the answers of a chat: calls of functions, content of a form, reasoning before them.
+"""Grammars for the answers of a chat: calls of functions, content of a form, reasoning before them.
 
 A client's own grammar is used as it is where it is all. Else a structural tag of the server's has
 its parts, and errors that name a place in it are told in the client's terms.
@@ -98,7 +98,7 @@ class AnswerGrammar:
 def grammar_of_calls(
     form: CallFormat, tools: ToolUse, content: tuple[str, Grammar] | None
 ) -> AnswerGrammar:
-    """What holds answers that may have calls.
+    """Makes the grammar of answers that may have calls.
 
     Args:
         content: the form of an answer without calls, and the field that says so.

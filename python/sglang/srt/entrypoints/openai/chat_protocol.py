@@ -124,8 +124,8 @@ class ChatCompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
         if other is not None and self.tools and self.tool_choice != "none":
             raise field_error(
                 other,
-                "leaves no room for calls of tools, as a JSON schema does; give one, or set"
-                ' tool_choice "none"',
+                "leaves no room for calls of tools; give a JSON schema, beside which there may be"
+                ' calls, or set tool_choice "none"',
             )
 
     @property
@@ -136,7 +136,7 @@ class ChatCompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
 
     @property
     def content_grammars(self) -> list[tuple[str, Grammar]]:
-        """What the content must match, and the field that says so; more than one is refused."""
+        """Gives what the content must match, and the field that says so; two are refused later."""
         form = grammar_of_format(self.response_format)
         texts = {
             JSON_SCHEMA: self.json_schema,

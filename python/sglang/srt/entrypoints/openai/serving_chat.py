@@ -146,8 +146,8 @@ class ChatCompletion:
         return OpenAIAnswer(self._manager, self._checked, self, self._request.stream_options)
 
     async def _find_outset(self, prompt: str) -> Outset:
-        """Whether outputs begin within reasoning: by the last mark behind what is over of a prompt,
-        such as the last user's message."""
+        """Finds where outputs begin, such as within reasoning: by the last mark in the end of the
+        prompt, behind all that is over, such as the last user's message."""
         form, given = self._settings.reasoning, self._request.input_ids
         if form is None:
             return Outset.FREE

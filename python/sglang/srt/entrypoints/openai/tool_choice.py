@@ -14,7 +14,7 @@ FORMS = (
 
 
 class ToolChoice(NamedTuple):
-    """Which functions may be called.
+    """The functions that may be called, and how.
 
     Attributes:
         names: of those that may be.
