@@ -110,6 +110,10 @@ SAMPLES: dict[str, list[tuple[str, str, list[tuple[str, dict[str, Any]]]]]] = {
         (f"{A}; done", "; done", [OSLO]),
         (f"{A}; {OTHER}", f"; {OTHER}", [OSLO]),
         (f"I look:\n```json\n{A}\n```\n", "I look:", [OSLO]),
+        ("Hello<|eom_id|>", "Hello", []),
+        ("Hello <|eot_id|>\n", "Hello <|eot_id|>\n", []),
+        ("Hello<|eom", "Hello<|eom", []),
+        ('<|python_tag|>print("now")<|eom_id|>', '<|python_tag|>print("now")', []),
         *(
             (text, text, [])
             for text in (
@@ -126,7 +130,6 @@ SAMPLES: dict[str, list[tuple[str, str, list[tuple[str, dict[str, Any]]]]]] = {
                 'x\n{\n  "a": 1\n}\n[1] y',
                 "```\n{}\n```",
                 "`x`\n`y`",
-                '<|python_tag|>print("now")<|eom_id|>',
                 " \n",
             )
         ),
@@ -193,9 +196,11 @@ def test_calls_behind_each_other_may_be_separated_in_any_way(name: str) -> None:
 @pytest.mark.parametrize("name", AROUND)
 @pytest.mark.parametrize("text", NOT_OBJECTS)
 def test_what_is_not_certain_stays_content(name: str, text: str) -> None:
+    form = CALL_FORMATS[name]
     for before, behind in AROUND[name]:
         whole = before + text + behind
-        assert found_in(CALL_FORMATS[name], whole) == (whole, [])
+        end = next(filter(whole.endswith, form.ends), "")
+        assert found_in(form, whole) == (whole.removesuffix(end), [])
 
 
 def test_arguments_that_are_right_stay_as_they_were_written() -> None:

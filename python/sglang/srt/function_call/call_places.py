@@ -54,8 +54,12 @@ class CallPlaces:
         return None
 
     def num_certain(self, text: str) -> int:
-        """Counts the first characters of a text without a place that are no part of a marker."""
-        return len(text) - num_held(text, self._form.marker)
+        """Counts the first characters of a text without a place that are content, whatever follows:
+        those before a part of a marker, or of a mark that ends outputs."""
+        held = [num_held(text, self._form.marker)]
+        for mark in self._form.ends:
+            held.append(len(mark) if text.endswith(mark) else num_held(text, mark))
+        return len(text) - max(held)
 
     def pass_text(self, text: str) -> None:
         """Goes on behind a text."""

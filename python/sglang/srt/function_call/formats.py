@@ -25,7 +25,7 @@ class CallFormat:
         in_list: the calls behind a marker are a JSON list.
         named: a name may stand before the object, which then holds the arguments alone.
         is_bare: a call may stand alone, without the marker, if its name is known.
-        ends: special tokens that end an output of calls, and are no content behind one.
+        ends: special tokens that end outputs: behind a call, or at the very end, no content.
         arguments: the key of the arguments, as templates tell the model to write it.
         id_chars: length of an id, where templates ask for one.
     """

@@ -127,7 +127,8 @@ class FunctionCallParser:
         is_behind_call = self._state is _In.AROUND and self._around.has_call
         is_cut_mark = any(mark.startswith(rest.strip()) for mark in self._closings())
         if not (is_behind_call and is_cut_mark):
-            self._content.add(rest)
+            end = next(filter(rest.endswith, self._form.ends), "")
+            self._content.add(rest.removesuffix(end))
         self._content.finish()
         return self._take()
 
