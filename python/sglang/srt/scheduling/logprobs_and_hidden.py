@@ -118,7 +118,8 @@ class LogprobsAndHiddenReader:
         start = self._next_hidden
         self._next_hidden += row.num_hidden
         if row.ends_prompt or not row.emits:
-            return self._hidden[start : self._next_hidden]
+            num_fed_again = row.max_kept - num_kept
+            return self._hidden[start : max(start, self._next_hidden - num_fed_again)]
         kept = self._hidden[start : self._next_hidden][:num_kept]
         req = row.req
         is_last = req.hidden_states == "last" and not req.params.emits_only_confirmed
