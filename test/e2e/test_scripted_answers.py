@@ -87,7 +87,7 @@ REASONING: list[tuple[str, str, str, str | None, str | None, list[Any], dict[str
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[sglang.Engine]:
-    with sglang.Engine(model_path=str(FOLDER), device="cpu", max_total_tokens=4096) as engine:
+    with sglang.Engine(model_path=str(FOLDER), max_total_tokens=4096) as engine:
         yield engine
 
 
