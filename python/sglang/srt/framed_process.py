@@ -25,7 +25,7 @@ OWN_ENDS = (-signal.SIGXCPU, -signal.SIGABRT, -signal.SIGSEGV)
 EXIT_SECONDS = 1.0
 NUM_LENGTH_BYTES = 8
 READ_BYTES = 1024 * 1024
-LOW_PRIORITY = 15  # such a thread gets some percent of a processor that others want
+LOW_PRIORITY = 10  # of `nice`: a tenth of a processor that others want, too
 MIB = 1024 * 1024
 ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG")
 

@@ -380,7 +380,7 @@ def returns_states_of_the_first_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def scores_the_first_rows(patch: pytest.MonkeyPatch) -> None:
-    right = tp_worker._emitted_queries
+    right = tp_worker.emitted_queries
 
     def queries(plan: LogprobPlan, layout: RowLayout, accepted: AcceptedTokens) -> Any:
         path = accepted.path
@@ -388,7 +388,7 @@ def scores_the_first_rows(patch: pytest.MonkeyPatch) -> None:
             accepted = replace(accepted, path=torch.arange(path.shape[1]).expand(path.shape))
         return right(plan, layout, accepted)
 
-    patch.setattr(tp_worker, "_emitted_queries", queries)
+    patch.setattr(tp_worker, "emitted_queries", queries)
 
 
 def takes_trees_for_chains(patch: pytest.MonkeyPatch) -> None:
