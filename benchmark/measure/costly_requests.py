@@ -1,4 +1,4 @@
-"""How fast is a plain stream beside requests that are costly within a step?
+"""Measures how fast a plain stream is beside requests that are costly within a step.
 
 One server of the bundled model on the CPU per way to speculate. Of each kind of costly request some
 run beside a plain stream, over and over; in turn as many plain requests do. A speed is the stream's

@@ -112,7 +112,7 @@ class FramedProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether somebody has stopped it (SIGSTOP), so that it will not answer."""
+        """Tells whether somebody has stopped it (SIGSTOP), so that it will not answer."""
         return is_stopped(self.pid)
 
     def send(self, message: bytes) -> None:
@@ -197,7 +197,7 @@ class Endable(Protocol):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it does nothing, for no fault of its call."""
+        """Tells whether it does nothing, for no fault of its call."""
 
     def end(self) -> None:
         """Ends it at once; a call that waits for it fails."""
@@ -227,8 +227,8 @@ class ProcessPool(Generic[P]):
         self._turns = asyncio.Semaphore(max_processes)
 
     async def call(self, work: Callable[[P], T], max_wait_s: float | None = None) -> T:
-        """What `work` gives, in a thread. A caller that is cancelled ends the process at work. If
-        that is stopped, another one gets the work.
+        """Returns what `work` gives, in a thread. A caller that is cancelled ends the process at
+        work. If that is stopped, another one gets the work.
 
         Args:
             max_wait_s: for a process that is free; None for any time.
@@ -246,7 +246,7 @@ class ProcessPool(Generic[P]):
             self._turns.release()
 
     async def _call(self, work: Callable[[P], T]) -> T:
-        """What one process gives; raises _Stopped if it is stopped, and ended therefore."""
+        """Returns what one process gives; raises _Stopped if it is stopped, and ended therefore."""
         process = self._idle.pop() if self._idle else None
         if process is None or not process.is_alive:
             process = self._start()

@@ -124,8 +124,8 @@ def _available_host_bytes() -> int:
 
 
 def bytes_left(group: Path, without_limit: int) -> int:
-    """What a control group may still take. Pages of files are counted as its use, and given back
-    when others are needed: those of a checkpoint just read may fill it."""
+    """Reads what a control group may still take. Pages of files are counted as its use, and given
+    back when others are needed: those of a checkpoint just read may fill it."""
     limit = group / "memory.max"
     if not limit.exists() or not (text := limit.read_text().strip()).isdigit():
         return without_limit

@@ -52,7 +52,7 @@ def look_at(pid: int) -> ProcessLook | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the system says that the process is stopped."""
+    """Tells whether the system says that the process is stopped."""
     look = look_at(pid)
     return look is not None and look.state in STOPPED
 
@@ -127,7 +127,7 @@ class ProcessWatch:
         return None
 
     def all_beat(self, *roles: str) -> bool:
-        """Whether each of these processes has begun to beat, and none is stopped now."""
+        """Tells whether each of these processes has begun to beat, and none is stopped now."""
         if self.stopped(*roles) is not None:
             return False
         with self._lock:
@@ -192,7 +192,7 @@ def _reason(process: _Process, look: ProcessLook | None) -> str | None:
 
 
 def _has_beaten(beats: int) -> bool:
-    """Whether a beat has come since the last call; takes all that have."""
+    """Tells whether a beat has come since the last call; takes all that have."""
     with suppress(BlockingIOError):
         return bool(os.read(beats, PIPE_BYTES))
     return False

@@ -339,7 +339,7 @@ def _read_with_transformers(directory: Path) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """What an error says, in one line that ends with a whole word."""
+    """Returns what an error says, in one line that ends with a whole word."""
     return textwrap.shorten(str(error), MAX_REASON_CHARS, placeholder=" ...").rstrip(".")
 
 

@@ -64,7 +64,7 @@ class CloseGrammar(msgspec.Struct, tag=True):
 
 
 class WantedMasks(msgspec.Struct, tag=True):
-    """What may a request be given next? Nothing else is asked of it until there is an answer.
+    """Asks what a request may be given next. Nothing else is asked of it until there is an answer.
 
     Attributes:
         tokens: its output since the question before.
@@ -83,7 +83,7 @@ Request = CheckGrammar | OpenGrammar | CloseGrammar | WantedMasks
 
 
 class Verdict(msgspec.Struct, tag=True):
-    """Whether a grammar can be used.
+    """Says whether a grammar can be used.
 
     Attributes:
         error: why not; None if it can.

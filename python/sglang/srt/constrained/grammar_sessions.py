@@ -76,14 +76,14 @@ class GrammarSession:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a step may ask: nothing is to be waited for, or there is a problem to report."""
+        """Tells whether a step may ask: there is nothing to wait for, or a problem to report."""
         if self.is_waiting:
             self.sessions.poll()
         return not self.is_waiting
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is not compiled yet, or what was asked last is not answered."""
+        """Tells whether it is not compiled yet, or what was asked last is not answered."""
         return self.problem is None and (not self.has_opened or self.is_asked)
 
     @property
@@ -92,7 +92,7 @@ class GrammarSession:
 
     @property
     def is_slow(self) -> bool:
-        """Whether its masks took long lately."""
+        """Tells whether its masks took long lately."""
         return self._recent_s > SLOW_SECONDS
 
     def take_time(self, seconds: float) -> None:

@@ -177,7 +177,7 @@ class _Writer:
         }
 
     def structural_tag(self, whole: Entry, place: _Place) -> str:
-        """What matches a structural tag."""
+        """Writes the grammar of a structural tag."""
         if "format" in whole.value:
             form = Entry(whole.take("format", dict), whole.of("format"))
             return self._format(form, place.within(place.is_last))

@@ -73,7 +73,7 @@ class Tag(NamedTuple):
 
 
 class Number(NamedTuple):
-    """How many tags there are: one at least, one at most."""
+    """Reads how many tags there are: one at least, one at most."""
 
     at_least_one: bool
     stop_after_first: bool

@@ -153,7 +153,7 @@ class AccessRules:
 def refusal_of(
     rules: AccessRules, access: Access, headers: Sequence[tuple[bytes, bytes]]
 ) -> Refusal | None:
-    """What is wrong with a request for a route, if anything.
+    """Finds what is wrong with a request for a route, if anything.
 
     Args:
         headers: names, in lower case, and values, as they were sent.

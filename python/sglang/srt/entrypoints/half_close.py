@@ -41,7 +41,7 @@ class HalfCloseProtocol(asyncio.Protocol):
         self._http.data_received(data)
 
     def eof_received(self) -> bool:
-        """Whether the connection stays open: the request is complete, and its answer is not."""
+        """Keeps the connection open if the request is complete, and its answer is not."""
         cycle = self._http.cycle
         if cycle is None or cycle.more_body or cycle.response_complete:
             return False
@@ -82,7 +82,7 @@ class HalfCloseProtocol(asyncio.Protocol):
 
 
 def _what_it_ignores(cycle: Any) -> bytes:
-    """What may be sent now without a change of the answer; nothing, if nothing may."""
+    """Returns what may be sent now without a change of the answer; nothing, if nothing may."""
     if cycle.scope["http_version"] != "1.1":
         return b""
     if not cycle.response_started:

@@ -73,7 +73,7 @@ async def answer_response(request: Request, answer: Any) -> Response:
 
 
 def _num_parts(value: Any, most: int) -> int:
-    """How many values are in a value, counted no further than `most`."""
+    """Counts the values in a value, no further than `most`."""
     if not isinstance(value, list | dict):
         return 1
     count = len(value)

@@ -218,7 +218,7 @@ class ProcessTree:
                 return
 
     def _end_of_a_child(self) -> str | None:
-        """Which child has ended, and how; None while all live."""
+        """Names the child that has ended, and how; None while all live."""
         for role, child in self._children.items():
             if (code := child.poll()) is not None:
                 how = f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -64,7 +64,7 @@ def _decode_field(name: str, field: msgspec.Raw, limits: RequestLimits | None) -
 
 
 def _without_strings(name: str, raw: bytes) -> bytes:
-    """What a JSON text has outside of its strings."""
+    """Returns what a JSON text has outside of its strings."""
     if b'"' not in raw:
         return raw
     if b"\\" in raw:

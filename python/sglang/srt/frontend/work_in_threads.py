@@ -192,6 +192,6 @@ def _input_ids_of(
 
 
 def _name_of(request: CheckedRequest, index: int) -> str:
-    """What the client calls a prompt."""
+    """Names a prompt as its client does."""
     name = "input_ids" if request.prompts[index].text is None else "text"
     return f"{name}[{index}]" if request.is_batch else name

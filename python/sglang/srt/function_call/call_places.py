@@ -70,8 +70,8 @@ class CallPlaces:
         self._before = "\n"
 
     def goes_on_as_call(self, after: str, has_ended: bool) -> bool | None:
-        """Whether an object behind a sentence is a call: its line ends with it, or calls follow.
-        None: not known yet."""
+        """Tells whether an object behind a sentence is a call: its line ends with it, or calls
+        follow. None: not known yet."""
         rest = after.lstrip(_IN_LINE)
         next_object = rest.lstrip(_BETWEEN_CALLS)
         marks = (self._form.marker, *self._form.ends)

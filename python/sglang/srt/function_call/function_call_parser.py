@@ -107,7 +107,7 @@ class FunctionCallParser:
 
     @property
     def _waits(self) -> bool:
-        """Whether something is to come that is no blank."""
+        """Tells whether something must come that is no blank."""
         return self._state in (_In.NAME, _In.OBJECT) or (
             self._state is _In.AROUND and not self._text
         )

@@ -101,7 +101,7 @@ class Receiver(Generic[M]):
         self._decoder = msgspec.msgpack.Decoder(message_type)
 
     def poll(self, timeout_ms: int | None) -> bool:
-        """Whether a message is there, waiting for one up to `timeout_ms` (None: no limit)."""
+        """Tells whether a message is there, waiting for one up to `timeout_ms` (None: no limit)."""
         self.is_waiting = True
         is_there = bool(self._socket.poll(timeout_ms))
         self.is_waiting = False

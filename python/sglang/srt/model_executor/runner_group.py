@@ -124,7 +124,7 @@ class RunnerGroup:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether graphs are captured now."""
+        """Tells whether graphs are captured now."""
         return any(runner.num_graphs for runner in self.runners)
 
     def release_graphs(self) -> None:

@@ -88,8 +88,9 @@ class Req:
 
     @property
     def can_step(self) -> bool:
-        """Whether nothing but a place is missing: its grammar is compiled, and what a step has
-        asked it is answered. Of a step that it sat out the host knows only then what was kept."""
+        """Tells whether nothing but a place is missing: its grammar is compiled, and what a step
+        has asked it is answered. Of a step that it sat out the host knows only then what was kept.
+        """
         grammar = self.grammar
         if grammar is None:
             return True

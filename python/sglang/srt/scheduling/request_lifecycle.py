@@ -22,7 +22,7 @@ from sglang.srt.step.worker import EndedText
 
 @dataclass(frozen=True, slots=True)
 class LifecycleCounts:
-    """What has happened to requests: `num_ended` counts the aborted ones too, and
+    """Counts what has happened to requests: `num_ended` counts the aborted ones too, and
     `num_ended_by_grammars` those whose grammar had a problem."""
 
     num_ended: int = 0
@@ -86,7 +86,7 @@ class RequestLifecycle:
 
     @property
     def _has_unready(self) -> bool:
-        """Whether a waiting request's grammar is not ready."""
+        """Tells whether a waiting request's grammar is not ready."""
         if self._unready:
             self._unready = {
                 req for req in self._unready if req.finish_reason is None and not req.can_step
@@ -95,7 +95,7 @@ class RequestLifecycle:
 
     @property
     def awaits_grammars(self) -> bool:
-        """Whether a request may go on without a message, once its grammar is ready."""
+        """Tells whether a request may go on without a message, once its grammar is ready."""
         return self._has_unready or any(not req.can_step for req in self.running)
 
     @property

@@ -43,8 +43,8 @@ class DraftedCopy:
 
 
 class ConstraintQuestion:
-    """What is asked of a step's constraint: on a CPU before the forward pass, which takes the
-    thread; elsewhere behind its launch, since the step before may not be done."""
+    """Asks a step's constraint: on a CPU before the forward pass, which takes the thread; elsewhere
+    behind its launch, since the step before may not be done."""
 
     def __init__(self, constraint: TokenConstraint, layout: RowLayout) -> None:
         self._constraint = constraint
@@ -53,7 +53,7 @@ class ConstraintQuestion:
             self._ask()
 
     def answer(self, logits: torch.Tensor) -> AllowedTokens:
-        """What is allowed; logits [S, V] are all that the forward pass computes."""
+        """Returns what is allowed; logits [S, V] are all that the forward pass computes."""
         is_computed = when_computed(logits)
         self._ask()
         return self._constraint.allowed(is_computed)
@@ -97,7 +97,7 @@ class ShortenedRows:
         return cls(requests, per_request[ROW][requests], tokens, most_kept)
 
     def shorten(self, accepted: AcceptedTokens) -> AcceptedTokens:
-        """What all requests get then. Of drafts that these verified nobody learns anything."""
+        """Returns what all requests get then. Nobody learns anything of drafts that these verified."""
         requests = self.requests
         accept_lens, kept_lens = accepted.accept_lens.clone(), accepted.kept_lens.clone()
         accept_lens[requests] = torch.minimum(accept_lens[requests], self.most)

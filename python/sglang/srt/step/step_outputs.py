@@ -68,9 +68,9 @@ def prompt_logprobs(
 def emitted_queries(
     plan: LogprobPlan, layout: RowLayout, accepted: AcceptedTokens
 ) -> tuple[LogprobQueries, torch.Tensor | None]:
-    """What emitting requests want to know of the rows that gave their tokens, and which of the S
-    rows read those are [Q] int64: M of each request, of which those past what it accepted mean
-    nothing. None: all rows, in order."""
+    """Finds what emitting requests want to know of the rows that gave their tokens, and which of
+    the S rows read those are [Q] int64: M of each request, of which those past what it accepted
+    mean nothing. None: all rows, in order."""
     starts, path = layout.per_request[READ_START], accepted.path
     num_reads, emitting = layout.reads.index.shape[0], plan.emitting
     if path is None and len(emitting) == num_reads:

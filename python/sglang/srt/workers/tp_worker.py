@@ -61,7 +61,7 @@ from sglang.srt.workers.round_graphs import RoundGraphs
 
 
 class _Drawing(NamedTuple):
-    """How the tokens of S rows were chosen, and what of them is given.
+    """Holds how the tokens of S rows were chosen, and what of them is given.
 
     Attributes:
         given: what requests get; less than was accepted where `shortened` says so.
