@@ -1,4 +1,4 @@
-"""Whether processes run: what the system says of them, and whether a thread of theirs beats.
+"""Finds out whether processes run: by what the system says, and by a thread of theirs that beats.
 
 A process that beats writes a byte to a pipe every `BEAT_S`, from a thread that waits for nothing
 else. It is stopped if the system says so (SIGSTOP, a debugger), or if it has not beaten for
@@ -30,7 +30,7 @@ PIPE_BYTES = 65_536
 
 @dataclass(frozen=True, slots=True)
 class ProcessLook:
-    """What the system says of a process.
+    """Holds what the system says of a process.
 
     Attributes:
         state: one letter, of its main thread.
@@ -71,7 +71,7 @@ class Stop:
 
 @dataclass
 class _Process:
-    """What is known of one process.
+    """Holds what is known of one process.
 
     Attributes:
         beats: the reading end of its pipe.

@@ -400,6 +400,16 @@ def test_every_number_works_or_is_refused_in_one_line_that_names_the_flag(
     assert config.scheduler.stream_interval >= 1
 
 
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("shutdown_timeout_s", 0.0), ("watchdog_timeout", 0.0), ("max_grammar_time_s", 0.001)],
+)
+def test_times_below_their_least_are_refused(model: ModelConfig, name: str, least: float) -> None:
+    resolved(model, **{name: least})
+    with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} must be .* from"):
+        resolved(model, **{name: least - 0.001})
+
+
 @pytest.mark.parametrize("value", [0, -1, 10**9])
 def test_the_size_of_the_pool_works_or_names_its_flag(model: ModelConfig, value: int) -> None:
     platform = dataclasses.replace(PLATFORM, available_host_bytes=GIB)

@@ -109,7 +109,7 @@ def tag_grammar(value: Any, special: SpecialTokens, languages: Languages) -> Tag
 
 
 def json_rule(schema: dict[str, Any] | bool, white_space: str) -> str:
-    """What matches the JSON of a schema that is not false, in a rule. `x-guidance` at the top of a
+    """Writes the JSON of a schema that is not false, in a rule. `x-guidance` at the top of a
     schema sets the library's options, which are not the client's to choose."""
     given = {} if isinstance(schema, bool) else keepable(schema)
     options = {"whitespace_pattern": white_space}

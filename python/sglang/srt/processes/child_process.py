@@ -1,4 +1,4 @@
-"""What every child process of a server does alike: read its config, beat, end with its parent."""
+"""Does what all child processes of a server do: reads the config, beats, ends with the parent."""
 
 from __future__ import annotations
 

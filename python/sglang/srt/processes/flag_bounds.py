@@ -1,4 +1,4 @@
-"""Which numbers flags may be: what can be said without a model or a machine."""
+"""Bounds of the numbers that flags may be, as far as they need no model and no machine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LARGEST_INT64 = (1 << 63) - 1
 
 ANY = (-LARGEST, LARGEST)  # of a flag that is checked where it is read, by what goes with it
 
-# The least and the most that a whole number may be. Others may be 0 to LARGEST; those of
-# speculation, and what need not be whole, ANY.
+# The least and the most that a number may be. Whole ones that are not here may be 0 to LARGEST;
+# those of speculation, and what need not be whole, ANY.
 BOUNDS = {
     "context_length": ANY,
     "port": (0, 65_535),
@@ -30,6 +30,9 @@ BOUNDS = {
     "random_seed": (-LARGEST_INT64, LARGEST_INT64),
     "mtp_max_k": (1, 256),
     "mtp_mask_token_id": ANY,
+    "shutdown_timeout_s": (0, LARGEST),
+    "watchdog_timeout": (0, LARGEST),
+    "max_grammar_time_s": (0.001, LARGEST),
     "max_connections": (1, LARGEST),
     "max_header_bytes": (1, LARGEST),
     "max_request_bytes": (1, LARGEST),
@@ -63,8 +66,6 @@ def check_numbers(args: ServerArgs) -> None:
     _check_chunks(args)
     if args.schedule_conservativeness <= 0:
         raise ConfigError("--schedule-conservativeness must be a number above 0.")
-    if args.shutdown_timeout_s < 0:
-        raise ConfigError("--shutdown-timeout-s must be seconds, 0 or more.")
     fraction = args.mem_fraction_static
     if fraction is not None and not 0 < fraction < 1:
         raise ConfigError("--mem-fraction-static must be between 0 and 1.")

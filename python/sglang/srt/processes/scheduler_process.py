@@ -134,8 +134,8 @@ def _debug(environ: Environ, trace: DebugTrace | None) -> SchedulerDebug:
 
 
 def make_resources(runners: RunnerGroup, profiler: StepProfiler | None = None) -> ModelResources:
-    """What control calls may change: the memory of all models and of their graphs, and the target's
-    weights."""
+    """Gathers what control calls may change: the memory of all models and of their graphs, and the
+    target's weights."""
     memory = {
         KV_TAG: MemoryPart(runners.memory.release, runners.restore_kv),
         WEIGHTS_TAG: MemoryPart(runners.release_weights, runners.restore_weights),

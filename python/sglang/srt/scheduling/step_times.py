@@ -1,4 +1,4 @@
-"""How long the device takes for steps, as the host sees it."""
+"""Times of steps on the device, as the host sees them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step hands out beside tokens: hidden states and log-probabilities."""
+"""Hidden states and log-probabilities that a step hands out beside its tokens."""
 
 from __future__ import annotations
 
