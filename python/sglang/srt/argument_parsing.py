@@ -1,12 +1,48 @@
-"""How words of a command line are read: flags of SGLang alone, and misspelt ones."""
+"""How words of a command line are read: our own flags, flags of SGLang alone, and misspelt ones."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from dataclasses import MISSING, fields
+from typing import Any, NoReturn, get_type_hints
 
+from sglang.srt.flag_values import value_type
 from sglang.srt.sglang_surface import SGLangArgument
+
+
+def add_flags(parser: argparse.ArgumentParser, flags_class: type) -> None:
+    """Adds one option per field of a dataclass of `flag`s, in the sections of --help.
+
+    An option's name is the field's name with dashes.
+    """
+    hints = get_type_hints(flags_class)
+    group: argparse._ArgumentGroup | argparse.ArgumentParser = parser
+    for entry in fields(flags_class):
+        if entry.metadata["section"]:
+            group = parser.add_argument_group(entry.metadata["section"])
+        names = (f"--{entry.name.replace('_', '-')}", *entry.metadata["aliases"])
+        kwargs: dict[str, Any] = {"dest": entry.name, "help": entry.metadata["help"]}
+        if hints[entry.name] is bool:
+            kwargs["action"] = "store_true"
+        else:
+            kwargs["type"] = value_type(hints[entry.name])
+            kwargs["choices"] = entry.metadata["choices"]
+        if entry.default is MISSING:
+            kwargs["required"] = True
+        else:
+            kwargs["default"] = entry.default
+            if entry.default is not None and hints[entry.name] is not bool:
+                kwargs["help"] += f" (default: {entry.default})"
+        group.add_argument(*names, **kwargs)
+
+
+def add_missing_flags(parser: argparse.ArgumentParser, arguments: Iterable[SGLangArgument]) -> None:
+    """Adds flags that SGLang has and this runtime does not, hidden in --help."""
+    for argument in arguments:
+        if argument.flags:
+            parser.add_argument(*argument.flags, action=MissingFlag, argument=argument)
 
 
 class MissingFlag(argparse.Action):

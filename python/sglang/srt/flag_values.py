@@ -16,9 +16,20 @@ def flag(
     aliases: tuple[str, ...] = (),
     choices: tuple[str, ...] | None = None,
     secret: bool = False,
+    section: str | None = None,
 ) -> Any:
-    """A dataclass field that carries what argparse needs to know about it."""
-    metadata = {"help": help, "aliases": aliases, "choices": choices, "secret": secret}
+    """Makes a dataclass field that carries what argparse needs to know about it.
+
+    Args:
+        section: the section of --help that this field begins; it goes on to the next one's first.
+    """
+    metadata = {
+        "help": help,
+        "aliases": aliases,
+        "choices": choices,
+        "secret": secret,
+        "section": section,
+    }
     if default is MISSING:
         return field(metadata=metadata)
     return field(default=default, repr=not secret, metadata=metadata)

@@ -12,8 +12,8 @@ import sys
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, get_type_hints
 
-from sglang.srt.argument_parsing import MissingFlag, SuggestingParser
-from sglang.srt.flag_values import flag, value_type
+from sglang.srt.argument_parsing import SuggestingParser, add_flags, add_missing_flags
+from sglang.srt.flag_values import flag
 from sglang.srt.model_config import DTYPES
 from sglang.srt.registry import ATTENTION_BACKENDS
 from sglang.srt.sglang_surface import missing_arguments, own_arguments
@@ -37,7 +37,10 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
 
     # Model
     model_path: str = flag(
-        MISSING, "Model directory (Hugging Face layout), or `demo`.", aliases=("--model",)
+        MISSING,
+        "Model directory (Hugging Face layout), or `demo`.",
+        aliases=("--model",),
+        section="Model",
     )
     tokenizer_path: str | None = flag(None, "Tokenizer directory; default: the model's.")
     served_model_name: str | None = flag(None, "Name that clients see; default: the model path.")
@@ -87,7 +90,7 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     )
 
     # HTTP
-    host: str = flag("127.0.0.1", "Address to listen on.")
+    host: str = flag("127.0.0.1", "Address to listen on.", section="HTTP")
     port: int = flag(30000, "Port to listen on; 0: a free one.")
     api_key: str | None = flag(
         None, "Clients must send `Authorization: Bearer` with it; not for health.", secret=True
@@ -112,7 +115,9 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
 
     # Memory and schedule
     mem_fraction_static: float | None = flag(
-        None, "Share of the device's memory for weights and KV pool; default: by device."
+        None,
+        "Share of the device's memory for weights and KV pool; default: by device.",
+        section="Memory and schedule",
     )
     max_total_tokens: int | None = flag(None, "KV pool size in tokens; default: from memory.")
     page_size: int = flag(1, "KV slots per page.")
@@ -160,7 +165,9 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     )
 
     # Execution
-    device: str = flag("auto", "Device to run on.", choices=("auto", "cpu", "cuda"))
+    device: str = flag(
+        "auto", "Device to run on.", choices=("auto", "cpu", "cuda"), section="Execution"
+    )
     attention_backend: str | None = flag(
         None,
         "Attention implementation; default: the best one for the device.",
@@ -171,7 +178,11 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     random_seed: int | None = flag(None, "Seed for requests that bring no sampling_seed.")
 
     # Multi-token prediction
-    mtp_max_k: int = flag(8, "Tokens that a request may predict per step (`mtp_k`) at most.")
+    mtp_max_k: int = flag(
+        8,
+        "Tokens that a request may predict per step (`mtp_k`) at most.",
+        section="Multi-token prediction",
+    )
     mtp_mask_token_id: int | None = flag(
         None, "The model's mask token; default: `mtp_mask_token_id` in its config.json."
     )
@@ -194,6 +205,7 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
         None,
         "What drafts, instead of multi-token prediction: a head (`EAGLE` or `EAGLE3`), a smaller"
         " model (`STANDALONE`) or earlier text (`NGRAM`). Default: none.",
+        section="Speculative decoding",
     )
     speculative_draft_model_path: str | None = flag(
         None,
@@ -290,6 +302,7 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
         "Fields of a body that nobody knows are refused by name, or left out and logged once."
         " Default: `refuse` for /generate, `ignore` for /v1/*.",
         choices=("refuse", "ignore"),
+        section="Limits of one request",
     )
     max_request_bytes: int = flag(32 * 1024 * 1024, "Size of an HTTP body at most.")
     max_weight_bytes: int = flag(
@@ -317,7 +330,10 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
 
     # Logging
     log_level: str = flag(
-        "info", "Log level.", choices=("debug", "info", "warning", "error", "critical")
+        "info",
+        "Log level.",
+        choices=("debug", "info", "warning", "error", "critical"),
+        section="Logging",
     )
     log_requests: bool = flag(False, "Write one JSON line at the end of each request.")
     log_requests_level: int = flag(
@@ -337,43 +353,10 @@ def public_fields(server_args: ServerArgs) -> dict[str, Any]:
     return {name: value for name, value in asdict(server_args).items() if name not in secret}
 
 
-# The first field of each section of --help; a section goes on to the next one's first field.
-SECTIONS = {
-    "model_path": "Model",
-    "host": "HTTP",
-    "mem_fraction_static": "Memory and schedule",
-    "device": "Execution",
-    "mtp_max_k": "Multi-token prediction",
-    "speculative_algorithm": "Speculative decoding",
-    "unknown_fields": "Limits of one request",
-    "log_level": "Logging",
-}
-
-
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Adds one option per field; names are the field names with dashes."""
-    hints = get_type_hints(ServerArgs)
-    group: argparse._ArgumentGroup | argparse.ArgumentParser = parser
-    for entry in fields(ServerArgs):
-        if entry.name in SECTIONS:
-            group = parser.add_argument_group(SECTIONS[entry.name])
-        names = (f"--{entry.name.replace('_', '-')}", *entry.metadata["aliases"])
-        kwargs: dict[str, Any] = {"dest": entry.name, "help": entry.metadata["help"]}
-        if hints[entry.name] is bool:
-            kwargs["action"] = "store_true"
-        else:
-            kwargs["type"] = value_type(hints[entry.name])
-            kwargs["choices"] = entry.metadata["choices"]
-        if entry.default is MISSING:
-            kwargs["required"] = True
-        else:
-            kwargs["default"] = entry.default
-            if entry.default is not None and hints[entry.name] is not bool:
-                kwargs["help"] += f" (default: {entry.default})"
-        group.add_argument(*names, **kwargs)
-    for argument in missing_arguments(hints).values():
-        if argument.flags:
-            parser.add_argument(*argument.flags, action=MissingFlag, argument=argument)
+    add_flags(parser, ServerArgs)
+    add_missing_flags(parser, missing_arguments(get_type_hints(ServerArgs)).values())
 
 
 def parse_cli(argv: list[str] | None = None) -> ServerArgs:
