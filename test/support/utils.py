@@ -100,7 +100,7 @@ class RandomBudget:
         self._random = random.Random(seed)
         self._most = most
 
-    def open(self, decodes: DecodeLoad) -> PromptAllowance:
+    def open(self, decodes: DecodeLoad, someone_streams: bool) -> PromptAllowance:
         return PromptAllowance(self._random.randint(1, self._most))
 
     def observe(self, price_ms: float, took_ms: float) -> None:
@@ -219,6 +219,7 @@ class SchedulerHarness:
         hidden_states: HiddenStates = "none",
         priority: int = 0,
         cache_key: tuple[str, str] = ("", ""),
+        streams: bool = False,
         **params: Any,
     ) -> int:
         """Sends a request; returns its number. `params` are sampling parameters."""
@@ -234,6 +235,7 @@ class SchedulerHarness:
                 hidden_states=hidden_states,
                 priority=priority,
                 cache_key=cache_key,
+                streams=streams,
             )
         )
         return self._next_id

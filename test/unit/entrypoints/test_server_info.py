@@ -68,24 +68,24 @@ def test_server_info_has_what_trainers_and_routers_read_of_sglangs_flags() -> No
 
 
 @pytest.mark.parametrize(
-    ("splits_prompts", "max_step_ms", "text"),
+    ("schedule", "text"),
     [
-        (True, 0.0, "up to 512 tokens in a step"),
+        ({"max_step_ms": 0.0}, "up to 512 tokens in a step"),
+        ({}, "up to 512 tokens in a step; where requests decode, as many as fit into 7.5 ms"),
         (
-            True,
-            7.5,
-            "up to 512 tokens in a step; where requests decode, as many as fit into 7.5 ms",
+            {"bounds_streams_alone": True},
+            "up to 512 tokens in a step; beside a stream, as many as fit into 7.5 ms",
         ),
-        (False, 0.0, "whole, each in one step"),
+        ({"max_step_ms": 0.0, "splits_prompts": False}, "whole, each in one step"),
     ],
 )
-def test_the_summary_says_how_prompts_are_fed(
-    splits_prompts: bool, max_step_ms: float, text: str
-) -> None:
+def test_the_summary_says_how_prompts_are_fed(schedule: dict[str, Any], text: str) -> None:
     schedule = {
         "chunked_prefill_size": 512,
-        "splits_prompts": splits_prompts,
-        "max_step_ms": max_step_ms,
+        "splits_prompts": True,
+        "max_step_ms": 7.5,
+        "bounds_streams_alone": False,
+        **schedule,
     }
     lines = describe_start(ServerArgs(model_path="m"), info_of(schedule), {}).splitlines()
     assert [line.split(maxsplit=1)[1] for line in lines if "prompts" in line] == [text]

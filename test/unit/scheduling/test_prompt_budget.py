@@ -102,7 +102,7 @@ def test_of_what_the_bound_allows_a_step_gets_the_most_or_ends_with_a_tile(name:
     rng = random.Random(name)
     for _ in range(60):
         max_ms, decodes = rng.choice([8.0, 15.0, 25.0, 40.0, 90.0]), draw_decodes(rng)
-        allowance = bounded(prices, max_ms).open(decodes)
+        allowance = bounded(prices, max_ms).open(decodes, True)
         step, num_taken = Step(prices, decodes), 0
         for _ in range(rng.choice([1, 2, 4])):
             position, ahead = rng.choice([0, 0, 700, 30_000, 100_000]), rng.choice([0, 0, 7])
@@ -142,7 +142,7 @@ def check_rounding(step: Step, room: int, best: int, num_lookahead: int) -> None
 
 
 def test_with_nobody_decoding_a_step_gets_the_largest_chunk() -> None:
-    allowance = bounded(GPU, 1.0).open(DecodeLoad())
+    allowance = bounded(GPU, 1.0).open(DecodeLoad(), True)
     assert allowance.room_for(90_000, 20_000) == LARGEST
     allowance.take(90_000, 8000)
     assert allowance.room_for(0, 300) == 192
@@ -150,19 +150,19 @@ def test_with_nobody_decoding_a_step_gets_the_largest_chunk() -> None:
 
 
 def test_prompts_progress_however_short_steps_are_to_be() -> None:
-    allowance = bounded(GPU, 0.1).open(DecodeLoad(64, 960, 960, 10**6, 10**7))
+    allowance = bounded(GPU, 0.1).open(DecodeLoad(64, 960, 960, 10**6, 10**7), True)
     assert allowance.room_for(30_000, 20_000, 7) == MIN_PROMPT_TOKENS
     allowance.take(0, 100)
     assert allowance.room_for(30_000, 20_000, 7) == MIN_PROMPT_TOKENS - 100
     allowance.take(0, 28)
     assert allowance.room_for(0, 1) == 0
-    small = BoundedBudget(50, GPU, 0.1).open(DecodeLoad(1, 1, 1, 1, 1))
+    small = BoundedBudget(50, GPU, 0.1).open(DecodeLoad(1, 1, 1, 1, 1), True)
     assert small.room_for(0, 1000) == 50, "never more than the largest chunk"
 
 
 def rooms(loads: list[DecodeLoad], position: int = 0, max_ms: float = 40.0) -> list[int]:
     budget = bounded(GPU, max_ms)
-    return [budget.open(load).room_for(position, 20_000) for load in loads]
+    return [budget.open(load, True).room_for(position, 20_000) for load in loads]
 
 
 def test_the_more_load_the_smaller_the_chunk() -> None:
@@ -179,13 +179,13 @@ def test_the_more_load_the_smaller_the_chunk() -> None:
 def test_without_a_bound_or_without_prices_every_step_gets_the_largest_chunk() -> None:
     busy = DecodeLoad(64, 960, 960, 10**6, 10**7)
     for budget in (make_budget(777, 0.0, GPU), make_budget(777, 40.0, None)):
-        assert budget.open(busy).room_for(10**6, 10**6) == 777
-        assert budget.open(DecodeLoad()).room_for(0, 10**6) == 777
-    assert make_budget(777, 40.0, GPU).open(busy).room_for(10**6, 10**6) == MIN_PROMPT_TOKENS
+        assert budget.open(busy, True).room_for(10**6, 10**6) == 777
+        assert budget.open(DecodeLoad(), True).room_for(0, 10**6) == 777
+    assert make_budget(777, 40.0, GPU).open(busy, True).room_for(10**6, 10**6) == MIN_PROMPT_TOKENS
 
 
 def test_a_fixed_number_is_the_sum_of_all_chunks_of_a_step() -> None:
-    allowance = FixedBudget(100).open(DecodeLoad(64, 960, 960, 10**6, 10**7))
+    allowance = FixedBudget(100).open(DecodeLoad(64, 960, 960, 10**6, 10**7), True)
     assert [allowance.room_for(5, 30), allowance.room_for(0, 500)] == [30, 100]
     allowance.take(5, 30)
     allowance.take(0, 60, 7)
@@ -196,12 +196,12 @@ def test_a_fixed_number_is_the_sum_of_all_chunks_of_a_step() -> None:
 
 def test_a_step_is_priced_by_what_was_taken_before() -> None:
     """As if a step had been asked for with the first prompt in it from the beginning."""
-    first = bounded(GPU, 40.0).open(DecodeLoad(8, 8, 8, 800, 800))
+    first = bounded(GPU, 40.0).open(DecodeLoad(8, 8, 8, 800, 800), True)
     before = first.room_for(50_000, 9000)
     first.take(50_000, 500, 7)
     after = first.room_for(50_000, 9000)
     assert after < before - 400
-    other = bounded(GPU, 40.0).open(DecodeLoad(8, 8, 8, 800, 800))
+    other = bounded(GPU, 40.0).open(DecodeLoad(8, 8, 8, 800, 800), True)
     other.take(50_000, 500, 7)
     assert other.room_for(50_000, 9000) == after
 
@@ -219,7 +219,7 @@ def test_steps_that_take_longer_than_their_price_keep_the_bound_too(slowness: fl
     for number in range(120):
         is_slow = 20 <= number < 80
         decodes = DecodeLoad(64, 64, 64, 64 * 200, 64 * 200)
-        allowance = budget.open(decodes)
+        allowance = budget.open(decodes, True)
         count = allowance.room_for(position, 1 << 20)
         allowance.take(position, count)
         assert allowance.price_ms is not None
@@ -235,14 +235,14 @@ def test_steps_that_take_longer_than_their_price_keep_the_bound_too(slowness: fl
 def test_one_step_that_met_a_disturbance_does_not_starve_prompts() -> None:
     budget = BoundedBudget(LARGEST, GPU, 40.0)
     budget.observe(30.0, 3000.0)
-    allowance = budget.open(DecodeLoad(64, 64, 64))
+    allowance = budget.open(DecodeLoad(64, 64, 64), True)
     allowance.take(0, allowance.room_for(0, LARGEST))
     assert allowance.price_ms is not None
     assert allowance.price_ms >= 0.8 * 40.0 / MAX_EXCESS
 
 
 def test_without_a_bound_nothing_has_a_price() -> None:
-    allowance = FixedBudget(512).open(DecodeLoad(1, 1, 1))
+    allowance = FixedBudget(512).open(DecodeLoad(1, 1, 1), True)
     allowance.take(0, allowance.room_for(0, 600))
     assert (allowance.num_taken, allowance.price_ms) == (512, None)
-    assert bounded(GPU, 40.0).open(DecodeLoad(1, 1, 1)).price_ms is None, "No prompt."
+    assert bounded(GPU, 40.0).open(DecodeLoad(1, 1, 1), True).price_ms is None, "No prompt."

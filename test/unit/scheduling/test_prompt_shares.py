@@ -281,3 +281,37 @@ def check_prices(steps: list[Fed], prices: PriceTable, max_ms: float) -> None:
         else:
             num_bounded += 1
     assert num_bounded > 3 or max_ms < 1
+
+
+@pytest.mark.parametrize("for_streams_alone", [True, False])
+def test_a_bound_for_streams_holds_from_the_arrival_of_one_to_the_end_of_the_last(
+    for_streams_alone: bool,
+) -> None:
+    """Streams wait, decode and end beside lists, which never stop."""
+    prices = PriceTable(no_graphs, {}, Curve((1, 1000), (1.0, 1000.0)), Curve((1, 9), (0.0, 0.0)))
+    setup = replace(
+        SETUP,
+        num_pages=9000,
+        context_len=2000,
+        max_running_requests=4,
+        make_budget=partial(BoundedBudget, 1000, prices, 300, for_streams_alone),
+    )
+    harness, rng, streams = Watched(setup), random.Random(0), set[int]()
+    seen = {(is_bound, someone): 0 for is_bound in (True, False) for someone in (True, False)}
+    for _ in range(400):
+        if len(harness.scheduler.lifecycle.waiting) < 3:
+            is_stream = rng.random() < 0.1
+            new = {"max_new_tokens": 3 if is_stream else 20, "ignore_eos": True}
+            request = harness.submit(prompt(1700), streams=is_stream, **new)
+            streams |= {request} if is_stream else set()
+        streams -= {each for each in streams if harness.outputs[each].finish_reason}
+        harness.step()
+        fed, batch = sum(harness.steps[-1].prompts.values()), harness.steps[-1].batch
+        if 0 in batch.num_prompt_tokens and fed:
+            is_bound = fed <= 300
+            seen[is_bound, bool(streams)] += 1
+    harness.run()
+    assert harness.scheduler.lifecycle.num_streams == 0
+    assert seen[False, True] == 0, "a step beside a stream was longer than it may be"
+    assert seen[True, True] > 10
+    assert (seen[False, False] > 10) is for_streams_alone

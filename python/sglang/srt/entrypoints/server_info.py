@@ -174,4 +174,5 @@ def _describe_chunks(schedule: dict[str, Any]) -> str:
     tokens = f"up to {schedule['chunked_prefill_size']} tokens in a step"
     if schedule["max_step_ms"] == 0:
         return tokens
-    return f"{tokens}; where requests decode, as many as fit into {schedule['max_step_ms']:g} ms"
+    decodes = "beside a stream" if schedule["bounds_streams_alone"] else "where requests decode"
+    return f"{tokens}; {decodes}, as many as fit into {schedule['max_step_ms']:g} ms"

@@ -249,6 +249,7 @@ class Scheduler:
             seed=self._seeds.next() if params.sampling_seed is None else params.sampling_seed,
             arrival=next(self._arrivals),
             namespace=message.cache_key,
+            streams=message.streams,
             priority=-message.priority if self._config.low_priority_first else message.priority,
             logprobs=message.logprobs,
             hidden_states=message.hidden_states,

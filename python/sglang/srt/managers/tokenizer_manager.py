@@ -204,6 +204,7 @@ class TokenizerManager:
             hidden_states=HIDDEN_STATES[body.return_hidden_states],
             priority=body.priority,
             cache_key=(body.extra_key, body.cache_salt),
+            streams=body.stream,
         )
 
     async def encode(

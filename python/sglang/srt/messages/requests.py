@@ -177,6 +177,7 @@ class TokenizedGenerateReqInput(Message):
         logprobs: None for none.
         hidden_states: `none`, `all` rows fed, or the `last` row of each step.
         cache_key: KV is shared only between requests with the same.
+        streams: its client gets tokens as they come, so it sees gaps between them.
     """
 
     req_id: int
@@ -187,6 +188,7 @@ class TokenizedGenerateReqInput(Message):
     hidden_states: Literal["none", "all", "last"] = "none"
     priority: int = 0
     cache_key: tuple[str, str] = ("", "")
+    streams: bool = False
 
 
 # ---------------------------------------------------------------- token and text streams

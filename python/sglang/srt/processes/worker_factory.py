@@ -65,7 +65,9 @@ def measure_prices(config: RuntimeConfig, runner: ModelRunner) -> PriceTable | N
 def make_prompt_budget(config: RuntimeConfig, prices: PriceTable | None) -> PromptBudget:
     """How many prompt tokens a step feeds."""
     planner = config.scheduler.planner
-    return make_budget(planner.chunked_prefill_size, planner.max_step_ms, prices)
+    return make_budget(
+        planner.chunked_prefill_size, planner.max_step_ms, prices, planner.bounds_streams_alone
+    )
 
 
 def make_worker(

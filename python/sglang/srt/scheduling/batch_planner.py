@@ -35,6 +35,7 @@ class PlannerConfig:
         chunked_prefill_size: prompt tokens in a step, at most.
         chunks_follow_load: fewer where requests decode: see `max_step_ms`. If not, always so many.
         max_step_ms: what a step may take in which requests decode, by its price; 0 is no bound.
+        bounds_streams_alone: it holds only while a running or waiting request streams.
         preemption_threshold: orders by priority, and lets a waiting request push aside a running
             one whose priority is lower by more than this; None looks at no priorities.
         retract_interval: retract each request when it has emitted in this many steps since its
@@ -45,6 +46,7 @@ class PlannerConfig:
     chunked_prefill_size: int
     chunks_follow_load: bool = False
     max_step_ms: float = 0.0
+    bounds_streams_alone: bool = False
     max_running_requests: int
     schedule_policy: str
     preemption_threshold: int | None = None
@@ -116,7 +118,7 @@ class BatchPlanner:
                 step.add(req, 0, req.width.decode_rows, req.width.max_kept, emits=True)
         if not prefilling and not (self.has_room() and self._lifecycle.startable):
             return step
-        allowance = self._budget.open(_decode_load(decoding))
+        allowance = self._budget.open(_decode_load(decoding), self._lifecycle.num_streams > 0)
         feed = PromptFeed(
             step, self._ledger, allowance, self._config.splits_prompts, self._num_saved
         )

@@ -88,8 +88,12 @@ class PromptAllowance:
 class PromptBudget(Protocol):
     """Decides how many prompt tokens each step feeds."""
 
-    def open(self, decodes: DecodeLoad) -> PromptAllowance:
-        """What a step with these decodes may feed; at least one token."""
+    def open(self, decodes: DecodeLoad, someone_streams: bool) -> PromptAllowance:
+        """Says what a step with these decodes may feed; at least one token.
+
+        Args:
+            someone_streams: whether a running or waiting request streams.
+        """
 
     def observe(self, price_ms: float, took_ms: float) -> None:
         """Hears what a step took whose allowance had a price."""
@@ -101,7 +105,7 @@ class FixedBudget:
 
     max_tokens: int
 
-    def open(self, decodes: DecodeLoad) -> PromptAllowance:
+    def open(self, decodes: DecodeLoad, someone_streams: bool) -> PromptAllowance:
         return PromptAllowance(self.max_tokens)
 
     def observe(self, price_ms: float, took_ms: float) -> None:
@@ -109,21 +113,32 @@ class FixedBudget:
 
 
 class BoundedBudget:
-    """`max_tokens` where nobody decodes; otherwise as many of them as keep the step within
-    `max_step_ms`, and MIN_PROMPT_TOKENS in any case.
+    """Gives `max_tokens` where nobody decodes, or nobody would see a gap between tokens; otherwise
+    as many of them as keep the step within `max_step_ms`, and MIN_PROMPT_TOKENS in any case.
 
     Prices are those of a GPU that has just started to work. Under a long load its clock falls, so
     what steps take is compared with what they were expected to cost.
+
+    Args:
+        for_streams_alone: the bound holds only while a request streams. If not, always.
     """
 
-    def __init__(self, max_tokens: int, prices: PriceTable, max_step_ms: float) -> None:
+    def __init__(
+        self,
+        max_tokens: int,
+        prices: PriceTable,
+        max_step_ms: float,
+        for_streams_alone: bool = False,
+    ) -> None:
         self._max_tokens = max_tokens
         self._ladders = Ladders(prices)
         self._max_step_ms = max_step_ms
+        self._for_streams_alone = for_streams_alone
         self._excess = 1.0
 
-    def open(self, decodes: DecodeLoad) -> PromptAllowance:
-        if decodes.num_reqs == 0:
+    def open(self, decodes: DecodeLoad, someone_streams: bool) -> PromptAllowance:
+        is_bound = someone_streams or not self._for_streams_alone
+        if decodes.num_reqs == 0 or not is_bound:
             return PromptAllowance(self._max_tokens)
         max_ms = self._max_step_ms / (PRICE_MARGIN * self._excess)
         step = BoundedStep(self._ladders, max_ms, decodes)
@@ -134,10 +149,12 @@ class BoundedBudget:
         self._excess += difference * (EXCESS_RISE if difference > 0 else EXCESS_FALL)
 
 
-def make_budget(max_tokens: int, max_step_ms: float, prices: PriceTable | None) -> PromptBudget:
-    """The budget within a bound; without a bound (0) or prices, always `max_tokens`."""
+def make_budget(
+    max_tokens: int, max_step_ms: float, prices: PriceTable | None, for_streams_alone: bool = False
+) -> PromptBudget:
+    """Makes the budget within a bound; without a bound (0) or prices, always `max_tokens`."""
     if max_step_ms > 0 and prices is not None:
-        return BoundedBudget(max_tokens, prices, max_step_ms)
+        return BoundedBudget(max_tokens, prices, max_step_ms, for_streams_alone)
     return FixedBudget(max_tokens)
 
 

@@ -28,6 +28,7 @@ class Req:
             while the request is prefilling.
         stop_finder: looks for stop strings in the output; None without any.
         fill_ids: prompt and output at the last admission: what prefill has to feed.
+        streams: its client gets tokens as they come.
         num_inflight, num_inflight_emits: launched, unread steps with this request, and how many
             of them emit.
         row_is_new: the device does not know the request's row yet.
@@ -54,6 +55,7 @@ class Req:
     namespace: Namespace
     stop_token_ids: frozenset[int]
     priority: int = 0
+    streams: bool = False
     logprobs: LogprobOptions | None = None
     hidden_states: HiddenStates = "none"
     stop_finder: StopFinder | None = None

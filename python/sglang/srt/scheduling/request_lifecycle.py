@@ -40,6 +40,7 @@ class RequestLifecycle:
     Attributes:
         waiting: not running; retracted ones first, then by arrival.
         running: have a row and KV.
+        num_streams: requests, waiting or running, that stream.
         weight_version: the clients' label of the weights.
         counts: what has happened to requests since the start.
     """
@@ -51,6 +52,7 @@ class RequestLifecycle:
         self._release_audit = release_audit
         self.waiting: list[Req] = []
         self.running: list[Req] = []
+        self.num_streams = 0
         self._ending: list[Req] = []
         self._unready: set[Req] = set()
         self._ended_texts: list[EndedText] = []
@@ -110,6 +112,7 @@ class RequestLifecycle:
 
     def submit(self, req: Req) -> None:
         req.begin_weight_span(self.weight_version)
+        self.num_streams += req.streams
         self._add_waiting(req, len(self.waiting))
 
     def set_weight_version(self, weight_version: str) -> None:
@@ -168,6 +171,7 @@ class RequestLifecycle:
     def finish(self, req: Req, reason: FinishReason) -> None:
         """Ends a request. Its KV is released when no launched step names it any more."""
         req.finish_reason = reason
+        self.num_streams -= req.streams
         if req.grammar is not None:
             req.grammar.close()
         self.counts = replace(
