@@ -39,7 +39,7 @@ MAX_GRAPH_ROWS = 1024  # beyond, a GPU is busy for longer than the launches take
 # step needs of memory grows.
 MAX_CHUNKS = {"cpu": 2048, "cuda": 8192}
 # Without --max-step-ms. On a CPU one step of a few prompt tokens may take longer than any bound.
-DEFAULT_MAX_STEP_MS = {"cpu": 0.0, "cuda": 25.0}
+DEFAULT_MAX_STEP_MS = {"cpu": 0.0, "cuda": 30.0}
 NO_DRAFTS = DrafterNeeds(max_drafts=0, max_rows=1)
 
 
