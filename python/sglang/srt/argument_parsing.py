@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from typing import Any, NoReturn, get_type_hints
 
 from sglang.srt.flag_values import value_type
-from sglang.srt.sglang_surface import SGLangArgument
+from sglang.srt.sglang_arguments import (
+    all_arguments,
+    as_flag,
+    missing_arguments,
+    own_arguments,
+)
 
 
 def add_flags(parser: argparse.ArgumentParser, flags_class: type) -> None:
-    """Adds one option per field of a dataclass of `flag`s, in the sections of --help.
+    """Adds one option per field of a dataclass of `flag`s, in the sections of --help, and those
+    that SGLang has beside them.
 
     An option's name is the field's name with dashes.
     """
@@ -28,7 +33,8 @@ def add_flags(parser: argparse.ArgumentParser, flags_class: type) -> None:
             kwargs["action"] = "store_true"
         else:
             kwargs["type"] = value_type(hints[entry.name])
-            kwargs["choices"] = entry.metadata["choices"]
+            if choices := entry.metadata["choices"]:
+                kwargs["metavar"] = f"{{{','.join(choices)}}}"
         if entry.default is MISSING:
             kwargs["required"] = True
         else:
@@ -36,33 +42,55 @@ def add_flags(parser: argparse.ArgumentParser, flags_class: type) -> None:
             if entry.default is not None and hints[entry.name] is not bool:
                 kwargs["help"] += f" (default: {entry.default})"
         group.add_argument(*names, **kwargs)
+    _add_missing_flags(parser, [entry.name for entry in fields(flags_class)])
 
 
-def add_missing_flags(parser: argparse.ArgumentParser, arguments: Iterable[SGLangArgument]) -> None:
-    """Adds flags that SGLang has and this runtime does not, hidden in --help."""
-    for argument in arguments:
-        if argument.flags:
-            parser.add_argument(*argument.flags, action=MissingFlag, argument=argument)
+def _add_missing_flags(parser: argparse.ArgumentParser, own: Collection[str]) -> None:
+    """Adds flags that SGLang has beside `own`, hidden in --help. Without one the namespace has
+    SGLang's default."""
+    for argument in missing_arguments(own).values():
+        kwargs: dict[str, Any] = {
+            "dest": argument.name,
+            "default": argument.default,
+            "help": argparse.SUPPRESS,
+        }
+        refusing = [flag for flag in argument.flags if flag.startswith("--no-")]
+        asking = [flag for flag in argument.flags if flag not in refusing]
+        if refusing:
+            parser.add_argument(*refusing, action="store_false", **kwargs)
+        if asking and argument.takes == 0:
+            parser.add_argument(*asking, action="store_true", **kwargs)
+        elif asking:
+            nargs = None if argument.takes == 1 else argument.takes
+            const = True if nargs == "?" else None
+            kwargs |= {"type": argument.value_of, "nargs": nargs, "const": const}
+            parser.add_argument(*asking, **kwargs)
 
 
-class MissingFlag(argparse.Action):
-    """A flag of SGLang without an effect here: accepted at neutral values, else refused."""
+def parse_flags(
+    parser: argparse.ArgumentParser, argv: list[str] | None, flags_class: type
+) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Parses a command line with flags of `flags_class` and of SGLang.
 
-    def __init__(self, option_strings: list[str], dest: str, argument: SGLangArgument) -> None:
-        nargs = None if argument.takes == 1 else argument.takes
-        hidden = argparse.SUPPRESS
-        super().__init__(option_strings, hidden, nargs=nargs, default=hidden, help=hidden)
-        self._argument = argument
+    Returns:
+        All that was parsed, and the arguments of `flags_class` among it.
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        if problem := self._argument.problem_of_flag(option_string or "", values):
-            parser.error(problem)
+    Raises:
+        SystemExit: on a flag that is refused, or a value that its flag cannot have; the reason is
+            printed.
+    """
+    namespace = parser.parse_args(argv)
+    try:
+        return namespace, own_arguments_of(namespace, flags_class)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def own_arguments_of(namespace: argparse.Namespace, flags_class: type) -> dict[str, Any]:
+    """Gives the arguments of `flags_class` among what was parsed; see `own_arguments`."""
+    known = {entry.name for entry in fields(flags_class)} | all_arguments().keys()
+    given = {name: value for name, value in vars(namespace).items() if name in known}
+    return own_arguments(given, flags_class, as_flag)
 
 
 class SuggestingParser(argparse.ArgumentParser):
@@ -74,7 +102,7 @@ class SuggestingParser(argparse.ArgumentParser):
     def refuse_unknown(self, argv: list[str]) -> None:
         """Exits with 2 at the first flag that does not exist."""
         known = {name: action for action in self._actions for name in action.option_strings}
-        ours = [name for name, action in known.items() if not isinstance(action, MissingFlag)]
+        ours = [name for name, action in known.items() if action.help != argparse.SUPPRESS]
         for word in argv:
             name = word.partition("=")[0]
             if name.startswith("--") and name != "--" and name not in known:
