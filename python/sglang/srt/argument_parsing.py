@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+from collections.abc import Collection
 from dataclasses import MISSING, fields
 from typing import Any, NoReturn, get_type_hints
 
