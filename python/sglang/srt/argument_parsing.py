@@ -4,68 +4,71 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Collection
-from dataclasses import MISSING, fields
+from collections.abc import Callable
+from dataclasses import MISSING
 from typing import Any, NoReturn, get_type_hints
 
-from sglang.srt.flag_values import value_type
+from sglang.srt.flag_values import flags_of, value_type
 from sglang.srt.sglang_arguments import (
-    all_arguments,
+    SGLangArgument,
     as_flag,
+    dest_of,
     missing_arguments,
+    names_by_spelling,
     own_arguments,
 )
 
+AddOption = Callable[..., object]  # `add_argument` of a parser or of a group
 
-def add_flags(parser: argparse.ArgumentParser, flags_class: type) -> None:
-    """Adds one option per field of a dataclass of `flag`s, in the sections of --help, and those
-    that SGLang has beside them.
+
+def add_flags(section: Callable[[str], AddOption], flags_class: type) -> None:
+    """Adds one option per `flag` of a dataclass, and those that SGLang has beside them.
 
     An option's name is the field's name with dashes.
+
+    Args:
+        section: gives what adds the options of a section of --help.
     """
     hints = get_type_hints(flags_class)
-    group: argparse._ArgumentGroup | argparse.ArgumentParser = parser
-    for entry in fields(flags_class):
+    flags = flags_of(flags_class)
+    add: AddOption = section("options")
+    for argument in missing_arguments(flags).values():
+        for flag in argument.flags:
+            _add_missing_flag(add, flag, argument)
+    for name, entry in flags.items():
         if entry.metadata["section"]:
-            group = parser.add_argument_group(entry.metadata["section"])
-        names = (f"--{entry.name.replace('_', '-')}", *entry.metadata["aliases"])
-        kwargs: dict[str, Any] = {"dest": entry.name, "help": entry.metadata["help"]}
-        if hints[entry.name] is bool:
+            add = section(entry.metadata["section"])
+        names = (f"--{name.replace('_', '-')}", *entry.metadata["aliases"])
+        kwargs: dict[str, Any] = {"dest": name, "help": entry.metadata["help"]}
+        if hints[name] is bool:
             kwargs["action"] = "store_true"
         else:
-            kwargs["type"] = value_type(hints[entry.name])
+            kwargs["type"] = value_type(hints[name])
             if choices := entry.metadata["choices"]:
                 kwargs["metavar"] = f"{{{','.join(choices)}}}"
         if entry.default is MISSING:
             kwargs["required"] = True
         else:
             kwargs["default"] = entry.default
-            if entry.default is not None and hints[entry.name] is not bool:
+            if entry.default is not None and hints[name] is not bool:
                 kwargs["help"] += f" (default: {entry.default})"
-        group.add_argument(*names, **kwargs)
-    _add_missing_flags(parser, [entry.name for entry in fields(flags_class)])
+        add(*names, **kwargs)
 
 
-def _add_missing_flags(parser: argparse.ArgumentParser, own: Collection[str]) -> None:
-    """Adds flags that SGLang has beside `own`, hidden in --help. Without one the namespace has
-    SGLang's default."""
-    for argument in missing_arguments(own).values():
-        kwargs: dict[str, Any] = {
-            "dest": argument.name,
-            "default": argument.default,
-            "help": argparse.SUPPRESS,
-        }
-        refusing = [flag for flag in argument.flags if flag.startswith("--no-")]
-        asking = [flag for flag in argument.flags if flag not in refusing]
-        if refusing:
-            parser.add_argument(*refusing, action="store_false", **kwargs)
-        if asking and argument.takes == 0:
-            parser.add_argument(*asking, action="store_true", **kwargs)
-        elif asking:
-            nargs = None if argument.takes == 1 else argument.takes
-            const = True if nargs == "?" else None
-            kwargs |= {"type": argument.value_of, "nargs": nargs, "const": const}
-            parser.add_argument(*asking, **kwargs)
+def _add_missing_flag(add: AddOption, flag: str, argument: SGLangArgument) -> None:
+    """Adds a flag that SGLang has and this runtime does not, hidden in --help.
+
+    Each name of an argument is an option of its own, so that a refusal has the one that was given,
+    and whoever reads what was parsed finds SGLang's default by any of them.
+    """
+    kwargs: dict[str, Any] = {"dest": dest_of(flag), "default": argument.default}
+    if argument.takes == 0:
+        kwargs["action"] = "store_false" if flag.startswith("--no-") else "store_true"
+    else:
+        kwargs["type"] = argument.value_of
+        kwargs["nargs"] = None if argument.takes == 1 else argument.takes
+        kwargs["const"] = True if argument.takes == "?" else None
+    add(flag, help=argparse.SUPPRESS, **kwargs)
 
 
 def parse_flags(
@@ -89,7 +92,7 @@ def parse_flags(
 
 def own_arguments_of(namespace: argparse.Namespace, flags_class: type) -> dict[str, Any]:
     """Gives the arguments of `flags_class` among what was parsed; see `own_arguments`."""
-    known = {entry.name for entry in fields(flags_class)} | all_arguments().keys()
+    known = {*flags_of(flags_class), *names_by_spelling()}
     given = {name: value for name, value in vars(namespace).items() if name in known}
     return own_arguments(given, flags_class, as_flag)
 

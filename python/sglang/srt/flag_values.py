@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, field, fields
+from dataclasses import MISSING, Field, asdict, field, fields
 from typing import Any, get_args
 
 
@@ -66,6 +66,11 @@ def finite_number(text: str) -> float:
     return number
 
 
+def flags_of(flags_class: Any) -> dict[str, Field[Any]]:
+    """Gives the fields of a dataclass that are `flag`s, by name."""
+    return {entry.name: entry for entry in fields(flags_class) if entry.metadata}
+
+
 def check_finite(flags: Any) -> None:
     """
     Args:
@@ -81,5 +86,5 @@ def check_finite(flags: Any) -> None:
 
 def public_fields(flags: Any) -> dict[str, Any]:
     """Gives the values of a dataclass of `flag`s by name, without those that are secret."""
-    secret = {entry.name for entry in fields(flags) if entry.metadata["secret"]}
+    secret = {name for name, entry in flags_of(flags).items() if entry.metadata["secret"]}
     return {name: value for name, value in asdict(flags).items() if name not in secret}

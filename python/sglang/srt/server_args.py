@@ -338,7 +338,7 @@ class ServerArgs(metaclass=TakesSGLangArguments):
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Adds one option per field, and those that SGLang has beside them."""
-    add_flags(parser, ServerArgs)
+    add_flags(lambda name: parser.add_argument_group(name).add_argument, ServerArgs)
 
 
 def parse_cli(argv: list[str] | None = None) -> ServerArgs:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass
 from functools import cache
 from typing import Any
 
+from sglang.srt.flag_values import flags_of
 from sglang.srt.sglang_flags import FORMER, MORE_NAMES, TABLE, Entry
 from sglang.srt.sglang_surface import facts, is_neutral
 
@@ -59,6 +60,20 @@ def missing_arguments(own: Collection[str]) -> dict[str, SGLangArgument]:
     return {name: found for name, found in all_arguments().items() if name not in own}
 
 
+def dest_of(flag: str) -> str:
+    """Gives the name that what is parsed of a flag has: `--no-x` is that of `--x`."""
+    return flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+
+
+@cache
+def names_by_spelling() -> dict[str, str]:
+    """SGLang's arguments by their own name and by those of their flags."""
+    spellings = {
+        dest_of(flag): name for name, found in all_arguments().items() for flag in found.flags
+    }
+    return {**spellings, **{name: name for name in all_arguments()}}
+
+
 @cache
 def _entries_by_name() -> dict[str, list[tuple[str, Entry]]]:
     found: dict[str, list[tuple[str, Entry]]] = {}
@@ -88,8 +103,7 @@ def as_argument(name: str, value: Any) -> str:
 
 def as_flag(name: str, value: Any) -> str:
     """Spells an argument as on a command line."""
-    argument = all_arguments().get(name)
-    flag = argument.flags[0] if argument and argument.flags else f"--{name.replace('_', '-')}"
+    flag = f"--{name.replace('_', '-')}"
     if value is True:
         return flag
     values = value if isinstance(value, list) else [value]
@@ -109,15 +123,16 @@ def own_arguments(given: Mapping[str, Any], flags_class: type, spell: Spelling) 
         ValueError: for an argument that is refused, or outside the choices of its flag; the text
             names it and the remedy.
     """
-    own = {entry.name: entry for entry in fields(flags_class)}
+    own = flags_of(flags_class)
     missing = missing_arguments(own)
     kept: dict[str, Any] = {}
     idle: dict[Entry, list[str]] = {}
-    for name, value in given.items():
+    for spelling, value in given.items():
+        name = names_by_spelling().get(spelling, spelling)
         if value is None or (name in missing and is_neutral(value, (missing[name].default,))):
             continue
         kind, entry = class_of(name, value, name not in missing)
-        said = spell(name, value)
+        said = spell(spelling, value)
         if kind == REFUSED:
             raise ValueError(f"{said}: SGLang has this and this runtime does not; {entry.says}.")
         if kind == NO_EFFECT:
