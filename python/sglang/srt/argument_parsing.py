@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import textwrap
 from collections.abc import Callable
 from dataclasses import MISSING
 from typing import Any, NoReturn, get_type_hints
@@ -16,8 +17,11 @@ from sglang.srt.sglang_arguments import (
     missing_arguments,
     names_by_spelling,
     own_arguments,
+    written_table,
 )
 
+MOST_IN_HELP = 3  # flags of one sentence in --help
+HELP_WIDTH = 96
 AddOption = Callable[..., object]  # `add_argument` of a parser or of a group
 
 
@@ -97,11 +101,31 @@ def own_arguments_of(namespace: argparse.Namespace, flags_class: type) -> dict[s
     return own_arguments(given, flags_class, as_flag)
 
 
+def sglang_section(flags_class: type) -> str:
+    """Writes what --help says of SGLang's flags beside those of `flags_class`."""
+    lines = ["SGLang's other flags are in one of three classes; docs/flags.md names each:"]
+    table = written_table(flags_of(flags_class))
+    for kind, entries in table.items():
+        lines.append(f"  {kind}:")
+        for says, flags in entries:
+            more = len(flags) - MOST_IN_HELP
+            named = ", ".join(flags[:MOST_IN_HELP]) + (f" and {more} more" if more > 0 else "")
+            lines += textwrap.wrap(
+                f"{named}: {says}",
+                HELP_WIDTH,
+                initial_indent=" " * 4,
+                subsequent_indent=" " * 6,
+                break_on_hyphens=False,
+            )
+    return "\n".join(lines)
+
+
 class SuggestingParser(argparse.ArgumentParser):
     """Names the flag that an unknown one was probably meant to be; no abbreviations."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(allow_abbrev=False, formatter_class=formatter, **kwargs)
 
     def refuse_unknown(self, argv: list[str]) -> None:
         """Exits with 2 at the first flag that does not exist."""

@@ -10,7 +10,12 @@ import argparse
 import sys
 from dataclasses import MISSING, dataclass
 
-from sglang.srt.argument_parsing import SuggestingParser, add_flags, parse_flags
+from sglang.srt.argument_parsing import (
+    SuggestingParser,
+    add_flags,
+    parse_flags,
+    sglang_section,
+)
 from sglang.srt.flag_values import check_finite, flag
 from sglang.srt.model_config import DTYPES
 from sglang.srt.registry import ATTENTION_BACKENDS
@@ -348,7 +353,8 @@ def parse_cli(argv: list[str] | None = None) -> ServerArgs:
         SystemExit: on a flag that is unknown or refused, or a value that its flag cannot have; the
             reason is printed.
     """
-    parser = SuggestingParser(prog="python -m sglang.launch_server")
+    prog = "python -m sglang.launch_server"
+    parser = SuggestingParser(prog=prog, epilog=sglang_section(ServerArgs))
     add_cli_args(parser)
     parser.refuse_unknown(sys.argv[1:] if argv is None else argv)
     return ServerArgs(**parse_flags(parser, argv, ServerArgs)[1])

@@ -96,6 +96,33 @@ def class_of(name: str, value: Any, is_own: bool) -> tuple[str, Entry]:
     return (WORKS, Entry("", name)) if is_own else (REFUSED, LEAVE_OUT)
 
 
+def written_table(own: Collection[str]) -> dict[str, list[tuple[str, list[str]]]]:
+    """Gives each sentence of the table with the flags that it is on, by class, as people write
+    them; the last one is on what the table does not name.
+
+    Args:
+        own: the arguments that this runtime has.
+    """
+    missing, named = missing_arguments(own), set[str]()
+    found: dict[str, list[tuple[str, list[str]]]] = {}
+    for kind, entries in TABLE.items():
+        found[kind] = []
+        for entry in entries:
+            names = [name for name in entry.names.split() if name in missing or entry.values]
+            named.update(names)
+            flags = [_written(name, entry.values) for name in names]
+            found[kind] += [(entry.says, flags)] if flags else []
+    rest = [_written(name, ()) for name in missing if name not in named]
+    found[REFUSED].append((LEAVE_OUT.says, rest))
+    return found
+
+
+def _written(name: str, values: tuple[Any, ...]) -> str:
+    argument = all_arguments()[name]
+    flag = argument.flags[0] if argument.flags else name
+    return f"{flag} {' | '.join(map(str, values))}" if values else flag
+
+
 def as_argument(name: str, value: Any) -> str:
     """Spells an argument as in a call."""
     return f"{name}={value!r}"

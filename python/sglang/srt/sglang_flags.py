@@ -58,7 +58,10 @@ _WORKS = (
     Entry("answers always say how many prompt tokens were cached", "enable_cache_report"),
     Entry("prompts and decodes always share steps", "enable_mixed_chunk"),
     Entry("memory can always be released and resumed", "enable_memory_saver"),
-    Entry("resumed weights always have their values", "enable_weights_cpu_backup"),
+    Entry(
+        "resumed weights always have their values",
+        "enable_weights_cpu_backup enable_draft_weights_cpu_backup",
+    ),
     Entry("an idle server always sleeps", "sleep_on_idle"),
     Entry(
         "weights are used as they are",
