@@ -138,7 +138,6 @@ EAGLE = {"algorithm": "EAGLE"}
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"adaptive": True}, "--speculative-adaptive needs --speculative-algorithm."),
         ({"adaptive_config": "aggressive"}, f"{CONFIG_FLAG} needs --speculative-algorithm."),
         (
             {"adaptive_strategy": "ema"},

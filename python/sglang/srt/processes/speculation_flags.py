@@ -99,15 +99,21 @@ def drafter_from_flags(
 
 
 def _refuse_all(args: ServerArgs) -> None:
-    """Flags that mean nothing without an algorithm.
+    """Refuses flags that mean nothing without an algorithm. Of switches of the speed alone it warns,
+    as outputs are the same.
 
     Raises:
         ConfigError: if one is given.
     """
     values = vars(args)
+    for name in (ADAPTIVE, TILE_SPEC):
+        if values[name]:
+            logger.warning(
+                "%s has no effect here: nothing is drafted without --speculative-algorithm.",
+                _flag(name),
+            )
     given = [name for name in OPTIONS if values[name] is not None]
     given += [name for name in THRESHOLDS if values[name] != 1]
-    given += [ADAPTIVE] * args.speculative_adaptive + [TILE_SPEC] * args.tile_spec
     given += [TILE_SPEC_CACHE] * (args.tile_spec_cache_dir is not None)
     if given:
         raise ConfigError(f"{_flag(given[0])} needs --speculative-algorithm.")
