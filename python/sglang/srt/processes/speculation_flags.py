@@ -40,7 +40,7 @@ OPTIONS = (
     "speculative_adaptive_strategy",
 )
 ADAPTIVE = "speculative_adaptive"
-EMA, THROUGHPUT = "ema", "throughput"
+THROUGHPUT = "throughput"
 THROUGHPUT_STEPS = 7  # drafts at most, where no configuration says which
 TILE_SPEC, TILE_SPEC_CACHE = "tile_spec", "tile_spec_cache_dir"
 DEFAULT_TILE_SPEC_CACHE = "tile_spec/cache"
@@ -99,8 +99,8 @@ def drafter_from_flags(
 
 
 def _refuse_all(args: ServerArgs) -> None:
-    """Refuses flags that mean nothing without an algorithm. Of switches of the speed alone it warns,
-    as outputs are the same.
+    """Refuses flags that mean nothing without an algorithm, and warns of switches that would change
+    the speed alone.
 
     Raises:
         ConfigError: if one is given.
@@ -160,13 +160,7 @@ def _adaptive_tiers(args: ServerArgs, num_steps: int) -> Tiers:
     Args:
         num_steps: of `--speculative-num-steps`, or what is taken without it.
     """
-    strategy = args.speculative_adaptive_strategy or EMA
-    if strategy not in (EMA, THROUGHPUT):
-        raise ConfigError(
-            f"--speculative-adaptive-strategy {strategy!r} is unknown; there are {EMA} and"
-            f" {THROUGHPUT}."
-        )
-    is_ema = strategy == EMA
+    is_ema = args.speculative_adaptive_strategy != THROUGHPUT
     if args.speculative_adaptive_config is None and not is_ema:
         deepest = max(num_steps, THROUGHPUT_STEPS)
         return Tiers("load_aware", TierOptions(deepest, num_steps))
