@@ -91,7 +91,7 @@ def parse_flags(
     try:
         return namespace, own_arguments_of(namespace, flags_class)
     except ValueError as error:
-        parser.error(str(error))
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
 
 
 def own_arguments_of(namespace: argparse.Namespace, flags_class: type) -> dict[str, Any]:

@@ -115,9 +115,9 @@ _NO_EFFECT = (
         " model_loader_extra_config startup_weight_load_mode",
     ),
     Entry("the model's files stay", "delete_ckpt_after_loading"),
-    Entry("the policy is lpm", "schedule_policy", ("dfs-weight",), "lpm"),
+    Entry("lpm orders the queue, the nearest to it", "schedule_policy", ("dfs-weight",), "lpm"),
     Entry(
-        "the policy is fcfs",
+        "fcfs orders the queue",
         "schedule_policy",
         ("random", "lof", "hrrn", "shortest-prefill-first", "routing-key"),
         "fcfs",

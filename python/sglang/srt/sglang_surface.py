@@ -1,9 +1,9 @@
 """What SGLang's clients may send and say: every field, flag and argument, and its neutral values.
 
 A value is neutral if it asks for nothing that this runtime would have to do: null, false, empty,
-SGLang's default, or one of the values below. A field that this runtime does without
-is accepted at its neutral values and does nothing; any other value is refused by name. Of flags
-and arguments `sglang_flags.py` says more.
+SGLang's default, or one of the values below. A field that this runtime does without is accepted at
+its neutral values and does nothing; any other value is refused by name. What becomes of flags and
+arguments is in `sglang_flags.py`.
 
 Names and defaults are facts, in `sglang_surface.json`; `scripts/read_sglang_surface.py` reads them
 from SGLang's sources. What they do not say is here.
