@@ -30,10 +30,11 @@ from benchmark.measure.long_prompts import CONTEXT_LEN, MAX_RUNNING
 from benchmark.random_model import GEOMETRIES, random_model
 from sglang.bench_one_batch import OneBatch
 from sglang.benchmark.metrics import percentile
+from sglang.srt.flag_values import public_fields
 from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args import ServerArgs, public_fields
+from sglang.srt.server_args import ServerArgs
 
 DEFAULT = "default"
 SPARE_TOKENS = 8  # of the context, beyond the long prompt

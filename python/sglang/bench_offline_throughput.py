@@ -8,10 +8,10 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import fields
 from typing import Any
 
 from sglang.benchmark.datasets import BenchPrompt, DatasetError, add_dataset_args, load_prompts
+from sglang.srt.argument_parsing import parse_flags
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.server_args import ServerArgs, add_cli_args
 
@@ -65,10 +65,8 @@ def measure(engine: Engine, prompts: list[BenchPrompt], ignore_eos: bool) -> dic
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
-    names = {entry.name for entry in fields(ServerArgs)}
-    server_args = ServerArgs(**{k: v for k, v in vars(args).items() if k in names})
-    with Engine(server_args=server_args) as engine:
+    args, given = parse_flags(make_parser(), argv, ServerArgs)
+    with Engine(server_args=ServerArgs(**given)) as engine:
         try:
             prompts = load_prompts(args, engine.get_server_info()["vocab_size"])
         except DatasetError as error:

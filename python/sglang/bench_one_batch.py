@@ -13,10 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang.benchmark.datasets import FIRST_PLAIN_ID
+from sglang.srt.argument_parsing import parse_flags
 from sglang.srt.environ import Environ
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.messages.requests import BatchTokenIDOutput, TokenizedGenerateReqInput
@@ -181,15 +182,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
-    names = {entry.name for entry in fields(ServerArgs)}
-    server_args = ServerArgs(
-        **{
-            **{k: v for k, v in vars(args).items() if k in names},
-            "disable_radix_cache": True,
-            "max_running_requests": max(args.max_running_requests, *args.batch_size),
-        }
-    )
+    args, given = parse_flags(make_parser(), argv, ServerArgs)
+    given["disable_radix_cache"] = True
+    given["max_running_requests"] = max(args.max_running_requests, *args.batch_size)
+    server_args = ServerArgs(**given)
     batch = OneBatch(server_args)
     chooser = random.Random(args.seed)
     shapes = [(b, i, o) for b in args.batch_size for i in args.input_len for o in args.output_len]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from sglang.srt.entrypoints.server_process import run_server
 from sglang.srt.server_args import parse_cli
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a server; returns its exit code."""
-    return run_server(parse_cli(argv))
+    server_args = parse_cli(argv)
+    # Loaded only once there is something to start: --help and a refusal come at once.
+    from sglang.srt.entrypoints.server_process import run_server
+
+    return run_server(server_args)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@ refused by name."""
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,6 @@ import pytest
 
 from fake_server import BYTES, GROUP, TENSORS, Server
 from serving_utils import make_model_dir
-from sglang.srt.argument_parsing import MissingFlag, SuggestingParser
-from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.entrypoints.openai import chat_protocol
 from sglang.srt.entrypoints.openai.chat_protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.protocol import (
@@ -33,14 +29,10 @@ from sglang.srt.frontend.generate_body import (
 from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.frontend.sampling_validation import SAMPLING_FIELDS
 from sglang.srt.frontend.tokenizer_bodies import DetokenizeReqInput, TokenizeReqInput
-from sglang.srt.model_config import ModelPathError
-from sglang.srt.server_args import ServerArgs, parse_cli
 from sglang.srt.sglang_surface import (
     ANYTHING,
-    SGLangArgument,
     facts,
     is_neutral,
-    missing_arguments,
     neutral_fields,
 )
 from sglang.srt.tokenizer import load_tokenizer
@@ -278,117 +270,3 @@ def test_neutral_fields_of_a_control_call_change_nothing(model_path: Path, path:
         message.pop("source", None)  # a file of its own for each update
     assert all(message == sent[0] for message in sent)
     assert len(sent) in (0, len(bodies))
-
-
-OWN_ARGUMENTS = frozenset(field.name for field in fields(ServerArgs))
-MISSING_ARGUMENTS = missing_arguments(OWN_ARGUMENTS)
-PLAIN = ServerArgs(model_path="m")
-# What SGLang's default is called there, where this runtime has it under another value.
-OTHER_DEFAULTS = {"log_requests_level": 2, "speculative_ngram_max_bfs_breadth": 10}
-
-
-def words_for(flag: str, argument: SGLangArgument) -> list[list[str]]:
-    """The command lines that give a flag its neutral values."""
-    if argument.takes == 0:
-        gives = not flag.startswith("--no-")
-        return [[flag]] if is_neutral(gives, argument.neutral) else []
-    texts = [str(value) for value in argument.neutral if value not in (None, [], ANYTHING)]
-    texts += ["anything"] * (ANYTHING in argument.neutral)
-    found = [[flag, text] for text in texts] + [[f"{flag}={text}"] for text in texts]
-    return found + ([[flag]] if argument.takes in ("?", "*") else [[flag, ""]])
-
-
-@pytest.mark.parametrize("name", MISSING_ARGUMENTS)
-def test_a_neutral_flag_or_argument_changes_nothing(name: str) -> None:
-    argument = MISSING_ARGUMENTS[name]
-    for value in (*argument.neutral, None, False, "", [], {}):
-        assert ServerArgs(**{"model_path": "m", name: value}) == PLAIN
-
-
-def test_neutral_flags_change_nothing() -> None:
-    words = [
-        words
-        for argument in MISSING_ARGUMENTS.values()
-        for flag in argument.flags
-        for words in words_for(flag, argument)
-    ]
-    assert len(words) > 500
-    assert parse_cli(["--model-path", "m", *itertools.chain(*words)]) == PLAIN
-
-
-@pytest.mark.parametrize("name", MISSING_ARGUMENTS)
-def test_a_flag_or_argument_that_is_missing_is_refused_by_name(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argument = MISSING_ARGUMENTS[name]
-    if ANYTHING in argument.neutral:
-        return
-    parser = SuggestingParser(prog="server")
-    for flag in argument.flags:
-        words = [flag, "wish"] if argument.takes != 0 else [flag]
-        if argument.takes == 0 and words in words_for(flag, argument):
-            continue
-        parser = SuggestingParser(prog="server")
-        parser.add_argument(*argument.flags, action=MissingFlag, argument=argument)
-        with pytest.raises(SystemExit) as end:
-            parser.parse_args(words)
-        assert end.value.code == 2
-        line = capsys.readouterr().err.splitlines()[0]
-        assert line.startswith(f"server: error: {' '.join(words)}: SGLang has this")
-        assert "this runtime does not" in line
-        assert len(line) < 200
-    with pytest.raises(ValueError, match=rf"^{name}=") as caught:
-        ServerArgs(**{"model_path": "m", name: ["wish"]})
-    assert "SGLang has this and this runtime does not" in str(caught.value)
-
-
-@pytest.mark.parametrize("name", sorted(facts()["flags"].keys() & OWN_ARGUMENTS - {"model_path"}))
-def test_flags_that_both_have_take_the_default_and_the_names_of_sglang(name: str) -> None:
-    flags, takes, default = facts()["flags"][name]
-    for flag in flags:
-        if takes == 0:
-            assert getattr(parse_cli(["--model-path", "m", flag]), name) is True
-        elif default is not None:
-            parsed = parse_cli(["--model-path", "m", flag, str(default)])
-            given = {name: default} if name in OTHER_DEFAULTS else {}
-            assert parsed == ServerArgs(**{"model_path": "m", **given})
-    given = {"model_path": "m", name: None}
-    assert ServerArgs(**given) == PLAIN
-
-
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        ("--tp 1 --dp 1 --pp 1 --ep 1 --tp-size 1 --tensor-parallel-size=1", None),
-        ("--trust-remote-code --enable-metrics --kv-cache-dtype auto", None),
-        ("--chunked-prefill-size -1", None),
-        ("--chunked-prefill-size=-1", None),
-        ("--tp 4", "--tp 4: SGLang has this and this runtime does not"),
-        ("--tp=4", "start one server per device"),
-        ("--quantization fp8", "--quantization fp8: SGLang has this"),
-        ("--kv-cache-dtype fp8_e5m2", "only auto would change nothing"),
-        ("--lora-paths a=b c=d", "--lora-paths a=b: SGLang has this"),
-        ("--enable-torch-compile --tp 1", "--enable-torch-compile: SGLang has this"),
-        ("--max-totl-tokens 5", "unknown flag --max-totl-tokens, did you mean --max-total-tokens?"),
-    ],
-)
-def test_flags_as_people_write_them(
-    line: str, error: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = ["--model-path", "m", *line.split()]
-    if error is None:
-        expected = -1 if "prefill" in line else None
-        assert parse_cli(argv) == ServerArgs(model_path="m", chunked_prefill_size=expected)
-        return
-    with pytest.raises(SystemExit):
-        parse_cli(argv)
-    assert error in capsys.readouterr().err
-
-
-def test_arguments_of_an_engine_follow_the_same_rule() -> None:
-    with pytest.raises(ValueError, match=r"^tp_size=2: SGLang has this"):
-        Engine(model_path="demo", tp_size=2)
-    with pytest.raises(TypeError, match="tensor_paralel"):
-        Engine(model_path="demo", tensor_paralel=1)
-    with pytest.raises(ModelPathError):  # the next thing that is looked at
-        Engine(model_path="no such model", tp_size=1, enable_metrics=True, mem_fraction_static=None)

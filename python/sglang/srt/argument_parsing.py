@@ -4,77 +4,133 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable
-from dataclasses import MISSING, fields
+import textwrap
+from collections.abc import Callable
+from dataclasses import MISSING
 from typing import Any, NoReturn, get_type_hints
 
-from sglang.srt.flag_values import value_type
-from sglang.srt.sglang_surface import SGLangArgument
+from sglang.srt.flag_values import flags_of, value_type
+from sglang.srt.sglang_arguments import (
+    SGLangArgument,
+    as_flag,
+    dest_of,
+    missing_arguments,
+    names_by_spelling,
+    own_arguments,
+    written_table,
+)
+
+MOST_IN_HELP = 3  # flags of one sentence in --help
+HELP_WIDTH = 96
+AddOption = Callable[..., object]  # `add_argument` of a parser or of a group
 
 
-def add_flags(parser: argparse.ArgumentParser, flags_class: type) -> None:
-    """Adds one option per field of a dataclass of `flag`s, in the sections of --help.
+def add_flags(section: Callable[[str], AddOption], flags_class: type) -> None:
+    """Adds one option per `flag` of a dataclass, and those that SGLang has beside them.
 
     An option's name is the field's name with dashes.
+
+    Args:
+        section: gives what adds the options of a section of --help.
     """
     hints = get_type_hints(flags_class)
-    group: argparse._ArgumentGroup | argparse.ArgumentParser = parser
-    for entry in fields(flags_class):
+    flags = flags_of(flags_class)
+    add: AddOption = section("options")
+    for argument in missing_arguments(flags).values():
+        for flag in argument.flags:
+            _add_missing_flag(add, flag, argument)
+    for name, entry in flags.items():
         if entry.metadata["section"]:
-            group = parser.add_argument_group(entry.metadata["section"])
-        names = (f"--{entry.name.replace('_', '-')}", *entry.metadata["aliases"])
-        kwargs: dict[str, Any] = {"dest": entry.name, "help": entry.metadata["help"]}
-        if hints[entry.name] is bool:
+            add = section(entry.metadata["section"])
+        names = (f"--{name.replace('_', '-')}", *entry.metadata["aliases"])
+        kwargs: dict[str, Any] = {"dest": name, "help": entry.metadata["help"]}
+        if hints[name] is bool:
             kwargs["action"] = "store_true"
         else:
-            kwargs["type"] = value_type(hints[entry.name])
-            kwargs["choices"] = entry.metadata["choices"]
+            kwargs["type"] = value_type(hints[name])
+            if choices := entry.metadata["choices"]:
+                kwargs["metavar"] = f"{{{','.join(choices)}}}"
         if entry.default is MISSING:
             kwargs["required"] = True
         else:
             kwargs["default"] = entry.default
-            if entry.default is not None and hints[entry.name] is not bool:
+            if entry.default is not None and hints[name] is not bool:
                 kwargs["help"] += f" (default: {entry.default})"
-        group.add_argument(*names, **kwargs)
+        add(*names, **kwargs)
 
 
-def add_missing_flags(parser: argparse.ArgumentParser, arguments: Iterable[SGLangArgument]) -> None:
-    """Adds flags that SGLang has and this runtime does not, hidden in --help."""
-    for argument in arguments:
-        if argument.flags:
-            parser.add_argument(*argument.flags, action=MissingFlag, argument=argument)
+def _add_missing_flag(add: AddOption, flag: str, argument: SGLangArgument) -> None:
+    """Adds a flag that SGLang has and this runtime does not, hidden in --help.
+
+    Each name of an argument is an option of its own, so that a refusal has the one that was given,
+    and whoever reads what was parsed finds SGLang's default by any of them.
+    """
+    kwargs: dict[str, Any] = {"dest": dest_of(flag), "default": argument.default}
+    if argument.takes == 0:
+        kwargs["action"] = "store_false" if flag.startswith("--no-") else "store_true"
+    else:
+        kwargs["type"] = argument.value_of
+        kwargs["nargs"] = None if argument.takes == 1 else argument.takes
+        kwargs["const"] = True if argument.takes == "?" else None
+    add(flag, help=argparse.SUPPRESS, **kwargs)
 
 
-class MissingFlag(argparse.Action):
-    """A flag of SGLang without an effect here: accepted at neutral values, else refused."""
+def parse_flags(
+    parser: argparse.ArgumentParser, argv: list[str] | None, flags_class: type
+) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Parses a command line with flags of `flags_class` and of SGLang.
 
-    def __init__(self, option_strings: list[str], dest: str, argument: SGLangArgument) -> None:
-        nargs = None if argument.takes == 1 else argument.takes
-        hidden = argparse.SUPPRESS
-        super().__init__(option_strings, hidden, nargs=nargs, default=hidden, help=hidden)
-        self._argument = argument
+    Returns:
+        All that was parsed, and the arguments of `flags_class` among it.
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        if problem := self._argument.problem_of_flag(option_string or "", values):
-            parser.error(problem)
+    Raises:
+        SystemExit: on a flag that is refused, or a value that its flag cannot have; the reason is
+            printed.
+    """
+    namespace = parser.parse_args(argv)
+    try:
+        return namespace, own_arguments_of(namespace, flags_class)
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+
+def own_arguments_of(namespace: argparse.Namespace, flags_class: type) -> dict[str, Any]:
+    """Gives the arguments of `flags_class` among what was parsed; see `own_arguments`."""
+    known = {*flags_of(flags_class), *names_by_spelling()}
+    given = {name: value for name, value in vars(namespace).items() if name in known}
+    return own_arguments(given, flags_class, as_flag)
+
+
+def sglang_section(flags_class: type) -> str:
+    """Writes what --help says of SGLang's flags beside those of `flags_class`."""
+    lines = ["SGLang's other flags are in one of three classes; docs/flags.md names each:"]
+    table = written_table(flags_of(flags_class))
+    for kind, entries in table.items():
+        lines.append(f"  {kind}:")
+        for says, flags in entries:
+            more = len(flags) - MOST_IN_HELP
+            named = ", ".join(flags[:MOST_IN_HELP]) + (f" and {more} more" if more > 0 else "")
+            lines += textwrap.wrap(
+                f"{named}: {says}",
+                HELP_WIDTH,
+                initial_indent=" " * 4,
+                subsequent_indent=" " * 6,
+                break_on_hyphens=False,
+            )
+    return "\n".join(lines)
 
 
 class SuggestingParser(argparse.ArgumentParser):
     """Names the flag that an unknown one was probably meant to be; no abbreviations."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(allow_abbrev=False, formatter_class=formatter, **kwargs)
 
     def refuse_unknown(self, argv: list[str]) -> None:
         """Exits with 2 at the first flag that does not exist."""
         known = {name: action for action in self._actions for name in action.option_strings}
-        ours = [name for name, action in known.items() if not isinstance(action, MissingFlag)]
+        ours = [name for name, action in known.items() if action.help != argparse.SUPPRESS]
         for word in argv:
             name = word.partition("=")[0]
             if name.startswith("--") and name != "--" and name not in known:

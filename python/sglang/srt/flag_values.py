@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import MISSING, field
+from dataclasses import MISSING, Field, asdict, field, fields
 from typing import Any, get_args
 
 
@@ -64,3 +64,27 @@ def finite_number(text: str) -> float:
     if not math.isfinite(number):
         raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
     return number
+
+
+def flags_of(flags_class: Any) -> dict[str, Field[Any]]:
+    """Gives the fields of a dataclass that are `flag`s, by name."""
+    return {entry.name: entry for entry in fields(flags_class) if entry.metadata}
+
+
+def check_finite(flags: Any) -> None:
+    """
+    Args:
+        flags: of a dataclass of `flag`s.
+
+    Raises:
+        ValueError: for a number that is not finite; the text names it.
+    """
+    for name, value in asdict(flags).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} must be a finite number, not {value}.")
+
+
+def public_fields(flags: Any) -> dict[str, Any]:
+    """Gives the values of a dataclass of `flag`s by name, without those that are secret."""
+    secret = {name for name, entry in flags_of(flags).items() if entry.metadata["secret"]}
+    return {name: value for name, value in asdict(flags).items() if name not in secret}

@@ -7,32 +7,28 @@ below it sees this class.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, get_type_hints
+from dataclasses import MISSING, dataclass
 
-from sglang.srt.argument_parsing import SuggestingParser, add_flags, add_missing_flags
-from sglang.srt.flag_values import flag
+from sglang.srt.argument_parsing import (
+    SuggestingParser,
+    add_flags,
+    parse_flags,
+    sglang_section,
+)
+from sglang.srt.flag_values import check_finite, flag
 from sglang.srt.model_config import DTYPES
 from sglang.srt.registry import ATTENTION_BACKENDS
-from sglang.srt.sglang_surface import missing_arguments, own_arguments
-
-
-class _TakesSGLangArguments(type):
-    """What SGLang's ServerArgs have beside ours is taken at neutral values, and dropped."""
-
-    def __call__(cls, **given: Any) -> Any:
-        return super().__call__(**own_arguments(given, get_type_hints(cls)))
+from sglang.srt.sglang_arguments import TakesSGLangArguments
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerArgs(metaclass=_TakesSGLangArguments):
+class ServerArgs(metaclass=TakesSGLangArguments):
     """What the user asked for. `None` means: let `runtime_config` decide.
 
     Raises:
-        ValueError: naming an argument that SGLang has and this runtime does not, or a number that
-            is not finite.
+        ValueError: naming an argument that is refused, one outside its choices, or a number that is
+            not finite.
     """
 
     # Model
@@ -342,30 +338,23 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     log_requests_target: str = flag("stdout", "`stdout`, or a file to append to.")
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{name} must be a finite number, not {value}.")
-
-
-def public_fields(server_args: ServerArgs) -> dict[str, Any]:
-    """The fields and their values, without those that are secret."""
-    secret = {entry.name for entry in fields(ServerArgs) if entry.metadata["secret"]}
-    return {name: value for name, value in asdict(server_args).items() if name not in secret}
+        check_finite(self)
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
-    """Adds one option per field; names are the field names with dashes."""
-    add_flags(parser, ServerArgs)
-    add_missing_flags(parser, missing_arguments(get_type_hints(ServerArgs)).values())
+    """Adds one option per field, and those that SGLang has beside them."""
+    add_flags(lambda name: parser.add_argument_group(name).add_argument, ServerArgs)
 
 
 def parse_cli(argv: list[str] | None = None) -> ServerArgs:
     """Parses a command line.
 
     Raises:
-        SystemExit: on unknown flags or values outside the choices (argparse prints the reason).
+        SystemExit: on a flag that is unknown or refused, or a value that its flag cannot have; the
+            reason is printed.
     """
-    parser = SuggestingParser(prog="python -m sglang.launch_server")
+    prog = "python -m sglang.launch_server"
+    parser = SuggestingParser(prog=prog, epilog=sglang_section(ServerArgs))
     add_cli_args(parser)
     parser.refuse_unknown(sys.argv[1:] if argv is None else argv)
-    return ServerArgs(**vars(parser.parse_args(argv)))
+    return ServerArgs(**parse_flags(parser, argv, ServerArgs)[1])

@@ -1,8 +1,9 @@
 """What SGLang's clients may send and say: every field, flag and argument, and its neutral values.
 
 A value is neutral if it asks for nothing that this runtime would have to do: null, false, empty,
-SGLang's default, or one of the values below. What this runtime does without is accepted at its
-neutral values and does nothing; any other value is refused by name.
+SGLang's default, or one of the values below. A field that this runtime does without is accepted at
+its neutral values and does nothing; any other value is refused by name. What becomes of flags and
+arguments is in `sglang_flags.py`.
 
 Names and defaults are facts, in `sglang_surface.json`; `scripts/read_sglang_surface.py` reads them
 from SGLang's sources. What they do not say is here.
@@ -10,8 +11,6 @@ from SGLang's sources. What they do not say is here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,28 +44,6 @@ _MORE_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "/tokenize": {"model": (ANYTHING,), "add_generation_prompt": (True,)},
     "/detokenize": {"model": (ANYTHING,)},
-}
-_MORE_OF_FLAGS: dict[str, tuple[Any, ...]] = {
-    "--trust-remote-code": (True,),  # no model here has code
-    "--enable-metrics": (True,),  # /metrics is always there
-    "--enable-cache-report": (True,),  # `cached_tokens` too
-    "--enable-mixed-chunk": (True,),  # prompts and decode rows share steps
-    "--enable-memory-saver": (True,),  # memory can always be released,
-    "--enable-weights-cpu-backup": (True,),  # and weights come back with their values
-    "--disable-custom-all-reduce": (True,),  # there is one rank
-    "--dist-init-addr": (ANYTHING,),
-    "--dist-timeout": (ANYTHING,),
-    "--nccl-port": (ANYTHING,),
-}
-_MORE_FLAGS = {"tp_size": ["--tp"], "dp_size": ["--dp"], "pp_size": ["--pp"]}
-_ONE_DEVICE = "start one server per device behind a router"
-_REMEDIES = {
-    "tp_size": _ONE_DEVICE,
-    "dp_size": _ONE_DEVICE,
-    "pp_size": _ONE_DEVICE,
-    "ep_size": _ONE_DEVICE,
-    "nnodes": _ONE_DEVICE,
-    "base_gpu_id": "choose the device by CUDA_VISIBLE_DEVICES",
 }
 
 
@@ -107,74 +84,3 @@ def is_neutral(value: Any, neutral: tuple[Any, ...], depth: int = MAX_DEPTH) -> 
 def _same(value: Any, item: Any) -> bool:
     is_alike = isinstance(value, bool) == isinstance(item, bool)
     return item is ANYTHING or (is_alike and bool(value == item))
-
-
-@dataclass(frozen=True, slots=True)
-class SGLangArgument:
-    """An argument of SGLang's ServerArgs that this runtime does not have.
-
-    Attributes:
-        flags: its names on a command line; none for an argument of Python alone.
-        takes: values of a flag: 0, 1, `?` or `*`.
-        neutral: values that ask for nothing.
-    """
-
-    name: str
-    flags: tuple[str, ...]
-    takes: int | str
-    neutral: tuple[Any, ...]
-
-    def problem(self, value: Any, said: str) -> str | None:
-        """Why a value cannot be had; None for a neutral one.
-
-        Args:
-            said: the flag or argument as the user wrote it.
-        """
-        if is_neutral(value, self.neutral):
-            return None
-        values = [item for item in self.neutral if item not in (None, "", [])]
-        only = "" if not values or self.takes == 0 else f" (only {values[0]} would change nothing)"
-        remedy = _REMEDIES.get(self.name, "leave it out")
-        return f"{said}: SGLang has this and this runtime does not{only}; {remedy}."
-
-    def problem_of_flag(self, flag: str, given: str | list[str] | None) -> str | None:
-        """`problem` of words on a command line."""
-        if self.takes == 0:
-            return self.problem(not flag.startswith("--no-"), flag)
-        words = given if isinstance(given, list) else [given or ""]
-        values = [self._value(word) for word in words]
-        return self.problem(values, " ".join([flag, *words[:1]]).strip())
-
-    def _value(self, word: str) -> Any:
-        """A word as the neutral value that it is the text of, or the word."""
-        for item in self.neutral:
-            if isinstance(item, int | float) and not isinstance(item, bool):
-                try:
-                    return float(word)
-                except ValueError:
-                    return word
-        return word
-
-
-def missing_arguments(own: Collection[str]) -> dict[str, SGLangArgument]:
-    """What SGLang's ServerArgs have beside these, by name."""
-    arguments = {}
-    for name, (flags, takes, default) in facts()["flags"].items():
-        if name not in own:
-            neutral = (default, *_MORE_OF_FLAGS.get(f"--{name.replace('_', '-')}", ()))
-            names = (*flags, *_MORE_FLAGS.get(name, ()))
-            arguments[name] = SGLangArgument(name, names, takes, neutral)
-    return arguments
-
-
-def own_arguments(given: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
-    """Keyword arguments without those of SGLang that ask for nothing; None is a default.
-
-    Raises:
-        ValueError: naming an argument of SGLang that this runtime does not have.
-    """
-    missing = missing_arguments(own) if given.keys() - set(own) else {}
-    for name in given.keys() & missing.keys():
-        if problem := missing[name].problem(given[name], f"{name}={given[name]!r}"):
-            raise ValueError(problem)
-    return {k: v for k, v in given.items() if v is not None and k not in missing}

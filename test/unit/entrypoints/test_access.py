@@ -13,7 +13,8 @@ from sglang.srt.entrypoints.access import Access, AccessRules, Refusal, refusal_
 from sglang.srt.entrypoints.launch import LaunchError
 from sglang.srt.entrypoints.server_info import describe_server
 from sglang.srt.entrypoints.server_process import _warn_if_open
-from sglang.srt.server_args import ServerArgs, public_fields
+from sglang.srt.flag_values import public_fields
+from sglang.srt.server_args import ServerArgs
 
 USER_KEY, ADMIN_KEY = "user-Kkey-1", "admin-Kkey-2"
 BOTH = {"api_key": USER_KEY, "admin_api_key": ADMIN_KEY}

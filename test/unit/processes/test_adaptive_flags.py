@@ -13,7 +13,6 @@ from draft_heads import write_eagle
 from sglang.srt.environ import Environ
 from sglang.srt.processes.runtime_config import RuntimeConfig
 from sglang.srt.processes.worker_factory import drafter_models
-from sglang.srt.server_args import parse_cli
 from sglang.srt.speculative.adaptive_config import CONFIG_FLAG, MAX_BATCH_SIZE
 from sglang.srt.speculative.adaptive_runtime_state import ALL_BATCH_SIZES
 from sglang.srt.speculative.eagle_worker import EagleConfig
@@ -138,7 +137,6 @@ EAGLE = {"algorithm": "EAGLE"}
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"adaptive": True}, "--speculative-adaptive needs --speculative-algorithm."),
         ({"adaptive_config": "aggressive"}, f"{CONFIG_FLAG} needs --speculative-algorithm."),
         (
             {"adaptive_strategy": "ema"},
@@ -179,19 +177,6 @@ def test_flags_that_do_not_go_together_are_named(
 ) -> None:
     write(OWN)
     assert said in refusal(target, **flags)
-
-
-def test_a_strategy_that_there_is_not_is_refused(
-    target: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On the command line, and by an Engine's argument."""
-    with pytest.raises(SystemExit):
-        parse_cli(["--model-path", "x", "--speculative-adaptive-strategy", "best"])
-    assert "--speculative-adaptive-strategy: invalid choice: 'best'" in capsys.readouterr().err
-    said = refusal(target, adaptive_strategy="best", **ON)
-    assert said == (
-        "--speculative-adaptive-strategy 'best' is unknown; there are ema and throughput."
-    )
 
 
 @pytest.mark.parametrize("strategy", [None, "ema", "throughput"])

@@ -132,7 +132,6 @@ def test_adaptive_steps_are_of_draft_models(target: Path, caplog: pytest.LogCapt
             f"-min-bfs-breadth 3 is more than {BREADTH} 2; lower it, or raise the other",
         ),
         ({"ngram_min_bfs_breadth": 2}, f"-min-bfs-breadth 2 is more than {BREADTH} 1"),
-        ({"ngram_match_type": "DFS"}, "-match-type 'DFS' is unknown; there are BFS and PROB"),
         ({"ngram_external_sam_budget": 3}, f"sam-budget needs {CORPUS}"),
         ({"ngram_external_corpus_max_tokens": 9}, f"corpus-max-tokens needs {CORPUS}"),
         ({"ngram_capacity": 1}, "--speculative-ngram-capacity 1 must be 2 to"),

@@ -480,12 +480,6 @@ def test_every_device_of_the_flag_has_its_defaults() -> None:
     assert set(DEFAULT_OPERATIONS.values()) <= set(OPERATIONS)
 
 
-def test_an_unknown_attention_backend_is_refused_with_the_known_ones(model: ModelConfig) -> None:
-    message = refusal(model, attention_backend="nothing")
-    assert "--attention-backend 'nothing'" in message
-    assert "torch_native" in message
-
-
 def with_mask(path: Path, mask: Any) -> ModelConfig:
     config = json.loads((path / "config.json").read_text())
     model = load_model_config(str(path))

@@ -73,7 +73,6 @@ def test_any_rule_for_the_number_of_drafts_goes_with_it(
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "--tile-spec needs --speculative-algorithm.": {"head": None, "tile_spec": True},
     "--tile-spec-cache-dir needs --speculative-algorithm.": {
         "head": None,
         "tile_spec_cache_dir": "x",

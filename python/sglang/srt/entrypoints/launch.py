@@ -17,6 +17,7 @@ import zmq
 
 from sglang.srt.constrained.grammar_check import GrammarCheck
 from sglang.srt.constrained.grammar_messages import GrammarSetup
+from sglang.srt.flag_values import public_fields
 from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.messages.ipc import AsyncReceiver, ChildConfig, IpcAddresses, Receiver, Sender
@@ -32,7 +33,7 @@ from sglang.srt.model_config import load_model_config, resolve_model_path
 from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.process_watch import LOOK_S, ProcessWatch
 from sglang.srt.processes.flag_bounds import check_numbers
-from sglang.srt.server_args import ServerArgs, public_fields
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)

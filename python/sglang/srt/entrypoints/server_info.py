@@ -6,10 +6,11 @@ from typing import Any
 
 from sglang import __version__
 from sglang.srt.entrypoints.openai.sampling_defaults import describe_sampling
+from sglang.srt.flag_values import public_fields
 from sglang.srt.frontend.errors import ServiceError
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelConfig
-from sglang.srt.server_args import ServerArgs, public_fields
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer
 
 # What trainers and routers read of SGLang's flags, where there is no such choice here.

@@ -16,7 +16,7 @@ from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.eagle_worker import EagleConfig
 from sglang.srt.speculative.round_planner import RoundOptions
-from sglang.srt.speculative.spec_info import NGRAM, NOT_BUILT
+from sglang.srt.speculative.spec_info import NGRAM
 from sglang.srt.speculative.standalone_worker import StandaloneConfig
 
 logger = logging.getLogger(__name__)
@@ -66,8 +66,7 @@ def find_algorithm(name: str) -> Algorithm:
     if found is not None:
         return found
     known = f"{', '.join(ALGORITHMS)} and {NGRAM}"
-    what = "is not built yet" if name.upper() in NOT_BUILT else "is unknown"
-    raise ValueError(f"--speculative-algorithm {name} {what}; there are {known}.")
+    raise ValueError(f"--speculative-algorithm {name} is unknown; there are {known}.")
 
 
 def draft_path(args: ServerArgs, what: str) -> str:

@@ -121,13 +121,8 @@ def _min_breadth(args: ServerArgs, breadth: int) -> int:
 
 def _limits(args: ServerArgs) -> NgramLimits:
     depth = _within(args, "speculative_ngram_max_trie_depth", 1, MAX_DEPTH)
-    match_type = args.speculative_ngram_match_type
-    if match_type not in BY_FREQUENCY:
-        known = " and ".join(BY_FREQUENCY)
-        raise ConfigError(
-            f"--speculative-ngram-match-type {match_type!r} is unknown; there are {known}."
-        )
-    return NgramLimits(SHORTEST_MATCH, depth, BY_FREQUENCY[match_type])
+    by_frequency = BY_FREQUENCY[args.speculative_ngram_match_type]
+    return NgramLimits(SHORTEST_MATCH, depth, by_frequency)
 
 
 def _corpus_budget(args: ServerArgs) -> int | None:

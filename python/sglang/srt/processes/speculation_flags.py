@@ -40,7 +40,7 @@ OPTIONS = (
     "speculative_adaptive_strategy",
 )
 ADAPTIVE = "speculative_adaptive"
-EMA, THROUGHPUT = "ema", "throughput"
+THROUGHPUT = "throughput"
 THROUGHPUT_STEPS = 7  # drafts at most, where no configuration says which
 TILE_SPEC, TILE_SPEC_CACHE = "tile_spec", "tile_spec_cache_dir"
 DEFAULT_TILE_SPEC_CACHE = "tile_spec/cache"
@@ -99,15 +99,21 @@ def drafter_from_flags(
 
 
 def _refuse_all(args: ServerArgs) -> None:
-    """Flags that mean nothing without an algorithm.
+    """Refuses flags that mean nothing without an algorithm, and warns of switches that would change
+    the speed alone.
 
     Raises:
         ConfigError: if one is given.
     """
     values = vars(args)
+    for name in (ADAPTIVE, TILE_SPEC):
+        if values[name]:
+            logger.warning(
+                "%s has no effect here: nothing is drafted without --speculative-algorithm.",
+                _flag(name),
+            )
     given = [name for name in OPTIONS if values[name] is not None]
     given += [name for name in THRESHOLDS if values[name] != 1]
-    given += [ADAPTIVE] * args.speculative_adaptive + [TILE_SPEC] * args.tile_spec
     given += [TILE_SPEC_CACHE] * (args.tile_spec_cache_dir is not None)
     if given:
         raise ConfigError(f"{_flag(given[0])} needs --speculative-algorithm.")
@@ -154,13 +160,7 @@ def _adaptive_tiers(args: ServerArgs, num_steps: int) -> Tiers:
     Args:
         num_steps: of `--speculative-num-steps`, or what is taken without it.
     """
-    strategy = args.speculative_adaptive_strategy or EMA
-    if strategy not in (EMA, THROUGHPUT):
-        raise ConfigError(
-            f"--speculative-adaptive-strategy {strategy!r} is unknown; there are {EMA} and"
-            f" {THROUGHPUT}."
-        )
-    is_ema = strategy == EMA
+    is_ema = args.speculative_adaptive_strategy != THROUGHPUT
     if args.speculative_adaptive_config is None and not is_ema:
         deepest = max(num_steps, THROUGHPUT_STEPS)
         return Tiers("load_aware", TierOptions(deepest, num_steps))

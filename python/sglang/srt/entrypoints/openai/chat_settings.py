@@ -90,5 +90,6 @@ def _template_kwargs(text: str | None) -> dict[str, Any]:
 
 def _named(flag: str, name: str | None, known: Mapping[str, T]) -> T | None:
     if name is not None and name not in known:
-        raise LaunchError(f"{flag}: there is no {name!r}; there are {', '.join(known)}.")
+        names = ", ".join(known)
+        raise LaunchError(f"{flag}: there is no {name!r}; take one of {names}, or leave it out.")
     return None if name is None else known[name]
