@@ -43,6 +43,9 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
         section="Model",
     )
     tokenizer_path: str | None = flag(None, "Tokenizer directory; default: the model's.")
+    skip_tokenizer_init: bool = flag(
+        False, "Load no tokenizer: requests give `input_ids` and get `output_ids` without a text."
+    )
     served_model_name: str | None = flag(None, "Name that clients see; default: the model path.")
     chat_template: str | None = flag(
         None, "File with the Jinja template of chats; default: the model's own."

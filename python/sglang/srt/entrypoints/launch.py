@@ -28,12 +28,13 @@ from sglang.srt.messages.requests import (
     ToLauncher,
     ToScheduler,
 )
-from sglang.srt.model_config import load_model_config, resolve_model_path
+from sglang.srt.model_config import load_model_config
 from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.process_watch import LOOK_S, ProcessWatch
 from sglang.srt.processes.flag_bounds import check_numbers
+from sglang.srt.processes.tokenizer_flags import tokenizer_folder, tokenizer_from_flags
 from sglang.srt.server_args import ServerArgs, public_fields
-from sglang.srt.tokenizer import Tokenizer, load_tokenizer
+from sglang.srt.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -244,15 +245,14 @@ def check_model(server_args: ServerArgs) -> Tokenizer:
     """
     check_numbers(server_args)
     vocab_size = load_model_config(server_args.model_path).vocab_size
-    path = server_args.tokenizer_path or resolve_model_path(server_args.model_path)
-    tokenizer = load_tokenizer(path)
+    tokenizer = tokenizer_from_flags(server_args)
     beyond = {i: token for token, i in tokenizer.vocabulary().items() if i >= vocab_size}
     if beyond:
         logger.warning(
             "The tokenizer in %s has %d tokens beyond the model's vocab_size %d, such as %r. No"
             " output has one, and a prompt with one is refused; if that is not meant, see"
             " --tokenizer-path.",
-            path,
+            tokenizer_folder(server_args),
             len(beyond),
             vocab_size,
             beyond[min(beyond)],

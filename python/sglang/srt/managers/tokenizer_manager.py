@@ -129,7 +129,7 @@ class TokenizerManager:
             ServiceError: if the server cannot take the request, or fails it.
         """
         self.refuse_if_closed()
-        call = GenerateCall(request.is_batch, request.body.stream)
+        call = GenerateCall(request.is_batch, request.body.stream, self.limits.has_tokenizer)
         try:
             await self._start(request, call)
             is_finished = False
