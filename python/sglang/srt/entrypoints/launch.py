@@ -278,8 +278,8 @@ def open_request_log(server_args: ServerArgs) -> RequestLog | None:
 
 
 class FrontendChannels:
-    """The front end's two sockets, and what checks grammars for it; make and close it in the thread
-    of the loop that uses it.
+    """The front end's two sockets, what checks grammars for it, and its log of requests; make and
+    close it in the thread of the loop that uses it.
 
     Raises:
         LaunchError: if they cannot be made where the addresses say.
@@ -292,6 +292,7 @@ class FrontendChannels:
             raise LaunchError(f"{addresses.frontend}: {error}. {TMPDIR_REMEDY}") from None
         self.sender: Sender[ToScheduler] = Sender(addresses.scheduler)
         self._grammars: GrammarCheck | None = None
+        self._request_log: RequestLog | None = None
 
     def make_manager(
         self,
@@ -301,9 +302,10 @@ class FrontendChannels:
         grammars: GrammarSetup | None = None,
         watch: ProcessWatch | None = None,
     ) -> TokenizerManager:
-        """A tokenizer manager on these sockets."""
+        """Makes a tokenizer manager on these sockets; the log and the check end with them."""
         send, receive = self.sender.send, self.receiver.receive
         self._grammars = None if grammars is None else GrammarCheck(grammars)
+        self._request_log = request_log
         return TokenizerManager(
             tokenizer, limits, send, receive, request_log, self._grammars, watch
         )
@@ -311,5 +313,7 @@ class FrontendChannels:
     def close(self) -> None:
         if self._grammars is not None:
             self._grammars.close()
+        if self._request_log is not None:
+            self._request_log.close()
         self.sender.close()
         self.receiver.close()
