@@ -10,13 +10,13 @@ import argparse
 import math
 import sys
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from sglang.srt.argument_parsing import SuggestingParser, add_flags, add_missing_flags
 from sglang.srt.flag_values import flag
 from sglang.srt.model_config import DTYPES
 from sglang.srt.registry import ATTENTION_BACKENDS
-from sglang.srt.sglang_surface import missing_arguments, own_arguments
+from sglang.srt.sglang_surface import facts, missing_arguments, own_arguments
 
 
 class _TakesSGLangArguments(type):
@@ -349,6 +349,14 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} must be a finite number, not {value}.")
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Gives SGLang's default of an argument that only SGLang has: launchers read some."""
+            if name not in facts()["flags"]:
+                raise AttributeError(f"ServerArgs has no {name!r}")
+            return facts()["flags"][name][2]
+
 
 def public_fields(server_args: ServerArgs) -> dict[str, Any]:
     """The fields and their values, without those that are secret."""
@@ -372,3 +380,6 @@ def parse_cli(argv: list[str] | None = None) -> ServerArgs:
     add_cli_args(parser)
     parser.refuse_unknown(sys.argv[1:] if argv is None else argv)
     return ServerArgs(**vars(parser.parse_args(argv)))
+
+
+prepare_server_args = parse_cli  # SGLang's name

@@ -59,11 +59,23 @@ ONE_PROMPT: dict[str, Any] = {
 }
 
 
-class GenerateReqInput(msgspec.Struct, kw_only=True):
+class _TakesSGLangFields(msgspec.StructMeta):
+    """What SGLang's body has beside ours is taken at neutral values, and dropped."""
+
+    def __call__(cls, **given: Any) -> Any:
+        known = cls.__struct_fields__
+        check_known_fields(given, known, neutral_fields("generate"), "")
+        return super().__call__(**{k: v for k, v in given.items() if k in known})
+
+
+class GenerateReqInput(msgspec.Struct, kw_only=True, metaclass=_TakesSGLangFields):
     """Body of `/generate`: exactly one of `text` and `input_ids`, single or a list (a batch).
 
     A batch may give a list of values, one per prompt, where the type allows that. Null stands for
     the default of any field.
+
+    Raises:
+        RequestError: naming a field that is unknown, or that SGLang has and this runtime does not.
 
     Attributes:
         rid: the client's label; one for a batch names all of it.

@@ -43,7 +43,7 @@ from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.process_watch import ProcessWatch
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.tokenizer import Tokenizer
-from sglang.srt.utils.refused_names import ServerStatus as ServerStatus
+from sglang.srt.utils.common import ServerStatus as ServerStatus
 
 logger = logging.getLogger(__name__)
 
