@@ -65,7 +65,7 @@ def test_token_ids_and_empty_texts_are_taken() -> None:
 
 def test_texts_are_neither_made_into_tokens_nor_back() -> None:
     for check, body in ((check_tokenize, {"prompt": "a"}), (check_detokenize, {"tokens": [1]})):
-        with pytest.raises(RequestError, match="--skip-tokenizer-init.* yourself"):
+        with pytest.raises(RequestError, match=r"--skip-tokenizer-init.* yourself"):
             check(msgspec.json.encode(body), LIMITS)
 
 
