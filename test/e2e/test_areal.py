@@ -27,7 +27,7 @@ from target import TARGET
 
 PROMPT = [40, 50, 60, 70]
 GROUP = "update_weight_group"
-NUM_LONG = 150
+NUM_LONG = 80
 NORM = "model.norm.weight"
 PROGRAM = """
 import os, sys

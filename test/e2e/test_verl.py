@@ -21,8 +21,10 @@ import torch
 import uvicorn
 
 from serving_utils import make_model_dir
-from sglang import ServerArgs
+from sglang.srt.entrypoints import engine
 from sglang.srt.entrypoints.http_server import (
+    Engine,
+    ServerArgs,
     _GlobalState,
     _launch_subprocesses,
     app,
@@ -96,7 +98,12 @@ async def rollout_server(
     args: ServerArgs,
 ) -> AsyncIterator[tuple[LauncherManager, httpx.AsyncClient]]:
     """The server as verl starts it, and a client of the routes that its trainer calls."""
-    manager, template_manager, scheduler_info, *_ = _launch_subprocesses(server_args=args)
+    manager, template_manager, scheduler_info, *_ = Engine._launch_subprocesses(
+        server_args=args,
+        init_tokenizer_manager_func=engine.init_tokenizer_manager,
+        run_scheduler_process_func=engine.run_scheduler_process,
+        run_detokenizer_process_func=engine.run_detokenizer_process,
+    )
     set_global_state(
         _GlobalState(
             tokenizer_manager=manager,
@@ -221,12 +228,13 @@ async def check_death(manager: LauncherManager) -> None:
     """A launcher's calls fail once a process of the server has."""
     running = asyncio.create_task(rollout(manager, max_new_tokens=5_000, ignore_eos=True))
     await asyncio.sleep(0.05)
-    [scheduler] = [
-        child for child in psutil.Process().children() if "scheduler" in child.cmdline()[-1]
-    ]
+    children = psutil.Process().children()
+    [scheduler] = [child for child in children if "scheduler_process" in child.cmdline()[-1]]
+    [detokenizer] = [child for child in children if "detokenizer_process" in child.cmdline()[-1]]
     scheduler.kill()
     with pytest.raises(ServiceError, match="scheduler process ended with signal 9"):
         await running
+    await asyncio.to_thread(detokenizer.wait, 10)
 
 
 def test_a_rollout_server_generates_and_takes_new_weights(model_dir: Path) -> None:

@@ -34,6 +34,7 @@ class LauncherApp:
 
     def __init__(self, make_app: Callable[[ServerState], ASGIApp]) -> None:
         self._make_app = make_app
+        self._global_state: GlobalState | None = None  # whoever has the manager keeps the server
         self._routes: ASGIApp | None = None
         self._limited: ASGIApp | None = None
 
@@ -43,7 +44,7 @@ class LauncherApp:
         Raises:
             LaunchError: if a flag about access or chats makes no sense.
         """
-        state = global_state.tokenizer_manager.state
+        self._global_state, state = global_state, global_state.tokenizer_manager.state
         self._routes = self._make_app(state)
         limited = LimitedRequests(self._routes, state.server_args.max_header_bytes)
         self._limited = DirectSend(limited, lambda: state.ready_manager.failure or SHUTDOWN_MESSAGE)

@@ -177,8 +177,8 @@ def launch_subprocesses(
 ) -> LaunchedParts:
     """Starts the processes of a server whose front end the caller runs on its own event loop.
 
-    Blocks that loop until the model is loaded. The processes end with the manager or with this
-    process, whichever is first.
+    Blocks that loop until the model is loaded. The processes end with this process, or when nobody
+    has the manager any more; if one ends by itself, so do the others, and all calls fail.
 
     Raises:
         RuntimeError: without a running event loop.
@@ -196,21 +196,21 @@ def launch_subprocesses(
     except RuntimeError:
         raise RuntimeError(NO_LOOP) from None
     tokenizer = check_model(server_args)
-    managers: list[TokenizerManager] = []
+    state = ServerState(server_args, load_model_config(server_args.model_path))
 
-    def fail(reason: str) -> None:
-        logger.error("%s; the server cannot go on.", reason)
-        for manager in managers:
-            manager.fail_all(f"{reason}; the server cannot go on.")
+    def fail(message: str) -> None:
+        logger.error("%s", message)
+        if state.manager is not None:
+            state.manager.fail_all(message)
 
     def on_end(reason: str) -> None:
         with suppress(RuntimeError):  # the loop has ended before the process
-            loop.call_soon_threadsafe(fail, reason)
+            loop.call_soon_threadsafe(fail, f"{reason}; the server cannot go on.")
+        tree.stop()
 
     tree = ProcessTree(server_args, on_end)
+    state.private_directory = tree.private_directory
     try:
-        state = ServerState(server_args, load_model_config(server_args.model_path))
-        state.private_directory = tree.private_directory
         channels = FrontendChannels(tree.addresses)
         info = tree.start()
         manager = make_manager(
@@ -219,7 +219,6 @@ def launch_subprocesses(
     except BaseException:
         tree.stop()
         raise
-    managers.append(manager)
     state.become_ready(manager, info)
     launched = LauncherManager(state, manager)
     weakref.finalize(launched, tree.stop)
