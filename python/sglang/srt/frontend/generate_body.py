@@ -60,7 +60,7 @@ ONE_PROMPT: dict[str, Any] = {
 
 
 class _TakesSGLangFields(msgspec.StructMeta):
-    """What SGLang's body has beside ours is taken at neutral values, and dropped."""
+    """Takes what SGLang's body has beside ours at neutral values, and drops it."""
 
     def __call__(cls, **given: Any) -> Any:
         known = cls.__struct_fields__

@@ -42,7 +42,7 @@ class MultiprocessingSerializer:
 
 
 class ServerStatus(Enum):
-    """What a launcher may say of its server."""
+    """Names what a launcher may say of its server."""
 
     Up = "Up"
     Starting = "Starting"
@@ -143,11 +143,11 @@ def set_prometheus_multiproc_dir() -> None:
 
 
 def add_prometheus_middleware(app: Any) -> None:
-    """Nothing: `/metrics` is a route like the others."""
+    """Does nothing: `/metrics` is a route like the others."""
 
 
 def suppress_noisy_warnings() -> None:
-    """Nothing: there are none."""
+    """Does nothing: there are none."""
 
 
 def assert_pkg_version(pkg: str, min_version: str, message: str) -> None:
