@@ -54,7 +54,6 @@ NOT_YET = {
     "--log-requests-format json",
     "--decode-log-interval 10",
     "--revision main",
-    "--skip-tokenizer-init",
 }
 TABLE_ROWS = [
     (kind, entry, name)

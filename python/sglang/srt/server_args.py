@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import MISSING, dataclass
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.argument_parsing import (
     SuggestingParser,
@@ -19,7 +20,7 @@ from sglang.srt.argument_parsing import (
 from sglang.srt.flag_values import check_finite, flag
 from sglang.srt.model_config import DTYPES
 from sglang.srt.registry import ATTENTION_BACKENDS
-from sglang.srt.sglang_arguments import TakesSGLangArguments
+from sglang.srt.sglang_arguments import TakesSGLangArguments, all_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,9 @@ class ServerArgs(metaclass=TakesSGLangArguments):
         section="Model",
     )
     tokenizer_path: str | None = flag(None, "Tokenizer directory; default: the model's.")
+    skip_tokenizer_init: bool = flag(
+        False, "Load no tokenizer: requests give `input_ids` and get `output_ids` without a text."
+    )
     served_model_name: str | None = flag(None, "Name that clients see; default: the model path.")
     chat_template: str | None = flag(
         None, "File with the Jinja template of chats; default: the model's own."
@@ -340,6 +344,14 @@ class ServerArgs(metaclass=TakesSGLangArguments):
     def __post_init__(self) -> None:
         check_finite(self)
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Gives SGLang's default of an argument that only SGLang has: launchers read some."""
+            if name not in all_arguments():
+                raise AttributeError(f"ServerArgs has no {name!r}")
+            return all_arguments()[name].default
+
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Adds one option per field, and those that SGLang has beside them."""
@@ -358,3 +370,6 @@ def parse_cli(argv: list[str] | None = None) -> ServerArgs:
     add_cli_args(parser)
     parser.refuse_unknown(sys.argv[1:] if argv is None else argv)
     return ServerArgs(**parse_flags(parser, argv, ServerArgs)[1])
+
+
+prepare_server_args = parse_cli  # SGLang's name

@@ -72,6 +72,10 @@ _WORKS = (
 
 _NO_EFFECT = (
     Entry(
+        "there are no adapters; whoever asks for some (--enable-lora) is told so",
+        "lora_target_modules max_lora_rank max_loras_per_batch max_loaded_loras lora_backend",
+    ),
+    Entry(
         "the device's default backend is used",
         "attention_backend",
         (
@@ -317,8 +321,7 @@ _REFUSED = (
     ),
     Entry(
         "merge the adapter into the weights",
-        "enable_lora lora_paths lora_target_modules max_lora_rank max_loras_per_batch"
-        " max_loaded_loras lora_backend",
+        "enable_lora lora_paths",
     ),
     Entry(
         _DRAFTERS,

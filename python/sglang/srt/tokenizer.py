@@ -206,6 +206,11 @@ class StopFinder:
         return None
 
 
+def no_tokenizer() -> Tokenizer:
+    """Makes one of no tokens, for a server without: every token id has an empty text."""
+    return Tokenizer(lambda text, add_special_tokens: [], lambda ids: "", frozenset())
+
+
 def has_tokenizer(path: str | os.PathLike[str]) -> bool:
     """Whether a model directory has files of a tokenizer."""
     return any((Path(path) / name).is_file() for name in ("tokenizer.json", *OTHER_TOKENIZER_FILES))

@@ -17,6 +17,8 @@ from sglang.srt.entrypoints.openai.protocol import (
     to_generate_body,
 )
 from sglang.srt.frontend.body_parsing import parse_struct
+from sglang.srt.frontend.errors import RequestError
+from sglang.srt.frontend.generate_body import GenerateReqInput
 from sglang.srt.messages.control import UpdateWeightsReq, WeightGroupReq
 from sglang.srt.tokenizer import load_tokenizer
 
@@ -275,3 +277,13 @@ def test_bodies_of_completions_that_clients_send_are_taken(server: Server, clien
     most = COMPLETION_BODIES[client].get("max_tokens")
     assert prompt.has_default_length == (most is None)
     assert most in (None, prompt.sampling_params.max_new_tokens)
+
+
+def test_a_body_made_in_python_takes_fields_of_sglang_that_ask_for_nothing() -> None:
+    nothing = {"image_data": None, "lora_path": None, "return_routed_experts": False}
+    body = GenerateReqInput(input_ids=[1], rid="a", **nothing)
+    assert body == GenerateReqInput(input_ids=[1], rid="a")
+    assert msgspec.structs.replace(body, rid="b").rid == "b"
+    for name, reason in (("lora_path", "is not supported here"), ("colour", "is not a known")):
+        with pytest.raises(RequestError, match=rf"^{name}: {reason}"):
+            GenerateReqInput(input_ids=[1], **{name: "x"})

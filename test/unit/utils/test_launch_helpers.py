@@ -18,8 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from serving_utils import wait_until
 from sglang import utils
-from sglang.srt.entrypoints import engine, http_server
-from sglang.srt.managers import tokenizer_manager
+from sglang.srt.entrypoints import engine
 from sglang.srt.utils import (
     MultiprocessingSerializer,
     assert_pkg_version,
@@ -137,11 +136,8 @@ def test_a_server_that_ends_or_never_comes_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("refused", "name", "remedy"),
     [
-        (engine._launch_subprocesses, "_launch_subprocesses", "HttpServerEngineAdapter"),
-        (http_server._GlobalState, "_GlobalState", "launch_server"),
-        (http_server.set_global_state, "set_global_state", "launch_server"),
-        (http_server.app, "app", "launch_server"),
-        (tokenizer_manager.ServerStatus, "ServerStatus", "GET /ready"),
+        (engine.run_scheduler_process, "run_scheduler_process", "leave the argument out"),
+        (engine.init_tokenizer_manager, "init_tokenizer_manager", "leave the argument out"),
         (update_weights, "update_weights", "Engine.update_weights_from_tensor"),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from sglang.srt.control.bodies import RollbackWeightUpdateReqInput
+from sglang.srt.control.bodies import MemoryOccupationReqInput, RollbackWeightUpdateReqInput
 from sglang.srt.control.inspection_bodies import StartProfileReqInput
 from sglang.srt.frontend.body_parsing import convert_fields
 from sglang.srt.frontend.errors import RequestError, field_error, shorten
@@ -80,7 +80,9 @@ MORE_FIELDS: dict[type, dict[str, Ignored]] = {
             "profile_id",
         ),
         Ignored((), "is not supported here; leave it out"),
-    )
+    ),
+    # verl's: whether to reset a store of KV outside of the server, and there is none.
+    MemoryOccupationReqInput: {"reset_connector": Ignored()},
 }
 OWN_CALLS = (RollbackWeightUpdateReqInput,)  # SGLang has no such call
 DECIMALS = ("master_port",)  # numbers that some trainers send as strings

@@ -39,12 +39,15 @@ from sglang.srt.entrypoints.engine_answers import (
 )
 from sglang.srt.entrypoints.engine_runtime import EngineRuntime
 from sglang.srt.entrypoints.launch import check_model
+from sglang.srt.entrypoints.launcher_parts import launch_subprocesses as _launch_subprocesses
 from sglang.srt.entrypoints.server_info import describe_server
 from sglang.srt.entrypoints.tensor_file import NamedTensors, written_tensors
 from sglang.srt.managers.tokenizer_manager import Answer
 from sglang.srt.messages.control import ControlCall, FlushCacheReqOutput
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.refused_names import launch_subprocesses as _launch_subprocesses  # noqa: F401
+from sglang.srt.utils.refused_names import init_tokenizer_manager as init_tokenizer_manager
+from sglang.srt.utils.refused_names import run_detokenizer_process as run_detokenizer_process
+from sglang.srt.utils.refused_names import run_scheduler_process as run_scheduler_process
 
 
 class Engine:
@@ -58,6 +61,8 @@ class Engine:
         ValueError: if the model directory cannot be read, or a number is none that its flag can be.
         LaunchError: if the processes cannot start.
     """
+
+    _launch_subprocesses = staticmethod(_launch_subprocesses)
 
     def __init__(self, server_args: ServerArgs | None = None, **kwargs: Any) -> None:
         if server_args is not None and kwargs:

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sglang.srt.control.client import ControlClient
-from sglang.srt.entrypoints.launch import FrontendChannels, ProcessTree, open_request_log
-from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
+from sglang.srt.entrypoints.front_end import make_manager
+from sglang.srt.entrypoints.launch import FrontendChannels, ProcessTree
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.messages.requests import SchedulerInfo
-from sglang.srt.observability.request_log import RequestLog
-from sglang.srt.processes.grammar_flags import grammar_setup
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer
 
@@ -53,7 +51,6 @@ class EngineRuntime:
         self._receiving: asyncio.Task[None] | None = None
         self._manager: TokenizerManager | None = None
         self._info: SchedulerInfo | None = None
-        self._request_log: RequestLog | None = None
         self._lock = threading.Lock()
         self._closed = False
         self._pid = os.getpid()
@@ -89,11 +86,8 @@ class EngineRuntime:
         self._thread.start()
         self._channels = self.wait_for(self._open_channels())
         self._info = self._tree.start()
-        limits = limits_from_flags(self._server_args, self._info)
-        grammars = grammar_setup(self._server_args, self._info.vocab_size, self._info.eos_token_ids)
-        self._request_log = open_request_log(self._server_args)
-        self._manager = self._channels.make_manager(
-            self._tokenizer, limits, self._request_log, grammars, self._tree.watch
+        self._manager = make_manager(
+            self._channels, self._server_args, self._tokenizer, self._info, self._tree.watch
         )
         self.wait_for(self._start_receiving(self._manager))
 
@@ -166,8 +160,6 @@ class EngineRuntime:
             self._thread.join()
         self._loop.close()
         self._tree.stop()
-        if self._request_log is not None:
-            self._request_log.close()
 
     async def _wind_down(self) -> None:
         await self._fail_all(SHUTDOWN_MESSAGE)

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from sglang import __version__
 from sglang.srt.entrypoints.access import AccessRules
 from sglang.srt.entrypoints.control_routes import add_control_routes
+from sglang.srt.entrypoints.engine import Engine as Engine
 from sglang.srt.entrypoints.guard import add_guard
 from sglang.srt.entrypoints.http_io import (
     EventStream,
@@ -18,6 +19,9 @@ from sglang.srt.entrypoints.http_io import (
     read_body,
     unless_client_leaves,
 )
+from sglang.srt.entrypoints.launcher_app import GlobalState as _GlobalState  # noqa: F401
+from sglang.srt.entrypoints.launcher_app import LauncherApp
+from sglang.srt.entrypoints.launcher_parts import launch_subprocesses as _launch_subprocesses  # noqa: F401
 from sglang.srt.entrypoints.openai.chat_settings import ChatSettings, chat_settings_of
 from sglang.srt.entrypoints.openai.routes import add_openai_routes
 from sglang.srt.entrypoints.openapi_schema import body_of, install_openapi
@@ -34,9 +38,7 @@ from sglang.srt.frontend.tokenizer_bodies import (
 from sglang.srt.frontend.work_in_threads import in_thread_if_large, map_texts
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.refused_names import GlobalState as _GlobalState  # noqa: F401
-from sglang.srt.utils.refused_names import app as app
-from sglang.srt.utils.refused_names import set_global_state as set_global_state
+from sglang.srt.utils.common import add_prometheus_middleware as add_prometheus_middleware
 
 GENERATE_BODY = body_of(
     GenerateReqInput, refers_to=[SamplingParams], more={"GenerateReqInput": ONE_PROMPT}
@@ -67,6 +69,11 @@ def create_app(state: ServerState) -> FastAPI:
     install_openapi(app)
     add_guard(app, AccessRules.of(state.server_args))
     return app
+
+
+# By these names a launcher serves the application itself; see `launcher_app`.
+app = LauncherApp(create_app)
+set_global_state = app.set_global_state
 
 
 def launch_server(server_args: ServerArgs) -> None:

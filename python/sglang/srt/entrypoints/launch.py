@@ -29,12 +29,13 @@ from sglang.srt.messages.requests import (
     ToLauncher,
     ToScheduler,
 )
-from sglang.srt.model_config import load_model_config, resolve_model_path
+from sglang.srt.model_config import load_model_config
 from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.process_watch import LOOK_S, ProcessWatch
 from sglang.srt.processes.flag_bounds import check_numbers
+from sglang.srt.processes.tokenizer_flags import tokenizer_folder, tokenizer_from_flags
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.tokenizer import Tokenizer, load_tokenizer
+from sglang.srt.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -245,15 +246,14 @@ def check_model(server_args: ServerArgs) -> Tokenizer:
     """
     check_numbers(server_args)
     vocab_size = load_model_config(server_args.model_path).vocab_size
-    path = server_args.tokenizer_path or resolve_model_path(server_args.model_path)
-    tokenizer = load_tokenizer(path)
+    tokenizer = tokenizer_from_flags(server_args)
     beyond = {i: token for token, i in tokenizer.vocabulary().items() if i >= vocab_size}
     if beyond:
         logger.warning(
             "The tokenizer in %s has %d tokens beyond the model's vocab_size %d, such as %r. No"
             " output has one, and a prompt with one is refused; if that is not meant, see"
             " --tokenizer-path.",
-            path,
+            tokenizer_folder(server_args),
             len(beyond),
             vocab_size,
             beyond[min(beyond)],
@@ -279,8 +279,8 @@ def open_request_log(server_args: ServerArgs) -> RequestLog | None:
 
 
 class FrontendChannels:
-    """The front end's two sockets, and what checks grammars for it; make and close it in the thread
-    of the loop that uses it.
+    """The front end's two sockets, what checks grammars for it, and its log of requests; make and
+    close it in the thread of the loop that uses it.
 
     Raises:
         LaunchError: if they cannot be made where the addresses say.
@@ -293,6 +293,7 @@ class FrontendChannels:
             raise LaunchError(f"{addresses.frontend}: {error}. {TMPDIR_REMEDY}") from None
         self.sender: Sender[ToScheduler] = Sender(addresses.scheduler)
         self._grammars: GrammarCheck | None = None
+        self._request_log: RequestLog | None = None
 
     def make_manager(
         self,
@@ -302,9 +303,10 @@ class FrontendChannels:
         grammars: GrammarSetup | None = None,
         watch: ProcessWatch | None = None,
     ) -> TokenizerManager:
-        """A tokenizer manager on these sockets."""
+        """Makes a tokenizer manager on these sockets; the log and the check end with them."""
         send, receive = self.sender.send, self.receiver.receive
         self._grammars = None if grammars is None else GrammarCheck(grammars)
+        self._request_log = request_log
         return TokenizerManager(
             tokenizer, limits, send, receive, request_log, self._grammars, watch
         )
@@ -312,5 +314,7 @@ class FrontendChannels:
     def close(self) -> None:
         if self._grammars is not None:
             self._grammars.close()
+        if self._request_log is not None:
+            self._request_log.close()
         self.sender.close()
         self.receiver.close()

@@ -18,7 +18,7 @@ from sglang.srt.frontend.sampling_validation import (
 from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelConfig
-from sglang.srt.processes.grammar_flags import NO_GRAMMARS, REFUSAL
+from sglang.srt.processes.grammar_flags import grammar_refusal
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.stop_expressions import check_expression_list
 
@@ -46,6 +46,7 @@ def limits_from_flags(
         vocab_size=info.vocab_size,
         max_req_len=info.max_req_len,
         max_req_len_reason=info.max_req_len_reason,
+        has_tokenizer=not server_args.skip_tokenizer_init,
         max_text_tokens=server_args.max_tokenize_tokens,
         max_batch_size=server_args.max_batch_size_per_request,
         max_n=server_args.max_n,
@@ -53,7 +54,7 @@ def limits_from_flags(
         max_stop_string_chars=server_args.max_stop_string_chars,
         max_stop_regex_bytes=server_args.max_stop_regex_bytes,
         max_grammar_bytes=server_args.max_grammar_bytes,
-        grammar_refusal=REFUSAL if server_args.grammar_backend == NO_GRAMMARS else None,
+        grammar_refusal=grammar_refusal(server_args),
         max_logit_bias=server_args.max_logit_bias,
         max_label_chars=server_args.max_label_chars,
         max_custom_labels=server_args.max_custom_labels,

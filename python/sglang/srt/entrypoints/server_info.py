@@ -92,7 +92,7 @@ def describe_tokenizer(
     bos_id = tokenizer.bos_token_id
 
     def text(token_id: int | None) -> str | None:
-        return None if token_id is None else tokenizer.decode([token_id], False)
+        return None if token_id is None else tokenizer.decode([token_id], False) or None
 
     return {
         "tokenizer_path": server_args.tokenizer_path or server_args.model_path,

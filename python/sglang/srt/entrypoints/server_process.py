@@ -15,6 +15,7 @@ from dataclasses import replace
 import uvicorn
 
 from sglang.srt.entrypoints.connection_limits import LimitedRequests
+from sglang.srt.entrypoints.front_end import make_manager
 from sglang.srt.entrypoints.half_close import HalfCloseProtocol
 from sglang.srt.entrypoints.http_io import DirectSend
 from sglang.srt.entrypoints.http_server import create_app
@@ -24,9 +25,7 @@ from sglang.srt.entrypoints.launch import (
     LaunchError,
     ProcessTree,
     check_model,
-    open_request_log,
 )
-from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
 from sglang.srt.entrypoints.server_info import describe_start
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.frontend.errors import ServiceError
@@ -39,10 +38,8 @@ from sglang.srt.managers.tokenizer_manager import (
 )
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelPathError, load_model_config
-from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.processes.child_process import configure_logging
 from sglang.srt.processes.config_error import ConfigError
-from sglang.srt.processes.grammar_flags import grammar_setup
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer, TokenizerError
 from sglang.srt.utils.common import set_ulimit
@@ -143,7 +140,6 @@ class _Server:
         self._uvicorn = self._make_uvicorn()
         self._exit_code = 0
         self._manager: TokenizerManager | None = None
-        self._request_log: RequestLog | None = None
         self._stop = asyncio.Event()
         self._hasten = asyncio.Event()
 
@@ -185,12 +181,8 @@ class _Server:
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
         try:
             info = await self._start(tree)
-            limits = limits_from_flags(self._args, info, self._state.model_config)
-            grammars = grammar_setup(self._args, info.vocab_size, info.eos_token_ids)
-            self._request_log = open_request_log(self._args)
-            manager = channels.make_manager(
-                self._tokenizer, limits, self._request_log, grammars, tree.watch
-            )
+            model = self._state.model_config
+            manager = make_manager(channels, self._args, self._tokenizer, info, tree.watch, model)
             await self._serve_until_stopped(manager, info)
         except (LaunchError, ServiceError) as error:
             if not self._stop.is_set():
@@ -200,8 +192,6 @@ class _Server:
             await serving
             await asyncio.to_thread(tree.stop)
             channels.close()
-            if self._request_log is not None:
-                self._request_log.close()
         return self._exit_code
 
     async def _start(self, tree: ProcessTree) -> SchedulerInfo:

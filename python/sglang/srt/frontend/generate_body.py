@@ -23,6 +23,7 @@ from sglang.srt.frontend.request_limits import (
     check_encodable,
     check_id_lists,
     check_short_text,
+    check_text_allowed,
 )
 from sglang.srt.frontend.sampling_validation import check_sampling_params, check_stop_sizes
 from sglang.srt.messages.requests import LogprobOptions
@@ -58,11 +59,23 @@ ONE_PROMPT: dict[str, Any] = {
 }
 
 
-class GenerateReqInput(msgspec.Struct, kw_only=True):
+class _TakesSGLangFields(msgspec.StructMeta):
+    """Takes what SGLang's body has beside ours at neutral values, and drops it."""
+
+    def __call__(cls, **given: Any) -> Any:
+        known = cls.__struct_fields__
+        check_known_fields(given, known, neutral_fields("generate"), "")
+        return super().__call__(**{k: v for k, v in given.items() if k in known})
+
+
+class GenerateReqInput(msgspec.Struct, kw_only=True, metaclass=_TakesSGLangFields):
     """Body of `/generate`: exactly one of `text` and `input_ids`, single or a list (a batch).
 
     A batch may give a list of values, one per prompt, where the type allows that. Null stands for
     the default of any field.
+
+    Raises:
+        RequestError: naming a field that is unknown, or that SGLang has and this runtime does not.
 
     Attributes:
         rid: the client's label; one for a batch names all of it.
@@ -220,6 +233,8 @@ def _check_one_kind_of_prompts(given: dict[str, Any], limits: RequestLimits) -> 
     if ("text" in given) == ("input_ids" in given):
         raise field_error("text", "give exactly one of text and input_ids")
     name = "text" if "text" in given else "input_ids"
+    if name == "text":
+        check_text_allowed(name, limits, "give input_ids")
     items = given[name]
     is_batch = isinstance(items, list) and (name == "text" or list in map(type, items[:1]))
     if is_batch:
@@ -315,6 +330,8 @@ def _check_permissions(request: GenerateReqInput, limits: RequestLimits) -> None
     """What a flag of the server must allow."""
     if request.priority and not limits.allow_priority:
         raise field_error("priority", "start the server with --enable-priority-scheduling")
+    if request.return_text_in_logprobs:
+        check_text_allowed("return_text_in_logprobs", limits, "leave it out")
     name, hidden_states = "return_hidden_states", request.return_hidden_states
     if hidden_states not in HIDDEN_STATES:
         raise field_error(name, 'must be true, false or "last"')

@@ -148,16 +148,22 @@ class Sample:
             meta |= self._lists.meta_info()
         if self._step_lens is not None:
             meta["mtp_effective_k"] = list(self._step_lens)
-        answer = {"text": self._text, "output_ids": list(self._output_ids), "meta_info": meta}
+        answer: dict[str, Any] = {"text": self._text} if self.call.has_text else {}
+        answer |= {"output_ids": list(self._output_ids), "meta_info": meta}
         if self.prompt_token_ids is not None:
             answer["prompt_token_ids"] = self.prompt_token_ids
         return answer
 
 
 class GenerateCall:
-    """One call of a client: its samples, in the order of the answer, and what wakes it."""
+    """One call of a client: its samples, in the order of the answer, and what wakes it.
 
-    def __init__(self, is_list: bool, streams: bool = False) -> None:
+    Attributes:
+        has_text: answers have a `text`.
+    """
+
+    def __init__(self, is_list: bool, streams: bool = False, has_text: bool = True) -> None:
+        self.has_text = has_text
         self.start_time = time.monotonic()
         self._streams = streams
         self.samples: list[Sample] = []

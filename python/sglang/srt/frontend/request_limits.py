@@ -14,6 +14,7 @@ MAX_NEW_TOKENS = "sampling_params.max_new_tokens"
 TokenId = Annotated[int, Meta(ge=0)]  # `check_id_lists` knows the vocabulary's size
 
 
+NO_TOKENIZER = "the server has no tokenizer (--skip-tokenizer-init)"
 NO_MASK_TOKEN = (
     "the model has no mask token: start the server with --mtp-mask-token-id, or with a model whose"
     " config.json has mtp_mask_token_id"
@@ -28,6 +29,7 @@ class RequestLimits:
         vocab_size: width of the logits; token ids at or above it are refused.
         max_req_len: prompt plus max_new_tokens at most, in tokens.
         max_req_len_reason: what sets `max_req_len`, and the remedy.
+        has_tokenizer: requests may have texts, and answers do.
         max_text_tokens: of a text of /tokenize and of a list of /detokenize; None: `max_req_len`.
         max_batch_size: prompts times n at most.
         max_stop_strings: entries of `stop`, and of `stop_token_ids`, at most.
@@ -46,6 +48,7 @@ class RequestLimits:
     vocab_size: int
     max_req_len: int
     max_req_len_reason: str
+    has_tokenizer: bool = True
     max_text_tokens: int | None = None
     max_batch_size: int
     max_n: int
@@ -77,6 +80,16 @@ class RequestLimits:
             return replace(self, max_req_len_reason=reason)
         reason = "--max-tokenize-tokens"
         return replace(self, max_req_len=self.max_text_tokens, max_req_len_reason=reason)
+
+
+def check_text_allowed(field: str | None, limits: RequestLimits, remedy: str) -> None:
+    """Refuses a field, or a whole body, that a server without a tokenizer cannot do.
+
+    Args:
+        remedy: what the client gives instead.
+    """
+    if not limits.has_tokenizer:
+        raise field_error(field, f"{NO_TOKENIZER}; {remedy}")
 
 
 def check_length(

@@ -9,7 +9,12 @@ import msgspec
 
 from sglang.srt.frontend.body_parsing import check_known_fields, convert_fields
 from sglang.srt.frontend.errors import RequestError, field_error, shorten
-from sglang.srt.frontend.request_limits import RequestLimits, check_encodable, check_token_ids
+from sglang.srt.frontend.request_limits import (
+    RequestLimits,
+    check_encodable,
+    check_text_allowed,
+    check_token_ids,
+)
 from sglang.srt.frontend.unknown_fields import UnknownFields
 from sglang.srt.sampling.grammar import GRAMMAR_FIELDS, Grammar
 from sglang.srt.sampling.sampling_params import (
@@ -132,6 +137,9 @@ def _check_sampling_limits(params: SamplingParams, limits: RequestLimits, name: 
     if params.n > limits.max_n:
         raise field_error(f"{name}.n", f"must be at most {limits.max_n} (--max-n)")
     regexes = params.stop_regexes
+    for field, texts in (("stop", stops), ("stop_regex", regexes)):
+        if texts:
+            check_text_allowed(f"{name}.{field}", limits, "give stop_token_ids")
     for field, entries in (("stop", stops), ("stop_token_ids", stop_ids), ("stop_regex", regexes)):
         if len(entries) > limits.max_stop_strings:
             raise field_error(

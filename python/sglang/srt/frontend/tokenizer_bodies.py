@@ -13,6 +13,7 @@ from sglang.srt.frontend.request_limits import (
     check_batch_size,
     check_id_lists,
     check_num_tokens,
+    check_text_allowed,
 )
 from sglang.srt.sglang_surface import neutral_fields
 
@@ -50,6 +51,7 @@ def check_tokenize(raw: bytes, limits: RequestLimits) -> TokenizeReqInput:
     Raises:
         RequestError: naming the field that breaks a rule.
     """
+    check_text_allowed("prompt", limits, "tokenize it yourself")
     body = parse_struct(raw, TokenizeReqInput, neutral_fields("/tokenize"), limits)
     if isinstance(body.prompt, list):
         check_batch_size("prompt", len(body.prompt), limits, "the number of texts")
@@ -62,6 +64,7 @@ def check_detokenize(raw: bytes, limits: RequestLimits) -> CheckedTokens:
     Raises:
         RequestError: naming the field that breaks a rule.
     """
+    check_text_allowed("tokens", limits, "decode them yourself")
     limits = limits.of_texts
     body = parse_struct(raw, DetokenizeReqInput, neutral_fields("/detokenize"), limits)
     lists, is_list = check_id_lists("tokens", body.tokens, limits.vocab_size)

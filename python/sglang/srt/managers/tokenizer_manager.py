@@ -43,7 +43,7 @@ from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.process_watch import ProcessWatch
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.tokenizer import Tokenizer
-from sglang.srt.utils.refused_names import ServerStatus as ServerStatus
+from sglang.srt.utils.common import ServerStatus as ServerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class TokenizerManager:
             ServiceError: if the server cannot take the request, or fails it.
         """
         self.refuse_if_closed()
-        call = GenerateCall(request.is_batch, request.body.stream)
+        call = GenerateCall(request.is_batch, request.body.stream, self.limits.has_tokenizer)
         try:
             await self._start(request, call)
             is_finished = False

@@ -15,25 +15,25 @@ from sglang.srt.messages.requests import (
     ProcessReady,
     ToDetokenizer,
 )
-from sglang.srt.model_config import ModelPathError, resolve_model_path
+from sglang.srt.model_config import ModelPathError
 from sglang.srt.processes.child_process import (
     configure_logging,
     start_beats,
     start_child_process,
 )
+from sglang.srt.processes.tokenizer_flags import tokenizer_from_flags
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.tokenizer import TokenizerError, load_tokenizer
+from sglang.srt.tokenizer import TokenizerError
 
 
 def main() -> int:
-    """Loads the tokenizer, says ready, serves until the launcher goes away."""
+    """Loads the tokenizer, if there is one, says ready, serves until the launcher goes away."""
     child = start_child_process()
     args = ServerArgs(**child.server_args)
     configure_logging(args.log_level, "detokenizer")
     launcher: Sender[ProcessReady | ProcessFailed] = Sender(child.addresses.launcher)
     try:
-        path = args.tokenizer_path or resolve_model_path(args.model_path)
-        tokenizer = load_tokenizer(path)
+        tokenizer = tokenizer_from_flags(args)
     except (TokenizerError, ModelPathError) as error:
         launcher.send(ProcessFailed(role="detokenizer", message=str(error)))
         launcher.close()

@@ -17,14 +17,17 @@ NO_END_OF_TEXT = (
 )
 
 
-def with_tokenizer_eos(model: ModelConfig, folder: Path, tokenizer: Tokenizer) -> ModelConfig:
-    """Adds the `eos_token` of the tokenizer in `folder` to the ids that end outputs. What cannot be
-    added is a warning, and so is a model without any such id."""
-    ids, warnings = model.eos_token_ids, model.warnings
+def with_tokenizer_eos(
+    model: ModelConfig, folder: Path | None, tokenizer: Tokenizer
+) -> ModelConfig:
+    """Adds the `eos_token` of the tokenizer in `folder`, if there is one, to the ids that end
+    outputs. What cannot be added is a warning, and so is a model without any such id."""
+    ids, warnings, text = model.eos_token_ids, model.warnings, None
     try:
-        text = special_tokens(read_tokenizer_config(folder)).get("eos_token")
+        if folder is not None:
+            text = special_tokens(read_tokenizer_config(folder)).get("eos_token")
     except UnreadableFileError as error:
-        text, warnings = None, (*warnings, f"eos_token of the tokenizer is not known: {error}.")
+        warnings = (*warnings, f"eos_token of the tokenizer is not known: {error}.")
     token_id = None if text is None else tokenizer.vocabulary().get(text)
     if token_id is not None and token_id < model.vocab_size:
         ids = tuple(dict.fromkeys((*ids, token_id)))

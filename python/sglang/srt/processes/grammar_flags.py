@@ -10,6 +10,14 @@ from sglang.srt.server_args import ServerArgs
 
 NO_GRAMMARS = "none"
 REFUSAL = "the server was started with --grammar-backend none; start it without that flag"
+NEEDS_TOKENIZER = "needs a tokenizer; start the server without --skip-tokenizer-init"
+
+
+def grammar_refusal(args: ServerArgs) -> str | None:
+    """Says why no request may have a grammar, and the remedy; None: it may."""
+    if args.grammar_backend == NO_GRAMMARS:
+        return REFUSAL
+    return NEEDS_TOKENIZER if args.skip_tokenizer_init else None
 
 
 def grammar_setup(
@@ -23,7 +31,7 @@ def grammar_setup(
     Args:
         never_allowed: ids that nothing may emit.
     """
-    if args.grammar_backend == NO_GRAMMARS:
+    if grammar_refusal(args) is not None:
         return None
     return GrammarSetup(
         tokenizer_path=str(resolve_model_path(args.tokenizer_path or args.model_path)),

@@ -40,6 +40,8 @@ def corpus_from_flags(args: ServerArgs, model: ModelConfig) -> np.ndarray | None
     if path is None:
         return None
     place = f"{PATH_FLAG} {path!r}"
+    if args.skip_tokenizer_init:
+        raise ConfigError(f"{place}: texts must be tokenized; leave out --skip-tokenizer-init.")
     try:
         tokenizer = load_tokenizer(args.tokenizer_path or model.path)
     except TokenizerError as error:

@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.mem_cache.radix_cache import NullPrefixCache, RadixCache
 from sglang.srt.messages.ipc import IpcAddresses, Receiver, Sender
 from sglang.srt.messages.requests import ProcessFailed, ProcessReady, SchedulerInfo, ToScheduler
-from sglang.srt.model_config import ModelConfig, load_model_config, resolve_model_path
+from sglang.srt.model_config import ModelConfig, load_model_config
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.mtp.debug_trace import DebugTrace
 from sglang.srt.platform import Platform
@@ -33,6 +33,7 @@ from sglang.srt.processes.child_process import (
 from sglang.srt.processes.end_of_text import with_tokenizer_eos
 from sglang.srt.processes.grammar_flags import grammar_setup
 from sglang.srt.processes.runtime_config import RuntimeConfig, resolve, with_chunks_that_fit
+from sglang.srt.processes.tokenizer_flags import tokenizer_folder, tokenizer_from_flags
 from sglang.srt.processes.worker_factory import (
     drafter_models,
     make_prompt_budget,
@@ -43,7 +44,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.step_profiler import StepProfiler
 from sglang.srt.stops import StopSet
-from sglang.srt.tokenizer import StopFinder, Tokenizer, load_tokenizer
+from sglang.srt.tokenizer import StopFinder, Tokenizer
 
 MTP_IS_OFF = (
     "the server has another drafter (--speculative-algorithm), so multi-token prediction is off:"
@@ -81,9 +82,9 @@ def build(
         ValueError: for a flag, model or size that cannot be had.
     """
     environ = Environ.read()
-    tokenizer_folder = resolve_model_path(args.tokenizer_path or args.model_path)
-    tokenizer = load_tokenizer(tokenizer_folder)
-    model = with_tokenizer_eos(load_model_config(args.model_path), tokenizer_folder, tokenizer)
+    tokenizer = tokenizer_from_flags(args)
+    model = load_model_config(args.model_path)
+    model = with_tokenizer_eos(model, tokenizer_folder(args), tokenizer)
     for warning in model.warnings:
         logger.warning("%s", warning)
     config = resolve(args, Platform.probe(), model, environ)

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from enum import Enum
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,6 +39,14 @@ class MultiprocessingSerializer:
             NotImplementedError: always, with what to do instead.
         """
         raise NotImplementedError(NO_PICKLE)
+
+
+class ServerStatus(Enum):
+    """Names what a launcher may say of its server."""
+
+    Up = "Up"
+    Starting = "Starting"
+    UnHealthy = "UnHealthy"
 
 
 def kill_process_tree(
@@ -131,6 +140,14 @@ def is_cuda() -> bool:
 
 def set_prometheus_multiproc_dir() -> None:
     """Nothing: `/metrics` is answered from the scheduler's state, without files."""
+
+
+def add_prometheus_middleware(app: Any) -> None:
+    """Does nothing: `/metrics` is a route like the others."""
+
+
+def suppress_noisy_warnings() -> None:
+    """Does nothing: there are none."""
 
 
 def assert_pkg_version(pkg: str, min_version: str, message: str) -> None:

@@ -1,7 +1,7 @@
-"""Names that launchers import from SGLang to run a server's parts in their own process.
+"""Names that launchers import from SGLang and that stand for nothing here.
 
-Here a server is a process tree of its own, whose parts nobody else holds. The names can be
-imported, so that a launcher's other parts work, and whoever uses one is told what to use instead.
+The names can be imported, so that a launcher's other parts work, and whoever uses one is told what
+to use instead.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 NO_PARTS = (
-    "A server's parts do not run in a launcher's process. Start a whole one:"
-    " launch_server(ServerArgs(...)) of sglang.srt.entrypoints.http_server, HttpServerEngineAdapter"
-    " of sglang.srt.entrypoints.http_server_engine, or Engine."
+    "Each process of a server is started by the server itself: leave the argument out, or hand"
+    " this name on as it is."
 )
 
 
@@ -41,10 +40,7 @@ class RefusedName:
         raise NotImplementedError(self._line)
 
 
-launch_subprocesses = RefusedName("_launch_subprocesses")
-GlobalState = RefusedName("_GlobalState")
-set_global_state = RefusedName("set_global_state")
-app = RefusedName("app")
-ServerStatus = RefusedName(
-    "ServerStatus", "Ask a server: GET /health says whether it works, GET /ready whether it is up."
-)
+# A launcher hands these on to `_launch_subprocesses`.
+init_tokenizer_manager = RefusedName("init_tokenizer_manager")
+run_scheduler_process = RefusedName("run_scheduler_process")
+run_detokenizer_process = RefusedName("run_detokenizer_process")

@@ -29,6 +29,7 @@ from sglang.srt.entrypoints.openai.serving_chat import ChatCompletion
 from sglang.srt.entrypoints.openai.serving_completions import Completion
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.frontend.errors import field_error
+from sglang.srt.frontend.request_limits import check_text_allowed
 from sglang.srt.frontend.work_in_threads import in_thread_if_large
 
 
@@ -92,6 +93,7 @@ def _add_models(app: FastAPI, state: ServerState) -> None:
 
 async def _run(request: Request, state: ServerState, make: Callable[[bytes], Call]) -> Response:
     """The answer to a body, or its stream."""
+    check_text_allowed(None, state.ready_manager.limits, "use /generate with input_ids")
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip()
     if kind.lower() != "application/json":
         raise field_error("content-type", "must be application/json")
