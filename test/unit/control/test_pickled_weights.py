@@ -392,7 +392,8 @@ seen: list[str] = []
 def hooked() -> None:
     """An audit hook stays for ever, so there is one. What is imported once is imported before."""
     WeightsInRecords().named(read_records(pickle_of([("a", OnGpu())])))
-    assert not str(b"", "raw-unicode-escape")
+    for codec in ("raw-unicode-escape", "ascii", "latin-1"):
+        assert str(b"a", codec) == "a"
     sys.addaudithook(lambda event, _: seen.append(event) if spying and event in SPIED else None)
 
 
