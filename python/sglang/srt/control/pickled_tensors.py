@@ -27,6 +27,7 @@ MAX_TENSORS = 65_536
 MAX_NAME_CHARS = 512
 SHARED_FILE = re.compile(rb"/torch_[0-9]{1,10}_[0-9]{1,10}_[0-9]{1,10}")
 SOCKET_PATH = re.compile(r"/[ -~]{1,106}")
+NUM_CUDA_ARGUMENTS = 15  # of torch's function for a tensor on a GPU
 MALLOC = b"c"  # second byte of torch's handle of memory: one allocation, by its CUDA handle
 NO_TENSOR = "it has something else where a tensor has to be"
 NOT_CUDA_MALLOC = (
@@ -120,24 +121,9 @@ class WeightsInRecords:
         raise PickleRefused("it has a storage of a kind that is not taken")
 
     def _on_a_gpu(self, arguments: tuple[Any, ...]) -> SentTensor:
-        match arguments:
-            case (
-                Name(),
-                shape,
-                strides,
-                first,
-                Name(),
-                Name(dtype),
-                _,
-                _,
-                _,
-                _,
-                bool(),
-                _,
-                _,
-                _,
-                _,
-            ):
+        is_right = len(arguments) == NUM_CUDA_ARGUMENTS and isinstance(arguments[10], bool)
+        match arguments[:6]:
+            case (Name(), shape, strides, first, Name(), Name(dtype)) if is_right:
                 index = self._add(_device_memory(*arguments[6:10], *arguments[11:]))
                 return self._view(index, dtype, first, shape, strides)
         raise PickleRefused("it has a tensor of a GPU with other arguments than torch gives")
