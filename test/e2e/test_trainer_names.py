@@ -123,7 +123,7 @@ def test_hostile_pickles_run_nothing_and_the_server_serves(
     adapter: HttpServerEngineAdapter, tmp_path: Path
 ) -> None:
     canary = tmp_path / "canary"
-    for protocol in range(6):
+    for protocol in (0, 4):
         pickled = pickle.dumps(Touch(canary), protocol)
         with pytest.raises(ValueError, match=r"^serialized_named_tensors: a pickle is refused"):
             adapter.update_weights_from_tensor([pickled])
