@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -20,10 +21,22 @@ from sglang import Engine, ServerArgs, bench_serving
 from sglang.srt.entrypoints.EngineBase import EngineBase
 from sglang.srt.entrypoints.http_server_engine import HttpServerEngineAdapter
 from sglang.srt.entrypoints.launch import LaunchError
-from sglang.srt.utils import get_open_port
+from sglang.srt.utils import MultiprocessingSerializer, get_open_port
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
 GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
 NORM = "model.norm.weight"
+ROWS = "model.layers.0.self_attn.k_proj.weight"  # of a fused weight
+
+
+class Touch:
+    """Makes a file when it is read as a pickle."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkfifo, (str(self._path),)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +56,8 @@ def adapter(model_dir: Path, profiles: Path) -> Iterator[HttpServerEngineAdapter
         load_format="dummy",
         port=get_open_port(),
         api_key="user-key",
+        admin_api_key="user-key",
+        allow_pickled_weights=True,
         log_level="error",
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -76,8 +91,50 @@ def test_the_adapter_controls_its_server(adapter: HttpServerEngineAdapter) -> No
     assert isinstance(adapter, EngineBase)
 
 
+@pytest.mark.parametrize("is_bucket", [False, True])
+def test_pickled_weights_change_what_serves(
+    adapter: HttpServerEngineAdapter, is_bucket: bool
+) -> None:
+    """Of several types, in memory that this process shares with the server."""
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")  # the server is no child by fork
+    try:
+        value = 0.25 + is_bucket
+        norm = torch.full((64,), value, dtype=torch.bfloat16)
+        rows = torch.full((32, 64), value)
+        named = [(NORM, norm), (ROWS, rows)]
+        parcel: Any = named
+        if is_bucket:
+            bucket = FlattenedTensorBucket(named_tensors=named)
+            flat, metadata = bucket.get_flattened_tensor(), bucket.get_metadata()
+            parcel = {"flattened_tensor": flat, "metadata": metadata}
+        pickled = MultiprocessingSerializer.serialize(parcel, output_str=True)
+        load_format = "flattened_bucket" if is_bucket else None
+        answer = adapter.update_weights_from_tensor([pickled], load_format, weight_version="p")
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
+    assert (answer["num_tensors"], answer["weight_version"]) == (2, "p")
+    for name in (NORM, ROWS):
+        found = adapter._call("/get_weights_by_name", {"name": name, "truncate_size": 2})
+        assert torch.all(torch.tensor(found) == value)
+
+
+def test_hostile_pickles_run_nothing_and_the_server_serves(
+    adapter: HttpServerEngineAdapter, tmp_path: Path
+) -> None:
+    canary = tmp_path / "canary"
+    for protocol in (0, 4):
+        pickled = pickle.dumps(Touch(canary), protocol)
+        with pytest.raises(ValueError, match=r"^serialized_named_tensors: a pickle is refused"):
+            adapter.update_weights_from_tensor([pickled])
+    assert not canary.exists()
+    assert len(adapter.generate("hello", GREEDY)["output_ids"]) == 4
+    pickle.loads(pickle.dumps(Touch(canary)))  # noqa: S301 (to show that it would run)
+    assert canary.exists()
+
+
 def test_a_trainer_can_tell_whether_its_weights_arrived(adapter: HttpServerEngineAdapter) -> None:
-    name = "model.layers.0.self_attn.k_proj.weight"  # rows of a fused one
+    name = ROWS
 
     def values() -> list[list[float]]:
         return adapter._call("/get_weights_by_name", {"name": name, "truncate_size": 2})

@@ -22,9 +22,9 @@ EVERYWHERE = (PACKAGE, "sgl-kernel", "scripts", "benchmark", "training")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
-UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
+UNSAFE_MODULES = {"pickle", "pickletools", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_NAMES = {"eval", "exec"}  # as plain calls; `module.eval()` of torch is another thing
-UNSAFE_WORDS = {"trust_remote_code"}
+UNSAFE_WORDS = {"trust_remote_code", "ForkingPickler"}
 UNSAFE_KEYWORDS = {("weights_only", False), ("allow_pickle", True)}
 
 # What a room, a folder of `srt`, may import beside itself: rooms, or a module of one. `base` is the

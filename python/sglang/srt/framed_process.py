@@ -48,11 +48,11 @@ def read(stream: BinaryIO) -> bytes | None:
     return message if len(message) == length else None
 
 
-def limit_memory(max_memory_mib: int) -> None:
-    """Of this process; it may write no files either."""
+def limit_memory(max_memory_mib: int, max_file_bytes: int = 0) -> None:
+    """Of this process; it may write no larger files either."""
     for kind, value in (
         (resource.RLIMIT_AS, max_memory_mib * MIB),
-        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_FSIZE, max_file_bytes),
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (value, value))

@@ -98,6 +98,11 @@ class ServerArgs(metaclass=TakesSGLangArguments):
     admin_api_key: str | None = flag(
         None, "Routes that change the server take this key and not --api-key.", secret=True
     )
+    allow_pickled_weights: bool = flag(
+        False,
+        "Take the pickled tensors and flattened buckets that trainers on this machine send to"
+        " /update_weights_from_tensor; with --admin-api-key. Nothing of a pickle is run.",
+    )
     allowed_origins: str | None = flag(
         None, "Web pages that may use the server, such as https://chat.example; with commas."
     )

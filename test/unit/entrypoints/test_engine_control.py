@@ -6,6 +6,7 @@ import asyncio
 import stat
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from fake_backend import FULL, LIMITS
 from serving_utils import make_model_dir
+from sglang.srt.control.bodies import UpdateWeightsFromTensorReqInput
 from sglang.srt.entrypoints import engine as engine_module
 from sglang.srt.entrypoints import tensor_file
 from sglang.srt.entrypoints.engine import Engine
@@ -35,8 +37,10 @@ from sglang.srt.messages.requests import (
     ReqTextOutput,
     TokenizedGenerateReqInput,
 )
+from sglang.srt.sent_tensors import HostMemory
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer
+from sglang.srt.utils import MultiprocessingSerializer
 
 
 class FakeRuntime:
@@ -234,6 +238,28 @@ def test_tensors_reach_the_scheduler_as_safetensors(engine: Engine) -> None:
         for name, tensor in tensors.items():
             assert found[name].dtype == tensor.dtype
             assert torch.equal(found[name], tensor)
+
+
+def test_pickled_tensors_reach_the_scheduler_where_they_are_allowed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pickled() -> Any:
+        return MultiprocessingSerializer.serialize([("a", torch.ones(3))])
+
+    with pytest.raises(ValueError, match="--allow-pickled-weights"):
+        engine.update_weights_from_tensor([pickled()])
+    allowed = replace(engine.server_args, allow_pickled_weights=True)
+    monkeypatch.setattr(engine, "server_args", allowed)
+    kept = pickled(), pickled()
+    engine.update_weights_from_tensor([kept[0]], weight_version="v2")
+    request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=[kept[1]], flush_cache=False)
+    engine.update_weights_from_tensor(request)
+    [first, second] = sent_by(engine)
+    assert (first.weight_version, second.flush_cache) == ("v2", False)
+    for message in (first, second):
+        assert message.source.memories == [HostMemory(0, 12)]
+    with pytest.raises(ValueError, match=r"^load_format: "):
+        engine.update_weights_from_tensor([pickled()], "direct")
 
 
 def test_file_of_tensors_is_private_and_gone_after_use(tmp_path: Path) -> None:

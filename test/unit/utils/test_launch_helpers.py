@@ -1,13 +1,17 @@
-"""What launch scripts import: processes and ports, and what refuses to pickle."""
+"""What launch scripts import: processes and ports, and what sends weights."""
 
 from __future__ import annotations
 
+import asyncio
 import io
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import closing
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,7 +22,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from serving_utils import wait_until
 from sglang import utils
+from sglang.srt.control.pickle_records import read_records
+from sglang.srt.control.pickled_tensors import WeightsInRecords
 from sglang.srt.entrypoints import engine
+from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 from sglang.srt.utils import (
     MultiprocessingSerializer,
     assert_pkg_version,
@@ -102,13 +109,9 @@ def test_the_address_is_one_or_what_the_operator_says(monkeypatch: pytest.Monkey
     assert get_ip() == "10.1.2.3"
 
 
-def test_nothing_is_pickled() -> None:
-    for call in (
-        lambda: MultiprocessingSerializer.serialize([("w", 1)], output_str=True),
-        lambda: MultiprocessingSerializer.deserialize(b"\x80\x04."),
-    ):
-        with pytest.raises(NotImplementedError, match=r"safetensors\.torch\.save"):
-            call()
+def test_no_pickle_is_read() -> None:
+    with pytest.raises(NotImplementedError, match="--allow-pickled-weights"):
+        MultiprocessingSerializer.deserialize(b"\x80\x04.")
 
 
 def test_versions_are_compared_as_numbers() -> None:
@@ -138,7 +141,6 @@ def test_a_server_that_ends_or_never_comes_is_noticed() -> None:
     [
         (engine.run_scheduler_process, "run_scheduler_process", "leave the argument out"),
         (engine.init_tokenizer_manager, "init_tokenizer_manager", "leave the argument out"),
-        (update_weights, "update_weights", "Engine.update_weights_from_tensor"),
     ],
 )
 def test_what_runs_a_server_s_parts_elsewhere_says_what_to_use_instead(
@@ -154,15 +156,48 @@ def test_what_runs_a_server_s_parts_elsewhere_says_what_to_use_instead(
     assert not hasattr(refused, "__wrapped__")
 
 
-def test_a_tensor_that_is_spread_out_is_whole_for_an_update(tmp_path: Path) -> None:
-    plain = torch.arange(6.0)
-    assert _preprocess_tensor_for_update_weights(plain) is plain
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    """The process group of a trainer of one process."""
     store = f"file://{tmp_path}/store"
     distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        spread = distribute_tensor(plain, init_device_mesh("cpu", (1,)), [Shard(0)])
-        whole = _preprocess_tensor_for_update_weights(spread)
-    finally:
-        distributed.destroy_process_group()
+    yield
+    distributed.destroy_process_group()
+
+
+def test_a_tensor_that_is_spread_out_is_whole_for_an_update(one_process: None) -> None:
+    plain = torch.arange(6.0)
+    assert _preprocess_tensor_for_update_weights(plain) is plain
+    spread = distribute_tensor(plain, init_device_mesh("cpu", (1,)), [Shard(0)])
+    whole = _preprocess_tensor_for_update_weights(spread)
     assert type(whole) is torch.Tensor
     assert torch.equal(whole, plain)
+
+
+class AsyncEngine:
+    """As a trainer's own client of a server."""
+
+    async def update_weights_from_tensor(self, request: Any) -> list[Any]:
+        return [request]
+
+
+class BlockingEngine:
+    def update_weights_from_tensor(self, request: Any) -> list[Any]:
+        return [request]
+
+
+@pytest.mark.parametrize("engine", [AsyncEngine(), BlockingEngine()])
+def test_what_trainers_send_weights_with_sends_what_a_server_reads(
+    one_process: None, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ForkingPickler, "_extra_reducers", dict(ForkingPickler._extra_reducers))
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "infer_tp"))
+    spread = distribute_tensor(torch.arange(6.0), mesh["infer_tp"], [Shard(0)])
+    batch = [("a", torch.zeros(2, 3)), ("b", spread)]
+    work = update_weights(engine, batch, "infer_tp", mesh, None, flush_cache=False)
+    [request] = asyncio.run(work)
+    assert isinstance(request, UpdateWeightsFromTensorReqInput)
+    assert (request.load_format, request.flush_cache) == (None, False)
+    [pickled] = request.serialized_named_tensors
+    found = WeightsInRecords().named(read_records(pickled))
+    assert [(tensor.name, tensor.shape) for tensor in found] == [("a", [2, 3]), ("b", [6])]

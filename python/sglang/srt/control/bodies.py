@@ -42,6 +42,7 @@ MAX_TENSORS = 65_536
 MAX_TENSOR_BYTES = 1 << 40
 MAX_WEIGHT_BYTES = 2**32 - 1  # what one message can hold
 SHARED_MEMORY = "/dev/shm"
+BUCKET = "flattened_bucket"
 SHARED_MEMORY_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 PauseSeconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -192,20 +193,35 @@ class UpdateWeightFromDiskReqInput(WeightUpdateOptions, kw_only=True):
 
 
 class UpdateWeightsFromTensorReqInput(WeightUpdateOptions, kw_only=True):
-    """Body of `/update_weights_from_tensor`: one of the two; any subset of the weights.
+    """Body of `/update_weights_from_tensor`: one of the three; any subset of the weights.
 
     Attributes:
         safetensors: the bytes of a safetensors file, in base64.
         shared_memory: name of a file in /dev/shm of this host that holds them.
+        serialized_named_tensors: for each rank of the server, thus one, what SGLang's
+            `MultiprocessingSerializer` makes of tensors, in base64. Empty: not given.
+        load_format: `flattened_bucket`: these are such a bucket; otherwise tensors with names.
     """
 
     safetensors: str | None = None
     shared_memory: str | None = None
+    serialized_named_tensors: list[str] | None = None
+    load_format: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.safetensors is None) == (self.shared_memory is None):
-            raise field_error("safetensors", "give it or shared_memory, and not both")
+        given = (self.safetensors, self.shared_memory, self.serialized_named_tensors or None)
+        if sum(source is not None for source in given) != 1:
+            raise field_error(
+                "safetensors", "give it, shared_memory or serialized_named_tensors, and one only"
+            )
+        formats = ("auto", "safetensors", *([BUCKET] if self.serialized_named_tensors else []))
+        if (self.load_format or "auto") not in formats:
+            raise field_error(
+                "load_format",
+                f"must be auto, safetensors, or {BUCKET} with serialized_named_tensors;"
+                " nothing else is read, so send tensors one by one",
+            )
         name = self.shared_memory
         if name is None:
             return

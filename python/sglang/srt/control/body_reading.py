@@ -41,9 +41,7 @@ class Ignored:
 # In the order in which they are checked, before all else.
 SGLANG_FIELDS: dict[str, Ignored] = {
     "serialized_named_tensors": Ignored(
-        (),
-        "pickle is never read here; send the weights as safetensors: base64 in `safetensors`,"
-        " a file of /dev/shm in `shared_memory`, or raw as application/octet-stream",
+        (), "goes with the JSON body of /update_weights_from_tensor alone"
     ),
     "load_format": Ignored(
         ("auto", "safetensors"),

@@ -35,6 +35,8 @@ from sglang.srt.messages.control import (
     WeightSource,
 )
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
+from sglang.srt.sent_tensors import SentTensors
+from sglang.srt.weight_sync.sent_memory import opened_tensors
 from sglang.srt.weight_sync.weight_group import TensorSpec, WeightGroup
 from sglang.srt.weight_sync.weight_store import StagedWeights, WeightUpdateError
 
@@ -209,6 +211,8 @@ class WeightControl:
             return self._weights.from_safetensors(source.data)
         if isinstance(source, FromGroup):
             return self._receive(source)
+        if isinstance(source, SentTensors):
+            return self._weights.from_tensors(opened_tensors(source))
         try:
             return self._weights.from_file(source.path)
         finally:

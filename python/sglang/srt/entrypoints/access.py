@@ -96,6 +96,10 @@ NO_ORIGIN = (
     " by a request without an Origin. Send an Origin, or no Accept-Language."
 )
 SENT_TWICE = "The header `{name}` was sent more than once; send it once."
+NO_ADMIN_KEY = (
+    "--allow-pickled-weights needs --admin-api-key: only who has that key may send them. Give one,"
+    " or leave the flag out."
+)
 NO_KEY = "This route needs the header `Authorization: Bearer` with the {flag} of this server."
 
 
@@ -126,8 +130,10 @@ class AccessRules:
         """The rules of a server.
 
         Raises:
-            LaunchError: if a key or an origin is one that no client can send.
+            LaunchError: if a key or an origin is one that no client can send, or a key is missing.
         """
+        if server_args.allow_pickled_weights and server_args.admin_api_key is None:
+            raise LaunchError(NO_ADMIN_KEY)
         origins = _origins(server_args.allowed_origins)
         machine = socket.gethostname().lower()
         hosts = {server_args.host.lower(), machine, machine.partition(".")[0]}

@@ -27,6 +27,7 @@ from sglang.srt.entrypoints.http_io import (
     update_failure,
 )
 from sglang.srt.entrypoints.openapi_schema import body_of
+from sglang.srt.entrypoints.pickled_updates import check_sender, update_from_pickles
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.entrypoints.tensor_file import received_weights
 from sglang.srt.frontend.body_parsing import parse_json_object, parse_struct
@@ -125,7 +126,7 @@ def _add_tensor_updates(app: FastAPI, state: ServerState) -> None:
         """Changes some weights to those of the body or of a file in shared memory.
 
         The body is JSON, or the bytes of a safetensors file (`application/octet-stream`) with the
-        options in the URL.
+        options in the URL. Pickled tensors: with --allow-pickled-weights, from this machine.
         """
         max_bytes = state.server_args.max_weight_bytes
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -133,12 +134,19 @@ def _add_tensor_updates(app: FastAPI, state: ServerState) -> None:
             return json_response(await _update_from_bytes(request, state, max_bytes))
         raw = await read_body(request, max_bytes, WEIGHT_BYTES_FLAG)
 
-        def read_update() -> UpdateWeightsReq:
+        def read_update() -> UpdateWeightsFromTensorReqInput | UpdateWeightsReq:
             body = make_body(UpdateWeightsFromTensorReqInput, parse_json_object(raw))
+            if body.serialized_named_tensors:
+                return body
             return body.update(body.source(max_bytes))
 
+        update = await in_thread_if_large(read_update, len(raw))
+        if isinstance(update, UpdateWeightsReq):
+            return json_response(await state.control.call(update))
+        client = request.client and request.client.host
+        check_sender(state.server_args, client, request.headers)
         return json_response(
-            await state.control.call(await in_thread_if_large(read_update, len(raw)))
+            await update_from_pickles(state.control, update, max_bytes, state.private_directory)
         )
 
 

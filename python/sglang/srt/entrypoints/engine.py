@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from sglang.srt.control.bodies import (
     AbortReqInput,
@@ -40,6 +40,12 @@ from sglang.srt.entrypoints.engine_answers import (
 from sglang.srt.entrypoints.engine_runtime import EngineRuntime
 from sglang.srt.entrypoints.launch import check_model
 from sglang.srt.entrypoints.launcher_parts import launch_subprocesses as _launch_subprocesses
+from sglang.srt.entrypoints.pickled_updates import (
+    PickledTensors,
+    check_allowed,
+    pickled_request,
+    update_from_pickles,
+)
 from sglang.srt.entrypoints.server_info import describe_server
 from sglang.srt.entrypoints.tensor_file import NamedTensors, written_tensors
 from sglang.srt.managers.tokenizer_manager import Answer
@@ -217,17 +223,27 @@ class Engine:
 
     def update_weights_from_tensor(
         self,
-        named_tensors: NamedTensors,
+        named_tensors: NamedTensors | PickledTensors,
         load_format: str | None = None,
         **options: Any,
     ) -> dict[str, Any]:
         """Changes some weights to these tensors, through a file in shared memory.
 
         Args:
+            named_tensors: with `allow_pickled_weights` also what trainers pickle: a request, or for
+                `flattened_bucket` a list of one pickle.
             options: as for `update_weights_from_disk`.
         """
+        if (request := pickled_request(named_tensors, load_format, options)) is not None:
+            check_allowed(self.server_args)
+            runtime, most = self._runtime, self.server_args.max_weight_bytes
+            return runtime.wait_for(
+                update_from_pickles(runtime.control, request, most, runtime.private_directory)
+            )
         body = make_body(WeightUpdateOptions, {"load_format": load_format, **options})
-        with written_tensors(named_tensors, self._runtime.private_directory) as source:
+        with written_tensors(
+            cast("NamedTensors", named_tensors), self._runtime.private_directory
+        ) as source:
             return self._call(body.update(source))
 
     def update_weights_from_distributed(

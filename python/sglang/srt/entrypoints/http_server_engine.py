@@ -20,7 +20,7 @@ from dataclasses import asdict
 from http.client import HTTPResponse
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Self, cast
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
 
@@ -28,6 +28,7 @@ import msgspec
 
 from sglang.srt.entrypoints.engine_answers import SamplingInput, sampling_fields
 from sglang.srt.entrypoints.launch import LaunchError, child_environ
+from sglang.srt.entrypoints.pickled_updates import PickledTensors, pickled_request
 from sglang.srt.entrypoints.server_process import run_server
 from sglang.srt.entrypoints.tensor_file import NamedTensors, written_tensors
 from sglang.srt.processes.flag_bounds import check_numbers
@@ -132,13 +133,20 @@ class HttpServerEngineAdapter:
         return self._call("/generate", body, self.server_args.api_key)
 
     def update_weights_from_tensor(
-        self, named_tensors: NamedTensors, load_format: str | None = None, **options: Any
+        self,
+        named_tensors: NamedTensors | PickledTensors,
+        load_format: str | None = None,
+        **options: Any,
     ) -> dict[str, Any]:
-        """Changes some weights to these tensors; `options` as for an Engine."""
+        """Changes some weights to these tensors; arguments as for an Engine."""
+        if (request := pickled_request(named_tensors, load_format, options)) is not None:
+            return self._call("/update_weights_from_tensor", msgspec.structs.asdict(request))
         given = {"load_format": load_format, **options}
         query = urlencode({k: _word(v) for k, v in given.items() if v is not None})
         with (
-            written_tensors(named_tensors, Path(tempfile.gettempdir())) as source,
+            written_tensors(
+                cast("NamedTensors", named_tensors), Path(tempfile.gettempdir())
+            ) as source,
             open(source.path, "rb") as file,
         ):
             headers = {

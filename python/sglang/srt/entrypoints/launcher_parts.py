@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from sglang.srt.control.body_reading import make_body
 from sglang.srt.control.inspection_bodies import StartProfileReqInput, StopProfileReqInput
 from sglang.srt.entrypoints.front_end import make_manager
 from sglang.srt.entrypoints.launch import FrontendChannels, ProcessTree, check_model
+from sglang.srt.entrypoints.pickled_updates import check_allowed, update_from_pickles
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.frontend.errors import RequestError, ServiceError
 from sglang.srt.frontend.generate_body import GenerateReqInput
@@ -110,32 +111,37 @@ class LauncherManager:
         self, obj: UpdateWeightFromDiskReqInput, request: Any = None
     ) -> tuple[bool, str, int]:
         """Changes all weights to those of a checkpoint; the last value is always 0."""
-        return *await self._report(obj.message()), 0
+        return *await self._report(self._call(obj.message())), 0
 
     async def update_weights_from_tensor(
         self, obj: UpdateWeightsFromTensorReqInput, request: Any = None
     ) -> tuple[bool, str]:
-        """Changes some weights to those of the body."""
-        source = obj.source(self.state.server_args.max_weight_bytes)
-        return await self._report(obj.update(source))
+        """Changes some weights to those of the body; pickled ones if the flags allow them."""
+        args = self.state.server_args
+        if not obj.serialized_named_tensors:
+            return await self._report(self._call(obj.update(obj.source(args.max_weight_bytes))))
+        check_allowed(args)
+        most, directory = args.max_weight_bytes, self.state.private_directory
+        update = update_from_pickles(self._manager.control, obj, most, directory)
+        return await self._report(update)
 
     async def update_weights_from_distributed(
         self, obj: UpdateWeightsFromDistributedReqInput, request: Any = None
     ) -> tuple[bool, str]:
         """Changes some weights to those that rank 0 of a group broadcasts."""
-        return await self._report(obj.message())
+        return await self._report(self._call(obj.message()))
 
     async def init_weights_update_group(
         self, obj: InitWeightsUpdateGroupReqInput, request: Any = None
     ) -> tuple[bool, str]:
         """Joins the group that a trainer has opened."""
-        return await self._report(obj.message())
+        return await self._report(self._call(obj.message()))
 
     async def destroy_weights_update_group(
         self, obj: DestroyWeightsUpdateGroupReqInput, request: Any = None
     ) -> tuple[bool, str]:
         """Leaves a group."""
-        return await self._report(obj.message())
+        return await self._report(self._call(obj.message()))
 
     async def start_profile(self, **options: Any) -> dict[str, Any]:
         """Begins a profile of the steps; `options` are the fields of `/start_profile`."""
@@ -148,10 +154,10 @@ class LauncherManager:
     async def _call(self, call: ControlCall) -> dict[str, Any]:
         return await self._manager.control.call(call)
 
-    async def _report(self, call: ControlCall) -> tuple[bool, str]:
-        """Makes a call; returns whether it was done, and what there is to say of it."""
+    async def _report(self, call: Coroutine[Any, Any, dict[str, Any]]) -> tuple[bool, str]:
+        """Awaits a call; returns whether it was done, and what there is to say of it."""
         try:
-            return True, (await self._call(call))["message"]
+            return True, (await call)["message"]
         except (RequestError, ServiceError) as error:
             return False, error.message
 

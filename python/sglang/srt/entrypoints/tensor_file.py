@@ -41,7 +41,7 @@ def written_tensors(named_tensors: NamedTensors, fallback: Path) -> Iterator[Fro
         tensor.numel() * tensor.element_size() + HEADER_BYTES_PER_TENSOR
         for tensor in tensors.values()
     )
-    with _private_file(num_bytes, fallback) as path:
+    with private_file(num_bytes, fallback) as path:
         save_file(tensors, path)
         path.chmod(0o600)
         yield FromFile(str(path), delete=True)
@@ -64,7 +64,7 @@ async def received_weights(
     """
     with ExitStack() as stack:
         try:
-            path = stack.enter_context(_private_file(num_bytes, fallback))
+            path = stack.enter_context(private_file(num_bytes, fallback))
             written = await _write_parts(parts, path)
         except OSError as error:
             raise ServiceError(f"The weights cannot be stored: {error.strerror}.", 503) from error
@@ -86,7 +86,7 @@ async def _write_parts(parts: AsyncIterator[bytes], path: Path) -> int:
 
 
 @contextmanager
-def _private_file(num_bytes: int, fallback: Path) -> Iterator[Path]:
+def private_file(num_bytes: int, fallback: Path) -> Iterator[Path]:
     """An empty file, only for this user, that is gone after the block."""
     directory = _directory_for(num_bytes, fallback)
     descriptor, name = tempfile.mkstemp(prefix="sglang-weights-", dir=directory)  # mode 0600

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from sglang.srt.sent_tensors import SentTensors
+
 PauseMode = Literal["abort", "retract", "in_place", "drain"]
 LeaseEnd = Literal["continue", "abort"]
 SessionAction = Literal["begin", "commit", "rollback"]
@@ -135,7 +137,7 @@ class FromGroup(msgspec.Struct, tag=True, frozen=True):
     shapes: list[list[int]]
 
 
-WeightSource = FromDirectory | FromFile | FromBytes | FromGroup
+WeightSource = FromDirectory | FromFile | FromBytes | FromGroup | SentTensors
 
 
 class WeightUpdateCall(CallMessage, kw_only=True):

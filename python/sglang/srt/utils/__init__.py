@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from sglang.srt.utils.common import (
-    MultiprocessingSerializer as MultiprocessingSerializer,
-)
-from sglang.srt.utils.common import (
     assert_pkg_version as assert_pkg_version,
 )
 from sglang.srt.utils.common import (
@@ -28,4 +25,7 @@ from sglang.srt.utils.common import (
 )
 from sglang.srt.utils.common import (
     set_ulimit as set_ulimit,
+)
+from sglang.srt.utils.tensor_pickles import (
+    MultiprocessingSerializer as MultiprocessingSerializer,
 )

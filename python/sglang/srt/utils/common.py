@@ -12,33 +12,11 @@ from contextlib import suppress
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-NO_PICKLE = (
-    "Nothing is pickled here, since whoever reads a pickle runs its code. Give tensors to"
-    " Engine.update_weights_from_tensor as they are, or send the bytes of safetensors.torch.save to"
-    " /update_weights_from_tensor as application/octet-stream."
+from sglang.srt.utils.tensor_pickles import (
+    MultiprocessingSerializer as MultiprocessingSerializer,
 )
-
-
-class MultiprocessingSerializer:
-    """SGLang's name of what pickles tensors for another process; here it refuses to."""
-
-    @staticmethod
-    def serialize(obj: Any, output_str: bool = False) -> NoReturn:
-        """
-        Raises:
-            NotImplementedError: always, with what to do instead.
-        """
-        raise NotImplementedError(NO_PICKLE)
-
-    @staticmethod
-    def deserialize(data: Any) -> NoReturn:
-        """
-        Raises:
-            NotImplementedError: always, with what to do instead.
-        """
-        raise NotImplementedError(NO_PICKLE)
 
 
 class ServerStatus(Enum):

@@ -1,0 +1,86 @@
+"""The process that reads a trainer's weights: `python -m sglang.srt.control.pickle_process`.
+
+It reads one pickle (`pickle_records.py`, which runs nothing of it), checks what is in it, copies
+what is in host memory to the file that it is told, and says what it has found as plain data.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from sglang.srt.control.host_copies import HostCopies
+from sglang.srt.control.pickle_records import PickleRefused, read_records
+from sglang.srt.control.pickled_tensors import WeightsInRecords
+from sglang.srt.framed_process import limit_memory, limit_time, read, write
+from sglang.srt.sent_tensors import DeviceMemory, Memory, SentTensors
+
+MAX_MEMORY_MIB = 1024
+MAX_CPU_SECONDS = 60
+
+
+class ReadPickle(msgspec.Struct, tag=True):
+    """What this process is asked.
+
+    Attributes:
+        is_bucket: the pickle is a flattened bucket, and not pairs of names and tensors.
+        path: a file of this user that the host's memories are copied to.
+        max_bytes: how many they may be, together.
+        key: by which processes of one family know each other (`multiprocessing`'s authkey).
+    """
+
+    pickled: bytes
+    is_bucket: bool
+    path: str
+    max_bytes: int
+    key: bytes
+
+
+class Refused(msgspec.Struct, tag=True):
+    """Why the pickle is not taken, as the rest of a sentence."""
+
+    reason: str
+
+
+def sent_tensors(request: ReadPickle) -> SentTensors:
+    """Reads a pickle and copies what is in host memory.
+
+    Raises:
+        PickleRefused: with the reason.
+    """
+    records, weights = read_records(request.pickled), WeightsInRecords()
+    tensors = weights.of_bucket(records) if request.is_bucket else weights.named(records)
+    num_bytes = [s.num_bytes for s in weights.sources if not isinstance(s, DeviceMemory)]
+    if sum(num_bytes) > request.max_bytes:
+        raise PickleRefused(
+            f"its tensors are over more than {request.max_bytes} bytes (--max-weight-bytes)"
+        )
+    memories: list[Memory] = []
+    with open(request.path, "wb") as file:
+        copies = HostCopies(file, request.key)
+        for source in weights.sources:
+            memories.append(source if isinstance(source, DeviceMemory) else copies.copy(source))
+    tensors.sort(key=lambda tensor: tensor.memory)
+    return SentTensors(request.path if num_bytes else "", memories, tensors)
+
+
+def main() -> None:
+    message = read(sys.stdin.buffer)
+    if message is None:
+        return
+    request = msgspec.msgpack.decode(message, type=ReadPickle)
+    limit_memory(MAX_MEMORY_MIB, request.max_bytes + (1 << 20))
+    limit_time(MAX_CPU_SECONDS)
+    answer: SentTensors | Refused
+    try:
+        answer = sent_tensors(request)
+    except PickleRefused as error:
+        answer = Refused(str(error))
+    except MemoryError:
+        answer = Refused(f"to read it takes more than {MAX_MEMORY_MIB} MiB of memory")
+    write(sys.stdout.buffer, msgspec.msgpack.encode(answer))
+
+
+if __name__ == "__main__":
+    main()

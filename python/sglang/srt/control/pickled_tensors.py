@@ -1,0 +1,255 @@
+"""Finds the tensors in the records of a pickle, and checks every argument of every record.
+
+Memory is only described here: the host's is copied by `host_copies.py`, a GPU's is opened by the
+process that holds the GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from sglang.srt.control.pickle_records import Made, Name, PickleRefused, read_records
+from sglang.srt.sent_tensors import (
+    DTYPE_BYTES,
+    MAX_DIMENSIONS,
+    MAX_SIZE,
+    DeviceMemory,
+    SentTensor,
+    contiguous_strides,
+)
+
+MAX_TENSORS = 65_536
+MAX_NAME_CHARS = 512
+SHARED_FILE = re.compile(rb"/torch_[0-9]{1,10}_[0-9]{1,10}_[0-9]{1,10}")
+SOCKET_PATH = re.compile(r"/[ -~]{1,106}")
+NUM_CUDA_ARGUMENTS = 15  # of torch's function for a tensor on a GPU
+MALLOC = b"c"  # second byte of torch's handle of memory: one allocation, by its CUDA handle
+NO_TENSOR = "it has something else where a tensor has to be"
+NOT_CUDA_MALLOC = (
+    "a tensor is in an expandable segment, which is not taken; set"
+    " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False in the trainer"
+)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SharedFile:
+    """A file in shared memory, by its name (`file_system` of torch's sharing strategies)."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HandedFile:
+    """A file that its owner hands over through a socket (`file_descriptor`)."""
+
+    socket: str
+    ticket: int
+    num_bytes: int
+
+
+HostSource = SharedFile | HandedFile
+Source = HostSource | DeviceMemory
+
+
+class WeightsInRecords:
+    """Finds the tensors in what `read_records` gives, and where their memory is.
+
+    Raises:
+        PickleRefused: by every method, for whatever is not as trainers send it.
+    """
+
+    def __init__(self) -> None:
+        self.sources: list[Source] = []
+        # What comes again is the same one: its owner has counted it once.
+        self._storages: dict[Made, int] = {}  # to the index of its source
+        self._tensors: dict[Made, SentTensor] = {}
+
+    def named(self, pairs: Any) -> list[SentTensor]:
+        """The tensors of pairs of a name and a tensor."""
+        if not isinstance(pairs, list | tuple) or not 0 < len(pairs) <= MAX_TENSORS:
+            raise PickleRefused("it has no list of 1 to 65536 pairs of a name and a tensor")
+        tensors = []
+        for pair in pairs:
+            if not isinstance(pair, list | tuple) or len(pair) != 2:
+                raise PickleRefused("it has an entry that is no pair of a name and a tensor")
+            tensors.append(_renamed(self._tensor(pair[1]), pair[0]))
+        return tensors
+
+    def of_bucket(self, bucket: Any) -> list[SentTensor]:
+        """The tensors of a flattened bucket."""
+        if not isinstance(bucket, dict) or bucket.keys() != {"flattened_tensor", "metadata"}:
+            raise PickleRefused("it has no flattened_tensor with metadata")
+        flat, entries = self._tensor(bucket["flattened_tensor"]), bucket["metadata"]
+        if len(flat.shape) != 1 or flat.strides != [1]:
+            raise PickleRefused("its flattened tensor is not flat")
+        if not isinstance(entries, list | tuple) or not 0 < len(entries) <= MAX_TENSORS:
+            raise PickleRefused("it has no list of 1 to 65536 entries of metadata")
+        return [_part_of(flat, entry) for entry in entries]
+
+    def _tensor(self, record: Any) -> SentTensor:
+        """A tensor without a name."""
+        if not isinstance(record, Made):
+            raise PickleRefused(NO_TENSOR)
+        if record not in self._tensors:
+            self._tensors[record] = self._new_tensor(record)
+        return self._tensors[record]
+
+    def _new_tensor(self, record: Made) -> SentTensor:
+        match record:
+            case Made("rebuild_tensor", (Name(), storage, (first, shape, strides, bool()))):
+                return self._over_storage(storage, first, shape, strides)
+            case Made("rebuild_cuda_tensor" | "_rebuild_cuda_tensor_modified", arguments):
+                return self._on_a_gpu(arguments)
+            case Made("LocalSerializedTensor", (), {"values": [bytes() as pickled]}):
+                return self._tensor(_only_a_tensor(read_records(pickled)))
+            case Made("LocalSerializedTensor"):
+                raise PickleRefused("it has tensors for several ranks, and this server has one")
+        raise PickleRefused(NO_TENSOR)
+
+    def _over_storage(self, storage: Any, first: Any, shape: Any, strides: Any) -> SentTensor:
+        match storage:
+            case Made("rebuild_typed_storage", (Made() as memory, Name(dtype))):
+                if memory not in self._storages:
+                    self._storages[memory] = self._add(_host_source(memory))
+                return self._view(self._storages[memory], dtype, first, shape, strides)
+        raise PickleRefused("it has a storage of a kind that is not taken")
+
+    def _on_a_gpu(self, arguments: tuple[Any, ...]) -> SentTensor:
+        is_right = len(arguments) == NUM_CUDA_ARGUMENTS and isinstance(arguments[10], bool)
+        match arguments[:6]:
+            case (Name(), shape, strides, first, Name(), Name(dtype)) if is_right:
+                index = self._add(_device_memory(*arguments[6:10], *arguments[11:]))
+                return self._view(index, dtype, first, shape, strides)
+        raise PickleRefused("it has a tensor of a GPU with other arguments than torch gives")
+
+    def _add(self, source: Source) -> int:
+        self.sources.append(source)
+        return len(self.sources) - 1
+
+    def _view(self, memory: int, dtype: str, first: Any, shape: Any, strides: Any) -> SentTensor:
+        if dtype not in DTYPE_BYTES:
+            raise PickleRefused("it has a tensor of no type")
+        sizes, steps = _numbers(shape), _numbers(strides)
+        if len(sizes) != len(steps):
+            raise PickleRefused("it has a tensor with other strides than dimensions")
+        tensor = SentTensor(
+            name="",
+            dtype=dtype,
+            shape=sizes,
+            strides=steps,
+            memory=memory,
+            first_byte=_number(first) * DTYPE_BYTES[dtype],
+        )
+        if not tensor.lies_within(self.sources[memory].num_bytes):
+            raise PickleRefused("it has a tensor that is not within its memory")
+        return tensor
+
+
+def _part_of(flat: SentTensor, entry: Any) -> SentTensor:
+    """A tensor of a bucket: its metadata count values of the flat tensor."""
+    match entry:
+        case Made(
+            "FlattenedTensorMetadata",
+            (),
+            {"name": name, "shape": shape, "dtype": Name(dtype), "start_idx": a, "end_idx": b},
+        ) if dtype in DTYPE_BYTES:
+            sizes, start, end = _numbers(shape), _number(a), _number(b)
+        case _:
+            raise PickleRefused("it has metadata of another kind")
+    unit = DTYPE_BYTES[flat.dtype]
+    num_bytes = math.prod(sizes) * DTYPE_BYTES[dtype]
+    if not start <= end <= flat.shape[0] or num_bytes != (end - start) * unit:
+        raise PickleRefused("it has metadata that do not fit its flattened tensor")
+    tensor = SentTensor(
+        name="",
+        dtype=dtype,
+        shape=sizes,
+        strides=contiguous_strides(sizes),
+        memory=flat.memory,
+        first_byte=flat.first_byte + start * unit,
+    )
+    return _renamed(tensor, name)
+
+
+def _renamed(tensor: SentTensor, name: Any) -> SentTensor:
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
+        raise PickleRefused("it has a tensor whose name is no text of 1 to 512 characters")
+    return msgspec.structs.replace(tensor, name=name)
+
+
+def _only_a_tensor(record: Any) -> Any:
+    """A pickle in a pickle may hold no further one."""
+    if isinstance(record, Made) and record.kind == "LocalSerializedTensor":
+        raise PickleRefused("it has pickles in pickles in pickles")
+    return record
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_SIZE:
+        raise PickleRefused(f"it has something else where a number from 0 to {MAX_SIZE} has to be")
+    return value
+
+
+def _numbers(value: Any) -> list[int]:
+    """A shape, or strides."""
+    match value:
+        case Made("Size", (tuple() as sizes,)) | (tuple() as sizes) if len(sizes) <= MAX_DIMENSIONS:
+            return [_number(size) for size in sizes]
+    raise PickleRefused(f"it has a shape that is none of up to {MAX_DIMENSIONS} sizes")
+
+
+def _host_source(record: Made) -> HostSource:
+    match record:
+        case Made("rebuild_storage_filename", (Name(), bytes(), bytes() as name, size)):
+            if not SHARED_FILE.fullmatch(name):
+                raise PickleRefused("it names a file that is none of torch's in shared memory")
+            return SharedFile(name.decode()[1:], _size(size))
+        case Made("rebuild_storage_fd", (Name(), Made("DupFd", (), {"_id": place}), size)):
+            match place:
+                case (str() as path, int() as ticket) if SOCKET_PATH.fullmatch(path):
+                    return HandedFile(path, _number(ticket), _size(size))
+    raise PickleRefused("it has memory of a kind that is not taken")
+
+
+def _size(value: Any) -> int:
+    """Bytes of a memory."""
+    if not _number(value):
+        raise PickleRefused("it has a tensor without memory")
+    return _number(value)
+
+
+def _device_memory(
+    device: Any,
+    handle: Any,
+    num_bytes: Any,
+    first_byte: Any,
+    counter_file: Any,
+    counter: Any,
+    event: Any,
+    waits: Any,
+) -> DeviceMemory:
+    if not isinstance(handle, bytes) or len(handle) < 2:
+        raise PickleRefused("it has a tensor of a GPU without memory")
+    if handle[1:2] != MALLOC:
+        raise PickleRefused(NOT_CUDA_MALLOC)
+    fields = {
+        "device": device,
+        "handle": handle[2:],  # behind a version of torch's own
+        "first_byte": first_byte,
+        "num_bytes": _size(num_bytes),
+        "counter_file": counter_file.decode("latin-1") if isinstance(counter_file, bytes) else "",
+        "counter": counter,
+        "event": event if waits is True else None,
+    }
+    try:
+        return msgspec.convert(fields, DeviceMemory)
+    except msgspec.ValidationError:
+        raise PickleRefused(
+            "it has a tensor of a GPU whose memory is not described right"
+        ) from None
