@@ -30,7 +30,7 @@ from code_shape import (
 # (rule, place) -> measure. Lower or remove entries; add none.
 ALLOWED: dict[tuple[str, str], int] = {
     # No debt: the one place that reads pickles, weights only and in a process of its own.
-    ("unsafe", "scripts/convert_checkpoint.py"): 1,
+    ("unsafe", f"{PACKAGE}/srt/pickled_weights.py"): 1,
 }
 
 
