@@ -18,6 +18,13 @@ TOKENIZERS = ("tokenizer.json", "vocab.json", "*.model", "*.tiktoken")  # any of
 SMALL_FILES = ("*.json", "*.txt", "*.jinja", *TOKENIZERS)
 TEMPLATE_FOLDERS = ("chat_templates", "additional_chat_templates")  # the second: transformers' name
 
+REMEDIES = {  # by the endings of files in other formats
+    (".bin", ".pt", ".pth", ".ckpt"): (
+        "since such files can hold code: convert the folder with scripts/convert_checkpoint.py"
+    ),
+    (".gguf",): "since it is GGUF: use the checkpoint that it was made of",
+}
+
 
 def is_small_file(name: str) -> bool:
     """Tells whether a name, with slashes, is of a config, a tokenizer or a chat template."""
@@ -51,6 +58,15 @@ def weight_names(folder: Path, names: Collection[str]) -> tuple[list[str], dict[
     if not found and not matching(names, PICKLED):
         found = matching(names, "*.safetensors")
     return sorted(found), {}
+
+
+def why_no_weights(names: Collection[str]) -> str:
+    """Says what to do about files among which are no safetensors."""
+    for endings, remedy in REMEDIES.items():
+        found = [name for name in sorted(names) if name.endswith(endings)]
+        if found:
+            return f"{found[0]} is not read, {remedy}"
+    return "is the download complete? Convert weights in another format"
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -173,30 +173,30 @@ def converted(source: Path) -> Path:
     Raises:
         PickledWeightsError: if that cannot be done; the text names the remedy.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sglang-adaptive"
-    target = cache / "converted" / _key(source)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    target = cache / "sglang-adaptive" / "converted" / _key(source)
     try:
         if not target.is_dir():
             convert(source, target)
-    except PickledWeightsError as error:
-        raise PickledWeightsError(
-            f"{error}. scripts/convert_checkpoint.py does the same by hand."
-        ) from None
-    except OSError as error:
-        if not target.is_dir():  # another server has made it meanwhile
+    except (PickledWeightsError, OSError) as error:
+        if target.is_dir():  # another server has made it meanwhile
+            return target
+        if isinstance(error, OSError):
             raise PickledWeightsError(
                 f"{source} is not converted to safetensors: {error}. Set XDG_CACHE_HOME to a folder"
                 " with room that can be written, or name one made by scripts/convert_checkpoint.py."
             ) from None
+        raise
     return target
 
 
 def _key(source: Path) -> str:
     """Names a folder's content: other files, or files written anew, give another name."""
-    states = [(file.name, file.resolve(), file.stat()) for file in sorted(source.iterdir())]
+    files = [file for file in sorted(source.iterdir()) if file.is_file()]
+    states = [(file.name, file.resolve(), file.stat()) for file in files]
     parts = [[name, str(real), stat.st_size, stat.st_mtime_ns] for name, real, stat in states]
     text = json.dumps([str(source.resolve()), parts])
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:32]
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _read_in_a_child(files: Sequence[Path], folder: Path, with_network: bool) -> None:

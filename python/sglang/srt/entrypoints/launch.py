@@ -31,7 +31,6 @@ from sglang.srt.messages.requests import (
 from sglang.srt.model_config import load_model_config, resolve_model_path
 from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.process_watch import LOOK_S, ProcessWatch
-from sglang.srt.processes.flag_bounds import check_numbers
 from sglang.srt.server_args import ServerArgs, public_fields
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 
@@ -234,19 +233,18 @@ def child_environ() -> dict[str, str]:
 
 
 def check_model(server_args: ServerArgs) -> Tokenizer:
-    """Looks at the numbers of flags, and reads what a model directory must have for a start to make
-    sense, before any is made.
+    """Reads what a model directory must have for a start to make sense, before any is made.
 
     Raises:
-        ConfigError: for a number that its flag cannot be.
-        ModelPathError: if the model's directory or config.json cannot be read.
+        ModelPathError: if the model's directory or config.json cannot be read, or names an
+            architecture that is not supported.
         TokenizerError: if the tokenizer cannot be read.
     """
-    check_numbers(server_args)
-    vocab_size = load_model_config(server_args.model_path).vocab_size
+    config = load_model_config(server_args.model_path)
+    config.check_architecture()
     path = server_args.tokenizer_path or resolve_model_path(server_args.model_path)
     tokenizer = load_tokenizer(path)
-    beyond = {i: token for token, i in tokenizer.vocabulary().items() if i >= vocab_size}
+    beyond = {i: token for token, i in tokenizer.vocabulary().items() if i >= config.vocab_size}
     if beyond:
         logger.warning(
             "The tokenizer in %s has %d tokens beyond the model's vocab_size %d, such as %r. No"
@@ -254,7 +252,7 @@ def check_model(server_args: ServerArgs) -> Tokenizer:
             " --tokenizer-path.",
             path,
             len(beyond),
-            vocab_size,
+            config.vocab_size,
             beyond[min(beyond)],
         )
     return tokenizer

@@ -12,16 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sglang.srt.model_config import ModelPathError
-from sglang.srt.model_files import weight_names
+from sglang.srt.model_files import weight_names, why_no_weights
 from sglang.srt.plain_files import NOT_REGULAR, open_regular
 
 READ_BYTES = 1 << 24
-REMEDIES = {  # by the endings of files in other formats
-    (".bin", ".pt", ".pth", ".ckpt"): (
-        "since such files can hold code: convert the folder with scripts/convert_checkpoint.py"
-    ),
-    (".gguf",): "since it is GGUF: use the checkpoint that it was made of",
-}
 
 
 class StoredWeight(NamedTuple):
@@ -119,20 +113,11 @@ def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
     Raises:
         ModelPathError: if there are none, or the index is none.
     """
-    names, shards = weight_names(path, [file.name for file in path.iterdir() if file.exists()])
+    present = [file.name for file in path.iterdir() if file.exists()]
+    names, shards = weight_names(path, present)
     if not names:
         raise ModelPathError(
-            f"{path} has no *.safetensors file with the model's weights; {_remedy(path)}, or use"
-            " --load-format dummy."
+            f"{path} has no *.safetensors file with the model's weights;"
+            f" {why_no_weights(present)}, or use --load-format dummy."
         )
     return [path / name for name in names], shards
-
-
-def _remedy(path: Path) -> str:
-    """Says what to do about a directory without safetensors."""
-    names = sorted(file.name for file in path.iterdir())
-    for endings, remedy in REMEDIES.items():
-        found = [name for name in names if name.endswith(endings)]
-        if found:
-            return f"{found[0]} is not read, {remedy}"
-    return "is the download complete? Convert weights in another format"
