@@ -31,6 +31,7 @@ LISTING_TIMEOUT_S = 10.0
 MAX_REASON_CHARS = 200
 NOT_WRITTEN = (errno.EACCES, errno.EEXIST, errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS)
 WEIGHTS = "its weights"
+HTTP_LIBRARIES = ("httpx", "httpx2")  # of the hub's library, by its version
 
 Choice = Callable[[Sequence[str]], Sequence[str]]
 
@@ -125,6 +126,8 @@ class HubModel:
 
         if constants.HF_HUB_OFFLINE:
             raise self._refusal("HF_HUB_OFFLINE is set", missing)
+        for library in HTTP_LIBRARIES:  # each would write a line per request
+            logging.getLogger(library).setLevel(logging.WARNING)
         try:
             info = HfApi().model_info(self.name, revision=revision, timeout=LISTING_TIMEOUT_S)
             chosen = choose([file.rfilename for file in info.siblings or ()])
@@ -178,7 +181,7 @@ def _all_parts(name: str) -> list[str]:
 
 
 def _first_of(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more files"
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _reason(error: Exception) -> str:

@@ -61,6 +61,8 @@ class ModelFolders:
                 if isinstance(found, HubModel):
                     hub[field] = found
                     found = found.folder(needed)
+                elif revision is not None:
+                    logger.warning("Revision %s has no effect: %s is a folder.", revision, found)
                 folders[field] = str(found)
         name = args.served_model_name or args.model_path
         return cls(replace(args, served_model_name=name, **folders), hub)
