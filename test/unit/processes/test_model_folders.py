@@ -254,6 +254,8 @@ def test_folders_and_bundled_models_never_touch_the_hub(
         "~/a",
         "a/b\n",
         "a/b c",
+        "a--b/c",
+        "a" * 97 + "/b",
     ],
 )
 def test_what_is_neither_a_folder_nor_a_name_is_one_line(
