@@ -233,7 +233,9 @@ def _limit_memory(files: Sequence[Path]) -> None:
         (resource.RLIMIT_FSIZE, added),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(kind, (value, value))
+        hard = resource.getrlimit(kind)[1]
+        limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (limit, limit))
 
 
 def read_in_this_process(folder: Path, files: Sequence[Path], with_network: bool) -> None:

@@ -38,8 +38,7 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     # Model
     model_path: str = flag(
         MISSING,
-        "Model directory (Hugging Face layout), a name of the Hugging Face hub such as"
-        " Qwen/Qwen3-0.6B, or `demo`.",
+        "Model directory (Hugging Face layout), OWNER/NAME of the Hugging Face hub, or `demo`.",
         aliases=("--model",),
         section="Model",
     )

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 
 from fake_hub import fake_hub, lay_out, reach
 from serving_utils import make_model_dir
-from sglang import Engine
+from sglang import Engine, launch_server
 from sglang.srt.entrypoints import server_process
 from sglang.srt.entrypoints.server_process import run_server
 from sglang.srt.server_args import ServerArgs
@@ -135,3 +135,14 @@ def test_what_can_be_refused_is_refused_before_weights_are_fetched(
     assert "config.json" in hub.fetched
     assert "model.safetensors" not in hub.fetched
     assert not started
+
+
+def test_an_interrupted_download_ends_the_start_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(args: ServerArgs) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch_server, "run_server", interrupt)
+    assert launch_server.main(["--model-path", "owner/model"]) == 130
+    check_one_line(capsys.readouterr().err, "interrupted")

@@ -122,8 +122,8 @@ def _local_or_hub(path: str, flag: str, revision: str | None, cache: str | None)
                 cache=None if cache is None else Path(os.path.expanduser(cache)),
             )
         raise ModelPathError(
-            f"{flag} {path!r} is neither a directory nor a name of the Hugging Face hub, such as"
-            " Qwen/Qwen3-0.6B."
+            f"{flag} {path!r} is neither a directory nor a name of the Hugging Face hub"
+            " (OWNER/NAME)."
         ) from None
 
 
