@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -59,6 +60,7 @@ LONGEST_FIRST = (
 )
 
 use_flags_as_defaults(TARGET)
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the hub, nor does a process of one
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -24,6 +24,7 @@ from sglang.srt.messages.requests import BatchTokenIDOutput, TokenizedGenerateRe
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.platform import Platform
+from sglang.srt.processes.model_folders import ModelFolders
 from sglang.srt.processes.runtime_config import resolve, with_chunks_that_fit
 from sglang.srt.processes.scheduler_process import make_ledger, make_resources
 from sglang.srt.processes.worker_factory import (
@@ -186,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     given["disable_radix_cache"] = True
     given["max_running_requests"] = max(args.max_running_requests, *args.batch_size)
     server_args = ServerArgs(**given)
-    batch = OneBatch(server_args)
+    batch = OneBatch(ModelFolders.find(server_args).with_weights())
     chooser = random.Random(args.seed)
     shapes = [(b, i, o) for b in args.batch_size for i in args.input_len for o in args.output_len]
     for index, (size, input_len, output_len) in enumerate([shapes[0], *shapes]):

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+
 from sglang.srt.server_args import parse_cli
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a server; returns its exit code."""
     server_args = parse_cli(argv)
-    # Loaded only once there is something to start: --help and a refusal come at once.
-    from sglang.srt.entrypoints.server_process import run_server
+    try:
+        # Loaded only once there is something to start: --help and a refusal come at once.
+        from sglang.srt.entrypoints.server_process import run_server
 
-    return run_server(server_args)
+        return run_server(server_args)
+    except KeyboardInterrupt:  # of a download, which the next start goes on with
+        print("sglang: error: interrupted while starting.", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

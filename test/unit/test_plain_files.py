@@ -14,7 +14,8 @@ import pytest
 from serving_utils import make_model_dir
 from sglang.srt.head_config import read_token_map
 from sglang.srt.model_config import load_model_config
-from sglang.srt.model_loader.weight_files import INDEX, read_directory
+from sglang.srt.model_files import INDEX
+from sglang.srt.model_loader.weight_files import read_directory
 from sglang.srt.parser.template_files import find_templates
 from sglang.srt.plain_files import (
     MAX_DEPTH,

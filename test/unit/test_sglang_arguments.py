@@ -53,7 +53,6 @@ NOT_YET = {
     "--dtype half",
     "--log-requests-format json",
     "--decode-log-interval 10",
-    "--revision main",
 }
 TABLE_ROWS = [
     (kind, entry, name)

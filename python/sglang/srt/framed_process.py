@@ -88,7 +88,7 @@ class FramedProcess:
             [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=_environ(),
+            env=bare_environ(),
             # A Ctrl-C in the terminal is the server's alone. No session of its own: then the system
             # would not compare its priority with that of the other processes.
             process_group=0,
@@ -272,7 +272,7 @@ class ProcessPool(Generic[P]):
             self._idle.pop().close()
 
 
-def _environ() -> dict[str, str]:
+def bare_environ() -> dict[str, str]:
     """The environment of a process that finds this package as this one did, and nothing more."""
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

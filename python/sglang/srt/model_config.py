@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sglang.srt.plain_files import UnreadableFileError, read_json
-from sglang.srt.registry import FAMILY_DEFAULTS
+from sglang.srt.registry import FAMILY_DEFAULTS, HEADS, MODELS
 from sglang.srt.rope_config import RopeConfig, parse_rope
 
 DEMO_MODELS_DIR = Path(__file__).resolve().parent.parent / "demo_models"
@@ -83,6 +83,17 @@ class ModelConfig:
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.refusal(f"{name} must be an integer of at least {minimum}, not {value!r}")
         return value
+
+    def check_architecture(self) -> None:
+        """
+        Raises:
+            ModelPathError: for one that there is no model or head for.
+        """
+        if self.architecture not in {*MODELS.names, *HEADS.names}:
+            raise self.refusal(
+                f"architecture {self.architecture!r} is not supported; use a checkpoint of one that"
+                f" is known: {', '.join(MODELS.names)}"
+            )
 
     def refusal(self, reason: str) -> ModelPathError:
         """The error to raise for an entry that cannot be met."""

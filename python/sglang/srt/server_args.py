@@ -35,15 +35,25 @@ class ServerArgs(metaclass=TakesSGLangArguments):
     # Model
     model_path: str = flag(
         MISSING,
-        "Model directory (Hugging Face layout), or `demo`.",
+        "Model directory (Hugging Face layout), OWNER/NAME of the Hugging Face hub, or `demo`.",
         aliases=("--model",),
         section="Model",
     )
-    tokenizer_path: str | None = flag(None, "Tokenizer directory; default: the model's.")
+    tokenizer_path: str | None = flag(
+        None, "Tokenizer directory, or a name of the hub; default: the model's."
+    )
     skip_tokenizer_init: bool = flag(
         False, "Load no tokenizer: requests give `input_ids` and get `output_ids` without a text."
     )
-    served_model_name: str | None = flag(None, "Name that clients see; default: the model path.")
+    revision: str | None = flag(
+        None, "Branch, tag or commit of a --model-path on the hub; default: main."
+    )
+    download_dir: str | None = flag(
+        None, "Cache of models of the hub; default: that of HF_HUB_CACHE or HF_HOME."
+    )
+    served_model_name: str | None = flag(
+        None, "Name that clients see; default: --model-path as it is given."
+    )
     chat_template: str | None = flag(
         None, "File with the Jinja template of chats; default: the model's own."
     )
@@ -214,9 +224,12 @@ class ServerArgs(metaclass=TakesSGLangArguments):
     )
     speculative_draft_model_path: str | None = flag(
         None,
-        "Directory of the head, which was trained for this model, or of the smaller model with the"
-        " same tokenizer.",
+        "Directory, or name on the hub, of the head, which was trained for this model, or of the"
+        " smaller model with the same tokenizer.",
         aliases=("--speculative-draft-model",),
+    )
+    speculative_draft_model_revision: str | None = flag(
+        None, "Branch, tag or commit of a --speculative-draft-model-path on the hub; default: main."
     )
     speculative_num_steps: int | None = flag(
         None, "Tokens drafted one behind the other per step of the model; default: 3, of trees 5."

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
+from fake_hub import fake_hub, lay_out, reach
 from serving_utils import make_model_dir
-from sglang import Engine
+from sglang import Engine, launch_server
 from sglang.srt.entrypoints import server_process
 from sglang.srt.entrypoints.server_process import run_server
 from sglang.srt.server_args import ServerArgs
@@ -89,3 +91,58 @@ def test_port_0_becomes_the_port_that_is_listened_on(
     assert run_server(ServerArgs(model_path="demo", port=0)) == 0
     ((args, port),) = started
     assert args.port == port > 0
+
+
+def test_a_name_of_the_hub_is_what_clients_see_and_its_folder_what_is_served(
+    started: list[tuple[ServerArgs, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = lay_out(tmp_path / "hub", "owner/model", make_model_dir(tmp_path / "model"))
+    flags = {"model_path": "owner/model", "load_format": "dummy", "port": 0}
+    assert run_server(ServerArgs(**flags)) == 0
+    assert run_server(ServerArgs(**flags, served_model_name="mine")) == 0
+    ((first, _), (second, _)) = started
+    assert (first.model_path, first.served_model_name) == (str(snapshot), "owner/model")
+    assert (second.model_path, second.served_model_name) == (str(snapshot), "mine")
+
+
+def test_what_can_be_refused_is_refused_before_weights_are_fetched(
+    started: list[tuple[ServerArgs, int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    folder = make_model_dir(tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    other = make_model_dir(tmp_path / "other")
+    config = (other / "config.json").read_text().replace("LlamaForCausalLM", "OtherForCausalLM")
+    (other / "config.json").write_text(config)
+    with (
+        fake_hub({"owner/model": folder, "owner/other": other}) as hub,
+        socket.create_server(("127.0.0.1", 0)) as busy,
+    ):
+        reach(hub, monkeypatch)
+        port = busy.getsockname()[1]
+        for name, said in (
+            ("owner/model", "Cannot listen on"),
+            ("owner/other", "OtherForCausalLM"),
+        ):
+            assert run_server(ServerArgs(model_path=name, port=port)) == 1
+            check_one_line(capsys.readouterr().err.splitlines()[-1], said)
+        assert run_server(ServerArgs(model_path="owner/model", port=port, num_threads=0)) == 1
+        check_one_line(capsys.readouterr().err, "--num-threads")
+    assert "config.json" in hub.fetched
+    assert "model.safetensors" not in hub.fetched
+    assert not started
+
+
+def test_an_interrupted_download_ends_the_start_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(args: ServerArgs) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server_process, "run_server", interrupt)
+    assert launch_server.main(["--model-path", "owner/model"]) == 130
+    check_one_line(capsys.readouterr().err, "interrupted")

@@ -32,7 +32,6 @@ from sglang.srt.messages.requests import (
 from sglang.srt.model_config import load_model_config
 from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.process_watch import LOOK_S, ProcessWatch
-from sglang.srt.processes.flag_bounds import check_numbers
 from sglang.srt.processes.tokenizer_flags import tokenizer_folder, tokenizer_from_flags
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer
@@ -236,18 +235,17 @@ def child_environ() -> dict[str, str]:
 
 
 def check_model(server_args: ServerArgs) -> Tokenizer:
-    """Looks at the numbers of flags, and reads what a model directory must have for a start to make
-    sense, before any is made.
+    """Reads what a model directory must have for a start to make sense, before any is made.
 
     Raises:
-        ConfigError: for a number that its flag cannot be.
-        ModelPathError: if the model's directory or config.json cannot be read.
+        ModelPathError: if the model's directory or config.json cannot be read, or names an
+            architecture that is not supported.
         TokenizerError: if the tokenizer cannot be read.
     """
-    check_numbers(server_args)
-    vocab_size = load_model_config(server_args.model_path).vocab_size
+    config = load_model_config(server_args.model_path)
+    config.check_architecture()
     tokenizer = tokenizer_from_flags(server_args)
-    beyond = {i: token for token, i in tokenizer.vocabulary().items() if i >= vocab_size}
+    beyond = {i: token for token, i in tokenizer.vocabulary().items() if i >= config.vocab_size}
     if beyond:
         logger.warning(
             "The tokenizer in %s has %d tokens beyond the model's vocab_size %d, such as %r. No"
@@ -255,7 +253,7 @@ def check_model(server_args: ServerArgs) -> Tokenizer:
             " --tokenizer-path.",
             tokenizer_folder(server_args),
             len(beyond),
-            vocab_size,
+            config.vocab_size,
             beyond[min(beyond)],
         )
     return tokenizer

@@ -36,6 +36,8 @@ from sglang.srt.managers.tokenizer_manager import Answer, TokenizerManager
 from sglang.srt.messages.control import ControlCall, FlushCacheReqOutput
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import load_model_config
+from sglang.srt.processes.flag_bounds import check_numbers
+from sglang.srt.processes.model_folders import ModelFolders
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.common import ServerStatus
 from sglang.srt.utils.refused_names import (
@@ -201,7 +203,10 @@ def launch_subprocesses(
         loop = asyncio.get_running_loop()
     except RuntimeError:
         raise RuntimeError(NO_LOOP) from None
-    tokenizer = check_model(server_args)
+    check_numbers(server_args)
+    folders = ModelFolders.find(server_args)
+    tokenizer = check_model(folders.args)
+    server_args = folders.with_weights()
     state = ServerState(server_args, load_model_config(server_args.model_path))
 
     def fail(message: str) -> None:

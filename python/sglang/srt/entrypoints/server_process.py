@@ -40,6 +40,8 @@ from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelPathError, load_model_config
 from sglang.srt.processes.child_process import configure_logging
 from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.processes.flag_bounds import check_numbers
+from sglang.srt.processes.model_folders import ModelFolders
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer, TokenizerError
 from sglang.srt.utils.common import set_ulimit
@@ -65,18 +67,21 @@ def run_server(server_args: ServerArgs, modules: Mapping[str, str] = CHILD_MODUL
     """
     configure_logging(server_args.log_level, "server")
     try:
-        tokenizer = check_model(server_args)
+        check_numbers(server_args)
+        folders = ModelFolders.find(server_args)
+        tokenizer = check_model(folders.args)
         listener = _bind(server_args.host, server_args.port)
     except (ConfigError, ModelPathError, TokenizerError, BindError) as error:
         _say(str(error))
         return 1
     set_ulimit(server_args.max_connections + OTHER_FILES)
     with listener:
-        server_args = replace(server_args, port=listener.getsockname()[1])  # 0 asks for any
-        _warn_if_open(server_args, listener)
         try:
+            port = listener.getsockname()[1]  # 0 asks for any
+            server_args = replace(folders.with_weights(), port=port)
+            _warn_if_open(server_args, listener)
             return asyncio.run(_Server(server_args, tokenizer, listener, modules).run())
-        except LaunchError as error:
+        except (LaunchError, ModelPathError) as error:
             _say(str(error))
             return 1
 

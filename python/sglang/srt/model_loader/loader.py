@@ -41,12 +41,8 @@ def load_model(
         ModelPathError: if the architecture is unknown or lacks what config.json asks for, or if
             weights are missing, broken, misshapen, of a type that is not read, NaN or infinite.
     """
+    config.check_architecture()
     registry = HEADS if config.architecture in HEADS.names else MODELS
-    if config.architecture not in registry.names:
-        raise config.refusal(
-            f"architecture {config.architecture!r} is not supported; use a checkpoint of one that"
-            f" is known: {', '.join(MODELS.names)}"
-        )
     architecture = registry.load(config.architecture)
     with torch.device("meta"):
         model: Model = architecture(config, max_positions)

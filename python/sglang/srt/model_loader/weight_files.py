@@ -12,17 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sglang.srt.model_config import ModelPathError
-from sglang.srt.plain_files import NOT_REGULAR, UnreadableFileError, open_regular, read_json
+from sglang.srt.model_files import weight_names, why_no_weights
+from sglang.srt.plain_files import NOT_REGULAR, open_regular
 
 READ_BYTES = 1 << 24
-WHOLE = "model.safetensors"
-INDEX = f"{WHOLE}.index.json"
-REMEDIES = {  # by the endings of files in other formats
-    (".bin", ".pt", ".pth", ".ckpt"): (
-        "since such files can hold code: convert the folder with scripts/convert_checkpoint.py"
-    ),
-    (".gguf",): "since it is GGUF: use the checkpoint that it was made of",
-}
 
 
 class StoredWeight(NamedTuple):
@@ -114,56 +107,17 @@ def _copy_in_memory(file: Path) -> Iterator[Path]:
 
 
 def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
-    """The files of a directory that hold its model, in the order of their names, and of each tensor
-    that an index names the name of its file.
-
-    As transformers has it: `model.safetensors`, or else the files of the index. Beyond it: without
-    either, all that are named as shards are; without those, all *.safetensors.
+    """The files of a directory that hold its model, and for each tensor that an index names the
+    name of its file; see `weight_names`.
 
     Raises:
         ModelPathError: if there are none, or the index is none.
     """
-    whole, index = path / WHOLE, path / INDEX
-    if whole.is_file():
-        return [whole], {}
-    if index.exists():
-        shards = _read_index(index)
-        return sorted(path / name for name in set(shards.values())), shards
-    files = sorted(path.glob("model*.safetensors"))
-    if not files and not any(path.glob("pytorch_model*.bin")):
-        files = sorted(path.glob("*.safetensors"))
-    if not files:
+    present = [file.name for file in path.iterdir() if file.exists()]
+    names, shards = weight_names(path, present)
+    if not names:
         raise ModelPathError(
-            f"{path} has no *.safetensors file with the model's weights; {_remedy(path)}, or use"
-            " --load-format dummy."
+            f"{path} has no *.safetensors file with the model's weights;"
+            f" {why_no_weights(present)}, or use --load-format dummy."
         )
-    return files, {}
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    """The name of the file of each tensor.
-
-    Raises:
-        ModelPathError: if it cannot be read as an index.
-    """
-    try:
-        weight_map = read_json(index, dict)["weight_map"]
-        # Only names inside the directory: an index must not reach other files.
-        shards = {name: Path(file).name for name, file in weight_map.items()}
-    except UnreadableFileError as error:
-        raise ModelPathError(f"{error}.") from None
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise ModelPathError(f"{index} is not a safetensors index.") from None
-    if not shards:
-        raise ModelPathError(f"{index} names no file.")
-    return shards
-
-
-def _remedy(path: Path) -> str:
-    """Says what to do about a directory without safetensors."""
-    names = sorted(file.name for file in path.iterdir())
-    for endings, remedy in REMEDIES.items():
-        found = [name for name in names if name.endswith(endings)]
-        if found:
-            return f"{found[0]} is not read, {remedy}"
-    return "is the download complete? Convert weights in another format"
+    return [path / name for name in names], shards

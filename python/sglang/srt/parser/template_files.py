@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.model_files import TEMPLATE_FOLDERS
 from sglang.srt.plain_files import UnreadableFileError, read_text
 from sglang.srt.tokenizer_config import read_tokenizer_config, special_tokens
 
@@ -14,7 +15,6 @@ FLAG, NAME_FLAG = "--chat-template", "--hf-chat-template-name"
 MAX_TEMPLATE_BYTES = 1024 * 1024
 MAX_TEMPLATES = 32
 DEFAULT, TOOL_USE = "default", "tool_use"
-FOLDERS = ("chat_templates", "additional_chat_templates")  # the second is transformers' name
 
 
 class TemplateFileError(ValueError):
@@ -58,8 +58,8 @@ class TemplateFiles:
 def find_templates(folder: Path, flag: str | None) -> TemplateFiles:
     """The templates of a model's folder, or the one in the file that the flag names.
 
-    As in transformers, files of their own (`chat_template.jinja`, and named ones in FOLDERS) go
-    before the entry `chat_template` of tokenizer_config.json.
+    As in transformers, files of their own (`chat_template.jinja`, and named ones in
+    TEMPLATE_FOLDERS) go before the entry `chat_template` of tokenizer_config.json.
 
     Raises:
         TemplateFileError: if the flag names no file that can be read. A model's own files never
@@ -95,7 +95,7 @@ def _files(folder: Path) -> dict[str, str]:
     found = {}
     if (folder / "chat_template.jinja").is_file():
         found[DEFAULT] = folder / "chat_template.jinja"
-    others = (path for name in FOLDERS for path in sorted((folder / name).glob("*.jinja")))
+    others = (path for name in TEMPLATE_FOLDERS for path in sorted((folder / name).glob("*.jinja")))
     for path in itertools.islice(others, MAX_TEMPLATES):
         found[path.stem] = path
     return {name: _read(path) for name, path in found.items()}

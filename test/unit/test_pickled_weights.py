@@ -1,15 +1,14 @@
-"""scripts/convert_checkpoint.py: pickled weights become safetensors, and nothing else is read."""
+"""Pickled weights become safetensors, and nothing else is read; by script and on first use."""
 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
+import platform
 import subprocess
 import sys
 from collections import OrderedDict
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,23 +17,22 @@ from safetensors.torch import load_file
 
 from code_shape import ROOT
 from draft_heads import EAGLE, SMALL, eagle_config, eagle_shapes, random_tensors
+from sglang.srt import pickled_weights
+from sglang.srt.framed_process import bare_environ
 from sglang.srt.model_config import ModelConfig, load_model_config
 from sglang.srt.model_loader.loader import load_model
+from sglang.srt.pickled_weights import (
+    PickledWeightsError,
+    convert,
+    read_in_this_process,
+    read_weights,
+    weight_files,
+    write_safetensors,
+)
+from sglang.srt.system_call_filter import FORBIDDEN
 from utils import make_random_llama
 
 SCRIPT = ROOT / "scripts" / "convert_checkpoint.py"
-
-
-def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("convert_checkpoint", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-script = _script()
 
 
 class Evil:
@@ -67,8 +65,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 def refusal(source: Path, target: Path) -> str:
     """In this process, which only reads weights."""
-    with pytest.raises(script.Refusal) as error:
-        script.convert(source, target)
+    with pytest.raises(PickledWeightsError) as error:
+        convert(source, target)
     assert not target.exists()
     assert not list(target.parent.glob(f".{target.name}*"))
     message = str(error.value)
@@ -103,17 +101,15 @@ def test_code_in_a_file_is_not_run_and_nothing_is_written(source: Path, tmp_path
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux" or script.platform.machine() not in script.FORBIDDEN,
+    sys.platform != "linux" or platform.machine() not in FORBIDDEN,
     reason="sockets are forbidden on Linux alone",
 )
 def test_the_process_that_reads_has_neither_sockets_nor_programs() -> None:
     program = (
-        "import importlib.util, os, socket, sys\n"
-        "spec = importlib.util.spec_from_file_location('script', sys.argv[1])\n"
-        "script = importlib.util.module_from_spec(spec)\n"
-        "spec.loader.exec_module(script)\n"
+        "import os, socket, sys\n"
+        "from sglang.srt.system_call_filter import forbid_sockets_and_programs\n"
         "socket.socket().close()\n"
-        "script.forbid_sockets_and_programs()\n"
+        "forbid_sockets_and_programs()\n"
         "def tried(call):\n"
         "    try:\n"
         "        call()\n"
@@ -122,27 +118,36 @@ def test_the_process_that_reads_has_neither_sockets_nor_programs() -> None:
         "print(tried(socket.socket), tried(lambda: os.execv('/bin/true', ['true'])))\n"
         "print(open(sys.argv[1]).readable())\n"
     )
-    command = [sys.executable, "-c", program, str(SCRIPT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    command = [sys.executable, "-c", program, __file__]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env=bare_environ()
+    )
     assert done.stdout.split() == ["True", "True", "True"], done.stderr
 
 
 def test_without_that_nothing_is_read_unless_it_is_asked_for(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(script.platform, "machine", lambda: "abacus")
-    files = [str(tmp_path), str(source / "pytorch_model.bin")]
-    with pytest.raises(script.Refusal, match=r"kept from the network.*--with-network"):
-        script.read_in_this_process(files)
+    monkeypatch.setattr(platform, "machine", lambda: "abacus")
+    files = [source / "pytorch_model.bin"]
+    with pytest.raises(PickledWeightsError, match=r"kept from the network.*--with-network"):
+        read_in_this_process(tmp_path, files, with_network=False)
     assert not list(tmp_path.glob("*.safetensors"))
-    script.read_in_this_process(["--with-network", *files])
+    read_in_this_process(tmp_path, files, with_network=True)
     assert list(tmp_path.glob("*.safetensors"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux alone")
+def test_a_small_file_of_a_huge_tensor_is_refused(source: Path, tmp_path: Path) -> None:
+    huge = torch.zeros(1).expand(1 << 30)  # 4 GiB of one stored number
+    torch.save({"fc.weight": huge}, source / "pytorch_model.bin")
+    assert "needs more memory for 'fc.weight'" in refusal(source, tmp_path / "made")
 
 
 def test_it_reads_weights_only() -> None:
     calls = [
         node
-        for node in ast.walk(ast.parse(SCRIPT.read_text(encoding="utf-8")))
+        for node in ast.walk(ast.parse(Path(pickled_weights.__file__).read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
     ]
     assert len(calls) == 1
@@ -155,14 +160,14 @@ def test_files_of_several_parts_stay_apart(source: Path, tmp_path: Path) -> None
     files = [source / "one.bin", source / "two.bin"]
     torch.save(first, files[0])
     torch.save({"d2t": torch.arange(4), "c": torch.ones(2, dtype=torch.bfloat16)}, files[1])
-    script.write_safetensors(files, tmp_path)
+    write_safetensors(files, tmp_path)
     one = load_file(tmp_path / "model-00001-of-00002.safetensors")
     two = load_file(tmp_path / "model-00002-of-00002.safetensors")
     assert torch.equal(one["b"], shared.T)
     assert (two["d2t"].dtype, two["c"].dtype) == (torch.int64, torch.bfloat16)
     torch.save({"a": shared}, files[1])
-    with pytest.raises(script.Refusal, match=r"two\.bin holds 'a' once more"):
-        script.write_safetensors(files, tmp_path)
+    with pytest.raises(PickledWeightsError, match=r"two\.bin holds 'a' once more"):
+        write_safetensors(files, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -180,21 +185,21 @@ def test_files_of_several_parts_stay_apart(source: Path, tmp_path: Path) -> None
 )
 def test_other_content_is_refused(content: Any, named: str, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "a.pt")
-    with pytest.raises(script.Refusal) as error:
-        script.read_weights(tmp_path / "a.pt")
+    with pytest.raises(PickledWeightsError) as error:
+        read_weights(tmp_path / "a.pt")
     assert named in str(error.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04", b"\x80\x02."], ids=repr)
 def test_what_torch_cannot_read_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(content)
-    with pytest.raises(script.Refusal, match=r"a\.bin is no file of weights alone"):
-        script.read_weights(tmp_path / "a.bin")
+    with pytest.raises(PickledWeightsError, match=r"a\.bin is no file of weights alone"):
+        read_weights(tmp_path / "a.bin")
 
 
 def test_an_adapter_beside_pickled_weights_is_not_the_model(source: Path) -> None:
     (source / "adapter_model.safetensors").write_bytes(b"")
-    assert [file.name for file in script.weight_files(source)] == ["pytorch_model.bin"]
+    assert [file.name for file in weight_files(source)] == ["pytorch_model.bin"]
 
 
 def test_folders_that_are_refused_before_anything_is_read(source: Path, tmp_path: Path) -> None:
@@ -208,14 +213,14 @@ def test_folders_that_are_refused_before_anything_is_read(source: Path, tmp_path
     (source / "training_args.bin").unlink()
     config = (source / "config.json").read_text()
     (source / "config.json").write_text("[1]")
-    assert "config.json cannot be read as JSON" in refusal(source, made)
+    assert "config.json must hold JSON with an object" in refusal(source, made)
     (source / "config.json").unlink()
-    assert "has no config.json" in refusal(source, made)
+    assert "config.json cannot be read: No such file" in refusal(source, made)
     (source / "config.json").write_text(config)
     (source / "other.safetensors").write_bytes(b"")
     assert "can be served as it is" in refusal(source, made)
     (source / "other.safetensors").unlink()
     (source / "model.pt").unlink()
     assert "has no file that ends in" in refusal(source, made)
-    with pytest.raises(script.Refusal, match="exists; name a folder that does not"):
-        script.convert(source, source)
+    with pytest.raises(PickledWeightsError, match="exists; name a folder that does not"):
+        convert(source, source)
