@@ -128,7 +128,7 @@ def test_slots_of_the_file_reach_the_policy(target: Path, head: str) -> None:
     config = resolved(target, draft_model_path=head, adaptive_config=FILE, **ON)
     adaptive = options_of(config).tier_options.adaptive
     assert adaptive is not None
-    assert adaptive.ema_alpha == 0.5
+    assert [slot.ema_alpha for slot in adaptive.slots] == [0.5, 0.5]
     assert [slot.candidate_steps for slot in adaptive.slots] == [(0, 1, 2), (0, 5)]
 
 
