@@ -88,6 +88,7 @@ class Setup:
     stream_interval: int = 1
     low_priority_first: bool = False
     decode_log_interval: int | None = 0
+    weight_version: str = "default"
 
     @property
     def row_width(self) -> int:
@@ -191,6 +192,7 @@ class SchedulerHarness:
                 low_priority_first=setup.low_priority_first,
                 refuses_while_stopped=setup.refuses_while_stopped,
                 decode_log_interval=setup.decode_log_interval,
+                weight_version=setup.weight_version,
             ),
             worker,
             self.ledger,

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from sglang.srt.argument_parsing import SuggestingParser, add_flags, add_missing_flags
 from sglang.srt.flag_values import flag
-from sglang.srt.model_config import DTYPES
+from sglang.srt.model_config import DTYPE_ALIASES, DTYPES
 from sglang.srt.registry import ATTENTION_BACKENDS
 from sglang.srt.sglang_surface import missing_arguments, own_arguments
 
@@ -79,8 +79,9 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     dtype: str = flag(
         "auto",
         "`auto` is the checkpoint's type on a GPU and float32 on a CPU.",
-        choices=("auto", *DTYPES),
+        choices=("auto", *DTYPES, *DTYPE_ALIASES),
     )
+    weight_version: str = flag("default", "Label of the weights, until an update changes it.")
     context_length: int | None = flag(None, "Tokens per request; default: config.json's.")
     sampling_defaults: str = flag(
         "model",
@@ -339,9 +340,14 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
         None,
         "Steps with decodes between two lines on the running batch; 0: none. Default: by time.",
     )
-    log_requests: bool = flag(False, "Write one JSON line at the end of each request.")
+    log_requests: bool = flag(False, "Write one line at the end of each request.")
     log_requests_level: int = flag(
         0, "0: figures and labels; 1: sampling parameters too; 2: prompts and outputs too."
+    )
+    log_requests_format: str = flag(
+        "json",
+        "`json`: one object per line; `text`: name=value.",
+        choices=("json", "text"),
     )
     log_requests_target: str = flag("stdout", "`stdout`, or a file to append to.")
 

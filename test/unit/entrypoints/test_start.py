@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +12,20 @@ from typing import Any
 
 import pytest
 
+from scheduler_infos import scheduler_info
 from serving_utils import make_model_dir
 from sglang import Engine
 from sglang.srt.entrypoints import server_process
+from sglang.srt.entrypoints.launch import FrontendChannels
+from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
 from sglang.srt.entrypoints.server_process import run_server
+from sglang.srt.entrypoints.server_state import ServerState
+from sglang.srt.messages.ipc import IpcAddresses
+from sglang.srt.model_config import load_model_config
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.tokenizer import load_tokenizer
+
+INFO = scheduler_info(context_len=50)
 
 
 @pytest.fixture
@@ -89,3 +100,20 @@ def test_port_0_becomes_the_port_that_is_listened_on(
     assert run_server(ServerArgs(model_path="demo", port=0)) == 0
     ((args, port),) = started
     assert args.port == port > 0
+
+
+def test_the_label_of_the_weights_is_known_before_the_scheduler_says_anything() -> None:
+    args = ServerArgs(model_path="demo", weight_version="step-7")
+    state = ServerState(args, load_model_config("demo"))
+    assert state.weight_version == "step-7"
+    addresses, directory = IpcAddresses.create()
+
+    async def version() -> str:
+        channels = FrontendChannels(addresses)
+        tokenizer, limits = load_tokenizer(state.model_config.path), limits_from_flags(args, INFO)
+        state.manager = channels.make_manager(tokenizer, limits, weight_version=args.weight_version)
+        channels.close()
+        return state.weight_version
+
+    assert asyncio.run(version()) == "step-7"
+    shutil.rmtree(directory)

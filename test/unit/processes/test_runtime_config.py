@@ -220,6 +220,21 @@ def test_memory_that_is_not_there_says_for_what_and_how_to_help(
         raise ValueError("as it is")
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("half", "float16"), ("float", "float32")])
+def test_a_type_has_its_other_name_too(model: ModelConfig, name: str, dtype: str) -> None:
+    assert resolved(model, dtype=name).execution.dtype == dtype
+
+
+def test_what_the_log_and_clients_are_told_reaches_the_scheduler(model: ModelConfig) -> None:
+    config = resolved(model, decode_log_interval=7, weight_version="step-7").scheduler
+    assert (config.decode_log_interval, config.weight_version) == (7, "step-7")
+
+
+@pytest.mark.parametrize("version", ["", "x" * 129, "a\nb"])
+def test_a_label_that_updates_could_not_give_is_refused(model: ModelConfig, version: str) -> None:
+    assert "--weight-version" in refusal(model, weight_version=version)
+
+
 def test_defaults_on_a_cpu(model: ModelConfig) -> None:
     config = resolved(model)
     assert config.execution.device == "cpu"

@@ -93,7 +93,12 @@ class EngineRuntime:
         grammars = grammar_setup(self._server_args, self._info.vocab_size, self._info.eos_token_ids)
         self._request_log = open_request_log(self._server_args)
         self._manager = self._channels.make_manager(
-            self._tokenizer, limits, self._request_log, grammars, self._tree.watch
+            self._tokenizer,
+            limits,
+            self._request_log,
+            grammars,
+            self._tree.watch,
+            self._server_args.weight_version,
         )
         self.wait_for(self._start_receiving(self._manager))
 

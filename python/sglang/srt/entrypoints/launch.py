@@ -19,6 +19,7 @@ from sglang.srt.constrained.grammar_check import GrammarCheck
 from sglang.srt.constrained.grammar_messages import GrammarSetup
 from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.messages.control import DEFAULT_WEIGHT_VERSION, EngineStatus
 from sglang.srt.messages.ipc import AsyncReceiver, ChildConfig, IpcAddresses, Receiver, Sender
 from sglang.srt.messages.requests import (
     ProcessFailed,
@@ -270,7 +271,8 @@ def open_request_log(server_args: ServerArgs) -> RequestLog | None:
         return None
     target = server_args.log_requests_target
     try:
-        return RequestLog(target, server_args.log_requests_level)
+        level, line_format = server_args.log_requests_level, server_args.log_requests_format
+        return RequestLog(target, level, line_format)
     except OSError as error:
         raise LaunchError(
             f"--log-requests-target {target} cannot be written: {error.strerror}."
@@ -300,13 +302,16 @@ class FrontendChannels:
         request_log: RequestLog | None = None,
         grammars: GrammarSetup | None = None,
         watch: ProcessWatch | None = None,
+        weight_version: str = DEFAULT_WEIGHT_VERSION,
     ) -> TokenizerManager:
         """A tokenizer manager on these sockets."""
         send, receive = self.sender.send, self.receiver.receive
         self._grammars = None if grammars is None else GrammarCheck(grammars)
-        return TokenizerManager(
+        manager = TokenizerManager(
             tokenizer, limits, send, receive, request_log, self._grammars, watch
         )
+        manager.control.status = EngineStatus(weight_version=weight_version)
+        return manager
 
     def close(self) -> None:
         if self._grammars is not None:

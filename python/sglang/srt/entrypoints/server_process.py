@@ -189,7 +189,12 @@ class _Server:
             grammars = grammar_setup(self._args, info.vocab_size, info.eos_token_ids)
             self._request_log = open_request_log(self._args)
             manager = channels.make_manager(
-                self._tokenizer, limits, self._request_log, grammars, tree.watch
+                self._tokenizer,
+                limits,
+                self._request_log,
+                grammars,
+                tree.watch,
+                self._args.weight_version,
             )
             await self._serve_until_stopped(manager, info)
         except (LaunchError, ServiceError) as error:

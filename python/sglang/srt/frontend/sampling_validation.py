@@ -246,7 +246,7 @@ def _complete_mtp(given: dict[str, Any], limits: RequestLimits, name: str) -> No
 
 
 def _read_strategy(text: str) -> list[Any]:
-    """Reads a strategy that is a text: a name, `conf_adapt:0.9`, or JSON. Empty for what is none."""
+    """Reads a strategy from a text: a name, `conf_adapt:0.9` or JSON. Empty for what is none."""
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):

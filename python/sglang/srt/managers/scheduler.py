@@ -20,6 +20,7 @@ from sglang.srt.control.internal_state import SchedulerStats
 from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.mem_cache.kv_audit import ReleaseReport
 from sglang.srt.mem_cache.kv_ledger import KVLedger
+from sglang.srt.messages.control import DEFAULT_WEIGHT_VERSION
 from sglang.srt.messages.requests import FinishReason, TokenizedGenerateReqInput
 from sglang.srt.observability.request_step import RequestStep
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -65,6 +66,7 @@ class SchedulerConfig:
         num_draft_steps, num_tree_tokens: see `SchedulerStats`.
         random_seed: begins the sequence of seeds for requests that bring none; None draws one.
         decode_log_interval: see `DecodeLog`.
+        weight_version: label of the weights at first.
     """
 
     planner: PlannerConfig
@@ -80,6 +82,7 @@ class SchedulerConfig:
     num_draft_steps: int = 0
     num_tree_tokens: int = 0
     decode_log_interval: int | None = None
+    weight_version: str = DEFAULT_WEIGHT_VERSION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +141,7 @@ class Scheduler:
         self._seeds = SeedSource(config.random_seed)
         self.stats = SchedulerStats(config.num_draft_steps, config.num_tree_tokens)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
-        self.lifecycle = RequestLifecycle(ledger, debug.release_audit)
+        self.lifecycle = RequestLifecycle(ledger, debug.release_audit, config.weight_version)
         self.checker = InvariantChecker(
             self.lifecycle, config.strict_invariants, debug.logs_idle_ledger
         )

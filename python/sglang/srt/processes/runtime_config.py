@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from sglang.srt.environ import Environ
 from sglang.srt.managers.scheduler import SchedulerConfig
 from sglang.srt.mem_cache.memory_pool import row_width
-from sglang.srt.model_config import ModelConfig
+from sglang.srt.model_config import DTYPE_ALIASES, ModelConfig
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.mtp.mask_drafter import MTPConfig
 from sglang.srt.platform import Platform
@@ -114,6 +114,7 @@ def resolve(
         low_priority_first=args.schedule_low_priority_values_first,
         refuses_while_stopped=args.paused_requests == "reject",
         decode_log_interval=args.decode_log_interval,
+        weight_version=args.weight_version,
     )
     config = RuntimeConfig(
         model=model,
@@ -215,7 +216,7 @@ def _num_threads(args: ServerArgs, num_cores: int) -> int:
 
 def _dtype(args: ServerArgs, model: ModelConfig, device: str) -> str:
     if args.dtype != "auto":
-        return args.dtype
+        return DTYPE_ALIASES.get(args.dtype, args.dtype)
     return "float32" if device == "cpu" else model.dtype
 
 
