@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.kv_ledger import KVLedger
 from sglang.srt.messages.control import FlushCacheReqInput
 from sglang.srt.scheduling.invariants import InvariantChecker
 from sglang.srt.scheduling.request import LaunchedRow
-from sglang.srt.step.worker import StepWidth
+from sglang.srt.step.step_sizes import StepWidth
 from utils import FakeInbox, SchedulerHarness, Setup
 
 

@@ -15,9 +15,8 @@ from sglang.srt.processes.runtime_config import RuntimeConfig
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.server_args import parse_cli
 from sglang.srt.speculative.adaptive_config import CONFIG_FLAG, MAX_BATCH_SIZE
-from sglang.srt.speculative.adaptive_runtime_state import ALL_BATCH_SIZES
-from sglang.srt.speculative.eagle_worker import EagleConfig
-from sglang.srt.speculative.round_planner import RoundOptions
+from sglang.srt.speculative.drafter_configs import EagleConfig
+from sglang.srt.speculative.round_options import ALL_BATCH_SIZES, RoundOptions
 from speculation_flags_cases import refusal, resolved
 
 FILE = "steps.json"  # of the case's entries

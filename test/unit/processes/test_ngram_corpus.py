@@ -13,8 +13,8 @@ from serving_utils import VOCAB_SIZE, make_model_dir
 from sglang.srt.model_config import load_model_config
 from sglang.srt.processes.ngram_corpus import corpus_from_flags
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.ngram_memory import NOT_A_TOKEN
-from sglang.srt.speculative.ngram_worker import NgramConfig
+from sglang.srt.speculative.drafter_configs import NgramConfig
+from sglang.srt.speculative.ngram_texts import NOT_A_TOKEN
 from sglang.srt.tokenizer import load_tokenizer
 from speculation_flags_cases import refusal, resolved
 

@@ -14,9 +14,9 @@ import torch
 from sglang.srt.environ import Environ
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.processes.worker_factory import drafter_models
-from sglang.srt.speculative.confirm import AcceptThresholds
-from sglang.srt.speculative.ngram_ops import NgramLimits
-from sglang.srt.speculative.ngram_worker import NgramConfig, num_branches
+from sglang.srt.speculative.drafter_configs import NgramConfig, NgramLimits
+from sglang.srt.speculative.drafter_options import AcceptThresholds
+from sglang.srt.speculative.ngram_worker import num_branches
 from speculation_flags_cases import refusal, resolved
 
 BREADTH = "--speculative-ngram-max-bfs-breadth"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sglang.srt.environ import Environ
-from sglang.srt.layers.forward_batch import HiddenCapture
+from sglang.srt.layers.forward_options import HiddenCapture
 from sglang.srt.mem_cache.memory_pool import row_width
 from sglang.srt.model_config import ModelConfig, load_model_config, resolve_model_path
 from sglang.srt.model_executor.runner_group import make_runners
@@ -49,7 +49,7 @@ from sglang.srt.registry import (
 )
 from sglang.srt.scheduling.prompt_budget import BoundedBudget
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.drafter import DrafterConfig, DrafterNeeds
+from sglang.srt.speculative.drafter_options import DrafterConfig, DrafterNeeds
 from utils import make_random_llama
 
 GIB = 1 << 30

@@ -14,7 +14,7 @@ from sglang.srt.model_config import ModelConfig
 from sglang.srt.plain_files import open_regular
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.ngram_memory import joined_texts
+from sglang.srt.speculative.ngram_texts import joined_texts
 from sglang.srt.tokenizer import TokenizerError, load_tokenizer
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,9 @@ from sglang.srt.model_config import ModelConfig
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.ngram_corpus import PATH_FLAG, corpus_from_flags
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.confirm import AcceptThresholds
-from sglang.srt.speculative.drafter import DrafterConfig
-from sglang.srt.speculative.ngram_ops import NgramLimits
-from sglang.srt.speculative.ngram_worker import NgramConfig
-from sglang.srt.speculative.round_planner import RoundOptions
+from sglang.srt.speculative.drafter_configs import NgramConfig, NgramLimits
+from sglang.srt.speculative.drafter_options import AcceptThresholds, DrafterConfig
+from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.speculative.spec_info import MAX_NUM_STEPS, NGRAM
 
 logger = logging.getLogger(__name__)

@@ -25,8 +25,9 @@ from sglang.srt.registry import (
 )
 from sglang.srt.scheduling.batch_planner import PlannerConfig
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.drafter import DrafterConfig, DrafterNeeds, DrafterType
-from sglang.srt.step.row_division import MAX_MASKS, MAX_REQUESTS
+from sglang.srt.speculative.drafter import DrafterType
+from sglang.srt.speculative.drafter_options import DrafterConfig, DrafterNeeds
+from sglang.srt.step.step_sizes import MAX_MASKS, MAX_REQUESTS
 
 GPU_STATIC_SHARE = 0.88  # of the GPU's memory for weights and KV, without --mem-fraction-static
 CPU_KV_SHARE = 0.1  # of the available host memory, without --mem-fraction-static

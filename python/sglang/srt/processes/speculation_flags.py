@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sglang.srt.model_config import ModelConfig
-from sglang.srt.model_executor.draft_tree_passes import TreeShape
+from sglang.srt.model_executor.draft_shapes import TreeShape
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.draft_algorithms import Asked, find_algorithm
 from sglang.srt.processes.draft_tree_flags import tree_from_flags
@@ -18,12 +18,10 @@ from sglang.srt.speculative.adaptive_config import (
     DEFAULT_PRESET,
     read_adaptive_config,
 )
-from sglang.srt.speculative.confirm import AcceptThresholds
-from sglang.srt.speculative.drafter import DrafterConfig
-from sglang.srt.speculative.round_planner import RoundOptions
+from sglang.srt.speculative.drafter_options import AcceptThresholds, DrafterConfig
+from sglang.srt.speculative.round_options import RoundOptions, TierOptions
 from sglang.srt.speculative.spec_info import MAX_NUM_STEPS
-from sglang.srt.speculative.tier_policy import TierOptions
-from sglang.srt.step.row_division import MAX_REQUESTS
+from sglang.srt.step.step_sizes import MAX_REQUESTS
 
 logger = logging.getLogger(__name__)
 
