@@ -15,7 +15,7 @@ import torch
 from draft_heads import EAGLE, EAGLE3, write_eagle, write_eagle3
 from sglang.srt.head_config import load_head_config
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.mem_cache.memory_pool import row_width
+from sglang.srt.mem_cache.kv_sizing import row_width
 from sglang.srt.model_executor.draft_passes import Drafts
 from sglang.srt.model_executor.draft_shapes import DraftShape
 from sglang.srt.model_executor.model_runner import ModelRunner

@@ -23,7 +23,7 @@ from sglang.srt.managers.scheduler import (
 )
 from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.mem_cache.kv_ledger import KVLedger
-from sglang.srt.mem_cache.memory_pool import row_width
+from sglang.srt.mem_cache.kv_sizing import row_width
 from sglang.srt.mem_cache.radix_cache import NullPrefixCache, RadixCache
 from sglang.srt.messages.control import EngineStatus
 from sglang.srt.messages.requests import (

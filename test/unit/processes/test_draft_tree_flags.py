@@ -153,7 +153,8 @@ def test_a_backend_without_masks_is_refused(
     change_torch_native(monkeypatch, tree_masks=False)
     head = str(write_eagle(tmp_path))
     flags = {"algorithm": "EAGLE", "draft_model_path": head}
-    assert "--attention-backend torch_native has no masks" in refusal(target, **flags, eagle_topk=2)
+    said = refusal(target, is_early=False, **flags, eagle_topk=2)
+    assert "--attention-backend torch_native has no masks" in said
     resolved(target, **flags)
 
 

@@ -177,6 +177,6 @@ def test_attention_without_trees_is_refused_with_the_flag_that_helps(
 ) -> None:
     without = replace(TorchNativeBackend.capabilities(), tree_masks=False)
     monkeypatch.setattr(TorchNativeBackend, "capabilities", lambda: without)
-    text = refusal(target, algorithm="NGRAM", ngram_max_bfs_breadth=2)
+    text = refusal(target, is_early=False, algorithm="NGRAM", ngram_max_bfs_breadth=2)
     assert f"{BREADTH} 1" in text
     assert resolved(target, algorithm="NGRAM", ngram_max_bfs_breadth=1).drafter is not None

@@ -12,19 +12,23 @@ import pytest
 import torch
 
 from sglang.srt.environ import Environ
+from sglang.srt.host import Host
 from sglang.srt.layers.forward_options import HiddenCapture
-from sglang.srt.mem_cache.memory_pool import row_width
+from sglang.srt.mem_cache.kv_sizing import row_width
 from sglang.srt.model_config import ModelConfig, load_model_config, resolve_model_path
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.platform import Platform, memory_for
 from sglang.srt.processes.config_error import ConfigError
-from sglang.srt.processes.runtime_config import (
+from sglang.srt.processes.flag_checks import (
     CPU_KV_MAX_BYTES,
     CPU_KV_SHARE,
-    DEFAULT_MAX_STEP_MS,
-    GPU_STATIC_SHARE,
     MAX_CHUNKS,
     MAX_CPU_THREADS,
+    check_flags,
+)
+from sglang.srt.processes.runtime_config import (
+    DEFAULT_MAX_STEP_MS,
+    GPU_STATIC_SHARE,
     MAX_GRAPH_ROWS,
     NO_DRAFTS,
     RuntimeConfig,
@@ -53,6 +57,7 @@ from sglang.srt.speculative.drafter_options import DrafterConfig, DrafterNeeds
 from utils import make_random_llama
 
 GIB = 1 << 30
+HOST = Host(devices=frozenset({"cpu"}), num_cores=4, available_bytes=8 * GIB)
 PLATFORM = Platform(device="cpu", num_cores=4, available_host_bytes=8 * GIB, device_name="cpu")
 
 
@@ -85,6 +90,10 @@ def refusal(model: ModelConfig, **flags: Any) -> str:
     with pytest.raises(ConfigError) as error:
         resolved(model, **flags)
     assert "\n" not in str(error.value)
+    args = ServerArgs(model_path=str(model.path), **flags)
+    with pytest.raises(ConfigError) as early:
+        check_flags(args, model, Environ(), HOST)
+    assert str(early.value) == str(error.value)
     return str(error.value)
 
 

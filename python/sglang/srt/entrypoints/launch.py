@@ -17,7 +17,11 @@ import zmq
 
 from sglang.srt.constrained.grammar_check import GrammarCheck
 from sglang.srt.constrained.grammar_messages import GrammarSetup
+from sglang.srt.entrypoints.launch_error import LaunchError
+from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
+from sglang.srt.environ import Environ
 from sglang.srt.frontend.request_limits import RequestLimits
+from sglang.srt.host import Host
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.messages.control import DEFAULT_WEIGHT_VERSION, EngineStatus
 from sglang.srt.messages.ipc import AsyncReceiver, ChildConfig, IpcAddresses, Receiver, Sender
@@ -29,10 +33,13 @@ from sglang.srt.messages.requests import (
     ToLauncher,
     ToScheduler,
 )
-from sglang.srt.model_config import load_model_config, resolve_model_path
+from sglang.srt.model_config import ModelConfig, load_model_config, resolve_model_path
 from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.process_watch import LOOK_S, ProcessWatch
+from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.processes.end_of_text import with_tokenizer_eos
 from sglang.srt.processes.flag_bounds import check_numbers
+from sglang.srt.processes.flag_checks import check_flags, check_is_no_head
 from sglang.srt.server_args import ServerArgs, public_fields
 from sglang.srt.tokenizer import Tokenizer, load_tokenizer
 
@@ -57,10 +64,6 @@ POLL_MS = 100
 TMPDIR_REMEDY = "Set TMPDIR to a writable directory with a short path."
 
 OnEnd = Callable[[str], None]
-
-
-class LaunchError(RuntimeError):
-    """The processes cannot start; the message is one line for the user."""
 
 
 class ProcessTree:
@@ -235,19 +238,20 @@ def child_environ() -> dict[str, str]:
 
 
 def check_model(server_args: ServerArgs) -> Tokenizer:
-    """Looks at the numbers of flags, and reads what a model directory must have for a start to make
-    sense, before any is made.
+    """Looks at all flags, and reads what a model directory must have for a start to make sense,
+    before any process is started. No torch.
 
     Raises:
-        ConfigError: for a number that its flag cannot be.
-        ModelPathError: if the model's directory or config.json cannot be read.
+        ConfigError: for a flag that cannot be met.
+        ModelPathError: if the model's directory or config.json cannot be read, or it only drafts.
         TokenizerError: if the tokenizer cannot be read.
     """
     check_numbers(server_args)
-    vocab_size = load_model_config(server_args.model_path).vocab_size
+    model = load_model_config(server_args.model_path)
+    check_is_no_head(model)
     path = server_args.tokenizer_path or resolve_model_path(server_args.model_path)
     tokenizer = load_tokenizer(path)
-    beyond = {i: token for token, i in tokenizer.vocabulary().items() if i >= vocab_size}
+    beyond = {i: token for token, i in tokenizer.vocabulary().items() if i >= model.vocab_size}
     if beyond:
         logger.warning(
             "The tokenizer in %s has %d tokens beyond the model's vocab_size %d, such as %r. No"
@@ -255,10 +259,22 @@ def check_model(server_args: ServerArgs) -> Tokenizer:
             " --tokenizer-path.",
             path,
             len(beyond),
-            vocab_size,
+            model.vocab_size,
             beyond[min(beyond)],
         )
+    _check_before_start(server_args, with_tokenizer_eos(model, Path(path), tokenizer))
     return tokenizer
+
+
+def _check_before_start(server_args: ServerArgs, model: ModelConfig) -> None:
+    """Raises ConfigError for what would end the start later."""
+    try:
+        info = check_flags(server_args, model, Environ.read(), Host.probe())
+        limits_from_flags(server_args, info)
+        if log := open_request_log(server_args):
+            log.close()
+    except (LaunchError, ValueError) as error:
+        raise ConfigError(str(error)) from None
 
 
 def open_request_log(server_args: ServerArgs) -> RequestLog | None:

@@ -69,6 +69,16 @@ def corpus_from_flags(args: ServerArgs, model: ModelConfig) -> np.ndarray | None
     return corpus
 
 
+def check_corpus(args: ServerArgs) -> None:
+    """
+    Raises:
+        ConfigError: for a file that cannot be read, or whose first text is none.
+    """
+    path = args.speculative_ngram_external_corpus_path
+    if path is not None:
+        next(_texts(path, f"{PATH_FLAG} {path!r}"), None)
+
+
 def _texts(path: str, place: str) -> Iterator[str]:
     """Those of a file's lines; empty lines are none.
 

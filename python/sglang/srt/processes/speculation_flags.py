@@ -51,6 +51,7 @@ def drafter_from_flags(
     suppressed_token_ids: tuple[int, ...],
     simulates_acceptance: bool = False,
     tile_spec_drafts: float | None = None,
+    reads_corpus: bool = True,
 ) -> DrafterConfig | None:
     """The drafter that `--speculative-algorithm` names; None without it.
 
@@ -59,6 +60,7 @@ def drafter_from_flags(
         suppressed_token_ids: ids that it never emits.
         simulates_acceptance: a benchmark says how many drafts are accepted, so all are verified.
         tile_spec_drafts: a benchmark says how many `--tile-spec` verifies (`RoundOptions`).
+        reads_corpus: see `ngram_from_flags`.
 
     Raises:
         ConfigError: for flags or a draft model that cannot be had; the text names the flag.
@@ -74,7 +76,7 @@ def drafter_from_flags(
     thresholds = AcceptThresholds(*(values[name] for name in THRESHOLDS))
     if is_ngram(args):
         cache = _tile_spec_cache(args, simulates_acceptance)
-        switches = simulates_acceptance, cache, tile_spec_drafts
+        switches = simulates_acceptance, cache, tile_spec_drafts, reads_corpus
         return ngram_from_flags(args, model, suppressed_token_ids, thresholds, *switches)
     try:
         algorithm = find_algorithm(args.speculative_algorithm)
