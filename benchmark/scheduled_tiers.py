@@ -10,17 +10,12 @@ from typing import ClassVar
 import torch
 
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.eagle_worker import EagleConfig
-from sglang.srt.speculative.round_planner import RoundOptions
+from sglang.srt.speculative.drafter_configs import EagleConfig
+from sglang.srt.speculative.round_options import RoundOptions, TierOptions
 from sglang.srt.speculative.round_prices import UpcomingRound
-from sglang.srt.speculative.tier_policy import RoundOutcome, TierOptions, TierParts, TierPolicy
-from sglang.srt.step.worker import (
-    GenerationBatchResult,
-    HostResult,
-    ScheduleBatch,
-    StepWidth,
-    Worker,
-)
+from sglang.srt.speculative.tier_policy import RoundOutcome, TierParts, TierPolicy
+from sglang.srt.step.step_sizes import StepWidth
+from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch, Worker
 
 TIERS = (0, 1, 3, 7)
 

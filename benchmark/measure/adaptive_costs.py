@@ -54,9 +54,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.adaptive_config import PRESETS, read_adaptive_config
 from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
-from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.speculative.request_mix import RequestMix
-from sglang.srt.speculative.round_planner import RoundOptions
+from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
 from sglang.srt.speculative.tier_policy import (
     LoadAwareTier,

@@ -58,7 +58,7 @@ from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.processes.worker_factory import make_worker
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.worker import HostResult, Worker
 

@@ -130,7 +130,7 @@ def test_a_broken_rule_is_400_and_costs_nothing(server: RunningServer) -> None:
         ({"mtp_k": 3}, "mtp_k"),
         ({**STATIC, "temperature": 0.5}, "temperature"),
         ({**STATIC, "mtp_k": 9}, "mtp_k"),
-        ({"mtp_enabled": True, "mtp_strategy": "static"}, "mtp_strategy"),
+        ({"mtp_enabled": True, "mtp_strategy": "greedy"}, "mtp_strategy"),
         ({**STATIC, "presence_penalty": 1.0}, "mtp_enabled"),
     ):
         response = server.post("/generate", {"text": PROMPT, "sampling_params": params})

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
-from sglang.srt.layers.forward_batch import MIXED, ForwardBatch, GraphKey, HiddenCapture
+from sglang.srt.layers.forward_batch import MIXED, ForwardBatch, GraphKey
+from sglang.srt.layers.forward_options import HiddenCapture
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.model_executor.model_runner import ModelRunner

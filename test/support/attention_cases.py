@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from draft_chain import draft_chain_error
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
-from sglang.srt.layers.forward_batch import MAX_TREE_ROWS, ForwardBatch, GraphKey
+from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
+from sglang.srt.layers.forward_options import MAX_TREE_ROWS
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.registry import ATTENTION_BACKENDS
 

@@ -9,7 +9,8 @@ import torch
 
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch, StepWidth
+from sglang.srt.step.step_sizes import StepWidth
+from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch
 from sglang.srt.workers.tp_worker import TpModelWorker
 
 

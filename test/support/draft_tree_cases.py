@@ -15,7 +15,8 @@ import torch
 from draft_heads import EAGLE, EAGLE3
 from head_rounds import HIDDEN_SIZE, WRITERS, make_head
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.model_executor.draft_tree_passes import DraftedTrees, TreeShape
+from sglang.srt.model_executor.draft_shapes import TreeShape
+from sglang.srt.model_executor.draft_tree_passes import DraftedTrees
 from sglang.srt.model_executor.model_runner import ModelRunner
 from utils import VOCAB_SIZE, make_random_llama
 

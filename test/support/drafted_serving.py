@@ -17,7 +17,7 @@ from sglang.srt.messages.control import AbortReq, ContinueGenerationReq, PauseGe
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.processes.scheduler_process import make_resources
 from sglang.srt.processes.worker_factory import make_worker
-from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.workers.tp_worker import TpModelWorker
 from utils import SchedulerHarness, Setup
 

@@ -27,7 +27,8 @@ from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models, make_worker
 from sglang.srt.scheduling.request import HiddenStates
-from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig
+from sglang.srt.speculative.drafter import ComputedStep
+from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step.step_ops import EMITS
 from sglang.srt.workers.tp_worker import TpModelWorker
 from token_table_check import checked_harness

@@ -28,12 +28,11 @@ from draft_heads import (
 from sglang.srt.draft_model_config import load_draft_config
 from sglang.srt.head_config import load_head_config
 from sglang.srt.model_config import load_model_config
-from sglang.srt.model_executor.draft_tree_passes import TreeShape
+from sglang.srt.model_executor.draft_shapes import TreeShape
 from sglang.srt.speculative.adaptive_config import AdaptiveConfig
-from sglang.srt.speculative.drafter import DrafterConfig
-from sglang.srt.speculative.eagle_worker import EagleConfig
-from sglang.srt.speculative.round_planner import RoundOptions
-from sglang.srt.speculative.standalone_worker import StandaloneConfig
+from sglang.srt.speculative.drafter_configs import EagleConfig, StandaloneConfig
+from sglang.srt.speculative.drafter_options import DrafterConfig
+from sglang.srt.speculative.round_options import RoundOptions
 from utils import make_random_llama
 
 STANDALONE = "STANDALONE"

@@ -14,12 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.step.worker import (
-    GenerationBatchResult,
-    HostResult,
-    ScheduleBatch,
-    StepWidth,
-)
+from sglang.srt.step.step_sizes import StepWidth
+from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch
 
 VOCAB_SIZE = 61
 MASK = VOCAB_SIZE  # fed by look-ahead rows; never a token

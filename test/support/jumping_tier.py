@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from unittest import mock
 
 from sglang.srt.registry import TIER_POLICIES
+from sglang.srt.speculative.round_options import TierOptions
 from sglang.srt.speculative.round_prices import UpcomingRound
-from sglang.srt.speculative.tier_policy import RoundOutcome, TierOptions, TierParts
+from sglang.srt.speculative.tier_policy import RoundOutcome, TierParts
 
 JUMPING, CHANGING, RESTING = "jumping", "changing", "resting"
 

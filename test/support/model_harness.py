@@ -16,7 +16,7 @@ import torch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.mem_cache.kv_ledger import KVLedger, RequestKV
-from sglang.srt.mem_cache.memory_pool import row_width
+from sglang.srt.mem_cache.kv_sizing import row_width
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.execution_config import ExecutionConfig

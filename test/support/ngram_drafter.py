@@ -13,15 +13,16 @@ from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import (
     ComputedStep,
-    DrafterNeeds,
     DrafterParts,
     ExtendedStep,
     RowPlan,
     verifying_plan,
 )
+from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import PackedSize, StepCounts
-from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
+from sglang.srt.step.step_sizes import StepWidth
+from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 
 PLACE = f"{__name__}:NgramDrafter"  # for a registry
 NUM_BRANCHES = 4

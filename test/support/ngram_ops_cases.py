@@ -24,8 +24,10 @@ import torch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.registry import OPERATIONS, load
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.ngram_memory import NgramMemory, joined_texts
-from sglang.srt.speculative.ngram_ops import Continuation, NgramLimits, NgramOps
+from sglang.srt.speculative.drafter_configs import NgramLimits
+from sglang.srt.speculative.ngram_memory import NgramMemory
+from sglang.srt.speculative.ngram_ops import Continuation, NgramOps
+from sglang.srt.speculative.ngram_texts import joined_texts
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import EndedText, NewRow
 

@@ -10,15 +10,11 @@ import torch
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.drafter import (
-    ComputedStep,
-    DrafterNeeds,
-    DrafterParts,
-    ExtendedStep,
-    RowPlan,
-)
+from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, ExtendedStep, RowPlan
+from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.step_ops import StepCounts
-from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
+from sglang.srt.step.step_sizes import StepWidth
+from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 
 PLACE = f"{__name__}:OwnModelDrafter"  # for a registry
 NUM_DRAFTS = 4

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from sglang.srt.layers.forward_batch import NO_CAPTURE
+from sglang.srt.layers.forward_options import NO_CAPTURE
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.registry import DRAFTERS
@@ -22,13 +22,14 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.draft_steps import drafts_of_requests, plan_draft_steps
 from sglang.srt.speculative.drafter import (
     ComputedStep,
-    DrafterNeeds,
     DrafterParts,
     ExtendedStep,
     RowPlan,
     verifying_plan,
 )
-from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
+from sglang.srt.speculative.drafter_options import DrafterNeeds
+from sglang.srt.step.step_sizes import StepWidth
+from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 
 NAME = "second_model"
 

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import DrafterParts, RowPlan
-from sglang.srt.speculative.round_planner import RoundOptions, RoundPlanner
+from sglang.srt.speculative.round_options import RoundOptions
+from sglang.srt.speculative.round_planner import RoundPlanner
 from sglang.srt.speculative.round_prices import MeasuredRounds
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
 from sglang.srt.step.step_clock import StepClock

@@ -26,7 +26,8 @@ from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.speculation_flags import drafter_from_flags
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig
+from sglang.srt.speculative.drafter import ComputedStep
+from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.tokenizer import load_tokenizer
 from utils import Setup, make_execution
 

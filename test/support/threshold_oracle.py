@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.speculative.confirm import AcceptThresholds
+from sglang.srt.speculative.drafter_options import AcceptThresholds
 
 SLACK = 2e-5  # what rounding may do to a probability
 GOLDEN = 0x9E3779B97F4A7C15

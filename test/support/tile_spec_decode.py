@@ -14,8 +14,9 @@ import torch
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.speculative.drafter import plan_of_drafts
 from sglang.srt.speculative.request_mix import RequestMix
+from sglang.srt.speculative.round_options import TierOptions
 from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
-from sglang.srt.speculative.tier_policy import LoadAwareTier, RoundOutcome, TierOptions, TierParts
+from sglang.srt.speculative.tier_policy import LoadAwareTier, RoundOutcome, TierParts
 from sglang.srt.speculative.tile_spec.budget import CutRounds, RoundTables, TileSpec
 from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable, no_graphs
 from sglang.srt.step.worker import HostResult, ScheduleBatch

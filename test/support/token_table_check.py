@@ -16,7 +16,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.request import Req
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch, StepWidth
+from sglang.srt.step.step_sizes import StepWidth
+from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch
 from sglang.srt.workers.tp_worker import TpModelWorker
 from utils import SchedulerHarness, Setup
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch
 
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.model_executor.draft_tree_passes import TorchTreeSearch, TreeSearch, TreeShape
+from sglang.srt.model_executor.draft_shapes import TreeShape
+from sglang.srt.model_executor.draft_tree_passes import TorchTreeSearch, TreeSearch
 from sglang.srt.registry import OPERATIONS, load
 
 VOCAB, DRAFT_VOCAB, NUM_ROWS, WIDTH = 9000, 700, 150, 160

@@ -23,7 +23,7 @@ from sglang.srt.managers.scheduler import (
 )
 from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.mem_cache.kv_ledger import KVLedger
-from sglang.srt.mem_cache.memory_pool import row_width
+from sglang.srt.mem_cache.kv_sizing import row_width
 from sglang.srt.mem_cache.radix_cache import NullPrefixCache, RadixCache
 from sglang.srt.messages.control import EngineStatus
 from sglang.srt.messages.requests import (
@@ -87,6 +87,8 @@ class Setup:
     max_decode_rows: int = MTP_MAX_ROWS
     stream_interval: int = 1
     low_priority_first: bool = False
+    decode_log_interval: int | None = 0
+    weight_version: str = "default"
 
     @property
     def row_width(self) -> int:
@@ -189,6 +191,8 @@ class SchedulerHarness:
                 stream_interval=setup.stream_interval,
                 low_priority_first=setup.low_priority_first,
                 refuses_while_stopped=setup.refuses_while_stopped,
+                decode_log_interval=setup.decode_log_interval,
+                weight_version=setup.weight_version,
             ),
             worker,
             self.ledger,

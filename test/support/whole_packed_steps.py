@@ -17,7 +17,8 @@ from round_serving import On
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
-from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig, RowPlan
+from sglang.srt.speculative.drafter import ComputedStep, RowPlan
+from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.speculative.tile_spec import budget
 from sglang.srt.speculative.tile_spec.budget import TileSpec
 from sglang.srt.step.step_ops import Q_LEN

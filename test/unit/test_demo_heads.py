@@ -21,7 +21,7 @@ from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_config import DEMO_MODELS_DIR, load_model_config, resolve_model_path
 from sglang.srt.processes.speculation_flags import drafter_from_flags
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.tokenizer import load_tokenizer
 from utils import Collected, Setup
 

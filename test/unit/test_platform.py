@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sglang.srt.platform import bytes_left
+from sglang.srt.host import bytes_left
 
 
 def test_pages_of_files_are_no_use_of_a_control_group(tmp_path: Path) -> None:

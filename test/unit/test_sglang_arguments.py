@@ -43,17 +43,16 @@ OWN = flags_of(ServerArgs)
 MISSING = missing_arguments(OWN)
 PLAIN = ServerArgs(model_path="m")
 # What SGLang's default is called there, where this runtime has it under another value.
-OTHER_DEFAULTS = {"log_requests_level": 2, "speculative_ngram_max_bfs_breadth": 10}
+OTHER_DEFAULTS = {
+    "decode_log_interval": 40,
+    "log_requests_format": "text",
+    "log_requests_level": 2,
+    "speculative_ngram_max_bfs_breadth": 10,
+}
 # What a refusal tells people to do.
 REMEDY = re.compile(
     r"\b(leave|use|start|bring|name|merge|write|change|give|lower|ask|take|needs|must be)\b"
 )
-# Flags that are being built.
-NOT_YET = {
-    "--dtype half",
-    "--log-requests-format json",
-    "--decode-log-interval 10",
-}
 TABLE_ROWS = [
     (kind, entry, name)
     for kind, entries in TABLE.items()
@@ -74,12 +73,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
 
 
-def in_time(line: str) -> Any:
-    """A case, expected to fail while its flag is being built."""
-    return pytest.param(line, marks=[pytest.mark.xfail(strict=True)] * (line in NOT_YET))
-
-
-@pytest.mark.parametrize("line", map(in_time, WORKING))
+@pytest.mark.parametrize("line", WORKING)
 def test_a_usual_set_of_flags_works(line: str, caplog: pytest.LogCaptureFixture) -> None:
     started(line)
     assert warnings(caplog) == []

@@ -23,7 +23,7 @@ from sglang.srt.messages.requests import BatchTokenIDOutput, DecodeOptions, ReqO
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.batch_result_processor import accept_tokens
 from sglang.srt.scheduling.request import Req
-from sglang.srt.step.worker import StepWidth
+from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.stop_expressions import (
     MAX_PROGRAM_SIZE,
     check_expression_list,

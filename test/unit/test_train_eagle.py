@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from draft_heads import FILE, Oracle
 from sglang.srt.head_config import load_head_config, tap_layers
-from sglang.srt.layers.forward_batch import ForwardBatch, HiddenCapture
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.forward_options import HiddenCapture
 from sglang.srt.model_config import ModelConfig, load_model_config
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.models.draft_head import DraftHead as ServedHead

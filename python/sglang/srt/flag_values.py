@@ -67,8 +67,14 @@ def finite_number(text: str) -> float:
 
 
 def flags_of(flags_class: Any) -> dict[str, Field[Any]]:
-    """Gives the fields of a dataclass that are `flag`s, by name."""
-    return {entry.name: entry for entry in fields(flags_class) if entry.metadata}
+    """Gives the fields of a dataclass that are `flag`s, by name: its own ones, then inherited ones.
+
+    Args:
+        flags_class: the dataclass, or one of it.
+    """
+    own = (flags_class if isinstance(flags_class, type) else type(flags_class)).__annotations__
+    ordered = sorted(fields(flags_class), key=lambda entry: entry.name not in own)
+    return {entry.name: entry for entry in ordered if entry.metadata}
 
 
 def check_finite(flags: Any) -> None:

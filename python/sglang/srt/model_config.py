@@ -23,6 +23,7 @@ DEMO_DRAFTS = {"demo-draft": "tiny-code-draft"}
 Number = TypeVar("Number", int, float)
 GENERATION_CONFIG = "generation_config.json"
 DTYPES = ("float32", "bfloat16", "float16")  # names in torch of what weights and KV may be
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # as torch and SGLang have them
 
 
 class ModelPathError(ValueError):

@@ -1,15 +1,15 @@
-"""The only place that asks what hardware there is."""
+"""What torch says of the hardware; `host.py` is without it."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
+
+from sglang.srt.host import available_bytes, num_cores
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,11 @@ class Platform:
         has_cuda = torch.cuda.is_available()
         return cls(
             device="cuda" if has_cuda else "cpu",
-            num_cores=len(os.sched_getaffinity(0)),
-            available_host_bytes=_available_host_bytes(),
+            num_cores=num_cores(),
+            available_host_bytes=available_bytes(),
             device_name=torch.cuda.get_device_name() if has_cuda else "cpu",
             capability=torch.cuda.get_device_capability() if has_cuda else None,
         )
-
-
-def driver_version() -> str:
-    """Of NVIDIA's kernel module; empty without one, or where the system does not say."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    return text.split("\n")[0].strip()
 
 
 @cache
@@ -112,29 +103,3 @@ def free_bytes(device: str) -> int:
     """Bytes of an accelerator's memory that nobody has taken."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free)
-
-
-def _available_host_bytes() -> int:
-    """The smaller of MemAvailable and what the control group leaves."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        available = _first_numbers(meminfo.read_text()).get("MemAvailable:", available >> 10) << 10
-    return min(available, bytes_left(Path("/sys/fs/cgroup"), available))
-
-
-def bytes_left(group: Path, without_limit: int) -> int:
-    """Reads what a control group may still take. Pages of files are counted as its use, and given
-    back when others are needed: those of a checkpoint just read may fill it."""
-    limit = group / "memory.max"
-    if not limit.exists() or not (text := limit.read_text().strip()).isdigit():
-        return without_limit
-    pages = _first_numbers((group / "memory.stat").read_text())
-    of_files = pages.get("inactive_file", 0) + pages.get("active_file", 0)
-    return int(text) - int((group / "memory.current").read_text()) + of_files
-
-
-def _first_numbers(text: str) -> dict[str, int]:
-    """The number behind the first word of each line."""
-    lines = (line.split() for line in text.splitlines())
-    return {words[0]: int(words[1]) for words in lines}

@@ -70,6 +70,37 @@ ATTENTION_BACKENDS = Registry(
         "triton": "sglang.srt.layers.attention.triton_backend:TritonBackend",
     },
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionLimits:
+    """What is known of an attention backend before it is loaded.
+
+    Attributes:
+        dtypes: names in torch.
+        max_mask_entries: see `AttentionCapabilities`.
+        package: Python package that it imports; empty for none.
+    """
+
+    devices: frozenset[str]
+    dtypes: frozenset[str]
+    max_mask_entries: int | None = None
+    package: str = ""
+
+
+_ALL_DTYPES = frozenset({"float32", "bfloat16", "float16"})
+# Flags are checked by these before anything starts. A backend that is not here is asked when it is
+# loaded.
+ATTENTION_LIMITS = {
+    "flashinfer": AttentionLimits(
+        devices=frozenset({"cuda"}),
+        dtypes=_ALL_DTYPES - {"float32"},
+        max_mask_entries=1 << 29,  # of a byte each; FlashInfer counts them in 32 bits
+        package="flashinfer",
+    ),
+    "torch_native": AttentionLimits(devices=frozenset({"cpu", "cuda"}), dtypes=_ALL_DTYPES),
+    "triton": AttentionLimits(devices=frozenset({"cuda"}), dtypes=_ALL_DTYPES),
+}
 DEFAULT_ATTENTION_BACKENDS = {"cpu": "torch_native", "cuda": "triton"}  # by device
 OPERATIONS = {
     "torch": Operations(

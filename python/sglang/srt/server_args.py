@@ -18,13 +18,14 @@ from sglang.srt.argument_parsing import (
     sglang_section,
 )
 from sglang.srt.flag_values import check_finite, flag
-from sglang.srt.model_config import DTYPES
+from sglang.srt.model_config import DTYPE_ALIASES, DTYPES
 from sglang.srt.registry import ATTENTION_BACKENDS
 from sglang.srt.sglang_arguments import TakesSGLangArguments, all_arguments
+from sglang.srt.speculation_args import SpeculationArgs
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerArgs(metaclass=TakesSGLangArguments):
+class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
     """What the user asked for. `None` means: let `runtime_config` decide.
 
     Raises:
@@ -89,8 +90,9 @@ class ServerArgs(metaclass=TakesSGLangArguments):
     dtype: str = flag(
         "auto",
         "`auto` is the checkpoint's type on a GPU and float32 on a CPU.",
-        choices=("auto", *DTYPES),
+        choices=("auto", *DTYPES, *DTYPE_ALIASES),
     )
+    weight_version: str = flag("default", "Label of the weights, until an update changes it.")
     context_length: int | None = flag(None, "Tokens per request; default: config.json's.")
     sampling_defaults: str = flag(
         "model",
@@ -215,105 +217,6 @@ class ServerArgs(metaclass=TakesSGLangArguments):
         ' \'{"mtp_enabled": true, "mtp_verify": true, "mtp_k": 8}\'.',
     )
 
-    # Speculative decoding
-    speculative_algorithm: str | None = flag(
-        None,
-        "What drafts, instead of multi-token prediction: a head (`EAGLE` or `EAGLE3`), a smaller"
-        " model (`STANDALONE`) or earlier text (`NGRAM`). Default: none.",
-        section="Speculative decoding",
-    )
-    speculative_draft_model_path: str | None = flag(
-        None,
-        "Directory, or name on the hub, of the head, which was trained for this model, or of the"
-        " smaller model with the same tokenizer.",
-        aliases=("--speculative-draft-model",),
-    )
-    speculative_draft_model_revision: str | None = flag(
-        None, "Branch, tag or commit of a --speculative-draft-model-path on the hub; default: main."
-    )
-    speculative_num_steps: int | None = flag(
-        None, "Tokens drafted one behind the other per step of the model; default: 3, of trees 5."
-    )
-    speculative_eagle_topk: int | None = flag(
-        None, "Drafts that follow each draft; 1, the default, drafts chains, more trees."
-    )
-    speculative_num_draft_tokens: int | None = flag(
-        None,
-        "Tokens that a step verifies; of chains --speculative-num-steps + 1, of trees 8, NGRAM 12.",
-    )
-    speculative_token_map: str | None = flag(
-        None,
-        "File with the only token ids that the head drafts: a list in .json, or .safetensors with"
-        " one tensor.",
-    )
-    speculative_load_aware: str | None = flag(
-        None,
-        "Draft fewer tokens, or none, where more would cost more time than they save; outputs are"
-        " the same. `off` always drafts --speculative-num-steps. Default: on.",
-        choices=("on", "off"),
-    )
-    speculative_adaptive: bool = flag(
-        False,
-        "Draft more or fewer tokens as drafts are right or wrong, by the batch's size;"
-        " instead of --speculative-load-aware.",
-    )
-    speculative_adaptive_config: str | None = flag(
-        None,
-        "What --speculative-adaptive goes by: `conservative` (the default), `aggressive`, or a JSON"
-        " file of your own (docs/adaptive.md).",
-    )
-    speculative_adaptive_strategy: str | None = flag(
-        None,
-        "`ema`, the default: by an average of right drafts. `throughput`: by what rounds were"
-        " measured to cost too; without a configuration, from 0 to 7 drafts, or to"
-        " --speculative-num-steps if that is more.",
-        choices=("ema", "throughput"),
-    )
-    tile_spec: bool = flag(
-        False,
-        "Verify only as many drafts of a step as pay by the measured times of its rows, the"
-        " likeliest of all requests; outputs are the same (docs/tilespec.md).",
-    )
-    tile_spec_cache_dir: str | None = flag(
-        None, "Where --tile-spec keeps measured times; default: tile_spec/cache."
-    )
-    speculative_accept_threshold_single: float = flag(
-        1.0,
-        "0 to 1: a draft of a sampled request is accepted if the model gives it this probability;"
-        " below 1 outputs no longer follow the model's distribution.",
-    )
-    speculative_accept_threshold_acc: float = flag(
-        1.0,
-        "0 to 1: a draft of a sampled request is accepted with its probability divided by this;"
-        " likewise.",
-    )
-    speculative_ngram_max_trie_depth: int = flag(18, "NGRAM: tokens of a match at most.")
-    speculative_ngram_max_bfs_breadth: int = flag(
-        1, "NGRAM: branches behind the shortest matches; 1: chains, more: trees."
-    )
-    speculative_ngram_min_bfs_breadth: int = flag(
-        1, "NGRAM: branches behind matches of --speculative-ngram-max-trie-depth."
-    )
-    speculative_ngram_match_type: str = flag(
-        "BFS",
-        "NGRAM: of equally long matches the latest (`BFS`), or the most frequent token (`PROB`).",
-        choices=("BFS", "PROB"),
-    )
-    speculative_ngram_capacity: int | None = flag(
-        None, "NGRAM: tokens of ended requests, searched."
-    )
-    speculative_ngram_external_corpus_path: str | None = flag(
-        None,
-        "NGRAM: file of texts that all requests may draft from; each line is a JSON string, or an"
-        ' object with a "text".',
-    )
-    speculative_ngram_external_corpus_max_tokens: int = flag(
-        10_000_000, "NGRAM: tokens of that file at most; with more the server does not start."
-    )
-    speculative_ngram_external_sam_budget: int = flag(
-        0, "NGRAM: drafts of a request and step that come from that file at most; 0: no bound."
-    )
-
     # Limits of one HTTP request
     unknown_fields: str | None = flag(
         None,
@@ -353,9 +256,18 @@ class ServerArgs(metaclass=TakesSGLangArguments):
         choices=("debug", "info", "warning", "error", "critical"),
         section="Logging",
     )
-    log_requests: bool = flag(False, "Write one JSON line at the end of each request.")
+    decode_log_interval: int | None = flag(
+        None,
+        "Steps with decodes between two lines on the running batch; 0: none. Default: by time.",
+    )
+    log_requests: bool = flag(False, "Write one line at the end of each request.")
     log_requests_level: int = flag(
         0, "0: figures and labels; 1: sampling parameters too; 2: prompts and outputs too."
+    )
+    log_requests_format: str = flag(
+        "json",
+        "`json`: one object per line; `text`: name=value.",
+        choices=("json", "text"),
     )
     log_requests_target: str = flag("stdout", "`stdout`, or a file to append to.")
 

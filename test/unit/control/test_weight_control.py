@@ -535,6 +535,17 @@ def test_labels_split_exactly_where_the_weights_changed(kind: str, mode: str) ->
     assert len(set(cuts)) == 3
 
 
+def test_the_first_label_is_that_of_the_flag() -> None:
+    harness = Harness(weight_version="step-7")
+    req_id = harness.start(2)
+    assert harness.state["weight_version"] == "step-7"
+    harness.pause("in_place")
+    assert harness.status.weight_version == "step-7"
+    harness.resume()
+    harness.run()
+    assert spans(harness, req_id) == [("step-7", 0)]
+
+
 def test_a_waiting_request_gets_the_label_of_its_first_token() -> None:
     harness = Harness(max_running_requests=1)
     harness.start(2)

@@ -116,7 +116,8 @@ def test_abort_of_an_unknown_name_is_no_error(server: Server) -> None:
     assert not server.sent
 
 
-def test_message_of_an_abort_travels_with_it(server: Server) -> None:
+@pytest.mark.parametrize("name", ["abort_message", "aborted_message"])
+def test_message_of_an_abort_travels_with_it(server: Server, name: str) -> None:
     server.held = {TokenizedGenerateReqInput, AbortReq}
 
     async def scenario() -> tuple[httpx.Response, httpx.Response]:
@@ -124,7 +125,7 @@ def test_message_of_an_abort_travels_with_it(server: Server) -> None:
         request = asyncio.create_task(server.send("POST", "/generate", json=body))
         while not server.sent:
             await asyncio.sleep(0.01)
-        abort = {"rid": "job", "prefix": True, "abort_message": "too old"}
+        abort = {"rid": "job", "prefix": True, name: "too old"}
         answer = await server.send("POST", "/abort_request", json=abort)
         reason = FinishReason(type="abort", message=server.sent[-1].aborted_message)
         output = ReqTextOutput(server.sent[0].req_id, "", [], reason, 3, 0, 0, 0)
@@ -408,6 +409,8 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         ({"rid": "x" * 257}, "rid"),
         ({"rid": "x", "abort_message": 1}, "abort_message"),
         ({"rid": "x", "abort_message": "m" * 513}, "abort_message"),
+        ({"rid": "x", "aborted_message": "m" * 513}, "aborted_message"),
+        ({"rid": "x", "abort_message": "a", "aborted_message": "b"}, "aborted_message"),
         ({"rid": "x", "torch_empty_cache": True}, "torch_empty_cache"),
     ],
     "/update_weights_from_disk": [

@@ -87,9 +87,16 @@ def test_variables_reach_the_template(tokenizer: Tokenizer, qwen: ChatSettings) 
     plain = ChatTemplates(TemplateFiles({"default": PLAIN}))
     assert chat(tokenizer, plain, reasoning_effort="low").prompt.endswith("assistant: low")
     plain.close()
-    refused(tokenizer, qwen, "reasoning_effort", reasoning_effort="low")
     kwargs = {"messages": []}
     refused(tokenizer, qwen, "chat_template_kwargs.messages", chat_template_kwargs=kwargs)
+
+
+@pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh", 0.5])
+def test_a_template_that_reads_no_effort_goes_on_as_without(
+    tokenizer: Tokenizer, qwen: ChatSettings, effort: str | float
+) -> None:
+    found = chat(tokenizer, qwen, reasoning_effort=effort)
+    assert found.prompt == chat(tokenizer, qwen).prompt
 
 
 def test_ids_stand_for_messages(tokenizer: Tokenizer, plain: ChatTemplates) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +14,20 @@ import pytest
 from huggingface_hub import constants
 
 from fake_hub import fake_hub, lay_out, reach
+from scheduler_infos import scheduler_info
 from serving_utils import make_model_dir
 from sglang import Engine, launch_server
 from sglang.srt.entrypoints import server_process
+from sglang.srt.entrypoints.launch import FrontendChannels
+from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
 from sglang.srt.entrypoints.server_process import run_server
+from sglang.srt.entrypoints.server_state import ServerState
+from sglang.srt.messages.ipc import IpcAddresses
+from sglang.srt.model_config import load_model_config
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.tokenizer import load_tokenizer
+
+INFO = scheduler_info(context_len=50)
 
 
 @pytest.fixture
@@ -146,3 +157,20 @@ def test_an_interrupted_download_ends_the_start_with_one_line(
     monkeypatch.setattr(server_process, "run_server", interrupt)
     assert launch_server.main(["--model-path", "owner/model"]) == 130
     check_one_line(capsys.readouterr().err, "interrupted")
+
+
+def test_the_label_of_the_weights_is_known_before_the_scheduler_says_anything() -> None:
+    args = ServerArgs(model_path="demo", weight_version="step-7")
+    state = ServerState(args, load_model_config("demo"))
+    assert state.weight_version == "step-7"
+    addresses, directory = IpcAddresses.create()
+
+    async def version() -> str:
+        channels = FrontendChannels(addresses)
+        tokenizer, limits = load_tokenizer(state.model_config.path), limits_from_flags(args, INFO)
+        state.manager = channels.make_manager(tokenizer, limits, weight_version=args.weight_version)
+        channels.close()
+        return state.weight_version
+
+    assert asyncio.run(version()) == "step-7"
+    shutil.rmtree(directory)

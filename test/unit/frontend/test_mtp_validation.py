@@ -50,6 +50,13 @@ def check(params: dict[str, Any], preferred: str | None = None) -> SamplingParam
         ({**ADAPT, "mtp_conf_threshold": 0.9}, 3, 0.9),
         ({**ADAPT, "mtp_verify": False}, 3, 0.9),
         ({**VERIFY, "mtp_strategy": ["conf_adapt", 0.5]}, 3, 0.5),
+        ({**ON, "mtp_strategy": "static"}, 3, 0.0),
+        ({**ON, "mtp_strategy": "conf_adapt", "mtp_conf_threshold": 0.25}, 3, 0.25),
+        ({**ON, "mtp_strategy": "conf_adapt:0.7"}, 3, 0.7),
+        ({**ON, "mtp_strategy": " conf_adapt : 1 "}, 3, 1.0),
+        ({**ON, "mtp_strategy": '["conf_adapt", 0.7]'}, 3, 0.7),
+        ({**ON, "mtp_strategy": '["static"]'}, 3, 0.0),
+        ({**ON, "mtp_strategy": '"conf_adapt:0.7"'}, 3, 0.7),
     ],
     ids=str,
 )
@@ -98,8 +105,20 @@ def test_biases_and_samples_are_allowed_unverified(more: dict[str, Any]) -> None
         ({**ON, "mtp_k": 2**80}, "mtp_k", "64 bits"),
         ({**ON, "mtp_k": True}, "mtp_k", "expected int"),
         ({**ON, "mtp_k": 2.5}, "mtp_k", "expected int"),
-        ({**ON, "mtp_strategy": "static"}, "mtp_strategy", 'must be ["static"]'),
-        ({**ON, "mtp_strategy": "conf_adapt"}, "mtp_strategy", 'must be ["static"]'),
+        ({"mtp_strategy": "static"}, "mtp_strategy", "needs mtp_enabled"),
+        ({**ON, "mtp_strategy": "conf_adapt"}, "mtp_strategy", "needs a threshold"),
+        ({**ON, "mtp_strategy": "conf_adapt:2"}, "mtp_strategy", "in [0, 1]"),
+        ({**ON, "mtp_strategy": "conf_adapt:nan"}, "mtp_strategy", "in [0, 1]"),
+        ({**ON, "mtp_strategy": "static:0.5"}, "mtp_strategy", "takes no threshold"),
+        ({**ON, "mtp_strategy": '["conf_adapt", "0.9"]'}, "mtp_strategy", "in [0, 1]"),
+        *[
+            ({**ON, "mtp_strategy": text}, "mtp_strategy", 'must be ["static"]')
+            for text in ("", "greedy", "conf_adapt:", "conf_adapt:high", "conf_adapt:1:2", "null")
+        ],
+        *[
+            ({**ON, "mtp_strategy": text}, "mtp_strategy", 'must be ["static"]')
+            for text in ("{}", "0.9", '["conf_adapt", 0.9', "[" * 100_000, "\ud800")
+        ],
         ({**ON, "mtp_strategy": {}}, "mtp_strategy", 'must be ["static"]'),
         ({**ON, "mtp_strategy": []}, "mtp_strategy", 'must be ["static"]'),
         ({**ON, "mtp_strategy": ["greedy"]}, "mtp_strategy", 'must be ["static"]'),

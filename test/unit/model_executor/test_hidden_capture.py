@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from model_harness import TOLERANCE, Feeder, Model, sequence
-from sglang.srt.layers.forward_batch import NO_CAPTURE, ForwardBatch, HiddenCapture
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
 from sglang.srt.model_executor.model_runner import ForwardResult
 from utils import Setup, make_random_model, make_runner
 

@@ -12,7 +12,8 @@ import torch
 
 from fake_flashinfer import install_fake
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferBackend
-from sglang.srt.layers.forward_batch import ForwardBatch, HiddenCapture, ModelOutput
+from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
+from sglang.srt.layers.forward_options import HiddenCapture
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.mem_cache.kv_memory import KVMemory
 from sglang.srt.model_config import resolve_model_path

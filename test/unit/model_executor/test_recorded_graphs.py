@@ -17,7 +17,8 @@ import torch
 
 from recorded_graphs import ReplayableAttention, recorded_graphs, replayable_backends
 from sglang.srt.layers.attention.base_attn_backend import GraphSupport
-from sglang.srt.layers.forward_batch import NO_CAPTURE, ForwardBatch, GraphKey, HiddenCapture
+from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
+from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.model_executor.model_runner import ModelRunner

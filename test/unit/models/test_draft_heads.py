@@ -24,7 +24,8 @@ from draft_heads import (
     write_eagle3,
 )
 from sglang.srt.head_config import load_head_config, tap_layers
-from sglang.srt.layers.forward_batch import ForwardBatch, HiddenCapture
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.forward_options import HiddenCapture
 from sglang.srt.model_config import ModelPathError
 from sglang.srt.model_executor.model_runner import LoadedModel, ModelRunner
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mtp_oracle import STATIC, MTPReference, load_reference, unverified_decode, verified_decode
-from sglang.srt.mem_cache.memory_pool import row_width
+from sglang.srt.mem_cache.kv_sizing import row_width
 from sglang.srt.model_executor.model_runner import ModelRunner
 from token_table_check import checked_harness
 from utils import (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +67,20 @@ def test_close_does_not_wait_for_a_disk_that_hangs(
     assert has_closed
     assert log.num_dropped >= 2
     log._thread.join(10)
+
+
+@pytest.mark.parametrize("line_format", ["json", "text"])
+def test_no_client_forges_a_line(tmp_path: Path, line_format: str) -> None:
+    path = tmp_path / "log"
+    log = RequestLog(str(path), 0, line_format)
+    log.write({"rid": 'a\nrid="b"', "tokens": 3})
+    log.close()
+    (line,) = path.read_text().splitlines()
+    if line_format == "json":
+        fields = json.loads(line)
+        assert fields.pop("time") > 0
+        assert fields == {"rid": 'a\nrid="b"', "tokens": 3}
+    else:
+        when, _, rest = line.partition("] ")
+        assert time.strptime(when, "[%Y-%m-%d %H:%M:%S")
+        assert rest == r'rid="a\nrid=\"b\"" tokens=3'

@@ -14,9 +14,8 @@ from sglang.srt.environ import Environ
 from sglang.srt.processes.runtime_config import RuntimeConfig
 from sglang.srt.processes.worker_factory import drafter_models
 from sglang.srt.speculative.adaptive_config import CONFIG_FLAG, MAX_BATCH_SIZE
-from sglang.srt.speculative.adaptive_runtime_state import ALL_BATCH_SIZES
-from sglang.srt.speculative.eagle_worker import EagleConfig
-from sglang.srt.speculative.round_planner import RoundOptions
+from sglang.srt.speculative.drafter_configs import EagleConfig
+from sglang.srt.speculative.round_options import ALL_BATCH_SIZES, RoundOptions
 from speculation_flags_cases import refusal, resolved
 
 FILE = "steps.json"  # of the case's entries
@@ -127,7 +126,7 @@ def test_slots_of_the_file_reach_the_policy(target: Path, head: str) -> None:
     config = resolved(target, draft_model_path=head, adaptive_config=FILE, **ON)
     adaptive = options_of(config).tier_options.adaptive
     assert adaptive is not None
-    assert adaptive.ema_alpha == 0.5
+    assert [slot.ema_alpha for slot in adaptive.slots] == [0.5, 0.5]
     assert [slot.candidate_steps for slot in adaptive.slots] == [(0, 1, 2), (0, 5)]
 
 

@@ -13,7 +13,7 @@ from draft_heads import write_eagle, write_eagle3
 from drafter_checks import make_drafter_runners
 from sglang.srt.environ import Environ
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
-from sglang.srt.model_executor.draft_tree_passes import TreeShape
+from sglang.srt.model_executor.draft_shapes import TreeShape
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.runtime_config import RuntimeConfig, with_drafter
 from sglang.srt.processes.worker_factory import drafter_models, make_worker
@@ -153,7 +153,8 @@ def test_a_backend_without_masks_is_refused(
     change_torch_native(monkeypatch, tree_masks=False)
     head = str(write_eagle(tmp_path))
     flags = {"algorithm": "EAGLE", "draft_model_path": head}
-    assert "--attention-backend torch_native has no masks" in refusal(target, **flags, eagle_topk=2)
+    said = refusal(target, is_early=False, **flags, eagle_topk=2)
+    assert "--attention-backend torch_native has no masks" in said
     resolved(target, **flags)
 
 

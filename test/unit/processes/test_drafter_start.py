@@ -26,7 +26,7 @@ from sglang.srt.processes import scheduler_process
 from sglang.srt.processes.runtime_config import RuntimeConfig, resolve, with_drafter
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.speculative.drafter_options import DrafterConfig
 from utils import make_random_model
 
 NUM_DRAFTS, CONTEXT, PAGE_SIZE, BUDGET = 3, 100, 16, 130_000

@@ -13,8 +13,8 @@ from serving_utils import VOCAB_SIZE, make_model_dir
 from sglang.srt.model_config import load_model_config
 from sglang.srt.processes.ngram_corpus import corpus_from_flags
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.ngram_memory import NOT_A_TOKEN
-from sglang.srt.speculative.ngram_worker import NgramConfig
+from sglang.srt.speculative.drafter_configs import NgramConfig
+from sglang.srt.speculative.ngram_texts import NOT_A_TOKEN
 from sglang.srt.tokenizer import load_tokenizer
 from speculation_flags_cases import refusal, resolved
 
@@ -40,11 +40,14 @@ def corpus_of(model: Path, content: str | bytes, folder: Path, **flags: Any) -> 
     return config.options.corpus
 
 
-def said_of(model: Path, content: str | bytes, folder: Path, **flags: Any) -> str:
+def said_of(
+    model: Path, content: str | bytes, folder: Path, is_early: bool = False, **flags: Any
+) -> str:
+    """The refusal, which comes before any process starts for a first line alone."""
     path = folder / "corpus.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     given = {"algorithm": "NGRAM", "ngram_external_corpus_path": str(path), **flags}
-    return refusal(model, **given)
+    return refusal(model, is_early, **given)
 
 
 def lines(values: list[Any]) -> str:
@@ -118,7 +121,7 @@ def test_a_budget_of_nothing_is_no_bound(model: Path, tmp_path: Path, budget: in
 def test_what_is_no_corpus_is_refused(
     model: Path, content: str | bytes, said: str, tmp_path: Path
 ) -> None:
-    text = said_of(model, content, tmp_path)
+    text = said_of(model, content, tmp_path, is_early="line 1" in said)
     assert text.startswith(f"{PATH} '{tmp_path / 'corpus.jsonl'}'")
     assert said in text
 
@@ -144,7 +147,7 @@ def test_files_that_cannot_be_read_are_refused(model: Path, tmp_path: Path) -> N
 def test_numbers_that_mean_nothing_are_refused(
     model: Path, flag: str, value: int, said: str, tmp_path: Path
 ) -> None:
-    assert said in said_of(model, lines(TEXTS), tmp_path, **{flag: value})
+    assert said in said_of(model, lines(TEXTS), tmp_path, True, **{flag: value})
 
 
 def test_a_model_without_a_tokenizer_can_have_no_corpus(target: Path, tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ import torch
 from sglang.srt.environ import Environ
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.processes.worker_factory import drafter_models
-from sglang.srt.speculative.confirm import AcceptThresholds
-from sglang.srt.speculative.ngram_ops import NgramLimits
-from sglang.srt.speculative.ngram_worker import NgramConfig, num_branches
+from sglang.srt.speculative.drafter_configs import NgramConfig, NgramLimits
+from sglang.srt.speculative.drafter_options import AcceptThresholds
+from sglang.srt.speculative.ngram_worker import num_branches
 from speculation_flags_cases import refusal, resolved
 
 BREADTH = "--speculative-ngram-max-bfs-breadth"
@@ -176,6 +176,6 @@ def test_attention_without_trees_is_refused_with_the_flag_that_helps(
 ) -> None:
     without = replace(TorchNativeBackend.capabilities(), tree_masks=False)
     monkeypatch.setattr(TorchNativeBackend, "capabilities", lambda: without)
-    text = refusal(target, algorithm="NGRAM", ngram_max_bfs_breadth=2)
+    text = refusal(target, is_early=False, algorithm="NGRAM", ngram_max_bfs_breadth=2)
     assert f"{BREADTH} 1" in text
     assert resolved(target, algorithm="NGRAM", ngram_max_bfs_breadth=1).drafter is not None

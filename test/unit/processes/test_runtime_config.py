@@ -12,19 +12,23 @@ import pytest
 import torch
 
 from sglang.srt.environ import Environ
-from sglang.srt.layers.forward_batch import HiddenCapture
-from sglang.srt.mem_cache.memory_pool import row_width
+from sglang.srt.host import Host
+from sglang.srt.layers.forward_options import HiddenCapture
+from sglang.srt.mem_cache.kv_sizing import row_width
 from sglang.srt.model_config import ModelConfig, load_model_config, resolve_model_path
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.platform import Platform, memory_for
 from sglang.srt.processes.config_error import ConfigError
-from sglang.srt.processes.runtime_config import (
+from sglang.srt.processes.flag_checks import (
     CPU_KV_MAX_BYTES,
     CPU_KV_SHARE,
-    DEFAULT_MAX_STEP_MS,
-    GPU_STATIC_SHARE,
     MAX_CHUNKS,
     MAX_CPU_THREADS,
+    check_flags,
+)
+from sglang.srt.processes.runtime_config import (
+    DEFAULT_MAX_STEP_MS,
+    GPU_STATIC_SHARE,
     MAX_GRAPH_ROWS,
     NO_DRAFTS,
     RuntimeConfig,
@@ -49,10 +53,11 @@ from sglang.srt.registry import (
 )
 from sglang.srt.scheduling.prompt_budget import BoundedBudget
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.drafter import DrafterConfig, DrafterNeeds
+from sglang.srt.speculative.drafter_options import DrafterConfig, DrafterNeeds
 from utils import make_random_llama
 
 GIB = 1 << 30
+HOST = Host(devices=frozenset({"cpu"}), num_cores=4, available_bytes=8 * GIB)
 PLATFORM = Platform(device="cpu", num_cores=4, available_host_bytes=8 * GIB, device_name="cpu")
 
 
@@ -85,6 +90,10 @@ def refusal(model: ModelConfig, **flags: Any) -> str:
     with pytest.raises(ConfigError) as error:
         resolved(model, **flags)
     assert "\n" not in str(error.value)
+    args = ServerArgs(model_path=str(model.path), **flags)
+    with pytest.raises(ConfigError) as early:
+        check_flags(args, model, Environ(), HOST)
+    assert str(early.value) == str(error.value)
     return str(error.value)
 
 
@@ -218,6 +227,21 @@ def test_memory_that_is_not_there_says_for_what_and_how_to_help(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
     with pytest.raises(ValueError, match="as it is"), memory_for("the weights", "Take less."):
         raise ValueError("as it is")
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("half", "float16"), ("float", "float32")])
+def test_a_type_has_its_other_name_too(model: ModelConfig, name: str, dtype: str) -> None:
+    assert resolved(model, dtype=name).execution.dtype == dtype
+
+
+def test_what_the_log_and_clients_are_told_reaches_the_scheduler(model: ModelConfig) -> None:
+    config = resolved(model, decode_log_interval=7, weight_version="step-7").scheduler
+    assert (config.decode_log_interval, config.weight_version) == (7, "step-7")
+
+
+@pytest.mark.parametrize("version", ["", "x" * 129, "a\nb"])
+def test_a_label_that_updates_could_not_give_is_refused(model: ModelConfig, version: str) -> None:
+    assert "--weight-version" in refusal(model, weight_version=version)
 
 
 def test_defaults_on_a_cpu(model: ModelConfig) -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from draft_heads import EAGLE, EAGLE3, write_eagle, write_eagle3
 from sglang.srt.environ import Environ
-from sglang.srt.layers.forward_batch import HiddenCapture
+from sglang.srt.layers.forward_options import HiddenCapture
 from sglang.srt.processes.worker_factory import drafter_models
-from sglang.srt.speculative.confirm import AcceptThresholds
-from sglang.srt.speculative.eagle_worker import EagleConfig
+from sglang.srt.speculative.drafter_configs import EagleConfig
+from sglang.srt.speculative.drafter_options import AcceptThresholds
 from speculation_flags_cases import refusal, resolved
 
 WRITERS = {"EAGLE": write_eagle, "EAGLE3": write_eagle3}

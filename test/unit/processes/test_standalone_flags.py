@@ -14,11 +14,11 @@ from test_drafter_start import args_for, started, tokens_of
 
 from draft_heads import write_eagle, write_eagle3
 from sglang.srt.draft_model_config import check_same_tokens, first_difference
-from sglang.srt.layers.forward_batch import HiddenCapture
+from sglang.srt.layers.forward_options import HiddenCapture
 from sglang.srt.model_config import DEMO_MODELS_DIR, ModelPathError
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.processes.worker_factory import drafter_models
-from sglang.srt.speculative.standalone_worker import StandaloneConfig
+from sglang.srt.speculative.drafter_configs import StandaloneConfig
 from speculation_flags_cases import refusal, resolved
 from utils import make_random_llama, make_random_model
 

@@ -14,9 +14,9 @@ from sglang.srt.model_config import load_model_config
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.runtime_config import RuntimeConfig, resolve
 from sglang.srt.server_args import ServerArgs, parse_cli
-from sglang.srt.speculative.eagle_worker import EagleConfig
-from sglang.srt.speculative.round_planner import RoundOptions
-from sglang.srt.step.row_division import MAX_REQUESTS
+from sglang.srt.speculative.drafter_configs import EagleConfig
+from sglang.srt.speculative.round_options import RoundOptions
+from sglang.srt.step.step_sizes import MAX_REQUESTS
 from speculation_flags_cases import PLATFORM
 
 

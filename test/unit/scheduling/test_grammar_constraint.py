@@ -19,7 +19,7 @@ from sglang.srt.messages.control import AbortReq
 from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.processes.worker_factory import make_worker
 from sglang.srt.registry import DRAFTERS
-from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step.worker import Worker
 from sglang.srt.tokenizer import load_tokenizer
 from storm_grammars import CountedGrammars

@@ -18,14 +18,11 @@ from sglang.srt.speculative.adaptive_config import (
     AdaptiveConfig,
     parse_adaptive_config,
 )
-from sglang.srt.speculative.adaptive_runtime_state import (
-    ALL_BATCH_SIZES,
-    AdaptiveController,
-    runtime_states,
-)
+from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
+from sglang.srt.speculative.round_options import ALL_BATCH_SIZES, TierOptions, runtime_states
 from sglang.srt.speculative.round_prices import UpcomingRound
-from sglang.srt.speculative.tier_policy import RoundOutcome, TierOptions, TierParts, same_size
+from sglang.srt.speculative.tier_policy import RoundOutcome, TierParts, same_size
 from simulated_rounds import LAG
 
 EACH_ROUND = {"ema_alpha": 1, "warmup_batches": 0, "update_interval": 1}

@@ -28,6 +28,8 @@ from sglang.srt.speculative.adaptive_spec_params import (
     next_steps,
 )
 
+PACE: dict[str, Any] = {"ema_alpha": 1, "warmup_batches": 0, "update_interval": 1}
+
 
 def slot(*candidates: int, up: float = 0.0, down: float = 0.0, coeff: float = 0.0) -> AdaptiveSlot:
     return AdaptiveSlot(
@@ -36,14 +38,14 @@ def slot(*candidates: int, up: float = 0.0, down: float = 0.0, coeff: float = 0.
         up_hysteresis=up,
         down_hysteresis=down,
         ceiling_coeff=coeff,
+        **PACE,
     )
 
 
 def config(**entries: Any) -> AdaptiveConfig:
     """Slots are `b1=...`, `b8=...`; each round decides and the average is the last round's mean."""
-    pace = {"ema_alpha": 1, "warmup_batches": 0, "update_interval": 1}
     named = {key.removeprefix("b") if key[1:].isdigit() else key: entries[key] for key in entries}
-    return parse_adaptive_config(json.dumps(pace | named).encode(), "FILE")
+    return parse_adaptive_config(json.dumps(PACE | named).encode(), "FILE")
 
 
 def params(initial_steps: int, **entries: Any) -> AdaptiveSpeculativeParams:
@@ -418,20 +420,18 @@ def test_decisions_are_those_of_the_rule(entry: AdaptiveSlot, data: st.DataObjec
     assert next_steps(entry, current, ema) == read_decision(entry, current, Fraction(ema))
 
 
-def replayed(
-    entry: AdaptiveSlot, pace: AdaptiveConfig, initial: int, rounds: list[tuple[int, int, int]]
-) -> list[int]:
+def replayed(entry: AdaptiveSlot, initial: int, rounds: list[tuple[int, int, int]]) -> list[int]:
     """Steps after each round (steps, correct drafts of two requests) of one slot, in Fractions."""
     steps = entry.candidate_steps
     current = initial if initial in steps else sorted(steps)[len(steps) // 2]
     ema = Fraction(current - 1) if current else None
-    alpha, since_warm, after = Fraction(pace.ema_alpha), -pace.warmup_batches, []
+    alpha, since_warm, after = Fraction(entry.ema_alpha), -entry.warmup_batches, []
     for ran, *correct in rounds:
         if ran == current:
             if ran and ema is not None:
                 ema += alpha * (Fraction(sum(correct), 2) - ema)
             since_warm += 1
-            if since_warm in range(pace.update_interval, 99, pace.update_interval):
+            if since_warm in range(entry.update_interval, 99, entry.update_interval):
                 current = read_decision(entry, current, ema or Fraction(0))
                 ema = Fraction(current - 1) if ema is None and current else ema
         after.append(current)
@@ -449,15 +449,13 @@ def test_histories_lead_where_the_rule_says(
             "up_hysteresis": entry.up_hysteresis,
             "down_hysteresis": entry.down_hysteresis,
             "ceiling_coeff": entry.ceiling_coeff,
+            "ema_alpha": data.draw(st.sampled_from([0.25, 0.5, 1.0])),
+            "warmup_batches": data.draw(st.integers(0, 4)),
+            "update_interval": data.draw(st.integers(1, 3)),
         }
         for size, entry in (("b1", small), ("b8", large))
     }
-    read = config(
-        **slots,
-        ema_alpha=data.draw(st.sampled_from([0.25, 0.5, 1.0])),
-        warmup_batches=data.draw(st.integers(0, 4)),
-        update_interval=data.draw(st.integers(1, 3)),
-    )
+    read = config(**slots)
     initial = data.draw(st.integers(0, 8))
     adaptive = AdaptiveSpeculativeParams(initial, config=read)
     heard: dict[int, list[tuple[int, int, int]]] = {1: [], 8: []}
@@ -475,8 +473,8 @@ def test_histories_lead_where_the_rule_says(
         switches += adaptive.on_verify_complete(correct, size, steps=steps)
         heard[size].append((steps, *correct))
         found[size].append(adaptive.get_steps_for_batch(size))
-    for size, entry in ((1, small), (8, large)):
-        assert found[size] == replayed(entry, read, initial, heard[size])
+    for size, entry in zip((1, 8), read.slots, strict=True):
+        assert found[size] == replayed(entry, initial, heard[size])
         assert set(found[size]) <= set(entry.candidate_steps)
     assert adaptive.num_switches == switches
 
@@ -510,7 +508,8 @@ def test_presets_are_the_published_ones() -> None:
     }
     for name in PRESETS:
         read = read_adaptive_config(name)
-        assert (read.ema_alpha, read.warmup_batches, read.update_interval) == (0.2, 10, 5)
+        paces = {(s.ema_alpha, s.warmup_batches, s.update_interval) for s in read.slots}
+        assert paces == {(0.2, 10, 5)}
         assert not read.warnings()
 
 
@@ -524,7 +523,8 @@ def test_by_default_the_first_decision_follows_the_fifteenth_round() -> None:
 def test_slots_take_what_they_leave_out_from_beside_them_or_the_defaults() -> None:
     read = config(
         b1={"candidate_steps": [3, 1]},
-        b8={"candidate_steps": [1], "up_hysteresis": 0, "ceiling_coeff": 2},
+        b8={"candidate_steps": [1], "up_hysteresis": 0, "ceiling_coeff": 2, "ema_alpha": 0.5},
+        warmup_batches=4,
         up_hysteresis=0.5,
         ceiling_coeff=1.5,
     )
@@ -535,6 +535,9 @@ def test_slots_take_what_they_leave_out_from_beside_them_or_the_defaults() -> No
             up_hysteresis=0.5,
             down_hysteresis=-0.25,
             ceiling_coeff=1.5,
+            ema_alpha=1.0,
+            warmup_batches=4,
+            update_interval=1,
         ),
         AdaptiveSlot(
             min_batch_size=8,
@@ -542,6 +545,9 @@ def test_slots_take_what_they_leave_out_from_beside_them_or_the_defaults() -> No
             up_hysteresis=0.0,
             down_hysteresis=-0.25,
             ceiling_coeff=2.0,
+            ema_alpha=0.5,
+            warmup_batches=4,
+            update_interval=1,
         ),
     )
 
@@ -583,7 +589,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("{" + ONE + ', "candidate_steps": [1]}', ': "candidate_steps" is not a known key'),
     ('{"a\x7f": 1}', ': "a\\u007f" is not a known key'),
     ('{"a\\nb": 1}', ': "a\\nb" is not a known key'),
-    ('{"1": {"candidate_steps": [1], "ema_alpha": 1}}', ', slot "1": "ema_alpha" is not a known'),
+    ('{"1": {"candidate_steps": [1], "ema_alpha": 2}}', ', slot "1": ema_alpha must be a number'),
     ('{"1": {"candidate_step": [1]}}', ', slot "1": "candidate_step" is not a known key; there ar'),
     ('{"1": {}}', ', slot "1": candidate_steps is missing; give a list of different integers'),
     ('{"1": [1, 3]}', ', slot "1" must be an object, not a list.'),

@@ -14,7 +14,7 @@ from draft_heads import EAGLE, EAGLE3
 from drafted_serving import Drafted, params_of, prompts
 from eagle_models import CONTEXT
 from jumping_tier import JUMPING, RESTING, jumping_tiers
-from sglang.srt.model_executor.draft_tree_passes import TreeShape
+from sglang.srt.model_executor.draft_shapes import TreeShape
 from utils import Setup
 
 torch.set_num_threads(1)

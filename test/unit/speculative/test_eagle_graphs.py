@@ -20,7 +20,8 @@ from sglang.srt.model_executor.runner_graphs import RunnerGraphs
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.processes.runtime_config import drafter_needs
 from sglang.srt.processes.worker_factory import drafter_models
-from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig, RowPlan
+from sglang.srt.speculative.drafter import ComputedStep, RowPlan
+from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.worker import ScheduleBatch
 from sglang.srt.workers.round_graphs import RoundGraphs, VerifiedStep

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mtp_oracle import load_reference
-from sglang.srt.layers.forward_batch import HiddenCapture
+from sglang.srt.layers.forward_options import HiddenCapture
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.processes.worker_factory import make_worker
@@ -22,14 +22,14 @@ from sglang.srt.registry import DRAFTERS
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.drafter import (
     ComputedStep,
-    DrafterConfig,
-    DrafterNeeds,
     DrafterParts,
     ExtendedStep,
     RowPlan,
     verifying_plan,
 )
-from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
+from sglang.srt.speculative.drafter_options import DrafterConfig, DrafterNeeds
+from sglang.srt.step.step_sizes import StepWidth
+from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 from sglang.srt.workers.tp_worker import TpModelWorker
 from utils import SchedulerHarness, Setup, make_execution, make_random_llama
 

@@ -19,7 +19,7 @@ from sglang.srt.mtp.mask_drafter import MTPConfig
 from sglang.srt.processes.worker_factory import make_worker
 from sglang.srt.registry import LENGTH_POLICIES
 from sglang.srt.speculative.acceptance_estimate import WINDOW, Kind, Survival, with_draftless_steps
-from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.speculative.length_policy import (
     TRIAL_SHARE,
     FullLength,

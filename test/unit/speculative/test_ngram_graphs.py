@@ -16,7 +16,8 @@ from jumping_tier import JUMPING, jumping_tiers
 from ngram_serving import learnt, ngram_config
 from recorded_graphs import recorded_graphs, replayable_backends
 from round_serving import NUM_STEPS, Served, copied, right_tokens, runners, setup_of, zero
-from sglang.srt.speculative.drafter import DrafterConfig, RowPlan
+from sglang.srt.speculative.drafter import RowPlan
+from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.worker import ScheduleBatch
 from sglang.srt.workers.round_graphs import VerifiedStep

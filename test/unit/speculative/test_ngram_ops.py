@@ -13,8 +13,9 @@ from interpreted import run_interpreted
 from ngram_ops_cases import CASES, Slots, Texts, best_place, difference
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.speculative import ngram_ops
-from sglang.srt.speculative.ngram_memory import NO_TAG, NgramMemory, joined_texts
-from sglang.srt.speculative.ngram_ops import NgramLimits
+from sglang.srt.speculative.drafter_configs import NgramLimits
+from sglang.srt.speculative.ngram_memory import NO_TAG, NgramMemory
+from sglang.srt.speculative.ngram_texts import joined_texts
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import EndedText
 

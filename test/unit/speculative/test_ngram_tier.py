@@ -15,8 +15,9 @@ from sglang.srt.speculative.ngram_tier import (
     MatchedTier,
     class_of,
 )
+from sglang.srt.speculative.round_options import TierOptions
 from sglang.srt.speculative.round_prices import UpcomingRound
-from sglang.srt.speculative.tier_policy import TierOptions, TierParts
+from sglang.srt.speculative.tier_policy import TierParts
 
 MAX_DRAFTS, PLAIN_MS, LAG = 11, 4.4, 2  # steps between what a step is chosen by and its launch
 LONGEST = 18

@@ -40,7 +40,8 @@ from sglang.srt.messages.control import (
 )
 from sglang.srt.model_executor.runner_group import RunnerGroup, make_runners
 from sglang.srt.processes.worker_factory import drafter_models
-from sglang.srt.speculative.drafter import ComputedStep, DrafterConfig, ExtendedStep
+from sglang.srt.speculative.drafter import ComputedStep, ExtendedStep
+from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step.worker import NewRow
 from utils import Setup, make_execution, make_random_model
 

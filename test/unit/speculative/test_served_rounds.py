@@ -34,7 +34,7 @@ from sglang.srt.speculative.request_mix import (
     RequestMix,
 )
 from sglang.srt.speculative.rest_rule import CONTEXT_STEPS, REST_AFTER, RestRule
-from sglang.srt.speculative.round_planner import RoundOptions
+from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.speculative.round_prices import MAX_COSTS, MeasuredRounds, RoundCase, UpcomingRound
 from sglang.srt.speculative.round_times import RoundTimes
 from sglang.srt.speculative.tier_policy import LoadAwareTier

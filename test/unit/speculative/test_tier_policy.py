@@ -14,6 +14,7 @@ from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.speculative import tier_policy
 from sglang.srt.speculative.adaptive_config import parse_adaptive_config
 from sglang.srt.speculative.rest_rule import REST_AFTER
+from sglang.srt.speculative.round_options import TierOptions
 from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
 from sglang.srt.speculative.tier_policy import (
     FIRST_STEPS,
@@ -24,7 +25,6 @@ from sglang.srt.speculative.tier_policy import (
     TIMED_STEPS,
     FixedTier,
     LoadAwareTier,
-    TierOptions,
     TierParts,
     best_tier,
     hopeful_tiers,

@@ -28,7 +28,7 @@ from eagle_serving import (
 from pairwise import name_of, pairwise_cases
 from recorded_graphs import recorded_graphs, replayable_backends
 from round_serving import serving, setup_of
-from sglang.srt.model_executor.draft_tree_passes import TreeShape
+from sglang.srt.model_executor.draft_shapes import TreeShape
 from sglang.srt.speculative.drafter import ComputedStep, plan_of_drafts
 from sglang.srt.speculative.round_prices import MeasuredRounds, RoundCase
 from sglang.srt.speculative.tile_spec.budget import RoundTables, TileSpec, confirmed_nodes

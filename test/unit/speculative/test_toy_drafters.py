@@ -38,7 +38,7 @@ from sglang.srt.messages.control import (
 )
 from sglang.srt.model_executor.model_runner import ForwardResult, ModelRunner
 from sglang.srt.registry import ATTENTION_BACKENDS, DRAFTERS
-from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step import torch_step_ops
 from sglang.srt.step.draft_trees import DraftTrees
 from sglang.srt.step.step_ops import AcceptedTokens, LookaheadLayout, RowLayout

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.allocator import PageAllocator
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.mtp.mask_drafter import MTPConfig
 from sglang.srt.processes.worker_factory import make_worker
-from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.speculative.drafter_options import DrafterConfig
 from sglang.srt.step.torch_step_ops import TorchStepOps
 from utils import MTP_MAX_K, MTP_MAX_ROWS, SchedulerHarness, Setup, make_random_llama, make_runner
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from sglang.srt.layers.forward_batch import MAX_TREE_ROWS, ForwardBatch
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.forward_options import MAX_TREE_ROWS
 from sglang.srt.mem_cache.kv_memory import KVMemory
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams

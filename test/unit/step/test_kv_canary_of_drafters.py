@@ -23,7 +23,7 @@ from sglang.srt.model_executor.runner_group import make_runners
 from sglang.srt.processes.scheduler_process import make_resources
 from sglang.srt.processes.worker_factory import drafter_models, make_worker
 from sglang.srt.registry import DRAFTERS
-from sglang.srt.speculative.drafter import DrafterConfig, DrafterNeeds
+from sglang.srt.speculative.drafter_options import DrafterConfig, DrafterNeeds
 from sglang.srt.step.kv_canary import OWN, SUM, _mixed
 from utils import SchedulerHarness, Setup, make_execution, make_random_llama
 

@@ -16,15 +16,10 @@ from ngram_drafter import PLACE, NgramOptions
 from sglang.srt.processes.worker_factory import make_worker
 from sglang.srt.registry import DRAFTERS
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.drafter import DrafterConfig
+from sglang.srt.speculative.drafter_options import DrafterConfig
+from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.token_constraint import AllowedTokens, DraftedTokens
-from sglang.srt.step.worker import (
-    GenerationBatchResult,
-    HostResult,
-    ScheduleBatch,
-    StepWidth,
-    Worker,
-)
+from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch, Worker
 from utils import (
     MTP_MAX_ROWS,
     SchedulerHarness,

@@ -32,9 +32,9 @@ from round_serving import (
 from sglang.srt.control.memory_control import GRAPH_TAG
 from sglang.srt.messages.control import MemoryOccupationReq
 from sglang.srt.messages.requests import LogprobOptions
-from sglang.srt.model_executor.draft_tree_passes import TreeShape
+from sglang.srt.model_executor.draft_shapes import TreeShape
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.speculative.confirm import AcceptThresholds
+from sglang.srt.speculative.drafter_options import AcceptThresholds
 from sglang.srt.workers.round_graphs import RoundGraphs
 
 torch.set_num_threads(1)

@@ -47,6 +47,7 @@ SHARED_MEMORY_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 PauseSeconds = Annotated[float, Meta(gt=0, le=86_400)]
 Label = Annotated[str, Meta(min_length=1, max_length=128)]
+AbortMessage = Annotated[str, Meta(max_length=512)]
 TensorName = Annotated[str, Meta(min_length=1, max_length=512)]
 Dtype = Literal[
     "float32", "bfloat16", "float16", "torch.float32", "torch.bfloat16", "torch.float16"
@@ -117,18 +118,29 @@ class AbortReqInput(msgspec.Struct, kw_only=True):
 
     Attributes:
         prefix: the rid names every request whose rid begins with it.
-        abort_message: what the finish reason of the ended requests says.
+        abort_message, aborted_message: two names of what the finish reason of the ended requests
+            says.
     """
 
     rid: str | None = None
     abort_all: bool = False
     prefix: bool = False
-    abort_message: Annotated[str, Meta(max_length=512)] | None = None
+    abort_message: AbortMessage | None = None
+    aborted_message: AbortMessage | None = None
+
+    @property
+    def message(self) -> str | None:
+        """What the ended requests are told."""
+        return self.abort_message if self.aborted_message is None else self.aborted_message
 
     def check(self, max_label_chars: int) -> None:
         """The rules of several fields, and the rid's length that the server was started with."""
-        if self.abort_message is not None:
-            check_encodable("abort_message", self.abort_message)
+        texts = {"abort_message": self.abort_message, "aborted_message": self.aborted_message}
+        for name, text in texts.items():
+            if text is not None:
+                check_encodable(name, text)
+        if len({*texts.values()} - {None}) > 1:
+            raise field_error("aborted_message", "is another text than abort_message; give one")
         if self.abort_all or not (self.rid or self.prefix):
             return
         if not self.rid:

@@ -101,7 +101,7 @@ def _add_abort_and_flush(app: FastAPI, state: ServerState) -> None:
         )
         body.check(args.max_label_chars)
         aborted = state.ready_manager.abort_request(
-            body.rid, body.abort_all, body.abort_message, body.prefix
+            body.rid, body.abort_all, body.message, body.prefix
         )
         return json_response({"aborted": aborted})
 

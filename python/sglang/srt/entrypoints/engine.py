@@ -38,7 +38,7 @@ from sglang.srt.entrypoints.engine_answers import (
     sampling_fields,
 )
 from sglang.srt.entrypoints.engine_runtime import EngineRuntime
-from sglang.srt.entrypoints.launch import check_model
+from sglang.srt.entrypoints.launch import find_model
 from sglang.srt.entrypoints.launcher_parts import launch_subprocesses as _launch_subprocesses
 from sglang.srt.entrypoints.pickled_updates import (
     PickledTensors,
@@ -50,8 +50,6 @@ from sglang.srt.entrypoints.server_info import describe_server
 from sglang.srt.entrypoints.tensor_file import NamedTensors, written_tensors
 from sglang.srt.managers.tokenizer_manager import Answer
 from sglang.srt.messages.control import ControlCall, FlushCacheReqOutput
-from sglang.srt.processes.flag_bounds import check_numbers
-from sglang.srt.processes.model_folders import ModelFolders
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.refused_names import init_tokenizer_manager as init_tokenizer_manager
 from sglang.srt.utils.refused_names import run_detokenizer_process as run_detokenizer_process
@@ -76,9 +74,7 @@ class Engine:
         if server_args is not None and kwargs:
             raise ValueError("Give server_args or keyword arguments, not both.")
         self.server_args = server_args or ServerArgs(**{"log_level": "error", **kwargs})
-        check_numbers(self.server_args)
-        folders = ModelFolders.find(self.server_args)
-        tokenizer = check_model(folders.args)
+        folders, tokenizer = find_model(self.server_args)
         self.server_args = folders.with_weights()
         self._runtime = EngineRuntime(self.server_args, tokenizer)
         self._finalizer = weakref.finalize(self, self._runtime.stop)

@@ -32,4 +32,6 @@ def make_manager(
     limits = limits_from_flags(server_args, info, model)
     grammars = grammar_setup(server_args, info.vocab_size, info.eos_token_ids)
     request_log = open_request_log(server_args)
-    return channels.make_manager(tokenizer, limits, request_log, grammars, watch)
+    return channels.make_manager(
+        tokenizer, limits, request_log, grammars, watch, server_args.weight_version
+    )

@@ -17,9 +17,14 @@ import zmq
 
 from sglang.srt.constrained.grammar_check import GrammarCheck
 from sglang.srt.constrained.grammar_messages import GrammarSetup
+from sglang.srt.entrypoints.launch_error import LaunchError
+from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
+from sglang.srt.environ import Environ
 from sglang.srt.flag_values import public_fields
 from sglang.srt.frontend.request_limits import RequestLimits
+from sglang.srt.host import Host
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.messages.control import DEFAULT_WEIGHT_VERSION, EngineStatus
 from sglang.srt.messages.ipc import AsyncReceiver, ChildConfig, IpcAddresses, Receiver, Sender
 from sglang.srt.messages.requests import (
     ProcessFailed,
@@ -29,9 +34,14 @@ from sglang.srt.messages.requests import (
     ToLauncher,
     ToScheduler,
 )
-from sglang.srt.model_config import load_model_config
+from sglang.srt.model_config import ModelConfig, load_model_config
 from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.process_watch import LOOK_S, ProcessWatch
+from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.processes.end_of_text import with_tokenizer_eos
+from sglang.srt.processes.flag_bounds import check_numbers
+from sglang.srt.processes.flag_checks import check_flags, check_is_no_head
+from sglang.srt.processes.model_folders import ModelFolders
 from sglang.srt.processes.tokenizer_flags import tokenizer_folder, tokenizer_from_flags
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer
@@ -57,10 +67,6 @@ POLL_MS = 100
 TMPDIR_REMEDY = "Set TMPDIR to a writable directory with a short path."
 
 OnEnd = Callable[[str], None]
-
-
-class LaunchError(RuntimeError):
-    """The processes cannot start; the message is one line for the user."""
 
 
 class ProcessTree:
@@ -234,18 +240,32 @@ def child_environ() -> dict[str, str]:
     return {**os.environ, **CHILD_ENVIRON, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def check_model(server_args: ServerArgs) -> Tokenizer:
-    """Reads what a model directory must have for a start to make sense, before any is made.
+def find_model(server_args: ServerArgs) -> tuple[ModelFolders, Tokenizer]:
+    """Looks at the numbers of flags, then finds the folders that they name, then `check_model`.
 
     Raises:
+        ConfigError, ModelPathError, TokenizerError: what it says is one line for the user.
+    """
+    check_numbers(server_args)
+    folders = ModelFolders.find(server_args)
+    return folders, check_model(folders.args)
+
+
+def check_model(server_args: ServerArgs) -> Tokenizer:
+    """Looks at all flags, and reads what a model directory must have for a start to make sense,
+    before any process is started. No torch.
+
+    Raises:
+        ConfigError: for a flag that cannot be met.
         ModelPathError: if the model's directory or config.json cannot be read, or names an
             architecture that is not supported.
         TokenizerError: if the tokenizer cannot be read.
     """
-    config = load_model_config(server_args.model_path)
-    config.check_architecture()
+    model = load_model_config(server_args.model_path)
+    model.check_architecture()
+    check_is_no_head(model)
     tokenizer = tokenizer_from_flags(server_args)
-    beyond = {i: token for token, i in tokenizer.vocabulary().items() if i >= config.vocab_size}
+    beyond = {i: token for token, i in tokenizer.vocabulary().items() if i >= model.vocab_size}
     if beyond:
         logger.warning(
             "The tokenizer in %s has %d tokens beyond the model's vocab_size %d, such as %r. No"
@@ -253,10 +273,23 @@ def check_model(server_args: ServerArgs) -> Tokenizer:
             " --tokenizer-path.",
             tokenizer_folder(server_args),
             len(beyond),
-            config.vocab_size,
+            model.vocab_size,
             beyond[min(beyond)],
         )
+    folder = tokenizer_folder(server_args)
+    _check_before_start(server_args, with_tokenizer_eos(model, folder, tokenizer))
     return tokenizer
+
+
+def _check_before_start(server_args: ServerArgs, model: ModelConfig) -> None:
+    """Raises ConfigError for what would end the start later."""
+    try:
+        info = check_flags(server_args, model, Environ.read(), Host.probe())
+        limits_from_flags(server_args, info)
+        if log := open_request_log(server_args):
+            log.close()
+    except (LaunchError, ValueError) as error:
+        raise ConfigError(str(error)) from None
 
 
 def open_request_log(server_args: ServerArgs) -> RequestLog | None:
@@ -269,7 +302,8 @@ def open_request_log(server_args: ServerArgs) -> RequestLog | None:
         return None
     target = server_args.log_requests_target
     try:
-        return RequestLog(target, server_args.log_requests_level)
+        level, line_format = server_args.log_requests_level, server_args.log_requests_format
+        return RequestLog(target, level, line_format)
     except OSError as error:
         raise LaunchError(
             f"--log-requests-target {target} cannot be written: {error.strerror}."
@@ -300,14 +334,17 @@ class FrontendChannels:
         request_log: RequestLog | None = None,
         grammars: GrammarSetup | None = None,
         watch: ProcessWatch | None = None,
+        weight_version: str = DEFAULT_WEIGHT_VERSION,
     ) -> TokenizerManager:
         """Makes a tokenizer manager on these sockets; the log and the check end with them."""
         send, receive = self.sender.send, self.receiver.receive
         self._grammars = None if grammars is None else GrammarCheck(grammars)
         self._request_log = request_log
-        return TokenizerManager(
+        manager = TokenizerManager(
             tokenizer, limits, send, receive, request_log, self._grammars, watch
         )
+        manager.control.status = EngineStatus(weight_version=weight_version)
+        return manager
 
     def close(self) -> None:
         if self._grammars is not None:

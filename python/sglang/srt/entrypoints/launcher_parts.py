@@ -27,7 +27,7 @@ from sglang.srt.control.bodies import (
 from sglang.srt.control.body_reading import make_body
 from sglang.srt.control.inspection_bodies import StartProfileReqInput, StopProfileReqInput
 from sglang.srt.entrypoints.front_end import make_manager
-from sglang.srt.entrypoints.launch import FrontendChannels, ProcessTree, check_model
+from sglang.srt.entrypoints.launch import FrontendChannels, ProcessTree, find_model
 from sglang.srt.entrypoints.pickled_updates import check_allowed, update_from_pickles
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.frontend.errors import RequestError, ServiceError
@@ -36,8 +36,6 @@ from sglang.srt.managers.tokenizer_manager import Answer, TokenizerManager
 from sglang.srt.messages.control import ControlCall, FlushCacheReqOutput
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import load_model_config
-from sglang.srt.processes.flag_bounds import check_numbers
-from sglang.srt.processes.model_folders import ModelFolders
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.common import ServerStatus
 from sglang.srt.utils.refused_names import (
@@ -203,9 +201,7 @@ def launch_subprocesses(
         loop = asyncio.get_running_loop()
     except RuntimeError:
         raise RuntimeError(NO_LOOP) from None
-    check_numbers(server_args)
-    folders = ModelFolders.find(server_args)
-    tokenizer = check_model(folders.args)
+    folders, tokenizer = find_model(server_args)
     server_args = folders.with_weights()
     state = ServerState(server_args, load_model_config(server_args.model_path))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from sglang.srt.entrypoints.launch import LaunchError
+from sglang.srt.entrypoints.launch_error import LaunchError
 from sglang.srt.entrypoints.openai.sampling_defaults import sampling_defaults_of
 from sglang.srt.frontend.body_parsing import parse_json_object
 from sglang.srt.frontend.errors import RequestError, field_error

@@ -24,7 +24,7 @@ from sglang.srt.entrypoints.launch import (
     FrontendChannels,
     LaunchError,
     ProcessTree,
-    check_model,
+    find_model,
 )
 from sglang.srt.entrypoints.server_info import describe_start
 from sglang.srt.entrypoints.server_state import ServerState
@@ -40,8 +40,6 @@ from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelPathError, load_model_config
 from sglang.srt.processes.child_process import configure_logging
 from sglang.srt.processes.config_error import ConfigError
-from sglang.srt.processes.flag_bounds import check_numbers
-from sglang.srt.processes.model_folders import ModelFolders
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer, TokenizerError
 from sglang.srt.utils.common import set_ulimit
@@ -67,9 +65,7 @@ def run_server(server_args: ServerArgs, modules: Mapping[str, str] = CHILD_MODUL
     """
     configure_logging(server_args.log_level, "server")
     try:
-        check_numbers(server_args)
-        folders = ModelFolders.find(server_args)
-        tokenizer = check_model(folders.args)
+        folders, tokenizer = find_model(server_args)
         listener = _bind(server_args.host, server_args.port)
     except (ConfigError, ModelPathError, TokenizerError, BindError) as error:
         _say(str(error))

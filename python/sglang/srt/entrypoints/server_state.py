@@ -10,7 +10,6 @@ from pathlib import Path
 from sglang.srt.control.client import ControlClient
 from sglang.srt.frontend.errors import ServiceError
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
-from sglang.srt.messages.control import EngineStatus
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
@@ -61,8 +60,9 @@ class ServerState:
     @property
     def weight_version(self) -> str:
         """Label of the weights that serve, as far as the scheduler has said."""
-        status = EngineStatus() if self.manager is None else self.manager.control.status
-        return status.weight_version
+        if self.manager is None:
+            return self.server_args.weight_version
+        return self.manager.control.status.weight_version
 
     def become_ready(self, manager: TokenizerManager, scheduler: SchedulerInfo) -> None:
         self.startup_time_s = time.monotonic() - self.start_time

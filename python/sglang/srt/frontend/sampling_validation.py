@@ -242,6 +242,8 @@ def _complete_mtp(given: dict[str, Any], limits: RequestLimits, name: str) -> No
     if limits.mtp_max_k == 0:
         raise field_error(f"{name}.mtp_enabled", limits.mtp_refusal)
     strategy = given.get("mtp_strategy")
+    if isinstance(strategy, str):
+        strategy = given["mtp_strategy"] = _read_strategy(strategy)
     if strategy is not None and (not isinstance(strategy, list) or not strategy):
         raise field_error(f"{name}.mtp_strategy", MTP_STRATEGY_RULE)
     given.setdefault("mtp_k", min(DEFAULT_MTP_K, limits.mtp_max_k))
@@ -249,6 +251,23 @@ def _complete_mtp(given: dict[str, Any], limits: RequestLimits, name: str) -> No
         raise field_error(f"{name}.mtp_k", f"must be at most {limits.mtp_max_k} (--mtp-max-k)")
     if given.get("mtp_verify") is not True:
         given.setdefault("temperature", 0.0)
+
+
+def _read_strategy(text: str) -> list[Any]:
+    """Reads a strategy from a text: a name, `conf_adapt:0.9` or JSON. Empty for what is none."""
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        value = text
+    if not isinstance(value, str):
+        return value if isinstance(value, list) else []
+    name, separator, threshold = value.partition(":")
+    if not separator:
+        return [name.strip()]
+    try:
+        return [name.strip(), float(threshold)]
+    except ValueError:
+        return []
 
 
 def expand_samples(params: SamplingParams) -> list[SamplingParams]:

@@ -13,7 +13,6 @@ from sglang.srt.device_copies import to_device
 
 DECODE, UNIFORM, RAGGED, MIXED = "decode", "uniform", "ragged", "mixed"
 DRAFT_STEPS = "draft steps"
-MAX_TREE_ROWS = 64  # that a request may feed as a tree: one bit each
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,37 +121,6 @@ class ForwardBatch:
     tree_starts: torch.Tensor | None = None
     q_starts: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HiddenCapture:
-    """What a forward pass gives of its hidden states beside those of the rows read. A drafter asks
-    for it once, when its target's runner is made.
-
-    Attributes:
-        layers: the layers whose inputs are wanted. The input of layer i is the residual stream
-            after i layers (0: the embedding), before layer i normalizes it; transformers calls it
-            `hidden_states[i]`. It is of all T rows.
-        all_rows: the last layer computes all T rows, also those that nobody reads.
-    """
-
-    layers: tuple[int, ...] = ()
-    all_rows: bool = False
-
-    def check(self, num_layers: int) -> None:
-        """
-        Raises:
-            ValueError: if a model of `num_layers` layers has no such layer.
-        """
-        unknown = [layer for layer in self.layers if not 0 <= layer < num_layers]
-        if unknown:
-            raise ValueError(
-                f"The inputs of layers {unknown} are asked for, but the model's layers are 0 to"
-                f" {num_layers - 1}."
-            )
-
-
-NO_CAPTURE = HiddenCapture()
 
 
 class ModelOutput(NamedTuple):

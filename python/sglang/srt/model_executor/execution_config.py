@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sglang.srt.layers.forward_batch import NO_CAPTURE, HiddenCapture
+from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
 from sglang.srt.model_config import ModelConfig
-from sglang.srt.model_executor.draft_tree_passes import DraftShape
+from sglang.srt.model_executor.draft_shapes import DraftShape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from sglang.srt.head_config import check_fits
-from sglang.srt.layers.forward_batch import ForwardBatch, HiddenCapture
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.forward_options import HiddenCapture
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.layers.linear import Linear
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding

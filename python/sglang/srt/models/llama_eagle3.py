@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from sglang.srt.head_config import Eagle3Config
-from sglang.srt.layers.forward_batch import NO_CAPTURE, ForwardBatch, HiddenCapture, ModelOutput
+from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
+from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
 from sglang.srt.layers.layer_runtime import LayerRuntime
 from sglang.srt.layers.linear import Linear
 from sglang.srt.model_config import ModelConfig

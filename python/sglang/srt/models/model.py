@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from sglang.srt.layers.forward_batch import NO_CAPTURE, ForwardBatch, HiddenCapture, ModelOutput
+from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
+from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
 from sglang.srt.layers.layer_runtime import LayerRuntime
 
 

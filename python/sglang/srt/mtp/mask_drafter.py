@@ -18,17 +18,13 @@ from sglang.srt.mtp.lookahead_rows import LookaheadPlan, LookaheadRows
 from sglang.srt.mtp.mask_ops import MaskOps
 from sglang.srt.registry import LENGTH_POLICIES, load
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.drafter import (
-    ComputedStep,
-    DrafterNeeds,
-    DrafterParts,
-    ExtendedStep,
-    RowPlan,
-)
+from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, ExtendedStep, RowPlan
+from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.speculative.length_policy import LengthPolicy
 from sglang.srt.speculative.upcoming_step import Budget
 from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.worker import PLAIN_WIDTH, HostResult, NewRow, ScheduleBatch, StepWidth
+from sglang.srt.step.step_sizes import PLAIN_WIDTH, StepWidth
+from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 
 logger = logging.getLogger(__name__)
 

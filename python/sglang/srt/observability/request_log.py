@@ -1,4 +1,4 @@
-"""The request log: one JSON line at the end of each request. Off by default."""
+"""The request log: one line at the end of each request. Off by default."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ class RequestLog:
     Args:
         target: `stdout` or a file, which is appended to.
         level: 0 figures and labels; 1 sampling parameters too; 2 prompts and outputs too.
+        line_format: `json`, or `text`: the local time, then each field as name=JSON.
 
     Attributes:
         num_dropped: lines that found the queue full.
         num_failed: lines that could not be written.
     """
 
-    def __init__(self, target: str, level: int) -> None:
+    def __init__(self, target: str, level: int, line_format: str = "json") -> None:
         self.level = level
+        self._format = _text if line_format == "text" else _json
         self.num_dropped = 0
         self.num_failed = 0
         self._target = target
@@ -47,7 +49,7 @@ class RequestLog:
     def write(self, fields: dict[str, Any]) -> None:
         """Queues one line."""
         try:
-            self._lines.put_nowait(msgspec.json.encode({"time": time.time(), **fields}))
+            self._lines.put_nowait(self._format(time.time(), fields))
         except queue.Full:
             self.num_dropped += 1
 
@@ -76,3 +78,13 @@ class RequestLog:
             return
         with Path(self._target).open("a", encoding="utf-8") as file:
             file.write(line)
+
+
+def _json(now_s: float, fields: dict[str, Any]) -> bytes:
+    return msgspec.json.encode({"time": now_s, **fields})
+
+
+def _text(now_s: float, fields: dict[str, Any]) -> bytes:
+    when = time.strftime("[%Y-%m-%d %H:%M:%S]", time.localtime(now_s)).encode()
+    parts = (b"%s=%s" % (name.encode(), msgspec.json.encode(fields[name])) for name in fields)
+    return b" ".join((when, *parts))

@@ -14,10 +14,9 @@ from sglang.srt.head_config import EAGLE, EAGLE3, TOKEN_MAP, load_head_config
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.eagle_worker import EagleConfig
-from sglang.srt.speculative.round_planner import RoundOptions
+from sglang.srt.speculative.drafter_configs import EagleConfig, StandaloneConfig
+from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.speculative.spec_info import NGRAM
-from sglang.srt.speculative.standalone_worker import StandaloneConfig
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from sglang.srt.model_executor.draft_tree_passes import MAX_ROWS, TreeShape
+from sglang.srt.model_executor.draft_shapes import MAX_ROWS, TreeShape
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.server_args import ServerArgs
 

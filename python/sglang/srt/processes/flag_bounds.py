@@ -12,6 +12,7 @@ UNSPLIT = -1  # a --chunked-prefill-size: no prompt is split, as in SGLang
 AUTO = "auto"  # a --chunked-prefill-size: as many prompt tokens as the load allows
 LARGEST = 1 << 40  # of a number that nothing else bounds
 LARGEST_INT64 = (1 << 63) - 1
+MAX_LABEL_CHARS = 128  # of a label of weights
 
 ANY = (-LARGEST, LARGEST)  # of a flag that is checked where it is read, by what goes with it
 
@@ -64,6 +65,10 @@ def check_numbers(args: ServerArgs) -> None:
             f" {least} to {most}."
         )
     _check_chunks(args)
+    if not (args.weight_version.isprintable() and 1 <= len(args.weight_version) <= MAX_LABEL_CHARS):
+        raise ConfigError(
+            f"--weight-version must have 1 to {MAX_LABEL_CHARS} printable characters."
+        )
     if args.schedule_conservativeness <= 0:
         raise ConfigError("--schedule-conservativeness must be a number above 0.")
     fraction = args.mem_fraction_static

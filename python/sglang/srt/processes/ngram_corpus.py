@@ -14,7 +14,7 @@ from sglang.srt.model_config import ModelConfig
 from sglang.srt.plain_files import open_regular
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.ngram_memory import joined_texts
+from sglang.srt.speculative.ngram_texts import joined_texts
 from sglang.srt.tokenizer import TokenizerError, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,16 @@ def corpus_from_flags(args: ServerArgs, model: ModelConfig) -> np.ndarray | None
         )
     logger.info("%s: %d tokens in %d texts.", place, num_tokens, len(texts))
     return corpus
+
+
+def check_corpus(args: ServerArgs) -> None:
+    """
+    Raises:
+        ConfigError: for a file that cannot be read, or whose first text is none.
+    """
+    path = args.speculative_ngram_external_corpus_path
+    if path is not None:
+        next(_texts(path, f"{PATH_FLAG} {path!r}"), None)
 
 
 def _texts(path: str, place: str) -> Iterator[str]:

@@ -7,13 +7,11 @@ from pathlib import Path
 
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.processes.config_error import ConfigError
-from sglang.srt.processes.ngram_corpus import PATH_FLAG, corpus_from_flags
+from sglang.srt.processes.ngram_corpus import PATH_FLAG, check_corpus, corpus_from_flags
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.confirm import AcceptThresholds
-from sglang.srt.speculative.drafter import DrafterConfig
-from sglang.srt.speculative.ngram_ops import NgramLimits
-from sglang.srt.speculative.ngram_worker import NgramConfig
-from sglang.srt.speculative.round_planner import RoundOptions
+from sglang.srt.speculative.drafter_configs import NgramConfig, NgramLimits
+from sglang.srt.speculative.drafter_options import AcceptThresholds, DrafterConfig
+from sglang.srt.speculative.round_options import RoundOptions
 from sglang.srt.speculative.spec_info import MAX_NUM_STEPS, NGRAM
 
 logger = logging.getLogger(__name__)
@@ -66,6 +64,7 @@ def ngram_from_flags(
     simulates_acceptance: bool,
     tile_spec_cache: Path | None,
     tile_spec_drafts: float | None = None,
+    reads_corpus: bool = True,
 ) -> DrafterConfig:
     """The drafter.
 
@@ -73,6 +72,7 @@ def ngram_from_flags(
         model: the target.
         suppressed_token_ids, simulates_acceptance: as for `drafter_from_flags`.
         tile_spec_cache, tile_spec_drafts: see `RoundOptions`.
+        reads_corpus: False only looks whether the corpus begins as one.
 
     Raises:
         ConfigError: for flags that cannot be had; the text names the flag and the remedy.
@@ -86,6 +86,11 @@ def ngram_from_flags(
     if capacity is not None:
         capacity = _within(args, "speculative_ngram_capacity", 2, MAX_CAPACITY)
     _check_adaptive(args)
+    corpus, corpus_budget = None, _corpus_budget(args)
+    if reads_corpus:
+        corpus = corpus_from_flags(args, model)
+    else:
+        check_corpus(args)
     is_fixed = simulates_acceptance or args.speculative_load_aware == "off"
     policy = "fixed" if is_fixed else "matched"
     rounds = RoundOptions(
@@ -103,8 +108,8 @@ def ngram_from_flags(
         breadth,
         suppressed_token_ids,
         min_breadth,
-        _corpus_budget(args),
-        corpus_from_flags(args, model),
+        corpus_budget,
+        corpus,
     )
     return DrafterConfig("ngram", config, thresholds)
 

@@ -9,35 +9,39 @@ from dataclasses import dataclass, replace
 
 from sglang.srt.environ import Environ
 from sglang.srt.managers.scheduler import SchedulerConfig
-from sglang.srt.mem_cache.memory_pool import row_width
+from sglang.srt.mem_cache.kv_sizing import row_width
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.mtp.mask_drafter import MTPConfig
 from sglang.srt.platform import Platform
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.flag_bounds import UNSPLIT, check_numbers
-from sglang.srt.processes.speculation_flags import drafter_from_flags
+from sglang.srt.processes.flag_checks import (
+    MAX_CHUNKS,
+    attention_backend_of,
+    check_masks,
+    check_tables,
+    context_len_of,
+    cpu_kv_budget,
+    drafter_of,
+    dtype_of,
+    no_gpu,
+    num_threads_of,
+)
 from sglang.srt.registry import (
     ATTENTION_BACKENDS,
-    DEFAULT_ATTENTION_BACKENDS,
     DEFAULT_OPERATIONS,
     DRAFTERS,
 )
 from sglang.srt.scheduling.batch_planner import PlannerConfig
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.drafter import DrafterConfig, DrafterNeeds, DrafterType
-from sglang.srt.step.row_division import MAX_MASKS, MAX_REQUESTS
+from sglang.srt.speculative.drafter import DrafterType
+from sglang.srt.speculative.drafter_options import DrafterConfig, DrafterNeeds
+from sglang.srt.step.step_sizes import MAX_MASKS, MAX_REQUESTS
 
 GPU_STATIC_SHARE = 0.88  # of the GPU's memory for weights and KV, without --mem-fraction-static
-CPU_KV_SHARE = 0.1  # of the available host memory, without --mem-fraction-static
-CPU_KV_MAX_BYTES = 1 << 30  # likewise
-MAX_CPU_THREADS = 16  # without --num-threads
-MAX_THREADS_PER_CORE = 4
 MIN_CAPABILITY = (8, 0)  # of a CUDA GPU
 MAX_GRAPH_ROWS = 1024  # beyond, a GPU is busy for longer than the launches take
-# The most prompt tokens of a step under AUTO: with more a GPU's products get no faster, and what a
-# step needs of memory grows.
-MAX_CHUNKS = {"cpu": 2048, "cuda": 8192}
 # Without --max-step-ms. On a CPU one step of a few prompt tokens may take longer than any bound.
 DEFAULT_MAX_STEP_MS = {"cpu": 0.0, "cuda": 30.0}
 NO_DRAFTS = DrafterNeeds(max_drafts=0, max_rows=1)
@@ -79,28 +83,29 @@ def resolve(
     """
     check_numbers(args)
     device = _device(args, platform)
-    context_len = _context_len(args, model)
+    context_len = context_len_of(args, model)
+    available_bytes, backend = platform.available_host_bytes, attention_backend_of(args, device)
     captures = _captures_graphs(args, device)
     planner = _planner(args, environ, device, context_len)
     execution = ExecutionConfig(
         model=model,
         load_format=args.load_format,
         device=device,
-        dtype=_dtype(args, model, device),
-        attention_backend=_attention_backend(args, device),
+        dtype=dtype_of(args, model, device),
+        attention_backend=backend,
         page_size=args.page_size,
         max_total_tokens=args.max_total_tokens,
         max_running_requests=args.max_running_requests,
         context_len=context_len,
         row_width=row_width(context_len, NO_DRAFTS.max_slots, args.page_size),
-        kv_budget_bytes=_host_kv_budget(args, platform) if device == "cpu" else None,
+        kv_budget_bytes=cpu_kv_budget(args, available_bytes) if device == "cpu" else None,
         ops=DEFAULT_OPERATIONS[device],
         max_graph_width=1 if captures else 0,
         max_graph_rows=MAX_GRAPH_ROWS if captures else 0,
         max_prompt_rows=planner.chunked_prefill_size,
         poisons_graphs=environ.graph_poison,
         static_memory_share=args.mem_fraction_static or GPU_STATIC_SHARE,
-        num_threads=_num_threads(args, platform.num_cores),
+        num_threads=num_threads_of(args, platform.num_cores),
     )
     scheduler = SchedulerConfig(
         planner=planner,
@@ -113,6 +118,8 @@ def resolve(
         stream_interval=args.stream_interval,
         low_priority_first=args.schedule_low_priority_values_first,
         refuses_while_stopped=args.paused_requests == "reject",
+        decode_log_interval=args.decode_log_interval,
+        weight_version=args.weight_version,
     )
     config = RuntimeConfig(
         model=model,
@@ -122,7 +129,8 @@ def resolve(
     )
     drafter = _drafter(args, model, environ, device)
     config = config if drafter is None else with_drafter(config, drafter)
-    _check_tables(config.execution, platform)
+    if device == "cpu":
+        check_tables(args.max_running_requests, config.execution.row_width, available_bytes)
     return config
 
 
@@ -176,10 +184,7 @@ def with_chunks_that_fit(config: RuntimeConfig, max_prompt_rows: int) -> Runtime
 def _device(args: ServerArgs, platform: Platform) -> str:
     device = platform.device if args.device == "auto" else args.device
     if device == "cuda" and platform.device != "cuda":
-        raise ConfigError(
-            "--device cuda: torch finds no GPU here; install a torch with CUDA and check"
-            " `nvidia-smi`, or use --device cpu."
-        )
+        raise no_gpu()
     capability = platform.capability
     if device == "cuda" and capability is not None and capability < MIN_CAPABILITY:
         raise ConfigError(
@@ -188,38 +193,6 @@ def _device(args: ServerArgs, platform: Platform) -> str:
             " --device cpu."
         )
     return device
-
-
-def _context_len(args: ServerArgs, model: ModelConfig) -> int:
-    wished = args.context_length
-    if wished is None:
-        return model.context_len
-    if not 1 <= wished <= model.context_len:
-        raise ConfigError(
-            f"--context-length {wished} must be between 1 and the model's {model.context_len}."
-        )
-    return wished
-
-
-def _num_threads(args: ServerArgs, num_cores: int) -> int:
-    default, most = min(num_cores, MAX_CPU_THREADS), MAX_THREADS_PER_CORE * num_cores
-    if args.num_threads is not None and args.num_threads > most:
-        raise ConfigError(
-            f"--num-threads {args.num_threads} must be {most} at most, {MAX_THREADS_PER_CORE} for"
-            f" each of the {num_cores} cores that this process may use; without it there are"
-            f" {default}."
-        )
-    return args.num_threads or default
-
-
-def _dtype(args: ServerArgs, model: ModelConfig, device: str) -> str:
-    if args.dtype != "auto":
-        return args.dtype
-    return "float32" if device == "cpu" else model.dtype
-
-
-def _attention_backend(args: ServerArgs, device: str) -> str:
-    return args.attention_backend or DEFAULT_ATTENTION_BACKENDS[device]
 
 
 def _planner(args: ServerArgs, environ: Environ, device: str, context_len: int) -> PlannerConfig:
@@ -243,17 +216,6 @@ def _planner(args: ServerArgs, environ: Environ, device: str, context_len: int) 
     )
 
 
-def _check_tables(execution: ExecutionConfig, platform: Platform) -> None:
-    """Refuses a page table and a token table that the host has no memory for."""
-    num_bytes = 2 * 4 * execution.max_running_requests * execution.row_width
-    if execution.device == "cpu" and num_bytes > platform.available_host_bytes:
-        raise ConfigError(
-            f"--max-running-requests {execution.max_running_requests} needs {num_bytes >> 30} GiB"
-            f" for tables of {execution.row_width} tokens per request, and this host has"
-            f" {platform.available_host_bytes >> 30} GiB; lower it or --context-length."
-        )
-
-
 def _captures_graphs(args: ServerArgs, device: str) -> bool:
     return device != "cpu" and not args.disable_cuda_graph
 
@@ -263,18 +225,14 @@ def _drafter(
 ) -> DrafterConfig | None:
     """That of --speculative-algorithm, else multi-token prediction if the model has a mask token,
     which is never emitted in either case."""
-    mask = _mask_token(args, model)
-    suppressed = () if mask is None else (mask,)
-    simulates = environ.simulated_accept_len is not None
-    eagle = drafter_from_flags(args, model, suppressed, simulates, environ.tile_spec_drafts)
-    if eagle is not None or mask is None:
-        return eagle
+    mask, drafter = drafter_of(args, model, environ)
+    if drafter is not None or mask is None:
+        return drafter
     return DrafterConfig("mtp", _mtp(args, mask, environ, device))
 
 
 def _check_masks(config: RuntimeConfig, max_rows: int) -> None:
-    """Refuses trees that the attention backend has no masks for, or too large ones: prompts that
-    share a step of trees are in its masks too."""
+    """Refuses trees that the attention backend has no masks for, or too large ones."""
     execution, prompt_rows = config.execution, config.scheduler.planner.chunked_prefill_size
     backend = execution.attention_backend
     capabilities = ATTENTION_BACKENDS.load(backend).capabilities()
@@ -285,33 +243,7 @@ def _check_masks(config: RuntimeConfig, max_rows: int) -> None:
             " (--speculative-eagle-topk 1, with NGRAM --speculative-ngram-max-bfs-breadth 1)."
         )
     num_rows = prompt_rows + execution.max_running_requests * max_rows
-    most = capabilities.max_mask_entries
-    if most is not None and num_rows * execution.context_len > most:
-        raise ConfigError(
-            f"--attention-backend {backend}: masks of trees of {num_rows} rows over"
-            f" {execution.context_len} tokens have more than {most} entries; lower"
-            " --chunked-prefill-size, --max-running-requests or --context-length, or use"
-            " --attention-backend triton."
-        )
-
-
-def _mask_token(args: ServerArgs, model: ModelConfig) -> int | None:
-    mask, source = args.mtp_mask_token_id, "--mtp-mask-token-id"
-    if mask is None:
-        mask = model.hf.get("mtp_mask_token_id")
-        source = f"mtp_mask_token_id in {model.path / 'config.json'}"
-    if mask is None:
-        return None
-    if type(mask) is not int or not 0 <= mask < model.vocab_size:
-        raise ConfigError(
-            f"{source}: {mask!r} must be a token id below vocab_size {model.vocab_size}."
-        )
-    if set(model.eos_token_ids) == {mask}:
-        raise ConfigError(
-            f"{source}: {mask} is the model's only end-of-text id too, and a mask token is never"
-            " drawn, so no output would end; name another mask token."
-        )
-    return mask
+    check_masks(backend, capabilities.max_mask_entries, num_rows, execution.context_len)
 
 
 def _mtp(args: ServerArgs, mask: int, environ: Environ, device: str) -> MTPConfig:
@@ -328,16 +260,6 @@ def _mtp(args: ServerArgs, mask: int, environ: Environ, device: str) -> MTPConfi
 
 def _can_pack(args: ServerArgs, device: str) -> bool:
     """Whether the device may divide a step's rows among its requests without a wait."""
-    backend = ATTENTION_BACKENDS.load(_attention_backend(args, device))
+    backend = ATTENTION_BACKENDS.load(attention_backend_of(args, device))
     is_small = args.max_running_requests <= MAX_REQUESTS and args.mtp_max_k - 1 <= MAX_MASKS
     return is_small and bool(backend.capabilities().reads_q_starts)
-
-
-def _host_kv_budget(args: ServerArgs, platform: Platform) -> int:
-    """Bytes for the KV pool on a CPU."""
-    available = platform.available_host_bytes
-    if args.mem_fraction_static is not None:
-        return int(available * args.mem_fraction_static)
-    if args.max_total_tokens is not None:
-        return available
-    return min(int(available * CPU_KV_SHARE), CPU_KV_MAX_BYTES)

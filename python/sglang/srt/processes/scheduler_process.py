@@ -31,6 +31,7 @@ from sglang.srt.processes.child_process import (
     start_child_process,
 )
 from sglang.srt.processes.end_of_text import with_tokenizer_eos
+from sglang.srt.processes.flag_checks import CONTEXT_LIMIT, MTP_IS_OFF, POOL_LIMIT
 from sglang.srt.processes.grammar_flags import grammar_setup
 from sglang.srt.processes.runtime_config import RuntimeConfig, resolve, with_chunks_that_fit
 from sglang.srt.processes.tokenizer_flags import tokenizer_folder, tokenizer_from_flags
@@ -46,10 +47,6 @@ from sglang.srt.step_profiler import StepProfiler
 from sglang.srt.stops import StopSet
 from sglang.srt.tokenizer import StopFinder, Tokenizer
 
-MTP_IS_OFF = (
-    "the server has another drafter (--speculative-algorithm), so multi-token prediction is off:"
-    " leave mtp_enabled out, or start the server without that flag"
-)
 logger = logging.getLogger(__name__)
 
 
@@ -172,9 +169,9 @@ def _info(
     pool = memory.num_pages * execution.page_size
     in_pool = pool - config.needs.max_slots
     if execution.context_len <= in_pool:
-        limit, reason = execution.context_len, "the model's context length"
+        limit, reason = execution.context_len, CONTEXT_LIMIT
     else:
-        limit, reason = in_pool, "the KV pool; raise --max-total-tokens or --mem-fraction-static"
+        limit, reason = in_pool, POOL_LIMIT
     return SchedulerInfo(
         vocab_size=config.model.vocab_size,
         context_len=execution.context_len,

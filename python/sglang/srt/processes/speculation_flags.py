@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sglang.srt.model_config import ModelConfig
-from sglang.srt.model_executor.draft_tree_passes import TreeShape
+from sglang.srt.model_executor.draft_shapes import TreeShape
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.draft_algorithms import Asked, find_algorithm
 from sglang.srt.processes.draft_tree_flags import tree_from_flags
@@ -18,12 +18,10 @@ from sglang.srt.speculative.adaptive_config import (
     DEFAULT_PRESET,
     read_adaptive_config,
 )
-from sglang.srt.speculative.confirm import AcceptThresholds
-from sglang.srt.speculative.drafter import DrafterConfig
-from sglang.srt.speculative.round_planner import RoundOptions
+from sglang.srt.speculative.drafter_options import AcceptThresholds, DrafterConfig
+from sglang.srt.speculative.round_options import RoundOptions, TierOptions
 from sglang.srt.speculative.spec_info import MAX_NUM_STEPS
-from sglang.srt.speculative.tier_policy import TierOptions
-from sglang.srt.step.row_division import MAX_REQUESTS
+from sglang.srt.step.step_sizes import MAX_REQUESTS
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +51,7 @@ def drafter_from_flags(
     suppressed_token_ids: tuple[int, ...],
     simulates_acceptance: bool = False,
     tile_spec_drafts: float | None = None,
+    reads_corpus: bool = True,
 ) -> DrafterConfig | None:
     """The drafter that `--speculative-algorithm` names; None without it.
 
@@ -61,6 +60,7 @@ def drafter_from_flags(
         suppressed_token_ids: ids that it never emits.
         simulates_acceptance: a benchmark says how many drafts are accepted, so all are verified.
         tile_spec_drafts: a benchmark says how many `--tile-spec` verifies (`RoundOptions`).
+        reads_corpus: see `ngram_from_flags`.
 
     Raises:
         ConfigError: for flags or a draft model that cannot be had; the text names the flag.
@@ -76,7 +76,7 @@ def drafter_from_flags(
     thresholds = AcceptThresholds(*(values[name] for name in THRESHOLDS))
     if is_ngram(args):
         cache = _tile_spec_cache(args, simulates_acceptance)
-        switches = simulates_acceptance, cache, tile_spec_drafts
+        switches = simulates_acceptance, cache, tile_spec_drafts, reads_corpus
         return ngram_from_flags(args, model, suppressed_token_ids, thresholds, *switches)
     try:
         algorithm = find_algorithm(args.speculative_algorithm)

@@ -16,14 +16,8 @@ from sglang.srt.processes.runtime_config import RuntimeConfig, drafter_needs
 from sglang.srt.registry import DRAFTERS
 from sglang.srt.scheduling.prompt_budget import PromptBudget, make_budget
 from sglang.srt.speculative.confirm import Confirm, ConfirmByThresholds, ConfirmSoMany
-from sglang.srt.speculative.drafter import (
-    ComputedStep,
-    Drafter,
-    DrafterConfig,
-    DrafterNeeds,
-    DrafterParts,
-    DrafterType,
-)
+from sglang.srt.speculative.drafter import ComputedStep, Drafter, DrafterParts, DrafterType
+from sglang.srt.speculative.drafter_options import DrafterConfig, DrafterNeeds
 from sglang.srt.speculative.tile_spec.profiler import TileSpecProfiler
 from sglang.srt.step.kv_canary import KVCanary
 from sglang.srt.step.price_table import PriceTable

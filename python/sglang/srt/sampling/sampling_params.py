@@ -12,7 +12,10 @@ from sglang.srt.sampling.grammar import EBNF, JSON_SCHEMA, REGEX, STRUCTURAL_TAG
 GREEDY_TEMPERATURE = 1e-6  # below it the most probable token is taken, as SGLang does
 STATIC, CONF_ADAPT = "static", "conf_adapt"
 DEFAULT_TAU = 0.9  # in messages only: there is no default threshold
-MTP_STRATEGY_RULE = f'must be ["{STATIC}"] or ["{CONF_ADAPT}", threshold]'
+MTP_STRATEGY_RULE = (
+    f'must be ["{STATIC}"] or ["{CONF_ADAPT}", threshold]; as a text "{STATIC}", "{CONF_ADAPT}",'
+    f' "{CONF_ADAPT}:threshold" or such a list in JSON'
+)
 MAX_MAGNITUDE = 1e6  # of temperatures and biases: logits of float32 stay finite
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 

@@ -10,7 +10,8 @@ from sglang.srt.mem_cache.base_prefix_cache import Namespace
 from sglang.srt.mem_cache.kv_ledger import RequestKV
 from sglang.srt.messages.requests import FinishReason, LogprobOptions, PositionLogprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.step.worker import GenerationBatchResult, StepWidth
+from sglang.srt.step.step_sizes import StepWidth
+from sglang.srt.step.worker import GenerationBatchResult
 from sglang.srt.tokenizer import StopFinder
 
 HiddenStates = Literal["none", "all", "last"]

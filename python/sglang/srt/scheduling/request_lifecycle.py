@@ -36,6 +36,7 @@ class RequestLifecycle:
 
     Args:
         release_audit: is told what became of a request's KV slots.
+        weight_version: label of the weights at first.
 
     Attributes:
         waiting: not running; retracted ones first, then by arrival.
@@ -46,7 +47,10 @@ class RequestLifecycle:
     """
 
     def __init__(
-        self, ledger: KVLedger, release_audit: Callable[[ReleaseReport], None] | None = None
+        self,
+        ledger: KVLedger,
+        release_audit: Callable[[ReleaseReport], None] | None = None,
+        weight_version: str = DEFAULT_WEIGHT_VERSION,
     ) -> None:
         self.ledger = ledger
         self._release_audit = release_audit
@@ -56,7 +60,7 @@ class RequestLifecycle:
         self._ending: list[Req] = []
         self._unready: set[Req] = set()
         self._ended_texts: list[EndedText] = []
-        self.weight_version = DEFAULT_WEIGHT_VERSION
+        self.weight_version = weight_version
         self.counts = LifecycleCounts()
 
     @property

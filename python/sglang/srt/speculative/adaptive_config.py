@@ -55,7 +55,7 @@ class NumberRule:
 
 
 _HYSTERESIS = f"a number from -{MAX_NUM_STEPS} to {MAX_NUM_STEPS}, in drafts"
-PACE_NUMBERS = {
+NUMBERS = {
     "ema_alpha": NumberRule(0.2, "a number above 0 and up to 1", lambda value: 0 < value <= 1),
     "warmup_batches": NumberRule(
         10, f"an integer from 0 to {MAX_ROUNDS}", lambda value: 0 <= value <= MAX_ROUNDS, True
@@ -63,15 +63,12 @@ PACE_NUMBERS = {
     "update_interval": NumberRule(
         5, f"an integer from 1 to {MAX_ROUNDS}", lambda value: 1 <= value <= MAX_ROUNDS, True
     ),
-}
-SLOT_NUMBERS = {
     "up_hysteresis": NumberRule(0.0, _HYSTERESIS, lambda value: abs(value) <= MAX_NUM_STEPS),
     "down_hysteresis": NumberRule(-0.25, _HYSTERESIS, lambda value: abs(value) <= MAX_NUM_STEPS),
     "ceiling_coeff": NumberRule(
         0.0, f"a number from 0, which is off, to {MAX_COEFF}", lambda value: 0 <= value <= MAX_COEFF
     ),
 }
-NUMBERS = PACE_NUMBERS | SLOT_NUMBERS
 CANDIDATES = "candidate_steps"
 
 
@@ -85,6 +82,9 @@ class AdaptiveSlot:
         up_hysteresis: correct drafts beyond the threshold that more steps need.
         down_hysteresis: correct drafts by which the threshold for fewer steps is raised.
         ceiling_coeff: steps per correct draft that are not exceeded; 0 for no such limit.
+        ema_alpha: weight of the last round in the moving average.
+        warmup_batches: rounds before the first interval begins.
+        update_interval: rounds of an interval, at whose end the slot decides.
     """
 
     min_batch_size: int
@@ -92,6 +92,9 @@ class AdaptiveSlot:
     up_hysteresis: float
     down_hysteresis: float
     ceiling_coeff: float
+    ema_alpha: float
+    warmup_batches: int
+    update_interval: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,15 +102,9 @@ class AdaptiveConfig:
     """
     Attributes:
         slots: by ascending batch size, at least one.
-        ema_alpha: weight of the last round in the moving average.
-        warmup_batches: rounds of a slot before its first interval begins.
-        update_interval: rounds of an interval, at whose end the slot decides.
     """
 
     slots: tuple[AdaptiveSlot, ...]
-    ema_alpha: float
-    warmup_batches: int
-    update_interval: int
 
     def slot_index(self, batch_size: int) -> int:
         """The slot in `slots` that serves batches of this size: the last one that begins at or
@@ -199,16 +196,12 @@ def parse_adaptive_config(data: bytes, place: str) -> AdaptiveConfig:
                 f"{place}, slots {_shown(first)} and {_shown(second)} are for the same batch size;"
                 " keep one of them."
             )
-    numbers = {key: _number(entries, key, rule.default, place) for key, rule in NUMBERS.items()}
-    defaults = {key: numbers[key] for key in SLOT_NUMBERS}
+    defaults = {key: _number(entries, key, rule.default, place) for key, rule in NUMBERS.items()}
     return AdaptiveConfig(
         slots=tuple(
             _slot(slot_keys[key], entries[key], defaults, f"{place}, slot {_shown(key)}")
             for key in by_size
-        ),
-        ema_alpha=numbers["ema_alpha"],
-        warmup_batches=int(numbers["warmup_batches"]),
-        update_interval=int(numbers["update_interval"]),
+        )
     )
 
 
@@ -270,9 +263,9 @@ def _min_batch_size(key: str, place: str) -> int:
     return size
 
 
-def _slot(min_batch_size: int, value: Any, defaults: dict[str, float], place: str) -> AdaptiveSlot:
+def _slot(min_batch_size: int, value: Any, defaults: dict[str, Any], place: str) -> AdaptiveSlot:
     entries = _entries(value, place)
-    _check_keys(entries, {CANDIDATES, *SLOT_NUMBERS}, place)
+    _check_keys(entries, {CANDIDATES, *NUMBERS}, place)
     return AdaptiveSlot(
         min_batch_size=min_batch_size,
         candidate_steps=_candidates(entries, place),
@@ -302,7 +295,7 @@ def _candidates(entries: dict[str, Any], place: str) -> tuple[int, ...]:
     return tuple(sorted(steps))
 
 
-def _number(entries: dict[str, Any], key: str, default: float, place: str) -> float:
+def _number(entries: dict[str, Any], key: str, default: float, place: str) -> Any:
     value, rule = entries.get(key, default), NUMBERS[key]
     types = (int,) if rule.is_integer else (int, float)
     if type(value) not in types or not rule.allows(value):

@@ -4,54 +4,11 @@ tier owns."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from sglang.srt.speculative.adaptive_config import MAX_BATCH_SIZE, AdaptiveConfig
 from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
+from sglang.srt.speculative.round_options import TierOptions
 from sglang.srt.speculative.round_prices import UpcomingRound
-from sglang.srt.speculative.tier_policy import RoundOutcome, TierOptions, TierParts
-
-ALL_BATCH_SIZES = (range(1, MAX_BATCH_SIZE),)
-
-
-@dataclass(frozen=True, slots=True)
-class SpecRuntimeState:
-    """What a tier owns: its draft steps, whose graphs are its own. The graphs of the drafter's pass
-    over the target's rows and of verification are chosen by their number of rows, so tiers share
-    them.
-
-    Attributes:
-        speculative_num_steps: drafts of a chain.
-        num_draft_steps: of the drafter's model, one behind the other, for as many drafts.
-        batch_sizes: of the batches that may have the tier: for these its graphs are captured.
-    """
-
-    speculative_num_steps: int
-    num_draft_steps: int
-    batch_sizes: tuple[range, ...] = ALL_BATCH_SIZES
-
-    @property
-    def speculative_num_draft_tokens(self) -> int:
-        """Rows of a request that the target verifies, the certain token's counted."""
-        return 1 + self.speculative_num_steps
-
-
-def runtime_states(
-    tiers: Sequence[int], adaptive: AdaptiveConfig | None, num_free: int
-) -> dict[int, SpecRuntimeState]:
-    """The states of all tiers, made once, before the first round.
-
-    Args:
-        num_free: drafts of a chain that need no draft step (`RoundOptions`).
-    """
-    return {
-        tier: SpecRuntimeState(
-            tier,
-            max(0, tier - num_free),
-            ALL_BATCH_SIZES if adaptive is None else adaptive.batch_sizes(tier),
-        )
-        for tier in tiers
-    }
+from sglang.srt.speculative.tier_policy import RoundOutcome, TierParts
 
 
 class AdaptiveController:

@@ -49,9 +49,7 @@ def first_state(slot: AdaptiveSlot, initial_steps: int) -> SlotState:
     return SlotState(steps=steps, ema=max(0.0, steps - 1.0), has_drafted=steps > 0)
 
 
-def state_after_round(
-    state: SlotState, slot: AdaptiveSlot, config: AdaptiveConfig, mean_correct: float
-) -> SlotState:
+def state_after_round(state: SlotState, slot: AdaptiveSlot, mean_correct: float) -> SlotState:
     """
     Args:
         state: before the round, which had its steps.
@@ -59,11 +57,11 @@ def state_after_round(
     """
     ema = state.ema
     if state.steps > 0:
-        ema = (1 - config.ema_alpha) * ema + config.ema_alpha * mean_correct
+        ema = (1 - slot.ema_alpha) * ema + slot.ema_alpha * mean_correct
     num_rounds = state.num_rounds + 1
     counted = replace(state, ema=ema, num_rounds=num_rounds)
-    num_warm = num_rounds - config.warmup_batches
-    if num_warm <= 0 or num_warm % config.update_interval:
+    num_warm = num_rounds - slot.warmup_batches
+    if num_warm <= 0 or num_warm % slot.update_interval:
         return counted
     steps = next_steps(slot, state.steps, ema)
     if steps > 0 and not state.has_drafted:
@@ -184,7 +182,7 @@ class AdaptiveSpeculativeParams:
         if not num_correct_drafts_per_req or steps not in (None, before.steps):
             return False
         mean = sum(num_correct_drafts_per_req) / len(num_correct_drafts_per_req)
-        after = state_after_round(before, self.config.slots[index], self.config, mean)
+        after = state_after_round(before, self.config.slots[index], mean)
         self._states[index] = after
         has_switched = after.steps != before.steps
         self.num_switches += has_switched

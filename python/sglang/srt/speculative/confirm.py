@@ -12,27 +12,8 @@ import torch
 from sgl_kernel import ConfirmedDrafts, SamplingRows
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.sampling_ops import sampling_ops
+from sglang.srt.speculative.drafter_options import AcceptThresholds
 from sglang.srt.step.step_ops import READ_START, LookaheadLayout, RowLayout
-
-
-@dataclass(frozen=True, slots=True)
-class AcceptThresholds:
-    """How probable a draft of a sampled request must be: see `ConfirmByThresholds`.
-
-    Attributes:
-        single, acc: 0 to 1; SGLang's --speculative-accept-threshold-single and -acc.
-    """
-
-    single: float = 1.0
-    acc: float = 1.0
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether tokens follow the target's own distribution."""
-        return self.single == self.acc == 1.0
-
-
-EXACT = AcceptThresholds()
 
 
 @dataclass(frozen=True, slots=True)

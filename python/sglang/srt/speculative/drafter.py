@@ -15,25 +15,25 @@ Nothing of this waits for the device; `observe` hears each result one step later
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from sglang.srt.layers.forward_batch import NO_CAPTURE, ForwardBatch, HiddenCapture
+from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.model_runner import ForwardResult
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.confirm import EXACT, AcceptThresholds
+from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.forward_inputs import NO_TOKEN
 from sglang.srt.step.price_table import PriceTable
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_clock import StepClock
 from sglang.srt.step.step_ops import AcceptedTokens, RowLayout, StepCounts
-from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
+from sglang.srt.step.step_sizes import StepWidth
+from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,82 +127,6 @@ class ExtendedStep:
     state: RequestRows
     rows: torch.Tensor
     output: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterConfig:
-    """Which drafter a server has.
-
-    Attributes:
-        name: in `DRAFTERS` (registry.py).
-        options: what that drafter takes.
-        thresholds: which of its drafts are accepted.
-    """
-
-    name: str
-    options: Any
-    thresholds: AcceptThresholds = EXACT
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterNeeds:
-    """What a drafter needs before any model is loaded.
-
-    Attributes:
-        max_drafts: drafts of a request in a step at most; with trees, nodes but the root.
-        max_rows: rows that a request without a prompt feeds in a step at most.
-        num_steps: drafts that are proposed for a request, of trees of one shape those one behind
-            the other, for clients to know (`speculative_num_steps`), at first; 0 where that is no
-            fixed number. Else each `RowPlan.tier` is how many they are now.
-        tiers: all numbers that it may become, for people to know.
-        extra_slots: slots that such a request needs beyond those of `max_rows`, at most: draft
-            steps write behind the rows that the target keeps (`speculative/draft_steps.py`).
-        has_trees: drafts may be trees.
-        topk: drafts that follow each one, at most, for people to know.
-        max_confirmed: drafts of a request that a step may confirm, at most; None: all, as of
-            chains.
-        max_masks: look-ahead rows behind the drafts of a request, at most, if the drafter packs
-            steps (`StepCounts.packed`); None: it never does.
-        capture: which hidden states the target gives.
-        suppressed_token_ids: ids that the target never emits.
-        needs_prices: prices of steps are measured at start-up.
-        times_steps: the drafter hears what steps take (`DrafterParts.clock`).
-        price_cache: folder where these are kept for the next start (`TileSpecProfiler`); None: they
-            are not.
-        token_shift: how many positions ahead the token is that the drafter's models are fed at each
-            position: 1 where they are fed the next one. For debugging alone (`KVCanary`).
-        bypasses_graphs: the target's steps of several rows per request replay no captured graph.
-        rounds: numbers of drafts that every request may verify, and be given, in steps that may be
-            captured, each with the batch sizes that have it. Then `extend` and `propose` do nothing
-            on the host that depends on more than these numbers, and the plan of a step has
-            `RowPlan.next_drafts`. Empty: no step may be.
-        proposes_without_output: `propose` gives drafts also where `extend` gave nothing.
-    """
-
-    max_drafts: int
-    max_rows: int
-    num_steps: int = 0
-    tiers: tuple[int, ...] = ()
-    extra_slots: int = 0
-    has_trees: bool = False
-    topk: int = 1
-    max_confirmed: int | None = None
-    max_masks: int | None = None
-    capture: HiddenCapture = NO_CAPTURE
-    suppressed_token_ids: tuple[int, ...] = ()
-    needs_prices: bool = False
-    times_steps: bool = False
-    price_cache: Path | None = None
-    token_shift: int = 0
-    bypasses_graphs: bool = False
-    rounds: Mapping[int, Sequence[range]] = field(default_factory=dict)
-    proposes_without_output: bool = False
-
-    @property
-    def max_slots(self) -> int:
-        """Slots beyond its watermark that a request without a prompt needs, at most:
-        `StepWidth.decode_rows` is no more."""
-        return self.max_rows + self.extra_slots
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,12 @@ it, so the head runs behind the target, over the same rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from sglang.srt.head_config import EAGLE3, tap_layers
-from sglang.srt.layers.forward_batch import NO_CAPTURE, HiddenCapture
+from sglang.srt.layers.forward_options import NO_CAPTURE
 from sglang.srt.layers.sampling_ops import sampling_ops
-from sglang.srt.model_config import ModelConfig
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.models.draft_head import DraftHead
 from sglang.srt.registry import ATTENTION_BACKENDS, load
@@ -22,59 +20,20 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.draft_inputs import next_tokens, rows_of_requests
 from sglang.srt.speculative.draft_prices import measured_rounds
 from sglang.srt.speculative.draft_steps import DraftSteps, plan_draft_steps
-from sglang.srt.speculative.drafter import (
-    ComputedStep,
-    DrafterNeeds,
-    DrafterParts,
-    ExtendedStep,
-    RowPlan,
-)
+from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, ExtendedStep, RowPlan
+from sglang.srt.speculative.drafter_configs import EagleConfig
+from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.eagle_utils import organize_draft_results
 from sglang.srt.speculative.kept_paths import rows_of_paths
 from sglang.srt.speculative.left_out import LeftOutTokens
-from sglang.srt.speculative.round_planner import RoundOptions, RoundPlanner
+from sglang.srt.speculative.round_planner import RoundPlanner
 from sglang.srt.speculative.spec_utils import select_top_k_tokens
 from sglang.srt.step.step_ops import Q_LEN, Q_START
-from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
+from sglang.srt.step.step_sizes import StepWidth
+from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 
 TOPK = 1  # drafts that follow each one of a chain
-
-
-@dataclass(frozen=True, slots=True)
-class EagleConfig:
-    """What the drafter needs to know.
-
-    Attributes:
-        head: of `load_head_config`, for this target.
-        num_layers: of the target.
-        rounds: how many tokens are drafted, in chains or trees.
-        suppressed_token_ids: ids that the target never emits.
-
-    Raises:
-        ValueError: if the head has fewer tokens than are to follow each draft of a tree.
-    """
-
-    head: ModelConfig
-    num_layers: int
-    rounds: RoundOptions
-    suppressed_token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        head, tree = self.head, self.rounds.tree
-        count = len(head.hot_token_ids) or head.hf.get("draft_vocab_size") or head.vocab_size
-        if tree is not None and tree.topk > count:
-            raise ValueError(
-                f"--speculative-eagle-topk {tree.topk}: the head drafts {count} different tokens"
-                " alone; lower it."
-            )
-
-    @property
-    def capture(self) -> HiddenCapture:
-        """What the head reads of the target: its last hidden states, or those of some layers."""
-        if self.head.architecture == EAGLE3:
-            return HiddenCapture(tap_layers(self.head, self.num_layers))
-        return HiddenCapture(all_rows=True)
 
 
 class EagleDrafter:

@@ -11,24 +11,17 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
 from sglang.srt.device_copies import overwrite, to_device
 from sglang.srt.mem_cache.base_prefix_cache import Namespace
+from sglang.srt.speculative.ngram_texts import NOT_A_TOKEN
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.worker import EndedText, NewRow
 
 NO_TAG = 0  # of slots that no text has, or that end one
-NOT_A_TOKEN = -1  # in such slots
-
-
-def joined_texts(texts: Iterable[Sequence[int]]) -> np.ndarray:
-    """[K] int32; texts of token ids as `NgramMemory.corpus` has them."""
-    parts = [np.array([*text, NOT_A_TOKEN], dtype=np.int32) for text in texts]
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
 
 
 class NgramMemory:

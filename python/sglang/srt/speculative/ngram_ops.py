@@ -18,7 +18,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from sglang.srt.speculative.ngram_memory import NOT_A_TOKEN, NgramMemory
+from sglang.srt.speculative.drafter_configs import NgramLimits
+from sglang.srt.speculative.ngram_memory import NgramMemory
+from sglang.srt.speculative.ngram_texts import NOT_A_TOKEN
 from sglang.srt.step.request_rows import RequestRows
 
 # The rank of a place, larger for better ones: its merit, which is the length of its match or how
@@ -28,21 +30,6 @@ CORPUS, SHARED, OWN = 0, 1, 2
 NO_PLACE = 0
 NOBODYS = -2  # stands where a request has no token, and equals none
 PIECE = 1 << 16  # places of the corpus that are compared at once
-
-
-@dataclass(frozen=True, slots=True)
-class NgramLimits:
-    """Which matches count, and which of them win.
-
-    Attributes:
-        shortest: how long a match must be, at least 1.
-        longest: what is beyond is not compared.
-        by_frequency: of equally long matches the most frequent token wins, else the best place.
-    """
-
-    shortest: int
-    longest: int
-    by_frequency: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection, Iterable, Sequence
 
+from sglang.srt.speculative.round_options import TierOptions
 from sglang.srt.speculative.round_prices import UpcomingRound
 from sglang.srt.speculative.tier_policy import (
     LEAST_GAIN,
@@ -18,7 +19,6 @@ from sglang.srt.speculative.tier_policy import (
     PROBE_STEPS,
     LoadAwareTier,
     RoundOutcome,
-    TierOptions,
     TierParts,
     best_tier,
     costs_of_tiers,

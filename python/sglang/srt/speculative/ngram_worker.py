@@ -7,67 +7,33 @@ and the host does nothing that depends on tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-import numpy as np
 import torch
 
 from sglang.srt.device_copies import to_device
-from sglang.srt.layers.forward_batch import MAX_TREE_ROWS
+from sglang.srt.layers.forward_options import MAX_TREE_ROWS
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.registry import ATTENTION_BACKENDS, load
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.drafter import (
-    ComputedStep,
-    DrafterNeeds,
-    DrafterParts,
-    ExtendedStep,
-    RowPlan,
-)
+from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, ExtendedStep, RowPlan
+from sglang.srt.speculative.drafter_configs import NgramConfig, NgramLimits
+from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.speculative.ngram_confidence import BranchConfidence, MatchConfidence
 from sglang.srt.speculative.ngram_memory import NgramMemory
-from sglang.srt.speculative.ngram_ops import Continuation, NgramLimits, NgramOps
+from sglang.srt.speculative.ngram_ops import Continuation, NgramOps
 from sglang.srt.speculative.ngram_tier import MatchedTier
 from sglang.srt.speculative.ngram_watch import MatchWatch
-from sglang.srt.speculative.round_planner import RoundOptions, RoundPlanner
+from sglang.srt.speculative.round_planner import RoundPlanner
 from sglang.srt.speculative.round_prices import MeasuredRounds
 from sglang.srt.step.price_table import FREE, DraftPrices, PriceTable, no_graphs
 from sglang.srt.step.request_rows import confidence_of_scores
 from sglang.srt.step.step_ops import AcceptedTokens
-from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
+from sglang.srt.step.step_sizes import StepWidth
+from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 
 # 1.5 MB on a GPU, so that its cache holds them; a CPU searches fewer in as much time.
 DEFAULT_CAPACITY = {"cpu": 2048, "cuda": 131_072}
-
-
-@dataclass(frozen=True, slots=True)
-class NgramConfig:
-    """What the drafter needs to know.
-
-    Attributes:
-        rounds: how many tokens are drafted, all without a draft step (`num_free`).
-        limits: how long matches are, and which of equally long ones wins.
-        capacity: tokens of ended requests that are searched, at least 2; None: DEFAULT_CAPACITY.
-        breadth: different tokens that may follow the certain one behind the shortest matches: 1
-            drafts chains, more drafts trees of as many nodes (`RoundOptions.trees_of_any_size`).
-        suppressed_token_ids: ids that the target never emits.
-        min_breadth: likewise, behind the longest matches; `breadth` at most.
-        corpus_budget: drafts of a request in a step that may come from the corpus; None: all.
-        corpus: see `NgramMemory`.
-    """
-
-    rounds: RoundOptions
-    limits: NgramLimits
-    capacity: int | None = None
-    breadth: int = 1
-    suppressed_token_ids: tuple[int, ...] = ()
-    min_breadth: int = 1
-    corpus_budget: int | None = None
-    corpus: np.ndarray | None = field(default=None, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        assert not self.rounds.draft_steps, "Drafts of n-grams need no draft steps."
-        assert self.rounds.has_trees == (self.breadth > 1), "Breadth and rounds disagree."
 
 
 def num_branches(

@@ -11,158 +11,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
-from sglang.srt.model_executor.draft_tree_passes import DraftShape, TreeShape
-from sglang.srt.registry import ATTENTION_BACKENDS, TIER_POLICIES
-from sglang.srt.speculative.adaptive_config import AdaptiveConfig
-from sglang.srt.speculative.adaptive_runtime_state import (
-    ALL_BATCH_SIZES,
-    SpecRuntimeState,
-    runtime_states,
-)
+from sglang.srt.registry import ATTENTION_BACKENDS
 from sglang.srt.speculative.draft_steps import drafts_of_requests
-from sglang.srt.speculative.drafter import DrafterNeeds, DrafterParts, RowPlan, plan_of_drafts
+from sglang.srt.speculative.drafter import DrafterParts, RowPlan, plan_of_drafts
 from sglang.srt.speculative.prompt_mix import PromptMix
 from sglang.srt.speculative.request_ends import RequestEnds
 from sglang.srt.speculative.request_mix import RequestMix
+from sglang.srt.speculative.round_options import RoundOptions, SpecRuntimeState
 from sglang.srt.speculative.round_prices import MeasuredRounds, RoundPrices, UpcomingRound
 from sglang.srt.speculative.round_times import RoundTimes
 from sglang.srt.speculative.tier_policy import (
     RoundOutcome,
-    TierOptions,
     TierParts,
-    TierPolicy,
     same_size,
 )
 from sglang.srt.speculative.tile_spec.budget import CutRounds, RoundTables, TileSpec
-from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
-
-
-@dataclass(frozen=True, slots=True)
-class RoundOptions:
-    """How many tokens are drafted and verified.
-
-    Attributes:
-        num_steps: drafts of a chain or of a tree without draft steps, or one behind the other in a
-            `tree`, at most; at least 1.
-        tier_policy: a name in `TIER_POLICIES` (registry.py).
-        initial_steps: drafts of a chain before a policy knows anything; None: all.
-        adaptive: which numbers of drafts batches of each size may have; None: any.
-        tile_spec_cache: steps are cut to the rows that pay (`TileSpec`); the folder where prices
-            are kept. None: all drafts are verified.
-        num_free: drafts of a chain that need no draft step of a model: the first one of a head,
-            which comes from its pass over the target's rows.
-        tile_spec_drafts: for benchmarks, drafts of a request that `TileSpec` has verified on
-            average, whatever they are worth; None: those that pay.
-        tree: all requests are given trees of this shape, whose depth is num_steps; None: chains, or
-            `trees_of_any_size`.
-        trees_of_any_size: drafts are trees that need no draft steps. Each has its nodes in such an
-            order that any first ones are a tree, and a tier is how many of them there are.
-    """
-
-    num_steps: int
-    tier_policy: str = "fixed"
-    initial_steps: int | None = None
-    adaptive: AdaptiveConfig | None = None
-    tile_spec_cache: Path | None = None
-    num_free: int = 1
-    tile_spec_drafts: float | None = None
-    tree: TreeShape | None = None
-    trees_of_any_size: bool = False
-
-    def __post_init__(self) -> None:
-        assert not self.trees_of_any_size or not self.draft_steps, "Such trees need no draft steps."
-        if self.tree is None:
-            return
-        assert self.tree.depth == self.num_steps, "A tree is as deep as there are steps."
-        assert self.tier_policy == "fixed", "Trees are all of one shape."
-
-    @property
-    def tier_options(self) -> TierOptions:
-        initial = self.num_steps if self.initial_steps is None else self.initial_steps
-        return TierOptions(self.num_steps, initial, self.adaptive, self.trees_of_any_size)
-
-    @property
-    def has_trees(self) -> bool:
-        """Whether drafts are trees."""
-        return self.tree is not None or self.trees_of_any_size
-
-    @property
-    def policy(self) -> type[TierPolicy]:
-        """Chooses how long chains are."""
-        kind: type[TierPolicy] = TIER_POLICIES.load(self.tier_policy)
-        return kind
-
-    @property
-    def needs_prices(self) -> bool:
-        """Whether anything goes by prices of rounds."""
-        return self.policy.needs_prices or self.tile_spec_cache is not None
-
-    @property
-    def states(self) -> dict[int, SpecRuntimeState]:
-        """Of all tiers."""
-        tiers = self.policy.tiers(self.tier_options)
-        return runtime_states(tiers, self.adaptive, self.num_free)
-
-    @property
-    def draft_steps(self) -> dict[DraftShape, tuple[range, ...]]:
-        """How many draft steps may follow a step of the target, or which tree, and for batches of
-        which sizes (`ExecutionConfig.draft_steps`)."""
-        if self.tree is not None:
-            return {self.tree: ALL_BATCH_SIZES}
-        states = self.states.values()
-        return {each.num_draft_steps: each.batch_sizes for each in states if each.num_draft_steps}
-
-    @property
-    def max_drafts(self) -> int:
-        """Drafts of a request in a step."""
-        return self.num_steps if self.tree is None else self.tree.num_drafts
-
-    @property
-    def max_confirmed(self) -> int | None:
-        """See `DrafterNeeds`."""
-        return None if self.tree is None else self.tree.max_confirmed
-
-    def num_drafts(self, tier: int) -> int:
-        """Drafts of a request at a tier."""
-        return tier if self.tree is None else self.tree.num_drafts
-
-    def num_draft_slots(self, tier: int) -> int:
-        """Slots that the draft steps of a tier need behind the rows kept."""
-        return max(0, tier - self.num_free) if self.tree is None else self.tree.num_slots
-
-    @property
-    def step_width(self) -> StepWidth:
-        """Slots of a request in a step, whatever its parameters are: for the rows that verify, and
-        for draft steps behind all of them that may be kept."""
-        rows, further = 1 + self.max_drafts, self.num_draft_slots(self.num_steps)
-        kept = rows if self.max_confirmed is None else 1 + self.max_confirmed
-        slots = max(rows, kept + further)
-        return StepWidth(decode_rows=slots, lookahead_rows=further, max_kept=kept)
-
-    @property
-    def needs(self) -> DrafterNeeds:
-        """What follows for a drafter of chains or trees."""
-        rows = 1 + self.max_drafts
-        return DrafterNeeds(
-            max_drafts=self.max_drafts,
-            max_rows=rows,
-            num_steps=self.tier_options.initial,
-            tiers=tuple(self.states),
-            extra_slots=self.step_width.decode_rows - rows,
-            has_trees=self.has_trees,
-            topk=1 if self.tree is None else self.tree.topk,
-            max_confirmed=self.max_confirmed,
-            max_masks=None if self.tile_spec_cache is None else 0,
-            needs_prices=self.needs_prices,
-            times_steps=self.needs_prices,
-            price_cache=self.tile_spec_cache,
-            rounds={self.num_drafts(tier): each.batch_sizes for tier, each in self.states.items()},
-        )
+from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 
 
 class RoundPlanner:

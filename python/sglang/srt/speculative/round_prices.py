@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from sglang.srt.model_executor.draft_tree_passes import TreeShape
+from sglang.srt.model_executor.draft_shapes import TreeShape
 from sglang.srt.speculative.round_excess import RoundExcess
 from sglang.srt.step.price_table import DraftPrices, PriceTable, StepShape
 

@@ -9,45 +9,28 @@ new certain token, and so gives the first draft at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from sglang.srt.layers.forward_batch import NO_CAPTURE, ForwardBatch
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.forward_options import NO_CAPTURE
 from sglang.srt.layers.sampling_ops import sampling_ops
-from sglang.srt.model_config import ModelConfig
-from sglang.srt.model_executor.draft_tree_passes import DraftShape
+from sglang.srt.model_executor.draft_shapes import DraftShape
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.draft_inputs import next_tokens, rows_of_requests
 from sglang.srt.speculative.draft_prices import measured_rounds
 from sglang.srt.speculative.draft_steps import DraftSteps, plan_draft_steps
-from sglang.srt.speculative.drafter import (
-    ComputedStep,
-    DrafterNeeds,
-    DrafterParts,
-    ExtendedStep,
-    RowPlan,
-)
+from sglang.srt.speculative.drafter import ComputedStep, DrafterParts, ExtendedStep, RowPlan
+from sglang.srt.speculative.drafter_configs import StandaloneConfig
+from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
-from sglang.srt.speculative.round_planner import RoundOptions, RoundPlanner
+from sglang.srt.speculative.round_options import RoundOptions
+from sglang.srt.speculative.round_planner import RoundPlanner
 from sglang.srt.step.step_ops import Q_LEN, Q_START
-from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch, StepWidth
-
-
-@dataclass(frozen=True, slots=True)
-class StandaloneConfig:
-    """What the drafter needs to know.
-
-    Attributes:
-        draft: of `load_draft_config`, for this target.
-        rounds: how many tokens are drafted; no draft is free (`RoundOptions.num_free` 0).
-        suppressed_token_ids: ids that the target never emits.
-    """
-
-    draft: ModelConfig
-    rounds: RoundOptions
-    suppressed_token_ids: tuple[int, ...] = ()
+from sglang.srt.step.step_sizes import StepWidth
+from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
 
 
 class StandaloneDrafter:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
-from sglang.srt.speculative.adaptive_config import AdaptiveConfig
 from sglang.srt.speculative.rest_rule import CONTEXT_STEPS, REST_AFTER, RestRule
+from sglang.srt.speculative.round_options import TierOptions
 from sglang.srt.speculative.round_prices import RoundPrices, UpcomingRound
 
 MAX_DENSE_TIERS = 5  # with more drafts at most, not every number has graphs
@@ -39,27 +39,6 @@ DWELL_MS, URGENT_GAIN = 2000.0, 0.05
 def same_size(num_reqs: int) -> int:
     """`TierParts.graph_size` without graphs."""
     return num_reqs
-
-
-@dataclass(frozen=True, slots=True)
-class TierOptions:
-    """What a policy may choose from.
-
-    Attributes:
-        max_drafts: drafts of a request in a step, at least 1.
-        initial: the tier before anything is known, where a policy has such a one.
-        adaptive: which tiers batches of each size may have; None: nobody says.
-        has_trees: a tier is the first so many nodes of each request's tree; False: of its chain.
-    """
-
-    max_drafts: int
-    initial: int = 0
-    adaptive: AdaptiveConfig | None = None
-    has_trees: bool = False
-
-    def candidates(self, batch_size: int) -> tuple[int, ...] | None:
-        """Of a batch of so many requests, padding included; None: nobody says."""
-        return None if self.adaptive is None else self.adaptive.candidates(batch_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ import triton.language as tl
 
 from sglang.srt.layers.triton_launch import begin, dependent_launch
 from sglang.srt.speculative import ngram_memory, ngram_ops
+from sglang.srt.speculative.drafter_configs import NgramLimits
 from sglang.srt.speculative.ngram_memory import NgramMemory
-from sglang.srt.speculative.ngram_ops import Continuation, NgramLimits
+from sglang.srt.speculative.ngram_ops import Continuation
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.triton_commit_run import step_launch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.layers.forward_batch import MAX_TREE_ROWS
+from sglang.srt.layers.forward_options import MAX_TREE_ROWS
 
 
 class DraftTrees:

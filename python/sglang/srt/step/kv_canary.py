@@ -9,7 +9,8 @@ from itertools import accumulate
 import torch
 
 from sglang.srt.device_copies import to_device
-from sglang.srt.layers.forward_batch import MAX_TREE_ROWS, ForwardBatch
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.forward_options import MAX_TREE_ROWS
 from sglang.srt.mem_cache.kv_memory import KVMemory
 from sglang.srt.step.request_rows import RequestRows
 

@@ -16,9 +16,8 @@ from typing import Protocol
 
 import torch
 
-MAX_REQUESTS = 512
-MAX_DRAFTS = 64
-MAX_MASKS = 16
+from sglang.srt.step.step_sizes import MAX_DRAFTS, MAX_MASKS, MAX_REQUESTS
+
 # Values are compared as integers from 0 to this, rounded down.
 HIGHEST_VALUE = 65534
 

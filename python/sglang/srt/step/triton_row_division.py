@@ -12,13 +12,8 @@ import triton.language as tl
 
 from sglang.srt.layers.triton_launch import begin
 from sglang.srt.step import row_division
-from sglang.srt.step.row_division import (
-    MAX_DRAFTS,
-    MAX_MASKS,
-    MAX_REQUESTS,
-    DividedRows,
-    WantedRows,
-)
+from sglang.srt.step.row_division import DividedRows, WantedRows
+from sglang.srt.step.step_sizes import MAX_DRAFTS, MAX_MASKS, MAX_REQUESTS
 from sglang.srt.step.triton_commit_run import step_launch
 
 THREADS_OF_WARP = 32

@@ -9,7 +9,8 @@ import triton.language as tl
 from sglang.srt.layers.triton_launch import begin
 from sglang.srt.step import step_ops
 from sglang.srt.step.request_rows import RequestRows
-from sglang.srt.step.row_division import MAX_DRAFTS, MAX_MASKS, MAX_REQUESTS, WantedRows
+from sglang.srt.step.row_division import WantedRows
+from sglang.srt.step.step_sizes import MAX_DRAFTS, MAX_MASKS, MAX_REQUESTS
 from sglang.srt.step.triton_commit_run import step_launch
 from sglang.srt.step.triton_row_division import TritonRowDivision
 

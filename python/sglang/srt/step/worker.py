@@ -21,26 +21,8 @@ from sglang.srt.layers.logprobs import HostLogprobs, LogprobQueries, LogprobTens
 from sglang.srt.mem_cache.base_prefix_cache import Namespace
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.token_constraint import TokenConstraint
-
-
-@dataclass(frozen=True, slots=True)
-class StepWidth:
-    """Rows that one step of a request may take, known before its result is.
-
-    Attributes:
-        decode_rows: slots that a decode step needs beyond the watermark: of the rows that it feeds,
-            and of those that a drafter's own steps feed behind the rows that it keeps.
-        lookahead_rows: slots that it needs after the last prompt chunk.
-        max_kept: tokens by which a decode step may move the watermark, at most.
-    """
-
-    decode_rows: int
-    lookahead_rows: int
-    max_kept: int
-
-
-PLAIN_WIDTH = StepWidth(decode_rows=1, lookahead_rows=0, max_kept=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,8 @@ from sglang.srt.model_executor.graph_keys import MAX_WIDE_TOKENS, decode_sizes
 from sglang.srt.model_executor.model_runner import LESS_STATIC_MEMORY
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.platform import memory_for
-from sglang.srt.speculative.drafter import DrafterNeeds, ExtendedStep, RowPlan, plan_of_drafts
+from sglang.srt.speculative.drafter import ExtendedStep, RowPlan, plan_of_drafts
+from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import NUM_COUNTS, ROW, AcceptedTokens, pack_for_device
 from sglang.srt.step.worker import ScheduleBatch

@@ -27,10 +27,10 @@ from sglang.srt.speculative.drafter import (
     ChosenTokens,
     ComputedStep,
     Drafter,
-    DrafterNeeds,
     ExtendedStep,
     RowPlan,
 )
+from sglang.srt.speculative.drafter_options import DrafterNeeds
 from sglang.srt.step.constrained_step import ConstraintQuestion, ShortenedRows
 from sglang.srt.step.forward_inputs import build_forward_batch, forward_batch_of
 from sglang.srt.step.request_rows import RequestRows
@@ -50,13 +50,8 @@ from sglang.srt.step.step_outputs import (
     hidden_states,
     prompt_logprobs,
 )
-from sglang.srt.step.worker import (
-    PLAIN_WIDTH,
-    GenerationBatchResult,
-    HostResult,
-    ScheduleBatch,
-    StepWidth,
-)
+from sglang.srt.step.step_sizes import PLAIN_WIDTH, StepWidth
+from sglang.srt.step.worker import GenerationBatchResult, HostResult, ScheduleBatch
 from sglang.srt.workers.round_graphs import RoundGraphs
 
 

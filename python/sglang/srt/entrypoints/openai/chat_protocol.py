@@ -59,7 +59,7 @@ class ChatCompletionRequest(SamplingFields, msgspec.Struct, kw_only=True):
         add_generation_prompt: the template begins the assistant's message; by default unless a
             message is continued.
         chat_template_kwargs: more variables for the template.
-        reasoning_effort: a variable for templates that read it.
+        reasoning_effort: a variable for the template, which may not read it.
         separate_reasoning: put reasoning into `reasoning_content` (with --reasoning-parser).
         stream_reasoning: false: send it in one piece.
         input_ids: the prompt as token ids; messages are then not looked at.

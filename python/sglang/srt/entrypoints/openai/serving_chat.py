@@ -101,13 +101,10 @@ class ChatCompletion:
             raise field_error("tools", reason)
 
     def _check_template(self, has_tools: bool) -> None:
-        templates, effort = self._settings.templates, "reasoning_effort"
         try:
-            templates.check(has_tools)
+            self._settings.templates.check(has_tools)
         except TemplateError as error:
             raise field_error("messages", str(error)) from None
-        if self._request.reasoning_effort is not None and not templates.reads(effort, has_tools):
-            raise field_error(effort, "the model's chat template does not read it; leave it out")
 
     @property
     def streams(self) -> bool:

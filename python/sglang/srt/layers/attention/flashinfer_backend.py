@@ -31,9 +31,10 @@ from sglang.srt.layers.attention.flashinfer_plan import (
 from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.platform import num_multiprocessors
+from sglang.srt.registry import ATTENTION_LIMITS
 
 VERSION = "0.6.14"
-MAX_MASK_ENTRIES = 1 << 29  # of a byte each; FlashInfer counts them in 32 bits
+LIMITS = ATTENTION_LIMITS["flashinfer"]
 GRAPH_INT_WORKSPACE_BYTES = 1 << 20  # FlashInfer's own 8 MiB would be taken for each key
 # Both families of kernels honour the strides of K and V in the joint pool. fa2 alone splits the KV
 # of few requests, packs the query heads of a KV head into a tile, and is one compiled module for
@@ -292,13 +293,13 @@ class FlashInferBackend:
     @classmethod
     def capabilities(cls) -> AttentionCapabilities:
         return AttentionCapabilities(
-            devices=frozenset({"cuda"}),
-            dtypes=frozenset({torch.float16, torch.bfloat16}),
+            devices=LIMITS.devices,
+            dtypes=frozenset(getattr(torch, name) for name in LIMITS.dtypes),
             page_sizes=None,
             graph=GraphSupport.UNIFORM_Q,
             needs_host_lens=True,
             tree_masks=True,
-            max_mask_entries=MAX_MASK_ENTRIES,
+            max_mask_entries=LIMITS.max_mask_entries,
             captures_trees=False,
             reads_q_starts=False,
             captures_plans=False,

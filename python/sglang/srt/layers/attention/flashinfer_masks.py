@@ -10,7 +10,8 @@ import torch
 
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.attention.flashinfer_plan import StepLayout
-from sglang.srt.layers.forward_batch import MAX_TREE_ROWS, ForwardBatch
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.forward_options import MAX_TREE_ROWS
 
 MAX_ENTRIES = 1 << 22  # that are computed at once; each takes some 30 bytes meanwhile
 

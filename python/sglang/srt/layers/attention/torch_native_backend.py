@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities, GraphSupport
 from sglang.srt.layers.attention.gathered_kv import GatheredKV
-from sglang.srt.layers.forward_batch import MAX_TREE_ROWS, ForwardBatch
+from sglang.srt.layers.forward_batch import ForwardBatch
+from sglang.srt.layers.forward_options import MAX_TREE_ROWS
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
 MAX_MASK_ENTRIES = 1 << 24  # bounds the temporary memory of one group (64 MiB in float32)

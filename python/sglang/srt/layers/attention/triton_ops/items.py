@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.forward_batch import MAX_TREE_ROWS
+from sglang.srt.layers.forward_options import MAX_TREE_ROWS
 from sglang.srt.layers.triton_launch import report_outside
 
 ITEM_SIZE = 4

@@ -1,0 +1,108 @@
+"""What each drafter needs to know: the options of a `DrafterConfig`. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sglang.srt.head_config import EAGLE3, tap_layers
+from sglang.srt.layers.forward_options import HiddenCapture
+from sglang.srt.model_config import ModelConfig
+from sglang.srt.speculative.round_options import RoundOptions
+
+
+@dataclass(frozen=True, slots=True)
+class EagleConfig:
+    """What the drafter needs to know.
+
+    Attributes:
+        head: of `load_head_config`, for this target.
+        num_layers: of the target.
+        rounds: how many tokens are drafted, in chains or trees.
+        suppressed_token_ids: ids that the target never emits.
+
+    Raises:
+        ValueError: if the head has fewer tokens than are to follow each draft of a tree.
+    """
+
+    head: ModelConfig
+    num_layers: int
+    rounds: RoundOptions
+    suppressed_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        head, tree = self.head, self.rounds.tree
+        count = len(head.hot_token_ids) or head.hf.get("draft_vocab_size") or head.vocab_size
+        if tree is not None and tree.topk > count:
+            raise ValueError(
+                f"--speculative-eagle-topk {tree.topk}: the head drafts {count} different tokens"
+                " alone; lower it."
+            )
+
+    @property
+    def capture(self) -> HiddenCapture:
+        """What the head reads of the target: its last hidden states, or those of some layers."""
+        if self.head.architecture == EAGLE3:
+            return HiddenCapture(tap_layers(self.head, self.num_layers))
+        return HiddenCapture(all_rows=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StandaloneConfig:
+    """What the drafter needs to know.
+
+    Attributes:
+        draft: of `load_draft_config`, for this target.
+        rounds: how many tokens are drafted; no draft is free (`RoundOptions.num_free` 0).
+        suppressed_token_ids: ids that the target never emits.
+    """
+
+    draft: ModelConfig
+    rounds: RoundOptions
+    suppressed_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NgramLimits:
+    """Which matches count, and which of them win.
+
+    Attributes:
+        shortest: how long a match must be, at least 1.
+        longest: what is beyond is not compared.
+        by_frequency: of equally long matches the most frequent token wins, else the best place.
+    """
+
+    shortest: int
+    longest: int
+    by_frequency: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NgramConfig:
+    """What the drafter needs to know.
+
+    Attributes:
+        rounds: how many tokens are drafted, all without a draft step (`num_free`).
+        limits: how long matches are, and which of equally long ones wins.
+        capacity: tokens of ended requests that are searched, at least 2; None: DEFAULT_CAPACITY.
+        breadth: different tokens that may follow the certain one behind the shortest matches: 1
+            drafts chains, more drafts trees of as many nodes (`RoundOptions.trees_of_any_size`).
+        suppressed_token_ids: ids that the target never emits.
+        min_breadth: likewise, behind the longest matches; `breadth` at most.
+        corpus_budget: drafts of a request in a step that may come from the corpus; None: all.
+        corpus: see `NgramMemory`.
+    """
+
+    rounds: RoundOptions
+    limits: NgramLimits
+    capacity: int | None = None
+    breadth: int = 1
+    suppressed_token_ids: tuple[int, ...] = ()
+    min_breadth: int = 1
+    corpus_budget: int | None = None
+    corpus: np.ndarray | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        assert not self.rounds.has_draft_steps, "Drafts of n-grams need no draft steps."
+        assert self.rounds.has_trees == (self.breadth > 1), "Breadth and rounds disagree."

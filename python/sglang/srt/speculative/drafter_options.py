@@ -1,0 +1,106 @@
+"""Which drafter a server has, and what it needs before any model is loaded. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptThresholds:
+    """How probable a draft of a sampled request must be: see `ConfirmByThresholds`.
+
+    Attributes:
+        single, acc: 0 to 1; SGLang's --speculative-accept-threshold-single and -acc.
+    """
+
+    single: float = 1.0
+    acc: float = 1.0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether tokens follow the target's own distribution."""
+        return self.single == self.acc == 1.0
+
+
+EXACT = AcceptThresholds()
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterConfig:
+    """Which drafter a server has.
+
+    Attributes:
+        name: in `DRAFTERS` (registry.py).
+        options: what that drafter takes.
+        thresholds: which of its drafts are accepted.
+    """
+
+    name: str
+    options: Any
+    thresholds: AcceptThresholds = EXACT
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterNeeds:
+    """What a drafter needs before any model is loaded.
+
+    Attributes:
+        max_drafts: drafts of a request in a step at most; with trees, nodes but the root.
+        max_rows: rows that a request without a prompt feeds in a step at most.
+        num_steps: drafts that are proposed for a request, of trees of one shape those one behind
+            the other, for clients to know (`speculative_num_steps`), at first; 0 where that is no
+            fixed number. Else each `RowPlan.tier` is how many they are now.
+        tiers: all numbers that it may become, for people to know.
+        extra_slots: slots that such a request needs beyond those of `max_rows`, at most: draft
+            steps write behind the rows that the target keeps (`speculative/draft_steps.py`).
+        has_trees: drafts may be trees.
+        topk: drafts that follow each one, at most, for people to know.
+        max_confirmed: drafts of a request that a step may confirm, at most; None: all, as of
+            chains.
+        max_masks: look-ahead rows behind the drafts of a request, at most, if the drafter packs
+            steps (`StepCounts.packed`); None: it never does.
+        capture: which hidden states the target gives.
+        suppressed_token_ids: ids that the target never emits.
+        needs_prices: prices of steps are measured at start-up.
+        times_steps: the drafter hears what steps take (`DrafterParts.clock`).
+        price_cache: folder where these are kept for the next start (`TileSpecProfiler`); None: they
+            are not.
+        token_shift: how many positions ahead the token is that the drafter's models are fed at each
+            position: 1 where they are fed the next one. For debugging alone (`KVCanary`).
+        bypasses_graphs: the target's steps of several rows per request replay no captured graph.
+        rounds: numbers of drafts that every request may verify, and be given, in steps that may be
+            captured, each with the batch sizes that have it. Then `extend` and `propose` do nothing
+            on the host that depends on more than these numbers, and the plan of a step has
+            `RowPlan.next_drafts`. Empty: no step may be.
+        proposes_without_output: `propose` gives drafts also where `extend` gave nothing.
+    """
+
+    max_drafts: int
+    max_rows: int
+    num_steps: int = 0
+    tiers: tuple[int, ...] = ()
+    extra_slots: int = 0
+    has_trees: bool = False
+    topk: int = 1
+    max_confirmed: int | None = None
+    max_masks: int | None = None
+    capture: HiddenCapture = NO_CAPTURE
+    suppressed_token_ids: tuple[int, ...] = ()
+    needs_prices: bool = False
+    times_steps: bool = False
+    price_cache: Path | None = None
+    token_shift: int = 0
+    bypasses_graphs: bool = False
+    rounds: Mapping[int, Sequence[range]] = field(default_factory=dict)
+    proposes_without_output: bool = False
+
+    @property
+    def max_slots(self) -> int:
+        """Slots beyond its watermark that a request without a prompt needs, at most:
+        `StepWidth.decode_rows` is no more."""
+        return self.max_rows + self.extra_slots

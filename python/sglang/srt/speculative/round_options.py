@@ -1,0 +1,208 @@
+"""How many tokens are drafted and verified. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang.srt.model_executor.draft_shapes import DraftShape, TreeShape
+from sglang.srt.registry import TIER_POLICIES
+from sglang.srt.speculative.adaptive_config import MAX_BATCH_SIZE, AdaptiveConfig
+from sglang.srt.speculative.drafter_options import DrafterNeeds
+from sglang.srt.step.step_sizes import StepWidth
+
+if TYPE_CHECKING:
+    from sglang.srt.speculative.tier_policy import TierPolicy
+
+ALL_BATCH_SIZES = (range(1, MAX_BATCH_SIZE),)
+
+
+@dataclass(frozen=True, slots=True)
+class SpecRuntimeState:
+    """What a tier owns: its draft steps, whose graphs are its own. The graphs of the drafter's pass
+    over the target's rows and of verification are chosen by their number of rows, so tiers share
+    them.
+
+    Attributes:
+        speculative_num_steps: drafts of a chain.
+        num_draft_steps: of the drafter's model, one behind the other, for as many drafts.
+        batch_sizes: of the batches that may have the tier: for these its graphs are captured.
+    """
+
+    speculative_num_steps: int
+    num_draft_steps: int
+    batch_sizes: tuple[range, ...] = ALL_BATCH_SIZES
+
+    @property
+    def speculative_num_draft_tokens(self) -> int:
+        """Rows of a request that the target verifies, the certain token's counted."""
+        return 1 + self.speculative_num_steps
+
+
+def runtime_states(
+    tiers: Sequence[int], adaptive: AdaptiveConfig | None, num_free: int
+) -> dict[int, SpecRuntimeState]:
+    """The states of all tiers, made once, before the first round.
+
+    Args:
+        num_free: drafts of a chain that need no draft step (`RoundOptions`).
+    """
+    return {
+        tier: SpecRuntimeState(
+            tier,
+            max(0, tier - num_free),
+            ALL_BATCH_SIZES if adaptive is None else adaptive.batch_sizes(tier),
+        )
+        for tier in tiers
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class TierOptions:
+    """What a policy may choose from.
+
+    Attributes:
+        max_drafts: drafts of a request in a step, at least 1.
+        initial: the tier before anything is known, where a policy has such a one.
+        adaptive: which tiers batches of each size may have; None: nobody says.
+        has_trees: a tier is the first so many nodes of each request's tree; False: of its chain.
+    """
+
+    max_drafts: int
+    initial: int = 0
+    adaptive: AdaptiveConfig | None = None
+    has_trees: bool = False
+
+    def candidates(self, batch_size: int) -> tuple[int, ...] | None:
+        """Of a batch of so many requests, padding included; None: nobody says."""
+        return None if self.adaptive is None else self.adaptive.candidates(batch_size)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOptions:
+    """How many tokens are drafted and verified.
+
+    Attributes:
+        num_steps: drafts of a chain or of a tree without draft steps, or one behind the other in a
+            `tree`, at most; at least 1.
+        tier_policy: a name in `TIER_POLICIES` (registry.py).
+        initial_steps: drafts of a chain before a policy knows anything; None: all.
+        adaptive: which numbers of drafts batches of each size may have; None: any.
+        tile_spec_cache: steps are cut to the rows that pay (`TileSpec`); the folder where prices
+            are kept. None: all drafts are verified.
+        num_free: drafts of a chain that need no draft step of a model: the first one of a head,
+            which comes from its pass over the target's rows.
+        tile_spec_drafts: for benchmarks, drafts of a request that `TileSpec` has verified on
+            average, whatever they are worth; None: those that pay.
+        tree: all requests are given trees of this shape, whose depth is num_steps; None: chains, or
+            `trees_of_any_size`.
+        trees_of_any_size: drafts are trees that need no draft steps. Each has its nodes in such an
+            order that any first ones are a tree, and a tier is how many of them there are.
+    """
+
+    num_steps: int
+    tier_policy: str = "fixed"
+    initial_steps: int | None = None
+    adaptive: AdaptiveConfig | None = None
+    tile_spec_cache: Path | None = None
+    num_free: int = 1
+    tile_spec_drafts: float | None = None
+    tree: TreeShape | None = None
+    trees_of_any_size: bool = False
+
+    def __post_init__(self) -> None:
+        assert not (self.trees_of_any_size and self.has_draft_steps), "Such trees need none."
+        if self.tree is None:
+            return
+        assert self.tree.depth == self.num_steps, "A tree is as deep as there are steps."
+        assert self.tier_policy == "fixed", "Trees are all of one shape."
+
+    @property
+    def tier_options(self) -> TierOptions:
+        initial = self.num_steps if self.initial_steps is None else self.initial_steps
+        return TierOptions(self.num_steps, initial, self.adaptive, self.trees_of_any_size)
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether drafts are trees."""
+        return self.tree is not None or self.trees_of_any_size
+
+    @property
+    def has_draft_steps(self) -> bool:
+        """Whether a model that drafts runs steps of its own."""
+        return self.tree is not None or self.num_steps > self.num_free
+
+    @property
+    def policy(self) -> type[TierPolicy]:
+        """Chooses how long chains are."""
+        kind: type[TierPolicy] = TIER_POLICIES.load(self.tier_policy)
+        return kind
+
+    @property
+    def needs_prices(self) -> bool:
+        """Whether anything goes by prices of rounds."""
+        return self.policy.needs_prices or self.tile_spec_cache is not None
+
+    @property
+    def states(self) -> dict[int, SpecRuntimeState]:
+        """Of all tiers."""
+        tiers = self.policy.tiers(self.tier_options)
+        return runtime_states(tiers, self.adaptive, self.num_free)
+
+    @property
+    def draft_steps(self) -> dict[DraftShape, tuple[range, ...]]:
+        """How many draft steps may follow a step of the target, or which tree, and for batches of
+        which sizes (`ExecutionConfig.draft_steps`)."""
+        if self.tree is not None:
+            return {self.tree: ALL_BATCH_SIZES}
+        states = self.states.values()
+        return {each.num_draft_steps: each.batch_sizes for each in states if each.num_draft_steps}
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts of a request in a step."""
+        return self.num_steps if self.tree is None else self.tree.num_drafts
+
+    @property
+    def max_confirmed(self) -> int | None:
+        """See `DrafterNeeds`."""
+        return None if self.tree is None else self.tree.max_confirmed
+
+    def num_drafts(self, tier: int) -> int:
+        """Drafts of a request at a tier."""
+        return tier if self.tree is None else self.tree.num_drafts
+
+    def num_draft_slots(self, tier: int) -> int:
+        """Slots that the draft steps of a tier need behind the rows kept."""
+        return max(0, tier - self.num_free) if self.tree is None else self.tree.num_slots
+
+    @property
+    def step_width(self) -> StepWidth:
+        """Slots of a request in a step, whatever its parameters are: for the rows that verify, and
+        for draft steps behind all of them that may be kept."""
+        rows, further = 1 + self.max_drafts, self.num_draft_slots(self.num_steps)
+        kept = rows if self.max_confirmed is None else 1 + self.max_confirmed
+        slots = max(rows, kept + further)
+        return StepWidth(decode_rows=slots, lookahead_rows=further, max_kept=kept)
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        """What follows for a drafter of chains or trees."""
+        rows = 1 + self.max_drafts
+        return DrafterNeeds(
+            max_drafts=self.max_drafts,
+            max_rows=rows,
+            num_steps=self.tier_options.initial,
+            tiers=tuple(self.states),
+            extra_slots=self.step_width.decode_rows - rows,
+            has_trees=self.has_trees,
+            topk=1 if self.tree is None else self.tree.topk,
+            max_confirmed=self.max_confirmed,
+            max_masks=None if self.tile_spec_cache is None else 0,
+            needs_prices=self.needs_prices,
+            times_steps=self.needs_prices,
+            price_cache=self.tile_spec_cache,
+            rounds={self.num_drafts(tier): each.batch_sizes for tier, each in self.states.items()},
+        )

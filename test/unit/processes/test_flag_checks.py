@@ -1,0 +1,95 @@
+"""What is refused before torch is loaded, of GPUs too, and what is left to the scheduler."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from sglang.srt.environ import Environ
+from sglang.srt.host import Host
+from sglang.srt.layers.triton_launch import INTERPRETED
+from sglang.srt.messages.requests import SchedulerInfo
+from sglang.srt.model_config import load_model_config
+from sglang.srt.platform import Platform
+from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.processes.flag_checks import MTP_IS_OFF, check_flags
+from sglang.srt.processes.runtime_config import resolve
+from sglang.srt.registry import ATTENTION_BACKENDS, ATTENTION_LIMITS
+from sglang.srt.server_args import ServerArgs
+
+MODEL = load_model_config("demo")
+GIB = 1 << 30
+CPU = Host(devices=frozenset({"cpu"}), num_cores=4, available_bytes=8 * GIB)
+MAYBE_GPU = Host(devices=frozenset({"cpu", "cuda"}), num_cores=4, available_bytes=8 * GIB)
+EAGLE3 = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "demo-eagle3"}
+TREES = {**EAGLE3, "speculative_eagle_topk": 2}
+
+
+def checked(host: Host, **flags: Any) -> SchedulerInfo:
+    return check_flags(ServerArgs(model_path="demo", **flags), MODEL, Environ(), host)
+
+
+def refused(host: Host, **flags: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        checked(host, **flags)
+    return str(error.value)
+
+
+@pytest.fixture(autouse=True)
+def has_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+
+
+def test_what_a_gpu_has_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"device": "cuda", "attention_backend": "flashinfer"}
+    assert "has no float32; use --dtype bfloat16 or float16" in refused(
+        MAYBE_GPU, dtype="float", **flags
+    )
+    checked(MAYBE_GPU, dtype="half", **flags)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "flashinfer is not installed" in refused(MAYBE_GPU, dtype="half", **flags)
+
+
+def test_masks_of_trees_that_are_too_large_are_refused() -> None:
+    flags = {**TREES, "dtype": "half", "device": "cuda", "attention_backend": "flashinfer"}
+    checked(MAYBE_GPU, **flags)
+    said = refused(MAYBE_GPU, max_running_requests=65_536, **flags)
+    assert "lower --chunked-prefill-size, --max-running-requests or" in said
+    checked(MAYBE_GPU, max_running_requests=65_536, **{**flags, "attention_backend": "triton"})
+
+
+@pytest.mark.parametrize("backend", sorted(ATTENTION_LIMITS))
+def test_where_there_may_be_a_gpu_only_what_suits_no_device_is_refused(backend: str) -> None:
+    checked(MAYBE_GPU, attention_backend=backend, dtype="half")
+    if backend == "flashinfer":
+        assert "has no float32" in refused(MAYBE_GPU, attention_backend=backend, dtype="float32")
+    if backend != "torch_native":
+        assert "not on cpu" in refused(CPU, attention_backend=backend)
+
+
+@pytest.mark.parametrize("name", sorted(ATTENTION_LIMITS))
+def test_a_backend_says_of_itself_what_is_known_before(name: str) -> None:
+    if name == "triton" and INTERPRETED:
+        pytest.skip("Triton is interpreted, on a CPU too.")
+    limits, says = ATTENTION_LIMITS[name], ATTENTION_BACKENDS.load(name).capabilities()
+    dtypes = {str(dtype).removeprefix("torch.") for dtype in says.dtypes}
+    assert (limits.devices, limits.dtypes) == (says.devices, dtypes)
+    assert limits.max_mask_entries == says.max_mask_entries
+
+
+@pytest.mark.parametrize("flags", [{}, EAGLE3, {"max_total_tokens": 100}])
+def test_what_is_known_is_what_the_scheduler_comes_to(flags: dict[str, Any]) -> None:
+    args, platform = ServerArgs(model_path="demo", **flags), Platform("cpu", 4, 8 * GIB, "cpu")
+    known, found = checked(CPU, **flags), resolve(args, platform, MODEL, Environ())
+    assert known.context_len == found.execution.context_len
+    assert known.mtp_max_k == (0 if found.mtp is None else found.mtp.max_k)
+    assert known.mtp_refusal == (MTP_IS_OFF if flags is EAGLE3 else None)
+    assert known.max_req_len == min(MODEL.context_len, flags.get("max_total_tokens", 1 << 20) - 1)
+
+
+def test_warnings_come_once(caplog: pytest.LogCaptureFixture) -> None:
+    checked(CPU, **EAGLE3, speculative_num_steps=3, speculative_num_draft_tokens=9)
+    assert not caplog.messages
