@@ -4,7 +4,6 @@ refused by name."""
 from __future__ import annotations
 
 import itertools
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from fake_server import BYTES, GROUP, TENSORS, Server
 from serving_utils import make_model_dir
-from sglang.srt.argument_parsing import MissingFlag, SuggestingParser
+from sglang.srt.argument_parsing import MissingFlag, SuggestingParser, flag_names
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.entrypoints.openai import chat_protocol
 from sglang.srt.entrypoints.openai.chat_protocol import ChatCompletionRequest
@@ -280,7 +279,7 @@ def test_neutral_fields_of_a_control_call_change_nothing(model_path: Path, path:
     assert len(sent) in (0, len(bodies))
 
 
-OWN_ARGUMENTS = frozenset(field.name for field in fields(ServerArgs))
+OWN_ARGUMENTS = frozenset(flag_names(ServerArgs))
 MISSING_ARGUMENTS = missing_arguments(OWN_ARGUMENTS)
 PLAIN = ServerArgs(model_path="m")
 # What SGLang's default is called there, where this runtime has it under another value.
@@ -329,7 +328,7 @@ def test_a_flag_or_argument_that_is_missing_is_refused_by_name(
         if argument.takes == 0 and words in words_for(flag, argument):
             continue
         parser = SuggestingParser(prog="server")
-        parser.add_argument(*argument.flags, action=MissingFlag, argument=argument)
+        parser.add_argument(flag, action=MissingFlag, argument=argument, word=flag)
         with pytest.raises(SystemExit) as end:
             parser.parse_args(words)
         assert end.value.code == 2

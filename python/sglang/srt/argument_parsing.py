@@ -4,24 +4,42 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from typing import Any, NoReturn, get_type_hints
 
 from sglang.srt.flag_values import value_type
-from sglang.srt.sglang_surface import SGLangArgument
+from sglang.srt.sglang_surface import SGLangArgument, own_arguments
+
+AddOption = Callable[..., object]
 
 
-def add_flags(parser: argparse.ArgumentParser, flags_class: type) -> None:
-    """Adds one option per field of a dataclass of `flag`s, in the sections of --help.
+def flag_names(flags_class: type) -> list[str]:
+    """The fields of a dataclass that are `flag`s; others are no options."""
+    return [entry.name for entry in fields(flags_class) if entry.metadata]
 
-    An option's name is the field's name with dashes.
+
+class TakesSGLangArguments(type):
+    """What SGLang's ServerArgs have beside ours is taken at neutral values, and dropped."""
+
+    def __call__(cls, **given: Any) -> Any:
+        return super().__call__(**own_arguments(given, flag_names(cls)))
+
+
+def add_flags(section: Callable[[str], AddOption], flags_class: type) -> None:
+    """Adds one option per `flag` of a dataclass. Its name is the field's name with dashes.
+
+    Args:
+        section: gives what adds the options of a section of --help, `add_argument` of a parser or
+            of a group.
     """
     hints = get_type_hints(flags_class)
-    group: argparse._ArgumentGroup | argparse.ArgumentParser = parser
+    add: AddOption = section("options")
     for entry in fields(flags_class):
+        if not entry.metadata:
+            continue
         if entry.metadata["section"]:
-            group = parser.add_argument_group(entry.metadata["section"])
+            add = section(entry.metadata["section"])
         names = (f"--{entry.name.replace('_', '-')}", *entry.metadata["aliases"])
         kwargs: dict[str, Any] = {"dest": entry.name, "help": entry.metadata["help"]}
         if hints[entry.name] is bool:
@@ -35,24 +53,34 @@ def add_flags(parser: argparse.ArgumentParser, flags_class: type) -> None:
             kwargs["default"] = entry.default
             if entry.default is not None and hints[entry.name] is not bool:
                 kwargs["help"] += f" (default: {entry.default})"
-        group.add_argument(*names, **kwargs)
+        add(*names, **kwargs)
 
 
-def add_missing_flags(parser: argparse.ArgumentParser, arguments: Iterable[SGLangArgument]) -> None:
-    """Adds flags that SGLang has and this runtime does not, hidden in --help."""
+def add_missing_flags(add: AddOption, arguments: Iterable[SGLangArgument]) -> None:
+    """Adds flags that SGLang has and this runtime does not, hidden in --help.
+
+    Each name of a flag is an option of its own, so that whoever reads the parsed arguments finds
+    its default by any of them: `tp_size` and `tensor_parallel_size`.
+    """
     for argument in arguments:
-        if argument.flags:
-            parser.add_argument(*argument.flags, action=MissingFlag, argument=argument)
+        for word in argument.flags:
+            add(word, action=MissingFlag, argument=argument, word=word)
 
 
 class MissingFlag(argparse.Action):
-    """A flag of SGLang without an effect here: accepted at neutral values, else refused."""
+    """A flag of SGLang without an effect here: accepted at neutral values, else refused.
 
-    def __init__(self, option_strings: list[str], dest: str, argument: SGLangArgument) -> None:
+    Args:
+        word: its name in SGLang; a trainer's parser may have put a prefix before it.
+    """
+
+    def __init__(
+        self, option_strings: list[str], dest: str, argument: SGLangArgument, word: str
+    ) -> None:
         nargs = None if argument.takes == 1 else argument.takes
-        hidden = argparse.SUPPRESS
-        super().__init__(option_strings, hidden, nargs=nargs, default=hidden, help=hidden)
-        self._argument = argument
+        default = argument.neutral[0]
+        super().__init__(option_strings, dest, nargs, default=default, help=argparse.SUPPRESS)
+        self._argument, self._word = argument, word
 
     def __call__(
         self,
@@ -61,7 +89,7 @@ class MissingFlag(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        if problem := self._argument.problem_of_flag(option_string or "", values):
+        if problem := self._argument.problem_of_flag(self._word, values):
             parser.error(problem)
 
 

@@ -9,26 +9,30 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, get_type_hints
+from typing import Any
 
-from sglang.srt.argument_parsing import SuggestingParser, add_flags, add_missing_flags
+from sglang.srt.argument_parsing import (
+    AddOption,
+    SuggestingParser,
+    TakesSGLangArguments,
+    add_flags,
+    add_missing_flags,
+    flag_names,
+)
 from sglang.srt.flag_values import flag
 from sglang.srt.model_config import DTYPES
 from sglang.srt.registry import ATTENTION_BACKENDS
-from sglang.srt.sglang_surface import missing_arguments, own_arguments
+from sglang.srt.sglang_surface import missing_arguments
+from sglang.srt.utils.common import local_url
 
 
-class _TakesSGLangArguments(type):
-    """What SGLang's ServerArgs have beside ours is taken at neutral values, and dropped."""
-
-    def __call__(cls, **given: Any) -> Any:
-        return super().__call__(**own_arguments(given, get_type_hints(cls)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerArgs(metaclass=_TakesSGLangArguments):
+@dataclass(kw_only=True)
+class ServerArgs(metaclass=TakesSGLangArguments):
     """What the user asked for. `None` means: let `runtime_config` decide.
+
+    Launchers may change it until a server starts with it.
 
     Raises:
         ValueError: naming an argument that SGLang has and this runtime does not, or a number that
@@ -168,6 +172,7 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     device: str = flag(
         "auto", "Device to run on.", choices=("auto", "cpu", "cuda"), section="Execution"
     )
+    base_gpu_id: int = flag(0, "GPU to run on, of those in CUDA_VISIBLE_DEVICES if that is set.")
     attention_backend: str | None = flag(
         None,
         "Attention implementation; default: the best one for the device.",
@@ -341,22 +346,43 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
     )
     log_requests_target: str = flag("stdout", "`stdout`, or a file to append to.")
 
+    # Launchers read and pass these; there is one rank, and another value is refused.
+    tp_size: int = 1
+    dp_size: int = 1
+    pp_size: int = 1
+    ep_size: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} must be a finite number, not {value}.")
 
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        """Adds one option per flag by the parser's own `add_argument`, which trainers replace."""
+        _add_options(lambda _section: parser.add_argument)
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> ServerArgs:
+        """The flags among what a parser with `add_cli_args` has parsed."""
+        return cls(**{name: value for name, value in vars(args).items() if name in flag_names(cls)})
+
+    def url(self) -> str:
+        """Where a server with these flags is reached from its own machine."""
+        return local_url(self.host, self.port)
+
 
 def public_fields(server_args: ServerArgs) -> dict[str, Any]:
     """The fields and their values, without those that are secret."""
-    secret = {entry.name for entry in fields(ServerArgs) if entry.metadata["secret"]}
+    secret = {entry.name for entry in fields(ServerArgs) if entry.metadata.get("secret")}
     return {name: value for name, value in asdict(server_args).items() if name not in secret}
 
 
-def add_cli_args(parser: argparse.ArgumentParser) -> None:
-    """Adds one option per field; names are the field names with dashes."""
-    add_flags(parser, ServerArgs)
-    add_missing_flags(parser, missing_arguments(get_type_hints(ServerArgs)).values())
+def _add_options(section: Callable[[str], AddOption]) -> None:
+    add_flags(section, ServerArgs)
+    add_missing_flags(section("options"), missing_arguments(flag_names(ServerArgs)).values())
 
 
 def parse_cli(argv: list[str] | None = None) -> ServerArgs:
@@ -366,6 +392,9 @@ def parse_cli(argv: list[str] | None = None) -> ServerArgs:
         SystemExit: on unknown flags or values outside the choices (argparse prints the reason).
     """
     parser = SuggestingParser(prog="python -m sglang.launch_server")
-    add_cli_args(parser)
+    _add_options(lambda name: parser.add_argument_group(name).add_argument)
     parser.refuse_unknown(sys.argv[1:] if argv is None else argv)
-    return ServerArgs(**vars(parser.parse_args(argv)))
+    return ServerArgs.from_cli_args(parser.parse_args(argv))
+
+
+prepare_server_args = parse_cli  # SGLang's name

@@ -66,7 +66,6 @@ _REMEDIES = {
     "pp_size": _ONE_DEVICE,
     "ep_size": _ONE_DEVICE,
     "nnodes": _ONE_DEVICE,
-    "base_gpu_id": "choose the device by CUDA_VISIBLE_DEVICES",
 }
 
 

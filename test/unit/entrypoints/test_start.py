@@ -13,6 +13,7 @@ import pytest
 from serving_utils import make_model_dir
 from sglang import Engine
 from sglang.srt.entrypoints import server_process
+from sglang.srt.entrypoints.launch import LaunchError, child_environ
 from sglang.srt.entrypoints.server_process import run_server
 from sglang.srt.server_args import ServerArgs
 
@@ -89,3 +90,19 @@ def test_port_0_becomes_the_port_that_is_listened_on(
     assert run_server(ServerArgs(model_path="demo", port=0)) == 0
     ((args, port),) = started
     assert args.port == port > 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpu_id", "seen"),
+    [(None, 0, None), (None, 2, "2"), ("4,6,7", 0, "4,6,7"), ("4,6,7", 2, "7")],
+)
+def test_children_see_one_gpu_of_those_that_there_are(
+    visible: str | None, gpu_id: int, seen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert child_environ(gpu_id).get("CUDA_VISIBLE_DEVICES") == seen
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    with pytest.raises(LaunchError, match="--base-gpu-id 3: CUDA_VISIBLE_DEVICES is '4,6,7'"):
+        child_environ(3)

@@ -180,6 +180,8 @@ def _device(args: ServerArgs, platform: Platform) -> str:
             "--device cuda: torch finds no GPU here; install a torch with CUDA and check"
             " `nvidia-smi`, or use --device cpu."
         )
+    if args.base_gpu_id and platform.device != "cuda":
+        raise ConfigError(f"--base-gpu-id {args.base_gpu_id}: torch finds no such GPU here.")
     capability = platform.capability
     if device == "cuda" and capability is not None and capability < MIN_CAPABILITY:
         raise ConfigError(

@@ -18,6 +18,7 @@ NO_PICKLE = (
     " Engine.update_weights_from_tensor as they are, or send the bytes of safetensors.torch.save to"
     " /update_weights_from_tensor as application/octet-stream."
 )
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 class MultiprocessingSerializer:
@@ -100,6 +101,12 @@ def get_open_port() -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("", 0))
         return int(listener.getsockname()[1])
+
+
+def local_url(host: str, port: int) -> str:
+    """Where a server of this machine that listens on an address, or on all of them, is reached."""
+    host = ANY_ADDRESS.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def get_ip() -> str:
