@@ -20,6 +20,7 @@ from msgspec import Meta
 from sglang.srt.frontend.errors import RequestError, field_error
 from sglang.srt.frontend.request_limits import check_encodable, check_short_text
 from sglang.srt.messages.control import (
+    DEFAULT_GROUP,
     ContinueGenerationReq,
     FromBytes,
     FromDirectory,
@@ -236,13 +237,17 @@ class UpdateWeightsFromTensorReqInput(WeightUpdateOptions, kw_only=True):
 class UpdateWeightsFromDistributedReqInput(WeightUpdateOptions, kw_only=True):
     """Body of `/update_weights_from_distributed`: what rank 0 of the group broadcasts, in order.
 
-    Each of the lists has one entry for each tensor; shapes are of sizes from 1 on.
+    Each of the lists has one entry for each tensor; shapes are of sizes from 1 on. Clients of older
+    SGLang send one tensor as `name`, `dtype` and `shape`.
+
+    Attributes:
+        group_name: its default is also the only group that there is, by whatever name.
     """
 
     names: Annotated[list[TensorName], Meta(min_length=1, max_length=MAX_TENSORS)]
     dtypes: list[Dtype]
     shapes: list[Shape]
-    group_name: Label = "weight_update_group"
+    group_name: Label = DEFAULT_GROUP
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -274,7 +279,7 @@ class InitWeightsUpdateGroupReqInput(msgspec.Struct, kw_only=True):
     master_port: Annotated[int, Meta(ge=1, le=65_535)]
     rank_offset: Annotated[int, Meta(ge=1)]
     world_size: Annotated[int, Meta(ge=2, le=4_096)]
-    group_name: Label = "weight_update_group"
+    group_name: Label = DEFAULT_GROUP
     backend: GroupBackend = "gloo"
     timeout_s: Annotated[float, Meta(gt=0, le=MAX_WAIT_S)] = 60.0
 
@@ -298,9 +303,13 @@ class InitWeightsUpdateGroupReqInput(msgspec.Struct, kw_only=True):
 
 
 class DestroyWeightsUpdateGroupReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/destroy_weights_update_group`."""
+    """Body of `/destroy_weights_update_group`.
 
-    group_name: Label = "weight_update_group"
+    Attributes:
+        group_name: its default is also the only group that there is, by whatever name.
+    """
+
+    group_name: Label = DEFAULT_GROUP
 
     def __post_init__(self) -> None:
         check_printable(group_name=self.group_name)

@@ -42,7 +42,7 @@ from sglang.srt.entrypoints.launch import check_model
 from sglang.srt.entrypoints.server_info import describe_server
 from sglang.srt.entrypoints.tensor_file import NamedTensors, written_tensors
 from sglang.srt.managers.tokenizer_manager import Answer
-from sglang.srt.messages.control import ControlCall, FlushCacheReqOutput
+from sglang.srt.messages.control import DEFAULT_GROUP, ControlCall, FlushCacheReqOutput
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.refused_names import launch_subprocesses as _launch_subprocesses  # noqa: F401
 
@@ -230,7 +230,7 @@ class Engine:
         names: list[str],
         dtypes: list[str],
         shapes: list[list[int]],
-        group_name: str = "weight_update_group",
+        group_name: str = DEFAULT_GROUP,
         **options: Any,
     ) -> dict[str, Any]:
         """Changes some weights to those that rank 0 of a group broadcasts, in this order.
@@ -254,9 +254,7 @@ class Engine:
         fields |= {"rank_offset": rank_offset, "world_size": world_size}
         return self._call(make_body(InitWeightsUpdateGroupReqInput, fields).message())
 
-    def destroy_weights_update_group(
-        self, group_name: str = "weight_update_group"
-    ) -> dict[str, Any]:
+    def destroy_weights_update_group(self, group_name: str = DEFAULT_GROUP) -> dict[str, Any]:
         """Leaves a group."""
         body = make_body(DestroyWeightsUpdateGroupReqInput, {"group_name": group_name})
         return self._call(body.message())
