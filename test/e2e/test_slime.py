@@ -8,6 +8,7 @@ gloo, where slime has NCCL.
 from __future__ import annotations
 
 import argparse
+import base64
 import dataclasses
 import functools
 import multiprocessing
@@ -17,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -192,6 +194,22 @@ def test_slime_finds_what_it_reads_of_a_server_and_of_an_answer(rollout: Rollout
     assert {"prompt_tokens", "cached_tokens"} <= meta.keys()
     assert isinstance(answer["text"], str)
     assert tokens_of(rollout.generate()) == tokens_of(answer)
+
+
+def test_slime_gets_the_tokens_that_top_p_kept(rollout: Rollout) -> None:
+    custom = {"custom_params": {"return_top_p_token_ids": True}}
+    answer = rollout.generate(top_p=0.8, **custom)
+    kept, ends = (
+        np.frombuffer(base64.b64decode(answer["meta_info"][f"top_p_token_{name}"]), np.int32)
+        for name in ("ids", "offsets")
+    )
+    tokens = tokens_of(answer)
+    assert len(ends) == len(tokens) + 1
+    assert (ends[0], ends[-1]) == (0, len(kept))
+    for position, token in enumerate(tokens):
+        assert token in kept[ends[position] : ends[position + 1]]
+    assert tokens_of(rollout.generate(top_p=0.8)) == tokens
+    assert "top_p_token_ids" not in rollout.generate(**custom)["meta_info"]
 
 
 def test_slime_drains_a_server_by_aborts(rollout: Rollout) -> None:

@@ -145,7 +145,7 @@ class Sample:
             **self._counts(),
         }
         if self._lists.are_wanted:
-            meta |= self._lists.meta_info()
+            meta |= self._lists.meta_info(is_last=reason is not None)
         if self._step_lens is not None:
             meta["mtp_effective_k"] = list(self._step_lens)
         answer = {"text": self._text, "output_ids": list(self._output_ids), "meta_info": meta}
