@@ -90,11 +90,12 @@ class HostLogprobs:
             return None
         *values, kept_ids, num_kept = tensors
         target, top_values, top_ids, chosen = (tensor.tolist() for tensor in values)
-        ids, counts = kept_ids.numpy(), num_kept.tolist() or [0] * len(target)
-        kept = [
-            row[:count].tobytes() if count <= len(row) else None
-            for row, count in zip(ids, counts, strict=True)
-        ]
+        kept: list[bytes | None] = [b""] * len(target)
+        if len(num_kept):
+            kept = [
+                row[:count].tobytes() if count <= len(row) else None
+                for row, count in zip(kept_ids.numpy(), num_kept.tolist(), strict=True)
+            ]
         return cls(target, top_values, top_ids, chosen, kept)
 
 
