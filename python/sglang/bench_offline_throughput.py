@@ -13,7 +13,7 @@ from typing import Any
 from sglang.benchmark.datasets import BenchPrompt, DatasetError, add_dataset_args, load_prompts
 from sglang.srt.argument_parsing import parse_flags
 from sglang.srt.entrypoints.engine import Engine
-from sglang.srt.server_args import ServerArgs, add_cli_args
+from sglang.srt.server_args import ServerArgs
 
 MAX_WARMUP_TOKENS = 16
 
@@ -23,7 +23,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m sglang.bench_offline_throughput", description=__doc__
     )
-    add_cli_args(parser)
+    ServerArgs.add_cli_args(parser)
     parser.add_argument("--backend", choices=("engine",), default="engine")
     parser.add_argument("--result-filename", help="Gets one JSON line per run.")
     parser.add_argument("--disable-ignore-eos", action="store_true")

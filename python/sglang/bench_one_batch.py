@@ -35,7 +35,7 @@ from sglang.srt.processes.worker_factory import (
     measure_prices,
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args import ServerArgs, add_cli_args
+from sglang.srt.server_args import ServerArgs
 
 
 class LocalInbox:
@@ -171,7 +171,7 @@ def _no_stop_finder(params: SamplingParams, input_ids: list[int]) -> Any:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m sglang.bench_one_batch", description=__doc__)
-    add_cli_args(parser)
+    ServerArgs.add_cli_args(parser)
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1])
     parser.add_argument("--input-len", type=int, nargs="+", default=[1024])
     parser.add_argument("--output-len", type=int, nargs="+", default=[16])

@@ -55,7 +55,8 @@ def test_answers_are_those_of_the_model_with_figures_of_drafts(
         assert meta["spec_verify_ct"] == sum(histogram)
         confirmed = sum(count * each for count, each in enumerate(histogram))
         assert meta["spec_accepted_drafts"] == meta["spec_num_correct_drafts"] == confirmed
-        assert meta["spec_proposed_drafts"] == 2 * sum(histogram)
+        assert meta["spec_accept_token_num"] == confirmed
+        assert meta["spec_proposed_drafts"] == meta["spec_draft_token_num"] == 2 * sum(histogram)
         assert meta["spec_accept_rate"] == pytest.approx(confirmed / (2 * sum(histogram)))
         assert meta["spec_accept_length"] == pytest.approx(1 + confirmed / sum(histogram))
         num_confirmed += confirmed

@@ -12,6 +12,7 @@ A drafter of a test is named in the registry first:
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -82,7 +83,7 @@ def asking_requests(vocab_size: int) -> list[Request]:
         params = {"max_new_tokens": chooser.choice([18, 24]), "temperature": 0.0, **asked}
         if number >= len(ASKED):
             params |= {"temperature": 0.7, "sampling_seed": number}
-        scores = LogprobOptions(start_len=1, top_num=2, token_ids=[4, 0])
+        scores = LogprobOptions(start_len=1, top_num=2, token_ids=[4, 0], kept=number % 2 == 0)
         states = chooser.choice(["none", "all"])
         requests.append(Request(prompt, params, chooser.choice([None, scores]), states))
     return requests
@@ -223,6 +224,7 @@ def are_same_scores(left: list[PositionLogprobs], right: list[PositionLogprobs])
         one.logprob == pytest.approx(other.logprob, abs=TOLERANCE)
         and one.chosen == pytest.approx(other.chosen, abs=TOLERANCE)
         and one.top_logprobs == pytest.approx(other.top_logprobs, abs=TOLERANCE)
+        and {*array("i", one.kept or b"")} == {*array("i", other.kept or b"")}
         for one, other in zip(left, right, strict=True)
     )
 

@@ -21,6 +21,7 @@ WORKING = (
     "--enable-priority-scheduling",
     "--skip-tokenizer-init",
     "--json-model-override-args {}",
+    "--base-gpu-id 1",
 )
 WITHOUT_EFFECT = (
     "--attention-backend fa3",
@@ -98,5 +99,4 @@ REFUSED = (
     "--custom-weight-loader a.b",
     "--stream-output",
     "--allow-auto-truncate",
-    "--base-gpu-id 1",
 )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import logging
 import re
-from dataclasses import MISSING, Field, FrozenInstanceError, fields
+from dataclasses import MISSING, Field, fields
 from typing import Any, get_type_hints
 
 import pytest
 
-from sglang.srt.server_args import ServerArgs, add_cli_args, parse_cli
+from sglang.srt.server_args import ServerArgs, parse_cli
 
-FIELDS = {entry.name: entry for entry in fields(ServerArgs)}
+FIELDS = {entry.name: entry for entry in fields(ServerArgs) if entry.metadata}
 HINTS = get_type_hints(ServerArgs)
 BOOLS = [name for name in FIELDS if HINTS[name] is bool]
 VALUES = [name for name in FIELDS if name not in BOOLS]
@@ -155,14 +155,80 @@ def test_an_unknown_flag_is_refused_by_name(capsys: pytest.CaptureFixture[str]) 
 def test_flags_can_be_added_to_another_parser() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--num-prompts", type=int)
-    add_cli_args(parser)
+    ServerArgs.add_cli_args(parser)
     parsed = parser.parse_args(["--num-prompts", "3", "--model-path", "m"])
     assert (parsed.num_prompts, parsed.model_path) == (3, "m")
 
 
-def test_parsed_flags_cannot_be_changed() -> None:
-    with pytest.raises(FrozenInstanceError):
-        ServerArgs(model_path="m").port = 1  # type: ignore[misc]
+class PrefixingParser:
+    """Has `add_argument` replaced while flags are added: each name gets a prefix, and some flags
+    are skipped, as a trainer does that has flags of its own."""
+
+    def __init__(self, prefix: str, skipped: set[str]) -> None:
+        self.parser = argparse.ArgumentParser()
+        plain = self.parser.add_argument
+
+        def add(*names: str, **settings: Any) -> None:
+            dest = settings.get("dest", names[0].strip("-").replace("-", "_"))
+            if dest in skipped:
+                return
+            if "dest" in settings:
+                settings["dest"] = f"{prefix}_{dest}"
+            plain(*(f"--{prefix}-{name.strip('-')}" for name in names), **settings)
+
+        self.parser.add_argument = add  # type: ignore[method-assign, assignment]
+        ServerArgs.add_cli_args(self.parser)
+
+
+def test_flags_take_the_prefix_of_a_parser_that_gives_them_one() -> None:
+    parser = PrefixingParser("sglang", {"model_path", "port"}).parser
+    args = parser.parse_args(["--sglang-max-running-requests", "3", "--sglang-page-size=2"])
+    assert (args.sglang_max_running_requests, args.sglang_page_size) == (3, 2)
+    assert not {"sglang_model_path", "sglang_port", "port"} & vars(args).keys()
+    assert (args.sglang_dp_size, args.sglang_data_parallel_size) == (1, 1)
+    named = {name: vars(args)[f"sglang_{name}"] for name in FIELDS if f"sglang_{name}" in args}
+    assert ServerArgs(model_path="m", **named) == ServerArgs(
+        model_path="m", max_running_requests=3, page_size=2
+    )
+
+
+def test_a_prefix_does_not_hide_that_a_flag_of_sglang_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = PrefixingParser("sglang", {"model_path"}).parser
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--sglang-dp-size", "2"])
+    assert "--dp-size 2: SGLang has this" in capsys.readouterr().err
+    parser.parse_args(["--sglang-no-dllm-fdfo"])
+
+
+def test_a_parsed_namespace_becomes_server_args() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--num-prompts", type=int, default=5)
+    ServerArgs.add_cli_args(parser)
+    parsed = parser.parse_args(["--model-path", "m", "--port", "7", "--trust-remote-code"])
+    assert ServerArgs.from_cli_args(parsed) == ServerArgs(model_path="m", port=7)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("10.0.0.7", "http://10.0.0.7:5"),
+        ("0.0.0.0", "http://127.0.0.1:5"),
+        ("::", "http://[::1]:5"),
+        ("fd00::7", "http://[fd00::7]:5"),
+    ],
+)
+def test_the_url_reaches_the_address(host: str, url: str) -> None:
+    assert ServerArgs(model_path="m", host=host, port=5).url() == url
+
+
+def test_a_launcher_may_change_flags_and_read_the_ranks() -> None:
+    args = ServerArgs(model_path="m", host="[::1]", tp_size=1, node_rank=0, nnodes=1)
+    args.host = args.host.strip("[]")
+    assert (args.url(), args.node_rank, args.tp_size) == ("http://[::1]:30000", 0, 1)
+    with pytest.raises(ValueError, match=r"^tp_size=2: .*one server per device"):
+        ServerArgs(model_path="m", tp_size=2)
 
 
 def test_help_is_grouped_and_unknown_flags_get_a_suggestion(

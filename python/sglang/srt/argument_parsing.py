@@ -17,8 +17,10 @@ from sglang.srt.sglang_arguments import (
     missing_arguments,
     names_by_spelling,
     own_arguments,
+    refusal,
     written_table,
 )
+from sglang.srt.sglang_surface import is_neutral
 
 MOST_IN_HELP = 3  # flags of one sentence in --help
 HELP_WIDTH = 96
@@ -38,7 +40,9 @@ def add_flags(section: Callable[[str], AddOption], flags_class: type) -> None:
     add: AddOption = section("options")
     for argument in missing_arguments(flags).values():
         for flag in argument.flags:
-            _add_missing_flag(add, flag, argument)
+            # Each name is an option of its own, so that a refusal has the one that was given, and
+            # whoever reads what was parsed finds SGLang's default by any of them.
+            add(flag, action=MissingFlag, dest=dest_of(flag), argument=argument, word=flag)
     for name, entry in flags.items():
         if entry.metadata["section"]:
             add = section(entry.metadata["section"])
@@ -59,20 +63,42 @@ def add_flags(section: Callable[[str], AddOption], flags_class: type) -> None:
         add(*names, **kwargs)
 
 
-def _add_missing_flag(add: AddOption, flag: str, argument: SGLangArgument) -> None:
-    """Adds a flag that SGLang has and this runtime does not, hidden in --help.
+class MissingFlag(argparse.Action):
+    """A flag that SGLang has and this runtime does not, hidden in --help; refused as it is read, so
+    that no parser of a launcher, which may drop what it does not know, hides that.
 
-    Each name of an argument is an option of its own, so that a refusal has the one that was given,
-    and whoever reads what was parsed finds SGLang's default by any of them.
+    Args:
+        word: its name in SGLang; a launcher's parser may have put a prefix before it.
     """
-    kwargs: dict[str, Any] = {"dest": dest_of(flag), "default": argument.default}
-    if argument.takes == 0:
-        kwargs["action"] = "store_false" if flag.startswith("--no-") else "store_true"
-    else:
-        kwargs["type"] = argument.value_of
-        kwargs["nargs"] = None if argument.takes == 1 else argument.takes
-        kwargs["const"] = True if argument.takes == "?" else None
-    add(flag, help=argparse.SUPPRESS, **kwargs)
+
+    def __init__(
+        self, option_strings: list[str], dest: str, argument: SGLangArgument, word: str
+    ) -> None:
+        super().__init__(
+            option_strings,
+            dest,
+            nargs=None if argument.takes == 1 else argument.takes,
+            const=True if argument.takes == "?" else None,
+            default=argument.default,
+            type=None if argument.takes == 0 else argument.value_of,
+            help=argparse.SUPPRESS,
+        )
+        self._argument, self._word = argument, word
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        value = not self._word.startswith("--no-") if self._argument.takes == 0 else values
+        setattr(namespace, self.dest, value)
+        if is_neutral(value, (self._argument.default,)):
+            return
+        said = as_flag(dest_of(self._word), value)
+        if problem := refusal(self._argument.name, value, False, said):
+            parser.exit(2, f"{parser.prog}: error: {problem}\n")
 
 
 def parse_flags(

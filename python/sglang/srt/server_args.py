@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.argument_parsing import (
     SuggestingParser,
     add_flags,
+    own_arguments_of,
     parse_flags,
     sglang_section,
 )
@@ -22,11 +23,14 @@ from sglang.srt.model_config import DTYPE_ALIASES, DTYPES
 from sglang.srt.registry import ATTENTION_BACKENDS
 from sglang.srt.sglang_arguments import TakesSGLangArguments, all_arguments
 from sglang.srt.speculation_args import SpeculationArgs
+from sglang.srt.utils.common import local_url
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
     """What the user asked for. `None` means: let `runtime_config` decide.
+
+    Launchers may change it until a server starts with it.
 
     Raises:
         ValueError: naming an argument that is refused, one outside its choices, or a number that is
@@ -185,6 +189,7 @@ class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
     device: str = flag(
         "auto", "Device to run on.", choices=("auto", "cpu", "cuda"), section="Execution"
     )
+    base_gpu_id: int = flag(0, "GPU to run on, of those in CUDA_VISIBLE_DEVICES if that is set.")
     attention_backend: str | None = flag(
         None,
         "Attention implementation; default: the best one for the device.",
@@ -271,6 +276,14 @@ class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
     )
     log_requests_target: str = flag("stdout", "`stdout`, or a file to append to.")
 
+    # Launchers read and pass these; there is one rank, and another value is refused.
+    tp_size: int = 1
+    dp_size: int = 1
+    pp_size: int = 1
+    ep_size: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+
     def __post_init__(self) -> None:
         check_finite(self)
 
@@ -282,10 +295,19 @@ class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
                 raise AttributeError(f"ServerArgs has no {name!r}")
             return all_arguments()[name].default
 
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        """Adds one option per flag by the parser's own `add_argument`, which trainers replace."""
+        add_flags(lambda _section: parser.add_argument, ServerArgs)
 
-def add_cli_args(parser: argparse.ArgumentParser) -> None:
-    """Adds one option per field, and those that SGLang has beside them."""
-    add_flags(lambda name: parser.add_argument_group(name).add_argument, ServerArgs)
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> ServerArgs:
+        """Takes the flags among what a parser with `add_cli_args` has parsed."""
+        return cls(**own_arguments_of(args, cls))
+
+    def url(self) -> str:
+        """Gives the address of a server with these flags for its own machine."""
+        return local_url(self.host, self.port)
 
 
 def parse_cli(argv: list[str] | None = None) -> ServerArgs:
@@ -297,7 +319,7 @@ def parse_cli(argv: list[str] | None = None) -> ServerArgs:
     """
     prog = "python -m sglang.launch_server"
     parser = SuggestingParser(prog=prog, epilog=sglang_section(ServerArgs))
-    add_cli_args(parser)
+    add_flags(lambda name: parser.add_argument_group(name).add_argument, ServerArgs)
     parser.refuse_unknown(sys.argv[1:] if argv is None else argv)
     return ServerArgs(**parse_flags(parser, argv, ServerArgs)[1])
 

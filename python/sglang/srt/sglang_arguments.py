@@ -96,6 +96,19 @@ def class_of(name: str, value: Any, is_own: bool) -> tuple[str, Entry]:
     return (WORKS, Entry("", name)) if is_own else (REFUSED, LEAVE_OUT)
 
 
+def refusal(name: str, value: Any, is_own: bool, said: str) -> str | None:
+    """Says why an argument is refused, and the remedy; None for one that is not.
+
+    Args:
+        is_own: see `class_of`.
+        said: the argument as the user wrote it.
+    """
+    kind, entry = class_of(name, value, is_own)
+    if kind != REFUSED:
+        return None
+    return f"{said}: SGLang has this and this runtime does not; {entry.says}."
+
+
 def written_table(own: Collection[str]) -> dict[str, list[tuple[str, list[str]]]]:
     """Gives each sentence of the table with the flags that it is on, by class, as people write
     them; the last one is on what the table does not name.
@@ -158,10 +171,10 @@ def own_arguments(given: Mapping[str, Any], flags_class: type, spell: Spelling) 
         name = names_by_spelling().get(spelling, spelling)
         if value is None or (name in missing and is_neutral(value, (missing[name].default,))):
             continue
-        kind, entry = class_of(name, value, name not in missing)
         said = spell(spelling, value)
-        if kind == REFUSED:
-            raise ValueError(f"{said}: SGLang has this and this runtime does not; {entry.says}.")
+        if problem := refusal(name, value, name not in missing, said):
+            raise ValueError(problem)
+        kind, entry = class_of(name, value, name not in missing)
         if kind == NO_EFFECT:
             idle.setdefault(entry, []).append(said)
             value = entry.becomes

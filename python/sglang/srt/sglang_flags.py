@@ -270,7 +270,6 @@ _REFUSED = (
         "tp_size dp_size pp_size ep_size nnodes node_rank attn_dp_size attn_cp_size dcp_size"
         " moe_dp_size dwdp_size enable_prefill_cp use_ray",
     ),
-    Entry("name the GPU in CUDA_VISIBLE_DEVICES", "base_gpu_id"),
     Entry(
         "leave it out: one server fills prompts and decodes",
         "disaggregation_mode encoder_only language_only enable_pdmux",

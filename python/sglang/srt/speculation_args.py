@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sglang.srt.flag_values import flag
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SpeculationArgs:
     """What the user asked for of drafts. `None` means: let `speculation_flags` decide."""
 

@@ -11,11 +11,13 @@ import pytest
 from sglang.srt.control.bodies import (
     CommitWeightUpdateReqInput,
     InitWeightsUpdateGroupReqInput,
-    PauseGenerationReqInput,
     UpdateWeightVersionReqInput,
     WeightUpdateOptions,
 )
 from sglang.srt.control.client import ControlClient
+from sglang.srt.control.pause_bodies import (
+    PauseGenerationReqInput,
+)
 from sglang.srt.frontend.errors import RequestError, ServiceError
 from sglang.srt.messages import control as messages
 from sglang.srt.messages.control import (

@@ -11,10 +11,11 @@ import pytest
 
 from fake_weights import FakeWeights
 from fake_worker import VOCAB_SIZE, FakeWorker, oracle
-from sglang.srt.control import bodies
+from sglang.srt.control import pause_bodies
 from sglang.srt.control.control import ModelResources
 from sglang.srt.control.memory_control import GRAPH_TAG, KV_TAG, WEIGHTS_TAG, MemoryPart
 from sglang.srt.messages.control import (
+    DEFAULT_GROUP,
     AbortReq,
     ContinueGenerationReq,
     ControlReply,
@@ -473,6 +474,27 @@ def test_groups_that_do_not_exist_are_refused() -> None:
     assert "'g'" in reply.message
 
 
+def test_by_the_default_name_the_only_group_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WeightGroup, "join", lambda **_: SilentGroup())
+    harness = Harness()
+    for name in ("a", "b"):
+        assert harness.send(WeightGroupReq, group_name=name, join=ADDRESS).success
+    assert not harness.send(WeightGroupReq, group_name=DEFAULT_GROUP).success
+    assert harness.send(WeightGroupReq, group_name="a").success
+    assert harness.send(WeightGroupReq, group_name=DEFAULT_GROUP).success
+    assert not harness.send(WeightGroupReq, group_name="b").success
+
+
+ADDRESS = GroupAddress(
+    master_address="localhost",
+    master_port=1,
+    rank=1,
+    world_size=2,
+    backend="gloo",
+    timeout_s=60.0,
+)
+
+
 class SilentGroup:
     """A group whose trainer sends nothing; leaving it ends the waiting."""
 
@@ -490,15 +512,7 @@ class SilentGroup:
 def test_leaving_a_group_ends_what_is_awaited_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WeightGroup, "join", lambda **_: SilentGroup())
     harness = Harness()
-    join = GroupAddress(
-        master_address="localhost",
-        master_port=1,
-        rank=1,
-        world_size=2,
-        backend="gloo",
-        timeout_s=60.0,
-    )
-    assert harness.send(WeightGroupReq, group_name="g", join=join).success
+    assert harness.send(WeightGroupReq, group_name="g", join=ADDRESS).success
     source = FromGroup(group_name="g", names=["a"], dtypes=["float32"], shapes=[[1]])
     update = UpdateWeightsReq(call_id=next(_call_ids), source=source)
     harness.inbox.messages.append(update)
@@ -587,7 +601,7 @@ def memory(harness: Harness, action: str, *tags: str) -> ControlReply:
 
 
 def test_the_bodies_of_calls_have_the_same_tags() -> None:
-    assert get_args(bodies.MemoryTag) == (KV_TAG, WEIGHTS_TAG, GRAPH_TAG)
+    assert get_args(pause_bodies.MemoryTag) == (KV_TAG, WEIGHTS_TAG, GRAPH_TAG)
 
 
 def test_released_memory_stops_the_engine_until_it_is_back() -> None:

@@ -17,6 +17,7 @@ from scheduler_infos import scheduler_info
 from serving_utils import make_model_dir
 from sglang import __version__
 from sglang.srt.messages.control import (
+    DEFAULT_GROUP,
     AbortReq,
     CheckWeightsReq,
     ContinueGenerationReq,
@@ -222,9 +223,36 @@ def test_group_is_joined_used_and_left(server: Server) -> None:
     assert server.post("/destroy_weights_update_group").status_code == 200
     joined, left = (m for m in server.sent if isinstance(m, WeightGroupReq))
     assert (joined.join.master_port, joined.join.rank) == (5000, 1)
-    assert (left.group_name, left.join) == ("weight_update_group", None)
+    assert (left.group_name, left.join) == (DEFAULT_GROUP, None)
     source = server.only(UpdateWeightsReq).source
-    assert source == FromGroup("weight_update_group", **TENSORS)
+    assert source == FromGroup(DEFAULT_GROUP, **TENSORS)
+
+
+def test_one_tensor_may_be_sent_without_lists(server: Server) -> None:
+    body = {"name": "a", "dtype": "bfloat16", "shape": [2, 3]}
+    path = "/update_weights_from_distributed"
+    assert server.post(path, body).status_code == 200
+    source = server.only(UpdateWeightsReq).source
+    assert source == FromGroup(DEFAULT_GROUP, ["a"], ["bfloat16"], [[2, 3]])
+    for wrong in ({"name": "a"}, {**body, "names": ["a"]}, {**body, "dtype": "int4"}):
+        assert server.post(path, wrong).status_code == 400
+    assert len(server.sent) == 1
+
+
+@pytest.mark.parametrize("body", [{}, {"restore_weights_before_load": True}])
+def test_there_are_no_quantized_weights_to_process(server: Server, body: dict[str, Any]) -> None:
+    answer = server.post("/post_process_weights", body)
+    assert (answer.status_code, answer.json()["success"]) == (200, True)
+    wrong = server.post("/post_process_weights", {"post_process_quantization": "x"})
+    assert (wrong.status_code, wrong.json()["success"]) == (400, False)
+    assert not server.sent
+
+
+def test_deltas_of_a_checkpoint_are_refused_with_the_remedy(server: Server) -> None:
+    body = {"local_checkpoint_dir": "/l", "source_dir": "/s", "target_version": 1}
+    answer = server.post("/pull_weights", body)
+    assert (answer.status_code, answer.json()["success"]) == (501, False)
+    assert "--update-weight-mode full" in answer.json()["message"]
 
 
 @pytest.mark.parametrize("commit", ["/commit_weight_update", "/end_weight_update"])

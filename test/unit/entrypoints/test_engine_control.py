@@ -16,7 +16,9 @@ from safetensors.torch import load_file
 
 from fake_backend import FULL, LIMITS
 from serving_utils import make_model_dir
-from sglang.srt.control.bodies import UpdateWeightsFromTensorReqInput
+from sglang.srt.control.bodies import (
+    UpdateWeightsFromTensorReqInput,
+)
 from sglang.srt.entrypoints import engine as engine_module
 from sglang.srt.entrypoints import tensor_file
 from sglang.srt.entrypoints.engine import Engine

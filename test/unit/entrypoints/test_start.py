@@ -18,7 +18,7 @@ from scheduler_infos import scheduler_info
 from serving_utils import make_model_dir
 from sglang import Engine, launch_server
 from sglang.srt.entrypoints import server_process
-from sglang.srt.entrypoints.launch import FrontendChannels
+from sglang.srt.entrypoints.launch import FrontendChannels, LaunchError, child_environ
 from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
 from sglang.srt.entrypoints.server_process import run_server
 from sglang.srt.entrypoints.server_state import ServerState
@@ -174,3 +174,19 @@ def test_the_label_of_the_weights_is_known_before_the_scheduler_says_anything() 
 
     assert asyncio.run(version()) == "step-7"
     shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpu_id", "seen"),
+    [(None, 0, None), (None, 2, "2"), ("4,6,7", 0, "4,6,7"), ("4,6,7", 2, "7")],
+)
+def test_children_see_one_gpu_of_those_that_there_are(
+    visible: str | None, gpu_id: int, seen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert child_environ(gpu_id).get("CUDA_VISIBLE_DEVICES") == seen
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    with pytest.raises(LaunchError, match="--base-gpu-id 3: CUDA_VISIBLE_DEVICES is '4,6,7'"):
+        child_environ(3)

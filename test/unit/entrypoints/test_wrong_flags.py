@@ -61,6 +61,7 @@ WRONG = {
     "--attention-backend triton": "runs on cuda, not on cpu; leave it out, or use torch_native",
     "--attention-backend flashinfer": "runs on cuda, not on cpu; leave it out",
     "--device cuda": "torch finds no GPU",
+    "--base-gpu-id 1": "there is no GPU here; leave it out",
     "--mem-fraction-static 2": "--mem-fraction-static must be between 0 and 1",
     "--mem-fraction-static 0": "--mem-fraction-static must be between 0 and 1",
     "--mem-fraction-static 1e-9": "raise --max-total-tokens or --mem-fraction-static",

@@ -292,7 +292,7 @@ def test_log_probabilities_and_hidden_states_become_an_answer_in_a_thread(
     monkeypatch.setattr(
         LogprobsAndHiddenLists,
         "meta_info",
-        lambda lists: held(lists) if lists.take_long else meta_info(lists),
+        lambda lists, is_last: (held if lists.take_long else meta_info)(lists, is_last),
     )
     rows = [[1.5, -2.25], [0.1, 3e38]]
     stored = [array("f", row) for row in rows]

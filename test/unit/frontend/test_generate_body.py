@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.control.bodies import AbortReqInput
+from sglang.srt.control.pause_bodies import (
+    AbortReqInput,
+)
 from sglang.srt.frontend.body_parsing import parse_json_object, parse_struct
 from sglang.srt.frontend.errors import RequestError
 from sglang.srt.frontend.generate_body import (

@@ -25,6 +25,7 @@ from sglang.srt.frontend.errors import RequestError
 from sglang.srt.frontend.generate_body import CheckedRequest, check_generate_request
 from sglang.srt.frontend.request_limits import RequestLimits
 from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
+from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
@@ -115,6 +116,22 @@ def test_a_completion_takes_mtp_parameters_in_its_body_and_in_custom_params() ->
     for fields in (MTP, {"custom_params": MTP}, {"mtp_k": 5, "custom_params": MTP}):
         assert completed(**fields).prompts[0].sampling_params.mtp_k == expected.mtp_k == 5
         assert completed(**fields).prompts[0].sampling_params.mtp_verify
+
+
+def test_generate_takes_the_wish_for_kept_tokens_in_custom_params() -> None:
+    kept = {"custom_params": {"return_top_p_token_ids": True}}
+
+    def options(**params: Any) -> LogprobOptions | None:
+        body = {"text": "a", "return_logprob": True, "sampling_params": {**kept, **params}}
+        return check_generate_request(body, LIMITS).prompts[0].logprobs
+
+    for params in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0}):
+        assert options(**params) == LogprobOptions(-1, kept=True)
+    assert options() == LogprobOptions(-1)  # nothing is filtered
+    with pytest.raises(RequestError, match=r"^return_logprob: must be true with return_top_p"):
+        check_generate_request({"text": "a", "sampling_params": kept}, LIMITS)
+    with pytest.raises(RequestError, match=r"custom_params\.return_top_p_token_ids: goes with"):
+        completed(**kept)
 
 
 def test_generate_takes_mtp_parameters_in_custom_params() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from array import array
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 
 from sgl_kernel import SamplingRows
 from sgl_kernel.reference import kept_tokens, uniform_noise
-from sglang.srt.layers.logprobs import LogprobQueries, LogprobTensors
+from sglang.srt.layers.logprobs import HostLogprobs, LogprobQueries, LogprobTensors
 from sglang.srt.layers.sampler import Sampler
 
 torch.set_num_threads(1)
@@ -414,6 +416,71 @@ def test_logprobs_are_those_of_the_distribution_before_the_filters(
         torch.testing.assert_close(of_row[answers.top_ids[i]], answers.top_values[i], **near)
         told = answers.chosen[i][: len(chosen[i])]
         torch.testing.assert_close(told, of_row[chosen[i]], **near)
+
+
+@pytest.mark.parametrize("picks", [None, [4, 1, 1, 3]])
+def test_tokens_that_filters_keep_and_the_share_of_one_among_them(picks: list[int] | None) -> None:
+    """Each row has filters of its own; the first is greedy, the second does not ask."""
+    sampler = Sampler(torch.device("cpu"), (3,))
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)) * 3
+    parameters = rows(5)
+    parameters.temperature.copy_(torch.tensor([0.0, 0.3, 1.0, 2.5, 0.7]))
+    parameters.top_p.copy_(torch.tensor([0.9, 0.9, 0.8, 1.0, 0.6]))
+    parameters.top_k.copy_(torch.tensor([40, 40, 40, 7, 2]))
+    parameters.min_p.copy_(torch.tensor([0.0, 0.0, 0.0, 0.2, 0.0]))
+    drawn = sampler.sample_scored(logits, parameters)
+    unlikely = torch.tensor([drawn.tokens[0], 5, 11, 23, 31])  # as thresholds may accept them
+    places = list(range(5)) if picks is None else picks
+    wants = [place != 1 for place in places]
+    queries = LogprobQueries(0, [[]] * len(places), wants)
+    wanted = None if picks is None else torch.tensor(picks)
+    for given in (drawn, sampler.score(logits, parameters, drawn, unlikely)):
+        answers = sampler.query(logits, parameters, given, queries, wanted)
+        host = HostLogprobs.of(answers.tensors)
+        assert host is not None
+        for i, place in enumerate(places):
+            token = int(given.tokens[place])
+            if not wants[i]:
+                assert host.kept[i] == b""
+                assert host.target[i] == pytest.approx(float(given.logprobs[place]))
+                continue
+            values = [float(v) for v in logits[place]]
+            right = kept_by_hand(values, *(float(p[place]) for p in parameters[:4])) | {token}
+            assert {*array("i", host.kept[i] or b"")} == right
+            divisor = float(parameters.temperature[place]) or 1.0
+            total = math.fsum(math.exp(values[k] / divisor) for k in right)
+            share = math.exp(values[token] / divisor) / total
+            assert host.target[i] == pytest.approx(math.log(share), abs=1e-4)
+
+
+def kept_by_hand(
+    values: list[float], temperature: float, top_k: float, top_p: float, min_p: float
+) -> set[int]:
+    """The tokens, token 3 left out, that filters keep of the 40."""
+    order = sorted((i for i in range(40) if i != 3), key=lambda i: -values[i])
+    if temperature == 0:
+        return set(order[:1])
+    weights = [math.exp(values[i] / temperature) for i in order]
+    shares = [weight / math.fsum(weights) for weight in weights]
+    return {
+        token
+        for rank, token in enumerate(order)
+        if rank < top_k
+        and math.fsum(shares[:rank]) < top_p + (top_p >= 1)
+        and shares[rank] >= min_p * shares[0]
+    }
+
+
+def test_more_kept_tokens_than_are_told_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang.srt.layers.sampler.MAX_KEPT", 4)
+    sampler, parameters = Sampler(torch.device("cpu"), ()), rows(2)
+    parameters.top_k.copy_(torch.tensor([4, 5]))
+    drawn = sampler.sample_scored(LOGITS.expand(2, -1).contiguous(), parameters)
+    queries = LogprobQueries(0, [[], []], [True, True])
+    logits = LOGITS.expand(2, -1).contiguous()
+    host = HostLogprobs.of(sampler.query(logits, parameters, drawn, queries, None).tensors)
+    assert host is not None
+    assert [None if ids is None else len(ids) // 4 for ids in host.kept] == [4, None]
 
 
 def test_answers_without_more_lie_where_the_others_do() -> None:

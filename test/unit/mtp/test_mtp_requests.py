@@ -17,7 +17,7 @@ import torch
 from mtp_oracle import STATIC, load_reference, predict, unverified_decode
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.messages.control import AbortReq
-from sglang.srt.messages.requests import LogprobOptions
+from sglang.srt.messages.requests import TOO_MANY_KEPT, LogprobOptions
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.speculative.length_policy import FullLength
 from sglang.srt.speculative.upcoming_step import Accepted, Budget, UpcomingStep
@@ -288,6 +288,21 @@ def test_logprobs_of_a_verified_request_are_the_plain_ones(
         assert_same_logprobs(outcome.input_logprobs, plain.input_logprobs)
         assert len(outcome.step_lens) < 15
     assert all(not harness.outputs[other].output_logprobs for other in others)
+
+
+def test_too_many_kept_tokens_end_their_request_alone(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang.srt.layers.sampler.MAX_KEPT", 3)
+    harness = SchedulerHarness(SETUP, make_mtp_worker(runner, MASK))
+    wanted = LogprobOptions(len(PROMPT) - 1, kept=True)
+    mode = {"max_new_tokens": 9, "temperature": 1.0, "sampling_seed": 5, "logprobs": wanted}
+    few, many = (harness.submit(PROMPT, top_k=k, **mode) for k in (3, 4))
+    harness.run()
+    assert len(harness.outputs[few].token_ids) == 9
+    assert all(len(entry.kept or b"") == 12 for entry in harness.outputs[few].output_logprobs)
+    assert harness.outputs[many].finish_reason == TOO_MANY_KEPT
+    assert harness.outputs[many].token_ids == []
 
 
 @pytest.mark.parametrize("tau", [STATIC, 0.6])

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sglang.srt.environ import Environ
+from sglang.srt.flag_values import flags_of
 from sglang.srt.host import Host
 from sglang.srt.layers.forward_options import HiddenCapture
 from sglang.srt.mem_cache.kv_sizing import row_width
@@ -396,7 +397,7 @@ def test_a_size_below_1_is_refused_with_its_flag(model: ModelConfig, name: str, 
 NUMBERS = {
     name: hint
     for name, hint in get_type_hints(ServerArgs).items()
-    if {int, float} & {*get_args(hint), hint}
+    if {int, float} & {*get_args(hint), hint} and name in flags_of(ServerArgs)
 }
 ALGORITHM_OF = {  # what a flag of speculation needs beside itself
     name: {"speculative_algorithm": "NGRAM"} for name in NUMBERS if "speculative_ngram" in name
@@ -620,3 +621,10 @@ def test_an_unknown_name_is_refused_with_kind_and_known_names() -> None:
     registry = Registry("colour", {"b": "x:y", "a": "x:y"})
     with pytest.raises(ValueError, match="Unknown colour 'c'; known: a, b"):
         registry.load("c")
+
+
+def test_a_rank_that_a_launcher_sets_later_is_refused(model: ModelConfig) -> None:
+    args = ServerArgs(model_path=str(model.path))
+    args.tp_size = 2
+    with pytest.raises(ConfigError, match="--tp-size must be a whole number from 1 to 1"):
+        resolve(args, PLATFORM, model, Environ())

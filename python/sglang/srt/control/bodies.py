@@ -1,4 +1,5 @@
 """The bodies of control calls: every field with its type and range, and the rules of each body.
+Here are those about weights; `pause_bodies.py` and `inspection_bodies.py` have the others.
 
 `body_reading.make_body` makes a body of JSON or keywords, for routes and Engine alike. What a type
 cannot say is in `__post_init__`, which raises `RequestError` with the field's name. `message` is
@@ -17,19 +18,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from sglang.srt.control.pause_bodies import MAX_WAIT_S, check_printable
 from sglang.srt.frontend.errors import RequestError, field_error
-from sglang.srt.frontend.request_limits import check_encodable, check_short_text
 from sglang.srt.messages.control import (
-    ContinueGenerationReq,
+    DEFAULT_GROUP,
     FromBytes,
     FromDirectory,
     FromFile,
     FromGroup,
     GroupAddress,
-    LeaseEnd,
-    MemoryOccupationReq,
-    PauseGenerationReq,
-    PauseMode,
     UpdateWeightsReq,
     UpdateWeightVersionReq,
     WeightGroupReq,
@@ -37,7 +34,6 @@ from sglang.srt.messages.control import (
     WeightSource,
 )
 
-MAX_WAIT_S = 3_600.0
 MAX_TENSORS = 65_536
 MAX_TENSOR_BYTES = 1 << 40
 MAX_WEIGHT_BYTES = 2**32 - 1  # what one message can hold
@@ -45,121 +41,13 @@ SHARED_MEMORY = "/dev/shm"
 BUCKET = "flattened_bucket"
 SHARED_MEMORY_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
-PauseSeconds = Annotated[float, Meta(gt=0, le=86_400)]
 Label = Annotated[str, Meta(min_length=1, max_length=128)]
-AbortMessage = Annotated[str, Meta(max_length=512)]
 TensorName = Annotated[str, Meta(min_length=1, max_length=512)]
 Dtype = Literal[
     "float32", "bfloat16", "float16", "torch.float32", "torch.bfloat16", "torch.float16"
 ]
 Shape = Annotated[list[Annotated[int, Meta(ge=1)]], Meta(max_length=8)]
 GroupBackend = Literal["gloo", "nccl"]
-MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
-
-
-def check_printable(**texts: str | None) -> None:
-    """Refuses texts, by their field's name, that have control characters or the like."""
-    for field, text in texts.items():
-        if text is not None:
-            _check_printable(field, text)
-
-
-def _check_printable(field: str, text: str) -> None:
-    check_encodable(field, text)
-    if not text.isprintable():
-        raise field_error(field, "must have printable characters only")
-
-
-# ---------------------------------------------------------------- pause, abort, flush
-
-
-class PauseGenerationReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/pause_generation`.
-
-    Attributes:
-        mode: `abort` ends all requests with their partial output, `retract` makes running ones
-            wait without KV, `in_place` (or `in-place`) freezes them, `drain` lets running ones
-            finish first.
-        lease_s: the pause ends by itself after so many seconds, unless it is asked for again.
-        lease_end: whether requests go on then, or are aborted.
-        drain_timeout_s: how long `drain` may take before it becomes `retract`; no limit if null.
-    """
-
-    mode: Literal[PauseMode, "in-place"] = "abort"
-    lease_s: PauseSeconds | None = None
-    lease_end: LeaseEnd = "continue"
-    drain_timeout_s: PauseSeconds | None = None
-
-    def __post_init__(self) -> None:
-        if self.drain_timeout_s is not None and self.mode != "drain":
-            raise field_error("drain_timeout_s", "goes with mode drain only")
-        if self.lease_end != "continue" and self.lease_s is None:
-            raise field_error("lease_end", "goes with lease_s only")
-
-    def message(self) -> PauseGenerationReq:
-        return PauseGenerationReq(
-            mode="in_place" if self.mode == "in-place" else self.mode,
-            lease_s=self.lease_s,
-            lease_end=self.lease_end,
-            drain_timeout_s=self.drain_timeout_s,
-        )
-
-
-class ContinueGenerationReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/continue_generation`."""
-
-    def message(self) -> ContinueGenerationReq:
-        return ContinueGenerationReq()
-
-
-class AbortReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/abort_request`: a client's rid, or all. As in SGLang no rid, or an empty one,
-    names none.
-
-    Attributes:
-        prefix: the rid names every request whose rid begins with it.
-        abort_message, aborted_message: two names of what the finish reason of the ended requests
-            says.
-    """
-
-    rid: str | None = None
-    abort_all: bool = False
-    prefix: bool = False
-    abort_message: AbortMessage | None = None
-    aborted_message: AbortMessage | None = None
-
-    @property
-    def message(self) -> str | None:
-        """What the ended requests are told."""
-        return self.abort_message if self.aborted_message is None else self.aborted_message
-
-    def check(self, max_label_chars: int) -> None:
-        """The rules of several fields, and the rid's length that the server was started with."""
-        texts = {"abort_message": self.abort_message, "aborted_message": self.aborted_message}
-        for name, text in texts.items():
-            if text is not None:
-                check_encodable(name, text)
-        if len({*texts.values()} - {None}) > 1:
-            raise field_error("aborted_message", "is another text than abort_message; give one")
-        if self.abort_all or not (self.rid or self.prefix):
-            return
-        if not self.rid:
-            raise field_error("rid", "give the beginning of a rid, or abort_all: true")
-        check_short_text("rid", self.rid, max_label_chars)
-
-
-def check_flush_timeout(value: str | float, field: str = "timeout") -> float:
-    """Seconds that a flush may wait for requests to end: 0 to `MAX_WAIT_S`."""
-    try:
-        seconds = math.nan if isinstance(value, bool) else float(value)
-    except (ValueError, TypeError, OverflowError):
-        seconds = math.nan
-    if not 0 <= seconds <= MAX_WAIT_S:
-        raise field_error(field, f"must be a number of seconds from 0 to {MAX_WAIT_S:g}")
-    return seconds
-
-
-# ---------------------------------------------------------------- weights
 
 
 class WeightUpdateOptions(msgspec.Struct, kw_only=True):
@@ -264,13 +152,17 @@ class UpdateWeightsFromTensorReqInput(WeightUpdateOptions, kw_only=True):
 class UpdateWeightsFromDistributedReqInput(WeightUpdateOptions, kw_only=True):
     """Body of `/update_weights_from_distributed`: what rank 0 of the group broadcasts, in order.
 
-    Each of the lists has one entry for each tensor; shapes are of sizes from 1 on.
+    Each of the lists has one entry for each tensor; shapes are of sizes from 1 on. Clients of older
+    SGLang send one tensor as `name`, `dtype` and `shape`.
+
+    Attributes:
+        group_name: its default is also the only group that there is, by whatever name.
     """
 
     names: Annotated[list[TensorName], Meta(min_length=1, max_length=MAX_TENSORS)]
     dtypes: list[Dtype]
     shapes: list[Shape]
-    group_name: Label = "weight_update_group"
+    group_name: Label = DEFAULT_GROUP
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -281,7 +173,7 @@ class UpdateWeightsFromDistributedReqInput(WeightUpdateOptions, kw_only=True):
         if len(set(self.names)) < len(self.names):
             raise field_error("names", "must not name a tensor twice")
         for index, name in enumerate(self.names):
-            _check_printable(f"names[{index}]", name)
+            check_printable(**{f"names[{index}]": name})
             value_bytes = 4 if self.dtypes[index].endswith("float32") else 2
             if math.prod(self.shapes[index]) * value_bytes > MAX_TENSOR_BYTES:
                 raise field_error(f"shapes[{index}]", f"must be of up to {MAX_TENSOR_BYTES} bytes")
@@ -302,7 +194,7 @@ class InitWeightsUpdateGroupReqInput(msgspec.Struct, kw_only=True):
     master_port: Annotated[int, Meta(ge=1, le=65_535)]
     rank_offset: Annotated[int, Meta(ge=1)]
     world_size: Annotated[int, Meta(ge=2, le=4_096)]
-    group_name: Label = "weight_update_group"
+    group_name: Label = DEFAULT_GROUP
     backend: GroupBackend = "gloo"
     timeout_s: Annotated[float, Meta(gt=0, le=MAX_WAIT_S)] = 60.0
 
@@ -326,9 +218,13 @@ class InitWeightsUpdateGroupReqInput(msgspec.Struct, kw_only=True):
 
 
 class DestroyWeightsUpdateGroupReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/destroy_weights_update_group`."""
+    """Body of `/destroy_weights_update_group`.
 
-    group_name: Label = "weight_update_group"
+    Attributes:
+        group_name: its default is also the only group that there is, by whatever name.
+    """
+
+    group_name: Label = DEFAULT_GROUP
 
     def __post_init__(self) -> None:
         check_printable(group_name=self.group_name)
@@ -374,29 +270,3 @@ class UpdateWeightVersionReqInput(msgspec.Struct, kw_only=True):
 
 
 # ---------------------------------------------------------------- memory
-
-
-class MemoryOccupationReqInput(msgspec.Struct, kw_only=True):
-    """Body of `/release_memory_occupation` and `/resume_memory_occupation`.
-
-    Attributes:
-        tags: the kinds of memory; null: all there are. Graphs (`cuda_graph`) go with any other, and
-            come back with the last of them.
-    """
-
-    tags: Annotated[list[MemoryTag], Meta(min_length=1)] | None = None
-
-    def __post_init__(self) -> None:
-        if self.tags is not None and len(set(self.tags)) < len(self.tags):
-            raise field_error("tags", "must name each kind of memory once")
-
-    def release(self) -> MemoryOccupationReq:
-        return MemoryOccupationReq(action="release", tags=self.tags)
-
-    def resume(self) -> MemoryOccupationReq:
-        return MemoryOccupationReq(action="resume", tags=self.tags)
-
-
-# SGLang's names of it.
-ReleaseMemoryOccupationReqInput = MemoryOccupationReqInput
-ResumeMemoryOccupationReqInput = MemoryOccupationReqInput

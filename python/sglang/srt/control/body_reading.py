@@ -13,8 +13,14 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from sglang.srt.control.bodies import MemoryOccupationReqInput, RollbackWeightUpdateReqInput
+from sglang.srt.control.bodies import (
+    RollbackWeightUpdateReqInput,
+    UpdateWeightsFromDistributedReqInput,
+)
 from sglang.srt.control.inspection_bodies import StartProfileReqInput
+from sglang.srt.control.pause_bodies import (
+    MemoryOccupationReqInput,
+)
 from sglang.srt.frontend.body_parsing import convert_fields
 from sglang.srt.frontend.errors import RequestError, field_error, shorten
 from sglang.srt.sglang_surface import is_neutral
@@ -83,6 +89,7 @@ MORE_FIELDS: dict[type, dict[str, Ignored]] = {
     MemoryOccupationReqInput: {"reset_connector": Ignored()},
 }
 OWN_CALLS = (RollbackWeightUpdateReqInput,)  # SGLang has no such call
+ONE_TENSOR = {"name": "names", "dtype": "dtypes", "shape": "shapes"}  # of SGLang before 0.4.9
 DECIMALS = ("master_port",)  # numbers that some trainers send as strings
 MAX_DECIMAL_DIGITS = 9
 
@@ -96,6 +103,8 @@ def make_body(struct: type[S], fields: Mapping[str, Any]) -> S:
     """
     known = struct.__struct_fields__
     given = _with_right_name(fields) if ABORT in known else dict(fields)
+    if struct is UpdateWeightsFromDistributedReqInput:
+        given = _with_lists(given)
     ignored_fields = {} if struct in OWN_CALLS else SGLANG_FIELDS | MORE_FIELDS.get(struct, {})
     for name, ignored in ignored_fields.items():
         if name in given and name not in known and not ignored.accepts(given[name]):
@@ -145,6 +154,16 @@ def _with_right_name(fields: Mapping[str, Any]) -> dict[str, Any]:
         return dict(fields)
     given = {name: value for name, value in fields.items() if name != MISSPELT_ABORT}
     return {**given, ABORT: True}
+
+
+def _with_lists(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of one tensor as lists of one, where there are none."""
+    if not ONE_TENSOR.keys() <= fields.keys() or fields.keys() & set(ONE_TENSOR.values()):
+        return fields
+    return {
+        ONE_TENSOR.get(name, name): [value] if name in ONE_TENSOR else value
+        for name, value in fields.items()
+    }
 
 
 def _number(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The bodies of control calls that look at the engine: its weights, and the times of its steps.
+"""The bodies of control calls that change nothing: they look at weights, and at times of steps.
 
 As in `bodies.py`, `body_reading.make_body` makes them, and `message` is what the scheduler gets.
 """
@@ -10,7 +10,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from sglang.srt.control.bodies import TensorName, check_printable
+from sglang.srt.control.bodies import (
+    TensorName,
+)
+from sglang.srt.control.pause_bodies import (
+    check_printable,
+)
 from sglang.srt.messages.control import (
     CheckWeightsReq,
     GetWeightsByNameReq,
@@ -51,6 +56,18 @@ class CheckWeightsReqInput(msgspec.Struct, kw_only=True):
 
     def message(self) -> CheckWeightsReq:
         return CheckWeightsReq(action="reset" if self.action == "reset_tensors" else self.action)
+
+
+class PostProcessWeightsReqInput(msgspec.Struct, kw_only=True):
+    """Body of `/post_process_weights`, which trainers call around updates of quantized weights.
+
+    Attributes:
+        restore_weights_before_load: undo what quantization did to the weights, before an update.
+        post_process_quantization: do it again, after an update.
+    """
+
+    restore_weights_before_load: bool = False
+    post_process_quantization: bool = False
 
 
 class StartProfileReqInput(msgspec.Struct, kw_only=True):

@@ -13,6 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ import torch
 from sglang.srt.control.engine_state import BetweenStepsQueue, EngineState
 from sglang.srt.control.memory_control import WEIGHTS_TAG
 from sglang.srt.messages.control import (
+    DEFAULT_GROUP,
     ControlReply,
     FromBytes,
     FromDirectory,
@@ -220,11 +222,7 @@ class WeightControl:
                 Path(source.path).unlink(missing_ok=True)
 
     def _receive(self, source: FromGroup) -> StagedWeights:
-        group = self._groups.get(source.group_name)
-        if group is None:
-            raise WeightUpdateError(
-                f"There is no group {source.group_name!r}; call init_weights_update_group first."
-            )
+        group = self._groups[self._name_of_group(source.group_name)]
         parts = zip(source.names, source.dtypes, source.shapes, strict=True)
         specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in parts]
         return self._weights.from_tensors(group.receive(specs))
@@ -326,22 +324,36 @@ class WeightControl:
 
     def _change_group(self, message: WeightGroupReq) -> None:
         """Leaving ends what is being received at once; everything else waits for its turn."""
-        if message.join is None and message.group_name in self._groups:
-            self._groups[message.group_name].close()
+        if message.join is None:
+            with suppress(WeightUpdateError):  # which is the answer once its turn comes
+                self._groups[self._name_of_group(message.group_name)].close()
         work = functools.partial(self._swap_group, message.group_name, message.join)
         text = "Left the group." if message.join is None else "Joined the group."
         self._start(message, work, lambda _: self._answer(message.call_id, "", text))
 
     def _swap_group(self, name: str, join: GroupAddress | None) -> None:
-        """In the thread: leaves the group of that name, and joins it anew."""
-        group = self._groups.pop(name, None)
-        if group is not None:
-            group.close()
-        elif join is None:
-            raise WeightUpdateError(f"There is no group {name!r} to leave.")
-        if join is not None:
-            address = msgspec.structs.asdict(join)
-            self._groups[name] = WeightGroup.join(group_name=name, **address)
+        """In the thread: leaves the group of that name, or joins it anew."""
+        if join is None:
+            self._groups.pop(self._name_of_group(name)).close()
+            return
+        if name in self._groups:
+            self._groups.pop(name).close()
+        self._groups[name] = WeightGroup.join(group_name=name, **msgspec.structs.asdict(join))
+
+    def _name_of_group(self, name: str) -> str:
+        """Finds a group; by the default name also the only one that there is.
+
+        Raises:
+            WeightUpdateError: if there is none.
+        """
+        names = [*self._groups]
+        if name in names:
+            return name
+        if name == DEFAULT_GROUP and len(names) == 1:
+            return names[0]
+        raise WeightUpdateError(
+            f"There is no group {name!r}; call init_weights_update_group first."
+        )
 
     # ---------------------------------------------------------------- replies
 

@@ -10,7 +10,9 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
-from sglang.srt.control.bodies import UpdateWeightsFromTensorReqInput
+from sglang.srt.control.bodies import (
+    UpdateWeightsFromTensorReqInput,
+)
 from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 from sglang.srt.utils.tensor_pickles import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import LocalSerializedTensor

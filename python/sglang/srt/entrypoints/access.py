@@ -30,6 +30,7 @@ from enum import Enum
 
 from sglang.srt.entrypoints.control_calls import CALL_PATHS
 from sglang.srt.entrypoints.launch import LaunchError
+from sglang.srt.entrypoints.trainer_routes import TRAINER_PATHS
 from sglang.srt.server_args import ServerArgs
 
 
@@ -74,6 +75,7 @@ ROUTE_ACCESS: Mapping[str, Access] = {
             "/flush_cache",
             "/update_weights_from_tensor",
             *CALL_PATHS,
+            *TRAINER_PATHS,
         ),
         Access.ADMIN,
     ),

@@ -14,11 +14,8 @@ import msgspec
 from sglang.srt.control.bodies import (
     BeginWeightUpdateReqInput,
     CommitWeightUpdateReqInput,
-    ContinueGenerationReqInput,
     DestroyWeightsUpdateGroupReqInput,
     InitWeightsUpdateGroupReqInput,
-    MemoryOccupationReqInput,
-    PauseGenerationReqInput,
     RollbackWeightUpdateReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
@@ -29,6 +26,11 @@ from sglang.srt.control.inspection_bodies import (
     GetWeightsByNameReqInput,
     StartProfileReqInput,
     StopProfileReqInput,
+)
+from sglang.srt.control.pause_bodies import (
+    ContinueGenerationReqInput,
+    MemoryOccupationReqInput,
+    PauseGenerationReqInput,
 )
 from sglang.srt.messages.control import ControlCall
 

@@ -12,12 +12,14 @@ from starlette.responses import Response
 
 from sglang import __version__
 from sglang.srt.control.bodies import (
-    AbortReqInput,
     UpdateWeightsFromTensorReqInput,
     WeightUpdateOptions,
-    check_flush_timeout,
 )
 from sglang.srt.control.body_reading import make_body, query_fields
+from sglang.srt.control.pause_bodies import (
+    AbortReqInput,
+    check_flush_timeout,
+)
 from sglang.srt.entrypoints.control_calls import CALL_ROUTES, REFUSED_CALLS, CallRoute
 from sglang.srt.entrypoints.http_io import (
     body_parts,

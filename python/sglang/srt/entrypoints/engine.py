@@ -8,20 +8,15 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from sglang.srt.control.bodies import (
-    AbortReqInput,
     BeginWeightUpdateReqInput,
     CommitWeightUpdateReqInput,
-    ContinueGenerationReqInput,
     DestroyWeightsUpdateGroupReqInput,
     InitWeightsUpdateGroupReqInput,
-    MemoryOccupationReqInput,
-    PauseGenerationReqInput,
     RollbackWeightUpdateReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightVersionReqInput,
     WeightUpdateOptions,
-    check_flush_timeout,
 )
 from sglang.srt.control.body_reading import make_body
 from sglang.srt.control.inspection_bodies import (
@@ -29,6 +24,13 @@ from sglang.srt.control.inspection_bodies import (
     GetWeightsByNameReqInput,
     StartProfileReqInput,
     StopProfileReqInput,
+)
+from sglang.srt.control.pause_bodies import (
+    AbortReqInput,
+    ContinueGenerationReqInput,
+    MemoryOccupationReqInput,
+    PauseGenerationReqInput,
+    check_flush_timeout,
 )
 from sglang.srt.entrypoints.engine_answers import (
     SamplingInput,
@@ -49,7 +51,7 @@ from sglang.srt.entrypoints.pickled_updates import (
 from sglang.srt.entrypoints.server_info import describe_server
 from sglang.srt.entrypoints.tensor_file import NamedTensors, written_tensors
 from sglang.srt.managers.tokenizer_manager import Answer
-from sglang.srt.messages.control import ControlCall, FlushCacheReqOutput
+from sglang.srt.messages.control import DEFAULT_GROUP, ControlCall, FlushCacheReqOutput
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.refused_names import init_tokenizer_manager as init_tokenizer_manager
 from sglang.srt.utils.refused_names import run_detokenizer_process as run_detokenizer_process
@@ -252,7 +254,7 @@ class Engine:
         names: list[str],
         dtypes: list[str],
         shapes: list[list[int]],
-        group_name: str = "weight_update_group",
+        group_name: str = DEFAULT_GROUP,
         **options: Any,
     ) -> dict[str, Any]:
         """Changes some weights to those that rank 0 of a group broadcasts, in this order.
@@ -276,9 +278,7 @@ class Engine:
         fields |= {"rank_offset": rank_offset, "world_size": world_size}
         return self._call(make_body(InitWeightsUpdateGroupReqInput, fields).message())
 
-    def destroy_weights_update_group(
-        self, group_name: str = "weight_update_group"
-    ) -> dict[str, Any]:
+    def destroy_weights_update_group(self, group_name: str = DEFAULT_GROUP) -> dict[str, Any]:
         """Leaves a group."""
         body = make_body(DestroyWeightsUpdateGroupReqInput, {"group_name": group_name})
         return self._call(body.message())

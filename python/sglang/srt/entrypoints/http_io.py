@@ -31,6 +31,7 @@ ERROR_TYPES = {
     413: "RequestTooLargeError",
     431: "RequestHeadersTooLargeError",
     500: "InternalServerError",
+    501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }
 RETRY_AFTER_S = 1

@@ -27,6 +27,7 @@ from sglang.srt.entrypoints.openai.routes import add_openai_routes
 from sglang.srt.entrypoints.openapi_schema import body_of, install_openapi
 from sglang.srt.entrypoints.server_info import describe_model, describe_server, describe_tokenizer
 from sglang.srt.entrypoints.server_state import ServerState
+from sglang.srt.entrypoints.trainer_routes import add_trainer_routes
 from sglang.srt.frontend.body_parsing import parse_json_object
 from sglang.srt.frontend.generate_body import ONE_PROMPT, GenerateReqInput
 from sglang.srt.frontend.tokenizer_bodies import (
@@ -63,6 +64,7 @@ def create_app(state: ServerState) -> FastAPI:
     _add_health(app, state)
     _add_info(app, state)
     add_control_routes(app, state)
+    add_trainer_routes(app, state)
     chat = chat_settings_of(state.server_args)
     _add_tokenizer(app, state, chat)
     add_openai_routes(app, state, chat)

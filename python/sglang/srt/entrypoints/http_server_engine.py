@@ -39,7 +39,6 @@ MODULE = "sglang.srt.entrypoints.http_server_engine"
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.1
-ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 def launch_server_process(
@@ -71,7 +70,7 @@ def launch_server_process(
     deadline = time.monotonic() + timeout_s
     while process.poll() is None and time.monotonic() < deadline:
         try:
-            with opener.open(f"{url_of(server_args)}/ready", timeout=10):
+            with opener.open(f"{server_args.url()}/ready", timeout=10):
                 return process
         except (URLError, OSError):
             time.sleep(POLL_S)
@@ -80,16 +79,6 @@ def launch_server_process(
         process.wait()
         raise LaunchError(f"The server was not ready in {timeout_s:g} s.")
     raise LaunchError(f"The server ended with exit code {process.returncode}; its log says why.")
-
-
-def url_of(server_args: ServerArgs) -> str:
-    """Where a server of this machine is reached."""
-    host = ANY_ADDRESS.get(server_args.host, server_args.host)
-    return (
-        f"http://[{host}]:{server_args.port}"
-        if ":" in host
-        else f"http://{host}:{server_args.port}"
-    )
 
 
 class HttpServerEngineAdapter:
@@ -228,9 +217,7 @@ class HttpServerEngineAdapter:
         """The answer of a POST; without a key with that of the admin."""
         key = key or self.server_args.admin_api_key or self.server_args.api_key
         given = headers if key is None else {**headers, "Authorization": f"Bearer {key}"}
-        request = urllib.request.Request(
-            url_of(self.server_args) + path, data, given, method="POST"
-        )
+        request = urllib.request.Request(self.server_args.url() + path, data, given, method="POST")
         try:
             answer: HTTPResponse = self._opener.open(request)
         except HTTPError as error:

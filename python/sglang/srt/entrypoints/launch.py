@@ -163,7 +163,7 @@ class ProcessTree:
             child = subprocess.Popen(
                 [sys.executable, "-m", module],
                 stdin=subprocess.PIPE,
-                env=child_environ(),
+                env=child_environ(self._server_args.base_gpu_id),
                 process_group=0,
                 pass_fds=(writing,),
             )
@@ -233,11 +233,26 @@ class ProcessTree:
         return None
 
 
-def child_environ() -> dict[str, str]:
-    """The environment of children: they find this package as this process did."""
+def child_environ(gpu_id: int = 0) -> dict[str, str]:
+    """The environment of children: they find this package as this process did.
+
+    Args:
+        gpu_id: the only GPU that they see, of those that this process sees; 0: they see them all,
+            and take the first.
+
+    Raises:
+        LaunchError: if CUDA_VISIBLE_DEVICES does not have so many.
+    """
     package_root = str(Path(__file__).resolve().parents[3])
     paths = [package_root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, **CHILD_ENVIRON, "PYTHONPATH": os.pathsep.join(paths)}
+    environ = {**os.environ, **CHILD_ENVIRON, "PYTHONPATH": os.pathsep.join(paths)}
+    if gpu_id == 0:
+        return environ
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(gpu_id)] if visible is None else visible.split(",")[gpu_id:]
+    if not names:
+        raise LaunchError(f"--base-gpu-id {gpu_id}: CUDA_VISIBLE_DEVICES is {visible!r}.")
+    return {**environ, "CUDA_VISIBLE_DEVICES": names[0]}
 
 
 def find_model(server_args: ServerArgs) -> tuple[ModelFolders, Tokenizer]:

@@ -15,17 +15,19 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from sglang.srt.control.bodies import (
-    ContinueGenerationReqInput,
     DestroyWeightsUpdateGroupReqInput,
     InitWeightsUpdateGroupReqInput,
-    MemoryOccupationReqInput,
-    PauseGenerationReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
 )
 from sglang.srt.control.body_reading import make_body
 from sglang.srt.control.inspection_bodies import StartProfileReqInput, StopProfileReqInput
+from sglang.srt.control.pause_bodies import (
+    ContinueGenerationReqInput,
+    MemoryOccupationReqInput,
+    PauseGenerationReqInput,
+)
 from sglang.srt.entrypoints.front_end import make_manager
 from sglang.srt.entrypoints.launch import FrontendChannels, ProcessTree, find_model
 from sglang.srt.entrypoints.pickled_updates import check_allowed, update_from_pickles

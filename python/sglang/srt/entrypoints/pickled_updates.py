@@ -17,7 +17,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from sglang.srt.control.bodies import BUCKET, UpdateWeightsFromTensorReqInput
+from sglang.srt.control.bodies import (
+    BUCKET,
+    UpdateWeightsFromTensorReqInput,
+)
 from sglang.srt.control.body_reading import make_body
 from sglang.srt.control.client import ControlClient
 from sglang.srt.control.pickle_process import ReadPickle, Refused

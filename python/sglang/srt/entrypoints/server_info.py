@@ -14,12 +14,10 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer
 
 # What trainers and routers read of SGLang's flags, where there is no such choice here.
-ONE_RANK = {
-    **dict.fromkeys(("tp_size", "dp_size", "pp_size", "ep_size", "nnodes", "gpu_id_step"), 1),
-    **dict.fromkeys(("node_rank", "base_gpu_id"), 0),
-    **dict.fromkeys(("dist_init_addr", "nccl_port")),
-}
 AS_BUILT = {
+    "gpu_id_step": 1,
+    "dist_init_addr": None,
+    "nccl_port": None,
     "disaggregation_mode": "null",
     "enable_memory_saver": True,  # memory can always be released,
     "enable_weights_cpu_backup": True,  # and weights come back with their values
@@ -64,7 +62,6 @@ def describe_server(
         **public_fields(server_args),
         "served_model_name": server_args.served_model_name or server_args.model_path,
         "tokenizer_path": server_args.tokenizer_path or server_args.model_path,
-        **ONE_RANK,
         **AS_BUILT,
         "chunked_prefill_size": scheduler.resolved["schedule"]["chunked_prefill_size"],
         **_drafts(scheduler.resolved),

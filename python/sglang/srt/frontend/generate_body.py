@@ -25,7 +25,11 @@ from sglang.srt.frontend.request_limits import (
     check_short_text,
     check_text_allowed,
 )
-from sglang.srt.frontend.sampling_validation import check_sampling_params, check_stop_sizes
+from sglang.srt.frontend.sampling_validation import (
+    RETURN_KEPT,
+    check_sampling_params,
+    check_stop_sizes,
+)
 from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sglang_surface import is_neutral, neutral_fields
@@ -198,7 +202,7 @@ def check_generate_request(
     params = _check_sampling(request, given_params, limits, defaults)
     check_batch_size("sampling_params.n", sum(item.n for item in params), limits)
     rids = _per_prompt("rid", request.rid, num_prompts, is_batch)
-    logprobs = _logprobs_of(request, num_prompts, is_batch, limits)
+    logprobs = _logprobs_of(request, params, is_batch, limits)
     _check_labels(request, limits)
     _check_permissions(request, limits)
     has_preferred_length = limits.preferred_sampling_params.get("max_new_tokens") is not None
@@ -288,9 +292,10 @@ def _check_sampling(
 
 
 def _logprobs_of(
-    request: GenerateReqInput, num_prompts: int, is_batch: bool, limits: RequestLimits
+    request: GenerateReqInput, params: list[SamplingParams], is_batch: bool, limits: RequestLimits
 ) -> list[LogprobOptions | None]:
     """The log-probabilities that each prompt asks for; ids that all share are checked once."""
+    num_prompts = len(params)
     wanted = _per_prompt("return_logprob", request.return_logprob, num_prompts, is_batch)
     starts = _per_prompt("logprob_start_len", request.logprob_start_len, num_prompts, is_batch)
     tops = _per_prompt("top_logprobs_num", request.top_logprobs_num, num_prompts, is_batch)
@@ -305,8 +310,12 @@ def _logprobs_of(
     if num_ids > most:
         raise field_error(name, f"has {num_ids} ids, more than {most} (--max-token-ids-logprob)")
     ids = _per_prompt(name, lists, num_prompts, is_batch) if is_nested else lists * num_prompts
+    kept = [item.return_top_p_token_ids and item.has_filters for item in params]
+    if any(item.return_top_p_token_ids and not w for item, w in zip(params, wanted, strict=True)):
+        raise field_error("return_logprob", f"must be true with {RETURN_KEPT}")
+    tops = [min(top, limits.vocab_size) for top in tops]
     return [
-        LogprobOptions(starts[i], min(tops[i], limits.vocab_size), ids[i]) if wanted[i] else None
+        LogprobOptions(starts[i], tops[i], ids[i], kept[i]) if wanted[i] else None
         for i in range(num_prompts)
     ]
 

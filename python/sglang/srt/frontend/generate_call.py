@@ -145,7 +145,7 @@ class Sample:
             **self._counts(),
         }
         if self._lists.are_wanted:
-            meta |= self._lists.meta_info()
+            meta |= self._lists.meta_info(is_last=reason is not None)
         if self._step_lens is not None:
             meta["mtp_effective_k"] = list(self._step_lens)
         answer: dict[str, Any] = {"text": self._text} if self.call.has_text else {}
@@ -286,10 +286,12 @@ def draft_meta(num_proposed: int, histogram: list[int]) -> dict[str, Any]:
         "spec_num_correct_drafts": num_confirmed,
         "spec_num_proposed_drafts": num_proposed,
         "spec_correct_drafts_histogram": histogram,
-        # Names that earlier releases of SGLang gave to the last three.
+        # Names that earlier releases of SGLang gave to the last three, and that trainers read.
         "spec_accepted_drafts": num_confirmed,
         "spec_proposed_drafts": num_proposed,
         "spec_accept_histogram": histogram,
+        "spec_accept_token_num": num_confirmed,
+        "spec_draft_token_num": num_proposed,
     }
 
 

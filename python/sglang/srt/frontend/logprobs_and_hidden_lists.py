@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import itertools
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +13,8 @@ from sglang.srt.messages.requests import (
     ReqTextOutput,
     TokenizedGenerateReqInput,
 )
+
+ID_BYTES = 4  # of an int32
 
 
 class LogprobsAndHiddenLists:
@@ -51,8 +55,12 @@ class LogprobsAndHiddenLists:
         self._output.news += output.output_logprobs
         self._hidden_news += output.hidden_states
 
-    def meta_info(self) -> dict[str, Any]:
-        """The fields of `meta_info` that were asked for. Many of them take long."""
+    def meta_info(self, is_last: bool) -> dict[str, Any]:
+        """The fields of `meta_info` that were asked for. Many of them take long.
+
+        Args:
+            is_last: the sample has ended; the tokens that filters kept are given then only.
+        """
         wanted, fields = self._logprobs, dict[str, Any]()
         if wanted is not None:
             for name, lists in (("input", self._input), ("output", self._output)):
@@ -62,6 +70,8 @@ class LogprobsAndHiddenLists:
                     fields[f"{name}_top_logprobs"] = list(lists.top)
                 if wanted.token_ids:
                     fields[f"{name}_token_ids_logprobs"] = list(lists.chosen)
+            if wanted.kept and is_last:
+                fields |= kept_tokens_fields(self._output.kept)
         news, self._hidden_news = self._hidden_news, []
         self._hidden += (array("f", row).tolist() for row in news)
         if self._hidden_states == "last":
@@ -71,6 +81,14 @@ class LogprobsAndHiddenLists:
             split = self._num_prompt_tokens
             fields["hidden_states"] = [self._hidden[:split], *self._hidden[split:]]
         return fields
+
+
+def kept_tokens_fields(kept: list[bytes]) -> dict[str, str]:
+    """The tokens that filters kept at each position, as slime reads them: base64 of int32, all ids
+    one behind the other, and where those of each position begin and the last ones end."""
+    ends = itertools.accumulate((len(ids) // ID_BYTES for ids in kept), initial=0)
+    fields = {"top_p_token_ids": b"".join(kept), "top_p_token_offsets": array("i", ends).tobytes()}
+    return {name: base64.b64encode(data).decode() for name, data in fields.items()}
 
 
 class LogprobLists:
@@ -87,6 +105,7 @@ class LogprobLists:
         self.tokens: list[list[Any]] = []
         self.top: list[list[list[Any]] | None] = []
         self.chosen: list[list[list[Any]] | None] = []
+        self.kept: list[bytes] = []
 
     def take_news(self) -> None:
         news, self.news = self.news, []
@@ -104,5 +123,6 @@ class LogprobLists:
         self.tokens.append(entry(position.logprob, position.token_id))
         top = zip(position.top_logprobs, position.top_ids, strict=True)
         self.top.append([entry(*item) for item in top] if has_logprob else None)
+        self.kept.append(position.kept or b"")
         chosen = zip(position.chosen, self._token_ids, strict=True) if has_logprob else ()
         self.chosen.append([entry(*item) for item in chosen] if has_logprob else None)

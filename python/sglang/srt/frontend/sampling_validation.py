@@ -37,7 +37,10 @@ ENDED_BY_GRAMMAR = frozenset((*GRAMMAR_FIELDS, "min_new_tokens"))
 NOT_UNVERIFIED = frozenset(("temperature", "repetition_penalty"))
 SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
 CUSTOM_PARAMS = "custom_params"
-CUSTOM_FIELDS = frozenset(name for name in SAMPLING_FIELDS if name.startswith(MTP_PREFIX))
+RETURN_KEPT = "return_top_p_token_ids"  # trainers send it in `custom_params`
+CUSTOM_FIELDS = frozenset(
+    name for name in SAMPLING_FIELDS if name.startswith((MTP_PREFIX, RETURN_KEPT))
+)
 
 
 def check_sampling_params(
@@ -115,7 +118,7 @@ def take_custom_params(
         field = f"{prefix}{CUSTOM_PARAMS}.{shorten(name)}"
         if name not in CUSTOM_FIELDS:
             if not is_neutral(item, ()):
-                unknown.meet(field, "is none of those that are read there: mtp_*")
+                unknown.meet(field, f"is none of those that are read there: mtp_*, {RETURN_KEPT}")
         elif item is not None:
             if others.get(name) not in (None, item):
                 raise field_error(field, f"is another value than {prefix}{name}; give one of them")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.sampling_ops import sampling_ops
 
+MAX_KEPT = 16_384  # tokens kept at a position that are told
 MAX_ROWS_AT_ONCE = 256  # bounds the memory of a long prompt's logits: rows x vocabulary
 
 
@@ -20,10 +21,13 @@ class LogprobQueries:
     Attributes:
         top_num: best tokens, the most that any position wants.
         token_ids: Q lists of ids wanted there.
+        kept: Q times whether the tokens that the filters keep are wanted, and the log-probability
+            of the token there among them; empty where nobody wants that.
     """
 
     top_num: int
     token_ids: list[list[int]]
+    kept: list[bool] = field(default_factory=list)
 
     @property
     def has_more(self) -> bool:
@@ -39,38 +43,60 @@ class LogprobTensors:
         target: [Q] float32; of the token there.
         top_values, top_ids: [Q, top_num]; best first.
         chosen: [Q, E] float32; of `LogprobQueries.token_ids`, E the longest list.
+        kept_ids: [Q, K] int32; the first `num_kept` of a row are tokens that the filters keep, best
+            first, K of them at most.
+        num_kept: [Q] int32; [0] where nobody wants them.
     """
 
     target: torch.Tensor
     top_values: torch.Tensor
     top_ids: torch.Tensor
     chosen: torch.Tensor
+    kept_ids: torch.Tensor
+    num_kept: torch.Tensor
 
     @classmethod
     def of_targets(cls, target: torch.Tensor) -> LogprobTensors:
         """Answers where nothing but the tokens there was asked for."""
         nothing = target.new_empty((len(target), 0))
-        return cls(target, nothing, nothing.long(), nothing)
+        no_ids = nothing.int()
+        return cls(target, nothing, nothing.long(), nothing, no_ids, no_ids.new_empty(0))
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All of them, in the order of `HostLogprobs`."""
-        return self.target, self.top_values, self.top_ids, self.chosen
+        values = (self.target, self.top_values, self.top_ids, self.chosen)
+        return (*values, self.kept_ids, self.num_kept)
 
 
 @dataclass(frozen=True, slots=True)
 class HostLogprobs:
-    """`LogprobTensors`, on the host."""
+    """`LogprobTensors`, on the host.
+
+    Attributes:
+        kept: int32 ids as they lie in memory; None: there are more than the device gave.
+    """
 
     target: list[float]
     top_values: list[list[float]]
     top_ids: list[list[int]]
     chosen: list[list[float]]
+    kept: list[bytes | None]
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> HostLogprobs | None:
         """From copies of `LogprobTensors.tensors`; None from none."""
-        return cls(*(tensor.tolist() for tensor in tensors)) if tensors else None
+        if not tensors:
+            return None
+        *values, kept_ids, num_kept = tensors
+        target, top_values, top_ids, chosen = (tensor.tolist() for tensor in values)
+        kept: list[bytes | None] = [b""] * len(target)
+        if len(num_kept):
+            kept = [
+                row[:count].tobytes() if count <= len(row) else None
+                for row, count in zip(kept_ids.numpy(), num_kept.tolist(), strict=True)
+            ]
+        return cls(target, top_values, top_ids, chosen, kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +173,8 @@ def query_prompt_logprobs(
         parts.append(query_logprobs(logits, wanted, known, part))
     width = max(part.chosen.shape[1] for part in parts)
     pad = torch.nn.functional.pad
-    return LogprobTensors(
-        target=torch.cat([part.target for part in parts]),
+    return replace(
+        LogprobTensors.of_targets(torch.cat([part.target for part in parts])),
         top_values=torch.cat([part.top_values for part in parts]),
         top_ids=torch.cat([part.top_ids for part in parts]),
         chosen=torch.cat([pad(p.chosen, (0, width - p.chosen.shape[1])) for p in parts]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,6 +11,7 @@ from sgl_kernel import SamplingRows
 from sgl_kernel.reference import kept_tokens
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.logprobs import (
+    MAX_KEPT,
     KnownTokens,
     LogprobQueries,
     LogprobTensors,
@@ -121,22 +122,59 @@ class Sampler:
         queries: LogprobQueries,
         wanted: torch.Tensor | None,
     ) -> LogprobTensors:
-        """Log-probabilities in the distribution that tokens were drawn from.
+        """Log-probabilities in the distribution that tokens were drawn from, before the filters;
+        where the tokens kept are wanted, the token's own is that among them.
 
         Args:
             logits: [S, V]; what `drawn` was drawn from, with `rows`.
             wanted: [Q] int64; the rows that `queries` are about; None for all, in order.
         """
-        temperature = None if rows is None else rows.temperature
+        places = [place for place, is_wanted in enumerate(queries.kept) if is_wanted]
         if wanted is not None:
             drawn = ScoredTokens(drawn.tokens[wanted], drawn.logprobs[wanted])
-            temperature = None if temperature is None else temperature[wanted]
-        if not queries.has_more:
+            rows = None if rows is None else SamplingRows(*(values[wanted] for values in rows))
+        if not queries.has_more and not places:
             return LogprobTensors.of_targets(drawn.logprobs)
         if wanted is not None:
             logits = logits[wanted]
-        known = _known(logits, temperature, drawn)
-        return query_logprobs(self._without_banned(logits), drawn.tokens, known, queries)
+        answers = LogprobTensors.of_targets(drawn.logprobs)
+        if queries.has_more:
+            known = _known(logits, None if rows is None else rows.temperature, drawn)
+            allowed = self._without_banned(logits)
+            answers = query_logprobs(allowed, drawn.tokens, known, queries)
+        return self._among_kept(answers, logits, rows, drawn, places) if places else answers
+
+    def _among_kept(
+        self,
+        answers: LogprobTensors,
+        logits: torch.Tensor,
+        rows: SamplingRows | None,
+        drawn: ScoredTokens,
+        places: list[int],
+    ) -> LogprobTensors:
+        """The answers with the tokens that filters keep at these of the Q places. The token drawn
+        is one of them, though it may be a draft that was accepted without; of greedy rows it is the
+        only one. Arguments as in `query`, of the Q places."""
+        index = to_device(places, logits.device, torch.int64)
+        logits = logits[index]
+        drawn = ScoredTokens(drawn.tokens[index], drawn.logprobs[index])
+        is_kept = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+        if rows is not None:
+            rows = SamplingRows(*(values[index] for values in rows))
+            is_kept = (self.probs(logits, rows) > 0) & (rows.temperature > 0)[:, None]
+        is_kept.scatter_(1, drawn.tokens[:, None], True)
+        known = _known(logits, None if rows is None else rows.temperature, drawn)
+        logprobs = known.logprobs_of(logits).masked_fill_(~is_kept, -torch.inf)
+        best = logprobs.topk(min(MAX_KEPT, logits.shape[1]), dim=-1)
+        num_all = len(answers.target)
+        kept_ids = best.indices.new_zeros((num_all, best.indices.shape[1]), dtype=torch.int32)
+        num_kept = kept_ids.new_zeros(num_all)
+        return replace(
+            answers,
+            target=answers.target.index_add(0, index, -logprobs.logsumexp(-1)),
+            kept_ids=kept_ids.index_copy(0, index, best.indices.int()),
+            num_kept=num_kept.index_copy(0, index, is_kept.sum(-1, dtype=torch.int32)),
+        )
 
     def _without_banned(self, logits: torch.Tensor) -> torch.Tensor:
         if self._banned is None:

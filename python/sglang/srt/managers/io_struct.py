@@ -4,22 +4,10 @@
 from __future__ import annotations
 
 from sglang.srt.control.bodies import (
-    ContinueGenerationReqInput as ContinueGenerationReqInput,
-)
-from sglang.srt.control.bodies import (
     DestroyWeightsUpdateGroupReqInput as DestroyWeightsUpdateGroupReqInput,
 )
 from sglang.srt.control.bodies import (
     InitWeightsUpdateGroupReqInput as InitWeightsUpdateGroupReqInput,
-)
-from sglang.srt.control.bodies import (
-    PauseGenerationReqInput as PauseGenerationReqInput,
-)
-from sglang.srt.control.bodies import (
-    ReleaseMemoryOccupationReqInput as ReleaseMemoryOccupationReqInput,
-)
-from sglang.srt.control.bodies import (
-    ResumeMemoryOccupationReqInput as ResumeMemoryOccupationReqInput,
 )
 from sglang.srt.control.bodies import (
     UpdateWeightFromDiskReqInput as UpdateWeightFromDiskReqInput,
@@ -32,6 +20,18 @@ from sglang.srt.control.bodies import (
 )
 from sglang.srt.control.bodies import (
     UpdateWeightVersionReqInput as UpdateWeightVersionReqInput,
+)
+from sglang.srt.control.pause_bodies import (
+    ContinueGenerationReqInput as ContinueGenerationReqInput,
+)
+from sglang.srt.control.pause_bodies import (
+    PauseGenerationReqInput as PauseGenerationReqInput,
+)
+from sglang.srt.control.pause_bodies import (
+    ReleaseMemoryOccupationReqInput as ReleaseMemoryOccupationReqInput,
+)
+from sglang.srt.control.pause_bodies import (
+    ResumeMemoryOccupationReqInput as ResumeMemoryOccupationReqInput,
 )
 from sglang.srt.frontend.generate_body import (
     GenerateReqInput as GenerateReqInput,

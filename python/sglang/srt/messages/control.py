@@ -128,6 +128,9 @@ class FromBytes(msgspec.Struct, tag=True, frozen=True):
     data: bytes
 
 
+DEFAULT_GROUP = "weight_update_group"  # also means the only group that there is
+
+
 class FromGroup(msgspec.Struct, tag=True, frozen=True):
     """A broadcast by rank 0 of a group that the scheduler has joined."""
 

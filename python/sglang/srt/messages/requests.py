@@ -57,6 +57,13 @@ STOP_TOO_SLOW = FinishReason(
     err_type="BadRequestError",
 )
 
+TOO_MANY_KEPT = FinishReason(
+    type="abort",
+    message="return_top_p_token_ids: the filters keep too many tokens; lower top_p or top_k.",
+    status_code=400,
+    err_type="BadRequestError",
+)
+
 
 class DecodeOptions(msgspec.Struct, array_like=True, frozen=True):
     """The part of a request that the detokenizer must know; sent with its first output.
@@ -80,11 +87,14 @@ class LogprobOptions(msgspec.Struct, frozen=True):
         start_len: first prompt position wanted; the prompt's length less one for outputs only.
         top_num: best tokens per position.
         token_ids: ids wanted at every position.
+        kept: whether the tokens that the filters kept are wanted with each token drawn, whose
+            log-probability is then that among them.
     """
 
     start_len: int
     top_num: int = 0
     token_ids: list[int] = []
+    kept: bool = False
 
 
 class PositionLogprobs(msgspec.Struct, array_like=True):
@@ -94,6 +104,8 @@ class PositionLogprobs(msgspec.Struct, array_like=True):
         logprob: of the token there; None where there is nothing before it.
         top_logprobs, top_ids: of the best tokens, best first.
         chosen: logprobs of `LogprobOptions.token_ids`.
+        kept: ids of the tokens that the filters kept, best first: int32 as they lie in memory; None
+            if they are too many.
     """
 
     token_id: int
@@ -101,6 +113,7 @@ class PositionLogprobs(msgspec.Struct, array_like=True):
     top_logprobs: list[float] = []
     top_ids: list[int] = []
     chosen: list[float] = []
+    kept: bytes | None = b""
 
 
 class ReqOutput(msgspec.Struct, array_like=True):

@@ -41,6 +41,8 @@ BOUNDS = {
     "max_batch_size_per_request": (1, LARGEST),
     "max_tokenize_tokens": (1, LARGEST),
     "max_n": (1, LARGEST),
+    **dict.fromkeys(("tp_size", "dp_size", "pp_size", "ep_size", "nnodes"), (1, 1)),
+    "node_rank": (0, 0),
 }
 
 

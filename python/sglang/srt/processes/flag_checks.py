@@ -102,6 +102,8 @@ def _devices(args: ServerArgs, host: Host) -> list[str]:
     """Those that the server may have: one, or `cpu` and `cuda` where only torch can tell."""
     if args.device == "cuda" and "cuda" not in host.devices:
         raise no_gpu()
+    if args.base_gpu_id and "cuda" not in host.devices:
+        raise ConfigError(f"--base-gpu-id {args.base_gpu_id}: there is no GPU here; leave it out.")
     return sorted(host.devices) if args.device == "auto" else [args.device]
 
 

@@ -53,6 +53,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
         stream_interval: a stream gets a chunk every so many tokens; None: the server's.
         json_schema, regex, ebnf, structural_tag: what the output must match; one of them at most.
             `json_schema` is the text of a schema, `structural_tag` that of an object.
+        return_top_p_token_ids: the answer has the tokens that top_p, top_k and min_p kept where
+            each token was drawn, and the log-probabilities are those among them.
         n: samples per prompt; the front end makes one request of each.
     """
 
@@ -84,6 +86,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | None = None
+    return_top_p_token_ids: bool = False
     n: Annotated[int, Meta(ge=1)] = 1
 
     @property
@@ -129,6 +132,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     def ends_at_eos(self) -> bool:
         """Whether the model's end-of-text ids end the output. A grammar has no other end."""
         return not self.ignore_eos or self.grammar is not None
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether some tokens cannot be drawn for their probability or rank."""
+        return self.is_greedy or self.top_p < 1 or self.top_k != -1 or self.min_p > 0
 
     @property
     def has_penalties(self) -> bool:

@@ -9,6 +9,7 @@ from sglang.srt.garbage import paused_collections
 from sglang.srt.messages.requests import (
     DECODE_FAILED,
     STOP_TOO_SLOW,
+    TOO_MANY_KEPT,
     BatchTokenIDOutput,
     DecodeOptions,
     FinishReason,
@@ -124,7 +125,10 @@ class BatchResultProcessor:
             return 0
         req.num_emitted_since_admission += 1
         num_before = len(req.output_ids)
-        reason = _grammar_problem(req) or accept_tokens(req, accepted)
+        reason = _grammar_problem(req)
+        if reason is None and any(position.kept is None for position in logprobs):
+            reason = TOO_MANY_KEPT
+        reason = reason or accept_tokens(req, accepted)
         num_new = len(req.output_ids) - num_before
         self.num_generated += num_new
         if num_new and req.params.reports_steps:

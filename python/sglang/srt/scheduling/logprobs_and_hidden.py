@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from sglang.srt.layers.logprobs import HostLogprobs, LogprobQueries
@@ -44,7 +44,9 @@ class LogprobsAndHiddenPlan:
             return None
         return LogprobPlan(
             emitting=self._emitting,
-            emitted=_queries(self._emitted_options),
+            emitted=replace(
+                _queries(self._emitted_options), kept=[item.kept for item in self._emitted_options]
+            ),
             prompt_rows=self._prompt_rows,
             prompt_targets=self._prompt_targets,
             prompts=_queries(self._prompt_options),
@@ -138,6 +140,7 @@ def positions_logprobs(
         _columns(values.top_values[part], options.top_num),
         _columns(values.top_ids[part], options.top_num),
         _columns(values.chosen[part], len(options.token_ids)),
+        values.kept[part],
     )
     return list(itertools.starmap(PositionLogprobs, zip(*columns, strict=True)))
 

@@ -80,5 +80,6 @@ def emitted_queries(
         places = places + path[to_device(emitting, path.device, torch.int64)].clamp(min=0)
     width = accepted.next_token_ids.shape[1]
     token_ids = [ids for ids in plan.emitted.token_ids for _ in range(width)]
-    queries = LogprobQueries(plan.emitted.top_num, token_ids)
+    kept = [wants for wants in plan.emitted.kept for _ in range(width)]
+    queries = LogprobQueries(plan.emitted.top_num, token_ids, kept)
     return queries, places.clamp(max=num_reads - 1).flatten()

@@ -13,7 +13,7 @@ from msgspec import Meta
 from sglang.srt.frontend.body_parsing import check_known_fields, parse_json_object, struct_of
 from sglang.srt.frontend.errors import RequestError, field_error
 from sglang.srt.frontend.request_limits import RequestLimits
-from sglang.srt.frontend.sampling_validation import CUSTOM_PARAMS, take_custom_params
+from sglang.srt.frontend.sampling_validation import CUSTOM_PARAMS, RETURN_KEPT, take_custom_params
 from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
 from sglang.srt.sampling.grammar import GRAMMAR_FIELDS, JSON_SCHEMA, STRUCTURAL_TAG, Grammar
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -24,7 +24,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 # OpenAI's names of sampling parameters that we call otherwise.
 RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
-NOT_IN_COMPLETIONS = frozenset(("spaces_between_special_tokens", "stream_interval"))
+NOT_IN_COMPLETIONS = frozenset(("spaces_between_special_tokens", "stream_interval", RETURN_KEPT))
 # Sampling parameters of a completion: our names to those in its body.
 SAMPLING = {
     name: RENAMED.get(name, name)
@@ -117,7 +117,10 @@ def parse_openai(
     body = parse_json_object(raw, limits)
     custom = body.get(CUSTOM_PARAMS)
     if isinstance(custom, dict):
-        _, names = take_custom_params({CUSTOM_PARAMS: custom}, "", unknown)
+        given = {name: item for name, item in custom.items() if name != RETURN_KEPT}
+        if custom.get(RETURN_KEPT):
+            raise field_error(f"{CUSTOM_PARAMS}.{RETURN_KEPT}", "goes with /generate only")
+        _, names = take_custom_params({CUSTOM_PARAMS: given}, "", unknown)
         body[CUSTOM_PARAMS] = {name: custom[name] for name in names}
     elif is_neutral(custom, ()):
         body[CUSTOM_PARAMS] = None
