@@ -200,6 +200,7 @@ def test_health_and_info(server: RunningServer) -> None:
     assert model == server.client.get("/get_model_info").json()
     assert model["is_generation"] is True
     info = server.client.get("/get_server_info").json()
+    assert info["model_path"] == model["model_path"] == info["resolved"]["path"]
     assert info["max_running_requests"] == 2
     assert info["chunked_prefill_size"] == 2048
     schedule = info["resolved"]["schedule"]

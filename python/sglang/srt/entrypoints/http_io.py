@@ -16,7 +16,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sglang.srt.entrypoints.offered_routes import (
+    methods_of,
+    no_route_message,
+    wrong_method_message,
+)
 from sglang.srt.frontend.errors import RequestError, ServiceError
+from sglang.srt.request_id import CURRENT, HEADER, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +162,16 @@ def add_error_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> Response:
         return response_of_error(error)
 
+    async def handle_no_route(request: Request, error: Exception) -> Response:
+        return error_response(no_route_message(request.scope["path"], app.routes), 404)
+
+    async def handle_wrong_method(request: Request, error: Exception) -> Response:
+        methods = methods_of(request.scope, app.routes)
+        message = wrong_method_message(request.scope, methods)
+        return error_response(message, 405, headers={"Allow": ", ".join(methods)})
+
+    app.add_exception_handler(404, handle_no_route)
+    app.add_exception_handler(405, handle_wrong_method)
     for kind in (RequestError, ServiceError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, handle)
 
@@ -213,37 +229,47 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         continue
 
 
-class DirectSend:
-    """The outermost application: streams find in their scope the `send` of the web server.
+class OutermostApp:
+    """The application that the web server calls, around all others.
 
-    Every middleware and route handler wraps `send` to see how a response starts. The events behind
-    the start concern none of them, and each wrapper costs something for every token.
+    Streams find in their scope the `send` of the web server: every middleware and route handler
+    wraps `send` to see how a response starts. The events behind the start concern none of them, and
+    each wrapper costs something for every token.
+
+    Every request gets an id (`sglang.srt.request_id`), and every answer has it as `x-request-id`.
 
     A request that the web server cancels at its end, whatever it was at, is answered with 503.
 
     Args:
         reason: why the server ends.
+        max_id_chars: of a client's own id.
     """
 
-    def __init__(self, app: ASGIApp, reason: Callable[[], str]) -> None:
+    def __init__(self, app: ASGIApp, reason: Callable[[], str], max_id_chars: int) -> None:
         self._app = app
         self._reason = reason
+        self._max_id_chars = max_id_chars
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[DIRECT_SEND] = send
+        request_id = RequestId.of(scope["headers"], self._max_id_chars)
+        CURRENT.set(request_id)
         has_started = False
 
-        async def noting_start(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal has_started
             has_started = True
+            if message["type"] == "http.response.start":
+                headers = [*message["headers"], (HEADER, request_id.text.encode())]
+                message = {**message, "headers": headers}
             await send(message)
 
         try:
-            await self._app(scope, receive, noting_start)
+            await self._app(scope, receive, send_with_id)
         except asyncio.CancelledError:
             if has_started:
                 raise
-            await error_response(self._reason(), 503)(scope, receive, send)
+            await error_response(self._reason(), 503)(scope, receive, send_with_id)
 
 
 class EventStream(Response):
