@@ -111,10 +111,13 @@ def _json_parts(value: Any) -> Iterator[bytes]:
         yield b"]"
 
 
-def error_body(message: str, status_code: int, field: str | None = None) -> dict[str, Any]:
-    """The body of every error. Of 503, which routers read, it has SGLang's own form beside."""
+def error_body(
+    message: str, status_code: int, field: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """The body of every error; `code` is the status code unless there is another. Of 503, which
+    routers read, it has SGLang's own form beside."""
     kind = ERROR_TYPES.get(status_code, "Error")
-    error = {"message": message, "type": kind, "param": field, "code": status_code}
+    error = {"message": message, "type": kind, "param": field, "code": code or status_code}
     return {"error": error} if status_code != 503 else {"object": "error", **error, "error": error}
 
 
@@ -123,9 +126,10 @@ def error_response(
     status_code: int,
     field: str | None = None,
     headers: Mapping[str, str] | None = None,
+    code: str | None = None,
 ) -> Response:
     """An error as a response; 503 says when to try again."""
-    response = json_response(error_body(message, status_code, field), status_code)
+    response = json_response(error_body(message, status_code, field, code), status_code)
     response.headers.update(headers or {})
     if status_code == 503:
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
@@ -135,7 +139,7 @@ def error_response(
 def response_of_error(error: Exception) -> Response:
     """The response that an error of the layers below is."""
     if isinstance(error, RequestError):
-        return error_response(error.message, error.status_code, error.field)
+        return error_response(error.message, error.status_code, error.field, code=error.code)
     if isinstance(error, ServiceError):
         return error_response(error.message, error.status_code)
     if isinstance(error, HTTPException):
