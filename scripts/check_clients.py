@@ -66,6 +66,7 @@ def main() -> int:
     parser = make_parser(__doc__, "clients")
     parser.add_argument("--only", nargs="+", choices=CLIENTS, default=list(CLIENTS))
     arguments = parser.parse_args()
+    result = describe_environment()
     found = [
         check_version(name, version)
         for name in arguments.only
@@ -76,7 +77,7 @@ def main() -> int:
         before = json.loads(arguments.out.read_text(encoding="utf-8"))["clients"]
         kept = [client for client in before if client["client"] not in arguments.only]
     clients = sorted([*kept, *found], key=lambda client: list(CLIENTS).index(client["client"]))
-    store(arguments.out, {**describe_environment(), "clients": clients})
+    store(arguments.out, result | {"clients": clients})
     failed = [
         f"{client['client']} {client['version']}: {name}"
         for client in found
