@@ -6,8 +6,7 @@
 Each version of a client gets an environment of its own in build/clients, and the file of its
 checks runs there. A server is started for it, with parsers of calls and reasoning: of the bundled
 model, or of one that says given texts, calls of tools among them. Writes
-benchmark/results/clients.json; what `--only` leaves out stays there as it was. Exits with 1 if a
-check fails.
+benchmark/results/clients.json, and exits with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -67,20 +66,15 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=CLIENTS, default=list(CLIENTS))
     arguments = parser.parse_args()
     result = describe_environment()
-    found = [
+    result["clients"] = [
         check_version(name, version)
         for name in arguments.only
         for version in CLIENTS[name].versions
     ]
-    kept = []
-    if arguments.out.exists():
-        before = json.loads(arguments.out.read_text(encoding="utf-8"))["clients"]
-        kept = [client for client in before if client["client"] not in arguments.only]
-    clients = sorted([*kept, *found], key=lambda client: list(CLIENTS).index(client["client"]))
-    store(arguments.out, result | {"clients": clients})
+    store(arguments.out, result)
     failed = [
         f"{client['client']} {client['version']}: {name}"
-        for client in found
+        for client in result["clients"]
         for name, outcome in client["checks"].items()
         if outcome != "ok"
     ]
