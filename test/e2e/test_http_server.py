@@ -196,6 +196,8 @@ def test_other_routes_refuse_bad_bodies(server: RunningServer) -> None:
 def test_health_and_info(server: RunningServer) -> None:
     for path in ("/health", "/health_generate", "/ready"):
         assert server.client.get(path).status_code == 200
+    named = server.client.get("/health", headers={"x-request-id": "job-1"})
+    assert named.headers.get_list("x-request-id") == ["job-1"]
     model = server.client.get("/model_info").json()
     assert model == server.client.get("/get_model_info").json()
     assert model["is_generation"] is True
