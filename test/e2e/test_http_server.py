@@ -146,7 +146,9 @@ def test_bad_request_is_400_and_names_the_field(
     for body in (raw, raw.replace(b'"text": "a"', b'"stream": true, "text": "a"')):
         response = server.client.post("/generate", content=body)
         error = response.json()["error"]
-        assert (response.status_code, error["code"], error["param"]) == (400, 400, field)
+        is_length = field == "sampling_params.max_new_tokens"
+        code = "context_length_exceeded" if is_length else 400
+        assert (response.status_code, error["code"], error["param"]) == (400, code, field)
         assert error["type"] == "BadRequestError"
         assert len(error["message"]) < 250
     assert server.generate(max_new_tokens=1).status_code == 200

@@ -264,7 +264,7 @@ class OutermostApp:
             nonlocal has_started
             has_started = True
             if message["type"] == "http.response.start":
-                headers = [*message["headers"], (HEADER, request_id.text.encode())]
+                headers = [*message.get("headers", ()), (HEADER, request_id.text.encode())]
                 message = {**message, "headers": headers}
             await send(message)
 

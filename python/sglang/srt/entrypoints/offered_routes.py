@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
 
+from sglang.srt.frontend.errors import shorten
+
 MAIN_PATHS = ("/generate", "/v1/chat/completions", "/v1/completions", "/v1/models")
 NUM_NEAR, LEAST_LIKENESS = 3, 0.55  # `difflib`'s ratio, of 1 for equal paths
 LEAST_BEGINNING = 4  # characters of a path that may stand for the whole
@@ -17,14 +19,13 @@ LIST = "GET /openapi.json lists all routes."
 
 def no_route_message(path: str, routes: Iterable[BaseRoute]) -> str:
     """Names the routes whose paths are nearest, or else the main ones."""
-    shown = path if len(path) <= MAX_COMPARED_CHARS else f"{path[:MAX_COMPARED_CHARS]}..."
     paths = [route.path for route in routes if isinstance(route, Route)]
     asked = path[:MAX_COMPARED_CHARS].lower()
     near = difflib.get_close_matches(asked, paths, NUM_NEAR, LEAST_LIKENESS)
     if len(asked) >= LEAST_BEGINNING:
         near += [other for other in paths if other.startswith(asked)]
     offered = list(dict.fromkeys(near))[:NUM_NEAR] or MAIN_PATHS
-    return f"There is no route {shown}; there is {', '.join(offered)}. {LIST}"
+    return f"There is no route {shorten(path)}; there is {', '.join(offered)}. {LIST}"
 
 
 def methods_of(scope: Scope, routes: Iterable[BaseRoute]) -> list[str]:
@@ -38,5 +39,4 @@ def methods_of(scope: Scope, routes: Iterable[BaseRoute]) -> list[str]:
 
 def wrong_method_message(scope: Scope, methods: Iterable[str]) -> str:
     """Names the methods that a path takes."""
-    path = scope["path"][:MAX_COMPARED_CHARS]
-    return f"{path} takes {', '.join(methods)}, not {scope['method']}. {LIST}"
+    return f"{shorten(scope['path'])} takes {', '.join(methods)}, not {scope['method']}. {LIST}"

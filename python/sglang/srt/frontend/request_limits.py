@@ -103,8 +103,8 @@ def check_length(
         prompt_fits = num_prompt_tokens < limits.max_req_len
         raise field_error(
             MAX_NEW_TOKENS if prompt_fits else field,
-            ("" if prompt_fits else "the prompt is too long: ")
-            + f"the prompt ({_tokens(num_prompt_tokens, is_counted)}) and max_new_tokens"
+            f"{'the prompt' if prompt_fits else 'the prompt is too long: it'}"
+            f" ({_tokens(num_prompt_tokens, is_counted)}) and max_new_tokens"
             f" ({max_new_tokens}) are together more than {limits.max_req_len} tokens"
             f" ({limits.max_req_len_reason})",
             CONTEXT_LENGTH_EXCEEDED,
