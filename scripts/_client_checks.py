@@ -42,16 +42,19 @@ def plain_environ() -> dict[str, str]:
 
 
 @contextmanager
-def demo_server(*flags: str, environ: dict[str, str] | None = None) -> Iterator[str]:
+def demo_server(
+    *flags: str, environ: dict[str, str] | None = None, model: str = "demo"
+) -> Iterator[str]:
     """The URL of a server of the bundled model; it is gone when the block ends.
 
     Args:
+        model: another one, or its folder.
         environ: for the server, beside this process's own.
 
     Raises:
         StartError: with the end of its log, if it does not start or does not end as it should.
     """
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", "demo", *flags]
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, *flags]
     paths = f"{ROOT / 'python'}{os.pathsep}{ROOT / 'sgl-kernel/python'}"
     with running_server(command, {"PYTHONPATH": paths, **(environ or {})}, START_LIMIT_S) as server:
         yield f"http://127.0.0.1:{server.port}"

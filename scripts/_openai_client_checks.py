@@ -1,57 +1,32 @@
-"""The checks of `check_openai_client.py`: they run where an `openai` package is, and little else.
-Prints a JSON object on standard output: the name of each check to `ok` or to what it raised.
-"""
+"""The checks of the `openai` package, over a server of the bundled model."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import functools
 import json
-import sys
-import traceback
-from collections.abc import Callable
 from typing import Any, Literal
 
+import _run_checks
 import openai
 from _example_chats import NAME, TOOLS, calling_chat
+from _run_checks import raises
 
 MESSAGES = [{"role": "user", "content": "Read the lines of a file."}]
 PROMPT = "def read_lines(path):\n"
+LONG = "a b " * 30_000
 PATH = "notes.txt"
 CALLING_CHAT = calling_chat(PATH)
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 16}
 
 
 class Checks:
-    """The checks, over a client of the package and the name of the model."""
+    """Each method is a check."""
 
     def __init__(self, url: str) -> None:
-        self._base_url = f"{url}/v1"
+        self._url, self._base_url = url, f"{url}/v1"
         self._client = openai.OpenAI(base_url=self._base_url, api_key="none", max_retries=0)
         self._model = self._client.models.list().data[0].id
-
-    def all(self) -> dict[str, Callable[[], None]]:
-        """By name."""
-        return {
-            "models": self.models,
-            "completion": self.completion,
-            "completion of token ids, echoed": self.completion_of_ids,
-            "completion, streamed": self.completion_stream,
-            "chat": self.chat,
-            "chat, streamed": self.stream,
-            "chat, the package's own gathering of a stream": self.gathered_stream,
-            "chat, asynchronous": self.asynchronous,
-            "chat, fields of SGLang": self.extra_body,
-            "chat, raw response": self.raw_response,
-            "logprobs": self.logprobs,
-            "response_format": self.response_format,
-            "response_format, parsed": self.parsed,
-            "tools, unused": self.tools,
-            "tools, called": self.calls,
-            "tools, called in a stream": self.streamed_calls,
-            "errors": self.errors,
-            "errors of a stream's start": self.stream_errors,
-        }
 
     def _chat(self, **fields: Any) -> Any:
         fields = {"messages": MESSAGES, "model": self._model, **GREEDY, **fields}
@@ -73,7 +48,7 @@ class Checks:
         assert usage.completion_tokens == 16
         assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
-    def completion_of_ids(self) -> None:
+    def completion_of_token_ids_echoed(self) -> None:
         """Two prompts as ids of one text: each echo is that text, with a value for each token."""
         known = self._chat(extra_body={"return_token_ids": True}).choices[0].response_token_ids
         answer = self._complete(prompt=[known, known], echo=True, logprobs=2, max_tokens=2)
@@ -85,7 +60,7 @@ class Checks:
         assert all(value <= 0 for value in first.logprobs.token_logprobs[1:])
         assert "".join(first.logprobs.tokens) == first.text
 
-    def completion_stream(self) -> None:
+    def completion_streamed(self) -> None:
         whole = self._complete(logprobs=1)
         chunks = list(self._complete(logprobs=1, stream=True))
         assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
@@ -103,7 +78,7 @@ class Checks:
         assert answer.choices[0].finish_reason in ("stop", "length")
         self._chat(messages=[*MESSAGES, message, *MESSAGES])  # as it came
 
-    def stream(self) -> None:
+    def chat_streamed(self) -> None:
         whole = self._chat().choices[0].message.content
         chunks = list(self._chat(stream=True, stream_options={"include_usage": True}))
         assert chunks[0].choices[0].delta.role == "assistant"
@@ -112,7 +87,7 @@ class Checks:
         assert chunks[-1].usage.completion_tokens > 0
         assert chunks[-2].choices[0].finish_reason in ("stop", "length")
 
-    def gathered_stream(self) -> None:
+    def chat_gathered_by_the_package(self) -> None:
         """With a stop string: for an answer that is cut at its length the package raises."""
         stop = self._chat().choices[0].message.content[5:9]
         whole = self._chat(tools=TOOLS, stop=stop).choices[0]
@@ -124,7 +99,7 @@ class Checks:
         assert found.message.content == whole.message.content
         assert found.finish_reason == whole.finish_reason == "stop"
 
-    def asynchronous(self) -> None:
+    def chat_asynchronous(self) -> None:
         """Eight chats at once say what one says."""
         asyncio.run(self._asynchronous())
 
@@ -137,13 +112,13 @@ class Checks:
             answers = await asyncio.gather(*calls)
         assert {answer.choices[0].message.content for answer in answers} == {whole}
 
-    def extra_body(self) -> None:
+    def chat_fields_of_SGLang(self) -> None:
         fields = {"ignore_eos": True, "min_p": 0.1, "top_k": 1, "return_token_ids": True}
         choice = self._chat(extra_body=fields).choices[0]
         assert len(choice.response_token_ids) == 16
         assert choice.prompt_token_ids
 
-    def raw_response(self) -> None:
+    def chat_raw_response(self) -> None:
         raw = self._client.chat.completions.with_raw_response
         answer = raw.create(messages=MESSAGES, model=self._model, **GREEDY)
         assert answer.headers["content-type"].startswith("application/json")
@@ -165,7 +140,7 @@ class Checks:
         choice = self._chat(response_format={"type": "json_object"}).choices[0]
         assert choice.message.content.startswith("{")
 
-    def parsed(self) -> None:
+    def response_format_parsed(self) -> None:
         """The package makes the schema of a class, and an object of it of the answer."""
         from pydantic import BaseModel  # comes with the package
 
@@ -178,7 +153,7 @@ class Checks:
         )
         assert isinstance(answer.choices[0].message.parsed, File)
 
-    def tools(self) -> None:
+    def tools_unused(self) -> None:
         """What is no call is content, and no error."""
         for choice in ("auto", "none", "required"):
             answer = self._chat(tools=TOOLS, tool_choice=choice)
@@ -186,7 +161,7 @@ class Checks:
             assert message.content or message.tool_calls
         list(self._chat(tools=TOOLS, stream=True))
 
-    def calls(self) -> None:
+    def tools_called(self) -> None:
         """A call comes, and goes back with what the tool said."""
         first = self._chat(**CALLING_CHAT).choices[0]
         (call,) = first.message.tool_calls
@@ -200,7 +175,7 @@ class Checks:
         message = answer.choices[0].message
         assert message.content or message.tool_calls
 
-    def streamed_calls(self) -> None:
+    def tools_called_in_a_stream(self) -> None:
         call = {"model": self._model, **CALLING_CHAT}
         with self._client.chat.completions.stream(**call) as events:
             found = events.get_final_completion().choices[0]
@@ -218,11 +193,34 @@ class Checks:
             return
         raise AssertionError("a model that does not exist was found")
 
-    def stream_errors(self) -> None:
+    def errors_at_the_start_of_a_stream(self) -> None:
         self._is_refused("temperature", stream=True, temperature=-1)
         schema = {"name": "x", "schema": {"uniqueItems": True}}
         wanted = {"type": "json_schema", "json_schema": schema}
         self._is_refused("response_format", stream=True, response_format=wanted)
+
+    def another_model(self) -> None:
+        """The one that is served answers, as with SGLang."""
+        assert self._chat(model="another").model == self._model
+
+    def a_prompt_that_is_too_long(self) -> None:
+        long = [{"role": "user", "content": LONG}]
+        for call in (
+            functools.partial(self._chat, messages=long),
+            functools.partial(self._chat, messages=long, stream=True),
+            functools.partial(self._complete, prompt=LONG),
+        ):
+            assert raises(openai.BadRequestError, call).code == "context_length_exceeded"
+
+    def a_base_url_without_v1(self) -> None:
+        client = openai.OpenAI(base_url=self._url, api_key="none", max_retries=0)
+        chats = client.chat.completions
+        call = functools.partial(chats.create, messages=MESSAGES, model=self._model)
+        assert "/v1/chat/completions" in str(raises(openai.NotFoundError, call))
+
+    def id_of_a_request(self) -> None:
+        assert self._chat(extra_headers={"x-request-id": "job-1"})._request_id == "job-1"
+        assert self._chat()._request_id
 
     def _is_refused(self, field: str, **fields: Any) -> None:
         try:
@@ -234,20 +232,5 @@ class Checks:
         assert found == (field, True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--url", required=True, help="such as http://127.0.0.1:30000")
-    outcomes = {}
-    for name, check in Checks(parser.parse_args().url).all().items():
-        try:
-            check()
-        except Exception as error:  # noqa: BLE001 - a check that fails says so, and others go on
-            traceback.print_exc()
-            outcomes[name] = repr(error)
-        else:
-            outcomes[name] = "ok"
-    json.dump(outcomes, sys.stdout)
-
-
 if __name__ == "__main__":
-    main()
+    _run_checks.main(__doc__, Checks)

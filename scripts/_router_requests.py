@@ -165,12 +165,18 @@ def get(url: str) -> tuple[int, bytes]:
 
 def post(url: str, body: dict[str, Any], raises: bool = False) -> tuple[int, bytes]:
     """(status, body) of a JSON body; `raises` makes an error of any status but 200."""
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.status, answer.read()
+        return send("POST", url, body)
     except urllib.error.HTTPError as error:
         if raises:
             raise
         return error.code, error.read()
+
+
+def send(method: str, url: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
+    """(status, body) of an answer; raises HTTPError for an error."""
+    headers = {"content-type": "application/json"}
+    raw = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, raw, headers, method=method)
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return answer.status, answer.read()

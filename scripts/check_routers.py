@@ -2,16 +2,17 @@
 
     python scripts/check_routers.py
 
-Each version of sglang-router gets an environment of its own in build/routers. The load is bounded,
-and all of it stays on 127.0.0.1: `/generate`, completions, chats and calls of tools, streamed and
-not. Each answer has to be that of a server without a router. Under load the server with the most
-running requests is killed (SIGKILL), comes back, and in another phase is told to stop (SIGTERM).
-Writes benchmark/results/routers.json.
+Each router, smg and its predecessor sglang-router, gets an environment of its own in build/routers.
+The load is bounded, and all of it stays on 127.0.0.1: `/generate`, completions, chats and calls of
+tools, streamed and not. Each answer has to be that of a server without a router, and both servers
+have to give some. Under load the server with the most running requests is killed (SIGKILL), comes
+back, and in another phase is told to stop (SIGTERM). Then one server is taken away from the router
+and given back, and the router has to see how full they are. Writes benchmark/results/routers.json,
+and exits with 1 if something is lost.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.client
 import json
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import time
 import urllib.error
-import urllib.request
+import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,14 +38,19 @@ from _router_requests import (
     expected_answers,
     get,
     post,
+    send,
 )
 
-from benchmark.command import RESULTS, store
+from benchmark.command import make_parser, store
 from benchmark.environment import describe_environment
 from benchmark.server_process import free_port
 
-VERSIONS = ("0.3.2", "0.2.2")
-RESULT = RESULTS / "routers.json"
+# Their packages with versions, and how their launchers are called.
+ROUTERS = {
+    "smg==1.13.0": ("smg", "launch", "--load-monitor-interval", "1"),
+    "sglang-router==0.3.2": ("sglang_router.launch_router",),
+    "sglang-router==0.2.2": ("sglang_router.launch_router",),
+}
 WORK = ROOT / "build" / "routers"
 # Beside the address: how soon a dead worker is left alone, and how soon one that is back is used.
 ROUTER_FLAGS = [
@@ -65,8 +71,8 @@ WAIT_S = 180.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--versions", nargs="+", default=VERSIONS)
+    parser = make_parser(__doc__, "routers")
+    parser.add_argument("--only", nargs="+", choices=ROUTERS, default=list(ROUTERS))
     parser.add_argument("--requests", type=int, default=48, help="Requests in each phase.")
     arguments = parser.parse_args()
     result, runs = describe_environment(), []
@@ -76,33 +82,40 @@ def main() -> int:
             worker.wait()
         paths = {path: get(workers[0].url + path)[0] for path in WORKER_PATHS}
         expected = expected_answers(workers[0].url)
-        for version in arguments.versions:
+        for router in arguments.only:
             for policy in POLICIES:
-                run = check_router(version, policy, workers, expected, arguments.requests)
+                run = check_router(router, policy, workers, expected, arguments.requests)
                 runs.append(run)
     result |= {"router_flags": " ".join(ROUTER_FLAGS), "worker_paths": paths, "runs": runs}
-    store(RESULT, result)
+    store(arguments.out, result)
     show(runs)
     failures = [phase for run in runs for phase in run["phases"] if not phase["ok"]]
+    failures += [run for run in runs if run["policy"] == "round_robin" and not min(run["answers"])]
     bad_paths = [path for path, status in paths.items() if status != 200]
     print(f"Failed: {len(failures)} phases, {len(bad_paths)} paths of a worker {bad_paths or ''}")
     return 1 if failures or bad_paths else 0
 
 
 def check_router(
-    version: str, policy: str, workers: list[Worker], expected: Answers, num: int
+    router: str, policy: str, workers: list[Worker], expected: Answers, num: int
 ) -> dict[str, Any]:
-    """All phases with one router."""
-    python = client_python(WORK / f"venv-{version}", f"sglang-router=={version}")
+    """All phases with one router.
+
+    Args:
+        router: a key of ROUTERS.
+    """
+    python = client_python(WORK / f"venv-{router}", router)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [str(python), "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
+    command = [str(python), "-m", *ROUTERS[router], "--host", "127.0.0.1"]
     command += ["--port", str(port), "--prometheus-port", str(free_port())]
     command += ["--worker-urls", *(worker.url for worker in workers), *ROUTER_FLAGS]
     command += ["--policy", policy]
-    with running(command, WORK / f"router-{version}-{policy}.log"):
+    with running(command, WORK / f"{router}-{policy}.log"):
         wait_for(lambda: get(url + "/readiness")[0] == 200, "the router is ready")
+        before = [worker.num_answered() for worker in workers]
         phases = [Load(url, expected, kind, num=num).run() for kind in REQUESTS]
+        answers = [worker.num_answered() - old for worker, old in zip(workers, before)]
         for number in (signal.SIGKILL, signal.SIGTERM):
             for kinds in KINDS_AT_THE_END:
                 load = Load(url, expected, *kinds, num=num, workers=workers, number=number)
@@ -110,9 +123,17 @@ def check_router(
                 for worker in workers:
                     worker.restart_if_ended()
                 wait_for(lambda: num_healthy(url) == 2, "the router takes the worker back")
+        phases += change_workers(url, expected, workers[0], num)
+        wait_for(lambda: knows_loads(url), "the router knows how full its workers are")
         paths = {path: get(url + path)[0] for path in ROUTER_PATHS}
         paths["/flush_cache"] = post(url + "/flush_cache", {})[0]
-    return {"router": version, "policy": policy, "phases": phases, "router_paths": paths}
+    return {
+        "router": router,
+        "policy": policy,
+        "answers": answers,
+        "phases": phases,
+        "router_paths": paths,
+    }
 
 
 class Worker:
@@ -122,6 +143,7 @@ class Worker:
         self._index = index
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
+        self._requests = WORK / f"requests-{index}.jsonl"
         self.was_signalled = False
 
     def __enter__(self) -> Worker:
@@ -135,6 +157,7 @@ class Worker:
     def _start(self) -> None:
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", "demo"]
         command += ["--port", str(self._port), "--num-threads", "1"]
+        command += ["--log-requests", "--log-requests-target", str(self._requests)]
         command += ["--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
         WORK.mkdir(parents=True, exist_ok=True)
         paths = f"{ROOT / 'python'}:{ROOT / 'sgl-kernel/python'}"
@@ -158,6 +181,10 @@ class Worker:
     def send(self, number: signal.Signals) -> None:
         self.was_signalled = True
         self.process.send_signal(number)
+
+    def num_answered(self) -> int:
+        """Requests that have ended there, of all its processes so far."""
+        return self._requests.read_bytes().count(b"\n")
 
     def num_running(self) -> int:
         """Requests that run there now."""
@@ -224,11 +251,39 @@ class Load:
         return "whole" if answer == self._expected[kind][prompt] else "wrong"
 
 
+def change_workers(url: str, expected: Answers, worker: Worker, num: int) -> list[dict[str, Any]]:
+    """Two phases: one without a worker, which is to get nothing then, and one with it again."""
+    (found,) = [each for each in workers_of(url) if each["url"] == worker.url]
+    name = urllib.parse.quote(found["id"], safe="")
+    send("DELETE", f"{url}/workers/{name}", None)
+    wait_for(lambda: len(workers_of(url)) == 1, "the router lets a worker go")
+    before = worker.num_answered()
+    without = Load(url, expected, "chat", num=num).run()
+    without["ok"] = without["ok"] and worker.num_answered() == before
+    send("POST", f"{url}/workers", {"url": worker.url})
+    wait_for(lambda: num_healthy(url) == 2, "the router takes a worker in")
+    again = Load(url, expected, "chat", num=num).run()
+    return [without | {"workers": 1}, again | {"workers": 2}]
+
+
+def knows_loads(url: str) -> bool:
+    """Whether the router could read how full each worker is."""
+    found = json.loads(get(url + "/get_loads")[1])
+    if "loads" in found:  # smg
+        return len(found["loads"]) == 2 and all(e["max_total_num_tokens"] for e in found["loads"])
+    return len(found["workers"]) == 2 and all(each["load"] >= 0 for each in found["workers"])
+
+
+def workers_of(url: str) -> list[dict[str, Any]]:
+    """What the router says of its workers."""
+    status, raw = get(url + "/workers")
+    found: list[dict[str, Any]] = json.loads(raw)["workers"] if status == 200 else []
+    return found
+
+
 def num_healthy(url: str) -> int:
     """Workers that the router thinks are healthy."""
-    status, raw = get(url + "/workers")
-    workers = json.loads(raw)["workers"] if status == 200 else []
-    return sum(worker["is_healthy"] for worker in workers)
+    return sum(worker["is_healthy"] for worker in workers_of(url))
 
 
 def wait_for(holds: Callable[[], bool], what: str) -> None:
@@ -254,10 +309,10 @@ def running(command: list[str], log_path: Path) -> Iterator[None]:
 
 
 def show(runs: list[dict[str, Any]]) -> None:
-    row = "{:6} {:12} {:41} {:8} {:>8} {:>5} {:>6}  {}"
+    row = "{:20} {:12} {:41} {:8} {:>8} {:>5} {:>6}  {}"
     heads = ("router", "policy", "requests", "signal", "hit", "sent", "whole", "others")
     print(row.format(*heads))
-    known = {"requests", "signal", "running_there", "sent", "whole", "seconds", "ok"}
+    known = {"requests", "signal", "running_there", "sent", "whole", "seconds", "ok", "workers"}
     for run in runs:
         for phase in run["phases"]:
             others = ", ".join(f"{phase[key]} {key}" for key in phase.keys() - known)

@@ -146,7 +146,9 @@ def test_bad_request_is_400_and_names_the_field(
     for body in (raw, raw.replace(b'"text": "a"', b'"stream": true, "text": "a"')):
         response = server.client.post("/generate", content=body)
         error = response.json()["error"]
-        assert (response.status_code, error["code"], error["param"]) == (400, 400, field)
+        is_length = field == "sampling_params.max_new_tokens"
+        code = "context_length_exceeded" if is_length else 400
+        assert (response.status_code, error["code"], error["param"]) == (400, code, field)
         assert error["type"] == "BadRequestError"
         assert len(error["message"]) < 250
     assert server.generate(max_new_tokens=1).status_code == 200
@@ -196,10 +198,13 @@ def test_other_routes_refuse_bad_bodies(server: RunningServer) -> None:
 def test_health_and_info(server: RunningServer) -> None:
     for path in ("/health", "/health_generate", "/ready"):
         assert server.client.get(path).status_code == 200
+    named = server.client.get("/health", headers={"x-request-id": "job-1"})
+    assert named.headers.get_list("x-request-id") == ["job-1"]
     model = server.client.get("/model_info").json()
     assert model == server.client.get("/get_model_info").json()
     assert model["is_generation"] is True
     info = server.client.get("/get_server_info").json()
+    assert info["model_path"] == model["model_path"] == info["resolved"]["path"]
     assert info["max_running_requests"] == 2
     assert info["chunked_prefill_size"] == 2048
     schedule = info["resolved"]["schedule"]

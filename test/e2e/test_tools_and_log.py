@@ -104,6 +104,7 @@ def test_request_log_has_one_line_per_sample_and_none_for_no_logs(
     mine = [line for line in lines if line["rid"] == "logged"]
     assert len(mine) == 2
     assert {line["rid"] for line in lines}.isdisjoint({"hidden", "forged"})
+    assert len({line["request_id"] for line in mine}) == 1
     for line in mine:
         assert line["custom_labels"] == {"team": forged}
         assert line["prompt"] == forged

@@ -69,6 +69,11 @@ class ModelConfig:
     warnings: tuple[str, ...] = ()
     hot_token_ids: tuple[int, ...] = field(default=(), repr=False)
 
+    @property
+    def folder(self) -> str:
+        """The model's folder as an absolute path, for processes with other working directories."""
+        return os.path.abspath(self.path)
+
     def flag(self, name: str) -> bool:
         """A boolean entry of config.json; missing and null are false."""
         value = self.hf.get(name)

@@ -246,7 +246,9 @@ class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
         30.0, "Seconds of a processor that what a request's grammar allows may take to find."
     )
     max_logit_bias: int = flag(1024, "Entries of `logit_bias` at most.")
-    max_label_chars: int = flag(256, "Characters of `rid`, and of a custom label, at most.")
+    max_label_chars: int = flag(
+        256, "Characters of `rid` or x-request-id, and of a custom label, at most."
+    )
     max_custom_labels: int = flag(32, "Entries of `custom_labels` at most.")
     max_top_logprobs: int = flag(128, "`top_logprobs_num` at most.")
     max_token_ids_logprob: int = flag(1024, "Entries of `token_ids_logprob` at most.")

@@ -193,7 +193,7 @@ def test_a_key_that_nobody_can_send_fails_the_start(flag: str, key: str) -> None
 
 def test_keys_are_in_no_text_that_others_read() -> None:
     args = ServerArgs(model_path="m", **BOTH)
-    resolved = {"schedule": {"chunked_prefill_size": 1}, "num_draft_steps": 0}
+    resolved = {"path": "m", "schedule": {"chunked_prefill_size": 1}, "num_draft_steps": 0}
     info = scheduler_info(resolved=resolved)
     texts = (args, AccessRules.of(args), public_fields(args), describe_server(args, info, {}))
     for text in map(repr, texts):

@@ -11,11 +11,18 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang.srt.entrypoints import http_io
-from sglang.srt.entrypoints.http_io import DirectSend, EventStream
+from sglang.srt.entrypoints.http_io import EventStream, OutermostApp
 from sglang.srt.frontend.errors import ServiceError
 
 CHUNKS = [{"text": "a", "n": 1}, {"text": "é\n", "n": 2}, {"text": "b", "n": 3}]
-SCOPE = {"type": "http", "method": "GET", "path": "/", "raw_path": b"/", "query_string": b""}
+SCOPE = {
+    "type": "http",
+    "method": "GET",
+    "path": "/",
+    "raw_path": b"/",
+    "query_string": b"",
+    "headers": [],
+}
 
 
 class Wrapper:
@@ -57,7 +64,7 @@ def answer_of(fails: bool, is_direct: bool) -> tuple[list[Message], list[str]]:
         sent.append(message)
 
     async def run() -> None:
-        outermost = DirectSend(app, lambda: "") if is_direct else app
+        outermost = OutermostApp(app, lambda: "", 256) if is_direct else app
         scope = {**SCOPE, "headers": [], "http_version": "1.1", "scheme": "http", "root_path": ""}
         await outermost(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
 
@@ -69,6 +76,7 @@ def answer_of(fails: bool, is_direct: bool) -> tuple[list[Message], list[str]]:
 def test_a_direct_stream_is_the_same_for_its_client(fails: bool) -> None:
     direct, _ = answer_of(fails, is_direct=True)
     wrapped, _ = answer_of(fails, is_direct=False)
+    assert direct[0]["headers"].pop()[0] == b"x-request-id"
     assert direct == wrapped
     events = b"".join(message.get("body", b"") for message in direct)
     assert events.count(b"\n\n") == len(CHUNKS) + fails + 1
@@ -97,7 +105,7 @@ def test_request_that_the_web_server_cancels_is_answered_unless_it_has_been(
         sent.append(message)
 
     async def run() -> None:
-        outermost = DirectSend(app, lambda: "The scheduler process ended with signal 9.")
+        outermost = OutermostApp(app, lambda: "The scheduler process ended with signal 9.", 256)
         request = asyncio.create_task(outermost(dict(SCOPE), asyncio.Event().wait, send))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         request.cancel()

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scheduler_infos import scheduler_info
+from serving_utils import make_model_dir
 from sglang.srt.entrypoints.server_info import (
     AS_BUILT,
+    describe_model,
     describe_server,
     describe_start,
 )
 from sglang.srt.messages.requests import SchedulerInfo
+from sglang.srt.model_config import load_model_config
 from sglang.srt.server_args import ServerArgs
 
 RESOLVED: dict[str, Any] = {
+    "path": "/models/m",
     "device": "cpu",
     "dtype": "float32",
     "attention_backend": "torch_native",
@@ -58,9 +63,36 @@ def test_server_info_has_what_trainers_and_routers_read_of_sglangs_flags() -> No
     assert found["disaggregation_mode"] == "null"
     assert found["enable_memory_saver"] is True
     assert found["trust_remote_code"] is False
-    assert (found["host"], found["port"], found["model_path"]) == ("h", 5, "m")
+    assert (found["host"], found["port"]) == ("h", 5)
     for name, value in AS_BUILT.items():
         ServerArgs(**{"model_path": "m", name: value})  # nothing that would be refused
+
+
+def test_paths_are_folders_that_another_process_can_open() -> None:
+    """`demo` is a name of ours: a client's tokenizer cannot be loaded from it."""
+    told = describe_server(
+        ServerArgs(model_path="demo"), info_of({"chunked_prefill_size": 512}), {}
+    )
+    assert (told["model_path"], told["tokenizer_path"]) == ("/models/m", "/models/m")
+    assert told["served_model_name"] == "demo"
+    model = describe_model(ServerArgs(model_path="demo"), load_model_config("demo"), "v")
+    assert model["tokenizer_path"] == model["model_path"]
+    assert (Path(model["model_path"]) / "tokenizer.json").is_file()
+    own = ServerArgs(model_path="demo", tokenizer_path="/t")
+    assert (
+        describe_server(own, info_of({"chunked_prefill_size": 512}), {})["tokenizer_path"] == "/t"
+    )
+    assert describe_model(own, load_model_config("demo"), "v")["tokenizer_path"] == "/t"
+
+
+def test_a_relative_model_path_is_told_as_an_absolute_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model_dir(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    config = load_model_config("./model")
+    told = describe_model(ServerArgs(model_path="./model"), config, "v")
+    assert told["model_path"] == str(tmp_path / "model")
 
 
 @pytest.mark.parametrize(

@@ -288,7 +288,7 @@ def test_what_is_too_long_is_named(
         with pytest.raises(RequestError) as caught:
             await anext(outputs)
         assert caught.value.field == field
-        assert caught.value.message.startswith(f"{field}: the prompt (")
+        assert caught.value.message.startswith(f"{field}: the prompt ")
         assert f"and max_tokens ({max_tokens})" in caught.value.message
 
     run(tokenizer, scenario)

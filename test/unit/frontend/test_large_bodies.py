@@ -278,7 +278,9 @@ def test_a_text_of_very_many_tokens_is_never_encoded_as_a_whole(
     response = server.post(path, {name: ["short", LONG_TEXT]})
     message = response.json()["error"]["message"]
     assert response.status_code == 400
-    assert f"{name}[1]: has at least {MOST_IDS + 1} tokens, not all counted" in message
+    what = "text" if path == "/tokenize" else "prompt"
+    assert message.startswith(f"{name}[1]: the {what} is too long")
+    assert f"has at least {MOST_IDS + 1} tokens, not all counted" in message
     assert set(spy.lens) == {50}
     assert sum(spy.lens) < len(LONG_TEXT) / 2
     assert threading.get_ident() not in spy.threads
@@ -360,3 +362,35 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     garbage.return_freed_memory()
     assert resident_mib() - before < 20
     assert len(kept) == 40
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": LONG_TEXT}),
+        ("/generate", {"input_ids": LONG_LIST, "stream": True}),
+        ("/generate", {"text": ["a", LONG_TEXT]}),
+        ("/v1/completions", {"prompt": LONG_TEXT}),
+        ("/v1/completions", {"prompt": LONG_LIST, "stream": True}),
+        ("/v1/chat/completions", {"input_ids": LONG_LIST, "messages": []}),
+    ],
+)
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_a_prompt_that_is_too_long_is_told_as_clients_look_for_it(
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+    is_counted: bool,
+) -> None:
+    """OpenAI's code for langchain and pydantic-ai, these words for litellm."""
+    monkeypatch.setattr(large_bodies, "COUNTED_BYTES", 30 if is_counted else 10**6)
+    error = server.post(path, body).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "the prompt is too long" in error["message"]
+
+
+def test_too_many_new_tokens_have_the_code_too_but_other_words(server: Server) -> None:
+    error = server.post("/v1/completions", {"prompt": "a", "max_tokens": 10**6}).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+    assert "too long" not in error["message"]

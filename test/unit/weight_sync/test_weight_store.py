@@ -477,6 +477,7 @@ def test_only_regular_files_are_read(
     index.write_text(json.dumps({"weight_map": {NORM: WEIGHTS}}))
     assert "no regular file" in refusal(lambda store: store.from_directory(str(tmp_path)))
     index.unlink()
+    file.rmdir() if file.is_dir() else file.unlink()
     make(index)
     assert INDEX in refusal(lambda store: store.from_directory(str(tmp_path)))
 

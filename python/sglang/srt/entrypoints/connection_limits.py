@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from sglang.srt.entrypoints.http_io import error_response
+from sglang.srt.request_id import HEADER, new_id
 
 KEPT_BYTES = 65_536  # of a body that nobody reads: so few are taken in for the next request
 HEAD_SECONDS = 60.0  # for a client to send the head of a request
@@ -77,7 +78,8 @@ class LimitedProtocol(_Protocol):
 
     def _refuse(self, status_code: int, message: str) -> None:
         """Answers without a request, and closes the connection."""
-        response = error_response(message, status_code, headers={"connection": "close"})
+        headers = {"connection": "close", HEADER.decode(): new_id()}
+        response = error_response(message, status_code, headers=headers)
         lines = [f"HTTP/1.1 {status_code} {HTTPStatus(status_code).phrase}".encode()]
         lines += [name + b": " + value for name, value in response.raw_headers]
         self.transport.write(b"\r\n".join(lines) + END_OF_HEAD + bytes(response.body))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -171,7 +171,7 @@ def _add_state(app: FastAPI, state: ServerState) -> None:
     async def loads() -> Response:
         """Requests and KV tokens, for those who spread requests over servers."""
         internal_state = await state.control.internal_state()
-        now, slots = time.time(), state.num_kv_slots
+        now, slots = datetime.now(UTC), state.num_kv_slots
         return json_response(describe_loads(internal_state, slots, now, __version__))
 
     @app.get("/get_load")

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang.srt.entrypoints.access import ROUTE_ACCESS, Access, AccessRules, refusal_of
 from sglang.srt.entrypoints.http_io import error_response
+from sglang.srt.request_id import HEADER
 
 POLICY_VIOLATION = 1008  # close code of a websocket
 
@@ -27,6 +28,7 @@ def add_guard(app: FastAPI, rules: AccessRules) -> None:
             allow_origins=sorted(rules.allowed_origins),
             allow_methods=["*"],
             allow_headers=["*"],
+            expose_headers=[HEADER.decode()],
         )
 
 

@@ -16,7 +16,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sglang.srt.entrypoints.offered_routes import (
+    methods_of,
+    no_route_message,
+    wrong_method_message,
+)
 from sglang.srt.frontend.errors import RequestError, ServiceError
+from sglang.srt.request_id import CURRENT, HEADER, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +112,13 @@ def _json_parts(value: Any) -> Iterator[bytes]:
         yield b"]"
 
 
-def error_body(message: str, status_code: int, field: str | None = None) -> dict[str, Any]:
-    """The body of every error. Of 503, which routers read, it has SGLang's own form beside."""
+def error_body(
+    message: str, status_code: int, field: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """The body of every error; `code` is the status code unless there is another. Of 503, which
+    routers read, it has SGLang's own form beside."""
     kind = ERROR_TYPES.get(status_code, "Error")
-    error = {"message": message, "type": kind, "param": field, "code": status_code}
+    error = {"message": message, "type": kind, "param": field, "code": code or status_code}
     return {"error": error} if status_code != 503 else {"object": "error", **error, "error": error}
 
 
@@ -118,9 +127,10 @@ def error_response(
     status_code: int,
     field: str | None = None,
     headers: Mapping[str, str] | None = None,
+    code: str | None = None,
 ) -> Response:
     """An error as a response; 503 says when to try again."""
-    response = json_response(error_body(message, status_code, field), status_code)
+    response = json_response(error_body(message, status_code, field, code), status_code)
     response.headers.update(headers or {})
     if status_code == 503:
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
@@ -130,7 +140,7 @@ def error_response(
 def response_of_error(error: Exception) -> Response:
     """The response that an error of the layers below is."""
     if isinstance(error, RequestError):
-        return error_response(error.message, error.status_code, error.field)
+        return error_response(error.message, error.status_code, error.field, code=error.code)
     if isinstance(error, ServiceError):
         return error_response(error.message, error.status_code)
     if isinstance(error, HTTPException):
@@ -157,6 +167,16 @@ def add_error_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> Response:
         return response_of_error(error)
 
+    async def handle_no_route(request: Request, error: Exception) -> Response:
+        return error_response(no_route_message(request.scope["path"], app.routes), 404)
+
+    async def handle_wrong_method(request: Request, error: Exception) -> Response:
+        methods = methods_of(request.scope, app.routes)
+        message = wrong_method_message(request.scope, methods)
+        return error_response(message, 405, headers={"Allow": ", ".join(methods)})
+
+    app.add_exception_handler(404, handle_no_route)
+    app.add_exception_handler(405, handle_wrong_method)
     for kind in (RequestError, ServiceError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, handle)
 
@@ -214,37 +234,47 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         continue
 
 
-class DirectSend:
-    """The outermost application: streams find in their scope the `send` of the web server.
+class OutermostApp:
+    """The application that the web server calls, around all others.
 
-    Every middleware and route handler wraps `send` to see how a response starts. The events behind
-    the start concern none of them, and each wrapper costs something for every token.
+    Streams find in their scope the `send` of the web server: every middleware and route handler
+    wraps `send` to see how a response starts. The events behind the start concern none of them, and
+    each wrapper costs something for every token.
+
+    Every request gets an id (`sglang.srt.request_id`), and every answer has it as `x-request-id`.
 
     A request that the web server cancels at its end, whatever it was at, is answered with 503.
 
     Args:
         reason: why the server ends.
+        max_id_chars: of a client's own id.
     """
 
-    def __init__(self, app: ASGIApp, reason: Callable[[], str]) -> None:
+    def __init__(self, app: ASGIApp, reason: Callable[[], str], max_id_chars: int) -> None:
         self._app = app
         self._reason = reason
+        self._max_id_chars = max_id_chars
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[DIRECT_SEND] = send
+        request_id = RequestId.of(scope["headers"], self._max_id_chars)
+        CURRENT.set(request_id)
         has_started = False
 
-        async def noting_start(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal has_started
             has_started = True
+            if message["type"] == "http.response.start":
+                headers = [*message.get("headers", ()), (HEADER, request_id.text.encode())]
+                message = {**message, "headers": headers}
             await send(message)
 
         try:
-            await self._app(scope, receive, noting_start)
+            await self._app(scope, receive, send_with_id)
         except asyncio.CancelledError:
             if has_started:
                 raise
-            await error_response(self._reason(), 503)(scope, receive, send)
+            await error_response(self._reason(), 503)(scope, receive, send_with_id)
 
 
 class EventStream(Response):

@@ -157,9 +157,9 @@ def _add_tokenizer(app: FastAPI, state: ServerState, chat: ChatSettings) -> None
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
         """What clients need to know that count or make tokens themselves."""
-        tokenizer, args = state.ready_manager.tokenizer, state.server_args
-        template = chat.templates.default
-        return json_response(describe_tokenizer(args, tokenizer, state.scheduler, template))
+        path = state.server_args.tokenizer_path or state.model_config.folder
+        tokenizer, template = state.ready_manager.tokenizer, chat.templates.default
+        return json_response(describe_tokenizer(path, tokenizer, state.scheduler, template))
 
     @app.post("/tokenize", openapi_extra=body_of(TokenizeReqInput))
     async def tokenize(request: Request) -> Response:

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang.srt.entrypoints.connection_limits import LimitedRequests
-from sglang.srt.entrypoints.http_io import DirectSend
+from sglang.srt.entrypoints.http_io import OutermostApp
 from sglang.srt.entrypoints.launcher_parts import LauncherManager
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.managers.tokenizer_manager import SHUTDOWN_MESSAGE
@@ -46,8 +46,12 @@ class LauncherApp:
         """
         self._global_state, state = global_state, global_state.tokenizer_manager.state
         self._routes = self._make_app(state)
-        limited = LimitedRequests(self._routes, state.server_args.max_header_bytes)
-        self._limited = DirectSend(limited, lambda: state.ready_manager.failure or SHUTDOWN_MESSAGE)
+        args = state.server_args
+        self._limited = OutermostApp(
+            LimitedRequests(self._routes, args.max_header_bytes),
+            lambda: state.ready_manager.failure or SHUTDOWN_MESSAGE,
+            args.max_label_chars,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._limited if scope["type"] == "http" else self._routes

@@ -36,9 +36,9 @@ def describe_model(
 ) -> dict[str, Any]:
     """The answer of `/model_info`."""
     return {
-        "model_path": server_args.model_path,
+        "model_path": model_config.folder,
         "served_model_name": server_args.served_model_name or server_args.model_path,
-        "tokenizer_path": server_args.tokenizer_path or server_args.model_path,
+        "tokenizer_path": server_args.tokenizer_path or model_config.folder,
         "is_generation": True,
         "preferred_sampling_params": server_args.preferred_sampling_params,
         "weight_version": weight_version,
@@ -58,10 +58,12 @@ def describe_server(
     """The answer of `/server_info` and `Engine.get_server_info()`: flags, then resolved values."""
     if scheduler is None:
         raise ServiceError("The server is starting.", 503)
+    folder = scheduler.resolved["path"]
     return {
         **public_fields(server_args),
+        "model_path": folder,
         "served_model_name": server_args.served_model_name or server_args.model_path,
-        "tokenizer_path": server_args.tokenizer_path or server_args.model_path,
+        "tokenizer_path": server_args.tokenizer_path or folder,
         **AS_BUILT,
         "chunked_prefill_size": scheduler.resolved["schedule"]["chunked_prefill_size"],
         **_drafts(scheduler.resolved),
@@ -78,7 +80,7 @@ def describe_server(
 
 
 def describe_tokenizer(
-    server_args: ServerArgs,
+    tokenizer_path: str,
     tokenizer: Tokenizer,
     scheduler: SchedulerInfo | None,
     chat_template: str | None,
@@ -92,7 +94,7 @@ def describe_tokenizer(
         return None if token_id is None else tokenizer.decode([token_id], False) or None
 
     return {
-        "tokenizer_path": server_args.tokenizer_path or server_args.model_path,
+        "tokenizer_path": tokenizer_path,
         "vocab_size": None if scheduler is None else scheduler.vocab_size,
         "model_max_length": None if scheduler is None else scheduler.context_len,
         "bos_token_id": bos_id,
@@ -126,7 +128,7 @@ def describe_start(
     found = scheduler.resolved
     pool_mib = found["max_total_num_tokens"] * found["kv_bytes_per_token"] >> 20
     rows = (
-        ("model", _describe_model({"path": server_args.model_path, **found})),
+        ("model", _describe_model(found)),
         *(("draft model", _describe_model(model)) for model in found["draft_models"]),
         *_describe_drafts(found),
         ("runs on", f"{found['device']}, {found['dtype']}, {found['num_threads']} threads"),

@@ -17,7 +17,7 @@ import uvicorn
 from sglang.srt.entrypoints.connection_limits import LimitedRequests
 from sglang.srt.entrypoints.front_end import make_manager
 from sglang.srt.entrypoints.half_close import HalfCloseProtocol
-from sglang.srt.entrypoints.http_io import DirectSend
+from sglang.srt.entrypoints.http_io import OutermostApp
 from sglang.srt.entrypoints.http_server import create_app
 from sglang.srt.entrypoints.launch import (
     CHILD_MODULES,
@@ -147,9 +147,10 @@ class _Server:
     def _make_uvicorn(self) -> _Uvicorn:
         is_debug = self._args.log_level == "debug"
         config = uvicorn.Config(
-            DirectSend(
+            OutermostApp(
                 LimitedRequests(create_app(self._state), self._args.max_header_bytes),
                 self._why_it_ends,
+                self._args.max_label_chars,
             ),
             http=HalfCloseProtocol,
             limit_concurrency=self._args.max_connections,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 MAX_NAME_CHARS = 64
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's code, which clients look for
 
 
 class RequestError(ValueError):
@@ -11,13 +12,25 @@ class RequestError(ValueError):
     Attributes:
         field: what is wrong, as the client wrote it; None for the body as a whole.
         message: one sentence, safe to show: it never holds more than a name of the input.
+        code: what clients tell this kind of mistake by; None: by its status code.
     """
 
-    def __init__(self, field: str | None, message: str, status_code: int = 400) -> None:
+    def __init__(
+        self,
+        field: str | None,
+        message: str,
+        status_code: int = 400,
+        code: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.field = field
         self.message = message
         self.status_code = status_code
+        self.code = code
+
+    def in_terms(self, field: str | None, message: str) -> RequestError:
+        """The same error, as a body with other names has it."""
+        return RequestError(field, message, self.status_code, self.code)
 
 
 class ServiceError(RuntimeError):
@@ -33,9 +46,9 @@ class ServiceError(RuntimeError):
         self.status_code = status_code
 
 
-def field_error(field: str | None, reason: str) -> RequestError:
+def field_error(field: str | None, reason: str, code: str | None = None) -> RequestError:
     """The error "field: reason."."""
-    return RequestError(field, f"{field}: {reason}." if field else f"{reason}.")
+    return RequestError(field, f"{field}: {reason}." if field else f"{reason}.", code=code)
 
 
 def shorten(name: str) -> str:

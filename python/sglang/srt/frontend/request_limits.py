@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from sglang.srt.frontend.errors import RequestError, field_error
+from sglang.srt.frontend.errors import CONTEXT_LENGTH_EXCEEDED, RequestError, field_error
 from sglang.srt.frontend.unknown_fields import REFUSED, UnknownFields
 
 MAX_NEW_TOKENS = "sampling_params.max_new_tokens"
@@ -30,6 +30,7 @@ class RequestLimits:
         max_req_len: prompt plus max_new_tokens at most, in tokens.
         max_req_len_reason: what sets `max_req_len`, and the remedy.
         has_tokenizer: requests may have texts, and answers do.
+        measured: what `max_req_len` is the length of, in messages.
         max_text_tokens: of a text of /tokenize and of a list of /detokenize; None: `max_req_len`.
         max_batch_size: prompts times n at most.
         max_stop_strings: entries of `stop`, and of `stop_token_ids`, at most.
@@ -49,6 +50,7 @@ class RequestLimits:
     max_req_len: int
     max_req_len_reason: str
     has_tokenizer: bool = True
+    measured: str = "prompt"
     max_text_tokens: int | None = None
     max_batch_size: int
     max_n: int
@@ -77,9 +79,9 @@ class RequestLimits:
         """The limits of texts that nothing is generated for."""
         if self.max_text_tokens is None:
             reason = f"{self.max_req_len_reason}; see --max-tokenize-tokens"
-            return replace(self, max_req_len_reason=reason)
-        reason = "--max-tokenize-tokens"
-        return replace(self, max_req_len=self.max_text_tokens, max_req_len_reason=reason)
+            return replace(self, max_req_len_reason=reason, measured="text")
+        most, reason = self.max_text_tokens, "--max-tokenize-tokens"
+        return replace(self, max_req_len=most, max_req_len_reason=reason, measured="text")
 
 
 def check_text_allowed(field: str | None, limits: RequestLimits, remedy: str) -> None:
@@ -114,9 +116,11 @@ def check_length(
         prompt_fits = num_prompt_tokens < limits.max_req_len
         raise field_error(
             MAX_NEW_TOKENS if prompt_fits else field,
-            f"the prompt ({_tokens(num_prompt_tokens, is_counted)}) and max_new_tokens"
+            f"{'the prompt' if prompt_fits else 'the prompt is too long: it'}"
+            f" ({_tokens(num_prompt_tokens, is_counted)}) and max_new_tokens"
             f" ({max_new_tokens}) are together more than {limits.max_req_len} tokens"
             f" ({limits.max_req_len_reason})",
+            CONTEXT_LENGTH_EXCEEDED,
         )
 
 
@@ -127,8 +131,9 @@ def check_num_tokens(
     if num_tokens > limits.max_req_len:
         raise field_error(
             field,
-            f"has {_tokens(num_tokens, is_counted)}, more than {limits.max_req_len}"
-            f" ({limits.max_req_len_reason})",
+            f"the {limits.measured} is too long: it has {_tokens(num_tokens, is_counted)}, more"
+            f" than {limits.max_req_len} ({limits.max_req_len_reason})",
+            CONTEXT_LENGTH_EXCEEDED,
         )
 
 

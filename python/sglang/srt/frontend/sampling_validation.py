@@ -132,7 +132,7 @@ def _as_written(error: RequestError, prefix: str, custom: set[str]) -> RequestEr
     if field.removeprefix(prefix).partition("[")[0] not in custom:
         return error
     written = field.replace(prefix, f"{prefix}{CUSTOM_PARAMS}.", 1)
-    return RequestError(written, error.message.replace(field, written, 1), error.status_code)
+    return error.in_terms(written, error.message.replace(field, written, 1))
 
 
 def _check_sampling_limits(params: SamplingParams, limits: RequestLimits, name: str) -> None:

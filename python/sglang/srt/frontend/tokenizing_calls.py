@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from sglang.srt.frontend.generate_body import CheckedRequest
 from sglang.srt.messages.control import ABORT_MESSAGE
 from sglang.srt.messages.requests import FinishReason
+from sglang.srt.request_id import rids_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class TokenizingCall:
     """One call before its samples exist; the scheduler does not know it yet.
 
     Attributes:
-        rids: the name of each prompt's samples; the front end's own where the client gave none.
+        rids: the name of each prompt's samples.
     """
 
     def __init__(self, request: CheckedRequest) -> None:
-        self.rids = [prompt.rid or uuid.uuid4().hex for prompt in request.prompts]
+        self.rids = rids_for([prompt.rid for prompt in request.prompts])
         self._num_samples = [prompt.sampling_params.n for prompt in request.prompts]
         self._reasons: dict[int, FinishReason] = {}
 

@@ -41,6 +41,7 @@ from sglang.srt.messages.requests import (
 )
 from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.process_watch import ProcessWatch
+from sglang.srt.request_id import CURRENT
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.tokenizer import Tokenizer
 from sglang.srt.utils.common import ServerStatus as ServerStatus
@@ -220,6 +221,8 @@ class TokenizerManager:
         if self._request_log is None or request.body.no_logs:
             return None
         fields: dict[str, Any] = {"custom_labels": request.body.custom_labels}
+        if (request_id := CURRENT.get()) is not None:
+            fields["request_id"] = request_id.text
         if self._request_log.level >= 1:
             fields["sampling_params"] = params
         if self._request_log.level >= 2:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 FREE, CACHED = "available_kv_tokens", "tree_cache_size"
@@ -32,12 +33,12 @@ def pool_use(internal_state: Mapping[str, Any], num_slots: int) -> PoolUse | Non
 
 
 def describe_loads(
-    internal_state: Mapping[str, Any], num_slots: int, timestamp: float, version: str
+    internal_state: Mapping[str, Any], num_slots: int, timestamp: datetime, version: str
 ) -> dict[str, Any]:
     """The answer of `/v1/loads`: one engine, its requests and its KV pool.
 
     Args:
-        timestamp: now, in seconds since 1970.
+        timestamp: now.
     """
     running, waiting = _num_requests(internal_state)
     use = pool_use(internal_state, num_slots) or PoolUse(0, 0.0)
@@ -60,7 +61,7 @@ def describe_loads(
         "avg_token_usage": use.share,
     }
     return {
-        "timestamp": timestamp,
+        "timestamp": timestamp.isoformat(),
         "version": version,
         "dp_rank_count": 1,
         "loads": [load],

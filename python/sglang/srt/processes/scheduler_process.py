@@ -183,6 +183,7 @@ def _info(
         mtp_max_k=0 if config.mtp is None else config.mtp.max_k,
         mtp_refusal=None if config.drafter is None or config.mtp is not None else MTP_IS_OFF,
         resolved={
+            "path": config.model.folder,
             "device": execution.device,
             "dtype": execution.dtype,
             "attention_backend": execution.attention_backend,
@@ -196,7 +197,7 @@ def _info(
             "num_parameters": runner.num_parameters,
             "draft_models": [
                 {
-                    "path": str(model.path),
+                    "path": model.folder,
                     "architecture": model.architecture,
                     "num_parameters": drafting.num_parameters,
                 }

@@ -92,7 +92,7 @@ class AnswerGrammar:
             field = self.source
         message = error.message.replace(f"sampling_params.{STRUCTURAL_TAG}", self.source)
         message = message.replace(STRUCTURAL_TAG, self.source)
-        return RequestError(field, message, error.status_code)
+        return error.in_terms(field, message)
 
 
 def grammar_of_calls(

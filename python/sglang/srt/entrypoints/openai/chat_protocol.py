@@ -207,4 +207,4 @@ def without_batch(error: RequestError) -> RequestError:
     if field is None or not field.startswith(_ONE_OF_BATCH):
         return error
     plain = _PROMPT + field.removeprefix(_ONE_OF_BATCH)
-    return RequestError(plain, error.message.replace(field, plain, 1), error.status_code)
+    return error.in_terms(plain, error.message.replace(field, plain, 1))

@@ -265,4 +265,4 @@ def in_openai_terms(
     message = error.message.replace(field, theirs, 1).replace("sampling_params.", "")
     for our_name, their_name in RENAMED.items():
         message = message.replace(our_name, their_name)
-    return RequestError(theirs, message, error.status_code)
+    return error.in_terms(theirs, message)
