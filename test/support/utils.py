@@ -87,6 +87,7 @@ class Setup:
     max_decode_rows: int = MTP_MAX_ROWS
     stream_interval: int = 1
     low_priority_first: bool = False
+    decode_log_interval: int | None = 0
 
     @property
     def row_width(self) -> int:
@@ -189,6 +190,7 @@ class SchedulerHarness:
                 stream_interval=setup.stream_interval,
                 low_priority_first=setup.low_priority_first,
                 refuses_while_stopped=setup.refuses_while_stopped,
+                decode_log_interval=setup.decode_log_interval,
             ),
             worker,
             self.ledger,

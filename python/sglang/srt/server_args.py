@@ -335,6 +335,10 @@ class ServerArgs(metaclass=_TakesSGLangArguments):
         choices=("debug", "info", "warning", "error", "critical"),
         section="Logging",
     )
+    decode_log_interval: int | None = flag(
+        None,
+        "Steps with decodes between two lines on the running batch; 0: none. Default: by time.",
+    )
     log_requests: bool = flag(False, "Write one JSON line at the end of each request.")
     log_requests_level: int = flag(
         0, "0: figures and labels; 1: sampling parameters too; 2: prompts and outputs too."

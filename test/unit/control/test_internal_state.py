@@ -277,3 +277,14 @@ def test_a_step_that_a_request_did_not_need_any_more_is_in_no_average(
     harness.run()
     assert num_over
     assert harness.scheduler.stats.avg_accept_length == sum(accepted) / len(accepted)
+
+
+def test_the_accept_length_of_a_line_knows_no_flush() -> None:
+    stats = SchedulerStats(3)
+    stats.on_read([looking_ahead()], [4], [3], 3)
+    assert stats.take_accept_length() == 4
+    stats.on_read([looking_ahead()], [1], [3], 3)
+    stats.reset()
+    stats.on_read([looking_ahead()], [2], [3], 3)
+    assert stats.take_accept_length() == 1.5
+    assert stats.take_accept_length() is None

@@ -44,6 +44,7 @@ class SchedulerStats:
         self._current_rows: Sequence[LaunchedRow] = ()
         self._last_rows: Sequence[LaunchedRow] = ()
         self._num_accepted = self._num_steps = 0
+        self._num_taken = self._num_steps_taken = 0
         self._num_drafts = self._num_confirmed = 0
 
     @property
@@ -57,6 +58,13 @@ class SchedulerStats:
         """Tokens per step of a request that looks ahead, steps with its prompt left out, since the
         start or the last flush. So are the other averages."""
         return self._num_accepted / self._num_steps if self._num_steps else None
+
+    def take_accept_length(self) -> float | None:
+        """The same since the last call of this method, whether there was a flush or not."""
+        num_accepted = self._num_accepted - self._num_taken
+        num_steps = self._num_steps - self._num_steps_taken
+        self._num_taken, self._num_steps_taken = self._num_accepted, self._num_steps
+        return num_accepted / num_steps if num_steps else None
 
     @property
     def avg_accept_rate(self) -> float | None:
@@ -124,6 +132,8 @@ class SchedulerStats:
     def reset(self) -> None:
         """Starts averages anew, and the count of steps with decodes."""
         self.forward_ct_decode = 0
+        self._num_taken -= self._num_accepted
+        self._num_steps_taken -= self._num_steps
         self._num_accepted = self._num_steps = 0
         self._num_drafts = self._num_confirmed = 0
 

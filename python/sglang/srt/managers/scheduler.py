@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from sglang.srt.constrained.grammar_sessions import GrammarSession, GrammarSessions
 from sglang.srt.control.control import Control, ModelResources
+from sglang.srt.control.decode_log import DecodeLog
 from sglang.srt.control.internal_state import SchedulerStats
 from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.mem_cache.kv_audit import ReleaseReport
@@ -63,6 +64,7 @@ class SchedulerConfig:
         refuses_while_stopped: requests that arrive during a pause get 503 instead of waiting.
         num_draft_steps, num_tree_tokens: see `SchedulerStats`.
         random_seed: begins the sequence of seeds for requests that bring none; None draws one.
+        decode_log_interval: see `DecodeLog`.
     """
 
     planner: PlannerConfig
@@ -77,6 +79,7 @@ class SchedulerConfig:
     refuses_while_stopped: bool = False
     num_draft_steps: int = 0
     num_tree_tokens: int = 0
+    decode_log_interval: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +147,9 @@ class Scheduler:
         )
         self._planner = BatchPlanner(config.planner, self.lifecycle, self.ratio, budget)
         self._step_times = StepTimes(clock)
+        self._decode_log = DecodeLog(
+            self.lifecycle, self.processor, self.stats, config.decode_log_interval, clock
+        )
         self.control = Control(
             self.lifecycle,
             self.processor,
@@ -233,6 +239,7 @@ class Scheduler:
         result = self.processor.process(step)
         self._worker.observe(result)
         self.stats.on_read(step.rows, result.accept_lens, result.num_drafts, result.tier, had_ended)
+        self._decode_log.after_step(step.rows)
         self.checker.after_step("result read")
 
     def _add_request(self, message: TokenizedGenerateReqInput) -> None:
@@ -294,6 +301,7 @@ class Scheduler:
         """Looks at every slot only when no message has come for a while: it would have to wait."""
         self.checker.when_idle(has_time=False)
         self.stats.on_idle()
+        self._decode_log.on_idle()
         wait_s = self.control.wait_s
         pause_s = PAUSE_BEFORE_CHECK_S if wait_s is None else min(wait_s, PAUSE_BEFORE_CHECK_S)
         if self._inbox.wait(pause_s) or pause_s < PAUSE_BEFORE_CHECK_S:

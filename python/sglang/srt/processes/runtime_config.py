@@ -113,6 +113,7 @@ def resolve(
         stream_interval=args.stream_interval,
         low_priority_first=args.schedule_low_priority_values_first,
         refuses_while_stopped=args.paused_requests == "reject",
+        decode_log_interval=args.decode_log_interval,
     )
     config = RuntimeConfig(
         model=model,

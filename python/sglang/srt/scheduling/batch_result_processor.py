@@ -33,6 +33,9 @@ class BatchResultProcessor:
         stream_interval: tokens per chunk of a stream, for requests that say nothing else.
         on_step_read: is told, before the news are sent, what the step did to each of its requests
             that had not ended before.
+
+    Attributes:
+        num_generated: tokens of outputs since the start.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class BatchResultProcessor:
         self._stream_interval = stream_interval
         self._on_step_read = on_step_read
         self._outputs: list[ReqOutput] = []
+        self.num_generated = 0
 
     @paused_collections()
     def process(self, step: LaunchedStep) -> HostResult:
@@ -122,6 +126,7 @@ class BatchResultProcessor:
         num_before = len(req.output_ids)
         reason = _grammar_problem(req) or accept_tokens(req, accepted)
         num_new = len(req.output_ids) - num_before
+        self.num_generated += num_new
         if num_new and req.params.reports_steps:
             req.step_len_news.append(num_new)
         req.output_logprob_news += logprobs[:num_new]
