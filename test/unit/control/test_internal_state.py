@@ -230,7 +230,8 @@ def looking_ahead(num_rows: int = 4) -> LaunchedRow:
 
 
 def averages(stats: SchedulerStats) -> tuple[float | None, float | None, float | None]:
-    return stats.avg_accept_length, stats.avg_accept_rate, stats.avg_num_drafts
+    found = stats.since_flush
+    return found.accept_length, found.accept_rate, found.drafts_per_step
 
 
 def test_averages_are_of_steps_of_requests_that_look_ahead_and_of_nothing_else() -> None:
@@ -264,19 +265,21 @@ def test_a_step_that_a_request_did_not_need_any_more_is_in_no_average(
     num_over = 0
     on_read = SchedulerStats.on_read
 
-    def spy(stats: SchedulerStats, rows: Any, lens: Any, drafts: Any, tier: Any, over: Any) -> None:
+    def spy(
+        stats: SchedulerStats, rows: Any, lens: Any, drafts: Any, tier: Any, over: Any, *more: Any
+    ) -> None:
         nonlocal num_over
         kept = [row.is_decode and not is_over for row, is_over in zip(rows, over, strict=True)]
         accepted.extend(num for num, is_kept in zip(lens, kept, strict=True) if is_kept)
         num_over += sum(over)
-        on_read(stats, rows, lens, drafts, tier, over)
+        on_read(stats, rows, lens, drafts, tier, over, *more)
 
     monkeypatch.setattr(SchedulerStats, "on_read", spy)
     for start in range(10):
         harness.submit([start, 2, 3], max_new_tokens=13, temperature=0.0)
     harness.run()
     assert num_over
-    assert harness.scheduler.stats.avg_accept_length == sum(accepted) / len(accepted)
+    assert harness.scheduler.stats.since_flush.accept_length == sum(accepted) / len(accepted)
 
 
 def test_the_accept_length_of_a_line_knows_no_flush() -> None:

@@ -280,6 +280,10 @@ def test_loads_are_those_of_the_metrics(server: Server, is_paused: bool) -> None
         "waiting_queue_size": 3,
         "available_kv_tokens": 60,
         "tree_cache_size": 15,
+        "last_gen_throughput": 12.5,
+        "recent_spec_accept_length": 2.5,
+        "recent_spec_accept_rate": 0.5,
+        "speculative_num_steps": 3,
     }
     resolved = scheduler_info(max_total_num_tokens=100, max_running_requests=4)
     server.state.scheduler = resolved
@@ -297,6 +301,8 @@ def test_loads_are_those_of_the_metrics(server: Server, is_paused: bool) -> None
                 "num_used_tokens": 25,
                 "max_total_num_tokens": 100,
                 "token_usage": 0.25,
+                "gen_throughput": 12.5,
+                "speculative": {"accept_length": 2.5, "accept_rate": 0.5, "num_steps": 3},
                 "queues": {"waiting": 3, "paused": 3 if is_paused else 0},
             }
         ],

@@ -73,6 +73,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
         cache_salt, extra_key: KV is shared only between requests that have the same.
         custom_labels: copied to the request log.
         no_logs: leave the request out of the request log.
+        log_metrics: count the request in the metrics.
     """
 
     text: str | Annotated[list[str], NotEmpty] | None = None
@@ -92,6 +93,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     extra_key: str = ""
     custom_labels: dict[str, str] = {}
     no_logs: bool = False
+    log_metrics: bool = True
 
 
 # Null means the default in every field. In these fields so do false, 0 and an empty value.

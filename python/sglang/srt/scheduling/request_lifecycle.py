@@ -9,6 +9,7 @@ Nothing else moves requests between states or changes who owns pages.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -36,6 +37,7 @@ class RequestLifecycle:
 
     Args:
         release_audit: is told what became of a request's KV slots.
+        clock: seconds, for the time that requests wait.
 
     Attributes:
         waiting: not running; retracted ones first, then by arrival.
@@ -45,9 +47,13 @@ class RequestLifecycle:
     """
 
     def __init__(
-        self, ledger: KVLedger, release_audit: Callable[[ReleaseReport], None] | None = None
+        self,
+        ledger: KVLedger,
+        release_audit: Callable[[ReleaseReport], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ledger = ledger
+        self._clock = clock
         self._release_audit = release_audit
         self.waiting: list[Req] = []
         self.running: list[Req] = []
@@ -110,6 +116,7 @@ class RequestLifecycle:
 
     def submit(self, req: Req) -> None:
         req.begin_weight_span(self.weight_version)
+        req.submitted_s = self._clock()
         self._add_waiting(req, len(self.waiting))
 
     def set_weight_version(self, weight_version: str) -> None:
@@ -128,6 +135,7 @@ class RequestLifecycle:
         req.row_is_new = True
         if not req.was_admitted:
             req.num_cached_tokens = req.committed
+            req.queue_time_s = self._clock() - req.submitted_s
             req.was_admitted = True
         self.running.append(req)
 
