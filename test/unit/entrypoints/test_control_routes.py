@@ -267,7 +267,8 @@ def test_memory_is_released_and_resumed(server: Server, method: str, action: str
 
 
 def test_metrics_are_for_prometheus(server: Server) -> None:
-    answer = server.request("GET", "/metrics")
+    accept = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.3"
+    answer = server.request("GET", "/metrics", headers={"accept": accept})
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert "\nsglang:num_running_reqs{" in answer.text
 

@@ -34,7 +34,7 @@ from sglang.srt.frontend.errors import RequestError, ServiceError
 from sglang.srt.frontend.work_in_threads import in_thread_if_large
 from sglang.srt.messages.control import UpdateWeightsReq
 from sglang.srt.observability.load import describe_load, describe_loads
-from sglang.srt.observability.metrics import ServerFigures, exposition
+from sglang.srt.observability.metrics import CONTENT_TYPE, ServerFigures, exposition
 from sglang.srt.sglang_surface import neutral_fields
 
 Route = Callable[[Request], Awaitable[Response]]
@@ -141,7 +141,7 @@ def _add_state(app: FastAPI, state: ServerState) -> None:
         return json_response({"weight_version": state.control.status.weight_version})
 
     @app.get("/metrics")
-    async def metrics(request: Request) -> Response:
+    async def metrics() -> Response:
         """Figures of the scheduler and of requests, for Prometheus."""
         figures = ServerFigures(
             state=await state.control.internal_state(),
@@ -150,8 +150,7 @@ def _add_state(app: FastAPI, state: ServerState) -> None:
             model_name=state.model_name,
             predicts_tokens=state.predicts_tokens,
         )
-        text, content_type = exposition(figures, request.headers.get("accept", ""))
-        return Response(text, headers={"content-type": content_type})
+        return Response(exposition(figures), headers={"content-type": CONTENT_TYPE})
 
     @app.get("/get_loads", include_in_schema=False)
     @app.get("/v1/loads")

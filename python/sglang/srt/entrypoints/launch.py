@@ -112,6 +112,7 @@ class ProcessTree:
             LaunchError: if a child cannot start or ends, or `stop` is called meanwhile.
         """
         start = time.monotonic()
+        logger.info("Starting the %s.", " and the ".join(self._modules))
         receiver: Receiver[ProcessReady | ProcessFailed] = Receiver(
             self.addresses.launcher, ToLauncher
         )

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import uvicorn
 
+from sglang import __version__
 from sglang.srt.entrypoints.connection_limits import LimitedRequests
 from sglang.srt.entrypoints.half_close import HalfCloseProtocol
 from sglang.srt.entrypoints.http_io import DirectSend
@@ -40,6 +41,7 @@ from sglang.srt.managers.tokenizer_manager import (
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelPathError, load_model_config
 from sglang.srt.observability.request_log import RequestLog
+from sglang.srt.observability.start_log import start_phase
 from sglang.srt.processes.child_process import configure_logging
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.processes.grammar_flags import grammar_setup
@@ -67,6 +69,7 @@ def run_server(server_args: ServerArgs, modules: Mapping[str, str] = CHILD_MODUL
     of it dies.
     """
     configure_logging(server_args.log_level, "server")
+    logger.info("sglang-adaptive %s starts with %s.", __version__, server_args.model_path)
     try:
         tokenizer = check_model(server_args)
         listener = _bind(server_args.host, server_args.port)
@@ -221,7 +224,8 @@ class _Server:
         receiving.add_done_callback(self._on_receiving_end)
         try:
             if not self._args.skip_server_warmup:
-                await _warm_up(manager)
+                with start_phase("Warming up with one request"):
+                    await _warm_up(manager)
             keep_out_of_collections()
             self._state.become_ready(manager, info)
             defaults = manager.limits.openai_sampling_defaults

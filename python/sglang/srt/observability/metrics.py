@@ -17,13 +17,14 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from sglang.srt.observability.load import pool_use
 from sglang.srt.observability.request_metrics import Histogram, RequestFigures, RequestMetrics
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Labels = tuple[str, ...]  # values
 
 
@@ -205,11 +206,7 @@ class ServerFigures(Collector):
         return family
 
 
-def exposition(figures: ServerFigures, accept: str) -> tuple[bytes, str]:
-    """The text of all metrics, and its content type.
-
-    Args:
-        accept: the header of the request, which may ask for OpenMetrics.
-    """
-    encode, content_type = choose_encoder(accept)
-    return encode(figures), content_type
+def exposition(figures: ServerFigures) -> bytes:
+    """The text of all metrics, in the form that every Prometheus reads: in OpenMetrics the library
+    writes `sglang_` for `sglang:`."""
+    return generate_latest(figures)

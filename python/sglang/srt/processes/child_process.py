@@ -16,6 +16,7 @@ from typing import NoReturn, Protocol
 import msgspec
 
 from sglang.srt.messages.ipc import ChildConfig, IpcAddresses
+from sglang.srt.observability.log_format import make_handler
 from sglang.srt.process_watch import BEAT_S
 
 logger = logging.getLogger(__name__)
@@ -25,13 +26,8 @@ PARENT_GONE_S = 0.1  # by then it is known that a parent has ended whose pipe ha
 
 def configure_logging(level: str, role: str) -> None:
     """Logs to standard error, each line with the time and the process's role."""
-    logging.basicConfig(
-        level=level.upper(),
-        format=f"[%(asctime)s {role}] %(levelname)s %(message)s",
-        datefmt="%Y-%m-%d %H:%M:%S",
-        stream=sys.stderr,
-        force=True,
-    )
+    handlers = [make_handler(sys.stderr, role)]
+    logging.basicConfig(level=level.upper(), handlers=handlers, force=True)
 
 
 def start_child_process() -> ChildConfig:
