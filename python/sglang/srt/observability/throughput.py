@@ -41,10 +41,9 @@ class Throughput:
     def tokens_per_s(self) -> float:
         if not self._totals:
             return 0.0
-        now_s = self._clock()
-        self._drop_old(now_s)
-        start_s, start = self._totals[0]
-        return (self._total - start) / (now_s - start_s) if now_s > start_s else 0.0
+        self._drop_old(self._clock())
+        (start_s, start), (end_s, end) = self._totals[0], self._totals[-1]
+        return (end - start) / (end_s - start_s) if end_s > start_s else 0.0
 
     def _drop_old(self, now_s: float) -> None:
         while len(self._totals) > 1 and self._totals[1][0] <= now_s - WINDOW_S:
