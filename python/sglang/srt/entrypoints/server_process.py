@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import uvicorn
 
-from sglang import __version__
 from sglang.srt.entrypoints.connection_limits import LimitedRequests
 from sglang.srt.entrypoints.half_close import HalfCloseProtocol
 from sglang.srt.entrypoints.http_io import DirectSend
@@ -69,7 +68,6 @@ def run_server(server_args: ServerArgs, modules: Mapping[str, str] = CHILD_MODUL
     of it dies.
     """
     configure_logging(server_args.log_level, "server")
-    logger.info("sglang-adaptive %s starts with %s.", __version__, server_args.model_path)
     try:
         tokenizer = check_model(server_args)
         listener = _bind(server_args.host, server_args.port)

@@ -1,4 +1,4 @@
-"""What became of drafts: counts since the start, and averages of any span between two of them."""
+"""Counts what became of drafts since the start; averages are of any span between two counts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class DraftCounts(NamedTuple):
     num_confirmed: int = 0
 
     def plus(self, other: DraftCounts) -> DraftCounts:
+        """Adds the counts of a later step."""
         return DraftCounts(*(mine + more for mine, more in zip(self, other, strict=True)))
 
     def since(self, earlier: DraftCounts) -> DraftCounts:
-        """The counts of what came after `earlier`, which were these counts once."""
+        """Counts what came after `earlier`, which were these counts once."""
         return DraftCounts(*(now - then for now, then in zip(self, earlier, strict=True)))
 
     @property

@@ -1,4 +1,4 @@
-"""How lines of the log look: with colours in a terminal, plain in a file."""
+"""Formats lines of the log: with colours in a terminal, plain in a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEAD, DATES = "[%(asctime)s {role}]", "%Y-%m-%d %H:%M:%S"
 def make_handler(
     stream: TextIO, role: str, environ: Mapping[str, str] = os.environ
 ) -> logging.Handler:
-    """A handler that writes lines of a process to `stream`: time, role, level and message."""
+    """Makes what writes lines of a process to `stream`: time, role, level and message."""
     head = HEAD.format(role=role)
     handler = logging.StreamHandler(stream)
     if has_colours(stream, environ):
@@ -28,7 +28,7 @@ def make_handler(
 
 
 def has_colours(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """Whether colours may be written: to a terminal that has them, where nobody minds."""
+    """Tells whether colours may be written: to a terminal that has them, where nobody minds."""
     return stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
@@ -39,7 +39,7 @@ class ColourFormatter(logging.Formatter):
         super().__init__(f"{_in('2', head)} %(levelname)s %(message)s", DATES)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line of a record; the record stays as it is, for other handlers."""
+        """Formats a record, which stays as it is for other handlers."""
         shown = logging.makeLogRecord(vars(record))
         shown.levelname = _in(LEVEL_CODES.get(record.levelname, "0"), record.levelname)
         if vars(record).get("has_figures"):

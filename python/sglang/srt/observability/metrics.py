@@ -1,4 +1,4 @@
-"""`/metrics`: what Prometheus reads, by SGLang's names where SGLang has the figure.
+"""Writes `/metrics`, which Prometheus reads, by SGLang's names where SGLang has the figure.
 
 Nothing is kept here: a collector turns the scheduler's state and the front end's counts into
 metrics whenever somebody asks, so a process that is killed leaves nothing behind.
@@ -29,7 +29,7 @@ Labels = tuple[str, ...]  # values
 
 
 class Figure(NamedTuple):
-    """A metric of one number.
+    """Names a metric of one number, or a histogram.
 
     Attributes:
         key: in the scheduler's internal state, or the attribute of `RequestFigures`.
@@ -126,7 +126,7 @@ HISTOGRAMS = (
 
 @dataclass(frozen=True, slots=True)
 class ServerFigures(Collector):
-    """All figures of a server at one moment.
+    """Collects all figures of a server at one moment.
 
     Args:
         state: `internal_states[0]` of `/server_info`.
@@ -198,7 +198,7 @@ class ServerFigures(Collector):
         values: Mapping[Labels, float],
         labels: Sequence[str] = (),
     ) -> Metric:
-        """A counter or a gauge, by its name; `values` by the values of `labels`."""
+        """Makes a counter or a gauge, by its name; `values` by the values of `labels`."""
         kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
         family = kind(f"sglang:{name}", text, labels=("model_name", *labels))
         for label_values, value in values.items():
@@ -207,6 +207,6 @@ class ServerFigures(Collector):
 
 
 def exposition(figures: ServerFigures) -> bytes:
-    """The text of all metrics, in the form that every Prometheus reads: in OpenMetrics the library
+    """Writes all metrics as text, in the form that every Prometheus reads: in OpenMetrics the library
     writes `sglang_` for `sglang:`."""
     return generate_latest(figures)

@@ -1,6 +1,6 @@
-"""The front end's figures of requests, for `/metrics`.
+"""Counts requests in the front end, for `/metrics`.
 
-They are plain counters, written by the one thread that takes outputs in: an observation costs a
+These are plain counters, written by the one thread that takes outputs in: an observation costs a
 fifth of a microsecond, where prometheus_client's own histograms with their locks take one. A
 collector turns them into metrics when somebody asks.
 """
@@ -52,7 +52,7 @@ class Histogram:
 
 
 class RequestFigures:
-    """Figures of all requests of one kind. A prompt with `n` outputs is so many requests.
+    """Counts all requests of one kind. A prompt with `n` outputs is so many requests.
 
     Attributes:
         num_requests: requests that have ended; num_aborted of them before their end: by a client,
@@ -93,7 +93,7 @@ class RequestMeter:
         self.ttft_s: float | None = None
 
     def read_prompt(self, num_tokens: int, num_cached: int, queue_time_s: float | None) -> None:
-        """The model has read the prompt, but for the tokens that were cached."""
+        """Counts a prompt that the model has read, but for the tokens that were cached."""
         figures = self._figures
         figures.prompt_tokens += num_tokens
         figures.cached_tokens += num_cached
@@ -114,7 +114,7 @@ class RequestMeter:
         self._last_s = now_s
 
     def end(self, is_aborted: bool) -> None:
-        """The request has ended; called once."""
+        """Counts the end of the request; called once."""
         figures = self._figures
         figures.num_requests += 1
         figures.num_aborted += is_aborted
@@ -122,10 +122,10 @@ class RequestMeter:
 
 
 class RequestMetrics:
-    """Figures of all requests of a server, by whether their answers are streamed.
+    """Holds the figures of all requests of a server.
 
     Attributes:
-        figures: by that.
+        figures: by whether the answer is streamed.
     """
 
     def __init__(self) -> None:

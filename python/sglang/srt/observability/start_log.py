@@ -1,4 +1,4 @@
-"""What a start says in the log while it takes its time."""
+"""Logs what a start does while it takes its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens per second of the last seconds, as a gauge shows it."""
+"""Measures tokens per second of the last seconds, as a gauge shows them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SLICE_S = 0.1  # totals of one slice become one, so a window of short steps is n
 
 
 class Throughput:
-    """Tokens per second of the last `WINDOW_S`; 0 if nothing came in them.
+    """Measures tokens per second of the last `WINDOW_S`; 0 if nothing came in them.
 
     Args:
         clock: seconds.
@@ -22,7 +22,7 @@ class Throughput:
         self._total = 0
 
     def begin(self) -> None:
-        """Work begins after an idle time, which is left out if it was long."""
+        """Begins work after an idle time, which is left out if it was long."""
         now_s = self._clock()
         if not self._totals or self._totals[-1][0] < now_s - WINDOW_S:
             self._totals = deque([(now_s, self._total)])
