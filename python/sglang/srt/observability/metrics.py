@@ -207,6 +207,6 @@ class ServerFigures(Collector):
 
 
 def exposition(figures: ServerFigures) -> bytes:
-    """Writes all metrics as text, in the form that every Prometheus reads: in OpenMetrics the library
-    writes `sglang_` for `sglang:`."""
+    """Writes all metrics as text, in the form that every Prometheus reads. In OpenMetrics the
+    library would write `sglang_` for `sglang:`."""
     return generate_latest(figures)
