@@ -141,7 +141,7 @@ class Scheduler:
             config.num_draft_steps, config.num_tree_tokens, config.draft_tiers, clock
         )
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
-        self.lifecycle = RequestLifecycle(ledger, debug.release_audit, clock)
+        self.lifecycle = RequestLifecycle(ledger, debug.release_audit, clock=clock)
         self.checker = InvariantChecker(
             self.lifecycle, config.strict_invariants, debug.logs_idle_ledger
         )
