@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 import sglang
 from draft_heads import Sizes, eagle_config, eagle_shapes, random_tensors, write_head
@@ -67,7 +68,61 @@ def test_answers_are_those_of_the_model_with_figures_of_drafts(
     assert 1 < state["avg_spec_accept_length"] < 3
     info = server.client.get("/server_info").json()
     assert (info["speculative_algorithm"], info["speculative_num_draft_tokens"]) == ("EAGLE", 3)
-    assert "sglang:spec_accept_length" in server.client.get("/metrics").text
+
+
+def test_metrics_are_those_of_the_answers(server: RunningServer) -> None:
+    """Streamed, not streamed, in a batch, and aborted before its end."""
+    before = metrics_of(server)
+    params = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
+    metas = [
+        answer["meta_info"]
+        for answer in server.post("/generate", {"text": PROMPTS, "sampling_params": params}).json()
+    ]
+    body = {"text": PROMPTS[0], "sampling_params": {**params, "max_new_tokens": 3000}}
+    with server.client.stream(
+        "POST", "/generate", json={**body, "rid": "a", "stream": True}
+    ) as got:
+        lines = (line for line in got.iter_lines() if line.startswith("data: {"))
+        for _ in range(4):
+            next(lines)
+        assert server.post("/abort_request", {"rid": "a"}).status_code == 200
+        streamed = json.loads(list(lines)[-1].removeprefix("data: "))["meta_info"]
+    assert streamed["finish_reason"]["type"] == "abort"
+    assert server.post("/flush_cache", {}).status_code == 200
+    after = metrics_of(server)
+
+    def grown(name: str, streams: bool) -> float:
+        key = f"sglang:{name}", str(streams).lower()
+        return after[key] - before[key]
+
+    for streams, given in ((False, metas), (True, [streamed])):
+        assert grown("num_requests_total", streams) == len(given)
+        assert grown("num_aborted_requests_total", streams) == streams
+        for name, field in (
+            ("prompt_tokens_total", "prompt_tokens"),
+            ("generation_tokens_total", "completion_tokens"),
+            ("cached_tokens_total", "cached_tokens"),
+        ):
+            assert grown(name, streams) == sum(meta[field] for meta in given), name
+        for name in ("time_to_first_token", "e2e_request_latency", "queue_time"):
+            assert grown(f"{name}_seconds_count", streams) == len(given), name
+    confirmed = sum(meta.get("spec_num_correct_drafts", 0) for meta in (*metas, streamed))
+    key = "sglang:spec_confirmed_drafts_total", ""
+    # A step that is in flight at the abort has no reader.
+    assert confirmed <= after[key] - before[key] <= confirmed + 2
+    assert after["sglang:spec_tier_switches_total", ""] == 0, "one tier, and no switch"
+    assert "sglang:spec_accept_length" not in {name for name, _ in after}, "flushed"
+
+
+def metrics_of(server: RunningServer) -> dict[tuple[str, str], float]:
+    """Values of `/metrics` by name and is_streaming."""
+    families = text_string_to_metric_families(server.client.get("/metrics").text)
+    return {
+        (sample.name, sample.labels.get("is_streaming", "")): sample.value
+        for family in families
+        for sample in family.samples
+        if "le" not in sample.labels
+    }
 
 
 def test_drafts_by_load_behind_prompts_that_are_read_in_chunks(

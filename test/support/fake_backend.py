@@ -62,6 +62,7 @@ class Backend:
         ids: tuple[int, ...] = (),
         reason: Any = None,
         hidden_states: Sequence[bytes] = (),
+        queue_time_s: float | None = None,
     ) -> None:
         spans = [("default", 0)] if ids else []
         output = ReqTextOutput(
@@ -75,6 +76,7 @@ class Backend:
             0,
             hidden_states=list(hidden_states),
             weight_spans=spans,
+            queue_time_s=queue_time_s,
         )
         self.inbox.put_nowait(BatchStrOutput(outputs=[output]))
 

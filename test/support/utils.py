@@ -139,6 +139,7 @@ class Collected:
     options: list[DecodeOptions] = field(default_factory=list)
     num_retractions: int = 0
     cached_tokens: int = 0
+    queue_times_s: list[float] = field(default_factory=list)
     input_logprobs: list[PositionLogprobs] = field(default_factory=list)
     output_logprobs: list[PositionLogprobs] = field(default_factory=list)
     hidden_states: list[list[float]] = field(default_factory=list)
@@ -312,6 +313,8 @@ class SchedulerHarness:
             collected.weight_spans = output.weight_spans or collected.weight_spans
             collected.num_retractions = output.num_retractions
             collected.cached_tokens = output.cached_tokens
+            if output.queue_time_s is not None:
+                collected.queue_times_s.append(output.queue_time_s)
             if output.options is not None:
                 collected.options.append(output.options)
             assert output.completion_tokens == len(collected.token_ids)

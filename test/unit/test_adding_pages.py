@@ -26,6 +26,7 @@ PAGES = {
     "adding_a_control_call": Page("update_weight_version|UpdateWeightVersion", 5),
     "adding_a_drafter": Page('MaskDrafter|"mtp"', 3),
     "adding_a_length_policy": Page(r"\bFullLength\b", 2),
+    "adding_a_metric": Page(r"\bnum_ended_by_grammars\b", 3),
     "adding_a_model": Page("Qwen3", 2),
     "adding_a_sampling_parameter": Page(r"\bmin_p\b", 6),
 }

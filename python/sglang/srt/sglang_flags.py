@@ -164,7 +164,7 @@ _NO_EFFECT = (
         " enable_request_time_stats_logging",
     ),
     Entry(
-        "/metrics has no histograms and no estimates",
+        "the buckets of /metrics are fixed, and it has no estimates",
         "bucket_e2e_request_latency bucket_inter_token_latency bucket_time_to_first_token"
         " prompt_tokens_buckets generation_tokens_buckets enable_mfu_metrics",
     ),

@@ -86,3 +86,9 @@ def test_the_accept_length_is_that_of_the_steps_of_the_line(
     stats = log.harness.scheduler.stats
     stats.take_accept_length = lambda: 2.345  # type: ignore[method-assign]
     assert log.run(num_tokens=21)[0].endswith(" tokens/s, accept length 2.35.")
+
+
+def test_a_drafter_has_its_tier_at_the_end_of_the_line(caplog: pytest.LogCaptureFixture) -> None:
+    log = Log(caplog, decode_log_interval=4, enable_overlap=False)
+    log.harness.scheduler.stats.has_drafter = True
+    assert log.run(num_tokens=21)[0].endswith(" tokens/s, tier 0.")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
 from fake_worker import FakeWorker
-from sglang.srt.control.internal_state import SchedulerStats
+from sglang.srt.control.internal_state import RECENT_STEPS, SchedulerStats
 from sglang.srt.mem_cache.kv_ledger import KVLedger
-from sglang.srt.messages.control import FlushCacheReqInput
+from sglang.srt.messages.control import (
+    AbortReq,
+    ContinueGenerationReq,
+    FlushCacheReqInput,
+    PauseGenerationReq,
+)
 from sglang.srt.scheduling.invariants import InvariantChecker
 from sglang.srt.scheduling.request import LaunchedRow
 from sglang.srt.step.step_sizes import StepWidth
@@ -230,7 +236,8 @@ def looking_ahead(num_rows: int = 4) -> LaunchedRow:
 
 
 def averages(stats: SchedulerStats) -> tuple[float | None, float | None, float | None]:
-    return stats.avg_accept_length, stats.avg_accept_rate, stats.avg_num_drafts
+    found = stats.since_flush
+    return found.accept_length, found.accept_rate, found.drafts_per_step
 
 
 def test_averages_are_of_steps_of_requests_that_look_ahead_and_of_nothing_else() -> None:
@@ -264,19 +271,21 @@ def test_a_step_that_a_request_did_not_need_any_more_is_in_no_average(
     num_over = 0
     on_read = SchedulerStats.on_read
 
-    def spy(stats: SchedulerStats, rows: Any, lens: Any, drafts: Any, tier: Any, over: Any) -> None:
+    def spy(
+        stats: SchedulerStats, rows: Any, lens: Any, drafts: Any, tier: Any, over: Any, *more: Any
+    ) -> None:
         nonlocal num_over
         kept = [row.is_decode and not is_over for row, is_over in zip(rows, over, strict=True)]
         accepted.extend(num for num, is_kept in zip(lens, kept, strict=True) if is_kept)
         num_over += sum(over)
-        on_read(stats, rows, lens, drafts, tier, over)
+        on_read(stats, rows, lens, drafts, tier, over, *more)
 
     monkeypatch.setattr(SchedulerStats, "on_read", spy)
     for start in range(10):
         harness.submit([start, 2, 3], max_new_tokens=13, temperature=0.0)
     harness.run()
     assert num_over
-    assert harness.scheduler.stats.avg_accept_length == sum(accepted) / len(accepted)
+    assert harness.scheduler.stats.since_flush.accept_length == sum(accepted) / len(accepted)
 
 
 def test_the_accept_length_of_a_line_knows_no_flush() -> None:
@@ -288,3 +297,64 @@ def test_the_accept_length_of_a_line_knows_no_flush() -> None:
     stats.on_read([looking_ahead()], [2], [3], 3)
     assert stats.take_accept_length() == 1.5
     assert stats.take_accept_length() is None
+
+
+def test_the_recent_average_is_of_the_last_steps_and_of_no_time_before_a_flush() -> None:
+    stats, draw = SchedulerStats(3), random.Random(2)
+    decode, prompt = looking_ahead(), row(False)
+    lens: list[int] = []
+    for _ in range(3 * RECENT_STEPS):
+        lens.append(draw.randint(1, 4))
+        stats.on_read([decode], [lens[-1]], [3], 3)
+        stats.on_read([prompt], [1], [], 3)
+        recent = lens[-RECENT_STEPS:]
+        assert stats.recent.accept_length == sum(recent) / len(recent)
+        assert stats.since_flush.accept_length == sum(lens) / len(lens)
+    assert (stats.drafts.num_verifications, stats.drafts.num_drafts) == (len(lens), 3 * len(lens))
+    stats.reset()
+    assert stats.recent.accept_length is None
+    stats.on_read([decode], [2], [3], 3)
+    assert stats.recent.accept_length == stats.since_flush.accept_length == 2
+    assert stats.drafts.num_verifications == len(lens) + 1, "counters never fall"
+
+
+def test_throughput_is_the_tokens_of_outputs_by_the_time_of_their_steps() -> None:
+    harness = SchedulerHarness(
+        Setup(enable_overlap=False), FakeWorker("plain", 1, Setup().max_running_requests, 0)
+    )
+    for _ in range(3):
+        harness.submit([1, 2, 3], max_new_tokens=40, ignore_eos=True)
+    shown = []
+    for _ in range(30):
+        harness.step()
+        harness.now += 0.25
+        shown.append(harness.scheduler.control.internal_state()["last_gen_throughput"])
+    assert shown[-1] == pytest.approx(3 / 0.25)
+    harness.run()
+    harness.now += 6
+    assert harness.scheduler.control.internal_state()["last_gen_throughput"] == 0
+
+
+@pytest.mark.parametrize("enable_overlap", [False, True])
+def test_a_request_says_once_how_long_it_waited_before_it_first_ran(enable_overlap: bool) -> None:
+    setup = Setup(max_running_requests=1, enable_overlap=enable_overlap)
+    harness = SchedulerHarness(setup, FakeWorker("plain", 1, 1, 0))
+    first = harness.submit([1, 2, 3], max_new_tokens=10, ignore_eos=True)
+    second = harness.submit([4, 5, 6], max_new_tokens=10, ignore_eos=True)
+    third = harness.submit([7, 8], rid="third", max_new_tokens=10, ignore_eos=True)
+    for _ in range(4):
+        harness.step()
+        harness.now += 1
+    harness.call(PauseGenerationReq(call_id=5, mode="retract"))
+    harness.inbox.messages.append(AbortReq(rid="third"))
+    harness.step()
+    harness.now += 100
+    harness.call(ContinueGenerationReq(call_id=6))
+    while not harness.is_idle:
+        harness.step()
+        harness.now += 1
+    assert harness.outputs[first].num_retractions == 1
+    assert harness.outputs[first].queue_times_s == [0]
+    [waited_s] = harness.outputs[second].queue_times_s
+    assert 104 < waited_s < 120
+    assert harness.outputs[third].queue_times_s == [], "it never ran"

@@ -288,7 +288,8 @@ def test_memory_is_released_and_resumed(server: Server, method: str, action: str
 
 
 def test_metrics_are_for_prometheus(server: Server) -> None:
-    answer = server.request("GET", "/metrics")
+    accept = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.3"
+    answer = server.request("GET", "/metrics", headers={"accept": accept})
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert "\nsglang:num_running_reqs{" in answer.text
 
@@ -301,6 +302,10 @@ def test_loads_are_those_of_the_metrics(server: Server, is_paused: bool) -> None
         "waiting_queue_size": 3,
         "available_kv_tokens": 60,
         "tree_cache_size": 15,
+        "last_gen_throughput": 12.5,
+        "recent_spec_accept_length": 2.5,
+        "recent_spec_accept_rate": 0.5,
+        "speculative_num_steps": 3,
     }
     resolved = scheduler_info(max_total_num_tokens=100, max_running_requests=4)
     server.state.scheduler = resolved
@@ -321,6 +326,8 @@ def test_loads_are_those_of_the_metrics(server: Server, is_paused: bool) -> None
                 "num_used_tokens": 25,
                 "max_total_num_tokens": 100,
                 "token_usage": 0.25,
+                "gen_throughput": 12.5,
+                "speculative": {"accept_length": 2.5, "accept_rate": 0.5, "num_steps": 3},
                 "queues": {"waiting": 3, "paused": 3 if is_paused else 0},
             }
         ],

@@ -8,11 +8,12 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from sglang.srt.frontend.generate_call import GenerateCall
+from sglang.srt.observability.request_metrics import RequestMetrics
 
 
 def run(scenario: Callable[[GenerateCall], Awaitable[None]]) -> None:
     async def main() -> None:
-        await asyncio.wait_for(scenario(GenerateCall(is_list=False, streams=True)), 10)
+        await asyncio.wait_for(scenario(GenerateCall(False, True, RequestMetrics())), 10)
 
     asyncio.run(main())
 

@@ -112,7 +112,7 @@ def test_policy_and_tiers_follow_from_strategy_configuration_and_steps(
     config = resolved(target, draft_model_path=head, **ON, **flags)
     options = options_of(config)
     assert options.tier_policy == policy
-    assert options.policy.tiers(options.tier_options) == tiers
+    assert options.policy.tiers(options.tier_options) == config.scheduler.draft_tiers == tiers
     assert options.tier_options.initial == config.scheduler.num_draft_steps == initial
     needs = config.needs
     assert (needs.max_drafts, needs.max_rows) == (tiers[-1], 1 + tiers[-1])

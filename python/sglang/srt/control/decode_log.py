@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from sglang.srt.control.internal_state import SchedulerStats
+from sglang.srt.observability.log_format import FIGURES
 from sglang.srt.scheduling.batch_result_processor import BatchResultProcessor
 from sglang.srt.scheduling.request import LaunchedRow
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
@@ -53,7 +54,7 @@ class DecodeLog:
             return
         self._num_steps += 1
         if self._is_due:
-            logger.info("%s", self._line())
+            logger.info("%s", self._line(), extra=FIGURES)
             self._begin()
 
     def on_idle(self) -> None:
@@ -84,4 +85,6 @@ class DecodeLog:
         accept_length = self._stats.take_accept_length()
         if accept_length is not None:
             parts.append(f"accept length {accept_length:.2f}")
+        if self._stats.has_drafter:
+            parts.append(f"tier {self._stats.num_draft_steps}")
         return f"Decode: {', '.join(parts)}."

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sglang.srt.control.engine_state import EngineState
 from sglang.srt.control.pause import PauseController
+from sglang.srt.observability.draft_counts import DraftCounts
+from sglang.srt.observability.throughput import Throughput
 from sglang.srt.scheduling.invariants import InvariantChecker
 from sglang.srt.scheduling.request import LaunchedRow, Req
 from sglang.srt.scheduling.request_lifecycle import RequestLifecycle
 from sglang.srt.scheduling.schedule_policy import NewTokenRatio
+
+RECENT_STEPS = 256  # with decodes of requests that look ahead
 
 
 class SchedulerStats:
@@ -21,6 +26,8 @@ class SchedulerStats:
         num_draft_steps: drafts that a request proposes in the last step in which requests decoded,
             steps that try another number aside; of trees of one shape those one behind the other.
         num_tier_switches: how often that became each number, also as batches of another size came.
+        num_step_drafts: drafts of all requests that the last step verified in which one decoded.
+        drafts: what became of drafts, since the start.
         has_drafter: whether there is one that says so.
         num_launched: steps launched since the start.
         forward_ct_decode: steps launched with at least one decode row, since start or flush.
@@ -30,12 +37,21 @@ class SchedulerStats:
         num_draft_steps: the first `num_draft_steps`; 0 where no drafter says so.
         num_tree_tokens: tokens of a tree of drafts, its root counted, where all are of one shape;
             0 elsewhere.
+        tiers: the numbers that `num_draft_steps` may become.
+        clock: seconds.
     """
 
-    def __init__(self, num_draft_steps: int = 0, num_tree_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        num_draft_steps: int = 0,
+        num_tree_tokens: int = 0,
+        tiers: Sequence[int] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._num_tree_tokens = num_tree_tokens
         self.num_draft_steps = num_draft_steps
-        self.num_tier_switches = Counter[int]()
+        self.num_tier_switches = Counter[int](dict.fromkeys(tiers, 0))
+        self.num_step_drafts = 0
         self._has_decoded = False
         self.has_drafter = num_draft_steps > 0
         self.num_launched = 0
@@ -43,9 +59,9 @@ class SchedulerStats:
         self.num_sat_out = 0
         self._current_rows: Sequence[LaunchedRow] = ()
         self._last_rows: Sequence[LaunchedRow] = ()
-        self._num_accepted = self._num_steps = 0
-        self._num_taken = self._num_steps_taken = 0
-        self._num_drafts = self._num_confirmed = 0
+        self.drafts = self._at_flush = self._at_last_take = DraftCounts()
+        self._recent = deque([self.drafts], maxlen=RECENT_STEPS + 1)
+        self._throughput = Throughput(clock)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -54,27 +70,26 @@ class SchedulerStats:
         return (self._num_tree_tokens or 1 + self.num_draft_steps) if self.has_drafter else 0
 
     @property
-    def avg_accept_length(self) -> float | None:
-        """Tokens per step of a request that looks ahead, steps with its prompt left out, since the
-        start or the last flush. So are the other averages."""
-        return self._num_accepted / self._num_steps if self._num_steps else None
+    def gen_throughput(self) -> float:
+        """Tokens of outputs per second, of the last seconds."""
+        return self._throughput.tokens_per_s
+
+    @property
+    def since_flush(self) -> DraftCounts:
+        """Counts since the last flush, or the start."""
+        return self.drafts.since(self._at_flush)
+
+    @property
+    def recent(self) -> DraftCounts:
+        """Counts of the last `RECENT_STEPS` steps since the last flush in which a request looked
+        ahead."""
+        return self.drafts.since(self._recent[0])
 
     def take_accept_length(self) -> float | None:
-        """The same since the last call of this method, whether there was a flush or not."""
-        num_accepted = self._num_accepted - self._num_taken
-        num_steps = self._num_steps - self._num_steps_taken
-        self._num_taken, self._num_steps_taken = self._num_accepted, self._num_steps
-        return num_accepted / num_steps if num_steps else None
-
-    @property
-    def avg_accept_rate(self) -> float | None:
-        """Share of the drafts verified that were confirmed."""
-        return self._num_confirmed / self._num_drafts if self._num_drafts else None
-
-    @property
-    def avg_num_drafts(self) -> float | None:
-        """Drafts verified per step of a request that looks ahead, as for `avg_accept_length`."""
-        return self._num_drafts / self._num_steps if self._num_steps else None
+        """Tokens per step since the last call of this method, whether there was a flush or not."""
+        taken = self.drafts.since(self._at_last_take)
+        self._at_last_take = self.drafts
+        return taken.accept_length
 
     @property
     def current_batch(self) -> list[str] | None:
@@ -87,6 +102,8 @@ class SchedulerStats:
         return _rids(row.req for row in self._last_rows) or None
 
     def on_launch(self, rows: Sequence[LaunchedRow]) -> None:
+        if not self._current_rows:
+            self._throughput.begin()
         self.num_launched += 1
         self.forward_ct_decode += any(row.is_decode for row in rows)
         self._current_rows = rows
@@ -98,6 +115,7 @@ class SchedulerStats:
         num_drafts: Sequence[int],
         tier: int = 0,
         had_ended: Sequence[bool] = (),
+        num_generated: int = 0,
     ) -> None:
         """A step of R requests has been read.
 
@@ -106,12 +124,26 @@ class SchedulerStats:
             tier: see `RowPlan.tier`.
             had_ended: which of the R had ended before, so that nobody gets their tokens; empty if
                 none had.
+            num_generated: tokens of outputs since the start.
         """
         self._last_rows = rows
-        if self.has_drafter and any(row.is_decode for row in rows):
-            self.num_tier_switches[tier] += self._has_decoded and tier != self.num_draft_steps
-            self.num_draft_steps = tier
-            self._has_decoded = True
+        self._throughput.add(num_generated)
+        if any(row.is_decode for row in rows):
+            self.num_step_drafts = sum(num_drafts)
+            if self.has_drafter:
+                self.num_tier_switches[tier] += self._has_decoded and tier != self.num_draft_steps
+                self.num_draft_steps = tier
+                self._has_decoded = True
+        self._count_drafts(rows, accept_lens, num_drafts, had_ended)
+
+    def _count_drafts(
+        self,
+        rows: Sequence[LaunchedRow],
+        accept_lens: Sequence[int],
+        num_drafts: Sequence[int],
+        had_ended: Sequence[bool],
+    ) -> None:
+        num_steps = num_tokens = num_verifications = num_verified = num_confirmed = 0
         counts = num_drafts or [0] * len(rows)
         for row, num_accepted, count, is_over in zip(
             rows, accept_lens, counts, had_ended or [False] * len(rows), strict=True
@@ -120,11 +152,18 @@ class SchedulerStats:
             self.num_sat_out += sits_out
             if is_over or sits_out or not row.is_decode or row.req.width.decode_rows == 1:
                 continue
-            self._num_accepted += num_accepted
-            self._num_steps += 1
+            num_tokens += num_accepted
+            num_steps += 1
             if count:
-                self._num_drafts += count
-                self._num_confirmed += num_accepted - 1
+                num_verifications += 1
+                num_verified += count
+                num_confirmed += num_accepted - 1
+        if num_steps:
+            more = DraftCounts(
+                num_steps, num_tokens, num_verifications, num_verified, num_confirmed
+            )
+            self.drafts = self.drafts.plus(more)
+            self._recent.append(self.drafts)
 
     def on_idle(self) -> None:
         self._current_rows = self._last_rows = ()
@@ -132,10 +171,9 @@ class SchedulerStats:
     def reset(self) -> None:
         """Starts averages anew, and the count of steps with decodes."""
         self.forward_ct_decode = 0
-        self._num_taken -= self._num_accepted
-        self._num_steps_taken -= self._num_steps
-        self._num_accepted = self._num_steps = 0
-        self._num_drafts = self._num_confirmed = 0
+        self._at_flush = self.drafts
+        self._recent.clear()
+        self._recent.append(self.drafts)
 
 
 def read_internal_state(
@@ -154,14 +192,9 @@ def read_internal_state(
         "orphan_token_count": report.orphan_token_count,
         "overlap_token_count": report.overlap_token_count,
         "ledger_repair_count": checker.num_repairs,
-        "speculative_num_steps": stats.num_draft_steps,
-        "speculative_num_draft_tokens": stats.num_draft_tokens,
-        "speculative_tier_switches": {
-            str(tier): count for tier, count in sorted((+stats.num_tier_switches).items())
-        },
-        "avg_spec_accept_length": stats.avg_accept_length,
-        "avg_spec_accept_rate": stats.avg_accept_rate,
-        "avg_spec_verified_drafts": stats.avg_num_drafts,
+        **_drafts(stats),
+        "last_gen_throughput": stats.gen_throughput,
+        "num_retracted": lifecycle.counts.num_retracted,
         "running_batch_size": len(lifecycle.running),
         "running_batch_rids": _rids(lifecycle.running),
         "waiting_queue_size": len(lifecycle.waiting),
@@ -189,6 +222,29 @@ def read_internal_state(
         "weight_version": lifecycle.weight_version,
         "weight_epoch": ledger.weight_epoch,
         "in_weight_session": state.in_weight_session,
+    }
+
+
+def _drafts(stats: SchedulerStats) -> dict[str, Any]:
+    """What became of drafts: `avg_` since the last flush, `recent_` in the last steps, `num_` since
+    the start."""
+    since_flush, recent = stats.since_flush, stats.recent
+    return {
+        "speculative_num_steps": stats.num_draft_steps,
+        "speculative_num_draft_tokens": stats.num_draft_tokens,
+        "speculative_tier_switches": {
+            str(tier): count for tier, count in sorted(stats.num_tier_switches.items())
+        },
+        "avg_spec_accept_length": since_flush.accept_length,
+        "avg_spec_accept_rate": since_flush.accept_rate,
+        "avg_spec_verified_drafts": since_flush.drafts_per_step,
+        "recent_spec_accept_length": recent.accept_length,
+        "recent_spec_accept_rate": recent.accept_rate,
+        "recent_spec_verified_drafts": recent.drafts_per_step,
+        "num_spec_verifications": stats.drafts.num_verifications,
+        "num_spec_drafts": stats.drafts.num_drafts,
+        "num_spec_confirmed_drafts": stats.drafts.num_confirmed,
+        "num_step_drafts": stats.num_step_drafts,
     }
 
 

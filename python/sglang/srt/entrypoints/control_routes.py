@@ -37,7 +37,7 @@ from sglang.srt.frontend.errors import RequestError, ServiceError
 from sglang.srt.frontend.work_in_threads import in_thread_if_large
 from sglang.srt.messages.control import UpdateWeightsReq
 from sglang.srt.observability.load import describe_load, describe_loads
-from sglang.srt.observability.metrics import CONTENT_TYPE, metrics_text
+from sglang.srt.observability.metrics import CONTENT_TYPE, ServerFigures, exposition
 from sglang.srt.sglang_surface import neutral_fields
 
 Route = Callable[[Request], Awaitable[Response]]
@@ -161,10 +161,15 @@ def _add_state(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """The scheduler's state for Prometheus."""
-        internal_state = await state.control.internal_state()
-        text = metrics_text(internal_state, state.num_kv_slots, state.model_name)
-        return Response(text, headers={"content-type": CONTENT_TYPE})
+        """Figures of the scheduler and of requests, for Prometheus."""
+        figures = ServerFigures(
+            state=await state.control.internal_state(),
+            requests=state.ready_manager.metrics,
+            num_slots=state.num_kv_slots,
+            model_name=state.model_name,
+            predicts_tokens=state.predicts_tokens,
+        )
+        return Response(exposition(figures), headers={"content-type": CONTENT_TYPE})
 
     @app.get("/get_loads", include_in_schema=False)
     @app.get("/v1/loads")

@@ -119,6 +119,8 @@ class ProcessTree:
             LaunchError: if a child cannot start or ends, or `stop` is called meanwhile.
         """
         start = time.monotonic()
+        roles = " and the ".join(self._modules)
+        logger.info("%s: starting the %s.", self._server_args.model_path, roles)
         receiver: Receiver[ProcessReady | ProcessFailed] = Receiver(
             self.addresses.launcher, ToLauncher
         )

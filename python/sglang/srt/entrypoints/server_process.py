@@ -38,6 +38,7 @@ from sglang.srt.managers.tokenizer_manager import (
 )
 from sglang.srt.messages.requests import SchedulerInfo
 from sglang.srt.model_config import ModelPathError, load_model_config
+from sglang.srt.observability.start_log import start_phase
 from sglang.srt.processes.child_process import configure_logging
 from sglang.srt.processes.config_error import ConfigError
 from sglang.srt.server_args import ServerArgs
@@ -213,7 +214,8 @@ class _Server:
         receiving.add_done_callback(self._on_receiving_end)
         try:
             if not self._args.skip_server_warmup:
-                await _warm_up(manager)
+                with start_phase("Warming up with one request"):
+                    await _warm_up(manager)
             keep_out_of_collections()
             self._state.become_ready(manager, info)
             defaults = manager.limits.openai_sampling_defaults

@@ -58,6 +58,11 @@ class ServerState:
         return 0 if self.scheduler is None else self.scheduler.max_total_num_tokens
 
     @property
+    def predicts_tokens(self) -> bool:
+        """Whether requests may have multi-token prediction."""
+        return self.scheduler is not None and self.scheduler.mtp_max_k > 0
+
+    @property
     def weight_version(self) -> str:
         """Label of the weights that serve, as far as the scheduler has said."""
         if self.manager is None:

@@ -90,6 +90,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, metaclass=_TakesSGLangField
         cache_salt, extra_key: KV is shared only between requests that have the same.
         custom_labels: copied to the request log.
         no_logs: leave the request out of the request log.
+        log_metrics: count the request in the metrics.
     """
 
     text: str | Annotated[list[str], NotEmpty] | None = None
@@ -109,6 +110,7 @@ class GenerateReqInput(msgspec.Struct, kw_only=True, metaclass=_TakesSGLangField
     extra_key: str = ""
     custom_labels: dict[str, str] = {}
     no_logs: bool = False
+    log_metrics: bool = True
 
 
 # Null means the default in every field. In these fields so do false, 0 and an empty value.

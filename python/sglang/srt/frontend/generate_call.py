@@ -17,6 +17,8 @@ from sglang.srt.frontend.logprobs_and_hidden_lists import LogprobsAndHiddenLists
 from sglang.srt.garbage import paused_collections
 from sglang.srt.messages.control import ABORT_MESSAGE
 from sglang.srt.messages.requests import FinishReason, ReqTextOutput
+from sglang.srt.observability.request_log import RequestLog
+from sglang.srt.observability.request_metrics import RequestMeter, RequestMetrics
 
 RETRY_STATUS_CODE = 503
 
@@ -46,7 +48,7 @@ class Sample:
         self.log_fields: dict[str, Any] | None = None
         self.prompt_token_ids: list[int] | None = None
         self._lists = lists
-        self._first_output_time: float | None = None
+        self._meter = RequestMeter(call.figures, call.start_time)
         self._text = ""
         self._output_ids: list[int] = []
         self._step_lens: list[int] | None = [] if reports_steps else None
@@ -57,11 +59,14 @@ class Sample:
     def add(self, output: ReqTextOutput) -> None:
         """Takes in news and wakes the client's call. It is called for every token, so whatever can
         wait is left to `as_dict`, which a slow reader asks for less often."""
-        if self._first_output_time is None and output.token_ids:
-            self._first_output_time = time.monotonic()
         self._text += output.text
         self._output_ids += output.token_ids
         self.finish_reason = output.finish_reason
+        if self._latest is None and (output.token_ids or not self.is_aborted):
+            prompt = output.prompt_tokens, output.cached_tokens
+            self._meter.read_prompt(*prompt, output.queue_time_s)
+        if output.token_ids:
+            self._meter.add_tokens(len(output.token_ids))
         if self._lists.are_wanted:
             self._lists.add(output)
         if output.weight_spans:
@@ -92,15 +97,25 @@ class Sample:
             counts["e2e_latency"] = self._latency_s
         return counts
 
-    def log_line(self, level: int) -> dict[str, Any]:
+    @property
+    def is_aborted(self) -> bool:
+        return self.finish_reason is not None and self.finish_reason.type == "abort"
+
+    def note_end(self, log: RequestLog | None) -> None:
+        """Counts and logs the end of this sample, whether it finished or was left; called once."""
+        self._meter.end(is_aborted=self.finish_reason is None or self.is_aborted)
+        if log is not None and self.log_fields is not None:
+            log.write(self._log_line(log.level))
+
+    def _log_line(self, level: int) -> dict[str, Any]:
         """What the request log says at the end of this sample, whether it finished or was left."""
-        reason, first = self.finish_reason, self._first_output_time
+        reason = self.finish_reason
         fields: dict[str, Any] = {
             "rid": self.rid,
             "req_id": self.req_id,
             "finish_reason": "client left" if reason is None else reason.type,
             "status_code": 499 if reason is None else reason.status_code or 200,
-            "ttft": None if first is None else first - self.call.start_time,
+            "ttft": self._meter.ttft_s,
             "e2e_latency": time.monotonic() - self.call.start_time,
             **self._counts(),
             **(self.log_fields or {}),
@@ -158,13 +173,19 @@ class Sample:
 class GenerateCall:
     """One call of a client: its samples, in the order of the answer, and what wakes it.
 
+    Args:
+        metrics: where its samples are counted.
+
     Attributes:
         has_text: answers have a `text`.
     """
 
-    def __init__(self, is_list: bool, streams: bool = False, has_text: bool = True) -> None:
+    def __init__(
+        self, is_list: bool, streams: bool, metrics: RequestMetrics, has_text: bool = True
+    ) -> None:
         self.has_text = has_text
         self.start_time = time.monotonic()
+        self.figures = metrics.figures[streams]
         self._streams = streams
         self.samples: list[Sample] = []
         self._is_list = is_list

@@ -141,6 +141,7 @@ class DetokenizerManager:
             input_logprobs=output.input_logprobs,
             output_logprobs=output.output_logprobs,
             hidden_states=output.hidden_states,
+            queue_time_s=output.queue_time_s,
         )
 
 

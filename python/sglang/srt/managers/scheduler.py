@@ -63,7 +63,7 @@ class SchedulerConfig:
         strict_invariants: check the ledger after every step and raise on a violation.
         low_priority_first: smaller priorities go first.
         refuses_while_stopped: requests that arrive during a pause get 503 instead of waiting.
-        num_draft_steps, num_tree_tokens: see `SchedulerStats`.
+        num_draft_steps, num_tree_tokens, draft_tiers: see `SchedulerStats`.
         random_seed: begins the sequence of seeds for requests that bring none; None draws one.
         decode_log_interval: see `DecodeLog`.
         weight_version: label of the weights at first.
@@ -81,6 +81,7 @@ class SchedulerConfig:
     refuses_while_stopped: bool = False
     num_draft_steps: int = 0
     num_tree_tokens: int = 0
+    draft_tiers: tuple[int, ...] = ()
     decode_log_interval: int | None = None
     weight_version: str = DEFAULT_WEIGHT_VERSION
 
@@ -139,9 +140,13 @@ class Scheduler:
         self._grammars = grammars
         self._arrivals = itertools.count()
         self._seeds = SeedSource(config.random_seed)
-        self.stats = SchedulerStats(config.num_draft_steps, config.num_tree_tokens)
+        self.stats = SchedulerStats(
+            config.num_draft_steps, config.num_tree_tokens, config.draft_tiers, clock
+        )
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
-        self.lifecycle = RequestLifecycle(ledger, debug.release_audit, config.weight_version)
+        self.lifecycle = RequestLifecycle(
+            ledger, debug.release_audit, config.weight_version, clock=clock
+        )
         self.checker = InvariantChecker(
             self.lifecycle, config.strict_invariants, debug.logs_idle_ledger
         )
@@ -241,7 +246,14 @@ class Scheduler:
         had_ended = [row.req.finish_reason is not None for row in step.rows]
         result = self.processor.process(step)
         self._worker.observe(result)
-        self.stats.on_read(step.rows, result.accept_lens, result.num_drafts, result.tier, had_ended)
+        self.stats.on_read(
+            step.rows,
+            result.accept_lens,
+            result.num_drafts,
+            result.tier,
+            had_ended,
+            self.processor.num_generated,
+        )
         self._decode_log.after_step(step.rows)
         self.checker.after_step("result read")
 

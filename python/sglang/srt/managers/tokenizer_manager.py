@@ -40,6 +40,7 @@ from sglang.srt.messages.requests import (
     ToScheduler,
 )
 from sglang.srt.observability.request_log import RequestLog
+from sglang.srt.observability.request_metrics import RequestMetrics
 from sglang.srt.process_watch import ProcessWatch
 from sglang.srt.request_id import CURRENT
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -53,7 +54,7 @@ logger = logging.getLogger(__name__)
 UNSTREAMED_INTERVAL = 50
 HEALTH_TIMEOUT_S = 20.0
 PROBE_PARAMS = {"temperature": 0, "max_new_tokens": 1, "min_new_tokens": 0, "n": 1, "regex": ""}
-PROBE = {"input_ids": [0], "sampling_params": PROBE_PARAMS, "no_logs": True}
+PROBE = {"input_ids": [0], "sampling_params": PROBE_PARAMS, "no_logs": True, "log_metrics": False}
 ABORT_TIMEOUT_S = 3.0  # for the last chunks of requests aborted at shutdown
 Answer = dict[str, Any] | list[dict[str, Any]]
 SHUTDOWN_MESSAGE = "The server is shutting down."
@@ -71,6 +72,7 @@ class TokenizerManager:
 
     Attributes:
         control: the calls that are not requests to generate, and the engine's status.
+        metrics: figures of all requests.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class TokenizerManager:
         self.draining = False
         self.failure: str | None = None
         self.control = ControlClient(send, watch)
+        self.metrics = RequestMetrics()
         self._send = send
         self._receive = receive
         self._request_log = request_log
@@ -130,7 +133,10 @@ class TokenizerManager:
             ServiceError: if the server cannot take the request, or fails it.
         """
         self.refuse_if_closed()
-        call = GenerateCall(request.is_batch, request.body.stream, self.limits.has_tokenizer)
+        metrics = self.metrics if request.body.log_metrics else RequestMetrics()
+        call = GenerateCall(
+            request.is_batch, request.body.stream, metrics, self.limits.has_tokenizer
+        )
         try:
             await self._start(request, call)
             is_finished = False
@@ -229,10 +235,6 @@ class TokenizerManager:
             fields["prompt"] = prompt.input_ids if prompt.text is None else prompt.text
         return fields
 
-    def _log_end(self, sample: Sample) -> None:
-        if self._request_log is not None and sample.log_fields is not None:
-            self._request_log.write(sample.log_line(self._request_log.level))
-
     def refuse_if_closed(self) -> None:
         """Raises ServiceError with 503 if no request is taken now."""
         if self.draining and self.failure is None:
@@ -243,7 +245,7 @@ class TokenizerManager:
         """Forgets the samples of a call; the client no longer waits for those still running."""
         left = [s for s in call.samples if self._samples.pop(s.req_id, None)]
         for sample in left:
-            self._log_end(sample)
+            sample.note_end(self._request_log)
         running = [sample.req_id for sample in left]
         if running and self.failure is None:
             self._send(AbortReq(req_ids=running, aborted_message="The client has left."))
@@ -397,4 +399,4 @@ class TokenizerManager:
             self._send(AbortReq(req_ids=[sample.req_id]))
         if not self._samples:
             self._idle.set()
-        self._log_end(sample)
+        sample.note_end(self._request_log)

@@ -133,6 +133,7 @@ class ReqOutput(msgspec.Struct, array_like=True):
             memory: as numbers of Python a prompt's would hold up every process.
         weight_spans: labels of the weights that generated the tokens, each with its first token's
             index among all tokens generated; empty if nothing has changed since the last output.
+        queue_time_s: how long it waited before it first ran; None if it has not, or was told.
     """
 
     req_id: int
@@ -150,6 +151,7 @@ class ReqOutput(msgspec.Struct, array_like=True):
     weight_spans: list[tuple[str, int]] = []
     num_proposed_drafts: int = 0
     accept_histogram: list[int] = []
+    queue_time_s: float | None = None
 
 
 class ReqTextOutput(msgspec.Struct, array_like=True):
@@ -176,6 +178,7 @@ class ReqTextOutput(msgspec.Struct, array_like=True):
     weight_spans: list[tuple[str, int]] = []
     num_proposed_drafts: int = 0
     accept_histogram: list[int] = []
+    queue_time_s: float | None = None
 
 
 # ---------------------------------------------------------------- front end -> scheduler

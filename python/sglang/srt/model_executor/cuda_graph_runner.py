@@ -169,6 +169,7 @@ class CudaGraphRunner(Generic[Results]):
         """Captures all graphs, the largest first, so that the others fit into its memory."""
         start = time.perf_counter()
         keys = sorted(self._keys.all, key=lambda key: -key.num_tokens)
+        logger.info("Capturing %d CUDA graphs.", len(keys))
         costs: defaultdict[str, _Cost] = defaultdict(_Cost)
         with no_collections():  # what Python frees, say an older graph, may call CUDA and end one
             now, free = start, free_bytes(self._device)

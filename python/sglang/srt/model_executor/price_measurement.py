@@ -98,6 +98,7 @@ class PriceMeter:
     def measure(self) -> PriceTable:
         """Measures all prices and logs how long that took."""
         start = self._clock()
+        logger.info("Measuring prices of steps.")
         prompt_kv_ms = self._prompt_attention()
         graphs_ms = self._graphs(priced_graphs(self._runner, self._max_width))
         eager = self.times_of(self._eager_rows(), self._step, CPU_ROWS_S, "steps")

@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.kv_sizing import KVSizing
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool, hand_back_unused
 from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.model_runner import LESS_STATIC_MEMORY, LoadedModel, ModelRunner
+from sglang.srt.observability.start_log import start_phase
 from sglang.srt.platform import memory_for, static_bytes_left
 from sglang.srt.registry import HEADS
 
@@ -32,13 +33,19 @@ def make_runners(config: ExecutionConfig, *others: ExecutionConfig) -> RunnerGro
         raise config.model.refusal(
             f"{config.model.architecture} only drafts for another model; serve that one"
         )
-    models = [LoadedModel(each) for each in (config, *others)]
+    models = [_load(each) for each in (config, *others)]
     for model in models[1:]:
         model.attach(models[0])
-    memory = make_memory(config, models)
+    with start_phase("Allocating the KV pool"):
+        memory = make_memory(config, models)
     group = RunnerGroup([ModelRunner(model, memory, index) for index, model in enumerate(models)])
     group.prepare()
     return group
+
+
+def _load(config: ExecutionConfig) -> LoadedModel:
+    with start_phase(f"Loading the weights of {config.model.path}"):
+        return LoadedModel(config)
 
 
 def make_memory(config: ExecutionConfig, models: Sequence[LoadedModel]) -> KVMemory:
@@ -109,7 +116,8 @@ class RunnerGroup:
 
     def _warm_up(self) -> None:
         if self.target.device.type != "cpu":
-            self.target.warm_up(drafting=self.runners[1:])
+            with start_phase("Running the largest steps once"):
+                self.target.warm_up(drafting=self.runners[1:])
 
     def capture_with(self, owner: GraphOwner) -> None:
         """Has `owner` capture its graphs now, and again whenever the runners' are captured. Then

@@ -51,6 +51,12 @@ def describe_loads(
         "num_used_tokens": use.num_used_tokens,
         "max_total_num_tokens": num_slots,
         "token_usage": use.share,
+        "gen_throughput": internal_state.get("last_gen_throughput", 0.0),
+        "speculative": {
+            "accept_length": internal_state.get("recent_spec_accept_length"),
+            "accept_rate": internal_state.get("recent_spec_accept_rate"),
+            "num_steps": internal_state.get("speculative_num_steps", 0),
+        },
         "queues": {"waiting": waiting, "paused": waiting if is_paused else 0},
         **_age(internal_state),
     }

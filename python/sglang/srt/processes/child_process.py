@@ -16,8 +16,8 @@ from typing import NoReturn, Protocol
 import msgspec
 
 from sglang.srt.messages.ipc import ChildConfig, IpcAddresses
+from sglang.srt.observability.log_format import make_handler
 from sglang.srt.process_watch import BEAT_S
-from sglang.srt.request_id import CURRENT
 
 logger = logging.getLogger(__name__)
 
@@ -27,24 +27,8 @@ PARENT_GONE_S = 0.1  # by then it is known that a parent has ended whose pipe ha
 def configure_logging(level: str, role: str) -> None:
     """Logs to standard error, each line with the time, the process's role and the id of the
     request that it is about, if there is one."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(NamedRequests())
-    logging.basicConfig(
-        level=level.upper(),
-        format=f"[%(asctime)s {role}] %(levelname)s%(request)s %(message)s",
-        datefmt="%Y-%m-%d %H:%M:%S",
-        handlers=[handler],
-        force=True,
-    )
-
-
-class NamedRequests(logging.Filter):
-    """Gives each record `request`: ` [ID]` of the request in whose task it was made, or nothing."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        request_id = CURRENT.get()
-        record.request = "" if request_id is None else f" [{request_id.text}]"
-        return True
+    handlers = [make_handler(sys.stderr, role)]
+    logging.basicConfig(level=level.upper(), handlers=handlers, force=True)
 
 
 def start_child_process() -> ChildConfig:

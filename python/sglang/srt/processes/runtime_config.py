@@ -166,7 +166,10 @@ def with_drafter(config: RuntimeConfig, drafter: DrafterConfig) -> RuntimeConfig
     # Of other trees the steps say it.
     tree_tokens = 0 if needs.max_confirmed is None else 1 + needs.max_drafts
     scheduler = replace(
-        config.scheduler, num_draft_steps=needs.num_steps, num_tree_tokens=tree_tokens
+        config.scheduler,
+        num_draft_steps=needs.num_steps,
+        num_tree_tokens=tree_tokens,
+        draft_tiers=tuple(needs.tiers),
     )
     return replace(config, execution=execution, scheduler=scheduler, drafter=drafter)
 

@@ -164,6 +164,7 @@ class BatchResultProcessor:
                 weight_spans=[] if req.spans_were_sent else list(req.weight_spans),
                 num_proposed_drafts=req.num_proposed_drafts,
                 accept_histogram=list(req.accept_histogram),
+                queue_time_s=None if req.was_reported else req.queue_time_s,
             )
         )
         req.input_logprob_news, req.output_logprob_news = [], []

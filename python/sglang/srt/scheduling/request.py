@@ -82,6 +82,8 @@ class Req:
     was_reported: bool = False
     num_cached_tokens: int = 0
     num_retractions: int = 0
+    submitted_s: float = 0.0
+    queue_time_s: float | None = None
     was_admitted: bool = False
     row_is_new: bool = False
     weight_spans: list[tuple[str, int]] = field(default_factory=list)

@@ -9,6 +9,7 @@ Nothing else moves requests between states or changes who owns pages.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -37,6 +38,7 @@ class RequestLifecycle:
     Args:
         release_audit: is told what became of a request's KV slots.
         weight_version: label of the weights at first.
+        clock: seconds, for the time that requests wait.
 
     Attributes:
         waiting: not running; retracted ones first, then by arrival.
@@ -51,8 +53,10 @@ class RequestLifecycle:
         ledger: KVLedger,
         release_audit: Callable[[ReleaseReport], None] | None = None,
         weight_version: str = DEFAULT_WEIGHT_VERSION,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ledger = ledger
+        self._clock = clock
         self._release_audit = release_audit
         self.waiting: list[Req] = []
         self.running: list[Req] = []
@@ -117,6 +121,7 @@ class RequestLifecycle:
     def submit(self, req: Req) -> None:
         req.begin_weight_span(self.weight_version)
         self.num_streams += req.streams
+        req.submitted_s = self._clock()
         self._add_waiting(req, len(self.waiting))
 
     def set_weight_version(self, weight_version: str) -> None:
@@ -135,6 +140,7 @@ class RequestLifecycle:
         req.row_is_new = True
         if not req.was_admitted:
             req.num_cached_tokens = req.committed
+            req.queue_time_s = self._clock() - req.submitted_s
             req.was_admitted = True
         self.running.append(req)
 

@@ -162,6 +162,7 @@ class RoundGraphs:
         ):
             # A draft model that is to draft nothing has nothing to do.
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            logger.info("Capturing CUDA graphs of rounds.")
             self._capture_steps()
             self._capture_proposals()
         seconds = time.perf_counter() - start
