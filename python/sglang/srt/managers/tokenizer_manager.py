@@ -101,8 +101,7 @@ class TokenizerManager:
         self._idle = asyncio.Event()
         self._idle.set()
         self._progress = asyncio.Event()  # some request has got output; see health_generate
-        # Cached texts of token ids: at most one for each id of the vocabulary.
-        self._text_of_token = functools.cache(tokenizer.token_text)
+        self._text_of_token = functools.cache(tokenizer.token_text)  # one for each id at most
 
     # ---------------------------------------------------------------- generate
 
@@ -133,10 +132,9 @@ class TokenizerManager:
             ServiceError: if the server cannot take the request, or fails it.
         """
         self.refuse_if_closed()
-        metrics = self.metrics if request.body.log_metrics else RequestMetrics()
-        call = GenerateCall(
-            request.is_batch, request.body.stream, metrics, self.limits.has_tokenizer
-        )
+        body, has_text = request.body, self.limits.has_tokenizer
+        metrics = self.metrics if body.log_metrics else RequestMetrics()
+        call = GenerateCall(request.is_batch, body.stream, metrics, has_text)
         try:
             await self._start(request, call)
             is_finished = False
