@@ -35,7 +35,10 @@ TAKEN = (
     "it is no tensor, no pairs of a name and a tensor, and no dict of the flattened_tensor and the"
     " metadata of a FlattenedTensorBucket; other objects are not sent, so give their tensors names"
 )
-NOT_PLAIN = "it has a {} for a tensor; give dense tensors, of a DTensor its full_tensor()"
+NOT_PLAIN = (
+    "it has an object of type {} where a dense tensor has to be; of a DTensor give its"
+    " full_tensor()"
+)
 SEVERAL_RANKS = "it has tensors for {} ranks, and a server has one"
 
 
