@@ -44,6 +44,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
 )
 from sglang.srt.managers.tokenizer_manager import ServerStatus
+from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.utils.common import add_prometheus_middleware
 from sglang.srt.weight_sync.utils import update_weights
 from target import TARGET
@@ -240,6 +241,11 @@ async def check_weights(
         body = {"name": name, "truncate_size": 1000}
         found = (await client.post("/get_weights_by_name", json=body)).json()
         assert torch.equal(torch.tensor(found), values.bfloat16().float())
+    again = [MultiprocessingSerializer.serialize([(NORM, torch.linspace(-1, 1, 64))])]
+    done, message = await manager.update_weights_from_tensor(
+        UpdateWeightsFromTensorReqInput(serialized_named_tensors=again, flush_cache=False), None
+    )
+    assert done, message
     flushed = await client.get("/flush_cache", params={"reset_connector": "true"})
     assert flushed.status_code == 200
     assert (await rollout(manager, **GREEDY))["output_ids"] != before

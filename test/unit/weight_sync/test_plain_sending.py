@@ -173,6 +173,8 @@ ONE = torch.ones(2)
         ([("a", ONE.cfloat())], "float32"),
         ([("a", LocalSerializedTensor([serialize(ONE)] * 2))], "2 ranks"),
         ([("a", LocalSerializedTensor([pickle.dumps(ONE)]))], "of this package"),
+        ([("a", LocalSerializedTensor([serialize([("b", ONE)])]))], "one tensor for a rank"),
+        ({"flattened_tensor": ONE, "metadata": [7]}, "no FlattenedTensorMetadata"),
         ({**bucket_of({"a": ONE}), "flattened_tensor": torch.zeros(7)}, "do not fit"),
         ({**bucket_of({"a": ONE}), "flattened_tensor": torch.zeros(8, 1)}, "not flat"),
     ],

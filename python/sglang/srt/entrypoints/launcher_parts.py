@@ -28,7 +28,10 @@ from sglang.srt.control.body_reading import make_body
 from sglang.srt.control.inspection_bodies import StartProfileReqInput, StopProfileReqInput
 from sglang.srt.entrypoints.front_end import make_manager
 from sglang.srt.entrypoints.launch import FrontendChannels, ProcessTree, check_model
-from sglang.srt.entrypoints.serialized_updates import update_from_serialized
+from sglang.srt.entrypoints.serialized_updates import (
+    serialized_request,
+    update_from_serialized,
+)
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.frontend.errors import RequestError, ServiceError
 from sglang.srt.frontend.generate_body import GenerateReqInput
@@ -118,11 +121,11 @@ class LauncherManager:
     ) -> tuple[bool, str]:
         """Changes some weights to those of the body; pickles only if the flags allow them."""
         args = self.state.server_args
-        if not obj.serialized_named_tensors:
+        if (request := serialized_request(obj, None, {})) is None:
             return await self._report(self._call(obj.update(obj.source(args.max_weight_bytes))))
         directory = self.state.private_directory
         return await self._report(
-            update_from_serialized(self._manager.control, obj, args, directory)
+            update_from_serialized(self._manager.control, request, args, directory)
         )
 
     async def update_weights_from_distributed(

@@ -95,8 +95,7 @@ async def update_from_serialized(
 
     Args:
         directory: for their file, where shared memory is missing or too small.
-        sender: None: a caller in this process. That one of HTTP has the admin's key, if there is
-            one, is known before.
+        sender: of an HTTP request, whose key has been checked; None: a caller in this process.
 
     Raises:
         RequestError: if they are refused; with status 403 if the sender may not send pickles.

@@ -43,9 +43,10 @@ SEVERAL_RANKS = "it has tensors for {} ranks, and a server has one"
 
 
 def serialize_tensors(value: Any) -> bytes:
-    """
+    """Plain data of one tensor, pairs of a name and a tensor, or a flattened bucket.
+
     Raises:
-        TensorsRefused: unless it is what `TAKEN` says, of tensors on the CPU or a GPU of CUDA.
+        TensorsRefused: for anything else, and for tensors neither on the CPU nor on a GPU of CUDA.
     """
     writer = _Writer()
     form: Form = "named"
@@ -103,17 +104,7 @@ class _Writer:
 
     def bucket(self, flat_tensor: Any, metadata: Iterable[Any]) -> list[SentTensor]:
         flat = self.tensor("", flat_tensor)
-        return [
-            part_of_bucket(
-                flat,
-                entry.name,
-                _dtype_name(entry.dtype),
-                list(entry.shape),
-                entry.start_idx,
-                entry.end_idx,
-            )
-            for entry in metadata
-        ]
+        return [_part_of(flat, entry) for entry in metadata]
 
     def tensor(self, name: str, value: Any) -> SentTensor:
         is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
@@ -140,6 +131,8 @@ class _Writer:
         if len(value.values) != 1:
             raise TensorsRefused(SEVERAL_RANKS.format(len(value.values)))
         plain = decode_tensors(value.values[0])
+        if plain.form != "tensor":
+            raise TensorsRefused("it has something else than one tensor for a rank")
         [tensor] = plain.tensors
         [memory] = plain.memories
         if isinstance(memory, HostMemory):
@@ -177,6 +170,13 @@ def _dtype_name(dtype: torch.dtype) -> str:
     if dtype not in NAMES:
         raise TensorsRefused(f"it has values of {dtype}; send one of {', '.join(DTYPE_BYTES)}")
     return NAMES[dtype]
+
+
+def _part_of(flat: SentTensor, entry: Any) -> SentTensor:
+    if not isinstance(entry, FlattenedTensorMetadata):
+        raise TensorsRefused("it has metadata that are no FlattenedTensorMetadata of this package")
+    dtype, shape = _dtype_name(entry.dtype), list(entry.shape)
+    return part_of_bucket(flat, entry.name, dtype, shape, entry.start_idx, entry.end_idx)
 
 
 def _metadata(tensor: SentTensor) -> FlattenedTensorMetadata:
