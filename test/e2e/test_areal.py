@@ -23,7 +23,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from serving_utils import environ, free_port, wait_until
 from sglang.srt.model_config import resolve_model_path
-from target import TARGET
 
 PROMPT = [40, 50, 60, 70]
 GROUP = "update_weight_group"
@@ -64,11 +63,12 @@ def command_line(model_path: str, port: int) -> list[str]:
         "torch_compile_max_bs": 32,
         "triton_attention_num_kv_splits": 8,
         "num_continuous_decode_steps": 1,
-        "attention_backend": TARGET.attention_backend,
+        "attention_backend": "fa3",
         "context_length": 2048,  # of its user: the default is more than the model has
         "mem_fraction_static": 0.9,
         "max_total_tokens": 8192,  # not AReaL's: a CPU need not fill its memory
         "chunked_prefill_size": -1,
+        "max_prefill_tokens": 32768,
         "schedule_policy": "lpm",
         "schedule_conservativeness": 1.0,
         "cpu_offload_gb": 0,
@@ -76,7 +76,11 @@ def command_line(model_path: str, port: int) -> list[str]:
         "kv_cache_dtype": "auto",
         "dp_size": 1,
         "ep_size": 1,
+        "max_loaded_loras": 8,
+        "lora_backend": "triton",
         "log_level": "warning",
+        "log_level_http": "warning",
+        "decode_log_interval": 1,
         "log_requests_level": 0,
         "enable_metrics": True,
         "host": "127.0.0.1",

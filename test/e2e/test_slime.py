@@ -32,7 +32,8 @@ from sglang.srt.constants import (
 from sglang.srt.entrypoints.http_server import launch_server
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils import kill_process_tree
+from sglang.srt.utils import MultiprocessingSerializer, kill_process_tree
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 from target import TARGET
 from trainer_group import trainers_group
 
@@ -258,6 +259,25 @@ def test_slime_updates_weights_by_broadcast_and_from_a_folder(rollout: Rollout) 
     rollout.call("update_weights_from_disk", model_path=folder, weight_version="2")
     rollout.call("continue_generation")
     assert tokens_of(rollout.generate()) == before
+
+
+def test_slime_updates_weights_by_a_bucket_of_its_own_machine(rollout: Rollout) -> None:
+    """As with `--colocate`."""
+    width = len(rollout.call("get_weights_by_name", name=NORM, truncate_size=100_000))
+    values = torch.linspace(-1, 1, width)
+    bucket = FlattenedTensorBucket(named_tensors=[(NORM, values)])
+    parts = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+    text = MultiprocessingSerializer.serialize(parts, output_str=True)
+    rollout.call(
+        "update_weights_from_tensor",
+        serialized_named_tensors=[text],
+        load_format="flattened_bucket",
+        flush_cache=False,
+        weight_version="3",
+    )
+    served = rollout.call("get_weights_by_name", name=NORM, truncate_size=100_000)
+    assert torch.allclose(torch.tensor(served), values, atol=0.01)
+    assert rollout.generate()["meta_info"]["weight_version"] == "3"
 
 
 def test_slime_gives_memory_back_and_takes_it_again(rollout: Rollout) -> None:

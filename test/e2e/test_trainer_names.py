@@ -9,13 +9,14 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from sent_weights import pickle_of
 from serving_utils import environ, make_model_dir
 from sglang import Engine, ServerArgs, bench_serving
 from sglang.srt.entrypoints.EngineBase import EngineBase
@@ -91,15 +92,16 @@ def test_the_adapter_controls_its_server(adapter: HttpServerEngineAdapter) -> No
     assert isinstance(adapter, EngineBase)
 
 
+@pytest.mark.parametrize("serialize", [MultiprocessingSerializer.serialize, pickle_of])
 @pytest.mark.parametrize("is_bucket", [False, True])
-def test_pickled_weights_change_what_serves(
-    adapter: HttpServerEngineAdapter, is_bucket: bool
+def test_what_a_trainer_serializes_changes_what_serves(
+    adapter: HttpServerEngineAdapter, is_bucket: bool, serialize: Callable[[Any], bytes]
 ) -> None:
-    """Of several types, in memory that this process shares with the server."""
+    """Of several types; pickles name memory that this process shares with the server."""
     strategy = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")  # the server is no child by fork
     try:
-        value = 0.25 + is_bucket
+        value = 0.25 + is_bucket + 2 * (serialize is pickle_of)
         norm = torch.full((64,), value, dtype=torch.bfloat16)
         rows = torch.full((32, 64), value)
         named = [(NORM, norm), (ROWS, rows)]
@@ -108,9 +110,10 @@ def test_pickled_weights_change_what_serves(
             bucket = FlattenedTensorBucket(named_tensors=named)
             flat, metadata = bucket.get_flattened_tensor(), bucket.get_metadata()
             parcel = {"flattened_tensor": flat, "metadata": metadata}
-        pickled = MultiprocessingSerializer.serialize(parcel, output_str=True)
         load_format = "flattened_bucket" if is_bucket else None
-        answer = adapter.update_weights_from_tensor([pickled], load_format, weight_version="p")
+        answer = adapter.update_weights_from_tensor(
+            [serialize(parcel)], load_format, weight_version="p"
+        )
     finally:
         torch.multiprocessing.set_sharing_strategy(strategy)
     assert (answer["num_tensors"], answer["weight_version"]) == (2, "p")
@@ -125,7 +128,7 @@ def test_hostile_pickles_run_nothing_and_the_server_serves(
     canary = tmp_path / "canary"
     for protocol in (0, 4):
         pickled = pickle.dumps(Touch(canary), protocol)
-        with pytest.raises(ValueError, match=r"^serialized_named_tensors: a pickle is refused"):
+        with pytest.raises(ValueError, match=r"^serialized_named_tensors: its entry is refused"):
             adapter.update_weights_from_tensor([pickled])
     assert not canary.exists()
     assert len(adapter.generate("hello", GREEDY)["output_ids"]) == 4

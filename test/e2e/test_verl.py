@@ -7,8 +7,9 @@ The calls, their order and their arguments are those of `async_sglang_server.py`
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import safetensors.torch
 import torch
 import uvicorn
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from serving_utils import make_model_dir
 from sglang.srt.entrypoints import engine
@@ -39,13 +41,16 @@ from sglang.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromTensorReqInput,
 )
 from sglang.srt.managers.tokenizer_manager import ServerStatus
+from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.utils.common import add_prometheus_middleware
+from sglang.srt.weight_sync.utils import update_weights
 from target import TARGET
 
 PROMPT = [5, 6, 7, 8, 9]
-NORM = "model.norm.weight"
+NORM, ROWS = "model.norm.weight", "model.layers.0.self_attn.k_proj.weight"
 HOST = "127.0.0.1"
 
 
@@ -81,7 +86,7 @@ def rollout_args(model_dir: Path, **engine_kwargs: Any) -> dict[str, Any]:
         "max_running_requests": 1024,
         "log_level": "error",
         "mm_attention_backend": None,
-        "attention_backend": TARGET.attention_backend,
+        "attention_backend": "fa3",
         "skip_tokenizer_init": True,
         "skip_server_warmup": True,
         "quantization": None,
@@ -190,17 +195,57 @@ async def check_pause_and_memory(manager: LauncherManager, client: httpx.AsyncCl
     assert (await manager.flush_cache()).success
 
 
+class ServerAdapter:
+    """The trainer's client of the server, which sends no key."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+
+    async def update_weights_from_tensor(self, req: UpdateWeightsFromTensorReqInput) -> Any:
+        texts = [base64.b64encode(data).decode("utf-8") for data in req.serialized_named_tensors]
+        body = {
+            "serialized_named_tensors": texts,
+            "load_format": req.load_format,
+            "flush_cache": req.flush_cache,
+        }
+        answer = await self._client.post("/update_weights_from_tensor", json=body)
+        answer.raise_for_status()
+        return answer.json()
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """The trainer's processes, of which there is one."""
+    store = f"file://{tmp_path}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield init_device_mesh(
+        "cpu", mesh_shape=(1, 1, 1), mesh_dim_names=("dp", "infer_tp", "infer_pp")
+    )
+    distributed.destroy_process_group()
+
+
 async def check_weights(
-    manager: LauncherManager, client: httpx.AsyncClient, before: list[int]
+    manager: LauncherManager, client: httpx.AsyncClient, before: list[int], mesh: DeviceMesh
 ) -> None:
     """New weights give other tokens; the trainer's process sends them and empties the cache."""
-    norm = torch.linspace(-1, 1, 64)
-    answer = await client.post(
-        "/update_weights_from_tensor",
-        content=safetensors.torch.save({NORM: norm}),
-        headers={"content-type": "application/octet-stream"},
+    device = TARGET.device
+    for name, values in ((NORM, torch.linspace(-1, 1, 64)), (ROWS, torch.full((32, 64), 0.25))):
+        answer = await update_weights(
+            engine=ServerAdapter(client),
+            params_batch=[(name, values.bfloat16().to(device))],
+            device_mesh_key="infer_tp",
+            device_mesh=mesh,
+            flush_cache=False,
+        )
+        assert answer["success"]
+        body = {"name": name, "truncate_size": 1000}
+        found = (await client.post("/get_weights_by_name", json=body)).json()
+        assert torch.equal(torch.tensor(found), values.bfloat16().float())
+    again = [MultiprocessingSerializer.serialize([(NORM, torch.linspace(-1, 1, 64))])]
+    done, message = await manager.update_weights_from_tensor(
+        UpdateWeightsFromTensorReqInput(serialized_named_tensors=again, flush_cache=False), None
     )
-    assert answer.json()["success"], answer.text
+    assert done, message
     flushed = await client.get("/flush_cache", params={"reset_connector": "true"})
     assert flushed.status_code == 200
     assert (await rollout(manager, **GREEDY))["output_ids"] != before
@@ -237,14 +282,16 @@ async def check_death(manager: LauncherManager) -> None:
     await asyncio.to_thread(detokenizer.wait, 10)
 
 
-def test_a_rollout_server_generates_and_takes_new_weights(model_dir: Path) -> None:
+def test_a_rollout_server_generates_and_takes_new_weights(
+    model_dir: Path, mesh: DeviceMesh
+) -> None:
     args = ServerArgs(**rollout_args(model_dir, mtp_mask_token_id=2, max_total_tokens=16_384))
 
     async def train() -> None:
         async with rollout_server(args) as (manager, client):
             before = await check_rollouts(manager, client)
             await check_pause_and_memory(manager, client)
-            await check_weights(manager, client, before)
+            await check_weights(manager, client, before, mesh)
             await check_routes(client)
             await check_death(manager)
 

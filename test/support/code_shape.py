@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "step": "layers mem_cache base",
     "model_loader": "models layers base",
     "weight_sync": "model_loader models mem_cache base",
+    "utils": "weight_sync base",
     "model_executor": "step weight_sync model_loader models layers mem_cache base",
     "speculative": "model_executor models step layers mem_cache base",
     "workers": "speculative model_executor step layers mem_cache base",
@@ -48,11 +49,12 @@ MAY_IMPORT = {
     "messages": "base",
     "frontend": "messages constrained base",
     "scheduling": "messages constrained step layers mem_cache base",
-    "control": "scheduling frontend messages weight_sync base",
-    "managers": "control scheduling frontend messages constrained step mem_cache base",
+    "control": "scheduling frontend messages utils weight_sync base",
+    "managers": "control scheduling frontend messages constrained utils step mem_cache base",
     "processes": "managers control scheduling frontend messages constrained"
     " mtp workers speculative model_executor step weight_sync mem_cache base",
     "entrypoints": "processes managers control frontend function_call parser messages constrained"
+    " utils"
     " model_executor base",
 }
 SERVER_ARGS_READERS = re.compile(

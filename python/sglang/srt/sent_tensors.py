@@ -1,13 +1,15 @@
 """Tensors that a trainer on this machine sends by naming their memory, as plain data.
 
-A reader of the trainer's bytes makes these (`control/pickled_tensors.py`), and the scheduler opens
-the memory (`weight_sync/sent_memory.py`). Both check that each tensor lies within it.
+A trainer makes these itself (`weight_sync/plain_sending.py`), or a reader of its pickles does
+(`control/pickled_tensors.py`); `check_tensors` holds for both. The scheduler opens the memory
+(`weight_sync/sent_memory.py`), and looks once more whether each tensor lies within it.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -27,13 +29,24 @@ DTYPE_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
+MAX_TENSORS = 65_536
+MAX_NAME_CHARS = 512
 MAX_DIMENSIONS = 8
 MAX_SIZE = 1 << 40  # of a tensor, in bytes or along one dimension
 CUDA_HANDLE_BYTES = 64  # of memory, and of an event: fixed by CUDA
 MAX_COUNTERS = 10_000  # in a file of torch's that counts who uses memory of a GPU
+MALLOC = b"c"  # second byte of torch's handle of memory: one allocation, by its CUDA handle
+NOT_CUDA_MALLOC = (
+    "a tensor is in an expandable segment, which is not taken; set"
+    " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False in the trainer"
+)
 
 Size = Annotated[int, Meta(ge=0, le=MAX_SIZE)]
 CudaHandle = Annotated[bytes, Meta(min_length=CUDA_HANDLE_BYTES, max_length=CUDA_HANDLE_BYTES)]
+
+
+class TensorsRefused(ValueError):
+    """Tensors that cannot be sent, or bytes that are none; says why as the rest of a sentence."""
 
 
 class HostMemory(msgspec.Struct, tag=True, frozen=True):
@@ -58,8 +71,8 @@ class DeviceMemory(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     device: Annotated[int, Meta(ge=0, lt=1024)] | Annotated[str, Meta(max_length=64)]
     handle: CudaHandle
     first_byte: Size
-    num_bytes: Size
-    counter_file: Annotated[str, Meta(pattern=r"^/torch_\d+_\d+_\d+$", max_length=64)]
+    num_bytes: Annotated[int, Meta(ge=1, le=MAX_SIZE)]
+    counter_file: Annotated[str, Meta(pattern=r"\A/torch_[0-9]+_[0-9]+_[0-9]+\Z", max_length=64)]
     counter: Annotated[int, Meta(ge=0, lt=MAX_COUNTERS)]
     event: CudaHandle | None = None
 
@@ -71,6 +84,7 @@ class SentTensor(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor over a memory.
 
     Attributes:
+        name: empty until it is known.
         dtype: one of `DTYPE_BYTES`.
         strides: between values along each dimension, in values.
         memory: index of the memory.
@@ -103,12 +117,102 @@ class SentTensors(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         path: the file with every `HostMemory`, which only this user may read.
-        tensors: those of one memory follow each other.
     """
 
     path: str
     memories: list[Memory]
     tensors: list[SentTensor]
+
+
+class SizedMemory(Protocol):
+    """A memory, wherever it is."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+def check_tensors(tensors: Sequence[SentTensor], memories: Sequence[SizedMemory]) -> None:
+    """Checks what the types of the fields do not say.
+
+    Raises:
+        TensorsRefused: unless there are tensors, each with a name, of a known type and within a
+            memory.
+    """
+    if not 0 < len(tensors) <= MAX_TENSORS:
+        raise TensorsRefused(f"it has not 1 to {MAX_TENSORS} tensors with names")
+    for tensor in tensors:
+        if not 0 < len(tensor.name) <= MAX_NAME_CHARS or not tensor.name.isprintable():
+            raise TensorsRefused(
+                f"it has a tensor whose name is no text of 1 to {MAX_NAME_CHARS} characters"
+            )
+        if tensor.dtype not in DTYPE_BYTES:
+            raise TensorsRefused("it has a tensor of no type")
+        if len(tensor.shape) != len(tensor.strides):
+            raise TensorsRefused("it has a tensor with other strides than dimensions")
+        if tensor.memory >= len(memories):
+            raise TensorsRefused("it has a tensor without memory")
+        if not tensor.lies_within(memories[tensor.memory].num_bytes):
+            raise TensorsRefused("it has a tensor that is not within its memory")
+
+
+def part_of_bucket(
+    flat: SentTensor, name: str, dtype: str, shape: list[int], start: int, end: int
+) -> SentTensor:
+    """A tensor of a flattened bucket: its metadata count values of the flat tensor.
+
+    Raises:
+        TensorsRefused: if the flat tensor has not these values, or is not flat.
+    """
+    if len(flat.shape) != 1 or flat.strides != [1]:
+        raise TensorsRefused("its flattened tensor is not flat")
+    unit = DTYPE_BYTES[flat.dtype]
+    num_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
+    if not start <= end <= flat.shape[0] or num_bytes != (end - start) * unit:
+        raise TensorsRefused("it has metadata that do not fit its flattened tensor")
+    return SentTensor(
+        name=name,
+        dtype=dtype,
+        shape=shape,
+        strides=contiguous_strides(shape),
+        memory=flat.memory,
+        first_byte=flat.first_byte + start * unit,
+    )
+
+
+def device_memory(
+    device: Any,
+    handle: Any,
+    num_bytes: Any,
+    first_byte: Any,
+    counter_file: Any,
+    counter: Any,
+    event: Any,
+    waits: Any,
+) -> DeviceMemory:
+    """A memory of a GPU from what torch says of it, in torch's order.
+
+    Raises:
+        TensorsRefused: if torch does not say this of memory of `cudaMalloc`.
+    """
+    if not isinstance(handle, bytes) or len(handle) < 2:
+        raise TensorsRefused("it has a tensor of a GPU without memory")
+    if handle[1:2] != MALLOC:
+        raise TensorsRefused(NOT_CUDA_MALLOC)
+    fields = {
+        "device": device,
+        "handle": handle[2:],  # behind a version of torch's own
+        "first_byte": first_byte,
+        "num_bytes": num_bytes,
+        "counter_file": counter_file.decode("latin-1") if isinstance(counter_file, bytes) else "",
+        "counter": counter,
+        "event": event if waits is True else None,
+    }
+    try:
+        return msgspec.convert(fields, DeviceMemory)
+    except msgspec.ValidationError:
+        raise TensorsRefused(
+            "it has a tensor of a GPU whose memory is not described right"
+        ) from None
 
 
 def contiguous_strides(shape: list[int]) -> list[int]:

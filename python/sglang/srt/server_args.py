@@ -116,8 +116,9 @@ class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
     )
     allow_pickled_weights: bool = flag(
         False,
-        "Take the pickled tensors and flattened buckets that trainers on this machine send to"
-        " /update_weights_from_tensor; with --admin-api-key. Nothing of a pickle is run.",
+        "Take the pickles of tensors and buckets that trainers on this machine send to"
+        " /update_weights_from_tensor if they have SGLang's own package; with --admin-api-key."
+        " Nothing of a pickle is run.",
     )
     allowed_origins: str | None = flag(
         None, "Web pages that may use the server, such as https://chat.example; with commas."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import os
 import pickle
@@ -11,7 +10,6 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +17,25 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
+from sent_weights import assert_same, pickle_of, weights
 from sglang.srt.control.pickle_process import ReadPickle, sent_tensors
-from sglang.srt.control.pickle_records import ALLOWED, Made, PickleRefused, read_records
+from sglang.srt.control.pickle_records import ALLOWED, read_records
 from sglang.srt.control.pickled_tensors import WeightsInRecords
-from sglang.srt.entrypoints import pickled_updates
+from sglang.srt.entrypoints import serialized_updates
 from sglang.srt.frontend.errors import RequestError
-from sglang.srt.sent_tensors import DeviceMemory, HostMemory, SentTensor, SentTensors
-from sglang.srt.utils import MultiprocessingSerializer
-from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+from sglang.srt.sent_tensors import (
+    DeviceMemory,
+    HostMemory,
+    SentTensor,
+    SentTensors,
+    TensorsRefused,
+)
+from sglang.srt.utils import patch_torch
 from sglang.srt.weight_sync.sent_memory import opened_tensors
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, LocalSerializedTensor
 from sglang.srt.weight_sync.weight_store import WeightUpdateError
 
 SHARED_MEMORY = Path("/dev/shm")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool)
 
 
 @pytest.fixture(params=["file_descriptor", "file_system"])
@@ -54,35 +57,12 @@ def read(pickled: bytes, path: Path, is_bucket: bool = False) -> dict[str, torch
     return {name: tensor.clone() for name, tensor in opened_tensors(sent)}
 
 
-def weights() -> dict[str, torch.Tensor]:
-    """Of several types, sizes that misalign what follows in a bucket, and no order in memory."""
-    generator = torch.Generator().manual_seed(3)
-    tensors = {
-        f"w{index}": (torch.randn(3, index + 1, generator=generator) * 9).to(dtype)
-        for index, dtype in enumerate(DTYPES)
-    }
-    whole = torch.randn(8, 6, generator=generator)
-    tensors["transposed"], tensors["rows"] = whole.t(), whole[2:5]
-    tensors["column"], tensors["scalar"] = whole[:, 3], torch.tensor(2.5)
-    tensors["expanded"] = whole[0].expand(4, 6)
-    tensors["parameter"] = torch.nn.Parameter(torch.randn(5, generator=generator))
-    return tensors
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert found[name].shape == tensor.shape
-        assert torch.equal(found[name], tensor), name
-
-
 # ---------------------------------------------------------------- what trainers send
 
 
 def test_tensors_arrive_with_their_values(strategy: str, tmp_path: Path) -> None:
     expected = weights()
-    pickled = MultiprocessingSerializer.serialize(list(expected.items()))
+    pickled = pickle_of(list(expected.items()))
     assert_same(read(pickled, tmp_path / "memory"), expected)
 
 
@@ -94,7 +74,7 @@ def test_a_bucket_of_several_types_arrives(strategy: str, tmp_path: Path) -> Non
         "flattened_tensor": bucket.get_flattened_tensor(),
         "metadata": bucket.get_metadata(),
     }
-    pickled = MultiprocessingSerializer.serialize(parts)
+    pickled = pickle_of(parts)
     assert_same(read(pickled, tmp_path / "memory", is_bucket=True), expected)
 
 
@@ -107,15 +87,15 @@ def test_a_bucket_may_count_values_of_one_type(strategy: str, tmp_path: Path) ->
         entry.start_idx, entry.end_idx = entry.start_idx // 4, entry.end_idx // 4
         entry.numel //= 4
     flat = bucket.get_flattened_tensor().view(torch.float32)
-    pickled = MultiprocessingSerializer.serialize({"flattened_tensor": flat, "metadata": metadata})
+    pickled = pickle_of({"flattened_tensor": flat, "metadata": metadata})
     assert_same(read(pickled, tmp_path / "memory", is_bucket=True), expected)
 
 
 def test_a_tensor_of_two_names_and_one_per_rank_arrive(strategy: str, tmp_path: Path) -> None:
     tied, alone = torch.randn(3, 3), torch.randn(2)
-    inner = MultiprocessingSerializer.serialize(alone)
+    inner = pickle_of(alone)
     named = [("embed", tied), ("alone", LocalSerializedTensor([inner])), ("head", tied)]
-    found = read(MultiprocessingSerializer.serialize(named), tmp_path / "memory")
+    found = read(pickle_of(named), tmp_path / "memory")
     assert_same(found, {"embed": tied, "head": tied, "alone": alone})
 
 
@@ -124,7 +104,7 @@ def test_nothing_is_left_in_shared_memory(tmp_path: Path) -> None:
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
         tensor = torch.randn(1000)
-        pickled = MultiprocessingSerializer.serialize([("a", tensor)])
+        pickled = pickle_of([("a", tensor)])
         [file] = {file.name for file in SHARED_MEMORY.glob(f"torch_{os.getpid()}_*")} - before
         read(pickled, tmp_path / "memory")
         assert (SHARED_MEMORY / file).exists()  # it is still the trainer's
@@ -136,24 +116,24 @@ def test_nothing_is_left_in_shared_memory(tmp_path: Path) -> None:
 
 def test_the_process_reads_what_another_one_sends(strategy: str, tmp_path: Path) -> None:
     tensor = torch.randn(3)
-    pickled = MultiprocessingSerializer.serialize([("a", tensor)])
-    sent = pickled_updates._read(request_of(pickled, tmp_path / "memory"))
+    pickled = pickle_of([("a", tensor)])
+    sent = serialized_updates._read(request_of(pickled, tmp_path / "memory"))
     assert_same(dict(opened_tensors(sent)), {"a": tensor})
 
 
 def test_a_stranger_s_files_are_refused_with_the_remedy(tmp_path: Path) -> None:
-    pickled = MultiprocessingSerializer.serialize([("a", torch.randn(3))])
+    pickled = pickle_of([("a", torch.randn(3))])
     request = request_of(pickled, tmp_path / "memory")
     request.key = b"another family"
-    with pytest.raises(PickleRefused, match=r"set_sharing_strategy\('file_system'\)"):
+    with pytest.raises(TensorsRefused, match=r"set_sharing_strategy\('file_system'\)"):
         sent_tensors(request)
 
 
 def test_weights_have_a_limit(strategy: str, tmp_path: Path) -> None:
-    pickled = MultiprocessingSerializer.serialize([("a", torch.zeros(1 << 18))])
+    pickled = pickle_of([("a", torch.zeros(1 << 18))])
     request = request_of(pickled, tmp_path / "memory")
     request.max_bytes -= 1
-    with pytest.raises(PickleRefused, match="--max-weight-bytes"):
+    with pytest.raises(TensorsRefused, match="--max-weight-bytes"):
         sent_tensors(request)
 
 
@@ -182,12 +162,6 @@ class OnGpu:
         return self.function, tuple(self.arguments.values())
 
 
-def pickle_of(value: Any) -> bytes:
-    stream = io.BytesIO()
-    ForkingPickler(stream).dump(value)
-    return stream.getvalue()
-
-
 def test_memory_of_a_gpu_is_described() -> None:
     records = read_records(pickle_of([("a", OnGpu())]))
     found = WeightsInRecords()
@@ -209,32 +183,18 @@ def test_memory_of_a_gpu_is_described() -> None:
 
 
 def test_a_gpu_may_have_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.utils import patch_torch
+    def rebuild() -> None: ...
 
-    monkeypatch.setattr(OnGpu, "function", staticmethod(patch_torch._rebuild_cuda_tensor_modified))
+    rebuild.__module__ = patch_torch.__name__
+    rebuild.__qualname__ = "_rebuild_cuda_tensor_modified"  # by SGLang's package
+    monkeypatch.setattr(patch_torch, rebuild.__qualname__, rebuild, raising=False)
+    monkeypatch.setattr(OnGpu, "function", staticmethod(rebuild))
     uuid = "0a1b2c3d-0000-1111-2222-333344445555"
     found = WeightsInRecords()
     found.named(read_records(pickle_of([("a", OnGpu(device=uuid))])))
     [memory] = found.sources
     assert isinstance(memory, DeviceMemory)
     assert memory.device == uuid
-
-
-def test_the_uuid_is_put_in_for_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ForkingPickler, "_extra_reducers", dict(ForkingPickler._extra_reducers))
-    properties = type("Properties", (), {"uuid": "some-uuid"})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkey_patch_torch_reductions()
-    on_cpu = read_records(MultiprocessingSerializer.serialize(torch.zeros(2)))
-    assert isinstance(on_cpu, Made)
-    assert on_cpu.kind == "rebuild_tensor"
-    arguments = tuple(OnGpu().arguments.values())
-    monkeypatch.setattr(
-        reductions, "reduce_tensor", lambda _: (reductions.rebuild_cuda_tensor, arguments)
-    )
-    on_gpu = read_records(MultiprocessingSerializer.serialize(torch.zeros(2)))
-    assert on_gpu.kind == "_rebuild_cuda_tensor_modified"
-    assert on_gpu.arguments[6] == "some-uuid"
 
 
 @pytest.mark.parametrize(
@@ -273,7 +233,7 @@ def test_the_uuid_is_put_in_for_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> 
     ids=str,
 )
 def test_memory_of_a_gpu_with_a_wrong_argument_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(PickleRefused):
+    with pytest.raises(TensorsRefused):
         WeightsInRecords().named(read_records(pickle_of([("a", OnGpu(**changes))])))
 
 
@@ -320,7 +280,7 @@ HEAD = b"\x80\x04"
 TENSORS = [("a", torch.ones(2, 3)), ("b", torch.ones(4, dtype=torch.bfloat16))]
 BUCKET = FlattenedTensorBucket(named_tensors=TENSORS)
 PARTS = {"flattened_tensor": BUCKET.get_flattened_tensor(), "metadata": BUCKET.get_metadata()}
-HONEST = [MultiprocessingSerializer.serialize(value) for value in (TENSORS, PARTS)]
+HONEST = [pickle_of(value) for value in (TENSORS, PARTS)]
 
 
 def hostile(canary: Path) -> dict[str, bytes]:
@@ -419,7 +379,7 @@ def test_a_hostile_pickle_runs_nothing(
 ) -> None:
     pickled = hostile(tmp_path / "canary")[kind]
     spy.clear()
-    with pytest.raises(PickleRefused):
+    with pytest.raises(TensorsRefused):
         sent_tensors(request_of(pickled, tmp_path / "memory", is_bucket))
     assert not spy
     assert not list(tmp_path.iterdir())
@@ -445,7 +405,7 @@ def test_changed_pickles_run_nothing_and_read_no_other_memory(spy: list[str]) ->
             records = read_records(bytes(data))
             is_bucket = isinstance(records, dict)
             tensors = found.of_bucket(records) if is_bucket else found.named(records)
-        except PickleRefused:
+        except TensorsRefused:
             continue
         num_read += 1
         for tensor in tensors:
@@ -462,8 +422,8 @@ def test_the_names_of_a_pickle_are_these() -> None:
 def test_the_process_says_why_and_may_be_ended(tmp_path: Path) -> None:
     request = request_of(hostile(tmp_path / "canary")["system"], tmp_path / "memory")
     with pytest.raises(RequestError, match=r"^serialized_named_tensors: .*asks for posix\.system"):
-        pickled_updates._read(request)
+        serialized_updates._read(request)
     bomb = request_of(b"\x80\x04" + b"]" * (1 << 25), tmp_path / "memory")
     with pytest.raises(RequestError, match=r"^serialized_named_tensors: "):
-        pickled_updates._read(bomb)
+        serialized_updates._read(bomb)
     assert not list(tmp_path.iterdir())

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from fake_backend import FULL, LIMITS
+from sent_weights import pickle_of
 from serving_utils import make_model_dir
 from sglang.srt.control.bodies import (
     UpdateWeightsFromTensorReqInput,
@@ -242,26 +243,35 @@ def test_tensors_reach_the_scheduler_as_safetensors(engine: Engine) -> None:
             assert torch.equal(found[name], tensor)
 
 
-def test_pickled_tensors_reach_the_scheduler_where_they_are_allowed(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def pickled() -> Any:
-        return MultiprocessingSerializer.serialize([("a", torch.ones(3))])
+def serialized() -> Any:
+    return MultiprocessingSerializer.serialize([("a", torch.ones(3))])
 
-    with pytest.raises(ValueError, match="--allow-pickled-weights"):
-        engine.update_weights_from_tensor([pickled()])
-    allowed = replace(engine.server_args, allow_pickled_weights=True)
-    monkeypatch.setattr(engine, "server_args", allowed)
-    kept = pickled(), pickled()
-    engine.update_weights_from_tensor([kept[0]], weight_version="v2")
-    request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=[kept[1]], flush_cache=False)
+
+def test_what_a_trainer_serializes_reaches_the_scheduler(engine: Engine) -> None:
+    engine.update_weights_from_tensor([serialized()], weight_version="v2")
+    request = UpdateWeightsFromTensorReqInput(
+        serialized_named_tensors=[serialized()], flush_cache=False
+    )
     engine.update_weights_from_tensor(request)
     [first, second] = sent_by(engine)
     assert (first.weight_version, second.flush_cache) == ("v2", False)
     for message in (first, second):
         assert message.source.memories == [HostMemory(0, 12)]
     with pytest.raises(ValueError, match=r"^load_format: "):
-        engine.update_weights_from_tensor([pickled()], "direct")
+        engine.update_weights_from_tensor([serialized()], "direct")
+
+
+def test_pickled_tensors_reach_the_scheduler_where_they_are_allowed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = pickle_of([("a", torch.ones(3))])
+    with pytest.raises(ValueError, match="--allow-pickled-weights"):
+        engine.update_weights_from_tensor([kept])
+    allowed = replace(engine.server_args, allow_pickled_weights=True)
+    monkeypatch.setattr(engine, "server_args", allowed)
+    engine.update_weights_from_tensor([kept])
+    [message] = sent_by(engine)
+    assert message.source.memories == [HostMemory(0, 12)]
 
 
 def test_file_of_tensors_is_private_and_gone_after_use(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from sglang.srt.entrypoints.connection_limits import LimitedRequests
 from sglang.srt.entrypoints.http_io import EventStream, OutermostApp
 from sglang.srt.messages.control import AbortReq
 from sglang.srt.messages.requests import TokenizedGenerateReqInput
-from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.observability.log_format import NamedRequests
+from sglang.srt.observability.request_log import RequestLog
 from sglang.srt.tokenizer import load_tokenizer
 
 MAX_ID_CHARS = 40

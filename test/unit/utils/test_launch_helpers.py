@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,9 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from sent_weights import assert_same
 from serving_utils import wait_until
 from sglang import utils
-from sglang.srt.control.pickle_records import read_records
-from sglang.srt.control.pickled_tensors import WeightsInRecords
 from sglang.srt.entrypoints import engine
 from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 from sglang.srt.utils import (
@@ -109,11 +107,6 @@ def test_the_address_is_one_or_what_the_operator_says(monkeypatch: pytest.Monkey
     assert get_ip() == "10.1.2.3"
 
 
-def test_no_pickle_is_read() -> None:
-    with pytest.raises(NotImplementedError, match="--allow-pickled-weights"):
-        MultiprocessingSerializer.deserialize(b"\x80\x04.")
-
-
 def test_versions_are_compared_as_numbers() -> None:
     assert_pkg_version("msgspec", "0.9", "Update it.")
     for name, version in (("msgspec", "999.1"), ("no-such-package", "1")):
@@ -188,9 +181,8 @@ class BlockingEngine:
 
 @pytest.mark.parametrize("engine", [AsyncEngine(), BlockingEngine()])
 def test_what_trainers_send_weights_with_sends_what_a_server_reads(
-    one_process: None, engine: Any, monkeypatch: pytest.MonkeyPatch
+    one_process: None, engine: Any
 ) -> None:
-    monkeypatch.setattr(ForkingPickler, "_extra_reducers", dict(ForkingPickler._extra_reducers))
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "infer_tp"))
     spread = distribute_tensor(torch.arange(6.0), mesh["infer_tp"], [Shard(0)])
     batch = [("a", torch.zeros(2, 3)), ("b", spread)]
@@ -198,6 +190,8 @@ def test_what_trainers_send_weights_with_sends_what_a_server_reads(
     [request] = asyncio.run(work)
     assert isinstance(request, UpdateWeightsFromTensorReqInput)
     assert (request.load_format, request.flush_cache) == (None, False)
-    [pickled] = request.serialized_named_tensors
-    found = WeightsInRecords().named(read_records(pickled))
-    assert [(tensor.name, tensor.shape) for tensor in found] == [("a", [2, 3]), ("b", [6])]
+    [data] = request.serialized_named_tensors
+    assert_same(
+        dict(MultiprocessingSerializer.deserialize(data)),
+        {"a": torch.zeros(2, 3), "b": torch.arange(6.0)},
+    )

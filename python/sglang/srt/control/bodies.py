@@ -100,7 +100,8 @@ class UpdateWeightsFromTensorReqInput(WeightUpdateOptions, kw_only=True):
         shared_memory: name of a file in /dev/shm of this host that holds them.
         serialized_named_tensors: for each rank of the server, thus one, what SGLang's
             `MultiprocessingSerializer` makes of tensors, in base64. Empty: not given.
-        load_format: `flattened_bucket`: these are such a bucket; otherwise tensors with names.
+        load_format: `flattened_bucket`: a pickle is such a bucket; otherwise tensors with names.
+            Other data say it themselves.
     """
 
     safetensors: str | None = None

@@ -13,9 +13,8 @@ from multiprocessing.connection import Client
 from pathlib import Path
 from typing import BinaryIO
 
-from sglang.srt.control.pickle_records import PickleRefused
 from sglang.srt.control.pickled_tensors import HandedFile, HostSource, SharedFile
-from sglang.srt.sent_tensors import HostMemory
+from sglang.srt.sent_tensors import HostMemory, TensorsRefused
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_HEAD_BYTES = 64  # of a shared file of torch's, before its values
@@ -42,7 +41,7 @@ class HostCopies:
     def copy(self, source: HostSource) -> HostMemory:
         """
         Raises:
-            PickleRefused: if there is no such memory, or it is smaller.
+            TensorsRefused: if there is no such memory, or it is smaller.
         """
         self._file.seek(-(-self._file.tell() // ALIGNMENT) * ALIGNMENT)
         first_byte = self._file.tell()
@@ -52,10 +51,10 @@ class HostCopies:
             else:
                 self._copy_handed(source)
         except AuthenticationError:
-            raise PickleRefused(OTHER_FAMILY) from None
+            raise TensorsRefused(OTHER_FAMILY) from None
         except (OSError, EOFError, RuntimeError) as error:
             reason = error.strerror if isinstance(error, OSError) else type(error).__name__
-            raise PickleRefused(
+            raise TensorsRefused(
                 f"a tensor's memory cannot be had ({reason}); keep the tensors until the answer"
             ) from error
         return HostMemory(first_byte, source.num_bytes)
@@ -70,7 +69,7 @@ class HostCopies:
     def _copy_handed(self, source: HandedFile) -> None:
         place = os.stat(source.socket)
         if not stat.S_ISSOCK(place.st_mode) or place.st_uid != os.getuid():
-            raise PickleRefused("it names a socket that is none of this user's")
+            raise TensorsRefused("it names a socket that is none of this user's")
         with Client(source.socket, authkey=self._key) as connection:
             connection.send((source.ticket, os.getpid()))
             descriptor = reduction.recv_handle(connection)
@@ -102,7 +101,7 @@ def _opened(path: Path) -> Iterator[int]:
 def _check_file(descriptor: int, num_bytes: int) -> None:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_size < num_bytes:
-        raise PickleRefused("it names memory that is smaller, or none of this user's")
+        raise TensorsRefused("it names memory that is smaller, or none of this user's")
 
 
 def _leave(descriptor: int, path: Path) -> None:

@@ -11,10 +11,15 @@ import sys
 import msgspec
 
 from sglang.srt.control.host_copies import HostCopies
-from sglang.srt.control.pickle_records import PickleRefused, read_records
+from sglang.srt.control.pickle_records import read_records
 from sglang.srt.control.pickled_tensors import WeightsInRecords
 from sglang.srt.framed_process import limit_memory, limit_time, read, write
-from sglang.srt.sent_tensors import DeviceMemory, Memory, SentTensors
+from sglang.srt.sent_tensors import (
+    DeviceMemory,
+    Memory,
+    SentTensors,
+    TensorsRefused,
+)
 
 MAX_MEMORY_MIB = 1024
 MAX_CPU_SECONDS = 60
@@ -47,13 +52,13 @@ def sent_tensors(request: ReadPickle) -> SentTensors:
     """Reads a pickle and copies what is in host memory.
 
     Raises:
-        PickleRefused: with the reason.
+        TensorsRefused: with the reason.
     """
     records, weights = read_records(request.pickled), WeightsInRecords()
     tensors = weights.of_bucket(records) if request.is_bucket else weights.named(records)
     num_bytes = [s.num_bytes for s in weights.sources if not isinstance(s, DeviceMemory)]
     if sum(num_bytes) > request.max_bytes:
-        raise PickleRefused(
+        raise TensorsRefused(
             f"its tensors are over more than {request.max_bytes} bytes (--max-weight-bytes)"
         )
     memories: list[Memory] = []
@@ -61,7 +66,6 @@ def sent_tensors(request: ReadPickle) -> SentTensors:
         copies = HostCopies(file, request.key)
         for source in weights.sources:
             memories.append(source if isinstance(source, DeviceMemory) else copies.copy(source))
-    tensors.sort(key=lambda tensor: tensor.memory)
     return SentTensors(request.path if num_bytes else "", memories, tensors)
 
 
@@ -75,7 +79,7 @@ def main() -> None:
     answer: SentTensors | Refused
     try:
         answer = sent_tensors(request)
-    except PickleRefused as error:
+    except TensorsRefused as error:
         answer = Refused(str(error))
     except MemoryError:
         answer = Refused(f"to read it takes more than {MAX_MEMORY_MIB} MiB of memory")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.sent_tensors import DTYPE_BYTES
+from sglang.srt.sent_tensors import DTYPE_BYTES, TensorsRefused
 
 MAX_PICKLE_BYTES = 1 << 25  # it names memory; the weights are not in it
 REDUCTIONS = "torch.multiprocessing.reductions"
@@ -49,10 +49,6 @@ ALLOWED: frozenset[tuple[str, str]] = frozenset(
 )
 
 
-class PickleRefused(ValueError):
-    """Bytes that are no pickle of weights; one line that says why."""
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class Name:
     """A name of `ALLOWED`; `text` is its second part, which is enough to tell what is meant."""
@@ -79,18 +75,18 @@ def read_records(data: bytes) -> Any:
     `Name` and `Made`. Lists and dicts may hold themselves.
 
     Raises:
-        PickleRefused: for whatever a pickle of weights does not have.
+        TensorsRefused: for whatever a pickle of weights does not have.
     """
     if len(data) > MAX_PICKLE_BYTES:
-        raise PickleRefused(f"it is larger than {MAX_PICKLE_BYTES} bytes")
+        raise TensorsRefused(f"it is larger than {MAX_PICKLE_BYTES} bytes")
     machine = _Machine()
     try:
         for opcode, argument, _ in pickletools.genops(data):
             machine.run(opcode.name, argument)
-    except PickleRefused:
+    except TensorsRefused:
         raise
     except (ValueError, IndexError, KeyError) as error:
-        raise PickleRefused("it is damaged or no pickle") from error
+        raise TensorsRefused("it is damaged or no pickle") from error
     return machine.result()
 
 
@@ -148,17 +144,17 @@ class _Machine:
         elif opcode in self._operations:
             self._operations[opcode](argument)
         elif opcode not in _SKIPPED:
-            raise PickleRefused(f"it has the opcode {opcode}, which no pickle of weights has")
+            raise TensorsRefused(f"it has the opcode {opcode}, which no pickle of weights has")
 
     def result(self) -> Any:
         if len(self._stack) != 1 or self._stack[0] is _MARK:
-            raise PickleRefused("it does not end with one object")
+            raise TensorsRefused("it does not end with one object")
         return self._stack[0]
 
     def _pop_last(self, count: int) -> tuple[Any, ...]:
         values = tuple(self._stack[-count:])
         if len(values) < count or any(value is _MARK for value in values):
-            raise PickleRefused("it takes values that are not there")
+            raise TensorsRefused("it takes values that are not there")
         del self._stack[-count:]
         return values
 
@@ -170,36 +166,36 @@ class _Machine:
 
     def _remember(self, index: int) -> None:
         if self._stack[-1] is _MARK:
-            raise PickleRefused("it keeps what is no value")
+            raise TensorsRefused("it keeps what is no value")
         self._memo[index] = self._stack[-1]
 
     def _extend(self, values: tuple[Any, ...] | list[Any]) -> None:
         target = self._stack[-1]
         if not isinstance(target, list):
-            raise PickleRefused("it appends to what is no list")
+            raise TensorsRefused("it appends to what is no list")
         target.extend(values)
 
     def _set_items(self, values: tuple[Any, ...] | list[Any]) -> None:
         target, keys = self._stack[-1], values[::2]
         if not isinstance(target, dict) or not all(isinstance(key, str) for key in keys):
-            raise PickleRefused("it has a table whose keys are not texts")
+            raise TensorsRefused("it has a table whose keys are not texts")
         target.update(zip(keys, values[1::2], strict=True))
 
     def _name(self, module: Any, name: Any) -> None:
         if not (isinstance(module, str) and isinstance(name, str)):
-            raise PickleRefused("it has a name that is no text")
+            raise TensorsRefused("it has a name that is no text")
         if (module, name) not in ALLOWED:
             asked = "".join(char for char in f"{module}.{name}"[:100] if char.isprintable())
-            raise PickleRefused(f"it asks for {asked}, which no pickle of weights needs")
+            raise TensorsRefused(f"it asks for {asked}, which no pickle of weights needs")
         self._stack.append(Name(name))
 
     def _make(self, name: Any, arguments: Any) -> None:
         if not isinstance(name, Name) or not isinstance(arguments, tuple):
-            raise PickleRefused("it calls what is no name")
+            raise TensorsRefused("it calls what is no name")
         self._stack.append(Made(name.text, arguments))
 
     def _set_state(self, state: Any) -> None:
         target = self._stack[-1]
         if not isinstance(target, Made) or not isinstance(state, dict) or target.state is not None:
-            raise PickleRefused("it sets a state where there is none")
+            raise TensorsRefused("it sets a state where there is none")
         target.state = state

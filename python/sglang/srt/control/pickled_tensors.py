@@ -6,34 +6,29 @@ process that holds the GPU.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from sglang.srt.control.pickle_records import Made, Name, PickleRefused, read_records
+from sglang.srt.control.pickle_records import Made, Name, read_records
 from sglang.srt.sent_tensors import (
     DTYPE_BYTES,
     MAX_DIMENSIONS,
     MAX_SIZE,
     DeviceMemory,
     SentTensor,
-    contiguous_strides,
+    TensorsRefused,
+    check_tensors,
+    device_memory,
+    part_of_bucket,
 )
 
-MAX_TENSORS = 65_536
-MAX_NAME_CHARS = 512
 SHARED_FILE = re.compile(rb"/torch_[0-9]{1,10}_[0-9]{1,10}_[0-9]{1,10}")
 SOCKET_PATH = re.compile(r"/[ -~]{1,106}")
 NUM_CUDA_ARGUMENTS = 15  # of torch's function for a tensor on a GPU
-MALLOC = b"c"  # second byte of torch's handle of memory: one allocation, by its CUDA handle
 NO_TENSOR = "it has something else where a tensor has to be"
-NOT_CUDA_MALLOC = (
-    "a tensor is in an expandable segment, which is not taken; set"
-    " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False in the trainer"
-)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -61,7 +56,7 @@ class WeightsInRecords:
     """Finds the tensors in what `read_records` gives, and where their memory is.
 
     Raises:
-        PickleRefused: by every method, for whatever is not as trainers send it.
+        TensorsRefused: by every method, for whatever is not as trainers send it.
     """
 
     def __init__(self) -> None:
@@ -72,30 +67,32 @@ class WeightsInRecords:
 
     def named(self, pairs: Any) -> list[SentTensor]:
         """The tensors of pairs of a name and a tensor."""
-        if not isinstance(pairs, list | tuple) or not 0 < len(pairs) <= MAX_TENSORS:
-            raise PickleRefused("it has no list of 1 to 65536 pairs of a name and a tensor")
+        if not isinstance(pairs, list | tuple):
+            raise TensorsRefused("it has no list of pairs of a name and a tensor")
         tensors = []
         for pair in pairs:
             if not isinstance(pair, list | tuple) or len(pair) != 2:
-                raise PickleRefused("it has an entry that is no pair of a name and a tensor")
-            tensors.append(_renamed(self._tensor(pair[1]), pair[0]))
+                raise TensorsRefused("it has an entry that is no pair of a name and a tensor")
+            tensor = self._tensor(pair[1])
+            tensors.append(msgspec.structs.replace(tensor, name=_text(pair[0])))
+        check_tensors(tensors, self.sources)
         return tensors
 
     def of_bucket(self, bucket: Any) -> list[SentTensor]:
         """The tensors of a flattened bucket."""
         if not isinstance(bucket, dict) or bucket.keys() != {"flattened_tensor", "metadata"}:
-            raise PickleRefused("it has no flattened_tensor with metadata")
+            raise TensorsRefused("it has no flattened_tensor with metadata")
         flat, entries = self._tensor(bucket["flattened_tensor"]), bucket["metadata"]
-        if len(flat.shape) != 1 or flat.strides != [1]:
-            raise PickleRefused("its flattened tensor is not flat")
-        if not isinstance(entries, list | tuple) or not 0 < len(entries) <= MAX_TENSORS:
-            raise PickleRefused("it has no list of 1 to 65536 entries of metadata")
-        return [_part_of(flat, entry) for entry in entries]
+        if not isinstance(entries, list | tuple):
+            raise TensorsRefused("it has no list of metadata")
+        tensors = [_part_of(flat, entry) for entry in entries]
+        check_tensors(tensors, self.sources)
+        return tensors
 
     def _tensor(self, record: Any) -> SentTensor:
         """A tensor without a name."""
         if not isinstance(record, Made):
-            raise PickleRefused(NO_TENSOR)
+            raise TensorsRefused(NO_TENSOR)
         if record not in self._tensors:
             self._tensors[record] = self._new_tensor(record)
         return self._tensors[record]
@@ -109,8 +106,8 @@ class WeightsInRecords:
             case Made("LocalSerializedTensor", (), {"values": [bytes() as pickled]}):
                 return self._tensor(_only_a_tensor(read_records(pickled)))
             case Made("LocalSerializedTensor"):
-                raise PickleRefused("it has tensors for several ranks, and this server has one")
-        raise PickleRefused(NO_TENSOR)
+                raise TensorsRefused("it has tensors for several ranks, and this server has one")
+        raise TensorsRefused(NO_TENSOR)
 
     def _over_storage(self, storage: Any, first: Any, shape: Any, strides: Any) -> SentTensor:
         match storage:
@@ -118,15 +115,15 @@ class WeightsInRecords:
                 if memory not in self._storages:
                     self._storages[memory] = self._add(_host_source(memory))
                 return self._view(self._storages[memory], dtype, first, shape, strides)
-        raise PickleRefused("it has a storage of a kind that is not taken")
+        raise TensorsRefused("it has a storage of a kind that is not taken")
 
     def _on_a_gpu(self, arguments: tuple[Any, ...]) -> SentTensor:
         is_right = len(arguments) == NUM_CUDA_ARGUMENTS and isinstance(arguments[10], bool)
         match arguments[:6]:
             case (Name(), shape, strides, first, Name(), Name(dtype)) if is_right:
-                index = self._add(_device_memory(*arguments[6:10], *arguments[11:]))
+                index = self._add(device_memory(*arguments[6:10], *arguments[11:]))
                 return self._view(index, dtype, first, shape, strides)
-        raise PickleRefused("it has a tensor of a GPU with other arguments than torch gives")
+        raise TensorsRefused("it has a tensor of a GPU with other arguments than torch gives")
 
     def _add(self, source: Source) -> int:
         self.sources.append(source)
@@ -134,21 +131,15 @@ class WeightsInRecords:
 
     def _view(self, memory: int, dtype: str, first: Any, shape: Any, strides: Any) -> SentTensor:
         if dtype not in DTYPE_BYTES:
-            raise PickleRefused("it has a tensor of no type")
-        sizes, steps = _numbers(shape), _numbers(strides)
-        if len(sizes) != len(steps):
-            raise PickleRefused("it has a tensor with other strides than dimensions")
-        tensor = SentTensor(
+            raise TensorsRefused("it has a tensor of no type")
+        return SentTensor(
             name="",
             dtype=dtype,
-            shape=sizes,
-            strides=steps,
+            shape=_numbers(shape),
+            strides=_numbers(strides),
             memory=memory,
             first_byte=_number(first) * DTYPE_BYTES[dtype],
         )
-        if not tensor.lies_within(self.sources[memory].num_bytes):
-            raise PickleRefused("it has a tensor that is not within its memory")
-        return tensor
 
 
 def _part_of(flat: SentTensor, entry: Any) -> SentTensor:
@@ -159,40 +150,26 @@ def _part_of(flat: SentTensor, entry: Any) -> SentTensor:
             (),
             {"name": name, "shape": shape, "dtype": Name(dtype), "start_idx": a, "end_idx": b},
         ) if dtype in DTYPE_BYTES:
-            sizes, start, end = _numbers(shape), _number(a), _number(b)
-        case _:
-            raise PickleRefused("it has metadata of another kind")
-    unit = DTYPE_BYTES[flat.dtype]
-    num_bytes = math.prod(sizes) * DTYPE_BYTES[dtype]
-    if not start <= end <= flat.shape[0] or num_bytes != (end - start) * unit:
-        raise PickleRefused("it has metadata that do not fit its flattened tensor")
-    tensor = SentTensor(
-        name="",
-        dtype=dtype,
-        shape=sizes,
-        strides=contiguous_strides(sizes),
-        memory=flat.memory,
-        first_byte=flat.first_byte + start * unit,
-    )
-    return _renamed(tensor, name)
+            return part_of_bucket(flat, _text(name), dtype, _numbers(shape), _number(a), _number(b))
+    raise TensorsRefused("it has metadata of another kind")
 
 
-def _renamed(tensor: SentTensor, name: Any) -> SentTensor:
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
-        raise PickleRefused("it has a tensor whose name is no text of 1 to 512 characters")
-    return msgspec.structs.replace(tensor, name=name)
+def _text(name: Any) -> str:
+    if not isinstance(name, str):
+        raise TensorsRefused("it has a tensor whose name is no text")
+    return name
 
 
 def _only_a_tensor(record: Any) -> Any:
     """A pickle in a pickle may hold no further one."""
     if isinstance(record, Made) and record.kind == "LocalSerializedTensor":
-        raise PickleRefused("it has pickles in pickles in pickles")
+        raise TensorsRefused("it has pickles in pickles in pickles")
     return record
 
 
 def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= MAX_SIZE:
-        raise PickleRefused(f"it has something else where a number from 0 to {MAX_SIZE} has to be")
+        raise TensorsRefused(f"it has something else where a number from 0 to {MAX_SIZE} has to be")
     return value
 
 
@@ -201,55 +178,24 @@ def _numbers(value: Any) -> list[int]:
     match value:
         case Made("Size", (tuple() as sizes,)) | (tuple() as sizes) if len(sizes) <= MAX_DIMENSIONS:
             return [_number(size) for size in sizes]
-    raise PickleRefused(f"it has a shape that is none of up to {MAX_DIMENSIONS} sizes")
+    raise TensorsRefused(f"it has a shape that is none of up to {MAX_DIMENSIONS} sizes")
 
 
 def _host_source(record: Made) -> HostSource:
     match record:
         case Made("rebuild_storage_filename", (Name(), bytes(), bytes() as name, size)):
             if not SHARED_FILE.fullmatch(name):
-                raise PickleRefused("it names a file that is none of torch's in shared memory")
+                raise TensorsRefused("it names a file that is none of torch's in shared memory")
             return SharedFile(name.decode()[1:], _size(size))
         case Made("rebuild_storage_fd", (Name(), Made("DupFd", (), {"_id": place}), size)):
             match place:
                 case (str() as path, int() as ticket) if SOCKET_PATH.fullmatch(path):
                     return HandedFile(path, _number(ticket), _size(size))
-    raise PickleRefused("it has memory of a kind that is not taken")
+    raise TensorsRefused("it has memory of a kind that is not taken")
 
 
 def _size(value: Any) -> int:
     """Bytes of a memory."""
     if not _number(value):
-        raise PickleRefused("it has a tensor without memory")
+        raise TensorsRefused("it has a tensor without memory")
     return _number(value)
-
-
-def _device_memory(
-    device: Any,
-    handle: Any,
-    num_bytes: Any,
-    first_byte: Any,
-    counter_file: Any,
-    counter: Any,
-    event: Any,
-    waits: Any,
-) -> DeviceMemory:
-    if not isinstance(handle, bytes) or len(handle) < 2:
-        raise PickleRefused("it has a tensor of a GPU without memory")
-    if handle[1:2] != MALLOC:
-        raise PickleRefused(NOT_CUDA_MALLOC)
-    fields = {
-        "device": device,
-        "handle": handle[2:],  # behind a version of torch's own
-        "first_byte": first_byte,
-        "num_bytes": _size(num_bytes),
-        "counter_file": counter_file.decode("latin-1") if isinstance(counter_file, bytes) else "",
-        "counter": counter,
-        "event": event if waits is True else None,
-    }
-    try:
-        return msgspec.convert(fields, DeviceMemory)
-    except msgspec.ValidationError:
-        raise PickleRefused(
-            "it has a tensor of a GPU whose memory is not described right"
-        ) from None

@@ -10,11 +10,8 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
-from sglang.srt.control.bodies import (
-    UpdateWeightsFromTensorReqInput,
-)
-from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-from sglang.srt.utils.tensor_pickles import MultiprocessingSerializer
+from sglang.srt.control.bodies import UpdateWeightsFromTensorReqInput
+from sglang.srt.utils.tensor_serializer import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import LocalSerializedTensor
 
 
@@ -38,7 +35,6 @@ async def update_weights(
     Returns:
         The engine's answer; None in the other processes.
     """
-    monkey_patch_torch_reductions()
     mesh = device_mesh[device_mesh_key]
     own = [
         (name, MultiprocessingSerializer.serialize(_preprocess_tensor_for_update_weights(tensor)))
@@ -51,13 +47,13 @@ async def update_weights(
     if by_rank is None:
         return None
     named = [
-        (parts[0][0], LocalSerializedTensor([pickled for _, pickled in parts]))
+        (parts[0][0], LocalSerializedTensor([data for _, data in parts]))
         for parts in zip(*by_rank, strict=True)
     ]
-    pickled: list[Any] = [MultiprocessingSerializer.serialize(named)] * mesh.size()
+    serialized: list[Any] = [MultiprocessingSerializer.serialize(named)] * mesh.size()
     answer = engine.update_weights_from_tensor(
         UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=pickled, load_format=load_format, **options
+            serialized_named_tensors=serialized, load_format=load_format, **options
         )
     )
     return await answer if inspect.isawaitable(answer) else answer

@@ -29,7 +29,7 @@ from sglang.srt.entrypoints.http_io import (
     update_failure,
 )
 from sglang.srt.entrypoints.openapi_schema import body_of
-from sglang.srt.entrypoints.pickled_updates import check_sender, update_from_pickles
+from sglang.srt.entrypoints.serialized_updates import Sender, update_from_serialized
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.entrypoints.tensor_file import received_weights
 from sglang.srt.frontend.body_parsing import parse_json_object, parse_struct
@@ -128,7 +128,7 @@ def _add_tensor_updates(app: FastAPI, state: ServerState) -> None:
         """Changes some weights to those of the body or of a file in shared memory.
 
         The body is JSON, or the bytes of a safetensors file (`application/octet-stream`) with the
-        options in the URL. Pickled tensors: with --allow-pickled-weights, from this machine.
+        options in the URL. Pickles: with --allow-pickled-weights, from this machine.
         """
         max_bytes = state.server_args.max_weight_bytes
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -145,10 +145,11 @@ def _add_tensor_updates(app: FastAPI, state: ServerState) -> None:
         update = await in_thread_if_large(read_update, len(raw))
         if isinstance(update, UpdateWeightsReq):
             return json_response(await state.control.call(update))
-        client = request.client and request.client.host
-        check_sender(state.server_args, client, request.headers)
+        sender = Sender(request.client and request.client.host, request.headers)
         return json_response(
-            await update_from_pickles(state.control, update, max_bytes, state.private_directory)
+            await update_from_serialized(
+                state.control, update, state.server_args, state.private_directory, sender
+            )
         )
 
 

@@ -42,11 +42,10 @@ from sglang.srt.entrypoints.engine_answers import (
 from sglang.srt.entrypoints.engine_runtime import EngineRuntime
 from sglang.srt.entrypoints.launch import find_model
 from sglang.srt.entrypoints.launcher_parts import launch_subprocesses as _launch_subprocesses
-from sglang.srt.entrypoints.pickled_updates import (
-    PickledTensors,
-    check_allowed,
-    pickled_request,
-    update_from_pickles,
+from sglang.srt.entrypoints.serialized_updates import (
+    SerializedTensors,
+    serialized_request,
+    update_from_serialized,
 )
 from sglang.srt.entrypoints.server_info import describe_server
 from sglang.srt.entrypoints.tensor_file import NamedTensors, written_tensors
@@ -226,22 +225,21 @@ class Engine:
 
     def update_weights_from_tensor(
         self,
-        named_tensors: NamedTensors | PickledTensors,
+        named_tensors: NamedTensors | SerializedTensors,
         load_format: str | None = None,
         **options: Any,
     ) -> dict[str, Any]:
         """Changes some weights to these tensors, through a file in shared memory.
 
         Args:
-            named_tensors: with `allow_pickled_weights` also what trainers pickle: a request, or for
-                `flattened_bucket` a list of one pickle.
+            named_tensors: or what a trainer has serialized: a request, or a list of one entry;
+                pickles need `allow_pickled_weights`.
             options: as for `update_weights_from_disk`.
         """
-        if (request := pickled_request(named_tensors, load_format, options)) is not None:
-            check_allowed(self.server_args)
-            runtime, most = self._runtime, self.server_args.max_weight_bytes
+        if (request := serialized_request(named_tensors, load_format, options)) is not None:
+            runtime, args = self._runtime, self.server_args
             return runtime.wait_for(
-                update_from_pickles(runtime.control, request, most, runtime.private_directory)
+                update_from_serialized(runtime.control, request, args, runtime.private_directory)
             )
         body = make_body(WeightUpdateOptions, {"load_format": load_format, **options})
         with written_tensors(

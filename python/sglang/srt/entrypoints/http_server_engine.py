@@ -28,7 +28,7 @@ import msgspec
 
 from sglang.srt.entrypoints.engine_answers import SamplingInput, sampling_fields
 from sglang.srt.entrypoints.launch import LaunchError, child_environ
-from sglang.srt.entrypoints.pickled_updates import PickledTensors, pickled_request
+from sglang.srt.entrypoints.serialized_updates import SerializedTensors, serialized_request
 from sglang.srt.entrypoints.server_process import run_server
 from sglang.srt.entrypoints.tensor_file import NamedTensors, written_tensors
 from sglang.srt.processes.flag_bounds import check_numbers
@@ -123,12 +123,12 @@ class HttpServerEngineAdapter:
 
     def update_weights_from_tensor(
         self,
-        named_tensors: NamedTensors | PickledTensors,
+        named_tensors: NamedTensors | SerializedTensors,
         load_format: str | None = None,
         **options: Any,
     ) -> dict[str, Any]:
         """Changes some weights to these tensors; arguments as for an Engine."""
-        if (request := pickled_request(named_tensors, load_format, options)) is not None:
+        if (request := serialized_request(named_tensors, load_format, options)) is not None:
             return self._call("/update_weights_from_tensor", msgspec.structs.asdict(request))
         given = {"load_format": load_format, **options}
         query = urlencode({k: _word(v) for k, v in given.items() if v is not None})

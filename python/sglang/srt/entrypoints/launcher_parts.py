@@ -30,7 +30,10 @@ from sglang.srt.control.pause_bodies import (
 )
 from sglang.srt.entrypoints.front_end import make_manager
 from sglang.srt.entrypoints.launch import FrontendChannels, ProcessTree, find_model
-from sglang.srt.entrypoints.pickled_updates import check_allowed, update_from_pickles
+from sglang.srt.entrypoints.serialized_updates import (
+    serialized_request,
+    update_from_serialized,
+)
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.frontend.errors import RequestError, ServiceError
 from sglang.srt.frontend.generate_body import GenerateReqInput
@@ -118,14 +121,14 @@ class LauncherManager:
     async def update_weights_from_tensor(
         self, obj: UpdateWeightsFromTensorReqInput, request: Any = None
     ) -> tuple[bool, str]:
-        """Changes some weights to those of the body; pickled ones if the flags allow them."""
+        """Changes some weights to those of the body; pickles only if the flags allow them."""
         args = self.state.server_args
-        if not obj.serialized_named_tensors:
+        if (request := serialized_request(obj, None, {})) is None:
             return await self._report(self._call(obj.update(obj.source(args.max_weight_bytes))))
-        check_allowed(args)
-        most, directory = args.max_weight_bytes, self.state.private_directory
-        update = update_from_pickles(self._manager.control, obj, most, directory)
-        return await self._report(update)
+        directory = self.state.private_directory
+        return await self._report(
+            update_from_serialized(self._manager.control, request, args, directory)
+        )
 
     async def update_weights_from_distributed(
         self, obj: UpdateWeightsFromDistributedReqInput, request: Any = None

@@ -26,6 +26,6 @@ from sglang.srt.utils.common import (
 from sglang.srt.utils.common import (
     set_ulimit as set_ulimit,
 )
-from sglang.srt.utils.tensor_pickles import (
+from sglang.srt.utils.tensor_serializer import (
     MultiprocessingSerializer as MultiprocessingSerializer,
 )

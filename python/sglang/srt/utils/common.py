@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.utils.tensor_pickles import (
+from sglang.srt.utils.tensor_serializer import (
     MultiprocessingSerializer as MultiprocessingSerializer,
 )
 

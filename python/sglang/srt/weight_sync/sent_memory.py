@@ -39,21 +39,22 @@ def opened_tensors(sent: SentTensors) -> Iterator[tuple[str, torch.Tensor]]:
     if sent.path:
         num_bytes = os.path.getsize(sent.path)
         file = torch.from_file(sent.path, size=num_bytes, dtype=torch.uint8)
-    for index, tensors in itertools.groupby(sent.tensors, key=lambda tensor: tensor.memory):
-        contents = _contents(sent.memories[index], file)
+    by_memory = sorted(sent.tensors, key=lambda tensor: tensor.memory)
+    for index, tensors in itertools.groupby(by_memory, key=lambda tensor: tensor.memory):
+        contents = contents_of(sent.memories[index], file)
         for tensor in tensors:
-            yield tensor.name, _view(contents, tensor)
+            yield tensor.name, view_of(contents, tensor)
         del contents
 
 
-def _contents(memory: HostMemory | DeviceMemory, file: torch.Tensor) -> torch.Tensor:
-    """[num_bytes] uint8."""
+def contents_of(memory: HostMemory | DeviceMemory, file: torch.Tensor) -> torch.Tensor:
+    """[num_bytes] uint8; of the host, a part of `file`, [num_bytes] uint8."""
     if isinstance(memory, DeviceMemory):
         return _opened_on_device(memory)
     return file[memory.first_byte : memory.first_byte + memory.num_bytes]
 
 
-def _view(contents: torch.Tensor, tensor: SentTensor) -> torch.Tensor:
+def view_of(contents: torch.Tensor, tensor: SentTensor) -> torch.Tensor:
     """A tensor over `contents`, [num_bytes] uint8; over a copy if it begins between two values."""
     if not tensor.lies_within(len(contents)):
         raise WeightUpdateError(f"The weight {tensor.name!r} is not within its memory.")

@@ -1,4 +1,4 @@
-"""SGLang's path of what trainers put tensors into before they pickle them for a server."""
+"""SGLang's path of what trainers put tensors into before they serialize them for a server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FlattenedTensorMetadata:
 
 @dataclass
 class LocalSerializedTensor:
-    """A tensor for each rank of a server, each pickled by the trainer's process on that GPU."""
+    """A tensor for each rank of a server, each serialized by the trainer's process on that GPU."""
 
     values: list[bytes]
 

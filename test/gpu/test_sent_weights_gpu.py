@@ -1,4 +1,4 @@
-"""Weights that another process has on the server's GPU, which it pickles as trainers do."""
+"""Weights that another process has on the server's GPU, which it sends by their memory."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ import torch
 
 import sglang
 from serving_utils import environ, make_model_dir
-from sglang.srt.entrypoints import pickled_updates
+from sglang.srt.entrypoints import serialized_updates
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 NORM, ROWS = "model.norm.weight", "model.layers.0.self_attn.k_proj.weight"
 
-# A trainer: for each line a value and a form, a pickle. `free` frees what nobody uses.
+# A trainer: for each line a value and a form, what it sends. `free` frees what nobody uses.
 TRAINER = """
-import sys, torch
+import base64, io, sys, torch
+from multiprocessing.reduction import ForkingPickler
 from sglang.srt.utils import MultiprocessingSerializer
-from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-if sys.argv[1] == "uuid":
-    monkey_patch_torch_reductions()
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, LocalSerializedTensor
+def pickled(value):
+    stream = io.BytesIO()
+    ForkingPickler(stream).dump(value)
+    return stream.getvalue()
+serialize = pickled if sys.argv[1] == "pickled" else MultiprocessingSerializer.serialize
 for line in sys.stdin:
     if line.strip() == "free":
         parcel = named = bucket = norm = rows = None
@@ -44,7 +47,9 @@ for line in sys.stdin:
         bucket = FlattenedTensorBucket(named_tensors=named)
         parcel = {"flattened_tensor": bucket.get_flattened_tensor(),
                   "metadata": bucket.get_metadata()}
-    print(MultiprocessingSerializer.serialize(parcel, output_str=True), flush=True)
+    if form == "per_rank":
+        parcel = [(name, LocalSerializedTensor([serialize(tensor)])) for name, tensor in named]
+    print(base64.b64encode(serialize(parcel)).decode(), flush=True)
 """
 
 
@@ -73,7 +78,7 @@ class Trainer:
             self._process.communicate(timeout=60)  # its input ends, and so does it
 
 
-@pytest.fixture(params=["index", "uuid"])
+@pytest.fixture(params=["plain", "pickled"])
 def trainer(request: pytest.FixtureRequest) -> Iterator[Trainer]:
     trainer = Trainer(request.param)
     yield trainer
@@ -92,12 +97,12 @@ def values(engine: sglang.Engine, name: str) -> torch.Tensor:
     return torch.tensor(engine.get_weights_by_name(name, 1000))
 
 
-def send(engine: sglang.Engine, pickled: str, form: str) -> dict[str, Any]:
+def send(engine: sglang.Engine, sent: str, form: str) -> dict[str, Any]:
     load_format = "flattened_bucket" if form == "bucket" else None
-    return engine.update_weights_from_tensor([pickled], load_format)
+    return engine.update_weights_from_tensor([sent], load_format)
 
 
-@pytest.mark.parametrize("form", ["named", "bucket"])
+@pytest.mark.parametrize("form", ["named", "bucket", "per_rank"])
 def test_weights_on_the_gpu_change_what_serves(
     engine: sglang.Engine, trainer: Trainer, form: str
 ) -> None:
@@ -112,10 +117,10 @@ def test_weights_on_the_gpu_change_what_serves(
 def test_memory_that_is_gone_is_refused_and_the_engine_serves(
     engine: sglang.Engine, trainer: Trainer
 ) -> None:
-    pickled = trainer.ask("0.125 bucket")
+    sent = trainer.ask("0.125 bucket")
     trainer.end()
     with pytest.raises(ValueError, match="keep the tensors until the answer"):
-        send(engine, pickled, "bucket")
+        send(engine, sent, "bucket")
     answer = engine.generate(input_ids=[[1, 2, 3]], sampling_params={"max_new_tokens": 2})
     assert len(answer[0]["output_ids"]) == 2
 
@@ -124,18 +129,18 @@ def test_a_part_beyond_the_memory_is_refused_before_it_is_read(
     engine: sglang.Engine, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the trainer said that its memory began 512 GiB later, where nothing is."""
-    real = pickled_updates._read
+    real = serialized_updates._read_entry
 
-    def moved(request: Any) -> Any:
-        sent = real(request)
+    def moved(*arguments: Any) -> Any:
+        sent = real(*arguments)
         [memory] = sent.memories
         memory = msgspec.structs.replace(memory, first_byte=1 << 39)
         return msgspec.structs.replace(sent, memories=[memory])
 
-    pickled = trainer.ask("0.125 bucket")
-    monkeypatch.setattr(pickled_updates, "_read", moved)
+    sent = trainer.ask("0.125 bucket")
+    monkeypatch.setattr(serialized_updates, "_read_entry", moved)
     with pytest.raises(ValueError, match="not within the memory"):
-        send(engine, pickled, "bucket")
+        send(engine, sent, "bucket")
     monkeypatch.undo()
     assert send(engine, trainer.ask("2.0 bucket"), "bucket")["num_tensors"] == 2
     assert torch.all(values(engine, NORM) == 2.0)
