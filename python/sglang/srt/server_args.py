@@ -23,7 +23,9 @@ from sglang.srt.model_config import DTYPE_ALIASES, DTYPES
 from sglang.srt.registry import ATTENTION_BACKENDS
 from sglang.srt.sglang_arguments import TakesSGLangArguments, all_arguments
 from sglang.srt.speculation_args import SpeculationArgs
-from sglang.srt.utils.common import local_url
+
+# An address to listen on for all, and the one by which this machine reaches itself then.
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 @dataclass(kw_only=True)
@@ -310,7 +312,8 @@ class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
 
     def url(self) -> str:
         """Gives the address of a server with these flags for its own machine."""
-        return local_url(self.host, self.port)
+        host = ANY_ADDRESS.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 
 def parse_cli(argv: list[str] | None = None) -> ServerArgs:

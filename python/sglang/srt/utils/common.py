@@ -18,8 +18,6 @@ from sglang.srt.utils.tensor_serializer import (
     MultiprocessingSerializer as MultiprocessingSerializer,
 )
 
-ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
-
 
 class ServerStatus(Enum):
     """Names what a launcher may say of its server."""
@@ -89,12 +87,6 @@ def get_open_port() -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("", 0))
         return int(listener.getsockname()[1])
-
-
-def local_url(host: str, port: int) -> str:
-    """Where a server of this machine that listens on an address, or on all of them, is reached."""
-    host = ANY_ADDRESS.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def get_ip() -> str:
