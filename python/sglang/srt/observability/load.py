@@ -51,6 +51,7 @@ def describe_loads(
         "max_total_num_tokens": num_slots,
         "token_usage": use.share,
         "queues": {"waiting": waiting, "paused": waiting if is_paused else 0},
+        "paused": is_paused,
         **_age(internal_state),
     }
     aggregate = {
