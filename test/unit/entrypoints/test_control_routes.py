@@ -298,6 +298,7 @@ def test_loads_are_those_of_the_metrics(server: Server, is_paused: bool) -> None
                 "max_total_num_tokens": 100,
                 "token_usage": 0.25,
                 "queues": {"waiting": 3, "paused": 3 if is_paused else 0},
+                "paused": is_paused,
             }
         ],
         "aggregate": {

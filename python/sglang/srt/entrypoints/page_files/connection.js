@@ -13,7 +13,7 @@ function add(parent, name, text = "", className = "") {
   return child;
 }
 
-// Shows a text in a line that is hidden without one. What stays is left, so that it is read out once.
+// Shows a text in a line that is hidden without one. What stays is left, so it is read out once.
 function show(line, text, state = "") {
   if (line.textContent !== text) line.textContent = text;
   line.dataset.state = state;

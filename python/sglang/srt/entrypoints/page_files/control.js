@@ -12,6 +12,7 @@ async function control(path, body) {
     show(answer, error instanceof TypeError ? "The server does not answer." : error.message);
   }
   buttons.forEach((button) => { button.disabled = false; });
+  poll();
 }
 
 function summaryOf(text) {

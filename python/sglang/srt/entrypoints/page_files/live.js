@@ -2,7 +2,7 @@
 
 const PERIOD_MS = 1000;
 const WAIT_MS = 5000; // for an answer
-const SPAN_MS = 120000; // of a chart
+const LEAST_SPAN_MS = 20000, SPAN_MS = 120000; // of a chart
 const WIDTH = 240, HEIGHT = 56; // of a chart's viewBox
 
 function rounded(value) {
@@ -36,12 +36,13 @@ function Chart({title, valueOf, least, text = rounded}) {
     points.push({time: now, value: Number.isFinite(value) ? value : null});
     while (points[0].time < now - SPAN_MS) points.shift();
     const most = points.reduce((found, point) => Math.max(found, point.value || 0), least);
+    const span = Math.max(now - points[0].time, LEAST_SPAN_MS);
     const shown = Number.isFinite(value) ? text(value) : "–";
     find("output").textContent = shown;
     find("svg").setAttribute("aria-label", `${title}, the last two minutes; now ${shown}`);
     find(".most").textContent = text(most);
     const pieces = piecesOf(points).map((piece) => piece.map(({time, value: y}) => [
-      (WIDTH * (time - now + SPAN_MS) / SPAN_MS).toFixed(1),
+      (WIDTH * (1 - (now - time) / span)).toFixed(1),
       (HEIGHT - 2 - (HEIGHT - 4) * y / most).toFixed(1),
     ]));
     const lines = pieces.map((piece) => `M${piece.map((point) => point.join(" ")).join("L")}`);
@@ -117,9 +118,9 @@ async function learn() {
   const predicts = !info.speculative_algorithm && info.resolved.num_draft_tokens > 1;
   element("prediction-field").hidden = !predicts;
   const choice = element("prediction");
-  for (let k = predicts && choice.options.length === 2 ? 2 : Infinity; k <= info.mtp_max_k; k *= 2) {
-    const option = add(choice, "option", `up to ${k} tokens a step, verified`);
-    option.value = k;
+  const sizes = choice.options.length === 3 ? [2, 4, 8, 16, 32] : []; // once
+  for (const k of sizes.filter((size) => size <= info.mtp_max_k)) {
+    add(choice, "option", `up to ${k} tokens a step, verified`).value = k;
     choice.value = k;
   }
   isKnown = true;

@@ -42,8 +42,9 @@ function drawOperation(list, path, method, operation, summary) {
 }
 
 function describeOperation(place, operation, summary) {
-  if (summary.includes("\n")) add(place, "p", summary);
-  const fields = (operation.parameters || []).map((each) => [each.name, each.schema, each.required]);
+  if (summary.includes("\n")) add(place, "p", summary, "text");
+  const parameters = operation.parameters || [];
+  const fields = parameters.map((each) => [each.name, each.schema, each.required]);
   if (fields.length) drawFields(place, "In the path or the query", fields);
   const content = ((operation.requestBody || {}).content || {})["application/json"];
   if (content) drawSchema(place, "Body", content.schema, new Set());
@@ -55,10 +56,11 @@ function describeOperation(place, operation, summary) {
 function drawSchema(place, title, schema, drawn) {
   const found = resolve(schema);
   const required = new Set(found.required || []);
-  if (found.description) add(place, "p", found.description);
-  const fields = Object.entries(found.properties || {});
-  if (fields.length) drawFields(place, title, fields.map(([name, each]) => [name, each, required.has(name)]));
-  for (const [, each] of fields) {
+  if (found.description) add(place, "p", found.description, "text");
+  const properties = Object.entries(found.properties || {});
+  const fields = properties.map(([name, each]) => [name, each, required.has(name)]);
+  if (fields.length) drawFields(place, title, fields);
+  for (const [, each] of properties) {
     for (const name of namesIn(each)) {
       if (drawn.has(name)) continue;
       drawn.add(name);
@@ -70,8 +72,9 @@ function drawSchema(place, title, schema, drawn) {
 function drawFields(place, title, fields) {
   drawTable(place, title, fields.map(([name, schema, isRequired]) => {
     const value = schema && schema.default;
-    const notes = [isRequired ? "required" : "", value === undefined ? "" : `default ${JSON.stringify(value)}`];
-    return [name, typeOf(schema), notes.filter(Boolean).join(", "), (schema || {}).description || ""];
+    const rest = value === undefined ? "" : `default ${JSON.stringify(value)}`;
+    const text = (schema && schema.description) || "";
+    return [name, typeOf(schema), isRequired ? "required" : rest, text];
   }));
 }
 
@@ -94,7 +97,8 @@ function resolve(schema) {
 }
 
 function partsOf(schema) {
-  return [...(schema.anyOf || []), ...(schema.oneOf || []), ...(schema.allOf || []), ...(schema.items ? [schema.items] : [])];
+  const items = schema.items ? [schema.items] : [];
+  return [...(schema.anyOf || []), ...(schema.oneOf || []), ...(schema.allOf || []), ...items];
 }
 
 function namesIn(schema) {
@@ -123,6 +127,8 @@ function showView(isOperations) {
 element("filter").addEventListener("input", () => api && drawOperations());
 element("show-operations").addEventListener("click", () => showView(true));
 element("show-playground").addEventListener("click", () => showView(false));
-element("api-key").addEventListener("change", () => element("operations").hidden || loadOperations());
+element("api-key").addEventListener("change", () => {
+  if (!element("operations").hidden) loadOperations();
+});
 showView(location.pathname.endsWith("/docs"));
 poll();

@@ -75,7 +75,8 @@ function readGenerate(event, output) {
   const steps = meta.mtp_effective_k ? meta.mtp_effective_k.length : meta.spec_verify_ct;
   const numTokens = meta.completion_tokens - output.numTokens;
   // Without step lengths an event is a step; the first one, of the prompt, verifies nothing.
-  const numSteps = steps === undefined ? 1 : Math.max(steps - output.numSteps, output.numSteps ? 0 : 1);
+  const least = output.numSteps ? 0 : 1;
+  const numSteps = steps === undefined ? 1 : Math.max(steps - output.numSteps, least);
   output.end = meta.finish_reason ? meta.finish_reason.type : "";
   output.addRun((event.text || "").slice(output.text.length), numTokens, numSteps);
 }
@@ -93,9 +94,12 @@ function readChat(choice, usage, output) {
 }
 
 function numberIn(id) {
-  const value = element(id).valueAsNumber;
-  if (Number.isNaN(value)) throw new Error(`${element(id).labels[0].textContent.trim()}: a number is missing.`);
-  return value;
+  const field = element(id);
+  if (!field.checkValidity() || Number.isNaN(field.valueAsNumber)) {
+    const reason = field.validationMessage || "Please enter a number.";
+    throw new Error(`${field.labels[0].textContent.trim()}: ${reason}`);
+  }
+  return field.valueAsNumber;
 }
 
 function extraParameters() {
@@ -114,9 +118,12 @@ function extraParameters() {
 }
 
 function prediction() {
-  const value = element("prediction").value;
+  const {value, lastElementChild: largest} = element("prediction");
   if (element("prediction-field").hidden || value === "server") return {};
   if (value === "off") return {mtp_enabled: false};
+  if (value === "confident") {
+    return {mtp_enabled: true, mtp_strategy: ["conf_adapt", 0.9], mtp_k: Number(largest.value)};
+  }
   return {mtp_enabled: true, mtp_verify: true, mtp_k: Number(value)};
 }
 
@@ -129,7 +136,11 @@ function requestOf(isChat) {
     return ["generate", {text: element("prompt").value, stream: true, sampling_params: params}];
   }
   const body = {
-    model: element("model").textContent || "default", messages, stream: true, max_tokens: numTokens, ...settings,
+    model: element("model").textContent || "default",
+    messages,
+    stream: true,
+    max_tokens: numTokens,
+    ...settings,
     stream_options: {include_usage: true, continuous_usage_stats: true},
   };
   if (Object.keys(prediction()).length) body.custom_params = prediction();
@@ -186,6 +197,7 @@ async function send() {
       if (output) draw(output);
     }
     if (!wasStopped) show(element("problem"), problemOf(error), "bad");
+    poll(); // the server may be gone
   }
   running = null;
   setRunning(false);
