@@ -12,11 +12,12 @@ import httpx
 import pytest
 
 from fake_server import Server
-from serving_utils import make_model_dir
+from serving_utils import ROOT, make_model_dir
 from sglang.srt.entrypoints.page import FILES, PATHS, SCRIPTS
 from sglang.srt.tokenizer import load_tokenizer
 
 MAX_BYTES = 100_000
+MAX_SCREENSHOT_BYTES = 500_000
 # Ways by which text becomes markup or code, and places where a key would outlive the page.
 FORBIDDEN = re.compile(
     r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|createContextualFragment|DOMParser"
@@ -98,6 +99,11 @@ def test_no_text_becomes_markup_and_no_key_is_kept(answer: httpx.Response) -> No
     assert not FORBIDDEN.findall(answer.text)
     assert FORBIDDEN.search("element.innerHTML = text")
     assert FORBIDDEN.search("localStorage.key = key")
+
+
+def test_screenshots_of_it_are_small() -> None:
+    sizes = [path.stat().st_size for path in (ROOT / "docs").glob("page*.png")]
+    assert 0 < sum(sizes) < MAX_SCREENSHOT_BYTES
 
 
 def test_all_files_are_part_of_the_page() -> None:

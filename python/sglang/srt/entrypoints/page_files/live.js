@@ -6,7 +6,8 @@ const LEAST_SPAN_MS = 20000, SPAN_MS = 120000; // of a chart
 const WIDTH = 240, HEIGHT = 56; // of a chart's viewBox
 
 function rounded(value) {
-  return value >= 100 ? Math.round(value).toLocaleString("en") : `${Math.round(value * 100) / 100}`;
+  if (value >= 100) return Math.round(value).toLocaleString("en");
+  return `${Number(value.toPrecision(3))}`;
 }
 
 function percent(value) {
