@@ -17,9 +17,10 @@ BROWSER = find_browser()
 pytestmark = pytest.mark.skipif(
     BROWSER is None, reason="there is no Chromium: apt-get install chromium"
 )
-ADMIN_KEY = "only-the-admin-ß"
-FLAGS = ("--admin-api-key", ADMIN_KEY)
+USER_KEY, ADMIN_KEY = "every-user", "only-the-admin-ß"
+FLAGS = ("--api-key", USER_KEY, "--admin-api-key", ADMIN_KEY)
 NUM_STREAMS = 20
+PROMPT = "import os\n\ndef "
 ATTACK = "<script>document.title = 'taken over'</script><img src=x onerror=document.title=1>"
 IS_DONE = "!document.getElementById('send').disabled && !toDraw.size"
 OUTPUTS = "[...document.querySelectorAll('#outputs pre')].map((place) => place.textContent)"
@@ -36,6 +37,7 @@ class Servers:
     def start(self) -> RunningServer:
         """Starts one behind the last, which is gone."""
         self.server = self._stack.enter_context(running_server("demo", *FLAGS, port=self.port))
+        self.server.client.headers["authorization"] = f"Bearer {USER_KEY}"
         return self.server
 
 
@@ -54,10 +56,14 @@ def browser() -> Iterator[Page]:
 
 @pytest.fixture
 def page(servers: Servers, browser: Page) -> Iterator[Page]:
-    """The page, just opened and ready; at the end, what the browser had to say of it."""
+    """The page, just opened, with the key; at the end, what the browser had to say of it."""
     browser.events.clear()
     browser.open(f"{servers.server.url}/")
+    wait_for_status(browser, "Needs the API key")
+    assert browser.run("document.getElementById('keys').open")
+    browser.fill("api-key", USER_KEY)
     wait_for_status(browser, "Ready")
+    assert browser.text("notice") == ""
     yield browser
     assert browser.complaints() == []
     own = f"{servers.server.url}/"
@@ -72,8 +78,12 @@ def set_parameters(page: Page, **params: object) -> None:
     page.fill("extra", json.dumps(params))
 
 
-def test_twenty_streams_show_the_tokens_of_each_step(page: Page) -> None:
-    page.fill("prompt", "import os\n\ndef ")
+def test_twenty_streams_show_the_tokens_of_each_step(page: Page, servers: Servers) -> None:
+    strategy = {"mtp_enabled": True, "mtp_strategy": ["conf_adapt", 0.9], "mtp_k": 8}
+    params = {"max_new_tokens": 24, **strategy}
+    told = servers.server.post("/generate", {"text": PROMPT, "sampling_params": params}).json()
+    effective_k = told["meta_info"]["mtp_effective_k"]
+    page.fill("prompt", PROMPT)
     page.fill("streams", str(NUM_STREAMS))
     page.fill("max-tokens", "24")
     page.fill("prediction", "confident")
@@ -82,7 +92,9 @@ def test_twenty_streams_show_the_tokens_of_each_step(page: Page) -> None:
     assert page.text("problem") == ""
     titles = page.run("[...document.querySelectorAll('#outputs h3')].map((each) => each.innerText)")
     assert len(titles) == NUM_STREAMS
-    assert all("24 tokens" in title and title.endswith("length") for title in titles), titles
+    mean = sum(effective_k) / len(effective_k)
+    shown = re.compile(rf"#\d+ · 24 tokens · {mean:.2f} per step · .* · length")
+    assert all(map(shown.fullmatch, titles)), titles
     # The tokens of an output's runs are all of its tokens.
     counts = page.run(
         "[...document.querySelectorAll('#outputs pre')].map((place) =>"
@@ -140,6 +152,7 @@ def test_the_admin_pauses_and_goes_on_with_the_key_alone(page: Page, servers: Se
 def test_docs_lists_the_routes_and_the_fields_of_their_bodies(page: Page, servers: Servers) -> None:
     page.open(f"{servers.server.url}/docs")
     listed = "[...document.querySelectorAll('#operation-list code')].map((each) => each.innerText)"
+    page.fill("api-key", USER_KEY)
     page.wait_for(f"{listed}.length")
     paths = servers.server.client.get("/openapi.json").json()["paths"]
     assert page.run(listed) == [path for path in paths for _ in paths[path]]

@@ -39,7 +39,7 @@ function Chart({title, valueOf, least, text = rounded}) {
     const most = points.reduce((found, point) => Math.max(found, point.value || 0), least);
     const span = Math.max(now - points[0].time, LEAST_SPAN_MS);
     const shown = Number.isFinite(value) ? text(value) : "–";
-    find("output").textContent = shown;
+    find("strong").textContent = shown;
     find("svg").setAttribute("aria-label", `${title}, the last two minutes; now ${shown}`);
     find(".most").textContent = text(most);
     const pieces = piecesOf(points).map((piece) => piece.map(({time, value: y}) => [

@@ -21,6 +21,7 @@ class Output {
     this.name = `#${index + 1}`;
     this.text = "";
     this.numTokens = this.numSteps = 0;
+    this.numTold = 0; // steps of which /generate has told
     this.start = performance.now();
     this.end = "";
     this.runs = [];
@@ -28,13 +29,13 @@ class Output {
 
   // Takes in what one event brought: mostly one step; more, where the page was slower.
   addRun(text, numTokens, numSteps, isReasoning = false) {
+    draw(this);
     if (!text && !numTokens) return;
     if (!isReasoning) this.text += text;
     this.numTokens += numTokens;
     this.numSteps += numSteps;
     this.runs.push({text, numTokens, numSteps, isReasoning});
     this.lastNews = performance.now();
-    draw(this);
   }
 
   draw() {
@@ -44,7 +45,8 @@ class Output {
       const run = add(place, "span", text, isReasoning ? "run reasoning" : "run");
       const perStep = Math.round(numTokens / Math.max(numSteps, 1));
       run.dataset.tokens = Math.min(Math.max(perStep, 1), MOST_TOKENS);
-      run.title = `${numTokens} tokens` + (numSteps > 1 ? ` of ${numSteps} steps` : "");
+      const tokens = numTokens === 1 ? "1 token" : `${numTokens} tokens`;
+      run.title = numSteps > 1 ? `${tokens} of ${numSteps} steps` : tokens;
     }
     if (follows) place.scrollTop = place.scrollHeight;
     const seconds = (this.lastNews - this.start) / 1000;
@@ -72,11 +74,11 @@ function draw(output) {
 // One event of /generate holds the whole output so far.
 function readGenerate(event, output) {
   const meta = event.meta_info;
-  const steps = meta.mtp_effective_k ? meta.mtp_effective_k.length : meta.spec_verify_ct;
   const numTokens = meta.completion_tokens - output.numTokens;
-  // Without step lengths an event is a step; the first one, of the prompt, verifies nothing.
-  const least = output.numSteps ? 0 : 1;
-  const numSteps = steps === undefined ? 1 : Math.max(steps - output.numSteps, least);
+  // Steps without drafts are not told, unless in mtp_effective_k; each is an event of its own.
+  const told = meta.mtp_effective_k ? meta.mtp_effective_k.length : meta.spec_verify_ct || 0;
+  const numSteps = numTokens ? Math.max(told - output.numTold, 1) : 0;
+  output.numTold = told;
   output.end = meta.finish_reason ? meta.finish_reason.type : "";
   output.addRun((event.text || "").slice(output.text.length), numTokens, numSteps);
 }
@@ -213,6 +215,7 @@ function setRunning(isRunning) {
 }
 
 function clearAll() {
+  if (running) running.abort();
   messages.length = 0;
   element("conversation").replaceChildren();
   element("outputs").replaceChildren();
