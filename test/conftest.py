@@ -31,6 +31,7 @@ LONGEST_FIRST = (
     "test/e2e/test_logprobs_and_penalties.py",
     "test/unit/benchmark/test_inflate.py",
     "test/e2e/test_weight_updates.py",
+    "test/e2e/test_page_in_browser.py",
     "test/e2e/test_greedy_equality.py",
     "test/unit/speculative/test_tile_spec_trees.py",
     "test/unit/speculative/test_standalone_graphs.py",

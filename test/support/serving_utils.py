@@ -159,9 +159,11 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(model: Path | str, *flags: str, **extra: str) -> Iterator[RunningServer]:
+def running_server(
+    model: Path | str, *flags: str, port: int | None = None, **extra: str
+) -> Iterator[RunningServer]:
     """A server that answers; stopped, by force if needed, at the end."""
-    port = free_port()
+    port = port or free_port()
     process = subprocess.Popen(
         server_command(model, port, *flags),
         env=environ(**extra),

@@ -125,6 +125,7 @@ class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
     allowed_origins: str | None = flag(
         None, "Web pages that may use the server, such as https://chat.example; with commas."
     )
+    disable_ui: bool = flag(False, "No page at / and /docs.")
     max_connections: int = flag(4096, "Connections at a time at most; one more gets 503.")
     max_header_bytes: int = flag(16_384, "Size of a request's head, its headers and URL, at most.")
     shutdown_timeout_s: float = flag(

@@ -329,6 +329,7 @@ def test_loads_are_those_of_the_metrics(server: Server, is_paused: bool) -> None
                 "gen_throughput": 12.5,
                 "speculative": {"accept_length": 2.5, "accept_rate": 0.5, "num_steps": 3},
                 "queues": {"waiting": 3, "paused": 3 if is_paused else 0},
+                "paused": is_paused,
             }
         ],
         "aggregate": {

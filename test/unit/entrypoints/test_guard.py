@@ -201,7 +201,7 @@ def test_every_route_asks_for_its_key(
         "/pause_generation;x",
         "/v1/models/../../pause_generation",
         "/v1/models/%0A",
-        "/docs",
+        "/docs/",
         "/redoc",
         "/openapi.json",
         "/nothing",

@@ -45,7 +45,7 @@ def test_404_names_the_route_that_was_meant(server: Server, path: str, meant: st
     assert "/openapi.json" in told
 
 
-@pytest.mark.parametrize("path", ["/", "/xyz", "/" + "q" * 60_000, "/%0a%00", "//"])
+@pytest.mark.parametrize("path", ["/xyz", "/xyz/", "/" + "q" * 60_000, "/%0a%00"])
 def test_404_far_from_every_route_names_the_main_ones_and_is_short(
     server: Server, path: str
 ) -> None:

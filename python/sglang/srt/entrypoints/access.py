@@ -44,7 +44,9 @@ class Access(Enum):
 
 # Every route that the application has, by its path as it was registered.
 ROUTE_ACCESS: Mapping[str, Access] = {
-    **dict.fromkeys(("/health", "/health_generate", "/ready", "/metrics"), Access.OPEN),
+    **dict.fromkeys(
+        ("/", "/docs", "/health", "/health_generate", "/ready", "/metrics"), Access.OPEN
+    ),
     **dict.fromkeys(
         (
             "/detokenize",

@@ -25,6 +25,7 @@ from sglang.srt.entrypoints.launcher_parts import launch_subprocesses as _launch
 from sglang.srt.entrypoints.openai.chat_settings import ChatSettings, chat_settings_of
 from sglang.srt.entrypoints.openai.routes import add_openai_routes
 from sglang.srt.entrypoints.openapi_schema import body_of, install_openapi
+from sglang.srt.entrypoints.page import add_page
 from sglang.srt.entrypoints.server_info import describe_model, describe_server, describe_tokenizer
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.entrypoints.trainer_routes import add_trainer_routes
@@ -69,6 +70,8 @@ def create_app(state: ServerState) -> FastAPI:
     _add_tokenizer(app, state, chat)
     add_openai_routes(app, state, chat)
     install_openapi(app)
+    if not state.server_args.disable_ui:
+        add_page(app)
     add_guard(app, AccessRules.of(state.server_args))
     return app
 

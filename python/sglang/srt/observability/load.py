@@ -58,6 +58,7 @@ def describe_loads(
             "num_steps": internal_state.get("speculative_num_steps", 0),
         },
         "queues": {"waiting": waiting, "paused": waiting if is_paused else 0},
+        "paused": is_paused,
         **_age(internal_state),
     }
     aggregate = {
