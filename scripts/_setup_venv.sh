@@ -104,8 +104,7 @@ find_python() { # prints a Python of at least 3.11
 
 # A hash of all that decides what is installed; the root too, since the install points to it.
 install_stamp() {
-    (printf '%s\n' "$ROOT" && cat "$ROOT/python/pyproject.toml" \
-        "$ROOT/sgl-kernel/pyproject.toml" "$ROOT/constraints.txt") |
+    (printf '%s\n' "$ROOT" && cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt") |
         "$VENV_PYTHON" -c 'import hashlib, sys
 print(sys.version_info[:2], hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
@@ -129,7 +128,7 @@ setup_venv() { # <number of the first step> <number of steps>
     rm -f "$stamp"
     run_logged "pip install" "$log" "$VENV_PYTHON" -m pip install \
         --disable-pip-version-check --progress-bar off \
-        -c "$ROOT/constraints.txt" -e "$ROOT/sgl-kernel" -e "$ROOT/python[dev]"
+        -c "$ROOT/constraints.txt" -e "$ROOT[dev]"
     install_stamp >"$stamp"
 }
 

@@ -11,6 +11,7 @@ import sys
 from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt import flag_file
 from sglang.srt.argument_parsing import (
     SuggestingParser,
     add_flags,
@@ -21,6 +22,7 @@ from sglang.srt.flag_values import check_finite, flag
 from sglang.srt.model_config import DTYPES
 from sglang.srt.registry import ATTENTION_BACKENDS
 from sglang.srt.sglang_arguments import TakesSGLangArguments, all_arguments
+from sglang.srt.version import __version__
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,7 +368,8 @@ def parse_cli(argv: list[str] | None = None) -> ServerArgs:
             reason is printed.
     """
     prog = "python -m sglang.launch_server"
-    parser = SuggestingParser(prog=prog, epilog=sglang_section(ServerArgs))
+    parser = SuggestingParser(prog=prog, epilog=flag_file.HELP + sglang_section(ServerArgs))
+    parser.add_argument("--version", action="version", version=f"sglang-adaptive {__version__}")
     add_cli_args(parser)
     parser.refuse_unknown(sys.argv[1:] if argv is None else argv)
     return ServerArgs(**parse_flags(parser, argv, ServerArgs)[1])
