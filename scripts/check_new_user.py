@@ -71,7 +71,9 @@ PLACES = {
 
 def shell_text(block: Block, checkout: Path, whole_suite: bool) -> str:
     """Writes what the shell does for a block."""
-    text = block.text.replace("/path/to/checkpoint", f"{checkout}/python/sglang/demo_models/tiny-code")
+    text = block.text.replace(
+        "/path/to/checkpoint", f"{checkout}/python/sglang/demo_models/tiny-code"
+    )
     if not whole_suite:
         text = text.replace(WHOLE_SUITE, WHOLE_SUITE + PART_OF_SUITE)
     if block.language == "python":

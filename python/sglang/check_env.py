@@ -105,8 +105,8 @@ def _look_at_devices(findings: Findings, server_args: ServerArgs) -> None:
         findings.row("GPU", f"{platform.device_name}, {free}, {driver_version()}")
         _look_at_kernels(findings, platform)
         return
-    findings.row("GPU", "not used")
-    findings.row("kernels", "those of torch: no GPU is used")
+    findings.row("GPU", "none that torch can use" if platform.device == "cpu" else "not used")
+    findings.row("kernels", "those of torch, as no GPU is used")
     if driver_version() and platform.device == "cpu":
         why = "is built for CPUs" if torch.version.cuda is None else "cannot use it"
         findings.notes.append(

@@ -1,6 +1,6 @@
-"""Every code block of README.md and docs/ is run, or checked as far as it can be without an install.
+"""Every code block of README.md and docs/ is run, or checked as far as that needs no install.
 
-`test/new_user.py` runs README's blocks by the letter.
+`scripts/check_new_user.py` runs README's blocks by the letter.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ import inspect
 import json
 import re
 import subprocess
-import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, create_autospec
 
@@ -139,7 +137,7 @@ def activates(words: list[str], server: RunningServer) -> None:
 
 
 def builds_site(words: list[str], server: RunningServer) -> None:
-    """The navigation names every page once, and only those; new_user.py builds the site."""
+    """The navigation names every page once, and only those; check_new_user.py builds the site."""
     assert words[:2] == ["build", "--strict"]
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     listed = re.findall(r"[\w-]+\.md", nav)

@@ -12,10 +12,21 @@ from sglang import __version__, launch_server
 from sglang.__main__ import COMMANDS, main
 
 
+class Recorder:
+    """A `main` that notes what it gets."""
+
+    def __init__(self, calls: list[list[str]]) -> None:
+        self._calls = calls
+
+    def __call__(self, argv: list[str]) -> int:
+        self._calls.append(argv)
+        return 7
+
+
 def test_each_command_hands_its_flags_to_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, command in COMMANDS.items():
         calls: list[list[str]] = []
-        monkeypatch.setattr(import_module(command.module), "main", lambda a: calls.append(a) or 7)
+        monkeypatch.setattr(import_module(command.module), "main", Recorder(calls))
         assert main([name, "--port", "5"]) == 7
         assert main([name.replace("-", "_")]) == 7
         assert calls == [["--port", "5"], []]
@@ -29,9 +40,7 @@ def test_an_unknown_command_gets_the_nearest_one(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("word", ["--version", "-V", "version"])
-def test_the_version_is_that_of_the_package(
-    word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_version_is_that_of_the_package(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([word]) == 0
     with pytest.raises(SystemExit) as end:
         launch_server.main(["--version"])

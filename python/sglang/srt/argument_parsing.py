@@ -80,7 +80,7 @@ def _add_missing_flag(add: AddOption, flag: str, argument: SGLangArgument) -> No
 def parse_flags(
     parser: argparse.ArgumentParser, argv: list[str] | None, flags_class: type
 ) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """Parses a command line with flags of `flags_class` and of SGLang, and those of `--config` files.
+    """Parses a command line with flags of `flags_class` and SGLang, and those of `--config` files.
 
     Returns:
         All that was parsed, and the arguments of `flags_class` among it.

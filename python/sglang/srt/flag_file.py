@@ -16,7 +16,7 @@ from sglang.srt.plain_files import read_text
 FLAG = "--config"
 MAX_BYTES = 1024 * 1024
 HELP = (
-    f"{FLAG} FILE reads flags from a YAML file, such as `port: 30000` or `disable-radix-cache: true`;"
+    f"{FLAG} FILE reads flags from a YAML file, such as `port: 30000` or `log-requests: true`;"
     "\nwhat the command line says itself wins.\n\n"
 )
 
@@ -28,8 +28,8 @@ def with_flags_of_files(argv: Sequence[str], options: Mapping[str, Action]) -> l
         options: the parser's options by flag.
 
     Raises:
-        ValueError: for a file that cannot be read, is no YAML of flags and values, or has a key that
-            is no flag; the text names the file and the key.
+        ValueError: for a file that cannot be read, is no YAML of flags and values, or has a key
+            that is no flag; the text names the file and the key.
     """
     from_files: list[str] = []
     rest: list[str] = []
