@@ -1,11 +1,11 @@
 # CPU:   docker build -t sglang-adaptive .
-# GPUs:  docker build -t sglang-adaptive --build-arg DEVICE=cuda --build-arg EXTRAS=flashinfer \
-#            --build-arg TORCH_INDEX= .
-# Run:   docker run -p 30000:30000 sglang-adaptive    (with --gpus all and --shm-size 1g on GPUs)
+# GPUs:  docker build -t sglang-adaptive --build-arg DEVICE=cuda --build-arg EXTRAS=flashinfer .
+# Run:   docker run -p 30000:30000 sglang-adaptive    (on GPUs with --gpus all)
 # scripts/check_dockerfile.py runs the RUN lines of the CPU image without Docker.
 ARG DEVICE=cpu
 
 FROM python:3.12-slim AS cpu
+ENV PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 
 # nvcc compiles the kernels, and FlashInfer's at the first start.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS cuda
@@ -16,14 +16,12 @@ RUN apt-get update \
 FROM ${DEVICE}
 ARG DEVICE
 ARG EXTRAS=
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG CUDA_ARCHITECTURES="80 89 90a"
 WORKDIR /opt/sglang
 ENV PATH=/opt/sglang/venv/bin:$PATH
 COPY . source
 RUN python3 -m venv venv
 RUN venv/bin/pip install --no-cache-dir --disable-pip-version-check \
-    ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
     -c source/constraints.txt "./source${EXTRAS:+[$EXTRAS]}"
 RUN if [ "$DEVICE" = cuda ]; then python -m sgl_kernel.build --arch $CUDA_ARCHITECTURES; fi
 RUN rm -rf source && sglang check-env --device cpu

@@ -3,8 +3,8 @@
     python scripts/check_dockerfile.py
 
 It needs no Docker, so it also shows less than a build: the base image is this machine, paths below
-WORKDIR lie in the folder, and the lines of the CUDA image alone are read, not run. pip gets this
-machine's packages (TORCH_INDEX is empty).
+WORKDIR lie in the folder, and the lines of the CUDA image alone are not run. pip asks the indexes
+that this machine is set to.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ sys.path.insert(0, str(ROOT))
 from benchmark.server_process import running_server  # noqa: E402
 
 START_LIMIT_S = 120.0
-BUILD_ARGUMENTS = {"DEVICE": "cpu", "TORCH_INDEX": ""}
+BUILD_ARGUMENTS = {"DEVICE": "cpu"}
+OF_THIS_MACHINE = ("PIP_EXTRA_INDEX_URL",)
 VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 
 
@@ -99,7 +100,8 @@ def execute(image: Image, word: str, rest: str, context: Path) -> None:
             image.arguments[name] = given
         case "ENV":
             name, _, value = rest.partition("=")
-            image.environ[name] = image.expanded(value)
+            if name not in OF_THIS_MACHINE:
+                image.environ[name] = image.expanded(value)
         case "WORKDIR":
             image.workdir = rest
         case "COPY":

@@ -2,9 +2,9 @@
 
     python scripts/check_new_user.py
 
-All blocks run in one shell, in their order. A block that serves goes on until the next one does. Of
-the test suite a small part is run (`--whole-suite` runs all). Then both wheels are made, and must
-hold what the checkout holds. After each block nothing untracked may lie in the checkout.
+All blocks run in one shell, in their order. A block that serves goes on until another one serves at
+its port. Of the test suite a small part is run (`--whole-suite` runs all). Then both wheels are made,
+and must hold what the checkout holds. After each block nothing untracked may lie in the checkout.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ sys.path.insert(0, str(ROOT / "test/support"))
 
 from page_blocks import Block, blocks_of  # noqa: E402
 
-PORT = 30000  # README's
+PORT = 30000  # of a server, where README names none
 LIMIT_S = 900
-SERVES = re.compile(r"^sglang serve ", re.M)
+SERVES = re.compile(r"^sglang serve (?:.*--port (\d+))?", re.M)
 WHOLE_SUITE = "bash scripts/test.sh "
 PART_OF_SUITE = (
     "test/unit/test_commands.py test/unit/test_flag_file.py test/unit/test_check_env.py"
@@ -38,18 +38,22 @@ PART_OF_SUITE = (
 PLOT = "docs/mtp_throughput.svg"
 FUNCTIONS = f"""
 set -eo pipefail -m
-SERVER=
-stop_server() {{
-    [ -n "$SERVER" ] || return 0
-    kill -TERM -- "-$SERVER" 2>/dev/null || true
-    wait "$SERVER" || true
-    SERVER=
+declare -A SERVERS
+stop_servers() {{ # <ports...>
+    local port
+    for port; do
+        [ -n "${{SERVERS[$port]:-}}" ] || continue
+        kill -TERM -- "-${{SERVERS[$port]}}" 2>/dev/null || true
+        wait "${{SERVERS[$port]}}" || true
+        unset "SERVERS[$port]"
+    done
 }}
-trap stop_server EXIT
-wait_until_ready() {{
+trap 'stop_servers "${{!SERVERS[@]}}"' EXIT
+curl() {{ command curl --fail-with-body "$@"; }}
+wait_until_ready() {{ # <port>
     for ((tenths = 0; tenths < 1200; tenths++)); do
-        if curl -fs http://127.0.0.1:{PORT}/health >/dev/null; then return; fi
-        kill -0 "$SERVER" || return 1
+        if curl -s "http://127.0.0.1:$1/health" >/dev/null; then return; fi
+        kill -0 "${{SERVERS[$1]}}" || return 1
         sleep 0.1
     done
     return 1
@@ -78,8 +82,9 @@ def shell_text(block: Block, checkout: Path, whole_suite: bool) -> str:
         text = text.replace(WHOLE_SUITE, WHOLE_SUITE + PART_OF_SUITE)
     if block.language == "python":
         text = f"python - <<'END_OF_BLOCK'\n{text}END_OF_BLOCK\n"
-    if SERVES.search(text):
-        text = f"stop_server\n{{\n{text}}} &\nSERVER=$!\nwait_until_ready\n"
+    if serves := SERVES.search(text):
+        port = serves[1] or PORT
+        text = f"stop_servers {port}\n{{\n{text}}} &\nSERVERS[{port}]=$!\nwait_until_ready {port}\n"
     return f"echo; echo '--- {block.place}'\n{text}check_clean\n"
 
 
@@ -150,6 +155,13 @@ def check_wheels(checkout: Path, folder: Path) -> None:
         if missing or not any(path.endswith("licenses/LICENSE") for path in held[name]):
             sys.exit(f"FAILED: the wheel {name} lacks {sorted(missing) or 'LICENSE'}")
         print(f"The wheel {name} holds the {len(wanted)} files of the checkout and its licence.")
+    library = checkout / "sgl-kernel/python/sgl_kernel/lib/libsgl_kernel.so"
+    library.parent.mkdir()
+    library.write_text("stands for what sgl_kernel.build compiles")
+    subprocess.run([*command, "."], cwd=checkout, check=True)
+    bound = [wheel for wheel in folder.glob("*.whl") if "-py3-none-linux_" in wheel.name]
+    if not bound or "sgl_kernel/lib/libsgl_kernel.so" not in zipfile.ZipFile(bound[0]).namelist():
+        sys.exit("FAILED: the wheel with compiled kernels lacks them, or names no platform")
     if left := git(checkout, "status", "--porcelain", "--", ".", f":!{PLOT}"):
         sys.exit(f"FAILED: the wheels left in the checkout:\n{left}")
 

@@ -45,7 +45,7 @@ PLACEHOLDERS = {
     "/path/to/model": str(DEMO),
 }
 LANGUAGES = {"bash", "python", "json", "yaml", ""}
-TO_SERVER = re.compile(r"(?:http://)?(?:127\.0\.0\.1|localhost):30000")
+TO_SERVER = re.compile(r"(?:http://)?(?:127\.0\.0\.1|localhost):3000[01]")
 
 
 def of_language(language: str) -> list[Any]:

@@ -379,7 +379,7 @@ _REFUSED = (
         "use HTTP; requests go to /generate or /v1/*",
         "grpc_mode smg_grpc_mode grpc_port",
     ),
-    Entry("a file of flags belongs on the command line; give each as an argument", "config"),
+    Entry("Engine reads no file of flags; give each as an argument", "config"),
 )
 
 TABLE: dict[str, tuple[Entry, ...]] = {
