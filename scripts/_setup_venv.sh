@@ -60,7 +60,7 @@ run_shown() { # <title> <log file> <command...>
     start_child "$log" "$@"
     pid="$CHILD"
     while kill -0 "$pid" 2>/dev/null; do
-        show_progress "$title" "$((SECONDS - start))" "$(tail -n 1 "$log" | cut -c 1-60)"
+        show_progress "$title" "$((SECONDS - start))" "$("$PROGRESS_OF" "$log" | cut -c 1-60)"
         sleep 1
     done
     CHILD=""
@@ -80,6 +80,21 @@ run_logged() { # <title> <log file> <command...>
         fail "$title (exit status $status). Whole log: $log"
     fi
     printf '      done in %s s\n' "$((SECONDS - start))"
+}
+
+last_line() { # <log file>
+    tail -n 1 "$1"
+}
+PROGRESS_OF=last_line # what run_shown shows of a log
+
+# How far pip is: packages found, and what it downloads, builds or installs.
+pip_progress() { # <log file>
+    awk '/^ *Collecting |^Requirement already/ { found++ }
+         /^ *Downloading / { name = $2; sub(/.*\//, "", name); sub(/-[^-]*-[^-]*-[^-]*$/, "", name)
+                             doing = name " " $3 " " $4 }
+         /^Progress [0-9]+ of [1-9]/ { doing = name sprintf(" %d of %d MB", $2 / 1e6, $4 / 1e6) }
+         /^ *(Building|Installing|Preparing|Uninstalling) / { doing = $1 " " $2 " " $3 }
+         END { printf "packages found: %d; %s\n", found, doing }' "$1"
 }
 
 show_progress() { # <title> <seconds> <last line>
@@ -104,14 +119,20 @@ find_python() { # prints a Python of at least 3.11
 
 # A hash of all that decides what is installed; the root too, since the install points to it.
 install_stamp() {
-    (printf '%s\n' "$ROOT" && cat "$ROOT/python/pyproject.toml" \
-        "$ROOT/sgl-kernel/pyproject.toml" "$ROOT/constraints.txt") |
+    (printf '%s\n' "$ROOT" && cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt") |
         "$VENV_PYTHON" -c 'import hashlib, sys
 print(sys.version_info[:2], hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 
+# Not so after `pip install .`, which puts a copy into .venv.
+finds_this_checkout() {
+    local found
+    found="$(cd / && env -u PYTHONPATH "$VENV_PYTHON" -c 'import sglang; print(sglang.__file__)')" || return 1
+    [ "$found" -ef "$ROOT/python/sglang/__init__.py" ]
+}
+
 setup_venv() { # <number of the first step> <number of steps>
-    local first="$1" last="$2" stamp="$ROOT/.venv/install-stamp" log="$ROOT/.venv/install.log" python
+    local first="$1" last="$2" stamp="$ROOT/.venv/install-stamp" log="$ROOT/.venv/install.log" python bar
     printf '[%s/%s] Python environment %s\n' "$first" "$last" "$ROOT/.venv"
     if "$VENV_PYTHON" -m pip --version >/dev/null 2>&1; then
         printf '      found, used again\n'
@@ -122,14 +143,19 @@ setup_venv() { # <number of the first step> <number of steps>
         printf '      made with %s\n' "$("$VENV_PYTHON" --version)"
     fi
     printf '[%s/%s] Packages (torch is large: some minutes on a slow line)\n' "$((first + 1))" "$last"
-    if [ "$(cat "$stamp" 2>/dev/null)" = "$(install_stamp)" ]; then
+    if [ "$(cat "$stamp" 2>/dev/null)" = "$(install_stamp)" ] && finds_this_checkout; then
         printf '      up to date, nothing to install\n'
         return
     fi
     rm -f "$stamp"
+    # Bars are for terminals; pip 24.1 and newer write the bytes that are there and all.
+    bar="$("$VENV_PYTHON" -c 'import pip
+print("raw" if [*map(int, pip.__version__.split(".")[:2])] >= [24, 1] else "off")')"
+    PROGRESS_OF=pip_progress
     run_logged "pip install" "$log" "$VENV_PYTHON" -m pip install \
-        --disable-pip-version-check --progress-bar off \
-        -c "$ROOT/constraints.txt" -e "$ROOT/sgl-kernel" -e "$ROOT/python[dev]"
+        --disable-pip-version-check --progress-bar "$bar" \
+        -c "$ROOT/constraints.txt" -e "$ROOT[dev]"
+    PROGRESS_OF=last_line
     install_stamp >"$stamp"
 }
 

@@ -20,7 +20,7 @@ TEXT
 
 # What the repository or a PyTorch image has (with all that only these need), and tools that no GPU
 # host needs.
-EXCLUDED="sglang-adaptive-kernel torch triton numpy transformers huggingface-hub setuptools ruff mypy pre-commit schemathesis"
+EXCLUDED="torch triton numpy transformers huggingface-hub setuptools ruff mypy pre-commit schemathesis"
 # Of what FlashInfer asks for, what the kernels used here run without: compilers of other kernels.
 EXCLUDED="$EXCLUDED nvidia-cutlass-dsl nvidia-cudnn-frontend cuda-python cuda-bindings"
 FLASHINFER="flashinfer-python==0.6.14 apache-tvm-ffi==0.1.11"
@@ -165,7 +165,7 @@ for package in sorted(chosen, key=lambda package: canonicalize_name(package["nam
 PYTHON_TEXT
 
 printf 'Choosing wheels for Python %s, %s and older\n' "$TARGET_PYTHON" "$PLATFORM"
-"$PYTHON" "$TMP/resolve.py" "$ROOT/python/pyproject.toml" "$TARGET_PYTHON" "$PLATFORM" "$EXCLUDED" \
+"$PYTHON" "$TMP/resolve.py" "$ROOT/pyproject.toml" "$TARGET_PYTHON" "$PLATFORM" "$EXCLUDED" \
     "$EXTRA" "$TMP" "${PIP_TARGET[@]}" >"$TMP/wanted" 2>"$TMP/reason" ||
     fail "$(tail -n 1 "$TMP/reason")"
 if [ "$LIST_ONLY" = 1 ]; then

@@ -23,7 +23,8 @@ INTRO = (
     " classes, and so is each argument of `Engine` and `ServerArgs`. Where a list has values of a"
     " flag, others are in another class. SGLang's defaults, null, false and empty values ask for"
     " nothing: they are always accepted, and nothing is said.",
-    "`python -m sglang.launch_server --help` has this runtime's flags with what they do.",
+    "`python -m sglang.launch_server --help` has this runtime's flags with what they do; `--config"
+    " FILE` reads them from a YAML file.",
     "<!-- Written by scripts/write_flags_page.py from python/sglang/srt/sglang_flags.py. -->",
 )
 SECTIONS = {

@@ -47,6 +47,7 @@ LONGEST_FIRST = (
     "test/unit/model_executor/test_recorded_graphs.py",
     "test/unit/speculative/test_adaptive_serving.py",
     "test/unit/speculative/test_toy_drafters.py",
+    "test/e2e/test_pages.py",
     "test/e2e/test_stopped_processes.py",
     "test/e2e/test_paused_server.py",
     "test/unit/speculative/test_accept_thresholds.py",

@@ -5,12 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.version import __version__
+
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.server_args import ServerArgs
 
-__version__ = "0.1.0"
 __all__ = ["Engine", "SamplingParams", "ServerArgs", "__version__"]
 
 _LAZY = {

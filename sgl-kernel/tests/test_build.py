@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -183,6 +182,22 @@ def test_a_build_ahead_of_time_is_found_without_nvcc(
         _build.find_library("100")
 
 
+def test_the_state_says_where_the_library_comes_from_and_compiles_nothing(
+    toolkit: FakeToolkit, plan: _build.BuildPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "nvcc compiles them at the first start" in _build.library_state("90a")
+    assert toolkit.compiles() == []
+    folder = _build.cached_library(plan).parent
+    assert _build.library_state("90a") == f"compiled, in {folder}"
+    _build.compile_library(plan, _build.PACKAGED_LIBRARY_DIR)
+    assert _build.library_state("90a") == "compiled, in the install"
+    monkeypatch.setenv("CUDA_HOME", str(toolkit.root / "nowhere"))
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(KernelUnavailableError, match="kernels for sm_90a, not sm_80"):
+        _build.library_state("80")
+
+
 def test_a_build_older_than_the_sources_is_not_used(toolkit: FakeToolkit, tmp_path: Path) -> None:
     build.main(["--arch", "90a", "--out", str(tmp_path / "packaged")])
     manifest = tmp_path / "packaged" / _build.MANIFEST_NAME
@@ -220,17 +235,6 @@ def test_a_file_that_is_no_library_is_reported(tmp_path: Path) -> None:
     path.write_text("not a library")
     with pytest.raises(KernelUnavailableError, match="does not load"):
         KernelLibrary(path)
-
-
-def test_an_install_carries_every_folder_of_sources() -> None:
-    root = _build.PACKAGE_DIR.parent.parent
-    setuptools = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = {path.parent for path in [*root.glob("csrc/**/*.cu"), *root.glob("include/**/*.cuh")]}
-    packages = {f"sgl_kernel.{'.'.join(folder.relative_to(root).parts)}" for folder in folders}
-    assert packages == set(setuptools["packages"]) - {"sgl_kernel"}
-    assert packages <= set(setuptools["package-data"])
-    places = {name: Path(place) for name, place in setuptools["package-dir"].items()}
-    assert {root / places[name] for name in packages} == folders
 
 
 @dataclass(frozen=True)

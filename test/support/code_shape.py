@@ -58,11 +58,13 @@ MAY_IMPORT = {
     " model_executor base",
 }
 SERVER_ARGS_READERS = re.compile(
-    rf"{PACKAGE}/(__init__|launch_server|bench_\w+|srt/(entrypoints|processes)/.+)\.py"
+    rf"{PACKAGE}/(__init__|launch_server|check_env|bench_\w+|srt/(entrypoints|processes)/.+)\.py"
 )
 
 # Modules that a process without a model loads: torch would cost it seconds and memory.
 TORCH_FREE = (
+    "__main__.py",
+    "check_env.py",
     "launch_server.py",
     "srt/entrypoints/**/*.py",
     "srt/messages/*.py",

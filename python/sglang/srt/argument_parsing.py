@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import MISSING
 from typing import Any, NoReturn, get_type_hints
 
+from sglang.srt.flag_file import with_flags_of_files
 from sglang.srt.flag_values import flags_of, value_type
 from sglang.srt.sglang_arguments import (
     SGLangArgument,
@@ -104,7 +106,7 @@ class MissingFlag(argparse.Action):
 def parse_flags(
     parser: argparse.ArgumentParser, argv: list[str] | None, flags_class: type
 ) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """Parses a command line with flags of `flags_class` and of SGLang.
+    """Parses a command line with flags of `flags_class` and SGLang, and those of `--config` files.
 
     Returns:
         All that was parsed, and the arguments of `flags_class` among it.
@@ -113,11 +115,17 @@ def parse_flags(
         SystemExit: on a flag that is refused, or a value that its flag cannot have; the reason is
             printed.
     """
-    namespace = parser.parse_args(argv)
     try:
+        words = with_flags_of_files(sys.argv[1:] if argv is None else argv, options_of(parser))
+        namespace = parser.parse_args(words)
         return namespace, own_arguments_of(namespace, flags_class)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+
+def options_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Gives a parser's options by each of their flags."""
+    return {name: action for action in parser._actions for name in action.option_strings}
 
 
 def own_arguments_of(namespace: argparse.Namespace, flags_class: type) -> dict[str, Any]:
@@ -155,7 +163,7 @@ class SuggestingParser(argparse.ArgumentParser):
 
     def refuse_unknown(self, argv: list[str]) -> None:
         """Exits with 2 at the first flag that does not exist."""
-        known = {name: action for action in self._actions for name in action.option_strings}
+        known = options_of(self)
         ours = [name for name, action in known.items() if action.help != argparse.SUPPRESS]
         for word in argv:
             name = word.partition("=")[0]

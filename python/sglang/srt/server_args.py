@@ -11,6 +11,7 @@ import sys
 from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt import flag_file
 from sglang.srt.argument_parsing import (
     SuggestingParser,
     add_flags,
@@ -23,6 +24,7 @@ from sglang.srt.model_config import DTYPE_ALIASES, DTYPES
 from sglang.srt.registry import ATTENTION_BACKENDS
 from sglang.srt.sglang_arguments import TakesSGLangArguments, all_arguments
 from sglang.srt.speculation_args import SpeculationArgs
+from sglang.srt.version import __version__
 
 # An address to listen on for all, and the one by which this machine reaches itself then.
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
@@ -325,7 +327,8 @@ def parse_cli(argv: list[str] | None = None) -> ServerArgs:
             reason is printed.
     """
     prog = "python -m sglang.launch_server"
-    parser = SuggestingParser(prog=prog, epilog=sglang_section(ServerArgs))
+    parser = SuggestingParser(prog=prog, epilog=flag_file.HELP + sglang_section(ServerArgs))
+    parser.add_argument("--version", action="version", version=f"sglang-adaptive {__version__}")
     add_flags(lambda name: parser.add_argument_group(name).add_argument, ServerArgs)
     parser.refuse_unknown(sys.argv[1:] if argv is None else argv)
     return ServerArgs(**parse_flags(parser, argv, ServerArgs)[1])

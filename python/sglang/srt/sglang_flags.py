@@ -378,7 +378,7 @@ _REFUSED = (
         "use HTTP; requests go to /generate or /v1/*",
         "grpc_mode smg_grpc_mode grpc_port",
     ),
-    Entry("write each of its flags on the command line", "config"),
+    Entry("Engine reads no file of flags; give each as an argument", "config"),
 )
 
 TABLE: dict[str, tuple[Entry, ...]] = {

@@ -210,6 +210,25 @@ def find_library(architecture: str) -> Path:
         raise KernelUnavailableError(f"{reason} {error}") from error
 
 
+def library_state(architecture: str) -> str:
+    """Says where the library for a GPU comes from at the next start, and compiles nothing.
+
+    Raises:
+        KernelUnavailableError: there will be none.
+    """
+    reason = _reason_against_packaged(architecture)
+    if reason is None:
+        return "compiled, in the install"
+    try:
+        plan = BuildPlan(find_toolchain(), (architecture,), find_source_root())
+    except KernelUnavailableError as error:
+        raise KernelUnavailableError(f"{reason} {error}") from error
+    library = cache_root() / plan.key() / LIBRARY_NAME
+    if library.is_file():
+        return f"compiled, in {library.parent}"
+    return f"{plan.toolchain.nvcc} compiles them at the first start"
+
+
 def _reason_against_packaged(architecture: str) -> str | None:
     """Why the library in the package cannot serve; None where it can."""
     manifest_path = PACKAGED_LIBRARY_DIR / MANIFEST_NAME

@@ -67,7 +67,7 @@ def run_server(server_args: ServerArgs, modules: Mapping[str, str] = CHILD_MODUL
     configure_logging(server_args.log_level, "server")
     try:
         folders, tokenizer = find_model(server_args)
-        listener = _bind(server_args.host, server_args.port)
+        listener = listen(server_args.host, server_args.port)
     except (ConfigError, ModelPathError, TokenizerError, BindError) as error:
         _say(str(error))
         return 1
@@ -87,8 +87,12 @@ def _say(message: str) -> None:
     print(f"sglang: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """A listening socket, made before anything costly starts."""
+def listen(host: str, port: int) -> socket.socket:
+    """Makes a listening socket, before anything costly starts.
+
+    Raises:
+        BindError: if that is not possible.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
