@@ -4,7 +4,8 @@
 
 All blocks run in one shell, in their order. A block that serves goes on until another one serves at
 its port. Of the test suite a small part is run (`--whole-suite` runs all). Then both wheels are
-made, and must hold what the checkout holds. After each block nothing untracked may lie in the checkout.
+made, and must hold what the checkout holds. After each block nothing untracked may lie in the
+checkout.
 """
 
 from __future__ import annotations
