@@ -166,7 +166,7 @@ class Rollout:
 def rollout() -> Iterator[Rollout]:
     words = ["--hf-checkpoint", str(resolve_model_path("demo"))]
     words += ["--sglang-max-total-tokens", "8192", "--sglang-log-level", "warning"]
-    words += [f"--sglang-{word[2:]}" for word in TARGET.command_line()]
+    words += [word.replace("--", "--sglang-", 1) for word in TARGET.command_line()]
     args = server_args(parsed_flags(words), "127.0.0.1", free_port())
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environ(SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION="false").items():

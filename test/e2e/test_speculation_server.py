@@ -135,6 +135,7 @@ def test_drafts_by_load_behind_prompts_that_are_read_in_chunks(
     with sglang.Engine(
         model_path="demo",
         device="cpu",
+        attention_backend="torch_native",
         chunked_prefill_size=16,
         max_total_tokens=2048,
         speculative_load_aware="on",
