@@ -24,7 +24,7 @@ from serving_utils import (
     wait_until,
 )
 from sglang import Engine
-from sglang.srt.entrypoints.launch import LaunchError
+from sglang.srt.processes.config_error import ConfigError
 
 GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
 
@@ -103,7 +103,7 @@ def test_pool_without_room_for_a_request_is_one_clear_line(model_dir: Path) -> N
     assert "Traceback" not in result.stderr
     (line,) = [text for text in result.stderr.splitlines() if "error" in text]
     assert "--max-total-tokens" in line
-    with pytest.raises(LaunchError, match="--max-total-tokens"):
+    with pytest.raises(ConfigError, match="--max-total-tokens"):
         Engine(model_path=str(model_dir), load_format="dummy", max_total_tokens=1)
 
 

@@ -85,8 +85,6 @@ def test_trees_with_a_budget_of_the_corpus(
 def test_a_file_that_is_no_corpus_ends_the_start_with_one_line(tmp_path: Path) -> None:
     path = tmp_path / "corpus.txt"
     path.write_text("import os\n")
-    with pytest.raises(
-        RuntimeError, match=r"corpus-path '.*': line 1 must be a JSON string"
-    ) as end:
+    with pytest.raises(ValueError, match=r"corpus-path '.*': line 1 must be a JSON string") as end:
         answers(speculative_ngram_external_corpus_path=str(path))
     assert "\n" not in str(end.value)

@@ -273,7 +273,8 @@ async def check_death(manager: LauncherManager) -> None:
     """A launcher's calls fail once a process of the server has."""
     running = asyncio.create_task(rollout(manager, max_new_tokens=5_000, ignore_eos=True))
     await asyncio.sleep(0.05)
-    children = psutil.Process().children()
+    everyone = psutil.Process().children()
+    children = [child for child in everyone if child.status() != psutil.STATUS_ZOMBIE]
     [scheduler] = [child for child in children if "scheduler_process" in child.cmdline()[-1]]
     [detokenizer] = [child for child in children if "detokenizer_process" in child.cmdline()[-1]]
     scheduler.kill()

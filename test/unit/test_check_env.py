@@ -10,7 +10,7 @@ import pytest
 
 import sgl_kernel._build
 from sglang import check_env
-from sglang.srt import platform
+from sglang.srt import host, platform
 from sglang.srt.entrypoints.server_process import run_server
 from sglang.srt.platform import Platform
 from sglang.srt.server_args import parse_cli
@@ -92,7 +92,7 @@ def test_a_gpu_without_kernels_is_a_note(
 def test_a_driver_without_a_torch_for_it_is_a_note(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(platform, "driver_version", lambda: "NVRM version 580")
+    monkeypatch.setattr(host, "driver_version", lambda: "NVRM version 580")
     monkeypatch.setattr(Platform, "probe", lambda: Platform("cpu", 2, 1 << 33, "cpu"))
     assert check_env.main(["--port", "0"]) == 0
     assert "install a torch with CUDA" in capsys.readouterr().out

@@ -21,6 +21,7 @@ from drafted_serving import params_of, prompts, serve
 from eagle_models import write_models
 from eagle_serving import Served, right_tokens, setup_for
 from jumping_tier import CHANGING, jumping_tiers, resting
+from sglang.srt.control import internal_state
 from sglang.srt.speculative.adaptive_config import parse_adaptive_config
 from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 
@@ -165,9 +166,12 @@ class Storm:
             self.num_answers += 1
 
 
-def test_a_storm_of_switches_loses_nothing_and_leaves_nothing(paths: dict[str, Path]) -> None:
+def test_a_storm_of_switches_loses_nothing_and_leaves_nothing(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another tier in every round. With -s it prints how long rounds take: in later parts no longer
     than in the first ones."""
+    monkeypatch.setattr(internal_state, "RECENT_STEPS", 4)  # its window is full at once
     setup = setup_for(3, use_radix_cache=False)
     harness = Served(paths, EAGLE3, 3, setup, checks_kv=False, tier_policy=CHANGING)
     storm = Storm(harness, right_tokens(paths["target"]))
