@@ -132,7 +132,7 @@ def _look_at_kernels(findings: Findings, platform: Platform) -> None:
 
 def _look_at_start(findings: Findings, server_args: ServerArgs) -> None:
     """Resolves the flags, reads the model's files and takes the port, as a start does first."""
-    from sglang.srt.entrypoints.launch import check_model
+    from sglang.srt.entrypoints.launch import find_model
     from sglang.srt.entrypoints.server_process import BindError, listen
     from sglang.srt.environ import Environ
     from sglang.srt.model_config import ModelPathError, load_model_config
@@ -142,11 +142,11 @@ def _look_at_start(findings: Findings, server_args: ServerArgs) -> None:
     from sglang.srt.tokenizer import TokenizerError
 
     def configure() -> str:
-        check_model(server_args)
-        model = load_model_config(server_args.model_path)
-        execution = resolve(server_args, Platform.probe(), model, Environ.read()).execution
+        args = find_model(server_args)[0].args
+        model = load_model_config(args.model_path)
+        execution = resolve(args, Platform.probe(), model, Environ.read()).execution
         return (
-            f"{server_args.model_path} on {execution.device}, {execution.attention_backend}"
+            f"{args.served_model_name} on {execution.device}, {execution.attention_backend}"
             f" attention, {execution.num_threads} threads"
         )
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import resource
 import socket
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 import sgl_kernel._build
+from fake_hub import lay_out
 from sglang import check_env
-from sglang.srt import platform
+from sglang.srt import host, platform
 from sglang.srt.entrypoints.server_process import run_server
+from sglang.srt.model_config import resolve_model_path
 from sglang.srt.platform import Platform
 from sglang.srt.server_args import parse_cli
 
@@ -46,6 +49,15 @@ def test_what_prevents_a_start_is_said_as_the_start_says_it(
         (said,) = capsys.readouterr().err.splitlines()
         assert check_env.main(words) == 1
     assert f"PROBLEM: {said.removeprefix('sglang: error: ')}\n" in capsys.readouterr().out
+
+
+def test_a_model_of_the_hub_is_looked_up_as_the_start_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lay_out(tmp_path, "someone/small", resolve_model_path("demo"))
+    flags = ["--port", "0", "--download-dir", str(tmp_path), "--model-path", "someone/small"]
+    assert check_env.main(flags) == 0
+    assert "someone/small on " in capsys.readouterr().out
 
 
 def test_flags_that_the_scheduler_would_refuse_are_problems(
@@ -92,7 +104,7 @@ def test_a_gpu_without_kernels_is_a_note(
 def test_a_driver_without_a_torch_for_it_is_a_note(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(platform, "driver_version", lambda: "NVRM version 580")
+    monkeypatch.setattr(host, "driver_version", lambda: "NVRM version 580")
     monkeypatch.setattr(Platform, "probe", lambda: Platform("cpu", 2, 1 << 33, "cpu"))
     assert check_env.main(["--port", "0"]) == 0
     assert "install a torch with CUDA" in capsys.readouterr().out

@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.framed_process import MIB, bare_environ
 from sglang.srt.model_config import ModelPathError
-from sglang.srt.model_files import CONFIG, is_small_file, weight_names
+from sglang.srt.model_files import CONFIG, PICKLE_ENDINGS, is_small_file, weight_names
 from sglang.srt.plain_files import UnreadableFileError, open_regular, read_json
 from sglang.srt.system_call_filter import forbid_sockets_and_programs
 
 if TYPE_CHECKING:
     import torch
 
-SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 WITH_NETWORK = "--with-network"
 # What reading and writing may need for each byte of the largest file, and beside that. Tensors may
 # share memory in a pickle, and do not in safetensors.
@@ -52,13 +51,14 @@ def weight_files(source: Path) -> list[Path]:
     """
     if not source.is_dir():
         raise PickledWeightsError(f"{source} is not a directory")
-    found = sorted(file for file in source.iterdir() if file.suffix in SUFFIXES)
+    found = sorted(file for file in source.iterdir() if file.suffix in PICKLE_ENDINGS)
     if weight_names(source, [file.name for file in source.iterdir()])[0]:
         raise PickledWeightsError(f"{source} has *.safetensors, and can be served as it is")
     named = [file for file in found if file.name.startswith("pytorch_model")]
     files = named or found
     if not files:
-        raise PickledWeightsError(f"{source} has no file that ends in one of {', '.join(SUFFIXES)}")
+        endings = ", ".join(PICKLE_ENDINGS)
+        raise PickledWeightsError(f"{source} has no file that ends in one of {endings}")
     if not named and len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise PickledWeightsError(

@@ -378,7 +378,11 @@ _REFUSED = (
         "use HTTP; requests go to /generate or /v1/*",
         "grpc_mode smg_grpc_mode grpc_port",
     ),
-    Entry("Engine reads no file of flags; give each as an argument", "config"),
+    Entry(
+        "a command line takes it; Engine and ServerArgs read no file, so give each flag as an"
+        " argument",
+        "config",
+    ),
 )
 
 TABLE: dict[str, tuple[Entry, ...]] = {

@@ -127,7 +127,7 @@ def check_flush_timeout(value: str | float, field: str = "timeout") -> float:
     return seconds
 
 
-# ---------------------------------------------------------------- weights
+# ---------------------------------------------------------------- memory
 
 
 class MemoryOccupationReqInput(msgspec.Struct, kw_only=True):

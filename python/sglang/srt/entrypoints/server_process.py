@@ -234,8 +234,7 @@ class _Server:
 
     def _describe(self) -> str:
         host = f"[{self._args.host}]" if ":" in self._args.host else self._args.host
-        name = self._args.served_model_name or self._args.model_path
-        return f"{name} is served at http://{host}:{self._args.port}"
+        return f"{self._state.model_name} is served at http://{host}:{self._args.port}"
 
     def _on_signal(self) -> None:
         """The first signal drains, the second aborts what runs, the third cuts connections."""

@@ -59,7 +59,7 @@ def view_of(contents: torch.Tensor, tensor: SentTensor) -> torch.Tensor:
     if not tensor.lies_within(len(contents)):
         raise WeightUpdateError(f"The weight {tensor.name!r} is not within its memory.")
     part = contents[tensor.first_byte : tensor.first_byte + tensor.num_bytes]
-    if part.storage_offset() % DTYPE_BYTES[tensor.dtype]:
+    if (part.storage_offset() | part.data_ptr()) % DTYPE_BYTES[tensor.dtype]:
         part = part.clone()
     return part.view(DTYPES[tensor.dtype]).as_strided(tensor.shape, tensor.strides)
 
