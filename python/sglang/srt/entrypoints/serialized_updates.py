@@ -38,7 +38,7 @@ SerializedTensors: TypeAlias = UpdateWeightsFromTensorReqInput | Sequence[str | 
 MODULE = "sglang.srt.control.pickle_process"
 FIELD = "serialized_named_tensors"
 TIMEOUT_S = 120.0
-FORWARDING_HEADERS = ("forwarded", "x-forwarded-for", "via")
+FORWARDING_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
 NOT_ALLOWED = (
     "pickles are not read unless the server is started with --allow-pickled-weights and"
     " --admin-api-key; or make them by MultiprocessingSerializer of this package, which the"
