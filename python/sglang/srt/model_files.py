@@ -71,7 +71,7 @@ def why_no_weights(names: Collection[str]) -> str:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """The name of the file of each tensor.
+    """Reads the name of the file of each tensor.
 
     Raises:
         ModelPathError: if it cannot be read as an index.

@@ -44,7 +44,7 @@ class PickledWeightsError(ModelPathError):
 
 
 def weight_files(source: Path) -> list[Path]:
-    """The files that hold the weights of a folder.
+    """Finds the files that hold the weights of a folder.
 
     Raises:
         PickledWeightsError: if there are none, or it cannot be told which.
@@ -71,7 +71,7 @@ def weight_files(source: Path) -> list[Path]:
 
 
 def read_weights(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file, each in memory of its own.
+    """Reads the tensors of a file, each in memory of its own.
 
     Raises:
         PickledWeightsError: if it holds anything else, or more than there is memory for.
@@ -108,7 +108,7 @@ def read_weights(file: Path) -> dict[str, torch.Tensor]:
 
 
 def write_safetensors(files: Sequence[Path], folder: Path) -> None:
-    """One safetensors file for each, one after the other.
+    """Writes one safetensors file for each, one after the other.
 
     Raises:
         PickledWeightsError: if a file holds more than weights, or two hold the same one.
@@ -168,7 +168,7 @@ def convert(source: Path, target: Path, with_network: bool = False) -> None:
 
 
 def converted(source: Path) -> Path:
-    """The folder with the same in safetensors, in a cache that is filled on first use.
+    """Gives the folder with the same in safetensors, in a cache that is filled on first use.
 
     Raises:
         PickledWeightsError: if that cannot be done; the text names the remedy.
@@ -258,7 +258,7 @@ def read_in_this_process(folder: Path, files: Sequence[Path], with_network: bool
 
 
 def main(arguments: Sequence[str]) -> str | None:
-    """What went wrong, or None."""
+    """Converts files into the folder named first; returns what went wrong, or None."""
     import safetensors.torch  # noqa: F401  # before programs are forbidden and memory is limited
 
     folder, *files = (Path(each) for each in arguments if each != WITH_NETWORK)

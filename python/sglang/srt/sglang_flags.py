@@ -28,7 +28,7 @@ class Entry(NamedTuple):
     becomes: Any = None
 
     def has(self, value: Any) -> bool:
-        """Whether the sentence is on a value; words are the same in any case."""
+        """Tells whether the sentence is on a value; words are the same in any case."""
         if isinstance(value, str):
             return any(
                 isinstance(item, str) and item.lower() == value.lower() for item in self.values

@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-import os
 import re
 from typing import Annotated, Any, Literal
 
@@ -33,10 +32,9 @@ from sglang.srt.messages.control import (
     WeightSessionReq,
     WeightSource,
 )
-from sglang.srt.sent_tensors import MAX_NAME_CHARS, MAX_SIZE, MAX_TENSORS
+from sglang.srt.sent_tensors import MAX_NAME_CHARS, MAX_SIZE, MAX_TENSORS, SHARED_MEMORY
 
 MAX_WEIGHT_BYTES = 2**32 - 1  # what one message can hold
-SHARED_MEMORY = "/dev/shm"
 BUCKET = "flattened_bucket"
 SHARED_MEMORY_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -134,7 +132,7 @@ class UpdateWeightsFromTensorReqInput(WeightUpdateOptions, kw_only=True):
     def source(self, max_bytes: int) -> WeightSource:
         """Where the weights are; decoded they may have `max_bytes`."""
         if self.shared_memory is not None:
-            return FromFile(os.path.join(SHARED_MEMORY, self.shared_memory))
+            return FromFile(str(SHARED_MEMORY / self.shared_memory))
         try:
             data = base64.b64decode(self.safetensors or "", validate=True)
         except (binascii.Error, ValueError):

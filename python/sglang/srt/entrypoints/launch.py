@@ -236,7 +236,7 @@ class ProcessTree:
 
 
 def child_environ(gpu_id: int = 0) -> dict[str, str]:
-    """The environment of children: they find this package as this process did.
+    """Makes the environment of children: they find this package as this process did.
 
     Args:
         gpu_id: the only GPU that they see, of those that this process sees; 0: they see them all,
