@@ -35,6 +35,8 @@ def test_a_start_that_would_work_is_called_one(capsys: pytest.CaptureFixture[str
     [
         ["--port", "{taken}"],
         ["--port", "0", "--model-path", "no-such-folder"],
+        ["--port", "0", "--tool-call-parser", "no-such-parser"],
+        ["--port", "0", "--allow-pickled-weights"],
         ["--port", "0", "--tokenizer-path", "no-such-folder"],
     ],
 )

@@ -75,7 +75,7 @@ def _first_numbers(text: str) -> dict[str, int]:
 
 
 def driver_version() -> str:
-    """Names the version of NVIDIA's kernel module; empty where there is none, or nothing says it."""
+    """Names the version of NVIDIA's kernel module; empty where nothing says it."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
     except OSError:
