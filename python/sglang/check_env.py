@@ -132,21 +132,18 @@ def _look_at_kernels(findings: Findings, platform: Platform) -> None:
 
 def _look_at_start(findings: Findings, server_args: ServerArgs) -> None:
     """Resolves the flags, reads the model's files and takes the port, as a start does first."""
-    from sglang.srt.entrypoints.launch import find_model
-    from sglang.srt.entrypoints.server_process import BindError, listen
+    from sglang.srt.entrypoints.server_process import REFUSALS, BindError, check_start, listen
     from sglang.srt.environ import Environ
-    from sglang.srt.model_config import ModelPathError, load_model_config
+    from sglang.srt.model_config import load_model_config
     from sglang.srt.platform import Platform
-    from sglang.srt.processes.config_error import ConfigError
     from sglang.srt.processes.runtime_config import resolve
-    from sglang.srt.tokenizer import TokenizerError
 
     def configure() -> str:
-        args = find_model(server_args)[0].args
+        args = check_start(server_args)[0].args
         model = load_model_config(args.model_path)
         execution = resolve(args, Platform.probe(), model, Environ.read()).execution
         return (
-            f"{server_args.model_path} on {execution.device}, {execution.attention_backend}"
+            f"{args.served_model_name} on {execution.device}, {execution.attention_backend}"
             f" attention, {execution.num_threads} threads"
         )
 
@@ -154,12 +151,11 @@ def _look_at_start(findings: Findings, server_args: ServerArgs) -> None:
         with listen(server_args.host, server_args.port) as listener:
             return f"{server_args.host}:{listener.getsockname()[1]} is free"
 
-    refusals = (ConfigError, ModelPathError, TokenizerError, BindError)
     steps: dict[str, Callable[[], str]] = {"model": configure, "port": bind}
     for name, step in steps.items():
         try:
             findings.row(name, step())
-        except refusals as error:
+        except (*REFUSALS, BindError) as error:
             findings.row(name, "see below")
             findings.problems.append(" ".join(str(error).split()))
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import resource
 import socket
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 import sgl_kernel._build
+from fake_hub import lay_out
 from sglang import check_env
 from sglang.srt import host, platform
 from sglang.srt.entrypoints.server_process import run_server
+from sglang.srt.model_config import resolve_model_path
 from sglang.srt.platform import Platform
 from sglang.srt.server_args import parse_cli
 
@@ -32,6 +35,8 @@ def test_a_start_that_would_work_is_called_one(capsys: pytest.CaptureFixture[str
     [
         ["--port", "{taken}"],
         ["--port", "0", "--model-path", "no-such-folder"],
+        ["--port", "0", "--tool-call-parser", "no-such-parser"],
+        ["--port", "0", "--allow-pickled-weights"],
         ["--port", "0", "--tokenizer-path", "no-such-folder"],
     ],
 )
@@ -46,6 +51,15 @@ def test_what_prevents_a_start_is_said_as_the_start_says_it(
         (said,) = capsys.readouterr().err.splitlines()
         assert check_env.main(words) == 1
     assert f"PROBLEM: {said.removeprefix('sglang: error: ')}\n" in capsys.readouterr().out
+
+
+def test_a_model_of_the_hub_is_looked_up_as_the_start_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lay_out(tmp_path, "someone/small", resolve_model_path("demo"))
+    flags = ["--port", "0", "--download-dir", str(tmp_path), "--model-path", "someone/small"]
+    assert check_env.main(flags) == 0
+    assert "someone/small on " in capsys.readouterr().out
 
 
 def test_flags_that_the_scheduler_would_refuse_are_problems(

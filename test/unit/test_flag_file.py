@@ -68,6 +68,7 @@ def test_an_argument_of_sglang_in_a_file_is_taken_by_its_class(
         ("grammar-backend: no", "grammar-backend: takes a value, not false; a word goes in quotes"),
         ("disable-radix-cache: 1", "disable-radix-cache: is a switch, true or false, not 1"),
         ("port: {", "is not valid YAML"),
+        ("weight-version: 2026-13-45", "server.yaml is not valid YAML: month"),
         ("[" * 5000, "is not valid YAML"),
         ("- port", "must hold flags with their values"),
     ],

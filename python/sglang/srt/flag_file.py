@@ -48,7 +48,7 @@ def _words_of(path: Path, options: Mapping[str, Action]) -> list[str]:
     text = read_text(path, MAX_BYTES)
     try:
         content = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: of a date
         reason = " ".join(str(error).split()) or "it is nested too deeply"
         raise ValueError(f"{path} is not valid YAML: {reason}") from None
     if not isinstance(content, dict | None):

@@ -78,7 +78,8 @@ def flags_of(flags_class: Any) -> dict[str, Field[Any]]:
 
 
 def check_finite(flags: Any) -> None:
-    """
+    """Refuses numbers that are not finite.
+
     Args:
         flags: of a dataclass of `flag`s.
 

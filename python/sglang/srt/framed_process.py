@@ -49,7 +49,7 @@ def read(stream: BinaryIO) -> bytes | None:
 
 
 def limit_memory(max_memory_mib: int, max_file_bytes: int = 0) -> None:
-    """Of this process; it may write no larger files either."""
+    """Limits the memory of this process, and the size of a file that it writes."""
     for kind, value in (
         (resource.RLIMIT_AS, max_memory_mib * MIB),
         (resource.RLIMIT_FSIZE, max_file_bytes),

@@ -49,7 +49,7 @@ def may_have_cuda() -> bool:
 
 
 def available_bytes() -> int:
-    """The smaller of MemAvailable and what the control group leaves."""
+    """Gives the smaller of MemAvailable and what the control group leaves."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
@@ -69,13 +69,13 @@ def bytes_left(group: Path, without_limit: int) -> int:
 
 
 def _first_numbers(text: str) -> dict[str, int]:
-    """The number behind the first word of each line."""
+    """Reads the number behind the first word of each line."""
     lines = (line.split() for line in text.splitlines())
     return {words[0]: int(words[1]) for words in lines}
 
 
 def driver_version() -> str:
-    """Of NVIDIA's kernel module; empty without one, or where the system does not say."""
+    """Names the version of NVIDIA's kernel module; empty where nothing says it."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
     except OSError:

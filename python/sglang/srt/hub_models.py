@@ -86,7 +86,7 @@ class HubModel:
             raise self._refusal("the hub has no such file", missing)
 
     def _cached(self) -> Path | None:
-        """The folder in the cache, in which files may be missing; None if there is none."""
+        """Finds the folder in the cache, in which files may be missing; None if there is none."""
         storage = self._cache() / f"models--{self.name.replace('/', '--')}"
         try:
             commit = (storage / "refs" / self.revision).read_text(encoding="ascii").strip()
@@ -117,7 +117,7 @@ class HubModel:
         return found
 
     def _download(self, revision: str, choose: Choice, missing: Sequence[str]) -> Path:
-        """The folder with what `choose` takes of the names of all files.
+        """Downloads what `choose` takes of the names of all files; returns their folder.
 
         Args:
             missing: what a copy in the cache lacks; empty without one.
@@ -154,7 +154,7 @@ class HubModel:
 
 
 def file_names(folder: Path) -> list[str]:
-    """The names of what is a file in a folder, or a link to one."""
+    """Lists the names of what is a file in a folder, or a link to one."""
     return [path.name for path in folder.iterdir() if path.is_file()]
 
 
@@ -167,7 +167,7 @@ def _choose_weights(folder: Path, pickled_too: bool, names: Sequence[str]) -> Se
 
 
 def _missing(choose: Choice, present: Sequence[str]) -> list[str]:
-    """What there is not of the weights: as an index says, or the names of the parts."""
+    """Names what is missing of the weights: as an index says, or the names of the parts."""
     chosen = choose(present)
     expected = {part for name in chosen for part in _all_parts(name)}
     return sorted(expected.difference(present)) if chosen else [WEIGHTS]

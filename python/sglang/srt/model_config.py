@@ -71,7 +71,7 @@ class ModelConfig:
 
     @property
     def folder(self) -> str:
-        """The model's folder as an absolute path, for processes with other working directories."""
+        """Gives the model's folder as an absolute path, for processes elsewhere."""
         return os.path.abspath(self.path)
 
     def flag(self, name: str) -> bool:
@@ -91,9 +91,10 @@ class ModelConfig:
         return value
 
     def check_architecture(self) -> None:
-        """
+        """Looks whether there is such a model.
+
         Raises:
-            ModelPathError: for one that there is no model or head for.
+            ModelPathError: for an architecture that there is no model or head for.
         """
         if self.architecture not in {*MODELS.names, *HEADS.names}:
             raise self.refusal(

@@ -18,8 +18,9 @@ TOKENIZERS = ("tokenizer.json", "vocab.json", "*.model", "*.tiktoken")  # any of
 SMALL_FILES = ("*.json", "*.txt", "*.jinja", *TOKENIZERS)
 TEMPLATE_FOLDERS = ("chat_templates", "additional_chat_templates")  # the second: transformers' name
 
+PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
 REMEDIES = {  # by the endings of files in other formats
-    (".bin", ".pt", ".pth", ".ckpt"): (
+    PICKLE_ENDINGS: (
         "since such files can hold code: convert the folder with scripts/convert_checkpoint.py"
     ),
     (".gguf",): "since it is GGUF: use the checkpoint that it was made of",
@@ -70,7 +71,7 @@ def why_no_weights(names: Collection[str]) -> str:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """The name of the file of each tensor.
+    """Reads the name of the file of each tensor.
 
     Raises:
         ModelPathError: if it cannot be read as an index.

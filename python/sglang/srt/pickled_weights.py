@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.framed_process import MIB, bare_environ
 from sglang.srt.model_config import ModelPathError
-from sglang.srt.model_files import CONFIG, is_small_file, weight_names
+from sglang.srt.model_files import CONFIG, PICKLE_ENDINGS, is_small_file, weight_names
 from sglang.srt.plain_files import UnreadableFileError, open_regular, read_json
 from sglang.srt.system_call_filter import forbid_sockets_and_programs
 
 if TYPE_CHECKING:
     import torch
 
-SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 WITH_NETWORK = "--with-network"
 # What reading and writing may need for each byte of the largest file, and beside that. Tensors may
 # share memory in a pickle, and do not in safetensors.
@@ -45,20 +44,21 @@ class PickledWeightsError(ModelPathError):
 
 
 def weight_files(source: Path) -> list[Path]:
-    """The files that hold the weights of a folder.
+    """Finds the files that hold the weights of a folder.
 
     Raises:
         PickledWeightsError: if there are none, or it cannot be told which.
     """
     if not source.is_dir():
         raise PickledWeightsError(f"{source} is not a directory")
-    found = sorted(file for file in source.iterdir() if file.suffix in SUFFIXES)
+    found = sorted(file for file in source.iterdir() if file.suffix in PICKLE_ENDINGS)
     if weight_names(source, [file.name for file in source.iterdir()])[0]:
         raise PickledWeightsError(f"{source} has *.safetensors, and can be served as it is")
     named = [file for file in found if file.name.startswith("pytorch_model")]
     files = named or found
     if not files:
-        raise PickledWeightsError(f"{source} has no file that ends in one of {', '.join(SUFFIXES)}")
+        endings = ", ".join(PICKLE_ENDINGS)
+        raise PickledWeightsError(f"{source} has no file that ends in one of {endings}")
     if not named and len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise PickledWeightsError(
@@ -71,7 +71,7 @@ def weight_files(source: Path) -> list[Path]:
 
 
 def read_weights(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file, each in memory of its own.
+    """Reads the tensors of a file, each in memory of its own.
 
     Raises:
         PickledWeightsError: if it holds anything else, or more than there is memory for.
@@ -108,7 +108,7 @@ def read_weights(file: Path) -> dict[str, torch.Tensor]:
 
 
 def write_safetensors(files: Sequence[Path], folder: Path) -> None:
-    """One safetensors file for each, one after the other.
+    """Writes one safetensors file for each, one after the other.
 
     Raises:
         PickledWeightsError: if a file holds more than weights, or two hold the same one.
@@ -168,7 +168,7 @@ def convert(source: Path, target: Path, with_network: bool = False) -> None:
 
 
 def converted(source: Path) -> Path:
-    """The folder with the same in safetensors, in a cache that is filled on first use.
+    """Gives the folder with the same in safetensors, in a cache that is filled on first use.
 
     Raises:
         PickledWeightsError: if that cannot be done; the text names the remedy.
@@ -258,7 +258,7 @@ def read_in_this_process(folder: Path, files: Sequence[Path], with_network: bool
 
 
 def main(arguments: Sequence[str]) -> str | None:
-    """What went wrong, or None."""
+    """Converts files into the folder named first; returns what went wrong, or None."""
     import safetensors.torch  # noqa: F401  # before programs are forbidden and memory is limited
 
     folder, *files = (Path(each) for each in arguments if each != WITH_NETWORK)

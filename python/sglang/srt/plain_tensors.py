@@ -43,12 +43,12 @@ class PlainTensors(msgspec.Struct, frozen=True):
 
 
 def encode_tensors(tensors: PlainTensors) -> bytes:
-    """The bytes that `decode_tensors` takes."""
+    """Makes the bytes that `decode_tensors` takes."""
     return MAGIC + msgspec.msgpack.encode(tensors)
 
 
 def decode_tensors(data: bytes | memoryview) -> PlainTensors:
-    """The tensors of what anyone has sent.
+    """Reads the tensors of what anyone has sent.
 
     Args:
         data: is kept, since `host` is a part of it.

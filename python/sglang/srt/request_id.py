@@ -28,7 +28,7 @@ class RequestId:
 
     @classmethod
     def of(cls, headers: Iterable[tuple[bytes, bytes]], max_chars: int) -> RequestId:
-        """The id that a request brings, if it is one, short and safe; else a new one.
+        """Takes the id that a request brings, if it is one, short and safe; else a new one.
 
         Args:
             headers: names, in lower case, and values, as they were sent.
@@ -43,12 +43,12 @@ CURRENT: ContextVar[RequestId | None] = ContextVar("request_id", default=None)
 
 
 def new_id() -> str:
-    """An id that no other request has."""
+    """Makes an id that no other request has."""
     return uuid.uuid4().hex
 
 
 def rids_for(given: Sequence[str | None]) -> list[str]:
-    """Names for the prompts of a body.
+    """Names the prompts of a body.
 
     A prompt without one gets the request's id. One that the client has chosen names a whole batch,
     as one `rid` does; from the server's own each prompt of a batch gets a name of its own.

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import msgspec
 from msgspec import Meta
 
+SHARED_MEMORY = Path("/dev/shm")
 # Names of torch's types, with the bytes of a value.
 DTYPE_BYTES = {
     "float64": 8,
@@ -158,7 +160,7 @@ def check_tensors(tensors: Sequence[SentTensor], memories: Sequence[SizedMemory]
 def part_of_bucket(
     flat: SentTensor, name: str, dtype: str, shape: list[int], start: int, end: int
 ) -> SentTensor:
-    """A tensor of a flattened bucket: its metadata count values of the flat tensor.
+    """Finds a tensor of a flattened bucket: its metadata count values of the flat tensor.
 
     Raises:
         TensorsRefused: if the flat tensor has not these values, or is not flat.
@@ -189,7 +191,7 @@ def device_memory(
     event: Any,
     waits: Any,
 ) -> DeviceMemory:
-    """A memory of a GPU from what torch says of it, in torch's order.
+    """Describes a memory of a GPU by what torch says of it, in torch's order.
 
     Raises:
         TensorsRefused: if torch does not say this of memory of `cudaMalloc`.
@@ -216,7 +218,7 @@ def device_memory(
 
 
 def contiguous_strides(shape: list[int]) -> list[int]:
-    """The strides, in values, of a tensor whose values follow each other."""
+    """Gives the strides, in values, of a tensor whose values follow each other."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

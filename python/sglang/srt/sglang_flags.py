@@ -28,7 +28,7 @@ class Entry(NamedTuple):
     becomes: Any = None
 
     def has(self, value: Any) -> bool:
-        """Whether the sentence is on a value; words are the same in any case."""
+        """Tells whether the sentence is on a value; words are the same in any case."""
         if isinstance(value, str):
             return any(
                 isinstance(item, str) and item.lower() == value.lower() for item in self.values
@@ -378,7 +378,11 @@ _REFUSED = (
         "use HTTP; requests go to /generate or /v1/*",
         "grpc_mode smg_grpc_mode grpc_port",
     ),
-    Entry("Engine reads no file of flags; give each as an argument", "config"),
+    Entry(
+        "a command line takes it; Engine and ServerArgs read no file, so give each flag as an"
+        " argument",
+        "config",
+    ),
 )
 
 TABLE: dict[str, tuple[Entry, ...]] = {

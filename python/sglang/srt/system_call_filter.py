@@ -36,7 +36,7 @@ class _Program(ctypes.Structure):
 
 
 def forbid_sockets_and_programs() -> None:
-    """From here on this process can open no socket and start no program.
+    """Keeps this process, from here on, from opening a socket and starting a program.
 
     Raises:
         OSError: where that cannot be had.

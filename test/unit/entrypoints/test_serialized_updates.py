@@ -161,7 +161,7 @@ def test_only_this_machine_may_send_them(make_server: Any, address: str) -> None
     assert not server.sent
 
 
-@pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded", "Via"])
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded", "Via", "X-Real-IP"])
 def test_a_proxy_on_this_machine_may_not(make_server: Any, header: str) -> None:
     answer = post_from(make_server(**ALLOWED), "127.0.0.1", NEVER_READ, **{header: "127.0.0.1"})
     assert answer.status_code == 403

@@ -19,10 +19,16 @@ from sent_weights import assert_same, weights
 from sglang.srt.entrypoints import serialized_updates
 from sglang.srt.frontend.errors import RequestError
 from sglang.srt.plain_tensors import MAGIC, TEXT_MAGIC, decode_tensors
-from sglang.srt.sent_tensors import DTYPE_BYTES, DeviceMemory, SentTensors, TensorsRefused
+from sglang.srt.sent_tensors import (
+    DTYPE_BYTES,
+    DeviceMemory,
+    SentTensor,
+    SentTensors,
+    TensorsRefused,
+)
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync import plain_sending
-from sglang.srt.weight_sync.sent_memory import opened_tensors
+from sglang.srt.weight_sync.sent_memory import opened_tensors, view_of
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, LocalSerializedTensor
 
 serialize, deserialize = (
@@ -294,3 +300,16 @@ def test_the_magic_is_no_beginning_of_a_pickle() -> None:
         with pytest.raises(TensorsRefused, match="of this package"):
             decode_tensors(pickle.dumps(["SGL"], protocol))
     assert plain_sending.NAMES.keys() == set(plain_sending.DTYPES.values())
+
+
+def test_memory_that_begins_between_two_values_is_copied() -> None:
+    values = np.arange(6, dtype=np.float32)
+    room = np.zeros(values.nbytes + 1, np.uint8)
+    room[1:] = values.view(np.uint8)
+    memory = torch.from_numpy(room[1:])
+    tensor = SentTensor(
+        name="w", dtype="float32", shape=[2, 2], strides=[2, 1], memory=0, first_byte=4
+    )
+    found = view_of(memory, tensor)
+    assert found.data_ptr() % 4 == 0
+    assert found.tolist() == [[1, 2], [3, 4]]

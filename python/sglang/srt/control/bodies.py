@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-import os
 import re
 from typing import Annotated, Any, Literal
 
@@ -33,16 +32,14 @@ from sglang.srt.messages.control import (
     WeightSessionReq,
     WeightSource,
 )
+from sglang.srt.sent_tensors import MAX_NAME_CHARS, MAX_SIZE, MAX_TENSORS, SHARED_MEMORY
 
-MAX_TENSORS = 65_536
-MAX_TENSOR_BYTES = 1 << 40
 MAX_WEIGHT_BYTES = 2**32 - 1  # what one message can hold
-SHARED_MEMORY = "/dev/shm"
 BUCKET = "flattened_bucket"
 SHARED_MEMORY_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 Label = Annotated[str, Meta(min_length=1, max_length=128)]
-TensorName = Annotated[str, Meta(min_length=1, max_length=512)]
+TensorName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 Dtype = Literal[
     "float32", "bfloat16", "float16", "torch.float32", "torch.bfloat16", "torch.float16"
 ]
@@ -135,7 +132,7 @@ class UpdateWeightsFromTensorReqInput(WeightUpdateOptions, kw_only=True):
     def source(self, max_bytes: int) -> WeightSource:
         """Where the weights are; decoded they may have `max_bytes`."""
         if self.shared_memory is not None:
-            return FromFile(os.path.join(SHARED_MEMORY, self.shared_memory))
+            return FromFile(str(SHARED_MEMORY / self.shared_memory))
         try:
             data = base64.b64decode(self.safetensors or "", validate=True)
         except (binascii.Error, ValueError):
@@ -176,8 +173,8 @@ class UpdateWeightsFromDistributedReqInput(WeightUpdateOptions, kw_only=True):
         for index, name in enumerate(self.names):
             check_printable(**{f"names[{index}]": name})
             value_bytes = 4 if self.dtypes[index].endswith("float32") else 2
-            if math.prod(self.shapes[index]) * value_bytes > MAX_TENSOR_BYTES:
-                raise field_error(f"shapes[{index}]", f"must be of up to {MAX_TENSOR_BYTES} bytes")
+            if math.prod(self.shapes[index]) * value_bytes > MAX_SIZE:
+                raise field_error(f"shapes[{index}]", f"must be of up to {MAX_SIZE} bytes")
 
     def message(self) -> UpdateWeightsReq:
         return self.update(FromGroup(self.group_name, self.names, self.dtypes, self.shapes))
@@ -268,6 +265,3 @@ class UpdateWeightVersionReqInput(msgspec.Struct, kw_only=True):
         return UpdateWeightVersionReq(
             new_version=self.new_version, abort_all_requests=self.abort_all_requests
         )
-
-
-# ---------------------------------------------------------------- memory

@@ -157,7 +157,7 @@ def _with_right_name(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_lists(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of one tensor as lists of one, where there are none."""
+    """Gives the fields of one tensor as lists of one, where there are none."""
     if not ONE_TENSOR.keys() <= fields.keys() or fields.keys() & set(ONE_TENSOR.values()):
         return fields
     return {

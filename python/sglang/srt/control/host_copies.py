@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from sglang.srt.control.pickled_tensors import HandedFile, HostSource, SharedFile
-from sglang.srt.sent_tensors import HostMemory, TensorsRefused
+from sglang.srt.sent_tensors import SHARED_MEMORY, HostMemory, TensorsRefused
 
-SHARED_MEMORY = Path("/dev/shm")
 SHARED_HEAD_BYTES = 64  # of a shared file of torch's, before its values
 COPY_BYTES = 1 << 22
 ALIGNMENT = 64  # of memories in the file
@@ -39,7 +38,8 @@ class HostCopies:
         self._file, self._key = file, key
 
     def copy(self, source: HostSource) -> HostMemory:
-        """
+        """Copies one memory; returns where in the file it is.
+
         Raises:
             TensorsRefused: if there is no such memory, or it is smaller.
         """

@@ -71,7 +71,7 @@ class SchedulerStats:
 
     @property
     def gen_throughput(self) -> float:
-        """Tokens of outputs per second, of the last seconds."""
+        """Measures tokens of outputs per second, of the last seconds."""
         return self._throughput.tokens_per_s
 
     @property
@@ -86,7 +86,7 @@ class SchedulerStats:
         return self.drafts.since(self._recent[0])
 
     def take_accept_length(self) -> float | None:
-        """Tokens per step since the last call of this method, whether there was a flush or not."""
+        """Measures tokens per step since its last call, whether there was a flush or not."""
         taken = self.drafts.since(self._at_last_take)
         self._at_last_take = self.drafts
         return taken.accept_length
@@ -226,8 +226,8 @@ def read_internal_state(
 
 
 def _drafts(stats: SchedulerStats) -> dict[str, Any]:
-    """What became of drafts: `avg_` since the last flush, `recent_` in the last steps, `num_` since
-    the start."""
+    """Says what became of drafts: `avg_` since the last flush, `recent_` in the last steps, `num_`
+    since the start."""
     since_flush, recent = stats.since_flush, stats.recent
     return {
         "speculative_num_steps": stats.num_draft_steps,

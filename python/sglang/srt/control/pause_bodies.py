@@ -98,11 +98,11 @@ class AbortReqInput(msgspec.Struct, kw_only=True):
 
     @property
     def message(self) -> str | None:
-        """What the ended requests are told."""
+        """Says what the ended requests are told."""
         return self.abort_message if self.aborted_message is None else self.aborted_message
 
     def check(self, max_label_chars: int) -> None:
-        """The rules of several fields, and the rid's length that the server was started with."""
+        """Checks the rules of several fields, and the length of the rid."""
         texts = {"abort_message": self.abort_message, "aborted_message": self.aborted_message}
         for name, text in texts.items():
             if text is not None:
@@ -127,7 +127,7 @@ def check_flush_timeout(value: str | float, field: str = "timeout") -> float:
     return seconds
 
 
-# ---------------------------------------------------------------- weights
+# ---------------------------------------------------------------- memory
 
 
 class MemoryOccupationReqInput(msgspec.Struct, kw_only=True):

@@ -71,8 +71,8 @@ class Made:
 
 
 def read_records(data: bytes) -> Any:
-    """The object of a pickle: numbers, texts, bytes, None, tuples, lists, dicts with texts as keys,
-    `Name` and `Made`. Lists and dicts may hold themselves.
+    """Gives the object of a pickle: numbers, texts, bytes, None, tuples, lists, dicts with texts as
+    keys, `Name` and `Made`. Lists and dicts may hold themselves.
 
     Raises:
         TensorsRefused: for whatever a pickle of weights does not have.

@@ -66,7 +66,7 @@ class WeightsInRecords:
         self._tensors: dict[Made, SentTensor] = {}
 
     def named(self, pairs: Any) -> list[SentTensor]:
-        """The tensors of pairs of a name and a tensor."""
+        """Finds the tensors of pairs of a name and a tensor."""
         if not isinstance(pairs, list | tuple):
             raise TensorsRefused("it has no list of pairs of a name and a tensor")
         tensors = []
@@ -79,7 +79,7 @@ class WeightsInRecords:
         return tensors
 
     def of_bucket(self, bucket: Any) -> list[SentTensor]:
-        """The tensors of a flattened bucket."""
+        """Finds the tensors of a flattened bucket."""
         if not isinstance(bucket, dict) or bucket.keys() != {"flattened_tensor", "metadata"}:
             raise TensorsRefused("it has no flattened_tensor with metadata")
         flat, entries = self._tensor(bucket["flattened_tensor"]), bucket["metadata"]
@@ -90,7 +90,7 @@ class WeightsInRecords:
         return tensors
 
     def _tensor(self, record: Any) -> SentTensor:
-        """A tensor without a name."""
+        """Finds a tensor, without a name."""
         if not isinstance(record, Made):
             raise TensorsRefused(NO_TENSOR)
         if record not in self._tensors:
@@ -143,7 +143,7 @@ class WeightsInRecords:
 
 
 def _part_of(flat: SentTensor, entry: Any) -> SentTensor:
-    """A tensor of a bucket: its metadata count values of the flat tensor."""
+    """Finds a tensor of a bucket: its metadata count values of the flat tensor."""
     match entry:
         case Made(
             "FlattenedTensorMetadata",
@@ -161,7 +161,7 @@ def _text(name: Any) -> str:
 
 
 def _only_a_tensor(record: Any) -> Any:
-    """A pickle in a pickle may hold no further one."""
+    """Refuses a pickle in a pickle that holds a further one."""
     if isinstance(record, Made) and record.kind == "LocalSerializedTensor":
         raise TensorsRefused("it has pickles in pickles in pickles")
     return record
@@ -174,7 +174,7 @@ def _number(value: Any) -> int:
 
 
 def _numbers(value: Any) -> list[int]:
-    """A shape, or strides."""
+    """Reads a shape, or strides."""
     match value:
         case Made("Size", (tuple() as sizes,)) | (tuple() as sizes) if len(sizes) <= MAX_DIMENSIONS:
             return [_number(size) for size in sizes]
@@ -195,7 +195,7 @@ def _host_source(record: Made) -> HostSource:
 
 
 def _size(value: Any) -> int:
-    """Bytes of a memory."""
+    """Reads the number of bytes of a memory."""
     if not _number(value):
         raise TensorsRefused("it has a tensor without memory")
     return _number(value)

@@ -332,7 +332,7 @@ class WeightControl:
         self._start(message, work, lambda _: self._answer(message.call_id, "", text))
 
     def _swap_group(self, name: str, join: GroupAddress | None) -> None:
-        """In the thread: leaves the group of that name, or joins it anew."""
+        """Leaves the group of that name, or joins it anew; runs in the thread."""
         if join is None:
             self._groups.pop(self._name_of_group(name)).close()
             return

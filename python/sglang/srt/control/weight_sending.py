@@ -60,7 +60,7 @@ async def update_weights(
 
 
 def _preprocess_tensor_for_update_weights(tensor: torch.Tensor) -> Any:
-    """The whole of a tensor that is spread over processes, which all of them must ask for."""
+    """Gathers a tensor that is spread over processes, which all of them must ask for."""
     from torch.distributed.tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from sglang.srt.entrypoints.control_calls import CALL_PATHS
-from sglang.srt.entrypoints.launch import LaunchError
+from sglang.srt.entrypoints.launch_error import LaunchError
 from sglang.srt.entrypoints.trainer_routes import TRAINER_PATHS
 from sglang.srt.server_args import ServerArgs
 

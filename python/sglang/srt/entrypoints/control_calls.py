@@ -167,16 +167,7 @@ CALL_ROUTES: tuple[CallRoute[Any], ...] = (
         alias=("GET", "/stop_profile"),
     ),
 )
-NO_ADAPTERS = (
-    "There are no adapters here: merge this one into the weights, and send those by"
-    " /update_weights_from_disk, /update_weights_from_distributed or /update_weights_from_tensor."
-)
-# Calls of trainers that cannot be done here, and what to do instead.
-REFUSED_CALLS = dict.fromkeys(
-    ("/load_lora_adapter", "/load_lora_adapter_from_tensors", "/unload_lora_adapter"), NO_ADAPTERS
-)
 CALL_PATHS = (
-    *REFUSED_CALLS,
     *(route.path for route in CALL_ROUTES),
     *(route.alias[1] for route in CALL_ROUTES if route.alias is not None),
 )

@@ -20,7 +20,7 @@ from sglang.srt.control.pause_bodies import (
     AbortReqInput,
     check_flush_timeout,
 )
-from sglang.srt.entrypoints.control_calls import CALL_ROUTES, REFUSED_CALLS, CallRoute
+from sglang.srt.entrypoints.control_calls import CALL_ROUTES, CallRoute
 from sglang.srt.entrypoints.http_io import (
     body_parts,
     declared_bytes,
@@ -52,8 +52,6 @@ def add_control_routes(app: FastAPI, state: ServerState) -> None:
     """Adds everything that is not a request to generate or about one."""
     for route in CALL_ROUTES:
         _add_call(app, state, route)
-    for path, reason in REFUSED_CALLS.items():
-        _add_refused_call(app, path, reason)
     _add_abort_and_flush(app, state)
     _add_tensor_updates(app, state)
     _add_state(app, state)
@@ -82,13 +80,6 @@ def _add_call(app: FastAPI, state: ServerState, route: CallRoute[Any]) -> None:
     if route.alias is not None:
         method, path = route.alias
         app.add_api_route(path, answer, methods=[method], include_in_schema=False)
-
-
-def _add_refused_call(app: FastAPI, path: str, reason: str) -> None:
-    @app.post(path, include_in_schema=False)
-    @_reports_success
-    async def refuse(request: Request) -> Response:
-        raise RequestError(None, reason)
 
 
 def _add_abort_and_flush(app: FastAPI, state: ServerState) -> None:

@@ -115,8 +115,8 @@ def _json_parts(value: Any) -> Iterator[bytes]:
 def error_body(
     message: str, status_code: int, field: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """The body of every error; `code` is the status code unless there is another. Of 503, which
-    routers read, it has SGLang's own form beside."""
+    """Makes the body of every error; `code` is the status code unless there is another. Of 503,
+    which routers read, it has SGLang's own form beside."""
     kind = ERROR_TYPES.get(status_code, "Error")
     error = {"message": message, "type": kind, "param": field, "code": code or status_code}
     return {"error": error} if status_code != 503 else {"object": "error", **error, "error": error}

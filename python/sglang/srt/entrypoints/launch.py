@@ -236,7 +236,7 @@ class ProcessTree:
 
 
 def child_environ(gpu_id: int = 0) -> dict[str, str]:
-    """The environment of children: they find this package as this process did.
+    """Makes the environment of children: they find this package as this process did.
 
     Args:
         gpu_id: the only GPU that they see, of those that this process sees; 0: they see them all,
@@ -282,18 +282,18 @@ def check_model(server_args: ServerArgs) -> Tokenizer:
     model.check_architecture()
     check_is_no_head(model)
     tokenizer = tokenizer_from_flags(server_args)
+    folder = tokenizer_folder(server_args)
     beyond = {i: token for token, i in tokenizer.vocabulary().items() if i >= model.vocab_size}
     if beyond:
         logger.warning(
             "The tokenizer in %s has %d tokens beyond the model's vocab_size %d, such as %r. No"
             " output has one, and a prompt with one is refused; if that is not meant, see"
             " --tokenizer-path.",
-            tokenizer_folder(server_args),
+            folder,
             len(beyond),
             model.vocab_size,
             beyond[min(beyond)],
         )
-    folder = tokenizer_folder(server_args)
     _check_before_start(server_args, with_tokenizer_eos(model, folder, tokenizer))
     return tokenizer
 

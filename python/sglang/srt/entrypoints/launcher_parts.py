@@ -11,7 +11,7 @@ import asyncio
 import logging
 import weakref
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 from sglang.srt.control.bodies import (
@@ -222,15 +222,15 @@ def launch_subprocesses(
 
     tree = ProcessTree(server_args, on_end)
     state.private_directory = tree.private_directory
-    try:
+    with ExitStack() as unless_started:
+        unless_started.callback(tree.stop)
         channels = FrontendChannels(tree.addresses)
+        unless_started.callback(channels.close)
         info = tree.start()
         manager = make_manager(
             channels, server_args, tokenizer, info, tree.watch, state.model_config
         )
-    except BaseException:
-        tree.stop()
-        raise
+        unless_started.pop_all()
     state.become_ready(manager, info)
     launched = LauncherManager(state, manager)
     weakref.finalize(launched, tree.stop)

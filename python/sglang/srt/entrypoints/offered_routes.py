@@ -29,7 +29,7 @@ def no_route_message(path: str, routes: Iterable[BaseRoute]) -> str:
 
 
 def methods_of(scope: Scope, routes: Iterable[BaseRoute]) -> list[str]:
-    """The methods of all routes that have the path of a request."""
+    """Finds the methods of all routes that have the path of a request."""
     found: set[str] = set()
     for route in routes:
         if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE:

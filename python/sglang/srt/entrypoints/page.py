@@ -43,7 +43,7 @@ def add_page(app: FastAPI) -> None:
 
 
 def _policy(script: str, style: str) -> str:
-    """The content security policy of a page with this script and this style."""
+    """Writes the content security policy of a page with this script and this style."""
     rules = (
         "default-src 'none'",
         f"script-src {_hash(script)}",

@@ -38,7 +38,7 @@ SerializedTensors: TypeAlias = UpdateWeightsFromTensorReqInput | Sequence[str | 
 MODULE = "sglang.srt.control.pickle_process"
 FIELD = "serialized_named_tensors"
 TIMEOUT_S = 120.0
-FORWARDING_HEADERS = ("forwarded", "x-forwarded-for", "via")
+FORWARDING_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
 NOT_ALLOWED = (
     "pickles are not read unless the server is started with --allow-pickled-weights and"
     " --admin-api-key; or make them by MultiprocessingSerializer of this package, which the"
@@ -54,8 +54,8 @@ NOT_LOCAL = (
 def serialized_request(
     named_tensors: Any, load_format: str | None, options: Mapping[str, Any]
 ) -> UpdateWeightsFromTensorReqInput | None:
-    """The request of a caller in Python, if it gives no tensors but what a trainer has made of
-    them: a request, or a list of what a serializer has made, which may be in base64.
+    """Makes a request for a caller in Python, if it gives no tensors but what a trainer has made
+    of them: a request, or a list of what a serializer has made, which may be in base64.
 
     Raises:
         RequestError: if a field is wrong.
@@ -134,7 +134,7 @@ def _check_pickle(entry: str, server_args: ServerArgs, sender: Sender | None) ->
 def _read_entry(
     entry: str, body: UpdateWeightsFromTensorReqInput, path: Path, max_bytes: int
 ) -> SentTensors:
-    """In a thread: the tensors of an entry, with their host memory in a file that is there."""
+    """Reads the tensors of an entry; their host memory goes to a file that is there. Blocks."""
     try:
         data = base64.b64decode(entry, validate=True)
     except (binascii.Error, ValueError):
@@ -167,7 +167,7 @@ def _read_plain(data: bytes, path: Path, max_bytes: int) -> SentTensors:
 
 
 def _read(request: ReadPickle) -> SentTensors:
-    """In a thread: what a process of its own finds."""
+    """Has a process of its own read a pickle. Blocks."""
     process = FramedProcess(MODULE)
     try:
         process.send(msgspec.msgpack.encode(request))

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import uvicorn
 
+from sglang.srt.entrypoints.access import AccessRules
 from sglang.srt.entrypoints.connection_limits import LimitedRequests
 from sglang.srt.entrypoints.front_end import make_manager
 from sglang.srt.entrypoints.half_close import HalfCloseProtocol
@@ -26,6 +27,7 @@ from sglang.srt.entrypoints.launch import (
     ProcessTree,
     find_model,
 )
+from sglang.srt.entrypoints.openai.chat_settings import chat_settings_of
 from sglang.srt.entrypoints.server_info import describe_start
 from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.frontend.errors import ServiceError
@@ -41,6 +43,7 @@ from sglang.srt.model_config import ModelPathError, load_model_config
 from sglang.srt.observability.start_log import start_phase
 from sglang.srt.processes.child_process import configure_logging
 from sglang.srt.processes.config_error import ConfigError
+from sglang.srt.processes.model_folders import ModelFolders
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.tokenizer import Tokenizer, TokenizerError
 from sglang.srt.utils.common import set_ulimit
@@ -52,6 +55,9 @@ OTHER_FILES = 1024  # that the server opens beside its connections, generously
 FLUSH_TIMEOUT_S = 3  # for clients to read the end of their answers while the server exits
 WARMUP_TIMEOUT_S = 300.0
 WARMUP_TOKENS = 4
+
+
+REFUSALS = (ConfigError, ModelPathError, TokenizerError, LaunchError)
 
 
 class BindError(OSError):
@@ -66,9 +72,9 @@ def run_server(server_args: ServerArgs, modules: Mapping[str, str] = CHILD_MODUL
     """
     configure_logging(server_args.log_level, "server")
     try:
-        folders, tokenizer = find_model(server_args)
+        folders, tokenizer = check_start(server_args)
         listener = listen(server_args.host, server_args.port)
-    except (ConfigError, ModelPathError, TokenizerError, BindError) as error:
+    except (*REFUSALS, BindError) as error:
         _say(str(error))
         return 1
     set_ulimit(server_args.max_connections + OTHER_FILES)
@@ -81,6 +87,18 @@ def run_server(server_args: ServerArgs, modules: Mapping[str, str] = CHILD_MODUL
         except (LaunchError, ModelPathError) as error:
             _say(str(error))
             return 1
+
+
+def check_start(server_args: ServerArgs) -> tuple[ModelFolders, Tokenizer]:
+    """Does `find_model`, and looks at the flags of the HTTP application.
+
+    Raises:
+        ConfigError, ModelPathError, TokenizerError, LaunchError: one line for the user.
+    """
+    folders, tokenizer = find_model(server_args)
+    AccessRules.of(folders.args)
+    chat_settings_of(folders.args)
+    return folders, tokenizer
 
 
 def _say(message: str) -> None:
@@ -234,8 +252,7 @@ class _Server:
 
     def _describe(self) -> str:
         host = f"[{self._args.host}]" if ":" in self._args.host else self._args.host
-        name = self._args.served_model_name or self._args.model_path
-        return f"{name} is served at http://{host}:{self._args.port}"
+        return f"{self._state.model_name} is served at http://{host}:{self._args.port}"
 
     def _on_signal(self) -> None:
         """The first signal drains, the second aborts what runs, the third cuts connections."""

@@ -59,7 +59,7 @@ class ServerState:
 
     @property
     def predicts_tokens(self) -> bool:
-        """Whether requests may have multi-token prediction."""
+        """Tells whether requests may have multi-token prediction."""
         return self.scheduler is not None and self.scheduler.mtp_max_k > 0
 
     @property

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from sglang.srt.frontend.errors import RequestError, ServiceError, field_error
 from sglang.srt.messages.control import FromFile
+from sglang.srt.sent_tensors import SHARED_MEMORY
 
 if TYPE_CHECKING:
     import torch
 
 NamedTensors: TypeAlias = "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
-SHARED_MEMORY = Path("/dev/shm")
 HEADER_BYTES_PER_TENSOR = 1024  # name, type, shape and offsets, generously
 WRITE_BYTES = 4 << 20  # so much of a body is written at a time, beside the event loop
 

@@ -13,13 +13,23 @@ from sglang.srt.entrypoints.server_state import ServerState
 from sglang.srt.frontend.body_parsing import parse_json_object
 from sglang.srt.frontend.errors import RequestError
 
-TRAINER_PATHS = ("/post_process_weights", "/pull_weights")
 NOTHING_TO_DO = "No weight here is quantized: updates are taken over as they come."
 NO_PULL = (
     "pull_weights: this server keeps no checkpoint that deltas could be applied to. Let the trainer"
     " send whole weights: slime's --update-weight-mode full, by --update-weight-transport nccl or"
     " disk."
 )
+NO_ADAPTERS = (
+    "There are no adapters here: merge this one into the weights, and send those by"
+    " /update_weights_from_disk, /update_weights_from_distributed or /update_weights_from_tensor."
+)
+REFUSED_CALLS = {
+    "/pull_weights": RequestError(None, NO_PULL, 501),  # slime's updates by deltas of a checkpoint
+    "/load_lora_adapter": RequestError(None, NO_ADAPTERS),
+    "/load_lora_adapter_from_tensors": RequestError(None, NO_ADAPTERS),
+    "/unload_lora_adapter": RequestError(None, NO_ADAPTERS),
+}
+TRAINER_PATHS = ("/post_process_weights", *REFUSED_CALLS)
 
 
 def add_trainer_routes(app: FastAPI, state: ServerState) -> None:
@@ -35,7 +45,11 @@ def add_trainer_routes(app: FastAPI, state: ServerState) -> None:
             return update_failure(error)
         return json_response({"success": True, "message": NOTHING_TO_DO})
 
-    @app.post("/pull_weights", include_in_schema=False)
-    async def pull_weights() -> Response:
-        """Refuses slime's updates by deltas of a checkpoint; says what works instead."""
-        return update_failure(RequestError(None, NO_PULL, 501))
+    for path, error in REFUSED_CALLS.items():
+        _add_refusal(app, path, error)
+
+
+def _add_refusal(app: FastAPI, path: str, error: RequestError) -> None:
+    @app.post(path, include_in_schema=False)
+    async def refuse() -> Response:
+        return update_failure(error)

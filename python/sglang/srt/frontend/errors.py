@@ -29,7 +29,7 @@ class RequestError(ValueError):
         self.code = code
 
     def in_terms(self, field: str | None, message: str) -> RequestError:
-        """The same error, as a body with other names has it."""
+        """Gives the same error, as a body with other names has it."""
         return RequestError(field, message, self.status_code, self.code)
 
 

@@ -56,7 +56,7 @@ class LogprobsAndHiddenLists:
         self._hidden_news += output.hidden_states
 
     def meta_info(self, is_last: bool) -> dict[str, Any]:
-        """The fields of `meta_info` that were asked for. Many of them take long.
+        """Gives the fields of `meta_info` that were asked for. Many of them take long.
 
         Args:
             is_last: the sample has ended; the tokens that filters kept are given then only.

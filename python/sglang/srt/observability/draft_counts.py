@@ -30,15 +30,15 @@ class DraftCounts(NamedTuple):
 
     @property
     def accept_length(self) -> float | None:
-        """Tokens per step; None without any."""
+        """Divides tokens by steps; None without any."""
         return self.num_tokens / self.num_steps if self.num_steps else None
 
     @property
     def accept_rate(self) -> float | None:
-        """Share of the drafts verified that were confirmed."""
+        """Gives the share of the drafts verified that were confirmed."""
         return self.num_confirmed / self.num_drafts if self.num_drafts else None
 
     @property
     def drafts_per_step(self) -> float | None:
-        """Drafts verified per step."""
+        """Divides drafts verified by steps; None without any."""
         return self.num_drafts / self.num_steps if self.num_steps else None

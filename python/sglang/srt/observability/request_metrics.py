@@ -133,7 +133,7 @@ class RequestMetrics:
 
     @property
     def cache_hit_rate(self) -> float:
-        """The share of the tokens of recent prompts that were in the prefix cache, 0 to 1."""
+        """Gives the share of the tokens of recent prompts that were in the prefix cache, 0 to 1."""
         recent = [each for figures in self.figures.values() for each in figures.recent_prompts]
         num_tokens = sum(tokens for tokens, _ in recent)
         return sum(cached for _, cached in recent) / num_tokens if num_tokens else 0.0

@@ -90,7 +90,8 @@ def check_flags(
 
 
 def check_is_no_head(model: ModelConfig) -> None:
-    """
+    """Looks whether the model can be served by itself.
+
     Raises:
         ModelPathError: if the model only drafts for another one.
     """
@@ -99,7 +100,7 @@ def check_is_no_head(model: ModelConfig) -> None:
 
 
 def _devices(args: ServerArgs, host: Host) -> list[str]:
-    """Those that the server may have: one, or `cpu` and `cuda` where only torch can tell."""
+    """Names the devices that there may be: one, or `cpu` and `cuda` where only torch can tell."""
     if args.device == "cuda" and "cuda" not in host.devices:
         raise no_gpu()
     if args.base_gpu_id and "cuda" not in host.devices:
@@ -115,7 +116,7 @@ def no_gpu() -> ConfigError:
 
 
 def context_len_of(args: ServerArgs, model: ModelConfig) -> int:
-    """Tokens per request."""
+    """Gives the tokens of a request at most."""
     wished = args.context_length
     if wished is None:
         return model.context_len
@@ -127,7 +128,7 @@ def context_len_of(args: ServerArgs, model: ModelConfig) -> int:
 
 
 def num_threads_of(args: ServerArgs, num_cores: int) -> int:
-    """Torch threads of a CPU."""
+    """Gives the number of torch threads of a CPU."""
     default, most = min(num_cores, MAX_CPU_THREADS), MAX_THREADS_PER_CORE * num_cores
     if args.num_threads is not None and args.num_threads > most:
         raise ConfigError(
@@ -139,19 +140,19 @@ def num_threads_of(args: ServerArgs, num_cores: int) -> int:
 
 
 def dtype_of(args: ServerArgs, model: ModelConfig, device: str) -> str:
-    """The type of weights and KV, by its name in torch."""
+    """Gives the type of weights and KV, by its name in torch."""
     if args.dtype != "auto":
         return DTYPE_ALIASES.get(args.dtype, args.dtype)
     return "float32" if device == "cpu" else model.dtype
 
 
 def attention_backend_of(args: ServerArgs, device: str) -> str:
-    """The attention backend's name."""
+    """Gives the attention backend's name."""
     return args.attention_backend or DEFAULT_ATTENTION_BACKENDS[device]
 
 
 def attention_problem(args: ServerArgs, model: ModelConfig, device: str) -> str | None:
-    """Why the attention backend cannot be had on a device, and the remedy; None if it may be."""
+    """Says why a device cannot have the attention backend, and the remedy; None if it may."""
     name, dtype = attention_backend_of(args, device), dtype_of(args, model, device)
     place = f"--attention-backend {name}"
     limits = ATTENTION_LIMITS.get(name)
@@ -172,8 +173,8 @@ def attention_problem(args: ServerArgs, model: ModelConfig, device: str) -> str 
 def drafter_of(
     args: ServerArgs, model: ModelConfig, environ: Environ, reads_corpus: bool = True
 ) -> tuple[int | None, DrafterConfig | None]:
-    """The mask token of multi-token prediction, and the drafter of --speculative-algorithm; None
-    without them. The mask token is never emitted in either case.
+    """Gives the mask token of multi-token prediction, and the drafter of --speculative-algorithm;
+    None without them. The mask token is never emitted in either case.
 
     Args:
         reads_corpus: tokenize the corpus of NGRAM; False only looks whether it can be read.
@@ -220,7 +221,7 @@ def check_tables(max_running_requests: int, row_width: int, available_bytes: int
 
 
 def cpu_kv_budget(args: ServerArgs, available_bytes: int) -> int:
-    """Bytes for the KV pool on a CPU."""
+    """Gives the bytes for the KV pool on a CPU."""
     if args.mem_fraction_static is not None:
         return int(available_bytes * args.mem_fraction_static)
     if args.max_total_tokens is not None:
@@ -229,7 +230,7 @@ def cpu_kv_budget(args: ServerArgs, available_bytes: int) -> int:
 
 
 def _cpu_pool_tokens(args: ServerArgs, model: ModelConfig, width: int, available_bytes: int) -> int:
-    """Tokens of the KV pool at most, a draft model's left out."""
+    """Counts the tokens of the KV pool at most, a draft model's left out."""
     values = model.num_layers * model.num_kv_heads * model.head_dim
     sizing = KVSizing(
         available_bytes=cpu_kv_budget(args, available_bytes),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sglang.srt.constrained.grammar_messages import GrammarSetup
-from sglang.srt.model_config import resolve_model_path
+from sglang.srt.processes.tokenizer_flags import tokenizer_folder
 from sglang.srt.server_args import ServerArgs
 
 NO_GRAMMARS = "none"
@@ -31,10 +31,11 @@ def grammar_setup(
     Args:
         never_allowed: ids that nothing may emit.
     """
-    if grammar_refusal(args) is not None:
+    folder = tokenizer_folder(args)
+    if folder is None or grammar_refusal(args) is not None:
         return None
     return GrammarSetup(
-        tokenizer_path=str(resolve_model_path(args.tokenizer_path or args.model_path)),
+        tokenizer_path=str(folder),
         vocab_size=vocab_size,
         eos_token_ids=sorted(eos_token_ids),
         never_allowed=sorted(never_allowed),

@@ -106,7 +106,8 @@ def _check_revisions(args: ServerArgs) -> None:
 
 
 def _local_or_hub(path: str, flag: str, revision: str | None, cache: str | None) -> Path | HubModel:
-    """
+    """Finds a folder, or takes the path for a name of the hub.
+
     Raises:
         ModelPathError: for a path that is neither a folder nor may be a name of the hub.
     """

@@ -72,7 +72,8 @@ def corpus_from_flags(args: ServerArgs, model: ModelConfig) -> np.ndarray | None
 
 
 def check_corpus(args: ServerArgs) -> None:
-    """
+    """Reads the first text of the corpus, if there is one.
+
     Raises:
         ConfigError: for a file that cannot be read, or whose first text is none.
     """

@@ -135,7 +135,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
 
     @property
     def has_filters(self) -> bool:
-        """Whether some tokens cannot be drawn for their probability or rank."""
+        """Tells whether some tokens cannot be drawn for their probability or rank."""
         return self.is_greedy or self.top_p < 1 or self.top_k != -1 or self.min_p > 0
 
     @property

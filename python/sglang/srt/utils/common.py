@@ -117,7 +117,7 @@ def is_cuda() -> bool:
 
 
 def set_prometheus_multiproc_dir() -> None:
-    """Nothing: `/metrics` is answered from the scheduler's state, without files."""
+    """Does nothing: `/metrics` is answered from the scheduler's state, without files."""
 
 
 def add_prometheus_middleware(app: Any) -> None:

@@ -22,8 +22,8 @@ class RefusedName:
             is read or set.
     """
 
-    def __init__(self, name: str, remedy: str = NO_PARTS) -> None:
-        object.__setattr__(self, "_line", f"{name} is not here. {remedy}")
+    def __init__(self, name: str) -> None:
+        object.__setattr__(self, "_line", f"{name} is not here. {NO_PARTS}")
 
     def __repr__(self) -> str:
         return f"<{self._line}>"

@@ -32,8 +32,8 @@ class MultiprocessingSerializer:
 
     @staticmethod
     def serialize(obj: Any, output_str: bool = False) -> bytes | str:
-        """A tensor, pairs of a name and a tensor, or a flattened bucket. Values of a CPU are in it;
-        memory of a GPU must live until the server has answered.
+        """Makes data of a tensor, of pairs of a name and a tensor, or of a flattened bucket. Values
+        of a CPU are in it; memory of a GPU must live until the server has answered.
 
         Args:
             output_str: whether to give it in base64.
@@ -51,7 +51,7 @@ class MultiprocessingSerializer:
 
     @staticmethod
     def deserialize(data: bytes | str) -> Any:
-        """What `serialize` was given; the flat tensor of a bucket is of bytes.
+        """Gives back what `serialize` was given; the flat tensor of a bucket is of bytes.
 
         Args:
             data: also in base64.

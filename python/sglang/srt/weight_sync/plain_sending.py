@@ -43,7 +43,7 @@ SEVERAL_RANKS = "it has tensors for {} ranks, and a server has one"
 
 
 def serialize_tensors(value: Any) -> bytes:
-    """Plain data of one tensor, pairs of a name and a tensor, or a flattened bucket.
+    """Makes plain data of one tensor, pairs of a name and a tensor, or a flattened bucket.
 
     Raises:
         TensorsRefused: for anything else, and for tensors neither on the CPU nor on a GPU of CUDA.
@@ -63,7 +63,7 @@ def serialize_tensors(value: Any) -> bytes:
 
 
 def deserialize_tensors(data: bytes) -> Any:
-    """The tensor, the pairs or the bucket, whose flat tensor is of bytes.
+    """Gives back the tensor, the pairs or the bucket, whose flat tensor is of bytes.
 
     Raises:
         TensorsRefused: if it is no data of `serialize_tensors`.
@@ -140,7 +140,7 @@ class _Writer:
         return msgspec.structs.replace(tensor, name=name, memory=self._add(memory))
 
     def _on_gpu(self, tensor: torch.Tensor) -> int:
-        """One memory for all tensors of a storage, which the server opens and gives back once."""
+        """Adds one memory for all tensors of a storage: the server opens it once."""
         key = (tensor.device, tensor.untyped_storage().data_ptr())
         if key not in self._places:
             arguments: tuple[Any, ...] = reductions.reduce_tensor(tensor)[1]

@@ -7,13 +7,13 @@ import itertools
 import os
 import stat
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from sglang.srt.sent_tensors import (
     DTYPE_BYTES,
     MAX_COUNTERS,
+    SHARED_MEMORY,
     DeviceMemory,
     HostMemory,
     SentTensor,
@@ -22,13 +22,12 @@ from sglang.srt.sent_tensors import (
 from sglang.srt.weight_sync.weight_store import WeightUpdateError, first_line
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
-SHARED_MEMORY = Path("/dev/shm")
 COUNTER_FILE_BYTES = 64 + MAX_COUNTERS * 8  # torch's head, and an int64 each
 ONE_ALLOCATION = b"\x01c"  # before CUDA's own handle: the oldest form of torch's, which all read
 
 
 def opened_tensors(sent: SentTensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors, one memory after the other: each is given back before the next is opened.
+    """Yields names and tensors by their memory: each is given back before the next is opened.
 
     A tensor may be used until the next one is asked for.
 
@@ -48,24 +47,24 @@ def opened_tensors(sent: SentTensors) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def contents_of(memory: HostMemory | DeviceMemory, file: torch.Tensor) -> torch.Tensor:
-    """[num_bytes] uint8; of the host, a part of `file`, [num_bytes] uint8."""
+    """Gives [num_bytes] uint8; of the host, a part of `file`, [num_bytes] uint8."""
     if isinstance(memory, DeviceMemory):
         return _opened_on_device(memory)
     return file[memory.first_byte : memory.first_byte + memory.num_bytes]
 
 
 def view_of(contents: torch.Tensor, tensor: SentTensor) -> torch.Tensor:
-    """A tensor over `contents`, [num_bytes] uint8; over a copy if it begins between two values."""
+    """Views [num_bytes] uint8 as a tensor; over a copy if it begins between two values."""
     if not tensor.lies_within(len(contents)):
         raise WeightUpdateError(f"The weight {tensor.name!r} is not within its memory.")
     part = contents[tensor.first_byte : tensor.first_byte + tensor.num_bytes]
-    if part.storage_offset() % DTYPE_BYTES[tensor.dtype]:
+    if (part.storage_offset() | part.data_ptr()) % DTYPE_BYTES[tensor.dtype]:
         part = part.clone()
     return part.view(DTYPES[tensor.dtype]).as_strided(tensor.shape, tensor.strides)
 
 
 def _opened_on_device(memory: DeviceMemory) -> torch.Tensor:
-    """[num_bytes] uint8 on the GPU. When it is freed, torch tells the owner of the memory."""
+    """Opens [num_bytes] uint8 on the GPU. When it is freed, torch tells the owner of the memory."""
     device = _device_index(memory.device)
     _check_counter_file(memory.counter_file)
     try:
@@ -93,7 +92,7 @@ def _opened_on_device(memory: DeviceMemory) -> torch.Tensor:
 
 
 def _device_index(device: int | str) -> int:
-    """The index here of a GPU that the trainer calls by its own index, or by its UUID."""
+    """Finds the index here of a GPU that the trainer calls by its own index, or by its UUID."""
     count = torch.cuda.device_count()
     if isinstance(device, int):
         if device < count:

@@ -68,15 +68,15 @@ class FlattenedTensorBucket:
         self.flattened_tensor = torch.cat(parts)
 
     def get_flattened_tensor(self) -> torch.Tensor:
-        """[num_bytes] uint8, or what the bucket was made of."""
+        """Gives [num_bytes] uint8, or what the bucket was made of."""
         return self.flattened_tensor
 
     def get_metadata(self) -> list[FlattenedTensorMetadata]:
-        """One entry for each tensor, in order."""
+        """Gives one entry for each tensor, in order."""
         return self.metadata
 
     def reconstruct_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Names and tensors, over the bucket's memory where their alignment allows it."""
+        """Gives names and tensors, over the bucket's memory where their alignment allows it."""
         tensors = []
         for entry in self.metadata:
             part = self.flattened_tensor[entry.start_idx : entry.end_idx].view(torch.uint8)

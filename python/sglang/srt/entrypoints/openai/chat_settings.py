@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from sglang.srt.entrypoints.launch import LaunchError
+from sglang.srt.entrypoints.launch_error import LaunchError
 from sglang.srt.entrypoints.openai.chat_protocol import RESERVED
 from sglang.srt.function_call.formats import CALL_FORMATS, CallFormat
 from sglang.srt.model_config import resolve_model_path
