@@ -1,40 +1,12 @@
-"""Converts a folder with pickled weights (*.bin, *.pt) to safetensors, which is all that is served.
-
-    python scripts/convert_checkpoint.py SOURCE TARGET
-
-TARGET must not exist. It gets the tensors, under their names and in their types, the config and the
-tokenizer. How the files are read, and why in a process of its own: `sglang.srt.pickled_weights`.
-"""
+"""Runs `sglang convert-checkpoint` of this checkout: pickled weights become safetensors."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
-from sglang.srt.model_config import ModelPathError
-from sglang.srt.pickled_weights import WITH_NETWORK, convert
-
-
-def main(arguments: Sequence[str]) -> str | None:
-    """What went wrong, or None."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("source", type=Path, help="folder with *.bin or *.pt and config.json")
-    parser.add_argument("target", type=Path, help="folder to be made")
-    parser.add_argument(
-        WITH_NETWORK,
-        action="store_true",
-        help="go on where the process that reads cannot be kept from the network",
-    )
-    given = parser.parse_args(arguments)
-    try:
-        convert(given.source, given.target, given.with_network)
-    except (ModelPathError, OSError) as error:
-        return str(error)
-    return None
-
+from sglang.convert_checkpoint import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

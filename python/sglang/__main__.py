@@ -21,6 +21,9 @@ class Command(NamedTuple):
 COMMANDS = {
     "serve": Command("sglang.launch_server", "serve a model over HTTP"),
     "check-env": Command("sglang.check_env", "would a server start on this machine?"),
+    "convert-checkpoint": Command(
+        "sglang.convert_checkpoint", "make safetensors of pickled weights"
+    ),
     "bench-serving": Command("sglang.bench_serving", "load on a running server"),
     "bench-offline-throughput": Command("sglang.bench_offline_throughput", "the Engine's speed"),
     "bench-one-batch": Command("sglang.bench_one_batch", "one static batch, step by step"),

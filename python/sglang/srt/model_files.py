@@ -21,7 +21,7 @@ TEMPLATE_FOLDERS = ("chat_templates", "additional_chat_templates")  # the second
 PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
 REMEDIES = {  # by the endings of files in other formats
     PICKLE_ENDINGS: (
-        "since such files can hold code: convert the folder with scripts/convert_checkpoint.py"
+        "since such files can hold code: convert the folder with sglang convert-checkpoint"
     ),
     (".gguf",): "since it is GGUF: use the checkpoint that it was made of",
 }

@@ -184,7 +184,7 @@ def converted(source: Path) -> Path:
         if isinstance(error, OSError):
             raise PickledWeightsError(
                 f"{source} is not converted to safetensors: {error}. Set XDG_CACHE_HOME to a folder"
-                " with room that can be written, or name one made by scripts/convert_checkpoint.py."
+                " with room that can be written, or name one made by sglang convert-checkpoint."
             ) from None
         raise
     return target
@@ -251,7 +251,7 @@ def read_in_this_process(folder: Path, files: Sequence[Path], with_network: bool
         if not with_network:
             raise PickledWeightsError(
                 f"the process that reads cannot be kept from the network ({error}); with"
-                f" {WITH_NETWORK} scripts/convert_checkpoint.py reads all the same, still weights"
+                f" {WITH_NETWORK} sglang convert-checkpoint reads all the same, still weights"
                 " only"
             ) from None
     write_safetensors(files, folder)

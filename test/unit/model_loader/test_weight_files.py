@@ -168,10 +168,10 @@ def test_without_an_index_shards_are_read_and_files_of_others_are_not(
 @pytest.mark.parametrize(
     ("files", "remedy"),
     [
-        (["pytorch_model.bin"], "scripts/convert_checkpoint.py"),
+        (["pytorch_model.bin"], "sglang convert-checkpoint"),
         (["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], "pytorch_model-"),
-        (["pytorch_model.bin", "adapter_model.safetensors"], "scripts/convert_checkpoint.py"),
-        (["consolidated.00.pth"], "scripts/convert_checkpoint.py"),
+        (["pytorch_model.bin", "adapter_model.safetensors"], "sglang convert-checkpoint"),
+        (["consolidated.00.pth"], "sglang convert-checkpoint"),
         (["model.Q4_K_M.gguf"], "GGUF"),
         (["tf_model.h5", "flax_model.msgpack"], "Convert weights"),
         ([], "is the download complete?"),

@@ -336,7 +336,7 @@ def test_pickled_weights_are_refused_with_the_script_that_converts_them(
         (folder / FILE).unlink(missing_ok=True)
         (folder / name).write_bytes(b"x")
         message = refusal(folder, EAGLE, target)
-        assert "scripts/convert_checkpoint.py" in message
+        assert "sglang convert-checkpoint" in message
         assert name in message
         (folder / name).unlink()
 
