@@ -141,7 +141,7 @@ def _summary(args: ServerArgs, model: ModelConfig) -> dict[str, Any]:
         **dict.fromkeys(("enable_overlap", "use_radix_cache"), False),
         "draft_models": [],
         "draft_tiers": [],
-        "path": model.folder,
+        "path": str(model.path),
         "architecture": model.architecture,
         "context_len": model.context_len,
         "max_total_num_tokens": KV_TOKENS,
