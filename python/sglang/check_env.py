@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.platform import Platform
 
 DISTRIBUTION = "sglang-adaptive"
-OPTIONAL = ("triton", "transformers", "flashinfer-python", "huggingface-hub", "matplotlib")
+OPTIONAL = ("triton", "transformers", "flashinfer-python", "matplotlib")
 NAME = re.compile(r"[\w.-]+")
 
 
@@ -46,7 +46,7 @@ class Findings:
 def main(argv: list[str] | None = None) -> int:
     """Prints what a start would find; returns 1 if it would fail, else 0."""
     given = sys.argv[1:] if argv is None else argv
-    server_args = parse_cli(["--model-path", "demo", *given])
+    server_args = parse_cli(["--model-path", "demo", *given], prog="sglang check-env")
     findings = Findings()
     _look_at_packages(findings)
     for look in () if findings.problems else (_look_at_devices, _look_at_start, _look_at_system):

@@ -216,6 +216,7 @@ def test_signal_during_the_start_exits_0(model_dir: Path, number: int) -> None:
         process.kill()
     assert process.returncode == 0
     assert "Traceback" not in errors
+    assert errors.endswith("Stopped before the server was ready.\n")
 
 
 def run_to_end(command: list[str]) -> subprocess.CompletedProcess[str]:

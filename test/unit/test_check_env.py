@@ -69,6 +69,13 @@ def test_flags_that_the_scheduler_would_refuse_are_problems(
     assert "PROBLEM: --context-length 999999" in capsys.readouterr().out
 
 
+def test_each_package_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_env.main(["--port", "0"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("packages")]
+    names = [word.split()[0] for word in row.removeprefix("packages").split(", ")]
+    assert len(names) == len(set(names))
+
+
 def test_a_missing_package_is_a_problem_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,17 @@ def test_the_version_is_that_of_the_package(word: str, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == f"sglang-adaptive {__version__}\n" * 2
 
 
+@pytest.mark.parametrize("name", ["serve", "check-env"])
+def test_what_a_command_refuses_is_said_in_its_name(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([name, "--model-path", "demo", "--prot", "5"])
+    assert end.value.code == 2
+    said = f"sglang {name}: error: unknown flag --prot, did you mean --port?\n"
+    assert said in capsys.readouterr().err
+
+
 def test_the_package_runs_as_a_module_and_lists_its_commands() -> None:
     command = [sys.executable, "-m", "sglang", "--help"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout

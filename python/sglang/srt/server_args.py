@@ -319,14 +319,13 @@ class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 
-def parse_cli(argv: list[str] | None = None) -> ServerArgs:
-    """Parses a command line.
+def parse_cli(argv: list[str] | None = None, prog: str = "sglang serve") -> ServerArgs:
+    """Parses a command line of the command `prog`.
 
     Raises:
         SystemExit: on a flag that is unknown or refused, or a value that its flag cannot have; the
             reason is printed.
     """
-    prog = "python -m sglang.launch_server"
     parser = SuggestingParser(prog=prog, epilog=flag_file.HELP + sglang_section(ServerArgs))
     parser.add_argument("--version", action="version", version=f"sglang-adaptive {__version__}")
     add_flags(lambda name: parser.add_argument_group(name).add_argument, ServerArgs)

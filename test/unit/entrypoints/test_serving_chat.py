@@ -189,7 +189,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("stop_token_ids[0]", {"stop_token_ids": [10**6]}),
     ("input_ids[1]", {"input_ids": [5, 10**6]}),
     ("input_ids[0]", {"input_ids": [10**6, 5]}),
-    ("tools[0]", {"tools": [{"type": "function"}]}),
+    ("tools[0].function", {"tools": [{"type": "function"}]}),
     ("tools[0].function.name", {"tools": [{"type": "function", "function": {"name": "a b"}}]}),
     ("tools[0].function.strict", {"tools": [{**SMALL, "function": {"name": "a", "strict": 1}}]}),
     ("tool_choice", {"tool_choice": "required"}),

@@ -210,7 +210,9 @@ class _Server:
             manager = make_manager(channels, self._args, self._tokenizer, info, tree.watch, model)
             await self._serve_until_stopped(manager, info)
         except (LaunchError, ServiceError) as error:
-            if not self._stop.is_set():
+            if self._stop.is_set():
+                logger.info("Stopped before the server was ready.")
+            else:
                 self._fail(str(error))
         finally:
             self._uvicorn.should_exit = True

@@ -20,6 +20,7 @@ from sglang.srt.sglang_surface import is_neutral
 S = TypeVar("S", bound=msgspec.Struct)
 MAX_EXPLAINED_BYTES = 262_144
 MAX_EXACT = 2**53  # of the integers that floats can tell apart
+MISSING_FIELD = re.compile(r"Object missing required field `(\w+)`")
 FLOAT_IN_FIELD = re.compile(r"got `float` - at `\$\.(\w+)")
 
 
@@ -147,6 +148,8 @@ def _type_error(error: msgspec.ValidationError, prefix: str = "") -> RequestErro
     # `[...]` stands for an entry of an object; the object's own name is enough.
     place = path.strip("`").rpartition("$")[2].removeprefix(".").replace("[...]", "")
     field = (prefix + place).rstrip(".")
+    if missing := MISSING_FIELD.fullmatch(reason):
+        return field_error(shorten(f"{field}.{missing[1]}".lstrip(".")), "is required")
     text = reason.replace("`", "").replace(" | ", " or ")
     return field_error(shorten(field) or None, text[:1].lower() + text[1:])
 
