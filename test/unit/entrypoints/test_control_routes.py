@@ -454,7 +454,7 @@ BAD: dict[str, list[tuple[Any, str]]] = {
         ({"rid": "x", "torch_empty_cache": True}, "torch_empty_cache"),
     ],
     "/update_weights_from_disk": [
-        ({}, ""),
+        ({}, "model_path"),
         ({"model_path": ""}, "model_path"),
         ({"model_path": "a\0b"}, "model_path"),
         ({"model_path": "x" * 4097}, "model_path"),
@@ -547,7 +547,7 @@ BAD: dict[str, list[tuple[Any, str]]] = {
     "/end_weight_update": [({"selector": "draft"}, "selector")],
     "/rollback_weight_update": [({"x": 1}, "x"), ({"selector": "all"}, "selector")],
     "/update_weight_version": [
-        ({}, ""),
+        ({}, "new_version"),
         ({"new_version": ""}, "new_version"),
         ({"new_version": "a\nb"}, "new_version"),
         ({"new_version": "x", "abort_all_requests": 0}, "abort_all_requests"),
@@ -561,14 +561,18 @@ BAD: dict[str, list[tuple[Any, str]]] = {
     ],
     "/resume_memory_occupation": [({"tags": ["kv"]}, "tags[0]")],
     "/get_weights_by_name": [
-        ({}, ""),
+        ({}, "name"),
         ({"name": ""}, "name"),
         ({"name": "a\nb"}, "name"),
         ({"name": "x" * 513}, "name"),
         ({"name": "x", "truncate_size": 0}, "truncate_size"),
         ({"name": "x", "truncate_size": "5"}, "truncate_size"),
     ],
-    "/weights_checker": [({}, ""), ({"action": "steal"}, "action"), ({"action": 1}, "action")],
+    "/weights_checker": [
+        ({}, "action"),
+        ({"action": "steal"}, "action"),
+        ({"action": 1}, "action"),
+    ],
     "/start_profile": [
         ({"output_dir": ""}, "output_dir"),
         ({"output_dir": "a\0b"}, "output_dir"),
