@@ -41,7 +41,7 @@ def _outcome(check: Callable[[], None]) -> str:
 
 
 def raises(kind: type[Raised], call: Callable[[], object]) -> Raised:
-    """What a call raises, which must be of this kind."""
+    """Gives what a call raises, which must be of this kind."""
     try:
         call()
     except kind as error:

@@ -36,7 +36,7 @@ VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 
 @dataclass
 class Image:
-    """What the instructions so far have made.
+    """Holds what the instructions so far have made.
 
     Attributes:
         folder: stands for WORKDIR.

@@ -267,7 +267,7 @@ def change_workers(url: str, expected: Answers, worker: Worker, num: int) -> lis
 
 
 def knows_loads(url: str) -> bool:
-    """Whether the router could read how full each worker is."""
+    """Tells whether the router could read how full each worker is."""
     found = json.loads(get(url + "/get_loads")[1])
     if "loads" in found:  # smg
         return len(found["loads"]) == 2 and all(e["max_total_num_tokens"] for e in found["loads"])
@@ -275,7 +275,7 @@ def knows_loads(url: str) -> bool:
 
 
 def workers_of(url: str) -> list[dict[str, Any]]:
-    """What the router says of its workers."""
+    """Gives what the router says of its workers."""
     status, raw = get(url + "/workers")
     found: list[dict[str, Any]] = json.loads(raw)["workers"] if status == 200 else []
     return found

@@ -28,7 +28,7 @@ NAME = re.compile(r"[\w.-]+")
 
 @dataclass
 class Findings:
-    """What was found.
+    """Holds what was found.
 
     Attributes:
         problems: that would prevent a start, each with its remedy.

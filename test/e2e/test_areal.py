@@ -139,7 +139,7 @@ def generation(**params: Any) -> dict[str, Any]:
 
 
 def rollout(server: httpx.Client, **params: Any) -> tuple[str, list[int]]:
-    """How an answer ends, and its token ids as AReaL takes them: from the log-probabilities."""
+    """Tells how an answer ends, and its token ids as AReaL takes them, by log-probabilities."""
     answer = server.post("/generate", json=generation(**params))
     assert answer.status_code == 200, answer.text
     meta = answer.json()["meta_info"]

@@ -77,7 +77,7 @@ def parsed_flags(words: list[str]) -> argparse.Namespace:
 
 
 def server_args(args: argparse.Namespace, host: str, port: int) -> ServerArgs:
-    """What slime sets for a rank, over what its user has given; unknown names are left out."""
+    """Gives what slime sets for a rank, over what its user gave; unknown names are left out."""
     args.sglang_dp_size = args.sglang_data_parallel_size
     args.sglang_pp_size = args.sglang_pipeline_parallel_size
     args.sglang_ep_size = args.sglang_expert_parallel_size

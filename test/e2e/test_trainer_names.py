@@ -97,7 +97,7 @@ def test_the_adapter_controls_its_server(adapter: HttpServerEngineAdapter) -> No
 def test_what_a_trainer_serializes_changes_what_serves(
     adapter: HttpServerEngineAdapter, is_bucket: bool, serialize: Callable[[Any], bytes]
 ) -> None:
-    """Of several types; pickles name memory that this process shares with the server."""
+    """Sends weights of several types; pickles name memory shared with the server."""
     strategy = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")  # the server is no child by fork
     try:

@@ -63,7 +63,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rollout_args(model_dir: Path, **engine_kwargs: Any) -> dict[str, Any]:
-    """What verl passes for one GPU, by the defaults of its configuration.
+    """Gives what verl passes for one GPU, by the defaults of its configuration.
 
     Args:
         engine_kwargs: arguments that its user adds.
@@ -179,7 +179,7 @@ async def check_rollouts(manager: LauncherManager, client: httpx.AsyncClient) ->
 
 
 async def check_pause_and_memory(manager: LauncherManager, client: httpx.AsyncClient) -> None:
-    """What verl does between a rollout and the next one."""
+    """Gives what verl does between a rollout and the next one."""
     long = asyncio.create_task(rollout(manager, **GREEDY, max_new_tokens=5_000, ignore_eos=True))
     await asyncio.sleep(0.05)
     await manager.pause_generation(PauseGenerationReqInput(mode="abort"))

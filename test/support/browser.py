@@ -117,7 +117,7 @@ class Page:
         self.run(f"{element}.click()")
 
     def text(self, element_id: str) -> str:
-        """What an element shows."""
+        """Gives what an element shows."""
         return str(self.run(f"document.getElementById({json.dumps(element_id)}).innerText"))
 
     def requested_urls(self) -> list[str]:

@@ -19,7 +19,7 @@ def pickle_of(value: Any) -> bytes:
 
 
 def weights() -> dict[str, torch.Tensor]:
-    """Of several types, sizes that misalign what follows in a bucket, and no order in memory."""
+    """Makes tensors of several types, misaligned in a bucket, and in no order in memory."""
     generator = torch.Generator().manual_seed(3)
     tensors = {
         f"w{index}": (torch.randn(3, index + 1, generator=generator) * 9).to(dtype)

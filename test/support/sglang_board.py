@@ -1,4 +1,4 @@
-"""What SGLang's Grafana board asks Prometheus: facts, from its examples/monitoring."""
+"""Says what SGLang's Grafana board asks Prometheus: facts, from its examples/monitoring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How words of a command line are read: our own flags, flags of SGLang alone, and misspelt ones."""
+"""Reads words of a command line: our own flags, flags of SGLang alone, and misspelt ones."""
 
 from __future__ import annotations
 

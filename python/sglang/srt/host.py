@@ -1,4 +1,4 @@
-"""What the machine says of itself without torch."""
+"""Asks the machine about itself without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CUDA_DRIVER = "libcuda.so.1"  # torch has no CUDA without it
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What is known of this machine before torch is loaded.
+    """Holds what is known of this machine before torch is loaded.
 
     Attributes:
         devices: those that torch may find; `cuda` is there unless it is sure that there is no GPU.

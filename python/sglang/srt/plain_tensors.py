@@ -1,4 +1,4 @@
-"""What `MultiprocessingSerializer` makes: tensors as plain data, with their values or their memory.
+"""Holds what `MultiprocessingSerializer` makes: tensors as plain data, with values or memory.
 
 A magic, which is no beginning of a pickle, and msgpack. Values of a CPU are in it; memory of a GPU
 is named, by CUDA IPC.

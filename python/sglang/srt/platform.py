@@ -1,4 +1,4 @@
-"""What torch says of the hardware; `host.py` is without it."""
+"""Asks torch about the hardware; `host.py` is without it."""
 
 from __future__ import annotations
 

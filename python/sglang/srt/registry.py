@@ -74,7 +74,7 @@ ATTENTION_BACKENDS = Registry(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionLimits:
-    """What is known of an attention backend before it is loaded.
+    """Holds what is known of an attention backend before it is loaded.
 
     Attributes:
         dtypes: names in torch.

@@ -1,4 +1,4 @@
-"""How arguments of SGLang's ServerArgs that this runtime does not have are taken: what
+"""Says how arguments of SGLang's ServerArgs that this runtime does not have are taken: what
 `sglang_flags.py` says of each, on a command line and in Python alike."""
 
 from __future__ import annotations

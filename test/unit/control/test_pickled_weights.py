@@ -52,7 +52,7 @@ def request_of(pickled: bytes, path: Path, is_bucket: bool = False) -> ReadPickl
 
 
 def read(pickled: bytes, path: Path, is_bucket: bool = False) -> dict[str, torch.Tensor]:
-    """What the scheduler would get, with the process's work done here."""
+    """Gives what the scheduler would get, with the process's work done here."""
     sent = sent_tensors(request_of(pickled, path, is_bucket))
     return {name: tensor.clone() for name, tensor in opened_tensors(sent)}
 
@@ -359,7 +359,7 @@ def hooked() -> None:
 
 @pytest.fixture
 def spy(hooked: None) -> Iterator[list[str]]:
-    """What has been run, of all that a pickle could want to."""
+    """Gives what has been run, of all that a pickle could want to."""
     seen.clear()
     spying.append(True)
     yield seen

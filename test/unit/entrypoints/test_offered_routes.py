@@ -1,4 +1,4 @@
-"""What a wrong path or method is answered with: what there is instead."""
+"""Says what a wrong path or method is answered with: what there is instead."""
 
 from __future__ import annotations
 

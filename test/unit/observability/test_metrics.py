@@ -71,7 +71,7 @@ def plain(figures: ServerFigures) -> dict[str, float]:
 
 
 def full_state() -> dict[str, Any]:
-    """Of a scheduler whose requests have drafts, after some steps."""
+    """Makes the state of a scheduler whose requests have drafts, after some steps."""
     harness = SchedulerHarness(Setup(), FakeWorker("verify", 4, Setup().max_running_requests, 0))
     stats = harness.scheduler.control._stats
     stats.has_drafter, stats.num_tier_switches = (

@@ -1,4 +1,4 @@
-"""What is counted of requests agrees with their answers."""
+"""Checks that what is counted of requests agrees with their answers."""
 
 from __future__ import annotations
 

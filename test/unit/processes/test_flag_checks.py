@@ -1,4 +1,4 @@
-"""What is refused before torch is loaded, of GPUs too, and what is left to the scheduler."""
+"""Says what is refused before torch is loaded, of GPUs too, and what is left to the scheduler."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def published(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """That model with what must not be fetched beside it."""
+    """Gives that model with what must not be fetched beside it."""
     folder = tmp_path_factory.mktemp("published") / "model"
     shutil.copytree(model, folder)
     (folder / "modeling_llama.py").write_text("raise SystemExit")

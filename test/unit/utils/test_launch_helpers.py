@@ -1,4 +1,4 @@
-"""What launch scripts import: processes and ports, and what sends weights."""
+"""Says what launch scripts import: processes and ports, and what sends weights."""
 
 from __future__ import annotations
 

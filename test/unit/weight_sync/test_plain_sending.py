@@ -50,7 +50,7 @@ FORMS = {"named": lambda tensors: tensors.items(), "bucket": bucket_of, "per ran
 
 
 def stored(data: bytes, path: Path) -> SentTensors:
-    """What the server makes of an entry, with its file."""
+    """Gives what the server makes of an entry, with its file."""
     path.touch()
     return serialized_updates._read_plain(data, path, 1 << 20)
 

@@ -26,7 +26,7 @@ MAX_CPU_SECONDS = 60
 
 
 class ReadPickle(msgspec.Struct, tag=True):
-    """What this process is asked.
+    """Holds what this process is asked.
 
     Attributes:
         is_bucket: the pickle is a flattened bucket, and not pairs of names and tensors.

@@ -58,7 +58,7 @@ class Name:
 
 @dataclass(eq=False, slots=True)
 class Made:
-    """What the usual reader would have made by a call.
+    """Holds what the usual reader would have made by a call.
 
     Attributes:
         kind: the name that it would have called.

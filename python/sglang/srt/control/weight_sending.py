@@ -1,4 +1,4 @@
-"""What a trainer sends its weights with to a server on the same machine; it runs in the trainer."""
+"""Sends the weights of a trainer to a server on the same machine; it runs in the trainer."""
 
 from __future__ import annotations
 

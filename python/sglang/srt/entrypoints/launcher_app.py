@@ -18,7 +18,7 @@ from sglang.srt.managers.tokenizer_manager import SHUTDOWN_MESSAGE
 
 @dataclass(frozen=True)
 class GlobalState:
-    """What a launcher gives to `set_global_state`: the parts as it got them."""
+    """Holds what a launcher gives to `set_global_state`: the parts as it got them."""
 
     tokenizer_manager: LauncherManager
     template_manager: None = None

@@ -168,7 +168,7 @@ class LauncherManager:
 
 
 class LaunchedParts(NamedTuple):
-    """What `_launch_subprocesses` returns, in SGLang's order.
+    """Holds what `_launch_subprocesses` returns, in SGLang's order.
 
     Attributes:
         template_manager: None; the application reads chat templates itself.

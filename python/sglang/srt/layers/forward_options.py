@@ -1,4 +1,4 @@
-"""What forward passes may be asked for, as data. No torch."""
+"""Names what forward passes may be asked for, as data. No torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ MAX_TREE_ROWS = 64  # that a request may feed as a tree: one bit each
 
 @dataclass(frozen=True, slots=True)
 class HiddenCapture:
-    """What a forward pass gives of its hidden states beside those of the rows read. A drafter asks
-    for it once, when its target's runner is made.
+    """Says what a forward pass gives of its hidden states beside those of the rows read. A drafter
+    asks for it once, when its target's runner is made.
 
     Attributes:
         layers: the layers whose inputs are wanted. The input of layer i is the residual stream

@@ -1,4 +1,4 @@
-"""How many KV slots the pool gets, and how many a request may have: pure arithmetic."""
+"""Says how many KV slots the pool gets, and how many a request may have: pure arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is drafted of a request in a step: a chain or a tree. No torch."""
+"""Says what is drafted of a request in a step: a chain or a tree. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_ROWS = MAX_TREE_ROWS  # of a request: that all draft steps feed, and that ve
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """How trees are drafted, and how large they are.
+    """Says how trees are drafted, and how large they are.
 
     Attributes:
         topk: K, children of each node of a beam, and nodes of a beam; at least 1.

@@ -24,7 +24,7 @@ DUMMY = "dummy"
 
 @dataclass(frozen=True)
 class ModelFolders:
-    """What the flags name, as folders that have at least configs and tokenizers.
+    """Holds what the flags name, as folders that have at least configs and tokenizers.
 
     Attributes:
         args: the flags with these folders.

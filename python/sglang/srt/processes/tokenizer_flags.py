@@ -1,4 +1,4 @@
-"""What the flags say of the tokenizer."""
+"""Finds the tokenizer that the flags name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each drafter needs to know: the options of a `DrafterConfig`. No torch."""
+"""Says what each drafter needs to know: the options of a `DrafterConfig`. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang.srt.speculative.round_options import RoundOptions
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
-    """What the drafter needs to know.
+    """Holds what the drafter needs to know.
 
     Attributes:
         head: of `load_head_config`, for this target.
@@ -42,7 +42,7 @@ class EagleConfig:
 
     @property
     def capture(self) -> HiddenCapture:
-        """What the head reads of the target: its last hidden states, or those of some layers."""
+        """Says what the head reads of the target: last hidden states, or those of some layers."""
         if self.head.architecture == EAGLE3:
             return HiddenCapture(tap_layers(self.head, self.num_layers))
         return HiddenCapture(all_rows=True)
@@ -50,7 +50,7 @@ class EagleConfig:
 
 @dataclass(frozen=True, slots=True)
 class StandaloneConfig:
-    """What the drafter needs to know.
+    """Holds what the drafter needs to know.
 
     Attributes:
         draft: of `load_draft_config`, for this target.
@@ -65,7 +65,7 @@ class StandaloneConfig:
 
 @dataclass(frozen=True, slots=True)
 class NgramLimits:
-    """Which matches count, and which of them win.
+    """Says which matches count, and which of them win.
 
     Attributes:
         shortest: how long a match must be, at least 1.
@@ -80,7 +80,7 @@ class NgramLimits:
 
 @dataclass(frozen=True, slots=True)
 class NgramConfig:
-    """What the drafter needs to know.
+    """Holds what the drafter needs to know.
 
     Attributes:
         rounds: how many tokens are drafted, all without a draft step (`num_free`).

@@ -1,4 +1,4 @@
-"""Which drafter a server has, and what it needs before any model is loaded. No torch."""
+"""Says which drafter a server has, and what it needs before any model is loaded. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
 
 @dataclass(frozen=True, slots=True)
 class AcceptThresholds:
-    """How probable a draft of a sampled request must be: see `ConfirmByThresholds`.
+    """Says how probable a draft of a sampled request must be: see `ConfirmByThresholds`.
 
     Attributes:
         single, acc: 0 to 1; SGLang's --speculative-accept-threshold-single and -acc.
@@ -23,7 +23,7 @@ class AcceptThresholds:
 
     @property
     def is_exact(self) -> bool:
-        """Whether tokens follow the target's own distribution."""
+        """Tells whether tokens follow the target's own distribution."""
         return self.single == self.acc == 1.0
 
 
@@ -32,7 +32,7 @@ EXACT = AcceptThresholds()
 
 @dataclass(frozen=True, slots=True)
 class DrafterConfig:
-    """Which drafter a server has.
+    """Says which drafter a server has.
 
     Attributes:
         name: in `DRAFTERS` (registry.py).
@@ -47,7 +47,7 @@ class DrafterConfig:
 
 @dataclass(frozen=True, slots=True)
 class DrafterNeeds:
-    """What a drafter needs before any model is loaded.
+    """Holds what a drafter needs before any model is loaded.
 
     Attributes:
         max_drafts: drafts of a request in a step at most; with trees, nodes but the root.

@@ -1,4 +1,4 @@
-"""How many tokens are drafted and verified. No torch."""
+"""Says how many tokens are drafted and verified. No torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ALL_BATCH_SIZES = (range(1, MAX_BATCH_SIZE),)
 
 @dataclass(frozen=True, slots=True)
 class SpecRuntimeState:
-    """What a tier owns: its draft steps, whose graphs are its own. The graphs of the drafter's pass
-    over the target's rows and of verification are chosen by their number of rows, so tiers share
-    them.
+    """Holds what a tier owns: its draft steps, whose graphs are its own. Graphs of the drafter's
+    pass over the target's rows and of verification are chosen by their number of rows, so tiers
+    share them.
 
     Attributes:
         speculative_num_steps: drafts of a chain.
@@ -61,7 +61,7 @@ def runtime_states(
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """What a policy may choose from.
+    """Holds what a policy may choose from.
 
     Attributes:
         max_drafts: drafts of a request in a step, at least 1.
@@ -76,13 +76,13 @@ class TierOptions:
     has_trees: bool = False
 
     def candidates(self, batch_size: int) -> tuple[int, ...] | None:
-        """Of a batch of so many requests, padding included; None: nobody says."""
+        """Gives those of a batch of so many requests, padding included; None: nobody says."""
         return None if self.adaptive is None else self.adaptive.candidates(batch_size)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOptions:
-    """How many tokens are drafted and verified.
+    """Says how many tokens are drafted and verified.
 
     Attributes:
         num_steps: drafts of a chain or of a tree without draft steps, or one behind the other in a
@@ -126,12 +126,12 @@ class RoundOptions:
 
     @property
     def has_trees(self) -> bool:
-        """Whether drafts are trees."""
+        """Tells whether drafts are trees."""
         return self.tree is not None or self.trees_of_any_size
 
     @property
     def has_draft_steps(self) -> bool:
-        """Whether a model that drafts runs steps of its own."""
+        """Tells whether a model that drafts runs steps of its own."""
         return self.tree is not None or self.num_steps > self.num_free
 
     @property
@@ -142,19 +142,19 @@ class RoundOptions:
 
     @property
     def needs_prices(self) -> bool:
-        """Whether anything goes by prices of rounds."""
+        """Tells whether anything goes by prices of rounds."""
         return self.policy.needs_prices or self.tile_spec_cache is not None
 
     @property
     def states(self) -> dict[int, SpecRuntimeState]:
-        """Of all tiers."""
+        """Gives those of all tiers."""
         tiers = self.policy.tiers(self.tier_options)
         return runtime_states(tiers, self.adaptive, self.num_free)
 
     @property
     def draft_steps(self) -> dict[DraftShape, tuple[range, ...]]:
-        """How many draft steps may follow a step of the target, or which tree, and for batches of
-        which sizes (`ExecutionConfig.draft_steps`)."""
+        """Tells how many draft steps may follow a step of the target, or which tree, and for which
+        sizes of batches (`ExecutionConfig.draft_steps`)."""
         if self.tree is not None:
             return {self.tree: ALL_BATCH_SIZES}
         states = self.states.values()
@@ -189,7 +189,7 @@ class RoundOptions:
 
     @property
     def needs(self) -> DrafterNeeds:
-        """What follows for a drafter of chains or trees."""
+        """Gives what follows for a drafter of chains or trees."""
         rows = 1 + self.max_drafts
         return DrafterNeeds(
             max_drafts=self.max_drafts,

@@ -1,4 +1,4 @@
-"""How many rows steps and requests may have. No torch."""
+"""Says how many rows steps and requests may have. No torch."""
 
 from __future__ import annotations
 
