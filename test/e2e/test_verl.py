@@ -179,7 +179,7 @@ async def check_rollouts(manager: LauncherManager, client: httpx.AsyncClient) ->
 
 
 async def check_pause_and_memory(manager: LauncherManager, client: httpx.AsyncClient) -> None:
-    """Gives what verl does between a rollout and the next one."""
+    """Makes the calls that verl makes between a rollout and the next one."""
     long = asyncio.create_task(rollout(manager, **GREEDY, max_new_tokens=5_000, ignore_eos=True))
     await asyncio.sleep(0.05)
     await manager.pause_generation(PauseGenerationReqInput(mode="abort"))

@@ -138,6 +138,7 @@ def test_requests_that_do_not_stream_report_now_and_then(tokenizer: Tokenizer) -
         await backend.wait_sent(2)
         intervals = [request.sampling_params.stream_interval for request in backend.requests]
         assert intervals == [3, 50]
+        assert [request.streams for request in backend.requests] == [True, False]
         for request in backend.requests:
             backend.put(request.req_id, "x", (1,))
             backend.put(request.req_id, "y", (2,), LENGTH)

@@ -69,6 +69,7 @@ def answers(
         async with aclosing(outputs):
             reading = asyncio.ensure_future(anext(outputs))
             await backend.wait_sent(1)
+            assert backend.requests[0].streams == bool(body.stream)
             input_ids = backend.requests[0].input_ids
             skips = backend.requests[0].sampling_params.skip_special_tokens
             stream = tokenizer.decode_stream(skips, input_ids)
