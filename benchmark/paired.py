@@ -27,6 +27,7 @@ from benchmark.engine_load import AsyncEngine, Budget, LoadResult, closed_loop
 
 NARROW = 0.005  # half of a 95 % interval, as a share of the ratio
 LEAST_ROUNDS = 5  # before a ratio counts as certain: few rounds can agree by luck
+FAR, FAR_ROUNDS = 0.1, 3  # an interval that is so far from 1 is certain after fewer
 SPEED = "tok_s"  # the figure that ratios are of
 # Student's t, 97.5 %, for 1 to 30 degrees of freedom; beyond, the last is a little too large.
 T_QUANTILES = (
@@ -81,9 +82,11 @@ class Interval:
         )
 
     def is_certain(self, least_rounds: int = LEAST_ROUNDS) -> bool:
-        """Tells whether there are enough rounds and the interval is within NARROW of the mean."""
+        """Tells whether there are enough rounds, and the interval is narrow or far from 1."""
         half = max(self.high / self.mean - 1, 1 - self.low / self.mean)
-        return len(self.ratios) >= max(2, least_rounds) and half <= NARROW
+        is_far = self.low > 1 + FAR or self.high < 1 - FAR
+        enough = FAR_ROUNDS if is_far else max(2, least_rounds)
+        return len(self.ratios) >= enough and (is_far or half <= NARROW)
 
     def stored(self) -> dict[str, Any]:
         """Gives the fields for a stored result, rounded."""

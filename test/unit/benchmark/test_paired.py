@@ -6,7 +6,7 @@ import time
 import pytest
 
 from benchmark.engine_load import Budget
-from benchmark.paired import LEAST_ROUNDS, NARROW, Interval, Paired, measure_rounds
+from benchmark.paired import FAR_ROUNDS, LEAST_ROUNDS, NARROW, Interval, Paired, measure_rounds
 
 
 def _budget() -> Budget:
@@ -85,3 +85,13 @@ def test_a_spent_budget_ends_after_the_first_round():
     paired = Paired(lambda *_: {"tok_s": 1.0}, [1], [("mine", "plain")])
     assert measure_rounds(paired, Budget(0.0, time.perf_counter()), most_rounds=9) == 1
     assert not paired.is_settled
+
+
+def test_a_ratio_far_from_one_needs_few_rounds():
+    luck = random.Random(3)
+
+    def run(load, way, number):
+        return {"tok_s": (200 if way == "mine" else 100) * math.exp(luck.gauss(0, 0.02))}
+
+    paired = Paired(run, [1], [("mine", "plain")])
+    assert measure_rounds(paired, _budget(), most_rounds=9) == FAR_ROUNDS
