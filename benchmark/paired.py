@@ -92,7 +92,8 @@ class Interval:
         """Gives the fields for a stored result, rounded."""
         fields = asdict(self)
         ratios = [round(ratio, 4) for ratio in fields.pop("ratios")]
-        return {name: round(value, 4) for name, value in fields.items()} | {"ratios": ratios}
+        shown = {name: round(value, 4) for name, value in fields.items()}
+        return {**shown, "is_certain": self.is_certain(), "ratios": ratios}
 
 
 class Paired(Generic[Load]):
@@ -209,20 +210,34 @@ class Way:
     params: dict[str, Any]
 
 
-def closed_loops(ways: Mapping[str, Way], prompts: list[list[int]]) -> Run[int]:
+def closed_loops(
+    ways: Mapping[str, Way], prompts: list[list[int]], least_s: float | None = None
+) -> Run[int]:
     """Makes the run of `Paired` that keeps so many requests at once, on the first prompts.
 
     Round 0 asks for a quarter of the tokens.
+
+    Args:
+        least_s: that the fastest way's laps take, as round 0 has found; None: one lap, or of many
+            requests BUSY_LAPS.
     """
+    lap_s: dict[int, float] = {}
+
+    def laps_of(load: int) -> int:
+        if least_s is not None:
+            return max(1, math.ceil(least_s / lap_s[load]))
+        return BUSY_LAPS if load >= BUSY else 1
 
     def run(load: int, way: str, number: int) -> Figures:
         chosen = ways[way]
-        new_tokens = chosen.params["max_new_tokens"]
-        asked = new_tokens if number else max(8, new_tokens // 4)
-        laps = BUSY_LAPS if number and load >= BUSY else 1
-        params = chosen.params | {"max_new_tokens": asked}
-        lap = prompts[: max(MIN_PROMPTS, load)]
-        return figures_of(asyncio.run(closed_loop(chosen.engine, lap, params, load, laps)))
+        asked = chosen.params["max_new_tokens"]
+        new_tokens = asked if number else max(8, asked // 4)
+        params = chosen.params | {"max_new_tokens": new_tokens}
+        lap, laps = prompts[: max(MIN_PROMPTS, load)], laps_of(load) if number else 1
+        result = asyncio.run(closed_loop(chosen.engine, lap, params, load, laps))
+        if not number:
+            lap_s[load] = min(lap_s.get(load, math.inf), result.seconds * asked / new_tokens)
+        return figures_of(result)
 
     return run
 
