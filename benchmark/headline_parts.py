@@ -29,7 +29,7 @@ from benchmark.engine_load import Budget, batch_wall_s
 from benchmark.held_out import held_out_prompts
 from benchmark.measure import eagle_rounds, http_streams, long_prompts, startup, tile_spec
 from benchmark.measure.speculation_paired import head_path_of
-from benchmark.mtp_checks import KINDS, LOAD_AWARE, PLAIN, VERIFIED
+from benchmark.mtp_kinds import KINDS, LOAD_AWARE, PLAIN, VERIFIED
 from benchmark.mtp_model import engine_flags, make_mtp_parser, model_path_of, start_engine
 from benchmark.paired import Interval, Pair, Paired, Way, closed_loops, measure_rounds
 from benchmark.random_model import GEOMETRIES, random_head, random_model
@@ -41,7 +41,7 @@ START_LIMIT_S = 240.0
 LEFT_OUT = ("192 x 3,000",)  # cases of long_prompts
 REPEATS, MOST_REPEATS, TRIAL_DIVISOR = 2, 3, 64
 TILE_SPEC, FIXED = "TileSpec, load-aware 7", ("static 7", "static 3")
-LOOK_AHEAD_S, MTP_S, MOST_ROUNDS = 465.0, 280.0, 15  # of the part; until TileSpec's turn
+LOOK_AHEAD_S, MTP_S, MOST_ROUNDS = 465.0, 300.0, 15  # of the part; until TileSpec's turn
 MTP_LOADS = (1, 8, 64, 128)  # all but the last are those of fixed drafts too
 LEAST_RUN_S = 1.0  # of what is compared with fixed drafts
 NAMES = {LOAD_AWARE: "conf_adapt", VERIFIED: "verified", TILE_SPEC: "TileSpec"}

@@ -18,6 +18,9 @@ from typing import Any
 import sglang
 from benchmark.command import make_parser
 from benchmark.environment import ROOT
+from benchmark.held_out import held_out_prompts
+from benchmark.paired import MIN_PROMPTS
+from sglang.srt.model_config import resolve_model_path
 
 INFLATED = "inflated"
 LONG_CHUNK = 8192  # prompt tokens of a step
@@ -67,6 +70,16 @@ def model_path_of(arguments: argparse.Namespace) -> Iterator[str]:
             command += [f"--{name}={size}" for name, size in sizes.items()]
             subprocess.run(command, cwd=ROOT, check=True)
         yield str(folder)
+
+
+def code_prompts(
+    arguments: argparse.Namespace, model_path: str
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """Draws prompts of held-out code, as many as requests at once or MIN_PROMPTS, and describes
+    where they are from."""
+    count = max(MIN_PROMPTS, *arguments.concurrency)
+    folder = resolve_model_path(model_path)
+    return held_out_prompts(folder, count, arguments.prompt_tokens, arguments.seed)
 
 
 def engine_flags(arguments: argparse.Namespace, model_path: str) -> dict[str, Any]:

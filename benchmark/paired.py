@@ -12,6 +12,7 @@ rounds, and so is a way that no ratio still needs.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import math
 import statistics
@@ -22,7 +23,7 @@ from typing import Any, Generic, TypeVar
 
 from tqdm import tqdm
 
-from benchmark.command import in_turn
+from benchmark.command import in_turn, store
 from benchmark.engine_load import AsyncEngine, Budget, LoadResult, closed_loop
 
 NARROW = 0.005  # half of a 95 % interval, as a share of the ratio
@@ -200,6 +201,29 @@ def measure_rounds(
         last_s = paired.round(number)
         keep(paired.rows())
     return number
+
+
+def store_rounds(
+    paired: Paired[Any], budget: Budget, arguments: argparse.Namespace, result: dict[str, Any]
+) -> None:
+    """Measures at most --rounds; after each one the result gets its rows and is stored in --out."""
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        result["seconds"] = round(time.perf_counter() - budget.start_s, 1)
+        result["rows"] = rows
+        store(arguments.out, result)
+
+    result["rounds"] = measure_rounds(paired, budget, arguments.rounds, keep)
+    store(arguments.out, result)
+
+
+def print_ratios(rows: list[dict[str, Any]]) -> None:
+    """Prints each ratio with its interval."""
+    for row in rows:
+        for pair, found in row["ratios"].items():
+            ends = f"{found['low']:.3f} to {found['high']:.3f}"
+            rounds = f"{len(found['ratios'])} rounds, lowest {found['lowest']:.3f}"
+            print(f"{row['load']!s:>12} {pair:40} {found['mean']:.3f} ({ends}; {rounds})")
 
 
 @dataclass(frozen=True)

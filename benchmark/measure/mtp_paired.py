@@ -27,7 +27,7 @@ from benchmark.engine_load import Budget, closed_loop
 from benchmark.environment import describe_environment
 from benchmark.goals import MIN_PAIRED_MEDIAN, MIN_PAIRED_ROUND
 from benchmark.held_out import held_out_prompts
-from benchmark.mtp_checks import KINDS, LOAD_AWARE, PLAIN, VERIFIED
+from benchmark.mtp_kinds import KINDS, LOAD_AWARE, PLAIN, VERIFIED
 from benchmark.mtp_model import engine_flags, make_mtp_parser, model_path_of, settings
 from sglang.srt.model_config import resolve_model_path
 
