@@ -25,14 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import sglang
+from benchmark import eagle_rounds
 from benchmark.engine_load import Budget, batch_wall_s
 from benchmark.held_out import held_out_prompts
-from benchmark.measure import eagle_rounds, http_streams, long_prompts, startup, tile_spec
+from benchmark.measure import http_streams, long_prompts, startup, tile_spec
 from benchmark.measure.speculation_paired import head_path_of
 from benchmark.mtp_kinds import KINDS, LOAD_AWARE, PLAIN, VERIFIED
 from benchmark.mtp_model import engine_flags, make_mtp_parser, model_path_of, start_engine
 from benchmark.paired import Interval, Pair, Paired, Way, closed_loops, measure_rounds
-from benchmark.random_model import GEOMETRIES, random_head, random_model
+from benchmark.random_model import GEOMETRIES, random_model
 from benchmark.server_process import running_server
 from benchmark.sse_client import StreamClient
 from sglang.srt.model_config import resolve_model_path
@@ -184,22 +185,16 @@ async def _first_token(port: int) -> None:
 
 def measure_eagle(setting: Setting) -> Found:
     """Milliseconds of a round by batch size, and a full load; see `eagle_rounds`."""
-    sizes = ["--geometry", setting.geometry]
-    if setting.is_trial:
-        sizes += ["--batch-sizes", "1", "2", "--repeats", "1", "--without-load"]
-    arguments = eagle_rounds.parse(sizes)
-    with random_model(setting.geometry) as folder, random_head(folder) as head:
-        run = eagle_rounds.measure_kind(arguments, eagle_rounds.EAGLE, folder, head)
-    figures = [
-        Figure.of_runs(f"EAGLE, {size}", "ms/round", found) for size, found in run["all_ms"].items()
-    ]
-    if run["load_tok_s"] is not None:
-        figures.append(Figure.of_runs("EAGLE, 512 x 512", "output tokens/s", [run["load_tok_s"]]))
+    sizes = (1, 2) if setting.is_trial else (1, 8, 32, 64, 128)
+    has_load = not setting.is_trial
+    round_ms, load_tok_s = eagle_rounds.measure(setting.geometry, sizes, REPEATS, has_load)
+    figures = [Figure.of_runs(f"EAGLE, {size}", "ms/round", ms) for size, ms in round_ms.items()]
+    if has_load:
+        figures.append(Figure.of_runs("EAGLE, 512 x 512", "output tokens/s", load_tok_s))
     return {
         "figures": figures,
         "num_steps": eagle_rounds.NUM_STEPS,
-        "accept_length": arguments.accept_length,
-        "rounds_of_a_request": run["rounds"],
+        "accept_length": eagle_rounds.ACCEPT_LEN,
     }
 
 

@@ -16,7 +16,9 @@ Usage: bash scripts/run_gpu_suite.sh [options]
                         "long_prompts --repeats 1; startup"; results go to DIR/NAME.json
   --test-limit S        seconds for one run of tests (default 900)
   --benchmark-limit S   seconds for one benchmark (default 900)
-PYTHON=/path/to/python names the Python that has PyTorch (default python3).
+PYTHON=/path/to/python names the Python that has PyTorch (default python3). In a tree that was copied
+without git, and not made by git archive, SGLANG_BENCHMARK_COMMIT is its commit: the script that copies
+sets it to the output of  git describe --always --abbrev=40 --exclude='*' --dirty
 TEXT
 }
 
