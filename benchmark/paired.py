@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 from tqdm import tqdm
 
 from benchmark.command import in_turn, store
-from benchmark.engine_load import AsyncEngine, Budget, LoadResult, closed_loop
+from benchmark.engine_load import AsyncEngine, Budget, LoadResult, closed_loop, varied_lengths
 
 NARROW = 0.005  # half of a 95 % interval, as a share of the ratio
 LEAST_ROUNDS = 5  # before a ratio counts as certain: few rounds can agree by luck
@@ -239,7 +239,7 @@ def closed_loops(
 ) -> Run[int]:
     """Makes the run of `Paired` that keeps so many requests at once, on the first prompts.
 
-    Round 0 asks for a quarter of the tokens.
+    The `max_new_tokens` of a way are those of an output on average. Round 0 asks for a quarter.
 
     Args:
         least_s: that the fastest way's laps take, as round 0 has found; None: one lap, or of many
@@ -258,7 +258,8 @@ def closed_loops(
         new_tokens = asked if number else max(8, asked // 4)
         params = chosen.params | {"max_new_tokens": new_tokens}
         lap, laps = prompts[: max(MIN_PROMPTS, load)], laps_of(load) if number else 1
-        result = asyncio.run(closed_loop(chosen.engine, lap, params, load, laps))
+        lengths = varied_lengths(len(lap), new_tokens)
+        result = asyncio.run(closed_loop(chosen.engine, lap, params, load, laps, lengths=lengths))
         if not number:
             lap_s[load] = min(lap_s.get(load, math.inf), result.seconds * asked / new_tokens)
         return figures_of(result)
