@@ -27,12 +27,25 @@ from typing import Any
 import sglang
 from benchmark import eagle_rounds
 from benchmark.engine_load import Budget, batch_wall_s
-from benchmark.held_out import held_out_prompts
 from benchmark.measure import http_streams, long_prompts, startup, tile_spec
 from benchmark.measure.speculation_paired import head_path_of
 from benchmark.mtp_kinds import KINDS, LOAD_AWARE, PLAIN, VERIFIED
-from benchmark.mtp_model import engine_flags, make_mtp_parser, model_path_of, start_engine
-from benchmark.paired import Interval, Pair, Paired, Way, closed_loops, measure_rounds
+from benchmark.mtp_model import (
+    code_prompts,
+    engine_flags,
+    make_mtp_parser,
+    model_path_of,
+    start_engine,
+)
+from benchmark.paired import (
+    Interval,
+    Pair,
+    Paired,
+    Way,
+    closed_loops,
+    measure_rounds,
+    print_ratios,
+)
 from benchmark.random_model import GEOMETRIES, random_model
 from benchmark.server_process import running_server
 from benchmark.sse_client import StreamClient
@@ -43,7 +56,8 @@ LEFT_OUT = ("192 x 3,000",)  # cases of long_prompts
 REPEATS, MOST_REPEATS, TRIAL_DIVISOR = 2, 3, 64
 TILE_SPEC, FIXED = "TileSpec, load-aware 7", ("static 7", "static 3")
 LOOK_AHEAD_S, MTP_S, MOST_ROUNDS = 465.0, 300.0, 15  # of the part; until TileSpec's turn
-MTP_LOADS = (1, 8, 64, 128)  # all but the last are those of fixed drafts too
+LOADS = (1, 8, 64, 128)  # requests at once; the last of multi-token prediction alone
+OUTPUTS = {"max_new_tokens": 128, "ignore_eos": True}  # the mean of their lengths
 LEAST_RUN_S = 1.0  # of what is compared with fixed drafts
 NAMES = {LOAD_AWARE: "conf_adapt", VERIFIED: "verified", TILE_SPEC: "TileSpec"}
 
@@ -203,38 +217,32 @@ def measure_look_ahead(setting: Setting) -> Found:
     numbers of drafts, on held-out code."""
     start_s = time.perf_counter()
     arguments = _look_ahead_arguments(setting)
-    most_loads = [1, 2] if setting.is_trial else MTP_LOADS
-    prompts, source = held_out_prompts(
-        resolve_model_path("demo"), max(4, *most_loads), arguments.prompt_tokens, arguments.seed
-    )
+    *few, most = arguments.concurrency
+    prompts, source = code_prompts(arguments, "demo")
     rounds = _Rounds(prompts, start_s, most=1 if setting.is_trial else MOST_ROUNDS)
     with ExitStack() as stack:
         model_path = stack.enter_context(model_path_of(arguments))
         head = stack.enter_context(head_path_of(arguments))
         rounds.say("models written")
         flags = engine_flags(arguments, model_path)
-        engines = _Engines(stack, flags, head, arguments.new_tokens)
+        engines = _Engines(stack, flags | {"max_running_requests": few[-1]}, head)
         ways = {TILE_SPEC: engines.start(TILE_SPEC)}
         with start_engine(flags, mtp_load_aware_k=True) as mtp:
-            kinds = {
-                name: engines.way(mtp, KINDS[name].params) for name in (PLAIN, LOAD_AWARE, VERIFIED)
-            }
-            pairs = [(name, PLAIN) for name in NAMES]
-            beside_plain = rounds.run({**kinds, **ways}, most_loads, pairs, MTP_S)
+            ahead = [(name, PLAIN) for name in (LOAD_AWARE, VERIFIED)]
+            pairs = {load: [*ahead, (TILE_SPEC, PLAIN)] for load in few} | {most: ahead}
+            kinds = {name: Way(mtp, KINDS[name].params | OUTPUTS) for name in KINDS}
+            beside_plain = rounds.run({**kinds, **ways}, pairs, MTP_S)
         with ThreadPoolExecutor(len(FIXED)) as pool:
             ways |= zip(FIXED, pool.map(engines.start, FIXED), strict=True)
-        pairs = [(TILE_SPEC, name) for name in FIXED]
-        loads = most_loads[:-1]
-        beside_fixed = rounds.run(ways, loads, pairs, LOOK_AHEAD_S, LEAST_RUN_S)
+        pairs = {load: [(TILE_SPEC, name) for name in FIXED] for load in few}
+        beside_fixed = rounds.run(ways, pairs, LOOK_AHEAD_S, LEAST_RUN_S)
+    figures = [
+        Figure.of_ratio(f"{NAMES[name]} / plain, {load}", beside_plain.interval(load, name, PLAIN))
+        for name in NAMES
+        for load in (few if name == TILE_SPEC else arguments.concurrency)
+    ]
     return {
-        "figures": [
-            Figure.of_ratio(
-                f"{NAMES[name]} / plain, {load}", beside_plain.interval(load, name, PLAIN)
-            )
-            for name in NAMES
-            for load in most_loads
-        ]
-        + list(_beside_fixed(beside_fixed, loads)),
+        "figures": figures + list(_beside_fixed(beside_fixed, few)),
         "prompts": source,
         "beside_plain": beside_plain.rows(),
         "beside_fixed": beside_fixed.rows(),
@@ -257,15 +265,15 @@ class _Rounds:
     def run(
         self,
         ways: Mapping[str, Way],
-        loads: Sequence[int],
-        pairs: Sequence[Pair],
+        pairs: Mapping[int, Sequence[Pair]],
         end_s: float,
         least_run_s: float | None = None,
     ) -> Paired[int]:
         """Measures until the ratios of all pairs are certain, or the part is as old as `end_s`."""
         self.say(f"Engines started for {', '.join(ways)}")
-        paired = Paired(closed_loops(ways, self.prompts, least_run_s), loads, pairs)
+        paired = Paired(closed_loops(ways, self.prompts, least_run_s), [*pairs], pairs)
         measure_rounds(paired, Budget(end_s, self.start_s), self.most)
+        print_ratios(paired.rows())
         return paired
 
     def say(self, what: str) -> None:
@@ -277,10 +285,10 @@ def _look_ahead_arguments(setting: Setting) -> argparse.Namespace:
     """Those that the benchmarks of these Engines share."""
     words = ["--model-dir", str(setting.model_dir)] if setting.model_dir else []
     if setting.is_trial:
-        words = ["--model-path", "demo", "--new-tokens", "8", "--prompt-tokens", "16"]
+        words = ["--model-path", "demo"]
     arguments = make_mtp_parser(__doc__, "headline").parse_args(words)
     arguments.algorithm = "EAGLE3"
-    arguments.concurrency = [2] if setting.is_trial else [*MTP_LOADS]
+    arguments.concurrency = [1, 2] if setting.is_trial else [*LOADS]
     return arguments
 
 
@@ -291,7 +299,6 @@ class _Engines:
     stack: ExitStack
     flags: dict[str, Any]
     head: str
-    new_tokens: int
 
     def start(self, name: str) -> Way:
         """Starts the Engine of a way of `tile_spec.WAYS`, for greedy requests."""
@@ -306,11 +313,7 @@ class _Engines:
             **more,
         )
         self.stack.callback(engine.shutdown)
-        return self.way(engine, {"temperature": 0})
-
-    def way(self, engine: sglang.Engine, params: dict[str, Any]) -> Way:
-        """Gives requests of `new_tokens` to an Engine."""
-        return Way(engine, {**params, "max_new_tokens": self.new_tokens, "ignore_eos": True})
+        return Way(engine, {"temperature": 0, **OUTPUTS})
 
 
 def _beside_fixed(paired: Paired[int], loads: Sequence[int]) -> Iterator[Figure]:

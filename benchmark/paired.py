@@ -102,7 +102,7 @@ class Paired(Generic[Load]):
 
     Args:
         run: measures one way at one load.
-        pairs: that are to become certain.
+        pairs: that are to become certain, at all loads or by load.
         ways: all that are measured, in the order of a round; default: those of the pairs.
     """
 
@@ -110,24 +110,28 @@ class Paired(Generic[Load]):
         self,
         run: Run[Load],
         loads: Sequence[Load],
-        pairs: Sequence[Pair],
+        pairs: Sequence[Pair] | Mapping[Load, Sequence[Pair]],
         ways: Sequence[str] | None = None,
         least_rounds: int = LEAST_ROUNDS,
     ) -> None:
         self._run = run
-        self._pairs = tuple(pairs)
         self._least_rounds = least_rounds
-        names = dict.fromkeys(way for pair in pairs for way in reversed(pair))
-        self._ways = tuple(names if ways is None else ways)
+        self._pairs = {
+            load: tuple(pairs[load] if isinstance(pairs, Mapping) else pairs) for load in loads
+        }
         self._found: dict[Load, dict[str, dict[int, Figures]]] = {
-            load: {way: {} for way in self._ways} for load in loads
+            load: {way: {} for way in ways or _ways_of(self._pairs[load])} for load in loads
         }
 
     def round(self, number: int) -> float:
         """Runs what is not certain yet once; round 0 warms up and does not count. Seconds."""
         start = time.perf_counter()
-        turns = in_turn(self._ways, number)
-        runs = [(load, way) for load in self._found for way in turns if self._is_needed(load, way)]
+        runs = [
+            (load, way)
+            for load, ways in self._found.items()
+            for way in in_turn(ways, number)
+            if self._is_needed(load, way)
+        ]
         for load, way in tqdm(runs, desc=f"round {number}", unit="run", mininterval=2.0):
             figures = self._run(load, way, number)
             if number:
@@ -137,7 +141,9 @@ class Paired(Generic[Load]):
     @property
     def is_settled(self) -> bool:
         """Tells whether no ratio needs another round."""
-        return not any(self._is_needed(load, way) for load in self._found for way in self._ways)
+        return not any(
+            self._is_needed(load, way) for load, ways in self._found.items() for way in ways
+        )
 
     def interval(self, load: Load, mine: str, other: str) -> Interval:
         """Gives the ratio of two ways at a load, over the rounds that have both."""
@@ -154,7 +160,7 @@ class Paired(Generic[Load]):
                 "ways": {way: _by_name(found) for way, found in ways.items()},
                 "ratios": {
                     f"{mine} / {other}": self.interval(load, mine, other).stored()
-                    for mine, other in self._pairs
+                    for mine, other in self._pairs[load]
                 },
             }
             for load, ways in self._found.items()
@@ -163,7 +169,7 @@ class Paired(Generic[Load]):
     def _is_needed(self, load: Load, way: str) -> bool:
         """Tells whether a ratio of the way is not certain. A way of no pair has as many rounds as
         a certain ratio needs."""
-        pairs = [pair for pair in self._pairs if way in pair]
+        pairs = [pair for pair in self._pairs[load] if way in pair]
         if not pairs:
             return len(self._found[load][way]) < self._least_rounds
         return not all(self._is_certain(load, pair) for pair in pairs)
@@ -172,6 +178,11 @@ class Paired(Generic[Load]):
         if not all(self._found[load][way] for way in pair):
             return False
         return self.interval(load, *pair).is_certain(self._least_rounds)
+
+
+def _ways_of(pairs: Sequence[Pair]) -> Iterable[str]:
+    """Lists the ways of pairs, what others are compared with first."""
+    return dict.fromkeys(way for pair in pairs for way in reversed(pair))
 
 
 def _by_name(found: Mapping[int, Figures]) -> dict[str, list[float | None]]:

@@ -27,16 +27,16 @@ EAGLE = {
     "EAGLE, 512 x 512": PROMPTS["512 x 512"],
 }
 LOOK_AHEAD = {
-    **{
-        f"{way} / plain, {n}": f"{way} / plain, {n} at once"
-        for way in ("conf_adapt", "verified", "TileSpec")
-        for n in LOADS
-    },
-    **{
-        f"TileSpec / {fixed}, {n}": f"TileSpec / {fixed}, {n} at once"
-        for fixed in ("7 drafts", "3 drafts", "best fixed drafts")
-        for n in LOADS[:-1]
-    },
+    f"{way} / {base}, {count}": f"{way} / {base}, {count} at once"
+    for way, base, counts in (
+        ("conf_adapt", "plain", LOADS),
+        ("verified", "plain", LOADS),
+        ("TileSpec", "plain", LOADS[:-1]),
+        ("TileSpec", "7 drafts", LOADS[:-1]),
+        ("TileSpec", "3 drafts", LOADS[:-1]),
+        ("TileSpec", "best fixed drafts", LOADS[-2:-1]),
+    )
+    for count in counts
 }
 START = {"start, cold": "empty caches of compiled code", "start, warm": "full caches"}
 PAGE = {  # by the name of a table in docs/performance.md

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ ENVIRONMENT: dict[str, Any] = {
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The parts that were measured; each has one figure."""
+    """The parts that were measured, in this process; each has one figure."""
     done: list[str] = []
 
     def part(name: str) -> Any:
@@ -36,10 +37,32 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return measure
 
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, headline.main(command[3:]))
+
     parts = {name: part(name) for name in PARTS}
     monkeypatch.setattr(headline, "PARTS", parts)
     monkeypatch.setattr(headline, "describe_environment", lambda: ENVIRONMENT)
+    monkeypatch.setattr(headline.subprocess, "run", run)
     return done
+
+
+def test_a_part_that_fails_or_takes_too_long_leaves_the_others(
+    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_well = headline.subprocess.run
+
+    def run(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
+        if "server" in command:
+            raise subprocess.TimeoutExpired(command, 1.0)
+        if "eagle" in command:
+            return subprocess.CompletedProcess(command, 1)
+        return run_well(command, **more)
+
+    monkeypatch.setattr(headline.subprocess, "run", run)
+    assert headline.main(["--out", str(tmp_path)]) == 1
+    assert measured == ["plain", "look-ahead"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["look-ahead.json", "plain.json"]
 
 
 def test_parts_that_are_there_are_not_measured_again(tmp_path: Path, measured: list[str]) -> None:
