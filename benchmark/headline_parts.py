@@ -57,7 +57,6 @@ REPEATS, MOST_REPEATS, TRIAL_DIVISOR = 2, 3, 64
 TILE_SPEC, FIXED = "TileSpec, load-aware 7", ("static 7", "static 3")
 LOOK_AHEAD_S, MTP_S, MOST_ROUNDS = 465.0, 300.0, 15  # of the part; until TileSpec's turn
 LOADS = (1, 8, 64, 128)  # requests at once; the last of multi-token prediction alone
-OUTPUTS = {"max_new_tokens": 128, "ignore_eos": True}  # the mean of their lengths
 LEAST_RUN_S = 1.0  # of what is compared with fixed drafts
 NAMES = {LOAD_AWARE: "conf_adapt", VERIFIED: "verified", TILE_SPEC: "TileSpec"}
 
@@ -225,12 +224,13 @@ def measure_look_ahead(setting: Setting) -> Found:
         head = stack.enter_context(head_path_of(arguments))
         rounds.say("models written")
         flags = engine_flags(arguments, model_path)
-        engines = _Engines(stack, flags | {"max_running_requests": few[-1]}, head)
+        outputs = {"max_new_tokens": arguments.new_tokens, "ignore_eos": True}
+        engines = _Engines(stack, flags | {"max_running_requests": few[-1]}, head, outputs)
         ways = {TILE_SPEC: engines.start(TILE_SPEC)}
         with start_engine(flags, mtp_load_aware_k=True) as mtp:
             ahead = [(name, PLAIN) for name in (LOAD_AWARE, VERIFIED)]
             pairs = {load: [*ahead, (TILE_SPEC, PLAIN)] for load in few} | {most: ahead}
-            kinds = {name: Way(mtp, KINDS[name].params | OUTPUTS) for name in KINDS}
+            kinds = {name: Way(mtp, KINDS[name].params | engines.outputs) for name in KINDS}
             beside_plain = rounds.run({**kinds, **ways}, pairs, MTP_S)
         with ThreadPoolExecutor(len(FIXED)) as pool:
             ways |= zip(FIXED, pool.map(engines.start, FIXED), strict=True)
@@ -285,7 +285,7 @@ def _look_ahead_arguments(setting: Setting) -> argparse.Namespace:
     """Those that the benchmarks of these Engines share."""
     words = ["--model-dir", str(setting.model_dir)] if setting.model_dir else []
     if setting.is_trial:
-        words = ["--model-path", "demo"]
+        words = ["--model-path", "demo", "--new-tokens", "8"]
     arguments = make_mtp_parser(__doc__, "headline").parse_args(words)
     arguments.algorithm = "EAGLE3"
     arguments.concurrency = [1, 2] if setting.is_trial else [*LOADS]
@@ -299,6 +299,7 @@ class _Engines:
     stack: ExitStack
     flags: dict[str, Any]
     head: str
+    outputs: dict[str, Any]
 
     def start(self, name: str) -> Way:
         """Starts the Engine of a way of `tile_spec.WAYS`, for greedy requests."""
@@ -313,7 +314,7 @@ class _Engines:
             **more,
         )
         self.stack.callback(engine.shutdown)
-        return Way(engine, {"temperature": 0, **OUTPUTS})
+        return Way(engine, {"temperature": 0, **self.outputs})
 
 
 def _beside_fixed(paired: Paired[int], loads: Sequence[int]) -> Iterator[Figure]:
