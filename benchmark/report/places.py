@@ -102,9 +102,13 @@ TABLES = {
         f"headline_{name}": headline(PERFORMANCE, partial(headline_tables.figures, names=names))
         for name, names in headline_tables.PAGE.items()
     },
-    "streams_by_bound": Table(
-        PERFORMANCE, "streams_by_bound*.json", stream_tables.http_streams, has_provenance=True
-    ),
+    **{
+        name: Table(PERFORMANCE, f"{name}.json", make, has_provenance=True)
+        for name, make in (
+            ("streams_by_bound", stream_tables.streams_by_bound),
+            ("lists_beside_streams", stream_tables.lists_beside),
+        )
+    },
     "train_mtp": Table(MTP, "train_mtp_tiny_code.json", document_tables.train_mtp),
     "adaptive_steps": Table(
         ADAPTIVE, "adaptive_steps*.json", speculation_tables.adaptive_steps, has_provenance=True

@@ -1,36 +1,57 @@
-"""The table of streams over HTTP with other bounds of a step."""
+"""Tables of `benchmark.measure.stream_bounds`: streams and lists under several bounds of a step."""
 
 from __future__ import annotations
 
-from benchmark.goals import HEADLINE
+import statistics
+
 from benchmark.report.markdown import Result, table
 
-FIGURES = {  # by what is shown: part and key of a result
-    "output tokens/s": ("at_once", "tok_s"),
-    "first token p50, ms": ("at_once", "first_token_p50_ms"),
-    "gap p99, ms": ("at_once", "gap_p99_ms"),
-    "one at a time: first token p50, ms": ("alone", "first_token_p50_ms"),
+BOUND_FIGURES = {  # of a result of stream_bounds, with the form of a number
+    "output tokens/s": ("tok_s", ",.0f"),
+    "first token p50, ms": ("first_token_p50_ms", ".0f"),
+    "gap p50, ms": ("gap_p50_ms", ".1f"),
+    "gap p99, ms": ("gap_p99_ms", ".1f"),
 }
-ASKED = dict(zip(FIGURES, ("HTTP, output", "HTTP, first token p50", "HTTP, gap p99")))
+LIST_TIMES = {"alone": "alone_s", "without any bound": "unbounded_s", "beside one": "beside_s"}
 
 
-def http_streams(results: list[Result]) -> str:
-    """Figures down, results across, and what is asked of the default."""
+def streams_by_bound(results: list[Result]) -> str:
+    """One row per way to bound steps: medians of the rounds, and their least and most."""
+    (result,) = results
     rows = []
-    for name, (part, key) in FIGURES.items():
-        asked = f"{HEADLINE[ASKED[name]].asked:,g}" if name in ASKED else "-"
-        cells = [_number(result[part][key]) for result in results]
-        rows.append([name, *cells, asked])
-    first = results[0]
-    shape = f"{first['clients']} at once, {first['input_len']} in, {first['output_len']} out"
-    return table([shape, *(_flags(result) for result in results), "asked"], rows)
+    for row in result["streams"]:
+        cells = []
+        for key, form in BOUND_FIGURES.values():
+            values = [run[key] for run in row["runs"]]
+            cells.append(f"{row[key]:{form}} ({min(values):{form}} to {max(values):{form}})")
+        rows.append([_way(row["way"]), *cells])
+    return table([_streams(result), *BOUND_FIGURES], rows)
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
+def _way(name: str) -> str:
+    """A way of `benchmark.measure.stream_bounds` in words."""
+    kind, _, number = name.rpartition(" ")
+    words = {
+        "": f"steps of {number} ms",
+        "together": f"steps of {number} ms, all prompts that fit at once",
+        "chunks": f"{number} prompt tokens in each step",
+    }
+    return words[kind]
 
 
-def _flags(result: Result) -> str:
-    """Gives the flags of the server; without any it is called default."""
-    flags = [f"--{name.replace('_', '-')} {value:g}" for name, value in result["flags"].items()]
-    return ", ".join(flags) or "default flags"
+def _streams(result: Result) -> str:
+    return f"{result['clients']} streams, {result['input_len']} in, {result['output_len']} out"
+
+
+def lists_beside(results: list[Result]) -> str:
+    """Lists down: seconds by the default, without a bound, and beside one stream."""
+    rows = [
+        [
+            row["name"],
+            *(f"{statistics.median(row[key]):.2f}" for key in LIST_TIMES.values()),
+            f"{statistics.median(row['beside_over_alone']):.3f}",
+        ]
+        for result in results
+        for row in result["lists"]
+    ]
+    return table(["list, s", *LIST_TIMES, "of alone"], rows)

@@ -21,10 +21,10 @@ PROVENANCE = {**MACHINE, "dirty": False, "command": "python x"}
 def write_results(root: Path, **changes: Any) -> None:
     folder = root / "benchmark" / "results"
     folder.mkdir(parents=True)
-    gaps = {"at_once": {"tok_s": 6000, "first_token_p50_ms": 70.0, "gap_p99_ms": 32.5}}
-    shape = {"clients": 128, "input_len": 512, "output_len": 128, "flags": {"max_step_ms": 25.0}}
-    result = {**PROVENANCE, **shape, **gaps, "alone": {"first_token_p50_ms": 16.0}, **changes}
-    (folder / "streams_by_bound_1.json").write_text(json.dumps(result))
+    times = {"alone_s": [4.8, 4.9], "unbounded_s": [4.8, 4.8], "beside_s": [5.2, 5.4]}
+    lists = [{"name": "16 x 8,192", **times, "beside_over_alone": [1.08, 1.1]}]
+    result = {**PROVENANCE, "lists": lists, **changes}
+    (folder / "lists_beside_streams.json").write_text(json.dumps(result))
 
 
 def write_pages(root: Path, *names: str) -> None:
@@ -58,30 +58,31 @@ def test_a_page_is_filled_between_its_marks_and_then_passes_the_check(
     assert text.endswith("after\n")
     for line in (
         "`python -m benchmark.headline` has not been run at this commit.",
-        "| 128 at once, 512 in, 128 out | --max-step-ms 25 | asked |",
-        "| gap p99, ms | 32.5 | 33 |",
+        "| list, s | alone | without any bound | beside one | of alone |",
+        "| 16 x 8,192 | 4.85 | 4.80 | 5.30 | 1.090 |",
+        "Not measured: there is no `benchmark/results/streams_by_bound.json`.",
         f"c, 2 cores, torch 2; commit {'a' * 12} (at that commit: `python x`).",
     ):
         assert f"{line}\n" in text, line
-    (tmp_path / PAGE).write_text(text.replace("32.5", "31.5"))
+    (tmp_path / PAGE).write_text(text.replace("5.30", "5.20"))
     assert report.main([*names, "--check"], tmp_path) == 1
 
 
 @pytest.mark.parametrize("changes", [{"dirty": True}, {"commit": "unknown"}])
 def test_no_page_takes_a_result_of_changed_files(tmp_path: Path, changes: dict[str, Any]) -> None:
     write_results(tmp_path, **changes)
-    write_pages(tmp_path, "streams_by_bound")
+    write_pages(tmp_path, "lists_beside_streams")
     with pytest.raises(SystemExit, match="not those of a commit"):
-        report.main(["streams_by_bound"], tmp_path)
+        report.main(["lists_beside_streams"], tmp_path)
 
 
 def test_only_the_named_tables_are_written(tmp_path: Path) -> None:
     write_results(tmp_path)
-    write_pages(tmp_path, "headline_start", "streams_by_bound")
-    assert report.main(["streams_by_bound"], tmp_path) == 0
+    write_pages(tmp_path, "headline_start", "lists_beside_streams")
+    assert report.main(["lists_beside_streams"], tmp_path) == 0
     text = (tmp_path / PAGE).read_text()
     assert "headline_start:begin -->\nold\n" in text
-    assert "streams_by_bound:begin -->\nold\n" not in text
+    assert "lists_beside_streams:begin -->\nold\n" not in text
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are(
