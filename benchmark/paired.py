@@ -268,7 +268,8 @@ def closed_loops(
         asked = chosen.params["max_new_tokens"]
         new_tokens = asked if number else max(8, asked // 4)
         params = chosen.params | {"max_new_tokens": new_tokens}
-        lap, laps = prompts[: max(MIN_PROMPTS, load)], laps_of(load) if number else 1
+        lap = prompts[: max(MIN_PROMPTS, load, min(2 * load, BUSY))]
+        laps = laps_of(load) if number else 1
         lengths = varied_lengths(len(lap), new_tokens)
         result = asyncio.run(closed_loop(chosen.engine, lap, params, load, laps, lengths=lengths))
         if not number:
