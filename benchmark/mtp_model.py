@@ -41,7 +41,7 @@ def make_mtp_parser(doc: str | None, result_name: str) -> argparse.ArgumentParse
     add("--model-dir", type=Path, help="where the inflated model is kept for the next run")
     add("--geometry", choices=("llama-3.1-8b", "tiny"), default="llama-3.1-8b")
     add("--prompt-tokens", type=int, default=128)
-    add("--new-tokens", type=int, default=128)
+    add("--new-tokens", type=int, default=128, help="of an output on average")
     add("--rounds", type=int, default=5, help="at most")
     add("--budget-s", type=float, help="all in all, model and Engines included")
     add("--device", default="auto")
@@ -77,7 +77,7 @@ def engine_flags(arguments: argparse.Namespace, model_path: str) -> dict[str, An
         "attention_backend": arguments.attention_backend,
         "chunked_prefill_size": arguments.chunked_prefill_size,
         "max_running_requests": max(arguments.concurrency, default=8),
-        "context_length": arguments.prompt_tokens + arguments.new_tokens + SPARE_CONTEXT,
+        "context_length": arguments.prompt_tokens + arguments.new_tokens * 5 // 4 + SPARE_CONTEXT,
         "disable_radix_cache": True,
     }
 

@@ -15,7 +15,13 @@ import pytest
 
 from benchmark import goals, gpu_load, held_out
 from benchmark.command import in_turn
-from benchmark.engine_load import Budget, LoadResult, closed_loop, random_prompts
+from benchmark.engine_load import (
+    Budget,
+    LoadResult,
+    closed_loop,
+    random_prompts,
+    varied_lengths,
+)
 from benchmark.measure import mtp_gpu, mtp_paired, speculation_paired, startup, throughput
 from benchmark.mtp_checks import FIXED, K_1, KINDS, LOAD_AWARE, PLAIN, Samples, checks_of
 from benchmark.random_model import GEOMETRIES
@@ -86,6 +92,15 @@ def load_of(
         return result, engine
 
     return asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_prompts", [1, 4, 16, 128])
+def test_varied_lengths_have_the_mean_and_are_the_same_each_time(num_prompts: int) -> None:
+    lengths = varied_lengths(num_prompts, 128)
+    assert sum(lengths) == 128 * num_prompts
+    assert 96 <= min(lengths) <= max(lengths) <= 160
+    assert len(set(lengths)) == min(num_prompts, 65)
+    assert lengths == varied_lengths(num_prompts, 128)
 
 
 def test_a_closed_loop_keeps_as_many_requests_running_as_it_has_clients() -> None:
