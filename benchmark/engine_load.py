@@ -149,12 +149,12 @@ async def closed_loop(
 
 
 def varied_lengths(num_prompts: int, mean: int) -> list[int]:
-    """New tokens to ask for behind each prompt: evenly from 3/4 of `mean` to 5/4, always in the same
-    order.
+    """Gives the new tokens to ask for behind each prompt: evenly from 3/4 of `mean` to 5/4, in an
+    order that is always the same.
 
-    Where all outputs are equally long, and begin one after the other, each step feeds one prompt,
-    for ever, which is the cheapest mix there is. Whoever gets a token more in a step loses that, as
-    all work does whose lengths differ.
+    Outputs of one length that begin one after the other also end so: each step feeds one prompt,
+    which is the cheapest mix. A request that once gets two tokens from a step ends beside another
+    one, and so does every request behind it. What that costs says nothing of the two tokens.
     """
     shares = [0.75 + (place + 0.5) / num_prompts / 2 for place in range(num_prompts)]
     random.Random(0).shuffle(shares)
