@@ -15,7 +15,13 @@ import pytest
 
 from benchmark import gpu_load, held_out
 from benchmark.command import in_turn
-from benchmark.engine_load import Budget, LoadResult, closed_loop, random_prompts
+from benchmark.engine_load import (
+    Budget,
+    LoadResult,
+    closed_loop,
+    random_prompts,
+    varied_lengths,
+)
 from benchmark.measure import mtp_paired, startup
 from sglang.bench_one_batch import OneBatch
 from sglang.srt.server_args import ServerArgs
@@ -84,6 +90,15 @@ def load_of(
         return result, engine
 
     return asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_prompts", [1, 4, 16, 128])
+def test_varied_lengths_have_the_mean_and_are_the_same_each_time(num_prompts: int) -> None:
+    lengths = varied_lengths(num_prompts, 128)
+    assert sum(lengths) == 128 * num_prompts
+    assert 96 <= min(lengths) <= max(lengths) <= 160
+    assert len(set(lengths)) == min(num_prompts, 65)
+    assert lengths == varied_lengths(num_prompts, 128)
 
 
 def test_a_closed_loop_keeps_as_many_requests_running_as_it_has_clients() -> None:
