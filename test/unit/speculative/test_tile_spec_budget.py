@@ -16,7 +16,7 @@ from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.speculative.drafter import RowPlan, plan_of_drafts
 from sglang.srt.speculative.round_prices import MeasuredRounds, RoundCase, UpcomingRound
 from sglang.srt.speculative.tile_spec.budget import (
-    GAIN_STEPS,
+    LOOK_STEPS,
     CutRounds,
     RoundTables,
     TileSpec,
@@ -174,13 +174,13 @@ def test_what_cutting_gains_is_heard_once_scores_are_known_and_every_few_steps()
     rounds = MeasuredRounds(DEAR_ROWS, FREE_DRAFTS)
     tile_spec = tile_spec_over(rounds)
     cut_rounds, upcoming, found = CutRounds(rounds, tile_spec), UpcomingRound(4), []
-    for _ in range(2 * GAIN_STEPS):
+    for _ in range(2 * LOOK_STEPS):
         found.append(cut_rounds.round_ms(upcoming, DEPTH))
         assert cut_rounds.round_ms(upcoming, DEPTH) == found[-1]
         cut(tile_spec, [DEPTH] * 4)
         tile_spec.observe(result_of([DEPTH] * 4, [0] * 4))
     assert found[0] == rounds.round_ms(upcoming, DEPTH) > found[1]
-    assert [*map(len, (set(found[1:GAIN_STEPS]), set(found)))] == [1, 3]
+    assert [*map(len, (set(found[1:LOOK_STEPS]), set(found)))] == [1, 3]
 
 
 def test_a_table_has_a_price_for_each_bucket() -> None:
