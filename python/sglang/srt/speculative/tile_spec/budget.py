@@ -187,7 +187,8 @@ class TileSpec:
             return plan
         copy = HostCopy([self._confidence.clone()])
         self._launched.append(_Launched(batch.rows, num_drafts, copy))
-        plan = replace(plan, wants_paths=self._has_trees)
+        if self._has_trees:
+            plan = replace(plan, wants_paths=True)
         num_decodes = batch.num_prompt_tokens.count(0)
         num_verified = most if is_probe else self.num_verified(table, num_drafts, num_decodes)
         if num_verified < most:
