@@ -43,6 +43,7 @@ from benchmark.mtp_model import (
     settings,
     start_engine,
 )
+from benchmark.paired import Interval
 from benchmark.score_counts import measured_calibration
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.speculative.tile_spec.profiler import (
@@ -86,7 +87,8 @@ DEFAULT_WAYS = [
     f"TileSpec, load-aware {MOST_STEPS}",
 ]
 DRAFTS = "SGLANG_TILE_SPEC_DRAFTS"
-MIN_PROMPTS = 4  # of a lap
+MIN_PROMPTS, FEW = 8, 64  # of a lap; of few requests at once, 4 for each up to FEW
+BUSY, BUSY_LAPS = 64, 2  # so many requests at once are soon done with a lap
 FIGURES = ("tok_s", "tokens_per_step", "verified_drafts")  # of each way, one of each round
 
 
@@ -114,8 +116,9 @@ class Rounds:
         loads = {load: None for load, _ in self._found}
         runs = [*itertools.product(loads, in_turn(self._engines, number))]
         for load, name in tqdm(runs, desc=f"round {number}", unit="run", mininterval=2.0):
-            engine, prompts = self._engines[name], self._prompts[: max(MIN_PROMPTS, load)]
-            result = asyncio.run(closed_loop(engine, prompts, params, load))
+            engine, prompts = self._engines[name], self._prompts[: num_prompts(load)]
+            laps = BUSY_LAPS if number and load >= BUSY else 1
+            result = asyncio.run(closed_loop(engine, prompts, params, load, laps))
             if number:
                 self._found[load, name].append(result)
         return time.perf_counter() - start
@@ -132,9 +135,15 @@ class Rounds:
         return [row | summarize(row["tok_s"]) for row in rows.values()]
 
 
+def num_prompts(load: int) -> int:
+    """Of a lap with so many requests at once: the shorter one is, the less it says."""
+    return max(MIN_PROMPTS, min(4 * load, FEW), load)
+
+
 def summarize(tok_s: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Of one number of requests: the best fixed number of drafts, and each way with TileSpec beside
-    it, beside the same without, and beside no drafts; medians of the rounds' ratios.
+    it, beside the same without, and beside no drafts; medians of the rounds' ratios. `beside` has
+    the mean ratio to each fixed number, and its 95 % interval.
 
     Args:
         tok_s: by way, one of each round.
@@ -144,6 +153,12 @@ def summarize(tok_s: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     swept = [name for name in tok_s if name in SWEPT]
     oracle = max(swept, key=lambda name: statistics.median(tok_s[name]), default=None)
     found: dict[str, Any] = {"best_static": best, "best_swept": oracle, "tile_spec": {}}
+    found["beside"] = {
+        f"{name} / {other}": Interval.of(ratios(tok_s[name], tok_s[other])).stored()
+        for name in tok_s
+        if name in TILED
+        for other in fixed
+    }
     for name in (name for name in tok_s if name in TILED):
         without = name.removeprefix("TileSpec, ")
         beside = {
@@ -230,7 +245,7 @@ def measure(
     loads = arguments.concurrency
     prompts, source = held_out_prompts(
         resolve_model_path(model_path),
-        max(MIN_PROMPTS, *loads),
+        max(num_prompts(load) for load in loads),
         arguments.prompt_tokens,
         arguments.seed,
     )
@@ -270,6 +285,9 @@ def print_result(result: dict[str, Any]) -> None:
             mark = "ok  " if is_safe and lowest >= MIN_PAIRED_ROUND else "MISS"
             shown = ", ".join(f"{key} {value:.3f}" for key, value in figures.items())
             print(f"{mark} {row['requests']:3d} at once, {name}: {shown}")
+        for pair, each in row["beside"].items():
+            interval = f"{each['mean']:.4f} ({each['low']:.4f} to {each['high']:.4f})"
+            print(f"     {row['requests']:3d} at once, {pair}: {interval}")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

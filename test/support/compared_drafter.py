@@ -58,6 +58,7 @@ class ComparedDrafter(EagleDrafter):
 
     def __init__(self, parts: DrafterParts) -> None:
         super().__init__(parts)
+        self._is_asked = True
         self.seen: Counter[str] = Counter()
         self.reference: Any = None
         self.oracle: Any = None
@@ -76,8 +77,9 @@ class ComparedDrafter(EagleDrafter):
 
     def draft(self, steps: DraftSteps, hidden: torch.Tensor) -> EagleVerifyInput:
         drafts = super().draft(steps, hidden)
-        torch.testing.assert_close(drafts.confidence.cumprod(dim=1), drafts.scores)
-        self._scores = dict(zip(steps.rows.tolist(), drafts.scores, strict=True))
+        assert drafts.confidence is not None
+        scores = drafts.confidence.cumprod(dim=1)
+        self._scores = dict(zip(steps.rows.tolist(), scores, strict=True))
         return drafts
 
     def extend(self, step: ComputedStep) -> torch.Tensor | None:

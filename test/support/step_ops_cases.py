@@ -483,6 +483,47 @@ def wrong_trees(
     return [f"{what} by hand" for what in right if filled[what].tolist() != right[what]]
 
 
+def drafts_case(num_reqs: int, max_pending: int, is_asked: bool, has_trees: bool = False) -> Case:
+    """Drafts that are written, all of each request or some, each with a probability or without; as
+    columns of a wider tensor, and fewer than there is room for."""
+
+    def run(name: str, device: str) -> list[str]:
+        found = []
+        for seed in range(4):
+            ours, right = (
+                Side(
+                    side, place, num_reqs + 1, max_pending, seed, 0 if is_asked else None, has_trees
+                )
+                for side, place in ((name, device), ("torch", "cpu"))
+            )
+            generator = torch.Generator().manual_seed(seed)
+            width = max_pending - 1 - (seed == 3 and max_pending > 2)
+            rows = torch.randperm(num_reqs + 1, generator=generator)[:num_reqs]
+            tokens = torch.randint(0, 99, (num_reqs, width + 2), generator=generator)[:, :width]
+            counts = torch.randint(0, width + 1, (num_reqs,), generator=generator)
+            told = torch.rand((num_reqs, width + 1), generator=generator)[:, :width]
+            parents = torch.zeros((num_reqs, width), dtype=torch.int32)
+            before = right.tensors()
+            for side in (ours, right):
+                side.ops.write_drafts(
+                    side.state,
+                    rows.to(side.device),
+                    tokens.to(side.device),
+                    counts.to(side.device) if seed % 2 else None,
+                    parents.to(side.device) if has_trees and seed > 1 else None,
+                    told.to(side.device) if seed != 1 else None,
+                )
+            mine, his = ours.tensors(), right.tensors()
+            found += [f"seed {seed}: {key}" for key in mine if not mine[key].equal(his[key])]
+            if ours.state.trees is not None and right.state.trees is not None:
+                same_trees = ours.state.trees.parents.cpu().equal(right.state.trees.parents)
+                found += [] if same_trees else [f"seed {seed}: trees"]
+            found += written_elsewhere(before, mine, rows.tolist())
+        return found
+
+    return run
+
+
 def outside_case(column: int, is_guarded: bool, by_write: bool) -> Case:
     """A step whose numbers name a column outside of its row, in an entry of the page table to write
     or in the watermark on the device: nothing of another row is read or written, and a guarded
@@ -589,6 +630,10 @@ CASES: dict[str, Case] = {
     "packed trees beside prompts": step_case(
         ["tree", "prompt", "chunk"], 9, 16, packed_share=0.7, has_trees=True
     ),
+    "drafts": drafts_case(5, 8, is_asked=False),
+    "drafts and how sure they are": drafts_case(9, 8, is_asked=True),
+    "one draft of a request": drafts_case(1, 2, is_asked=True),
+    "trees of drafts": drafts_case(3, 5, is_asked=True, has_trees=True),
     "a graph of its size": fill_case(GraphKey(DECODE, 4, 1, 4), [1] * 4),
     "a larger graph": fill_case(GraphKey(DECODE, 24, 1, 24), [1] * 17),
     "a graph of prompts": fill_case(GraphKey(MIXED, 8, 1, 320), [200, 1, 7], num_reads=2),

@@ -91,9 +91,11 @@ def test_tile_spec_stands_beside_the_best_static_number_the_same_and_no_drafts()
     figures = found["tile_spec"]["TileSpec, static 3"]
     assert figures["over_best_static"] == figures["over_the_same"] == pytest.approx(1.1)
     assert figures["over_plain"] == pytest.approx(1.32)
+    beside = found["beside"]["TileSpec, static 3 / static 3"]
+    assert beside["low"] < 1.03 < beside["mean"] < 1.1 < beside["high"]
     assert figures["lowest_over_plain"] == pytest.approx(1.1818, abs=1e-4)
     alone = summarize({"TileSpec, adaptive": [1.0]})
-    nothing = {"best_static": None, "best_swept": None}
+    nothing = {"best_static": None, "best_swept": None, "beside": {}}
     assert alone == nothing | {"tile_spec": {"TileSpec, adaptive": {}}}
     swept = summarize({"TileSpec, static 3": [2.0], "swept 3:1": [1.0], "swept 5:2": [4.0]})
     assert swept["best_swept"] == "swept 5:2"

@@ -31,8 +31,9 @@ from sglang.srt.speculative import triton_ngram_ops as ngrams
 from sglang.srt.step import triton_row_division as rows
 from sglang.srt.step import triton_row_packing as packing
 from sglang.srt.step import triton_step_ops as steps
-from sglang.srt.step.triton_commit_run import commit_run_kernel
+from sglang.srt.step.triton_commit_run import commit_kernel, commit_run_kernel
 from sglang.srt.step.triton_layout import lay_out_kernel
+from sglang.srt.step.triton_write_drafts import _write_drafts_kernel
 
 TARGETS = ((80, "fp16"), (90, "bf16"))
 GPUS = (86, 90)  # with the least shared memory, and with the tiles that need most
@@ -236,7 +237,7 @@ KERNELS = {
         )
         for name, function in (
             ("page table", steps._write_table_kernel),
-            ("end of a plain step", steps._commit_kernel),
+            ("end of a plain step", commit_kernel),
         )
         for guard in ({}, {"outside_ptr": None})
     },
@@ -276,6 +277,17 @@ KERNELS = {
             types=STEP_INTEGERS,
         )
         for unconfirmed in (True, False)
+    },
+    **{
+        f"drafts{', no confidence' * (not is_asked)}": Kernel(
+            _write_drafts_kernel,
+            {"BLOCK": 8} | ({} if is_asked else {"confidence_ptr": None, "told_ptr": None}),
+            num_warps=1,
+            types=STEP_INTEGERS
+            | {"rows_ptr": "*i64", "num_drafts_ptr": "*i64"}
+            | {"confidence_ptr": "*fp32", "told_ptr": "*fp32"},
+        )
+        for is_asked in (True, False)
     },
     **{
         name: Kernel(kernel, {"BLOCK": 64}, types=STEP_INTEGERS)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from sglang.srt.speculative.rival_times import TIMED_STEPS
 from sglang.srt.speculative.round_excess import LEAST, MOST, OWN_SHARE, Excess, RoundExcess
-from sglang.srt.speculative.tier_policy import RIVAL_GAIN, TIMED_STEPS
+from sglang.srt.speculative.tier_policy import RIVAL_GAIN
 
 
 def test_excess_follows_what_was_seen_of_such_rows_and_of_its_neighbours() -> None:

@@ -42,6 +42,7 @@ class ComparedDrafter(StandaloneDrafter):
 
     def __init__(self, parts: DrafterParts) -> None:
         super().__init__(parts)
+        self._is_asked = True
         self.seen: Counter[str] = Counter()
         self.reference: Any = None
         self.num_padding = 0
@@ -62,7 +63,9 @@ class ComparedDrafter(StandaloneDrafter):
 
     def draft(self, steps: DraftSteps, of_certain: torch.Tensor | None) -> EagleVerifyInput:
         drafts = super().draft(steps, of_certain)
-        self._scores = dict(zip(steps.rows.tolist(), drafts.scores, strict=True))
+        assert drafts.confidence is not None
+        scores = drafts.confidence.cumprod(dim=1)
+        self._scores = dict(zip(steps.rows.tolist(), scores, strict=True))
         return drafts
 
     def extend(self, step: ComputedStep) -> torch.Tensor | None:

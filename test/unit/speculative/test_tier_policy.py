@@ -14,6 +14,7 @@ from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.speculative import tier_policy
 from sglang.srt.speculative.adaptive_config import parse_adaptive_config
 from sglang.srt.speculative.rest_rule import REST_AFTER
+from sglang.srt.speculative.rival_times import LEAST_WAIT, TIMED_STEPS
 from sglang.srt.speculative.round_options import TierOptions
 from sglang.srt.speculative.round_prices import MeasuredRounds, UpcomingRound
 from sglang.srt.speculative.tier_policy import (
@@ -21,8 +22,6 @@ from sglang.srt.speculative.tier_policy import (
     LOOK_EVERY,
     PROBE_SHARE,
     PROBE_STEPS,
-    TIMED_EVERY,
-    TIMED_STEPS,
     FixedTier,
     LoadAwareTier,
     TierParts,
@@ -160,13 +159,13 @@ def test_costs_are_looked_at_as_often_and_when_the_number_of_requests_changes() 
 @pytest.mark.parametrize(
     ("gains", "rivals"),
     [
-        ({0: 0.95, 2: 0.9, 3: 0.99}, [0, 3]),
-        ({0: 0.8, 2: 0.95, 3: 0.7}, [2]),
-        ({0: 0.8, 2: 0.85, 3: 0.9}, []),
+        ({0: 0.95, 2: 0.9, 3: 0.99}, {0: 2, 3: 2}),
+        ({0: 0.8, 2: 0.95, 3: 0.7}, {2: 3}),
+        ({0: 0.8, 2: 0.85, 3: 0.9}, {}),
     ],
 )
 def test_some_steps_are_of_tiers_that_gain_nearly_as_much_as_the_best(
-    gains: dict[int, float], rivals: list[int], is_timed: bool
+    gains: dict[int, float], rivals: dict[int, int], is_timed: bool
 ) -> None:
     """Of prices that may be wrong; where nothing is timed that would tell nothing."""
     lengths = [1.0, 1.8, 2.5, 3.1]
@@ -174,11 +173,11 @@ def test_some_steps_are_of_tiers_that_gain_nearly_as_much_as_the_best(
     policy = LoadAwareTier(TierParts(TierOptions(3), ListedRounds({8: costs}), is_timed=is_timed))
     upcoming = UpcomingRound(8, lengths=lambda most: lengths)
     with mock.patch.object(tier_policy, "hopeful_tiers", return_value=[]):  # nothing is probed
-        chosen = [policy.choose(upcoming) for _ in range(6 * TIMED_EVERY)]
+        chosen = [policy.choose(upcoming) for _ in range(6 * LEAST_WAIT)]
     assert policy.settled == 1
     counts = Counter(tier for tier in chosen if tier != 1)
-    times = 6 * TIMED_STEPS // len(rivals) if rivals and is_timed else 0
-    assert counts == (dict.fromkeys(rivals, times) if times else {})
+    timed = {rival: times * TIMED_STEPS for rival, times in rivals.items()}
+    assert counts == (timed if is_timed else {})
     assert TIMED_STEPS < REST_AFTER, "the head must not rest for them"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -16,7 +17,7 @@ from sglang.srt.model_executor.graph_keys import GraphKeys
 from sglang.srt.speculative.drafter import RowPlan, plan_of_drafts
 from sglang.srt.speculative.round_prices import MeasuredRounds, RoundCase, UpcomingRound
 from sglang.srt.speculative.tile_spec.budget import (
-    GAIN_STEPS,
+    LOOK_STEPS,
     CutRounds,
     RoundTables,
     TileSpec,
@@ -27,7 +28,7 @@ from sglang.srt.step.price_table import Curve, DraftPrices, PriceTable
 from sglang.srt.step.step_ops import PackedSize
 from sglang.srt.step.worker import HostResult
 from tile_spec_decode import Decode, Text, batch_of
-from tile_spec_rounds import DEAR_ROWS, FREE_DRAFTS, FREE_ROWS
+from tile_spec_rounds import DEAR_ROWS, FREE_DRAFTS, FREE_ROWS, prices_of
 
 FREE = Curve((1, 1 << 20), (0.0, 0.0))
 DEPTH = 3
@@ -121,6 +122,29 @@ def test_beside_prompts_as_many_drafts_are_verified_and_prompts_are_fed_whole() 
     assert plan.counts.packed == PackedSize(2 * 10 + 4, 2 + 4)
 
 
+def test_a_step_whose_drafts_all_pay_is_the_one_that_was_planned() -> None:
+    """Any prices, any scores, looked at or not; prompts beside it or none."""
+    chooser, whole = random.Random(0), Counter[bool]()
+    for _ in range(60):
+        costs = [1.0, *sorted(1 + chooser.random() * chooser.choice([0.02, 3]) for _ in range(3))]
+        tile_spec = tile_spec_over(MeasuredRounds(prices_of((1, 20, 60, 300), costs), FREE_DRAFTS))
+        num_reqs, num_prompts = chooser.choice([1, 2, 8, 48]), chooser.choice([0, 0, 2])
+        counts = [0] * num_prompts + [DEPTH] * num_reqs
+        for _ in range(3):
+            tile_spec._confidence.fill_(chooser.choice([0.01, 0.9, 1.0]))
+            batch = batch_of([DEPTH] * num_reqs, num_prompts)
+            planned = plan_of_drafts(batch, counts)
+            plan = tile_spec.cut(batch, counts, planned)
+            is_whole = plan.counts.packed is None
+            fewer = is_whole or plan.counts.packed.num_rows < planned.counts.num_rows
+            assert plan is planned if is_whole else fewer
+            looked = tile_spec._launched[-1].confidence is not None
+            whole[is_whole and looked] += 1
+            result = [0] * num_prompts + [chooser.choice([0, DEPTH])] * num_reqs
+            tile_spec.observe(result_of(counts, result))
+    assert min(whole.values()) > 20, "some looked at scores and verify all"
+
+
 def test_where_rows_are_free_nothing_is_copied_and_nothing_is_cut() -> None:
     tile_spec = tile_spec_over(MeasuredRounds(FREE_ROWS, FREE_DRAFTS), 0.0)
     for _ in range(3):
@@ -174,13 +198,13 @@ def test_what_cutting_gains_is_heard_once_scores_are_known_and_every_few_steps()
     rounds = MeasuredRounds(DEAR_ROWS, FREE_DRAFTS)
     tile_spec = tile_spec_over(rounds)
     cut_rounds, upcoming, found = CutRounds(rounds, tile_spec), UpcomingRound(4), []
-    for _ in range(2 * GAIN_STEPS):
+    for _ in range(2 * LOOK_STEPS):
         found.append(cut_rounds.round_ms(upcoming, DEPTH))
         assert cut_rounds.round_ms(upcoming, DEPTH) == found[-1]
         cut(tile_spec, [DEPTH] * 4)
         tile_spec.observe(result_of([DEPTH] * 4, [0] * 4))
     assert found[0] == rounds.round_ms(upcoming, DEPTH) > found[1]
-    assert [*map(len, (set(found[1:GAIN_STEPS]), set(found)))] == [1, 3]
+    assert [*map(len, (set(found[1:LOOK_STEPS]), set(found)))] == [1, 3]
 
 
 def test_a_table_has_a_price_for_each_bucket() -> None:

@@ -35,7 +35,10 @@ from sglang.srt.messages.requests import LogprobOptions
 from sglang.srt.model_executor.draft_shapes import TreeShape
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.speculative.drafter_options import AcceptThresholds
+from sglang.srt.speculative.tile_spec.budget import TileSpec
+from sglang.srt.speculative.tile_spec.core import LatencyTable
 from sglang.srt.workers.round_graphs import RoundGraphs
+from tile_spec_rounds import DEAR_ROWS, free_drafts
 
 torch.set_num_threads(1)
 
@@ -262,6 +265,28 @@ def test_a_replay_without_memory_is_a_bug_that_shows(paths: dict[str, Path]) -> 
     served.group.memory.release()
     with pytest.raises(AssertionError, match="without a KV pool"):
         served.harness.run()
+
+
+def all_drafts(_: Any, table: LatencyTable, num_drafts: list[int], num_decodes: int) -> int:
+    return sum(num_drafts)
+
+
+def test_steps_whose_drafts_all_pay_replay_the_graphs_of_a_fixed_number(
+    paths: dict[str, Path], tmp_path: Path, right: list[list[int]]
+) -> None:
+    """In the same order, though scores are looked at; tokens are the same."""
+    found = []
+    for folder in (None, tmp_path):
+        with free_drafts(), mock.patch.object(TileSpec, "num_verified", all_drafts):
+            served = serving(paths, tile_spec_cache=folder, prices=DEAR_ROWS)
+            ids = submit_all(served)
+        assert [served.harness.outputs[each].token_ids for each in ids] == right
+        found.append((served.rounds, served.proposals, served.num_pieces, served.seen))
+    assert found[0] == found[1]
+    assert len(found[0][0]) > 10
+    tile_spec = served.harness.drafter.planner.tile_spec
+    assert tile_spec is not None
+    assert tile_spec._scores is not None, "or nothing was looked at"
 
 
 def test_who_is_told_of_each_step_gets_no_graphs(paths: dict[str, Path]) -> None:

@@ -189,7 +189,7 @@ class Drafter(Protocol):
 
     def propose(self, step: ExtendedStep) -> None:
         """Writes drafts behind the certain token of requests that emitted
-        (`RequestRows.write_drafts`). Called for every step, also for those without drafts, but for
+        (`StepOps.write_drafts`). Called for every step, also for those without drafts, but for
         those that replay a graph of it (`DrafterNeeds.rounds`)."""
 
     def observe(self, result: HostResult) -> None:

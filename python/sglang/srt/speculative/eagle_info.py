@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang.srt.step.request_rows import RequestRows, confidence_of_scores
+from sglang.srt.step.request_rows import RequestRows
+from sglang.srt.step.step_ops import StepOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +32,15 @@ class EagleVerifyInput:
 
     Attributes:
         draft_token: [D, S] int64; the target's ids.
-        scores: [D, S] float32; by the head, the probability that a draft and all that it follows
-            are right: the product of the probabilities along its path. None is greater than the one
-            before it.
+        confidence: [D, S] float32; by the head, the probability that a draft is right, if those
+            before it are (`Confidence.drafts`). None: nobody asks.
         parents: [D, S] int32; see `DraftTrees.write`. None: chains.
     """
 
     draft_token: torch.Tensor
-    scores: torch.Tensor
+    confidence: torch.Tensor | None = None
     parents: torch.Tensor | None = None
 
-    @property
-    def confidence(self) -> torch.Tensor:
-        """[D, S] float32; that a draft is right, if those before it are (`Confidence.drafts`). Of a
-        tree the share of the score before it, so that products are scores there too."""
-        return confidence_of_scores(self.scores)
-
-    def write(self, state: RequestRows, rows: torch.Tensor) -> None:
+    def write(self, ops: StepOps, state: RequestRows, rows: torch.Tensor) -> None:
         """Hands them to the next step of the target; rows [D] int64, of the token table."""
-        counts = torch.full_like(rows, self.draft_token.shape[1])
-        confidence = None if state.confidence is None else self.confidence
-        state.write_drafts(rows, self.draft_token, counts, self.parents, confidence)
+        ops.write_drafts(state, rows, self.draft_token, None, self.parents, self.confidence)

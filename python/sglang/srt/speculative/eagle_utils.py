@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
+from sglang.srt.step.request_rows import confidence_of_scores
 
 
 def organize_draft_results(drafts: Sequence[EagleDraftInput]) -> EagleVerifyInput:
     """The chains of S drafts each, of what the head chose one behind the other."""
     return EagleVerifyInput(
         draft_token=torch.stack([each.token_ids for each in drafts], dim=1),
-        scores=torch.stack([each.scores for each in drafts], dim=1),
+        confidence=confidence_of_scores(torch.stack([each.scores for each in drafts], dim=1)),
     )

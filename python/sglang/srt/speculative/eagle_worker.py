@@ -29,6 +29,7 @@ from sglang.srt.speculative.kept_paths import rows_of_paths
 from sglang.srt.speculative.left_out import LeftOutTokens
 from sglang.srt.speculative.round_planner import RoundPlanner
 from sglang.srt.speculative.spec_utils import select_top_k_tokens
+from sglang.srt.step.request_rows import confidence_of_scores
 from sglang.srt.step.step_ops import Q_LEN, Q_START
 from sglang.srt.step.step_sizes import StepWidth
 from sglang.srt.step.worker import HostResult, NewRow, ScheduleBatch
@@ -52,6 +53,7 @@ class EagleDrafter:
         self._find_path_rows = load(parts.runners.target.operations.paths)
         self._ops = sampling_ops(self._runner.device)
         self._rounds = options.rounds
+        self._is_asked = parts.state.confidence is not None  # how sure it is of its drafts
         self._left_out: LeftOutTokens | None = None
         lacks_tokens = None
         if self._runner.config.may_rest:
@@ -113,7 +115,8 @@ class EagleDrafter:
         assert step.output is not None, "Nobody is given drafts while the head rests."
         tier = num_drafts if self._rounds.tree is None else self._rounds.num_steps
         steps = plan_draft_steps(step, self._table, self._rounds.num_draft_slots(tier))
-        self.draft(steps, steps.of_requests(step.output)).write(self._state, steps.rows)
+        drafts = self.draft(steps, steps.of_requests(step.output))
+        drafts.write(self._runner.step_ops, self._state, steps.rows)
 
     def forward_draft_extend(self, step: ComputedStep) -> torch.Tensor:
         """The head over the rows that the target was fed: of prompts, and of the certain token and
@@ -147,7 +150,8 @@ class EagleDrafter:
         if self._rounds.tree is not None:
             first = steps.batch(0, steps.certain_tokens, hidden)
             trees = self._runner.draft_trees(first, self._rounds.tree)
-            return EagleVerifyInput(trees.token_ids, trees.scores, trees.parents)
+            confidence = confidence_of_scores(trees.scores) if self._is_asked else None
+            return EagleVerifyInput(trees.token_ids, confidence, trees.parents)
         token_ids, scores = select_top_k_tokens(
             self._runner.compute_logits(hidden), None, TOPK, self._ops
         )
@@ -156,8 +160,8 @@ class EagleDrafter:
             return organize_draft_results([drafts])
         first = steps.batch(0, drafts.token_ids, hidden)
         more = self._runner.draft(first, steps.num_steps)
+        chains = torch.cat((drafts.token_ids[:, None], more.token_ids), dim=1)
+        if not self._is_asked:
+            return EagleVerifyInput(chains)
         probs = torch.cat((scores[:, None], more.logprobs.exp()), dim=1)
-        return EagleVerifyInput(
-            draft_token=torch.cat((drafts.token_ids[:, None], more.token_ids), dim=1),
-            scores=probs.cumprod(dim=1),
-        )
+        return EagleVerifyInput(chains, probs)

@@ -84,7 +84,7 @@ class MatchConfidence:
 
     def proposed(self, rows: torch.Tensor, match_lens: torch.Tensor) -> torch.Tensor:
         """[R, D] float32; of drafts that follow matches of these lengths, for
-        `RequestRows.write_drafts`; rows, match_lens [R] int64."""
+        `StepOps.write_drafts`; rows, match_lens [R] int64."""
         classes = torch.bucketize(match_lens, self._bounds)
         self._classes[rows] = classes
         return self.trials.chances()[classes]

@@ -57,6 +57,7 @@ class NgramDrafter:
         if options.breadth > 1:
             _check_trees(parts.runners.target.config.attention_backend)
         self._state = parts.state
+        self._write = parts.runners.target.step_ops.write_drafts
         self._step_width = options.rounds.step_width
         capacity = options.capacity or DEFAULT_CAPACITY[parts.state.tokens.device.type]
         self.memory = NgramMemory(parts.state, capacity, options.corpus)
@@ -162,7 +163,7 @@ class NgramDrafter:
         counts = self._within_budget(counts, found)
         if self._chains is not None:
             confidence = self._chains.proposed(rows, found.match_lens)[:, :num_drafts]
-        self._state.write_drafts(rows, found.tokens, counts, confidence=confidence)
+        self._write(self._state, rows, found.tokens, counts, confidence=confidence)
 
     def _within_budget(self, counts: torch.Tensor, found: Continuation) -> torch.Tensor:
         """[R]; of counts [R] drafts of chains as many as the corpus may give."""
@@ -191,7 +192,8 @@ class NgramDrafter:
         in_corpus = torch.stack([each.in_corpus for each in found], 1)
         nodes = trees.order(rows, match_lens, in_corpus)
         tokens = torch.cat([each.tokens for each in found], 1).gather(1, nodes.order)
-        self._state.write_drafts(
+        self._write(
+            self._state,
             rows,
             tokens[:, :num_drafts],
             torch.minimum(nodes.counts, counts),

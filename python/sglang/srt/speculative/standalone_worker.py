@@ -42,6 +42,7 @@ class StandaloneDrafter:
         self._runner = parts.runners.runners[1]
         self._table = parts.runners.memory.table
         self._state = parts.state
+        self._is_asked = parts.state.confidence is not None  # how sure it is of its drafts
         self._ops = sampling_ops(self._runner.device)
         self._step_width = options.rounds.step_width
         self.planner = RoundPlanner(options.rounds, parts, measured_rounds(parts))
@@ -92,7 +93,8 @@ class StandaloneDrafter:
             return
         steps = plan_draft_steps(step, self._table, self.planner.states[tier].num_draft_steps)
         of_certain = None if step.output is None else steps.of_requests(step.output)
-        self.draft(steps, of_certain).write(self._state, steps.rows)
+        drafts = self.draft(steps, of_certain)
+        drafts.write(self._runner.step_ops, self._state, steps.rows)
 
     def forward_draft_extend(self, step: ComputedStep) -> torch.Tensor:
         """The draft model over the rows that the target was fed, or if `all_verify` over those one
@@ -133,14 +135,17 @@ class StandaloneDrafter:
         """
         if of_certain is None:
             drafts = self._runner.draft(steps.batch(0, steps.certain_tokens), steps.num_steps)
-            return EagleVerifyInput(drafts.token_ids, drafts.logprobs.exp().cumprod(dim=1))
+            return self._told(drafts.token_ids, drafts.logprobs)
         best, _, logprobs = self._ops.argmax_logprob(self._runner.compute_logits(of_certain), None)
         token_ids, logprobs = best[:, None], logprobs[:, None]
         if steps.num_steps > 1:
             more = self._runner.draft(steps.batch(1, best), steps.num_steps - 1)
             token_ids = torch.cat((token_ids, more.token_ids), dim=1)
             logprobs = torch.cat((logprobs, more.logprobs), dim=1)
-        return EagleVerifyInput(token_ids, logprobs.exp().cumprod(dim=1))
+        return self._told(token_ids, logprobs)
+
+    def _told(self, token_ids: torch.Tensor, logprobs: torch.Tensor) -> EagleVerifyInput:
+        return EagleVerifyInput(token_ids, logprobs.exp() if self._is_asked else None)
 
 
 def all_verify(step: ComputedStep) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
 from sglang.srt.speculative.rest_rule import CONTEXT_STEPS, REST_AFTER, RestRule
+from sglang.srt.speculative.rival_times import RivalTimes
 from sglang.srt.speculative.round_options import TierOptions
 from sglang.srt.speculative.round_prices import RoundPrices, UpcomingRound
 
@@ -25,9 +26,8 @@ DEAREST_PROBE = 1.0  # steps that a probe may cost beyond one of the chosen tier
 # it would have given too.
 WORTH = 0.5
 # The best tier's rivals are those that it beats by less than this share: prices may be wrong by as
-# much. So many steps in a row, of so many, are of a rival, to be timed: too few in a row for the
-# drafter's model to rest.
-RIVAL_GAIN, TIMED_STEPS, TIMED_EVERY = 0.1, REST_AFTER - 1, 256
+# much.
+RIVAL_GAIN = 0.1
 # What tiers give and cost is looked at every so many steps, but for the first ones: then it changes
 # slowly, and looking takes time.
 LOOK_EVERY, FIRST_STEPS = 4, 32
@@ -151,8 +151,8 @@ class LoadAwareTier:
     as much as drafts must gain over none.
 
     Prices may be wrong by a few percent, those of each tier by another share, and only rounds that
-    are run are timed. So while drafts are best, TIMED_STEPS of TIMED_EVERY steps are of a rival,
-    one that gains nearly as much: no drafts, fewer, or more. Rivals take turns.
+    are run are timed. So while drafts are best, some steps are of a rival, one that gains nearly as
+    much: no drafts, fewer, or more (`RivalTimes`).
 
     While no drafts are best the drafter's model rests (`RestRule`), if it can be left out of steps.
     Then a probe begins with steps that only feed it, which the allowance pays too: it gets
@@ -195,6 +195,7 @@ class LoadAwareTier:
         self._token_ms = 0.0  # of the requests' tokens at the best tier
         self._feed_ms, self._is_timed = parts.feed_ms, parts.is_timed
         self._rest = RestRule()
+        self._rivals = RivalTimes()
 
     @property
     def rests(self) -> bool:
@@ -283,12 +284,11 @@ class LoadAwareTier:
     def _timed_rival(self, lengths: Sequence[float], costs: Mapping[int, float]) -> int | None:
         """A tier that is not best and that the next step has so that it is timed."""
         best = self.settled
-        window, place = divmod(self._num_steps, TIMED_EVERY)
-        if best == 0 or not self._is_timed or place >= TIMED_STEPS:
+        if best == 0 or not self._is_timed:
             return None
         least = lengths[best] / costs[best] / (1 + RIVAL_GAIN)
         rivals = [tier for tier in costs if tier != best and lengths[tier] / costs[tier] > least]
-        return rivals[window % len(rivals)] if rivals else None
+        return self._rivals.choose(self._num_steps, self._num_reqs, rivals)
 
     def _pay(self, costs: Mapping[int, float], chosen: int, feed_ms: float) -> None:
         """What the next step costs beyond one of the settled tier."""

@@ -180,28 +180,27 @@ class RequestRows:
         self,
         rows: torch.Tensor,
         tokens: torch.Tensor,
-        num_drafts: torch.Tensor,
+        num_drafts: torch.Tensor | None = None,
         parents: torch.Tensor | None = None,
         confidence: torch.Tensor | None = None,
     ) -> None:
-        """Writes drafts behind the certain token, which alone is pending until then.
+        """Writes drafts behind the certain token, which alone is pending until then. Here in plain
+        torch; drafters do it by `StepOps.write_drafts`.
 
         Args:
             rows: [R] int64.
             tokens: [R, D] int64; D is less than `max_pending`.
             num_drafts: [R] int64; the first so many drafts of each, 0 where nothing is to change,
-                as in requests that have not emitted.
+                as in requests that have not emitted. None: all drafts of each.
             parents: [R, D] int32, of trees: see `DraftTrees.write`. None: they are chains.
             confidence: [R, D] float32; see `Confidence.drafts`. None: nothing is known.
         """
         width = tokens.shape[1]
         assert width < self.max_pending, "More drafts than may be pending."
         offsets = torch.arange(width, device=self._device)
-        if self.trees is not None:
-            chain = offsets.to(torch.int32).expand(tokens.shape)
-            self.trees.write(rows, chain if parents is None else parents)
-        else:
-            assert parents is None, "Drafts are chains here (DrafterNeeds.has_trees)."
+        if num_drafts is None:
+            num_drafts = torch.full_like(rows, width)
+        self.write_trees(rows, tokens, parents)
         first = self.committed[rows][:, None] + 1
         # Columns are named twice where there are fewer drafts; they keep the token that they have.
         exists, has_drafts = offsets < num_drafts[:, None], num_drafts > 0
@@ -217,6 +216,18 @@ class RequestRows:
         self.pending_lens[rows] = pending
         end = torch.where(has_drafts, self.committed[rows] + pending, self.num_tokens[rows])
         self.num_tokens[rows] = end
+
+    def write_trees(
+        self, rows: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor | None
+    ) -> None:
+        """Writes the shapes of drafts where they may be trees; arguments as for `write_drafts`."""
+        if self.trees is None:
+            assert parents is None, "Drafts are chains here (DrafterNeeds.has_trees)."
+            return
+        if parents is None:
+            nodes = torch.arange(tokens.shape[1], dtype=torch.int32, device=self._device)
+            parents = nodes.expand(tokens.shape)
+        self.trees.write(rows, parents)
 
     def sampling(self, rows: torch.Tensor, positions: torch.Tensor) -> SamplingRows:
         """Parameters of `rows` [S], which draw the tokens at `positions` [S]."""

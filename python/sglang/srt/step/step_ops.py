@@ -263,6 +263,17 @@ class StepOps(Protocol):
             max_accepted: M; nobody is given more, however many drafts are confirmed.
         """
 
+    def write_drafts(
+        self,
+        state: RequestRows,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        num_drafts: torch.Tensor | None = None,
+        parents: torch.Tensor | None = None,
+        confidence: torch.Tensor | None = None,
+    ) -> None:
+        """Writes what drafters propose: see `RequestRows.write_drafts`."""
+
     def fill(self, static: StaticInputs, key: GraphKey, batch: ForwardBatch) -> torch.Tensor | None:
         """Copies a step and the padding of a graph into the graph's inputs; hidden states of
         padding are zero. A graph for trees also serves steps without `tree_starts` (then a tree

@@ -178,6 +178,17 @@ class TorchStepOps:
             num_drafts=layout.lookahead.num_pending - 1,
         )
 
+    def write_drafts(
+        self,
+        state: RequestRows,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        num_drafts: torch.Tensor | None = None,
+        parents: torch.Tensor | None = None,
+        confidence: torch.Tensor | None = None,
+    ) -> None:
+        state.write_drafts(rows, tokens, num_drafts, parents, confidence)
+
     def fill(self, static: StaticInputs, key: GraphKey, batch: ForwardBatch) -> torch.Tensor | None:
         num_tokens, num_reqs = batch.input_ids.shape[0], len(batch.q_lens)
         tokens, requests = static.tokens, static.requests

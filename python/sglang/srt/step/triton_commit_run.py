@@ -1,4 +1,4 @@
-"""The end of a step with look-ahead, in one Triton kernel."""
+"""The end of a step, plain or with look-ahead, each in one Triton kernel."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from sglang.srt.step import step_ops
 
 _NUM_PROMPT = tl.constexpr(step_ops.NUM_PROMPT)
 _EMITS = tl.constexpr(step_ops.EMITS)
+_NUM_READ = tl.constexpr(step_ops.NUM_READ)
 _READ_START = tl.constexpr(step_ops.READ_START)
 _EMITS_ONLY_CONFIRMED = tl.constexpr(step_ops.EMITS_ONLY_CONFIRMED)
 
@@ -27,6 +28,33 @@ def store_inside(row_ptr, column, token, mask, table_width, outside_ptr):
     is_inside = (column >= 0) & (column < table_width)
     report_outside(outside_ptr, column, mask & ~is_inside)
     tl.store(row_ptr + column, token, mask=mask & is_inside)
+
+
+@triton.jit(do_not_specialize=["num_reqs", "padding_row", "early"])
+def commit_kernel(
+    per_request_ptr, kv_lens_ptr, tokens_ptr,
+    committed_ptr, num_tokens_ptr, token_table_ptr, outside_ptr, out_ptr,
+    num_reqs, table_width, padding_row,
+    BLOCK: tl.constexpr, PDL: tl.constexpr, early,
+):  # fmt: skip
+    """Grid (blocks of requests). A token that would be outside of its row is not stored."""
+    begin(PDL, early)
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = request < num_reqs
+    own = per_request_ptr + request
+    row = tl.load(own, mask=exists, other=0)
+    kv_len = tl.load(kv_lens_ptr + request, mask=exists, other=0)
+    tl.store(committed_ptr + row, kv_len, mask=exists & (row != padding_row))
+    is_read = tl.load(own + _NUM_READ * num_reqs, mask=exists, other=0) > 0
+    start = tl.load(own + _READ_START * num_reqs, mask=exists, other=0)
+    drawn = tl.load(tokens_ptr + start, mask=is_read, other=0)
+    is_inside = (kv_len >= 0) & (kv_len < table_width)
+    report_outside(outside_ptr, kv_len, is_read & ~is_inside)
+    place = token_table_ptr + row * table_width + kv_len
+    known = tl.load(place, mask=exists & is_inside, other=0).to(tl.int64)
+    tl.store(place, drawn.to(tl.int32), mask=is_read & is_inside)
+    tl.store(num_tokens_ptr + row, kv_len + 1, mask=is_read)
+    tl.store(out_ptr + request, tl.where(is_read, drawn, known), mask=exists)
 
 
 @triton.jit(

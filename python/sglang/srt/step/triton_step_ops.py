@@ -18,7 +18,6 @@ from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
 from sglang.srt.layers.triton_launch import begin, report_outside
 from sglang.srt.mem_cache.kv_ledger import PageTableWrites
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.step import step_ops
 from sglang.srt.step.draft_trees import DraftTrees
 from sglang.srt.step.request_rows import RequestRows
 from sglang.srt.step.step_ops import (
@@ -34,15 +33,14 @@ from sglang.srt.step.step_ops import (
     places_of_reads,
     rows_before,
 )
-from sglang.srt.step.triton_commit_run import commit_run_kernel, step_launch
+from sglang.srt.step.triton_commit_run import commit_kernel, commit_run_kernel, step_launch
 from sglang.srt.step.triton_layout import lay_out_kernel
 from sglang.srt.step.triton_row_packing import TritonRowPacking, can_pack
+from sglang.srt.step.triton_write_drafts import write_drafts
 from sglang.srt.step.worker import ScheduleBatch
 
 BLOCK = 128
 BLOCK_HIDDEN = 1024
-_NUM_READ = tl.constexpr(step_ops.NUM_READ)
-_READ_START = tl.constexpr(step_ops.READ_START)
 
 
 @triton.jit(do_not_specialize=["start", "count", "early"])
@@ -62,33 +60,6 @@ def _write_table_kernel(
     is_inside = (column >= 0) & (column < table_width)
     report_outside(outside_ptr, column, mask & ~is_inside)
     tl.store(table_ptr + row * table_width + column, slot.to(tl.int32), mask=mask & is_inside)
-
-
-@triton.jit(do_not_specialize=["num_reqs", "padding_row", "early"])
-def _commit_kernel(
-    per_request_ptr, kv_lens_ptr, tokens_ptr,
-    committed_ptr, num_tokens_ptr, token_table_ptr, outside_ptr, out_ptr,
-    num_reqs, table_width, padding_row,
-    BLOCK: tl.constexpr, PDL: tl.constexpr, early,
-):  # fmt: skip
-    """Grid (blocks of requests). A token that would be outside of its row is not stored."""
-    begin(PDL, early)
-    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    exists = request < num_reqs
-    own = per_request_ptr + request
-    row = tl.load(own, mask=exists, other=0)
-    kv_len = tl.load(kv_lens_ptr + request, mask=exists, other=0)
-    tl.store(committed_ptr + row, kv_len, mask=exists & (row != padding_row))
-    is_read = tl.load(own + _NUM_READ * num_reqs, mask=exists, other=0) > 0
-    start = tl.load(own + _READ_START * num_reqs, mask=exists, other=0)
-    drawn = tl.load(tokens_ptr + start, mask=is_read, other=0)
-    is_inside = (kv_len >= 0) & (kv_len < table_width)
-    report_outside(outside_ptr, kv_len, is_read & ~is_inside)
-    place = token_table_ptr + row * table_width + kv_len
-    known = tl.load(place, mask=exists & is_inside, other=0).to(tl.int64)
-    tl.store(place, drawn.to(tl.int32), mask=is_read & is_inside)
-    tl.store(num_tokens_ptr + row, kv_len + 1, mask=is_read)
-    tl.store(out_ptr + request, tl.where(is_read, drawn, known), mask=exists)
 
 
 _FILL_NUMBERS = [
@@ -198,6 +169,7 @@ class TritonStepOps:
         self.commit(layout, zero, state)
         if state.max_pending == 1:
             return
+        self.write_drafts(state, zero, zero[:, None], confidence=zero[:, None].float())
         layout = self.lay_out(batch, StepCounts([1], [1], [1], [True]), state, pool, 0)
         confirmed = ConfirmedDrafts(zero, zero.view(1, 1).to(torch.int32), zero)
         for num_unconfirmed in (None, zero + 1):
@@ -289,7 +261,7 @@ class TritonStepOps:
     def commit(self, layout: RowLayout, tokens: torch.Tensor, state: RequestRows) -> torch.Tensor:
         num_reqs = layout.kv_lens.shape[0]
         out = torch.empty((num_reqs, 1), dtype=torch.int64, device=self._device)
-        _commit_kernel[(triton.cdiv(num_reqs, BLOCK),)](
+        commit_kernel[(triton.cdiv(num_reqs, BLOCK),)](
             layout.per_request, layout.kv_lens, tokens,
             state.committed, state.num_tokens, state.tokens, state.outside, out,
             num_reqs, state.tokens.shape[1], state.padding_row, **self._launch,
@@ -321,6 +293,18 @@ class TritonStepOps:
         )  # fmt: skip
         accepted, kept, num_drafts = out[:, 0], out[:, 1], out[:, 2]
         return AcceptedTokens(accepted, kept, out[:, 3:], path, num_drafts)
+
+    def write_drafts(
+        self,
+        state: RequestRows,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        num_drafts: torch.Tensor | None = None,
+        parents: torch.Tensor | None = None,
+        confidence: torch.Tensor | None = None,
+    ) -> None:
+        state.write_trees(rows, tokens, parents)
+        write_drafts(state, rows, tokens, num_drafts, confidence)
 
     def fill(self, static: StaticInputs, key: GraphKey, batch: ForwardBatch) -> torch.Tensor | None:
         num_tokens, num_reqs = batch.input_ids.shape[0], len(batch.q_lens)

@@ -37,7 +37,7 @@ from sglang.srt.step.worker import HostResult, ScheduleBatch
 
 LEAST_GAIN = 0.01  # share by which fewer drafts must beat all: prices and chances are not exact
 GAIN_GRAIN = 128  # rows of prompts are rounded up to so many
-GAIN_STEPS = 16  # after so many steps it is computed anew what cutting gains
+LOOK_STEPS = 16  # after so many steps it is computed anew what rounds cost and cutting gains
 
 
 class RoundTables:
@@ -166,6 +166,8 @@ class TileSpec:
         self._launched = deque[_Launched]()
         self._lots = random.Random(0)
         self._num_read = 0  # steps
+        # By requests, drafts of each, and rows of prompts; since prices were looked at last.
+        self._known = dict[tuple[int, int, int], LatencyTable]()
 
     def cut(
         self, batch: ScheduleBatch, num_drafts: list[int], plan: RowPlan, is_probe: bool = False
@@ -185,7 +187,8 @@ class TileSpec:
             return plan
         copy = HostCopy([self._confidence.clone()])
         self._launched.append(_Launched(batch.rows, num_drafts, copy))
-        plan = replace(plan, wants_paths=self._has_trees)
+        if self._has_trees:
+            plan = replace(plan, wants_paths=True)
         num_decodes = batch.num_prompt_tokens.count(0)
         num_verified = most if is_probe else self.num_verified(table, num_drafts, num_decodes)
         if num_verified < most:
@@ -195,7 +198,14 @@ class TileSpec:
 
     def table(self, batch: ScheduleBatch, num_drafts: list[int]) -> LatencyTable:
         """What the step's round costs, beside the prompts that share it."""
-        return self._tables.table(round_of(batch), max(num_drafts))
+        return self._table(round_of(batch), max(num_drafts))
+
+    def _table(self, case: RoundCase, num_drafts: int) -> LatencyTable:
+        """See `RoundTables.table`; within LOOK_STEPS KV and excess change little."""
+        key = case.num_reqs, num_drafts, case.prompt_rows
+        if key not in self._known:
+            self._known[key] = self._tables.table(case, num_drafts)
+        return self._known[key]
 
     def num_verified(self, table: LatencyTable, num_drafts: list[int], num_decodes: int) -> int:
         """How many of the drafts of so many requests pay; all while nothing is known of any."""
@@ -213,14 +223,14 @@ class TileSpec:
         if self._scores is None or num_drafts == 0:
             return 1.0
         chances = self._chances(self._scores, num_drafts, case.num_reqs * num_drafts)
-        table = self._tables.table(case, num_drafts)
+        table = self._table(case, num_drafts)
         return best_cut(chances, case.num_reqs, table, LEAST_GAIN).gain
 
     @property
     def gain_period(self) -> int:
         """Gains are computed anew where this has changed: once scores are known, then every
-        GAIN_STEPS."""
-        return 0 if self._scores is None else 1 + self._num_read // GAIN_STEPS
+        LOOK_STEPS."""
+        return 0 if self._scores is None else 1 + self._num_read // LOOK_STEPS
 
     def _chances(self, scores: Floats, longest: int, count: int) -> Floats:
         return self._calibration.predict(resampled(scores, longest, count))
@@ -244,6 +254,8 @@ class TileSpec:
         """
         launched = self._launched.popleft()
         self._num_read += 1
+        if self._num_read % LOOK_STEPS == 0:
+            self._known.clear()
         scores = launched.scores()
         chances = None if scores is None else self._calibration.predict(scores)
         verified, drafting, num_fed = [], [], []
