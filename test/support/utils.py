@@ -89,6 +89,7 @@ class Setup:
     low_priority_first: bool = False
     decode_log_interval: int | None = 0
     weight_version: str = "default"
+    strict_invariants: bool = True
 
     @property
     def row_width(self) -> int:
@@ -187,7 +188,7 @@ class SchedulerHarness:
                 schedule_conservativeness=1.0,
                 eos_token_ids=setup.eos_token_ids,
                 enable_overlap=setup.enable_overlap,
-                strict_invariants=True,
+                strict_invariants=setup.strict_invariants,
                 random_seed=0,
                 stream_interval=setup.stream_interval,
                 low_priority_first=setup.low_priority_first,
