@@ -31,18 +31,25 @@ from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.prompt_budget import (
+    SHARE_OF_OTHERS,
     BoundedBudget,
     DecodeLoad,
     FixedBudget,
     PromptAllowance,
     PromptBudget,
+    make_budget,
 )
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.step.price_table import PriceTable
 
 DEFAULT, TOGETHER, CHUNKS = "default", "together", "chunks"
 STREAM_LEN = 4000  # new tokens of the stream beside a list, more than it gets to
-LISTS = {"128 x (1,024, 129)": (128, 1024, 129), "16 x (8,192, 129)": (16, 8192, 129)}
+UNBOUNDED = "0"
+LISTS = {  # prompts, their tokens, new tokens
+    "128 x (1,024, 129)": (128, 1024, 129),
+    "16 x (8,192, 129)": (16, 8192, 129),
+    "512 x (512, 128)": (512, 512, 128),
+}
 Seeds = Iterator[int]
 
 
@@ -57,8 +64,10 @@ class SwitchedBudget:
         self.ways = ways
         self.current = ways[DEFAULT]
 
-    def open(self, decodes: DecodeLoad, someone_streams: bool) -> PromptAllowance:
-        return self.current.open(decodes, someone_streams)
+    def open(
+        self, decodes: DecodeLoad, someone_streams: bool, is_full: bool = False
+    ) -> PromptAllowance:
+        return self.current.open(decodes, someone_streams, is_full)
 
     def observe(self, price_ms: float, took_ms: float) -> None:
         self.current.observe(price_ms, took_ms)
@@ -69,14 +78,14 @@ def budgets(
 ) -> dict[str, PromptBudget]:
     """Ways by name: `20` is a bound, `together 20` the same where all prompts come along that the
     bound has room for, `chunks 512` a fixed number."""
-    found = {DEFAULT: default}
+    found = {DEFAULT: default, UNBOUNDED: make_budget(max_tokens, 0.0, prices)}
     for name in names:
         kind, _, number = name.rpartition(" ")
         if kind == CHUNKS:
             found[name] = FixedBudget(int(number))
-        elif name != DEFAULT:
-            share = {"share_of_others": 1.0} if kind == TOGETHER else {}
-            found[name] = BoundedBudget(max_tokens, prices, float(number), True, **share)
+        elif name not in found:
+            share = 1.0 if kind == TOGETHER else SHARE_OF_OTHERS
+            found[name] = BoundedBudget(max_tokens, prices, float(number), True, share)
     return found
 
 
@@ -201,22 +210,29 @@ def measure_streams(
 def measure_lists(
     batch: OneBatch, budget: SwitchedBudget, arguments: argparse.Namespace, seeds: Seeds
 ) -> Iterator[Rows]:
-    """Rows of all lists, after each round; what is asked is what the default loses."""
-    ways: dict[str, Callable[[OneBatch, list[list[int]], int], float]]
-    ways = {"alone_s": list_s, "beside_s": list_beside_s}
+    """Rows of all lists, after each round: by the default, without any bound, and beside one stream
+    by the default."""
+    ways: dict[str, tuple[str, Callable[[OneBatch, list[list[int]], int], float]]]
+    ways = {
+        "alone_s": (DEFAULT, list_s),
+        "unbounded_s": (UNBOUNDED, list_s),
+        "beside_s": (DEFAULT, list_beside_s),
+    }
     found: dict[str, dict[str, list[float]]] = {name: {way: [] for way in ways} for name in LISTS}
-    budget.current = budget.ways[DEFAULT]
     batch.wall_s(random_prompts(8, 1024, batch.vocab_size, next(seeds)), 8)
     for number in range(arguments.list_rounds):
         for name, (count, input_len, num_new) in LISTS.items():
             for way in in_turn(ways, number):
                 prompts = random_prompts(count, input_len, batch.vocab_size, next(seeds))
-                found[name][way].append(round(ways[way](batch, prompts, num_new), 4))
+                way_of_budget, seconds_of = ways[way]
+                budget.current = budget.ways[way_of_budget]
+                found[name][way].append(round(seconds_of(batch, prompts, num_new), 4))
         yield [
             {
                 "name": name,
                 **times,
                 "beside_over_alone": ratios(times["beside_s"], times["alone_s"]),
+                "alone_over_unbounded": ratios(times["alone_s"], times["unbounded_s"]),
             }
             for name, times in found.items()
         ]

@@ -46,7 +46,7 @@ def h100() -> PriceTable:
     return PriceTable(
         keys.find_shape,
         graphs_ms,
-        curve({rows: ms for rows, ms in STEP_MS.items() if rows > 1024}),
+        curve({rows: ms for rows, ms in STEP_MS.items() if rows >= 1024}),
         curve(READ_MS),
         kv_ms=5.2e-5,
         row_kv_ms=0.0,

@@ -96,11 +96,14 @@ class PromptAllowance:
 class PromptBudget(Protocol):
     """Decides how many prompt tokens each step feeds."""
 
-    def open(self, decodes: DecodeLoad, someone_streams: bool) -> PromptAllowance:
+    def open(
+        self, decodes: DecodeLoad, someone_streams: bool, is_full: bool = False
+    ) -> PromptAllowance:
         """Says what a step with these decodes may feed; at least one token.
 
         Args:
             someone_streams: whether a running or waiting request streams.
+            is_full: whether more requests wait than there are places among the running ones.
         """
 
     def observe(self, price_ms: float, took_ms: float) -> None:
@@ -113,7 +116,9 @@ class FixedBudget:
 
     max_tokens: int
 
-    def open(self, decodes: DecodeLoad, someone_streams: bool) -> PromptAllowance:
+    def open(
+        self, decodes: DecodeLoad, someone_streams: bool, is_full: bool = False
+    ) -> PromptAllowance:
         return PromptAllowance(self.max_tokens)
 
     def observe(self, price_ms: float, took_ms: float) -> None:
@@ -121,9 +126,10 @@ class FixedBudget:
 
 
 class BoundedBudget:
-    """Gives `max_tokens` where nobody would see a gap between tokens; otherwise as many of them as
-    keep the step within `max_step_ms`, and MIN_PROMPT_TOKENS in any case. Where nobody decodes the
-    first prompt has no bound. Further prompts come along up to SHARE_OF_OTHERS.
+    """Gives `max_tokens` where nobody would see a gap between tokens and there is a place for all
+    that wait; otherwise to the first prompt as many as keep the step within `max_step_ms`, and to
+    those that come along with it up to SHARE_OF_OTHERS; MIN_PROMPT_TOKENS in any case. Where nobody
+    decodes, or nobody sees gaps, the first prompt has no bound.
 
     Prices are those of a GPU that has just started to work. Under a long load its clock falls, so
     what steps take is compared with what they were expected to cost.
@@ -148,13 +154,22 @@ class BoundedBudget:
         self._share_of_others = share_of_others
         self._excess = 1.0
 
-    def open(self, decodes: DecodeLoad, someone_streams: bool) -> PromptAllowance:
+    def open(
+        self, decodes: DecodeLoad, someone_streams: bool, is_full: bool = False
+    ) -> PromptAllowance:
         is_bound = someone_streams or not self._for_streams_alone
-        if not is_bound:
+        if not (is_bound or is_full):
             return PromptAllowance(self._max_tokens)
-        max_ms = self._max_step_ms / (PRICE_MARGIN * self._excess)
-        step = BoundedStep(self._ladders, max_ms, decodes, self._share_of_others)
+        bound_ms = self._max_step_ms / (PRICE_MARGIN * self._excess)
+        others_ms = decodes_ms = self._decodes_ms(decodes)
+        others_ms += self._share_of_others * max(bound_ms - decodes_ms, 0.0)
+        max_ms = bound_ms if is_bound and decodes.num_reqs else math.inf
+        step = BoundedStep(self._ladders, decodes, max_ms, others_ms)
         return PromptAllowance(self._max_tokens, step)
+
+    def _decodes_ms(self, decodes: DecodeLoad) -> float:
+        """What a step costs without prompts."""
+        return BoundedStep(self._ladders, decodes).price_ms if decodes.num_reqs else 0.0
 
     def observe(self, price_ms: float, took_ms: float) -> None:
         difference = min(max(took_ms / price_ms, MIN_EXCESS), MAX_EXCESS) - self._excess
@@ -211,22 +226,23 @@ class BoundedStep:
     """What a step costs while prompts are added to it.
 
     Args:
-        max_ms: what it may cost; any price if nobody decodes and no other prompt comes along.
-        share_of_others: see SHARE_OF_OTHERS.
+        max_ms: what it may cost.
+        others_ms: what it may cost with prompts that come along with the first one.
     """
 
     def __init__(
-        self, ladders: Ladders, max_ms: float, decodes: DecodeLoad, share_of_others: float
+        self,
+        ladders: Ladders,
+        decodes: DecodeLoad,
+        max_ms: float = math.inf,
+        others_ms: float = math.inf,
     ) -> None:
         self._ladders = ladders
+        self._max_ms, self._others_ms = max_ms, others_ms
         prices = ladders.prices
         self._attention_ms = prices.kv_ms * decodes.kv_tokens + prices.row_kv_ms * decodes.row_kv
         self._num_reqs, self._num_rows = decodes.num_reqs, decodes.num_rows
         self._num_read = decodes.num_read
-        is_alone = decodes.num_reqs == 0
-        decodes_ms = 0.0 if is_alone else self.price_ms
-        self._max_ms = math.inf if is_alone else max_ms
-        self._others_ms = decodes_ms + share_of_others * max(max_ms - decodes_ms, 0.0)
 
     def add(self, position: int, count: int, num_lookahead: int) -> None:
         """Adds a prompt's next tokens and what looks ahead of them."""
