@@ -48,7 +48,7 @@ class Loop:
 
 
 def run_loop(budget: BoundedBudget, ask: Ask, num_clients: int) -> Loop:
-    server = PricedServer(budget, noisy(1.0))
+    server = PricedServer(budget, noisy(1.08))
     server.closed_loop([ask] * 6 * num_clients, num_clients)
     server.serve()
     told = list(server.told.values())
@@ -77,7 +77,8 @@ def test_a_closed_loop_keeps_an_even_pace(num_prompt: int, num_new: int, num_cli
     ask = Ask(num_prompt, num_new)
     even = run_loop(bounded(), ask, num_clients)
     together = run_loop(bounded(share=1.0), ask, num_clients)
-    assert even.deviation < 0.75 * together.deviation
+    most = 0.6 if num_prompt <= 512 else 1.0
+    assert even.deviation < most * together.deviation
     assert even.first_p50_ms < together.first_p50_ms
     assert even.gap_p99_ms <= together.gap_p99_ms
     assert even.tok_s > 0.99 * together.tok_s
@@ -158,6 +159,22 @@ def test_lists_take_the_steps_that_they_take_without_a_bound() -> None:
     without = fed(PricedServer(FixedBudget(MAX_CHUNK)), send)
     assert fed(PricedServer(bounded()), send) == without
     assert max(step.took_ms for step in without if step.num_decodes) > 3 * BOUND_MS
+
+
+def test_prompts_of_a_list_come_in_one_by_one_while_others_wait_for_a_place() -> None:
+    """Each whole, however long its step gets; the list has its last token sooner."""
+
+    def send(server: PricedServer) -> None:
+        for number in range(160):
+            server.send(0.0, Ask(3000 if number % 20 == 0 else 512, 32, streams=False))
+
+    without = PricedServer(FixedBudget(MAX_CHUNK), max_running=32)
+    one_by_one = PricedServer(bounded(), max_running=32)
+    late = fed(one_by_one, send)[40:120]
+    assert fed(without, send)[-1].start_s > late[-1].start_s
+    assert without.now > one_by_one.now
+    assert max(step.fed for step in late) >= 3000
+    assert statistics.median(step.fed for step in late) <= 512
 
 
 def test_a_list_beside_a_stream_waits_as_long_as_bounded_steps_take() -> None:
