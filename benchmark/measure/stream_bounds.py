@@ -29,6 +29,8 @@ from sglang.bench_one_batch import OneBatch
 from sglang.benchmark.metrics import percentile
 from sglang.srt.garbage import keep_out_of_collections
 from sglang.srt.model_config import resolve_model_path
+from sglang.srt.processes.runtime_config import RuntimeConfig
+from sglang.srt.processes.worker_factory import make_prompt_budget
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.scheduling.prompt_budget import (
     SHARE_OF_OTHERS,
@@ -262,9 +264,11 @@ def main() -> None:
     result = {**describe_environment(), **{name: vars(arguments)[name] for name in shape}}
     made: list[SwitchedBudget] = []
 
-    def choose(prices: PriceTable | None, default: PromptBudget) -> PromptBudget:
-        assert prices is not None, "No bound, no prices."
-        max_tokens = default.open(DecodeLoad(), False).room_for(0, CONTEXT_LEN)
+    def make(config: RuntimeConfig, prices: PriceTable | None) -> PromptBudget:
+        if prices is None:
+            raise SystemExit("Without a bound there are no prices: give --max-step-ms on a CPU.")
+        max_tokens = config.scheduler.planner.chunked_prefill_size
+        default = make_prompt_budget(config, prices)
         made.append(SwitchedBudget(budgets(arguments.ways, max_tokens, prices, default)))
         return made[0]
 
@@ -280,7 +284,7 @@ def main() -> None:
                 disable_radix_cache=True,
                 log_level="error",
             ),
-            choose_budget=choose,
+            make_budget=make,
         )
         keep_out_of_collections()
         for rows in measure_streams(batch, made[0], arguments, seeds):

@@ -29,6 +29,7 @@ from sglang.srt.processes.model_folders import ModelFolders
 from sglang.srt.processes.runtime_config import resolve, with_chunks_that_fit
 from sglang.srt.processes.scheduler_process import make_ledger, make_resources
 from sglang.srt.processes.worker_factory import (
+    BudgetMaker,
     WorkerMaker,
     drafter_models,
     make_prompt_budget,
@@ -36,9 +37,7 @@ from sglang.srt.processes.worker_factory import (
     measure_prices,
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.scheduling.prompt_budget import PromptBudget
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.step.price_table import PriceTable
 
 
 class LocalInbox:
@@ -79,15 +78,14 @@ class OneBatch:
 
     Args:
         make: makes the worker.
-        choose_budget: makes what says how many prompt tokens a step feeds, of the prices and what
-            the server would use.
+        make_budget: makes what says how many prompt tokens a step feeds.
     """
 
     def __init__(
         self,
         args: ServerArgs,
         make: WorkerMaker = make_worker,
-        choose_budget: Callable[[PriceTable | None, PromptBudget], PromptBudget] | None = None,
+        make_budget: BudgetMaker = make_prompt_budget,
     ) -> None:
         config = resolve(args, Platform.probe(), load_model_config(args.model_path), Environ.read())
         runners = make_runners(config.execution, *drafter_models(config.drafter, config.execution))
@@ -99,7 +97,6 @@ class OneBatch:
         self._inbox = LocalInbox()
         self.outputs: dict[int, list[int]] = {}
         self._next_id = 0
-        budget = make_prompt_budget(config, prices)
         self._scheduler = Scheduler(
             replace(config.scheduler, enable_overlap=False),
             worker,
@@ -109,7 +106,7 @@ class OneBatch:
             self._collect,
             lambda message: None,
             _no_stop_finder,
-            budget=budget if choose_budget is None else choose_budget(prices, budget),
+            budget=make_budget(config, prices),
         )
 
     def run(self, prompts: list[list[int]], output_len: int) -> BatchTimes:

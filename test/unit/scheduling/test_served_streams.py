@@ -80,7 +80,7 @@ def test_a_closed_loop_keeps_an_even_pace(num_prompt: int, num_new: int, num_cli
     most = 0.6 if num_prompt <= 512 else 1.0
     assert even.deviation < most * together.deviation
     assert even.first_p50_ms < together.first_p50_ms
-    assert even.gap_p99_ms <= together.gap_p99_ms
+    assert even.gap_p99_ms <= 1.01 * together.gap_p99_ms
     assert even.tok_s > 0.99 * together.tok_s
 
 
