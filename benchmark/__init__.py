@@ -1,5 +1,6 @@
 """Measurements of this project, from the root of the repository:
 
-python -m benchmark.measure.decode_steps --help    one module per question; it stores a result
+python -m benchmark.headline --help                what README.md and docs/performance.md quote
+python -m benchmark.measure.long_prompts --help    one module per further question
 python -m benchmark.report --check                 tables and plots from the stored results
 """

@@ -1,4 +1,11 @@
-"""What a benchmark result says of where it was measured: machine, commit, versions, command."""
+"""Describes where a benchmark result was measured: machine, commit, versions, command.
+
+The commit is read, never typed. In a checkout git knows it. A tree that is copied to another host
+brings it along: `git archive` writes it into benchmark/commit.txt, and who copies a checkout in
+another way has its script set SGLANG_BENCHMARK_COMMIT to the output of
+
+    git describe --always --abbrev=40 --exclude='*' --dirty
+"""
 
 from __future__ import annotations
 
@@ -8,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,6 +27,8 @@ import sglang
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 GPU_FIELDS = "name,driver_version,memory.total"
+COMMIT_VARIABLE, DIRTY = "SGLANG_BENCHMARK_COMMIT", "-dirty"
+NO_CHANGE = (":!benchmark/results", ":!README.md", ":!docs")  # they follow from results
 
 
 def describe_environment() -> dict[str, Any]:
@@ -31,9 +41,8 @@ def describe_environment() -> dict[str, Any]:
             "system": f"{platform.system()} {platform.machine()}",
             **_gpus(),
         },
-        "commit": _git("rev-parse", "HEAD") or "unknown",
-        "dirty": bool(_git("status", "--porcelain", "--", ":!benchmark/results", ":!README.md")),
-        "command": _command(),
+        **measured_commit(),
+        "command": shown_command(sys.argv),
         "versions": {
             "python": platform.python_version(),
             "sglang-adaptive": sglang.__version__,
@@ -41,6 +50,18 @@ def describe_environment() -> dict[str, Any]:
             **_cuda_version(),
         },
     }
+
+
+def measured_commit(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Gives the commit of the tree under `root`, and whether files differ from it."""
+    stamp = (root / "benchmark" / "commit.txt").read_text(encoding="utf-8").strip()
+    if not stamp.startswith("$"):
+        return {"commit": stamp, "dirty": False}
+    if _git(root, "rev-parse", "--show-toplevel") == str(root):
+        changes = _git(root, "status", "--porcelain", "--", *NO_CHANGE)
+        return {"commit": _git(root, "rev-parse", "HEAD"), "dirty": bool(changes)}
+    told = environ.get(COMMIT_VARIABLE, "")
+    return {"commit": told.removesuffix(DIRTY) or "unknown", "dirty": told.endswith(DIRTY)}
 
 
 def _package_versions() -> dict[str, str]:
@@ -82,17 +103,23 @@ def _cpu_model() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _command() -> str:
-    script = Path(sys.argv[0]).resolve()
+def shown_command(argv: Sequence[str]) -> str:
+    """Gives a command as others can run it: of a path of this machine only the last name."""
+    script, words = Path(argv[0]).resolve(), [_without_folder(word) for word in argv[1:]]
     if not script.is_relative_to(ROOT):
-        return shlex.join(["python", script.name, *sys.argv[1:]])
+        return shlex.join(["python", script.name, *words])
     shown = script.relative_to(ROOT)
     is_module = (ROOT / shown.parts[0] / "__init__.py").exists()
-    words = ["-m", ".".join(shown.with_suffix("").parts)] if is_module else [str(shown)]
-    return shlex.join(["python", *words, *sys.argv[1:]])
+    name = ["-m", ".".join(shown.with_suffix("").parts)] if is_module else [str(shown)]
+    return shlex.join(["python", *name, *words])
 
 
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(ROOT), *arguments]
+def _without_folder(word: str) -> str:
+    flag, equals, value = word.rpartition("=")
+    return f"{flag}{equals}{Path(value).name}" if value.startswith(("/", "~")) else word
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     return result.stdout.strip() if result.returncode == 0 else ""

@@ -18,6 +18,9 @@ from typing import Any
 import sglang
 from benchmark.command import make_parser
 from benchmark.environment import ROOT
+from benchmark.held_out import held_out_prompts
+from benchmark.paired import MIN_PROMPTS
+from sglang.srt.model_config import resolve_model_path
 
 INFLATED = "inflated"
 LONG_CHUNK = 8192  # prompt tokens of a step
@@ -41,7 +44,7 @@ def make_mtp_parser(doc: str | None, result_name: str) -> argparse.ArgumentParse
     add("--model-dir", type=Path, help="where the inflated model is kept for the next run")
     add("--geometry", choices=("llama-3.1-8b", "tiny"), default="llama-3.1-8b")
     add("--prompt-tokens", type=int, default=128)
-    add("--new-tokens", type=int, default=128)
+    add("--new-tokens", type=int, default=128, help="of an output on average")
     add("--rounds", type=int, default=5, help="at most")
     add("--budget-s", type=float, help="all in all, model and Engines included")
     add("--device", default="auto")
@@ -69,6 +72,16 @@ def model_path_of(arguments: argparse.Namespace) -> Iterator[str]:
         yield str(folder)
 
 
+def code_prompts(
+    arguments: argparse.Namespace, model_path: str
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """Draws prompts of held-out code, as many as requests at once or MIN_PROMPTS, and describes
+    where they are from."""
+    count = max(MIN_PROMPTS, *arguments.concurrency)
+    folder = resolve_model_path(model_path)
+    return held_out_prompts(folder, count, arguments.prompt_tokens, arguments.seed)
+
+
 def engine_flags(arguments: argparse.Namespace, model_path: str) -> dict[str, Any]:
     """Of all Engines; the KV pool is as large as the running requests can use."""
     return {
@@ -77,7 +90,7 @@ def engine_flags(arguments: argparse.Namespace, model_path: str) -> dict[str, An
         "attention_backend": arguments.attention_backend,
         "chunked_prefill_size": arguments.chunked_prefill_size,
         "max_running_requests": max(arguments.concurrency, default=8),
-        "context_length": arguments.prompt_tokens + arguments.new_tokens + SPARE_CONTEXT,
+        "context_length": arguments.prompt_tokens + arguments.new_tokens * 5 // 4 + SPARE_CONTEXT,
         "disable_radix_cache": True,
     }
 

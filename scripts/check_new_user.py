@@ -36,7 +36,7 @@ PART_OF_SUITE = (
     "test/unit/test_commands.py test/unit/test_flag_file.py test/unit/test_check_env.py"
     " sgl-kernel/tests/test_structs.py "
 )
-PLOT = "docs/mtp_throughput.svg"
+PLOT = "docs/adaptive_steps.svg"
 FUNCTIONS = f"""
 set -eo pipefail -m
 declare -A SERVERS

@@ -13,10 +13,12 @@ Usage: bash scripts/run_gpu_suite.sh [options]
   --gpu-tests PATH      tests that always run (default test/gpu, left out if it does not exist)
   --tests "PATHS"       more tests, each path a run of its own, for example "test/e2e/test_mtp.py"
   --benchmarks "NAMES"  modules of benchmark/measure/, separated by ';', each with its own arguments:
-                        "decode_steps --batch-sizes 1 8; mtp_cpu"; results go to DIR/NAME.json
+                        "long_prompts --repeats 1; startup"; results go to DIR/NAME.json
   --test-limit S        seconds for one run of tests (default 900)
   --benchmark-limit S   seconds for one benchmark (default 900)
-PYTHON=/path/to/python names the Python that has PyTorch (default python3).
+PYTHON=/path/to/python names the Python that has PyTorch (default python3). In a tree that was copied
+without git, and not made by git archive, SGLANG_BENCHMARK_COMMIT is its commit: the script that copies
+sets it to the output of  git describe --always --abbrev=40 --exclude='*' --dirty
 TEXT
 }
 

@@ -53,7 +53,7 @@ LONGEST_FIRST = (
     "test/e2e/test_stopped_processes.py",
     "test/e2e/test_paused_server.py",
     "test/unit/speculative/test_accept_thresholds.py",
-    "test/unit/benchmark/test_tree_shapes_benchmark.py",
+    "test/unit/benchmark/test_standalone_benchmark.py",
     "test/unit/model_executor/test_draft_tree_passes.py",
     "test/unit/speculative/test_ngram_graphs.py",
     "test/unit/test_train_draft.py",

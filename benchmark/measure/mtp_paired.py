@@ -23,11 +23,11 @@ from tqdm import tqdm
 
 import sglang
 from benchmark.command import in_turn, ratios, store
-from benchmark.engine_load import Budget, closed_loop
+from benchmark.engine_load import Budget, closed_loop, varied_lengths
 from benchmark.environment import describe_environment
 from benchmark.goals import MIN_PAIRED_MEDIAN, MIN_PAIRED_ROUND
 from benchmark.held_out import held_out_prompts
-from benchmark.mtp_checks import KINDS, LOAD_AWARE, PLAIN, VERIFIED
+from benchmark.mtp_kinds import KINDS, LOAD_AWARE, PLAIN, VERIFIED
 from benchmark.mtp_model import engine_flags, make_mtp_parser, model_path_of, settings
 from sglang.srt.model_config import resolve_model_path
 
@@ -45,9 +45,15 @@ class Rounds:
     """Speeds of each kind at each number of requests at once, one per round."""
 
     def __init__(
-        self, engine: sglang.Engine, prompts: list[list[int]], loads: list[int], new_tokens: int
+        self,
+        engine: sglang.Engine,
+        prompts: list[list[int]],
+        loads: list[int],
+        new_tokens: int,
+        has_equal_lengths: bool = False,
     ) -> None:
         self._engine = engine
+        self._has_equal_lengths = has_equal_lengths
         self._prompts = prompts
         self._new_tokens = new_tokens
         kinds = (PLAIN, *COMPARED)
@@ -66,8 +72,11 @@ class Rounds:
             new_tokens = self._new_tokens if number else max(8, self._new_tokens // 4)
             params = {**KINDS[kind].params, "max_new_tokens": new_tokens, "ignore_eos": True}
             prompts = self._prompts[: max(MIN_PROMPTS, load)]
-            laps = num_laps(load) if number else 1
-            result = asyncio.run(closed_loop(self._engine, prompts, params, load, laps))
+            laps, lengths = num_laps(load) if number else 1, None
+            if not self._has_equal_lengths:
+                lengths = varied_lengths(len(prompts), new_tokens)
+            run = closed_loop(self._engine, prompts, params, load, laps, lengths=lengths)
+            result = asyncio.run(run)
             if number:
                 self.tok_s[load][kind].append(result.tok_s)
                 self.tokens_per_step[load][kind].append(result.tokens_per_step)
@@ -114,11 +123,12 @@ def measure(arguments: argparse.Namespace, model_path: str, budget: Budget) -> d
         arguments.seed,
     )
     result = {**describe_environment(), **settings(arguments), "prompts": source}
+    result["has_equal_lengths"] = arguments.equal_lengths
     result["asked"] = {"median": MIN_PAIRED_MEDIAN, "lowest": MIN_PAIRED_ROUND}
     with sglang.Engine(**engine_flags(arguments, model_path), mtp_load_aware_k=True) as engine:
         result["attention_backend"] = engine.get_server_info()["resolved"]["attention_backend"]
         result["startup_s"] = round(time.perf_counter() - budget.start_s, 1)
-        rounds = Rounds(engine, prompts, loads, arguments.new_tokens)
+        rounds = Rounds(engine, prompts, loads, arguments.new_tokens, arguments.equal_lengths)
         rounds.run(0)
         last_s, number = 0.0, 0
         while budget.has_room(number, arguments.rounds, last_s):
@@ -146,6 +156,11 @@ def print_result(result: dict[str, Any]) -> None:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_mtp_parser(__doc__, "mtp_paired")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64, 128])
+    parser.add_argument(
+        "--equal-lengths",
+        action="store_true",
+        help="every output has --new-tokens tokens; else those of a lap differ",
+    )
     parser.set_defaults(budget_s=230.0)
     return parser.parse_args(argv)
 

@@ -6,8 +6,8 @@ NGRAM and one without a drafter, in turn, so that each ratio is of runs side by 
 - repeats: prompts of held-out code that stands there several times, greedy, so that answers go on
   repeating it;
 - novel: prompts of held-out code, at a temperature at which answers follow no text;
-- known: the same prompts in each round, greedy: from the first counted round on each answer is
-  text of an ended request.
+- known: the same prompts, greedy, after each was answered once: each answer is text of an ended
+  request.
 
 Of the first two each request has a cache salt of its own, so nothing is known of those before it.
 
@@ -22,38 +22,30 @@ What is asked: `goals.py`. Stored after each round; rounds end before --budget-s
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tqdm import tqdm
-
 import sglang
-from benchmark.command import in_turn, ratios
-from benchmark.engine_load import AsyncEngine, Budget, LoadResult, closed_loop, run_rounds
+from benchmark.engine_load import AsyncEngine, Budget
 from benchmark.engine_load import random_prompts as prompts_of_nothing
 from benchmark.environment import describe_environment
-from benchmark.goals import (
-    MIN_PAIRED_MEDIAN,
-    MIN_PAIRED_ROUND,
-    NGRAM_HOST_US,
-    NGRAM_REPEATS_SPEED_UP,
-)
-from benchmark.held_out import held_out_prompts
+from benchmark.goals import NGRAM_HOST_US
 from benchmark.mtp_model import (
+    code_prompts,
     engine_flags,
     make_mtp_parser,
     model_path_of,
     settings,
     start_engine,
 )
+from benchmark.paired import Figures, Paired, Run, Way, closed_loops, print_ratios, store_rounds
 from benchmark.random_model import random_model
 from benchmark.scheduled_tiers import TimedWorker
 from sglang.bench_one_batch import OneBatch
-from sglang.srt.model_config import resolve_model_path
 from sglang.srt.model_executor.runner_group import RunnerGroup
 from sglang.srt.processes.worker_factory import make_worker
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -66,7 +58,6 @@ PLAIN, NGRAM = "plain", "ngram"
 REPEATS, NOVEL, KNOWN = "repeats", "novel", "known"
 NUM_COPIES = 4  # of the code in a prompt that repeats it
 HOT = 1.5  # temperature of answers that follow no text
-MIN_PROMPTS = 4  # of a lap
 HOST_INPUT_LEN, HOST_WARM_STEPS = 128, 10
 
 
@@ -110,64 +101,6 @@ def repeated(prompt: list[int]) -> list[int]:
     """The first tokens behind the first one, NUM_COPIES times; as long as the prompt or less."""
     first, *code = prompt
     return [first, *code[: len(code) // NUM_COPIES] * NUM_COPIES]
-
-
-class Rounds:
-    """Speeds of both Engines at all work, at each number of requests at once."""
-
-    def __init__(
-        self,
-        engines: dict[str, dict[str, AsyncEngine]],
-        works: dict[str, Work],
-        loads: list[int],
-    ) -> None:
-        self._engines = engines
-        self._works = works
-        self._results: dict[tuple[str, int], dict[str, list[LoadResult]]] = {
-            key: {kind: [] for kind in engines} for key in itertools.product(works, loads)
-        }
-
-    def run(self, number: int) -> float:
-        """One round; round 0 warms up and is not counted. Seconds."""
-        start = time.perf_counter()
-        runs = [*itertools.product(self._results, in_turn(self._engines, number))]
-        for (name, load), kind in tqdm(runs, desc=f"round {number}", unit="run", mininterval=2.0):
-            work = self._works[name]
-            prompts = work.prompts[: max(MIN_PROMPTS, load)]
-            engine = self._engines[kind][name]
-            result = asyncio.run(closed_loop(engine, prompts, work.params, load))
-            if number:
-                self._results[name, load][kind].append(result)
-        return time.perf_counter() - start
-
-    def rows(self) -> list[dict[str, Any]]:
-        """NGRAM beside plain."""
-        return [
-            {"work": name, "requests": load, **compared(found)}
-            for (name, load), found in self._results.items()
-        ]
-
-
-def compared(found: dict[str, list[LoadResult]]) -> dict[str, Any]:
-    """Both ways, round by round."""
-    speeds = {kind: [each.tok_s for each in results] for kind, results in found.items()}
-    by_round = ratios(speeds[NGRAM], speeds[PLAIN])
-    verified = [each.verified_drafts or 0.0 for each in found[NGRAM]]
-    return {
-        "plain_tok_s": [round(speed, 1) for speed in speeds[PLAIN]],
-        "ngram_tok_s": [round(speed, 1) for speed in speeds[NGRAM]],
-        "ratios": [round(ratio, 4) for ratio in by_round],
-        "median": round(statistics.median(by_round), 4),
-        "lowest": round(min(by_round), 4),
-        "verified_drafts": round(statistics.median(verified), 2),
-    }
-
-
-def is_reached(row: dict[str, Any]) -> bool:
-    """Whether a row of `Rounds.rows` is as fast as asked."""
-    if row["work"] == REPEATS and row["requests"] == 1:
-        return bool(row["median"] >= NGRAM_REPEATS_SPEED_UP)
-    return bool(row["median"] >= MIN_PAIRED_MEDIAN and row["lowest"] >= MIN_PAIRED_ROUND)
 
 
 @dataclass
@@ -241,15 +174,27 @@ def host_row(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def work_run(
+    works: dict[str, Work], engines: dict[str, dict[str, AsyncEngine]]
+) -> tuple[Run[str], Callable[[str, int], str]]:
+    """Makes the run of `Paired` for all work, and the name of a load of so many requests."""
+    loops = {
+        name: closed_loops(
+            {kind: Way(each[name], work.params) for kind, each in engines.items()}, work.prompts
+        )
+        for name, work in works.items()
+    }
+
+    def run(load: str, way: str, number: int) -> Figures:
+        name, _, requests = load.partition(", ")
+        return loops[name](int(requests), way, number)
+
+    return run, lambda name, requests: f"{name}, {requests}"
+
+
 def measure(arguments: argparse.Namespace, model_path: str, budget: Budget) -> dict[str, Any]:
-    """All rounds; the result is stored after each."""
-    loads = arguments.concurrency
-    prompts, source = held_out_prompts(
-        resolve_model_path(model_path),
-        max(MIN_PROMPTS, *loads),
-        arguments.prompt_tokens,
-        arguments.seed,
-    )
+    """Runs all rounds; the result is stored after each."""
+    prompts, source = code_prompts(arguments, model_path)
     result = {**describe_environment(), **settings(arguments), "prompts": source}
     result |= {"num_draft_tokens": arguments.num_draft_tokens, "host": host_row(arguments)}
     flags = engine_flags(arguments, model_path)
@@ -263,27 +208,22 @@ def measure(arguments: argparse.Namespace, model_path: str, budget: Budget) -> d
         for kind, engine in ((PLAIN, plain), (NGRAM, ngram)):
             salted = Salted(engine)
             engines[kind] = {REPEATS: salted, NOVEL: salted, KNOWN: engine}
-        rounds = Rounds(engines, works, loads)
-        rounds.run(0)
-        run_rounds(rounds, budget, arguments, result)
+        ngram.generate(input_ids=prompts, sampling_params=works[KNOWN].params)
+        run, name_of = work_run(works, engines)
+        loads = [name_of(name, count) for name in works for count in arguments.concurrency]
+        store_rounds(Paired(run, loads, [(NGRAM, PLAIN)]), budget, arguments, result)
     return result
 
 
 def print_result(result: dict[str, Any]) -> None:
-    """The ratios of each round, and what was asked of them."""
+    """Prints the ratios, and what the host spends."""
     host = result["host"]
     verdict = "ok  " if host["added_us"] < NGRAM_HOST_US else "MISS"
     print(
         f"\n{verdict} host, batch {host['batch']}: {host['ngram_us']} us per step,"
         f" {host['added_us']} more than plain (asked < {NGRAM_HOST_US:g})"
     )
-    for row in result.get("rows", []):
-        rounds = " ".join(f"{ratio:.3f}" for ratio in row["ratios"])
-        print(
-            f"{'ok  ' if is_reached(row) else 'MISS'} {row['work']:8} {row['requests']:3d} at once:"
-            f" median {row['median']:.3f} lowest {row['lowest']:.3f} ({rounds}),"
-            f" {row['verified_drafts']:.1f} drafts per step that verified any"
-        )
+    print_ratios(result["rows"])
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -293,7 +233,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--num-draft-tokens", type=int, default=12, help="verified per request and step at most")
     add("--host-batch", type=int, default=64, help="requests whose steps' host time is measured")
     add("--host-steps", type=int, default=100)
-    parser.set_defaults(budget_s=300.0)
+    parser.set_defaults(budget_s=300.0, rounds=12)
     return parser.parse_args(argv)
 
 

@@ -22,7 +22,7 @@ import sglang
 from benchmark.command import in_turn, make_parser, median_ratio, store
 from benchmark.engine_load import random_prompts
 from benchmark.environment import describe_environment
-from benchmark.measure.decode_steps import INPUT_LEN
+from benchmark.measure.long_prompts import DECODE_INPUT_LEN as INPUT_LEN
 from benchmark.random_model import GEOMETRIES, random_model
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.server_args import ServerArgs

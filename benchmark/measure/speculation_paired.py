@@ -1,64 +1,51 @@
-"""How much faster is speculation than plain decoding on a GPU, and is it ever slower?
+"""How much faster than plain decoding are chains and trees of drafts on a GPU?
 
 The bundled model and its head in Llama-3.1-8B's geometry (`inflate.py`, `inflate_head.py`), or for
-STANDALONE its draft model in that of Llama-3.2-1B, prompts of held-out code, two Engines side by
-side: one without a drafter and one with. Rounds of both at each number of requests at once, in
-turn, so that each ratio is of runs side by side. What is asked: `goals.py`. Stored after each
-round; rounds end before --budget-s does.
+STANDALONE its draft model in that of Llama-3.2-1B, prompts of held-out code, and an Engine a way:
+one without a drafter, one with up to --num-steps drafts by load, and one for each of --shapes. They
+take turns at each number of requests at once (`paired.py`). A shape is TOPK x STEPS x TOKENS, as in
+the flags `--speculative-eagle-topk`, `--speculative-num-steps` and
+`--speculative-num-draft-tokens`; with TOPK 1 it is a chain of that length in every step.
 
     python -m benchmark.measure.speculation_paired --model-dir FOLDER      on a GPU
     python -m benchmark.measure.speculation_paired --model-dir FOLDER --algorithm STANDALONE
+    python -m benchmark.measure.speculation_paired --model-dir FOLDER --shapes 1x7x8 2x7x16
     python -m benchmark.measure.speculation_paired --model-path demo --device cpu --concurrency 1 4
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import itertools
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
-import sglang
-from benchmark.command import in_turn, ratios
-from benchmark.engine_load import Budget, LoadResult, accept_length, closed_loop, run_rounds
+from benchmark.engine_load import Budget, accept_length
 from benchmark.environment import ROOT, describe_environment
-from benchmark.goals import (
-    MIN_PAIRED_MEDIAN,
-    MIN_PAIRED_ROUND,
-    MIN_SPEED_UP_OF_ACCEPT_LENGTH,
-    MIN_STANDALONE_SPEED_UP,
-)
-from benchmark.held_out import held_out_prompts
 from benchmark.mtp_model import (
     INFLATED,
     SILENT_STD,
     SMALL_TARGET,
+    code_prompts,
     engine_flags,
     make_mtp_parser,
     model_path_of,
     settings,
     start_engine,
 )
+from benchmark.paired import MIN_PROMPTS, Paired, Way, closed_loops, print_ratios, store_rounds
 from benchmark.random_model import DRAFT_GEOMETRIES
-from sglang.srt.model_config import resolve_model_path
 
 PLAIN, DRAFTED = "plain", "drafted"
 STANDALONE = "STANDALONE"
 HEADS = {"EAGLE": "demo-eagle", "EAGLE3": "demo-eagle3", STANDALONE: "demo-draft"}
 DEFAULT_DRAFT_GEOMETRY = "llama-3.2-1b"
 DRAFT_VOCAB_SIZE = 32000  # of published EAGLE-3 heads for this geometry
-MIN_PROMPTS = 4  # of a lap
-BUSY, BUSY_LAPS = 64, 2  # so many requests at once are soon done with a lap
 
 
 @contextmanager
@@ -98,115 +85,67 @@ def inflate_draft(model: str, folder: str, arguments: argparse.Namespace) -> lis
     return command + [f"--{key.replace('_', '-')}={size}" for key, size in sizes]
 
 
-class Rounds:
-    """Speeds of both Engines at each number of requests at once, one per round."""
+class Shape(NamedTuple):
+    """Drafts of an Engine; `num_tokens` counts the certain one."""
 
-    def __init__(
-        self,
-        engines: dict[str, sglang.Engine],
-        prompts: list[list[int]],
-        loads: list[int],
-        params: dict[str, Any],
-    ) -> None:
-        self._engines = engines
-        self._prompts = prompts
-        self._params = params
-        self.results: dict[int, dict[str, list[LoadResult]]] = {
-            load: {kind: [] for kind in engines} for load in loads
+    topk: int
+    num_steps: int
+    num_tokens: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """
+        Raises:
+            ValueError: for other texts than TOPKxSTEPSxTOKENS.
+        """
+        topk, num_steps, num_tokens = map(int, text.split("x"))
+        return cls(topk, num_steps, num_tokens)
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """Those of the Engine; chains do not change with the load, as trees do not."""
+        return {
+            "speculative_eagle_topk": self.topk,
+            "speculative_num_steps": self.num_steps,
+            "speculative_num_draft_tokens": self.num_tokens,
+            "speculative_load_aware": "off",
         }
-        self.accept_lengths: dict[int, list[float]] = {load: [] for load in loads}
 
-    def run(self, number: int) -> float:
-        """One round; round 0 warms up and is not counted. Seconds."""
-        start = time.perf_counter()
-        runs = [*itertools.product(self.results, in_turn(self._engines, number))]
-        for load, kind in tqdm(runs, desc=f"round {number}", unit="run", mininterval=2.0):
-            prompts = self._prompts[: max(MIN_PROMPTS, load)]
-            laps = BUSY_LAPS if number and load >= BUSY else 1
-            engine = self._engines[kind]
-            result = asyncio.run(closed_loop(engine, prompts, self._params, load, laps))
-            if number:
-                self.results[load][kind].append(result)
-            if number and kind == DRAFTED:
-                found = accept_length(engine, prompts[:MIN_PROMPTS], self._params)
-                self.accept_lengths[load].append(found)
-        return time.perf_counter() - start
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Of each load, drafted beside plain."""
-        rows = []
-        for load, found in self.results.items():
-            speeds = {kind: [each.tok_s for each in results] for kind, results in found.items()}
-            by_round = ratios(speeds[DRAFTED], speeds[PLAIN])
-            accept_length = statistics.median(self.accept_lengths[load])
-            rows.append(
-                {
-                    "requests": load,
-                    "plain_tok_s": [round(speed, 1) for speed in speeds[PLAIN]],
-                    "drafted_tok_s": [round(speed, 1) for speed in speeds[DRAFTED]],
-                    "ratios": [round(ratio, 4) for ratio in by_round],
-                    "median": round(statistics.median(by_round), 4),
-                    "lowest": round(min(by_round), 4),
-                    "accept_length": round(accept_length, 4),
-                    "of_accept_length": round(statistics.median(by_round) / accept_length, 4),
-                }
-            )
-        return rows
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
 
 
 def measure(
     arguments: argparse.Namespace, model_path: str, head_path: str, budget: Budget
 ) -> dict[str, Any]:
-    """All rounds; the result is stored after each."""
-    loads = arguments.concurrency
-    prompts, source = held_out_prompts(
-        resolve_model_path(model_path),
-        max(MIN_PROMPTS, *loads),
-        arguments.prompt_tokens,
-        arguments.seed,
-    )
+    """Runs all rounds; the result is stored after each."""
+    prompts, source = code_prompts(arguments, model_path)
     result = {**describe_environment(), **settings(arguments), "prompts": source}
     result |= {"algorithm": arguments.algorithm, "num_steps": arguments.num_steps}
     if arguments.algorithm == STANDALONE:
         result["draft_geometry"] = arguments.draft_geometry
-    flags = engine_flags(arguments, model_path)
     drafter = {
         "speculative_algorithm": arguments.algorithm,
         "speculative_draft_model_path": head_path,
-        "speculative_num_steps": arguments.num_steps,
     }
+    flags = {PLAIN: {}, DRAFTED: {**drafter, "speculative_num_steps": arguments.num_steps}}
+    flags |= {str(shape): {**drafter, **shape.flags} for shape in arguments.shapes}
     params = {"temperature": 0, "max_new_tokens": arguments.new_tokens, "ignore_eos": True}
-    starts = {}
-    begin = time.perf_counter()
-    with start_engine(flags) as plain:
-        starts[PLAIN] = round(time.perf_counter() - begin, 1)
-        begin = time.perf_counter()
-        with start_engine(flags, **drafter) as drafted:
-            starts[DRAFTED] = round(time.perf_counter() - begin, 1)
-            result["startup_s"] = starts
-            rounds = Rounds({PLAIN: plain, DRAFTED: drafted}, prompts, loads, params)
-            rounds.run(0)
-            run_rounds(rounds, budget, arguments, result)
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(start_engine(engine_flags(arguments, model_path), **more))
+            for name, more in flags.items()
+        }
+        result["accept_length"] = {
+            name: round(accept_length(engine, prompts[:MIN_PROMPTS], params), 4)
+            for name, engine in engines.items()
+            if name != PLAIN
+        }
+        ways = {name: Way(engine, params) for name, engine in engines.items()}
+        pairs = [(name, PLAIN) for name in ways if name != PLAIN]
+        paired = Paired(closed_loops(ways, prompts), arguments.concurrency, pairs)
+        store_rounds(paired, budget, arguments, result)
     return result
-
-
-def print_result(result: dict[str, Any]) -> None:
-    """The ratios of each round, and what was asked of them."""
-    print(f"\n{result['rounds']} rounds, {result['seconds']:.0f} s; starts {result['startup_s']}")
-    for row in result["rows"]:
-        is_fast = row["median"] >= MIN_PAIRED_MEDIAN and row["lowest"] >= MIN_PAIRED_ROUND
-        is_share = result["algorithm"] != STANDALONE
-        goals = MIN_SPEED_UP_OF_ACCEPT_LENGTH if is_share else MIN_STANDALONE_SPEED_UP
-        asked = goals.get(row["requests"], 0.0)
-        reached = row["of_accept_length"] if is_share else row["median"]
-        verdict = "ok  " if is_fast and reached >= asked else "MISS"
-        rounds = " ".join(f"{ratio:.3f}" for ratio in row["ratios"])
-        print(
-            f"{verdict} {row['requests']:3d} at once: median {row['median']:.3f} lowest"
-            f" {row['lowest']:.3f} ({rounds}), accept length {row['accept_length']:.2f},"
-            f" {row['of_accept_length']:.3f} of it (asked {'of it' if is_share else 'median'}"
-            f" {asked:.2f})"
-        )
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -215,6 +154,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     add("--algorithm", choices=HEADS, default="EAGLE3")
     add("--num-steps", type=int, default=3, help="drafts of a chain")
+    add("--shapes", type=Shape.parse, nargs="*", default=[], help="more ways, such as 2x7x16")
     add("--draft-model", help="folder of a head or draft model; default: the bundled one")
     add(
         "--draft-geometry",
@@ -222,7 +162,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default=DEFAULT_DRAFT_GEOMETRY,
         help="of an inflated draft model",
     )
-    parser.set_defaults(budget_s=250.0)
+    parser.set_defaults(budget_s=250.0, rounds=12)
     return parser.parse_args(argv)
 
 
@@ -232,7 +172,8 @@ def main() -> None:
     budget = Budget(arguments.budget_s, time.perf_counter())
     with model_path_of(arguments) as model_path, head_path_of(arguments) as head_path:
         result = measure(arguments, model_path, head_path, budget)
-    print_result(result)
+    print(f"accept lengths: {result['accept_length']}")
+    print_ratios(result["rows"])
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from benchmark.command import make_parser, store
 from benchmark.engine_load import random_prompts
 from benchmark.environment import describe_environment
 from benchmark.kernel_times import events_of, print_times, sums
-from benchmark.measure.decode_steps import INPUT_LEN
+from benchmark.measure.long_prompts import DECODE_INPUT_LEN as INPUT_LEN
 from benchmark.random_model import GEOMETRIES, random_head, random_model
 from sglang.bench_one_batch import OneBatch
 from sglang.srt.garbage import keep_out_of_collections

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md on attention apart from a model."""
+"""The tables that `benchmark.measure.attention` prints."""
 
 from __future__ import annotations
 

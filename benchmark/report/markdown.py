@@ -15,8 +15,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def measured_by(result: Result) -> str:
     """The commit that was measured and its command, which may have another path today."""
-    commit = result["commit"][:12] + (" with local changes" if result.get("dirty") else "")
-    return f"commit {commit} (at that commit: `{result['command']}`)"
+    return f"commit {result['commit'][:12]} (at that commit: `{result['command']}`)"
 
 
 def provenance(result: Result) -> str:

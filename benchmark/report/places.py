@@ -10,12 +10,11 @@ from functools import partial
 from pathlib import Path
 
 from benchmark.report import (
-    attention_tables,
     document_tables,
-    performance_tables,
+    headline_tables,
     plots,
-    prompt_tables,
     speculation_tables,
+    stream_tables,
 )
 from benchmark.report.markdown import Result, provenance
 
@@ -31,19 +30,30 @@ class Table:
         results: pattern of the files in benchmark/results/; each becomes a column or a row.
         make: the Markdown, from the contents of those files in order.
         has_provenance: below the table stands where each result was measured.
+        command: that makes the results, where one command makes all.
     """
 
     page: str
     results: str
     make: Callable[[list[Result]], str]
     has_provenance: bool = False
+    command: str | None = None
 
     def text(self, root: Path) -> str:
-        """The part, from the results under `root`."""
+        """The part, from the results under `root`.
+
+        Raises:
+            SystemExit: a result is of no commit, or of changed files.
+        """
         files = sorted((root / RESULTS).glob(self.results))
         if not files:
-            return f"Not measured yet: there is no `{RESULTS}/{self.results}`.\n"
+            if self.command is not None:
+                return f"`{self.command}` has not been run at this commit.\n"
+            return f"Not measured: there is no `{RESULTS}/{self.results}`.\n"
         found: list[Result] = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        for file, result in zip(files, found, strict=True):
+            if result.get("dirty") or result.get("commit") == "unknown":
+                raise SystemExit(f"{file} was measured of files that are not those of a commit.")
         text = self.make(found)
         if self.has_provenance:
             text += "\n" + "\n".join(provenance(result) for result in found)
@@ -74,92 +84,46 @@ class Plot:
         self.draw(json.loads(file.read_text(encoding="utf-8")), path)
 
 
-README, MTP, PAUSE = "README.md", "docs/mtp.md", "docs/pause.md"
-RELIABILITY = "docs/reliability.md"
-SPECULATION, ADAPTIVE = "docs/speculation.md", "docs/adaptive.md"
-TILESPEC = "docs/tilespec.md"
+README, MTP, PERFORMANCE = "README.md", "docs/mtp.md", "docs/performance.md"
+RELIABILITY, ADAPTIVE = "docs/reliability.md", "docs/adaptive.md"
+
+
+def headline(page: str, make: Callable[[list[Result]], str]) -> Table:
+    """Makes a table of the result of `benchmark.headline`."""
+    return Table(page, "headline.json", make, command="python -m benchmark.headline")
+
+
 TABLES = {
-    "engine_vs_transformers": Table(
-        README, "engine_vs_transformers.json", document_tables.engine_vs_transformers
+    "headline_first": headline(
+        README, partial(headline_tables.figures, names=headline_tables.FIRST)
     ),
+    "headline_measured": headline(PERFORMANCE, headline_tables.measured),
+    **{
+        f"headline_{name}": headline(PERFORMANCE, partial(headline_tables.figures, names=names))
+        for name, names in headline_tables.PAGE.items()
+    },
+    **{
+        name: Table(PERFORMANCE, f"{name}.json", make, has_provenance=True)
+        for name, make in (
+            ("streams_by_bound", stream_tables.streams_by_bound),
+            ("lists_beside_streams", stream_tables.lists_beside),
+        )
+    },
     "train_mtp": Table(MTP, "train_mtp_tiny_code.json", document_tables.train_mtp),
-    "mtp_cpu": Table(MTP, "mtp_cpu.json", document_tables.mtp_cpu),
-    "eagle_rounds": Table(
-        SPECULATION, "eagle_rounds.json", performance_tables.eagle_rounds, has_provenance=True
-    ),
-    "speculation_paired": Table(
-        SPECULATION,
-        "speculation_paired*.json",
-        speculation_tables.speculation_paired,
-        has_provenance=True,
-    ),
-    "standalone_paired": Table(
-        SPECULATION,
-        "standalone_paired*.json",
-        speculation_tables.standalone_paired,
-        has_provenance=True,
-    ),
-    "ngram_rounds": Table(
-        SPECULATION, "ngram_rounds*.json", speculation_tables.ngram_rounds, has_provenance=True
-    ),
     "adaptive_steps": Table(
         ADAPTIVE, "adaptive_steps*.json", speculation_tables.adaptive_steps, has_provenance=True
     ),
-    "tile_spec": Table(
-        TILESPEC, "tile_spec*.json", speculation_tables.tile_spec, has_provenance=True
+    "adaptive_stationary_throughput": Table(
+        ADAPTIVE,
+        "adaptive_stationary_throughput*.json",
+        partial(speculation_tables.adaptive_stationary, way_name="throughput"),
+        has_provenance=True,
     ),
-    "swept_rows": Table(
-        TILESPEC, "swept_rows*.json", speculation_tables.swept_rows, has_provenance=True
-    ),
-    "tree_shapes": Table(
-        SPECULATION, "tree_shapes*.json", speculation_tables.tree_shapes, has_provenance=True
-    ),
-    **{
-        f"adaptive_stationary_{name}": Table(
-            ADAPTIVE,
-            f"adaptive_stationary_{name}*.json",
-            partial(speculation_tables.adaptive_stationary, way_name=way),
-            has_provenance=True,
-        )
-        for name, way in (("throughput", "throughput"), ("ema", "EMA, conservative"))
-    },
     "adaptive_costs": Table(
         ADAPTIVE, "adaptive_costs*.json", speculation_tables.adaptive_costs, has_provenance=True
     ),
     "costly_requests": Table(
         RELIABILITY, "costly_requests.json", document_tables.costly_requests, has_provenance=True
     ),
-    "pause_latency": Table(PAUSE, "pause_latency_cpu.json", document_tables.pause_latency),
-    **{
-        name: Table("docs/performance.md", results, make, has_provenance=True)
-        for name, results, make in (
-            ("decode_steps", "decode_steps*.json", performance_tables.decode_steps),
-            ("step_profile", "step_profile.json", performance_tables.step_profile),
-            ("layer_ops", "layer_ops.json", performance_tables.layer_ops),
-            ("return_costs", "return_costs.json", performance_tables.return_costs),
-            ("before_after", "before_after*.json", performance_tables.before_after),
-            ("throughput", "throughput*.json", performance_tables.throughput),
-            ("startup", "startup*.json", performance_tables.startup),
-            ("long_prompts", "long_prompts*.json", prompt_tables.long_prompts),
-            ("prompt_lists", "prompt_lists*.json", prompt_tables.long_prompts),
-            ("prefill_profile", "prefill_profile.json", prompt_tables.prefill_profile),
-            ("attention_prompts", "attention.json", attention_tables.attention_prompts),
-            ("attention_decodes", "attention.json", attention_tables.attention_decodes),
-            ("step_gaps", "step_gaps*.json", prompt_tables.step_gaps),
-            ("http_streams", "http_streams*.json", prompt_tables.http_streams),
-            ("streams_by_bound", "streams_by_bound*.json", prompt_tables.http_streams),
-            ("http_overhead", "http_overhead.json", prompt_tables.http_overhead),
-            ("load_weights", "load_weights*.json", prompt_tables.load_weights),
-            ("mtp_gpu", "mtp_gpu.json", performance_tables.mtp_gpu),
-            ("mtp_checks", "mtp_gpu*.json", performance_tables.mtp_checks),
-            ("mtp_paired", "mtp_paired*.json", performance_tables.mtp_paired),
-        )
-    },
 }
-PLOTS = {
-    "mtp_throughput.svg": Plot("mtp_gpu", plots.draw_mtp_throughput),
-    "adaptive_steps.svg": Plot("adaptive_steps", plots.draw_adaptive_steps),
-    "tile_spec.svg": Plot("tile_spec", plots.draw_tile_spec),
-    "eagle_rounds.svg": Plot("eagle_rounds", plots.draw_eagle_rounds),
-    "step_profile.svg": Plot("step_profile", plots.draw_step_profile),
-}
+PLOTS = {"adaptive_steps.svg": Plot("adaptive_steps", plots.draw_adaptive_steps)}

@@ -1,4 +1,4 @@
-"""The pure parts of the benchmarks: loads, prompts, checks, phases of a log."""
+"""The pure parts of the benchmarks: loads, prompts, phases of a log."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from typing import Any
 
 import pytest
 
-from benchmark import goals, gpu_load, held_out
+from benchmark import gpu_load, held_out
 from benchmark.command import in_turn
-from benchmark.engine_load import Budget, LoadResult, closed_loop, random_prompts
-from benchmark.measure import mtp_gpu, mtp_paired, speculation_paired, startup, throughput
-from benchmark.mtp_checks import FIXED, K_1, KINDS, LOAD_AWARE, PLAIN, Samples, checks_of
-from benchmark.random_model import GEOMETRIES
+from benchmark.engine_load import (
+    Budget,
+    LoadResult,
+    closed_loop,
+    random_prompts,
+    varied_lengths,
+)
+from benchmark.measure import mtp_paired, startup
 from sglang.bench_one_batch import OneBatch
 from sglang.srt.server_args import ServerArgs
 from training.corpus import is_held_out
@@ -86,6 +90,15 @@ def load_of(
         return result, engine
 
     return asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_prompts", [1, 4, 16, 128])
+def test_varied_lengths_have_the_mean_and_are_the_same_each_time(num_prompts: int) -> None:
+    lengths = varied_lengths(num_prompts, 128)
+    assert sum(lengths) == 128 * num_prompts
+    assert 96 <= min(lengths) <= max(lengths) <= 160
+    assert len(set(lengths)) == min(num_prompts, 65)
+    assert lengths == varied_lengths(num_prompts, 128)
 
 
 def test_a_closed_loop_keeps_as_many_requests_running_as_it_has_clients() -> None:
@@ -240,83 +253,10 @@ def test_without_held_out_packages_the_result_says_what_the_prompts_are(
     assert "trained on" in source.note
 
 
-def samples_of(load: int, speeds: dict[str, list[float]]) -> Samples:
-    """All kinds are as fast as plain, but for those given; two tokens per step at k=8."""
-    sample = Samples(load)
-    for kind in KINDS:
-        for tok_s in speeds.get(kind, speeds[PLAIN]):
-            per_step = 2.0 if kind == FIXED[8] else 1.0
-            sample.add(kind, LoadResult(1000 / tok_s, 1000, per_step, 4))
-    return sample
-
-
-def test_ratios_are_medians_of_those_within_a_round() -> None:
-    sample = samples_of(1, {PLAIN: [100.0, 200.0, 400.0], K_1: [110.0, 100.0, 440.0]})
-    row = sample.row()["kinds"][K_1]
-    assert row["ratio_to_plain"] == 1.1
-    assert row["tok_s"] == 110.0
-
-
-def test_few_requests_are_judged_by_the_tokens_per_step_of_one() -> None:
-    one = samples_of(1, {PLAIN: [100.0], FIXED[8]: [190.0], LOAD_AWARE: [170.0]})
-    four = samples_of(4, {PLAIN: [400.0], FIXED[8]: [790.0], LOAD_AWARE: [720.0]})
-    found = {
-        (check["what"].split(":")[0], check["requests"]): (check["value"], check["passed"])
-        for check in checks_of([one, four])
-        if "tokens/step" in check["what"]
-    }
-    assert found == {
-        (FIXED[8], 1): (0.95, True),
-        (LOAD_AWARE, 1): (0.85, False),
-        (FIXED[8], 4): (0.9875, True),
-        (LOAD_AWARE, 4): (0.9, True),
-    }
-
-
-def test_sixteen_requests_are_judged_by_the_best_fixed_k() -> None:
-    speeds = {PLAIN: [100.0], FIXED[3]: [150.0], FIXED[8]: [50.0], LOAD_AWARE: [141.0]}
-    checks = [check for check in checks_of([samples_of(16, speeds)]) if "best" in check["what"]]
-    assert [(check["value"], check["passed"]) for check in checks] == [(0.94, False)]
-    assert "k=3" in checks[0]["what"]
-
-
-def test_every_load_is_judged_beside_plain() -> None:
-    speeds = {PLAIN: [100.0], LOAD_AWARE: [96.0], K_1: [97.5]}
-    checks = checks_of([samples_of(64, speeds), samples_of(128, {PLAIN: [10.0]})])
-    found = [(check["requests"], check["value"], check["passed"]) for check in checks]
-    assert found == [(64, 0.96, False), (64, 0.975, True), (128, 1.0, True), (128, 1.0, True)]
-
-
-def test_chosen_kinds_stand_beside_plain() -> None:
-    assert mtp_gpu.parse(["--kinds", K_1, FIXED[8]]).kinds == [PLAIN, K_1, FIXED[8]]
-    assert mtp_gpu.parse([]).kinds == list(KINDS)
-    sample = Samples(1)
-    for kind, seconds in ((PLAIN, 2.0), (FIXED[8], 1.0)):
-        sample.add(kind, LoadResult(seconds, 1000, 2.0, 4))
-    assert list(sample.row()["kinds"]) == [PLAIN, FIXED[8]]
-    assert [check["what"][:13] for check in checks_of([sample])] == ["k=8 tau 0.9: "]
-
-
-def test_a_lap_has_a_prompt_for_each_request_at_once_and_a_few_at_least() -> None:
-    assert [mtp_gpu.num_prompts(load) for load in (1, 4, 16, 64, 128)] == [12, 12, 48, 64, 128]
-    assert [mtp_gpu.num_laps(load) for load in (1, 4, 16, 64, 128)] == [1, 2, 1, 1, 1]
-
-
 def test_a_timed_batch_runs_to_its_end() -> None:
     batch = OneBatch(ServerArgs(model_path="demo", device="cpu", context_length=64))
     assert batch.wall_s([[5, 6], [7]], 5) > 0.0
     assert [len(token_ids) for token_ids in batch.outputs.values()] == [5, 5]
-
-
-def test_throughput_counts_new_tokens_over_the_whole_time() -> None:
-    def wall_s(prompts: list[list[int]], num_new: int) -> float:
-        return len(prompts) * (1.0 + 0.5 * (num_new - 1))
-
-    runs = throughput.measure(wall_s, 2, lambda seed: random_prompts(4, 2, 50, seed), 7)
-    found = throughput.summarize(runs, 4, 7)
-    assert len(runs) == 2
-    assert found["output_tok_s"] == 1.8  # 28 tokens in 16 s
-    assert found["prefill_share"] == 0.25
 
 
 def test_clock_and_power_are_medians_of_what_is_known() -> None:
@@ -329,12 +269,6 @@ def test_clock_and_power_are_medians_of_what_is_known() -> None:
         "power_limit_w": 700.0,
     }
     assert gpu_load.medians("") == {}
-
-
-def test_only_the_shape_that_is_asked_about_is_judged() -> None:
-    assert throughput.settings(throughput.parse([]))["asked"] == goals.THROUGHPUT_TOK_S.asked
-    assert "asked" not in throughput.settings(throughput.parse(["--num-prompts", "8"]))
-    assert goals.THROUGHPUT_SHAPE["geometry"] in GEOMETRIES
 
 
 def test_phases_are_read_from_the_log_as_the_server_writes_it() -> None:
@@ -396,16 +330,3 @@ def test_paired_rounds_are_judged_by_their_median_and_their_lowest() -> None:
         found = mtp_paired.summary(speeds, plain, [1.0] * 5)
         assert found["passed"] == passed
         assert found["lowest"] == pytest.approx(min(speeds) / 100)
-
-
-def test_rounds_of_speculation_are_compared_one_by_one() -> None:
-    engines: dict[str, Any] = {speculation_paired.PLAIN: None, speculation_paired.DRAFTED: None}
-    rounds = speculation_paired.Rounds(engines, [], [4], {})
-    for plain, drafted in ((100.0, 250.0), (120.0, 240.0), (100.0, 210.0)):
-        found = rounds.results[4]
-        found[speculation_paired.PLAIN].append(LoadResult(1.0, plain, 1.0, 4))
-        found[speculation_paired.DRAFTED].append(LoadResult(1.0, drafted, 1.0, 4))
-        rounds.accept_lengths[4].append(2.8)
-    [row] = rounds.rows()
-    assert row["ratios"] == [2.5, 2.0, 2.1]
-    assert (row["median"], row["lowest"], row["of_accept_length"]) == (2.1, 2.0, 0.75)

@@ -14,7 +14,6 @@ from tokenizers import pre_tokenizers
 from benchmark.made_up_tokenizer import SPECIAL_TOKENS, write_tokenizer
 from benchmark.measure import http_overhead
 from benchmark.paced_server import FIRST_PLAIN_ID, PacedScheduler
-from benchmark.report import prompt_tables
 from benchmark.stream_ways import ROUTES
 from sglang.srt.messages.control import AbortReq, HealthPing
 from sglang.srt.messages.requests import BatchTokenIDOutput, TokenizedGenerateReqInput
@@ -68,22 +67,6 @@ def test_engine_and_server_have_the_same_flags() -> None:
         name = word.removeprefix("--").replace("-", "_")
         found[name] = True if flags[name] is True else next(words)
     assert found == {name: True if value is True else str(value) for name, value in flags.items()}
-
-
-def test_http_is_judged_beside_the_engine() -> None:
-    def row(way: str, tok_s: float, **more: Any) -> dict[str, Any]:
-        return {"way": way, "tok_s": tok_s, "cpu_shares": {"client": 0.2}, **more}
-
-    rows = [row("Engine", 9000.0), row("a", 8550.0, over_engine=0.95)]
-    rows.append(row("b", 8540.0, over_engine=0.949))
-    shape = {"clients": 64, "input_len": 128, "output_len": 256, "asked_over_engine": 0.95}
-    text = prompt_tables.http_overhead([{**shape, "rows": rows}])
-    cells = [line.split(" | ") for line in text.splitlines()[2:]]
-    assert [line[2:5] for line in cells] == [
-        ["-", "-", "20%"],
-        ["0.950", "yes", "20%"],
-        ["0.949", "**no**", "20%"],
-    ]
 
 
 def test_a_result_without_a_model_does_not_replace_that_of_a_gpu() -> None:

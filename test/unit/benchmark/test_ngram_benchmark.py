@@ -7,23 +7,21 @@ from typing import Any, cast
 
 import pytest
 
-from benchmark.engine_load import LoadResult
 from benchmark.measure.ngram_rounds import (
     KNOWN,
     NGRAM,
     NOVEL,
     PLAIN,
     REPEATS,
-    Rounds,
     Salted,
-    compared,
     host_row,
-    is_reached,
     parse,
     print_result,
     repeated,
+    work_run,
     works_of,
 )
+from benchmark.paired import Paired
 
 
 class FakeEngine:
@@ -62,38 +60,17 @@ def test_each_work_is_measured_at_each_load_with_both() -> None:
     works = works_of([[0, *range(10, 19)]] * 8, num_new=7)
     both = {kind: cast(Any, FakeEngine(count)) for kind, count in ((PLAIN, 2), (NGRAM, 6))}
     engines = {kind: dict.fromkeys(works, engine) for kind, engine in both.items()}
-    rounds = Rounds(engines, works, [1, 4])
+    run, name_of = work_run(works, engines)
+    loads = [name_of(name, count) for name in works for count in (1, 4)]
+    paired = Paired(run, loads, [(NGRAM, PLAIN)])
     for number in range(3):
-        rounds.run(number)
-    rows = rounds.rows()
-    assert [(row["work"], row["requests"]) for row in rows] == [
-        (work, load) for work in (REPEATS, NOVEL, KNOWN) for load in (1, 4)
+        paired.round(number)
+    rows = paired.rows()
+    assert [row["load"] for row in rows] == [
+        f"{work}, {load}" for work in (REPEATS, NOVEL, KNOWN) for load in (1, 4)
     ]
-    assert all(len(row["ratios"]) == 2 for row in rows)
-    assert {row["verified_drafts"] for row in rows} == {2.0}
-
-
-def found(plain: list[float], ngram: list[float]) -> dict[str, Any]:
-    speeds = {PLAIN: plain, NGRAM: ngram}
-    return compared(
-        {kind: [LoadResult(1.0, each, 1.0, 4) for each in speeds[kind]] for kind in speeds}
-    )
-
-
-@pytest.mark.parametrize(
-    ("work", "requests", "ngram", "reached"),
-    [
-        (REPEATS, 1, [199.0, 201.0, 202.0], True),
-        (REPEATS, 1, [150.0, 150.0, 150.0], False),
-        (REPEATS, 8, [150.0, 150.0, 150.0], True),
-        (NOVEL, 1, [98.0, 99.5, 100.0], True),
-        (NOVEL, 1, [98.0, 98.0, 100.0], False),
-        (NOVEL, 1, [96.0, 100.0, 100.0], False),
-    ],
-)
-def test_what_is_asked(work: str, requests: int, ngram: list[float], reached: bool) -> None:
-    row = {"work": work, "requests": requests, **found([100.0] * 3, ngram)}
-    assert is_reached(row) == reached
+    assert all(len(row["ratios"]["ngram / plain"]["ratios"]) == 2 for row in rows)
+    assert {count for row in rows for count in row["ways"][NGRAM]["verified_drafts"]} == {2.0}
 
 
 def test_the_host_is_timed_with_drafts_and_without(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,9 +78,6 @@ def test_the_host_is_timed_with_drafts_and_without(capsys: pytest.CaptureFixture
     row = host_row(arguments)
     assert min(row["ngram_us"], row["plain_us"]) > 0
     assert row["added_us"] == pytest.approx(row["ngram_us"] - row["plain_us"], abs=0.2)
-    rows = [{"work": NOVEL, "requests": 1, **found([100.0], [99.0])}]
     for added_us, verdict in ((299.0, "ok   host"), (301.0, "MISS host")):
-        print_result({"host": row | {"added_us": added_us}, "rows": rows})
-        out = capsys.readouterr().out
-        assert f"{verdict}, batch 2" in out
-        assert "ok   novel" in out
+        print_result({"host": row | {"added_us": added_us}, "rows": []})
+        assert f"{verdict}, batch 2" in capsys.readouterr().out

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmark import goals
 from benchmark.command import add_schedule_options, schedule_flags
 from benchmark.kernel_times import Event, kind_of, sums
 from benchmark.measure import http_streams, load_weights, long_prompts, step_gaps
@@ -54,8 +53,7 @@ def test_only_flags_that_are_given_reach_the_server(
     assert schedule_flags(parser.parse_args(words)) == flags
 
 
-def test_every_load_has_a_goal_and_every_goal_a_load() -> None:
-    assert [case.name for case in CASES] == list(goals.LONG_PROMPTS)
+def test_a_load_fits_into_the_context() -> None:
     assert all(case.input_len + case.output_len <= long_prompts.CONTEXT_LEN for case in CASES)
 
 

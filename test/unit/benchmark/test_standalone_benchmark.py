@@ -11,7 +11,9 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmark import inflate
-from benchmark.measure.speculation_paired import HEADS, inflate_draft, parse, print_result
+from benchmark.engine_load import Budget
+from benchmark.measure.speculation_paired import Shape, inflate_draft, measure, parse
+from benchmark.paired import print_ratios
 from benchmark.random_model import DRAFT_GEOMETRIES, LLAMA_8B
 from mtp_oracle import load_reference
 from sglang.srt.model_config import DEMO_MODELS_DIR, load_model_config
@@ -60,13 +62,25 @@ def test_the_larger_draft_model_says_what_the_small_one_says(draft: Path, tmp_pa
     assert (logits.argmax(-1) < 4096).all()
 
 
-def test_a_draft_model_is_judged_by_its_speed_up(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = parse(["--algorithm", "STANDALONE", "--draft-model", "folder"])
-    assert arguments.draft_geometry == "llama-3.2-1b"
-    assert HEADS[arguments.algorithm] == "demo-draft"
-    row = {"requests": 1, "lowest": 1.4, "ratios": [1.4], "accept_length": 2.5}
-    for median, verdict in ((1.4, "MISS"), (1.6, "ok")):
-        rows = [{**row, "median": median, "of_accept_length": median / 2.5}]
-        result = {"algorithm": "STANDALONE", "rounds": 1, "seconds": 1.0, "startup_s": {}}
-        print_result({**result, "rows": rows})
-        assert capsys.readouterr().out.splitlines()[2].startswith(verdict)
+def test_shapes_are_ways_beside_chains_by_load(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bundled model on a CPU."""
+    argv = ["--model-path", "demo", "--device", "cpu", "--shapes", "2x3x6", "--rounds", "1"]
+    argv += ["--concurrency", "2", "--prompt-tokens", "16", "--new-tokens", "12"]
+    arguments = parse([*argv, "--out", str(tmp_path / "found.json")])
+    measure(arguments, "demo", "demo-eagle3", Budget(300.0, 0.0))
+    result = json.loads((tmp_path / "found.json").read_text())
+    [row] = result["rows"]
+    assert row["ratios"].keys() == {"drafted / plain", "2x3x6 / plain"}
+    assert 1 <= result["accept_length"]["2x3x6"] <= 4
+    print_ratios(result["rows"])
+    assert "2x3x6 / plain" in capsys.readouterr().out
+
+
+def test_a_shape_is_three_numbers() -> None:
+    assert Shape.parse("4x5x8") == Shape(topk=4, num_steps=5, num_tokens=8)
+    assert str(Shape.parse("1x3x4")) == "1x3x4"
+    for text in ("4x5", "4x5x8x1", "x", "axbxc"):
+        with pytest.raises(ValueError, match=r"values to unpack|invalid literal"):
+            Shape.parse(text)

@@ -186,26 +186,36 @@ class LookaheadRows:
             limit: the most tokens that an adjustable request may predict.
             longest_pending: the most pending tokens that a request has; None if that is not known.
         """
-        counts = StepCounts([], [], [], [])
-        max_accepted, looks_ahead, max_pending = list[int](), list[bool](), list[int]()
-        for i, row in enumerate(batch.rows):
-            num_prompt = batch.num_prompt_tokens[i]
-            k = self.max_predicted[row]
-            if self.is_adjustable(row):
-                k = min(k, limit)
-            k = k if batch.emits[i] else 0
-            bound = self._max_pending(row, num_prompt, longest_pending)
-            q_len = (num_prompt or bound) + max(k - 1, 0)
-            reads_pending = self.emits_only_confirmed[row] and not num_prompt
-            counts.q_lens.append(q_len)
-            max_pending.append(bound)
-            counts.num_predicted.append(k)
-            counts.num_read.append(q_len if reads_pending else k)
-            max_accepted.append(bound if self.emits_only_confirmed[row] else k)
-            counts.emits_only_confirmed.append(self.emits_only_confirmed[row])
-            looks_ahead.append(batch.emits[i] and self.max_predicted[row] > 1)
+        prompts, rows = batch.num_prompt_tokens, batch.rows
+        predicted = [
+            self._num_predicted(row, limit) if emits else 0
+            for row, emits in zip(rows, batch.emits, strict=True)
+        ]
+        pending = [
+            self._max_pending(row, num_prompt, longest_pending)
+            for row, num_prompt in zip(rows, prompts, strict=True)
+        ]
+        looks_ahead = [
+            emits and self.max_predicted[row] > 1
+            for row, emits in zip(rows, batch.emits, strict=True)
+        ]
+        for row, k in zip(rows, predicted, strict=True):
             if k:
                 self._pending_bounds[row] = k
-        is_plain = max(counts.num_predicted) <= 1 and max(max_pending) == 1
-        counts = replace(counts, is_plain=is_plain)
-        return LookaheadPlan(counts, max_accepted, looks_ahead, max_pending)
+        if max(predicted) <= 1 and max(pending) == 1:
+            return LookaheadPlan(StepCounts.plain(batch), pending, looks_ahead, pending)
+        confirms = [self.emits_only_confirmed[row] for row in rows]
+        counts, max_accepted = StepCounts([], [], predicted, confirms), list[int]()
+        for k, bound, num_prompt, is_confirmed in zip(
+            predicted, pending, prompts, confirms, strict=True
+        ):
+            q_len = (num_prompt or bound) + max(k - 1, 0)
+            counts.q_lens.append(q_len)
+            counts.num_read.append(q_len if is_confirmed and not num_prompt else k)
+            max_accepted.append(bound if is_confirmed else k)
+        return LookaheadPlan(counts, max_accepted, looks_ahead, pending)
+
+    def _num_predicted(self, row: int, limit: int) -> int:
+        """Tokens that a request predicts in a step that emits some of it."""
+        k = self.max_predicted[row]
+        return min(k, limit) if self.is_adjustable(row) else k

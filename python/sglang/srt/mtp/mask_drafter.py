@@ -154,7 +154,8 @@ class MaskDrafter:
             max_pending=max(plan.max_pending),
             max_accepted=max(1, *plan.max_accepted),
             lookahead_token=config.mask_token_id,
-            wants_probs=any(lookahead.host_thresholds[row] > 0 for row in batch.rows),
+            wants_probs=not plan.counts.is_plain
+            and any(lookahead.host_thresholds[row] > 0 for row in batch.rows),
             accepts_unconfirmed=self._ops.num_confident if is_unconfirmed else None,
             tier=0 if budget is None else limit,
         )

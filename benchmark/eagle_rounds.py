@@ -1,0 +1,98 @@
+"""Milliseconds of a round of EAGLE by batch size, and tokens per second of a full load.
+
+Random weights: a head of one layer that shares the target's output head drafts NUM_STEPS tokens in
+a chain. How many are accepted is pinned by SGLANG_SIMULATE_ACC_LEN, since random weights agree in
+nothing. A round is (wall(256 new tokens) - wall(1 new token)) / rounds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import sglang
+from benchmark.engine_load import batch_wall_s, random_prompts
+from benchmark.random_model import GEOMETRIES, random_head, random_model
+from sglang.srt.model_config import resolve_model_path
+
+INPUT_LEN, OUTPUT_LEN = 128, 256
+NUM_STEPS = 3
+ACCEPT_LEN = 3.0  # tokens of a round on average, the model's own one counted
+LOAD = (512, 512, 128)  # prompts, tokens in, tokens out
+SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
+
+
+class EagleRounds:
+    """An Engine with a head that measures itself.
+
+    Args:
+        vocab_size: of its model.
+    """
+
+    def __init__(self, engine: sglang.Engine, vocab_size: int) -> None:
+        self._engine = engine
+        self._vocab_size = vocab_size
+        self._seeds = itertools.count()
+        self.num_rounds = self._count_rounds()
+
+    def round_ms(self, size: int, repeats: int) -> list[float]:
+        """Measures a round of a batch of `size` requests, `repeats` times."""
+        self._wall_s(size, INPUT_LEN, 8)  # warms up
+        found = []
+        for _ in range(repeats):
+            decoding_s = self._wall_s(size, INPUT_LEN, OUTPUT_LEN) - self._wall_s(
+                size, INPUT_LEN, 1
+            )
+            found.append(decoding_s / self.num_rounds * 1e3)
+        return found
+
+    def load_tok_s(self) -> float:
+        """Measures output tokens per second of LOAD."""
+        count, input_len, num_new = LOAD
+        return count * num_new / self._wall_s(count, input_len, num_new)
+
+    def _count_rounds(self) -> int:
+        """Counts those of a request of OUTPUT_LEN tokens."""
+        prompts = random_prompts(1, INPUT_LEN, self._vocab_size, next(self._seeds))
+        params = {"temperature": 0, "max_new_tokens": OUTPUT_LEN, "ignore_eos": True}
+        [answer] = self._engine.generate(input_ids=prompts, sampling_params=params)
+        return int(answer["meta_info"]["spec_verify_ct"])
+
+    def _wall_s(self, count: int, input_len: int, num_new: int) -> float:
+        """Takes the time of fresh random prompts, all sent at once."""
+        prompts = random_prompts(count, input_len, self._vocab_size, next(self._seeds))
+        return batch_wall_s(self._engine, prompts, num_new)
+
+
+def measure(
+    geometry: str, sizes: Sequence[int], repeats: int, has_load: bool
+) -> tuple[dict[int, list[float]], list[float]]:
+    """Starts an Engine and measures it.
+
+    Returns:
+        Milliseconds of a round by batch size, and tokens per second of LOAD, if it is asked for.
+    """
+    flags: dict[str, Any] = {"load_format": "dummy", "log_level": "error"}
+    with (
+        mock.patch.dict(os.environ, {SIMULATED: str(ACCEPT_LEN)}),
+        random_model(geometry) as folder,
+        random_head(folder) as head,
+        sglang.Engine(
+            model_path=folder,
+            tokenizer_path=str(resolve_model_path("demo")),
+            max_running_requests=max(sizes),
+            speculative_algorithm="EAGLE",
+            speculative_draft_model_path=head,
+            speculative_num_steps=NUM_STEPS,
+            **flags,
+        ) as engine,
+    ):
+        rounds = EagleRounds(engine, GEOMETRIES[geometry].vocab_size)
+        found = {}
+        for size in sizes:
+            found[size] = rounds.round_ms(size, repeats)
+            print(f"EAGLE, {size} at once: {found[size][0]:.2f} ms/round", flush=True)
+        return found, [rounds.load_tok_s()] if has_load else []

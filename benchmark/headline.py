@@ -1,0 +1,205 @@
+"""Measures what README and docs/performance.md promise: one commit, one card, one command.
+
+    python -m benchmark.headline --out FOLDER                  on an idle GPU, in about 15 minutes
+    python -m benchmark.headline --out FOLDER --parts plain    a part, at most 8 minutes
+    python -m benchmark.headline --merge FOLDER                the result that the pages quote
+    python -m benchmark.report                                 writes it into the pages
+
+Each part (`headline_parts.py`) is stored when it is done. Parts that FOLDER has already are not
+measured again; of another commit or card they are refused, as are results of changed files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmark.command import RESULTS, store
+from benchmark.environment import ROOT, describe_environment
+from benchmark.goals import HEADLINE, is_reached
+from benchmark.headline_parts import PARTS, Setting, stored
+
+RESULT = RESULTS / "headline.json"
+PART_LIMIT_S = 500.0  # parts plan to end in 8 minutes
+Result = dict[str, Any]
+
+
+class Refused(ValueError):
+    """A part that does not belong to the others."""
+
+
+def identity(result: Result) -> tuple[str, str]:
+    """Gives commit and card, in which all parts must agree."""
+    machine = result["machine"]
+    return result["commit"], machine.get("gpu", machine["cpu"])
+
+
+def read_parts(folder: Path, like: Result | None = None) -> dict[str, Result]:
+    """Reads the parts of a folder, by name.
+
+    Args:
+        like: whose commit and card they must have; None: those of the first.
+
+    Raises:
+        Refused: a part is of another commit or card.
+    """
+    files = {name: folder / f"{name}.json" for name in PARTS}
+    parts = {
+        name: json.loads(file.read_text(encoding="utf-8"))
+        for name, file in files.items()
+        if file.is_file()
+    }
+    for name, part in parts.items():
+        like = like or part
+        if identity(part) != identity(like):
+            mine, others = (" on ".join(identity(each)) for each in (part, like))
+            raise Refused(f"{files[name]} is of {mine}, and the others are of {others}.")
+    return parts
+
+
+def measure_parts(names: Sequence[str], arguments: argparse.Namespace) -> list[str]:
+    """Measures the parts that the folder does not have, each in a process of its own, which gives
+    the whole card back and ends after PART_LIMIT_S at the latest.
+
+    Returns:
+        Those that failed.
+
+    Raises:
+        Refused: the folder has parts of another commit or card.
+    """
+    present = read_parts(arguments.out, like=describe_environment())
+    failed = []
+    with tqdm(names, unit="part") as bar:
+        for name in bar:
+            bar.set_description(name)
+            if name in present and present[name]["trial"] == arguments.trial:
+                print(f"{name}: stored already", flush=True)
+            elif not _runs_well(part_command(name, arguments)):
+                failed.append(name)
+    return failed
+
+
+def part_command(name: str, arguments: argparse.Namespace) -> list[str]:
+    """Gives the command that measures a part."""
+    words = [sys.executable, "-m", "benchmark.headline", "--part", name]
+    words += ["--out", str(arguments.out)]
+    words += ["--model-dir", str(arguments.model_dir)] if arguments.model_dir else []
+    return words + ["--trial"] * arguments.trial
+
+
+def _runs_well(command: Sequence[str]) -> bool:
+    """Runs a part. Servers and Engines end with the process that started them."""
+    try:
+        return subprocess.run(command, cwd=ROOT, check=False, timeout=PART_LIMIT_S).returncode == 0
+    except subprocess.TimeoutExpired:
+        print(f"Ended after {PART_LIMIT_S:g} s.", file=sys.stderr)
+        return False
+
+
+def measure_part(name: str, arguments: argparse.Namespace) -> None:
+    """Measures a part in this process, and stores it."""
+    environment, start_s = describe_environment(), time.perf_counter()
+    found = stored(PARTS[name](Setting(arguments.model_dir, arguments.trial)))
+    seconds = round(time.perf_counter() - start_s, 1)
+    part = {"part": name, "seconds": seconds, "trial": arguments.trial}
+    store(arguments.out / f"{name}.json", {**environment, **part, **found})
+
+
+def merge(folder: Path) -> Result:
+    """Makes one result of the parts of a folder.
+
+    Raises:
+        Refused: there are none, or they do not belong together or into a page.
+    """
+    parts = read_parts(folder)
+    if not parts:
+        raise Refused(f"{folder} has no part: python -m benchmark.headline --out {folder}")
+    for name, part in parts.items():
+        if part["dirty"] or part["commit"] == "unknown":
+            raise Refused(f"{name} was measured of files that are not those of a commit.")
+        if part["trial"]:
+            raise Refused(f"{name} is a trial.")
+    first = next(iter(parts.values()))
+    shared = {key: first[key] for key in ("machine", "commit", "dirty", "versions")}
+    return {
+        **shared,
+        "command": "python -m benchmark.headline",
+        "missing": [name for name in PARTS if name not in parts],
+        "seconds": {name: part["seconds"] for name, part in parts.items()},
+        "figures": [figure for part in parts.values() for figure in part["figures"]],
+        "parts": {
+            name: {key: part[key] for key in part if key not in (*shared, "figures", "part")}
+            for name, part in parts.items()
+        },
+    }
+
+
+def print_figures(figures: Sequence[dict[str, Any]], is_judged: bool = True) -> None:
+    """Prints what was found, and if `is_judged` what is asked and what the peer reached."""
+    for figure in figures:
+        goal = HEADLINE.get(figure["name"]) if is_judged else None
+        line = f"{figure['name']:34} {figure['value']:12,.3f} {figure['unit']:16}"
+        if interval := figure["interval"]:
+            line += f" {interval['low']:.3f} to {interval['high']:.3f}"
+        if goal is not None:
+            mark = "" if is_reached(figure, goal) else "  MISS"
+            line += f" asked {goal.asked:g}, peer {goal.peer or '-'}{mark}"
+        print(line)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    names = list(PARTS)
+    add("--out", type=Path, help=f"folder of the parts; with --merge the result ({RESULT.name})")
+    add("--parts", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
+    add("--part", choices=names, help="one, in this process and without a limit of time")
+    add("--merge", type=Path, metavar="FOLDER", help="make one result of its parts")
+    add("--model-dir", type=Path, help="where the inflated model is kept for the next run")
+    add("--trial", action="store_true", help="tiny models and loads: does the command work here?")
+    arguments = parser.parse_args(argv)
+    if arguments.merge is None and arguments.out is None:
+        parser.error("--out FOLDER says where the parts are stored.")
+    for name in ("out", "model_dir"):
+        if (path := vars(arguments)[name]) is not None:
+            setattr(arguments, name, path.absolute())
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures or merges, and prints the figures; 1 if a part was refused or failed."""
+    arguments = parse(argv)
+    if arguments.part is not None:
+        measure_part(arguments.part, arguments)
+        return 0
+    failed: list[str] = []
+    try:
+        if arguments.merge is not None:
+            result = merge(arguments.merge)
+            store(arguments.out or RESULT, result)
+            for name in result["missing"]:
+                print(f"{name} is missing: its figures stay 'not measured'.")
+            figures = result["figures"]
+        else:
+            failed = measure_parts(arguments.parts, arguments)
+            parts = read_parts(arguments.out)
+            figures = [figure for part in parts.values() for figure in part["figures"]]
+    except Refused as error:
+        print(f"Refused: {error}", file=sys.stderr)
+        return 1
+    print_figures(figures, is_judged=not arguments.trial)
+    for name in failed:
+        print(f"FAILED: {name}. The same command measures it again.", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,341 @@
+"""The parts of the headline result: each starts its own Engines or servers, and ends them.
+
+    plain       one Engine alone on the card: decoding, prompts, a full load
+    server      a server's cold start, its warm start, and streams over HTTP
+    eagle       rounds of EAGLE with 3 drafts, of which 2 are accepted on average, and a full load
+    look-ahead  multi-token prediction and TileSpec, whose texts decide what is accepted
+
+The first three have random weights in the geometry of Llama-3.1-8B. The last has the bundled model
+and its EAGLE-3 head in that geometry (`inflate.py`, `inflate_head.py`): two Engines, then three.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import sglang
+from benchmark import eagle_rounds
+from benchmark.engine_load import Budget, batch_wall_s
+from benchmark.measure import http_streams, long_prompts, startup, tile_spec
+from benchmark.measure.speculation_paired import head_path_of
+from benchmark.mtp_kinds import KINDS, LOAD_AWARE, PLAIN, VERIFIED
+from benchmark.mtp_model import (
+    code_prompts,
+    engine_flags,
+    make_mtp_parser,
+    model_path_of,
+    start_engine,
+)
+from benchmark.paired import (
+    Interval,
+    Pair,
+    Paired,
+    Way,
+    closed_loops,
+    measure_rounds,
+    print_ratios,
+)
+from benchmark.random_model import GEOMETRIES, random_model
+from benchmark.server_process import running_server
+from benchmark.sse_client import StreamClient
+from sglang.srt.model_config import resolve_model_path
+
+START_LIMIT_S = 240.0
+LEFT_OUT = ("192 x 3,000",)  # cases of long_prompts
+REPEATS, MOST_REPEATS, TRIAL_DIVISOR = 2, 3, 64
+TILE_SPEC, FIXED = "TileSpec, load-aware 7", ("static 7", "static 3")
+LOOK_AHEAD_S, MTP_S, MOST_ROUNDS = 465.0, 300.0, 15  # of the part; until TileSpec's turn
+LOADS = (1, 8, 64, 128)  # requests at once; the last of multi-token prediction alone
+LEAST_RUN_S = 1.0  # of what is compared with fixed drafts
+NAMES = {LOAD_AWARE: "conf_adapt", VERIFIED: "verified", TILE_SPEC: "TileSpec"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A figure of the headline.
+
+    Attributes:
+        name: by which `goals.HEADLINE` asks for it.
+        value: the median of `values`, or the mean of an interval.
+        values: of each run.
+        interval: of a ratio, as `Interval.stored`.
+    """
+
+    name: str
+    unit: str
+    value: float
+    values: Sequence[float] = ()
+    interval: dict[str, Any] | None = None
+
+    @classmethod
+    def of_runs(cls, name: str, unit: str, values: Sequence[float]) -> Figure:
+        """From the runs of one kind of work."""
+        value = round(statistics.median(values), 4)
+        return cls(name=name, unit=unit, value=value, values=[round(each, 4) for each in values])
+
+    @classmethod
+    def of_ratio(cls, name: str, interval: Interval) -> Figure:
+        """From a ratio of two ways."""
+        value = round(interval.mean, 4)
+        return cls(name=name, unit="ratio", value=value, interval=interval.stored())
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all parts share.
+
+    Attributes:
+        model_dir: where the inflated model is kept for the next run.
+        is_trial: tiny models and loads, to try the command on any machine.
+    """
+
+    model_dir: Path | None = None
+    is_trial: bool = False
+
+    @property
+    def geometry(self) -> str:
+        return "tiny" if self.is_trial else "llama-3.1-8b"
+
+    @property
+    def vocab_size(self) -> int:
+        return GEOMETRIES[self.geometry].vocab_size
+
+
+Found = dict[str, Any]  # of a part: "figures", and what else belongs to the result
+
+
+def measure_plain(setting: Setting) -> Found:
+    """Decoding, prompts and a full load of one Engine with default flags, alone on the card."""
+    divisor = TRIAL_DIVISOR if setting.is_trial else 1
+    cases = [case.divided(divisor) for case in long_prompts.CASES if case.name not in LEFT_OUT]
+    seeds, rows = itertools.count(), list[dict[str, Any]]()
+    with (
+        random_model(setting.geometry, long_prompts.CONTEXT_LEN) as folder,
+        sglang.Engine(
+            model_path=folder,
+            tokenizer_path=str(resolve_model_path("demo")),
+            load_format="dummy",
+            max_running_requests=long_prompts.MAX_RUNNING,
+            log_level="error",
+        ) as engine,
+    ):
+        info = engine.get_server_info()
+
+        def wall_s(prompts: list[list[int]], num_new: int) -> float:
+            return batch_wall_s(engine, prompts, num_new)
+
+        for case in cases:
+            row = long_prompts.measure(
+                case, wall_s, REPEATS, setting.vocab_size, seeds, MOST_REPEATS
+            )
+            print(f"{case.name}: {row['value']:.4g} {case.unit}", flush=True)
+            rows.append(row)
+    return {
+        "attention_backend": info["resolved"]["attention_backend"],
+        "kv_tokens": info["max_total_num_tokens"],
+        "figures": [Figure.of_runs(row["name"], row["unit"], row["values"]) for row in rows],
+        "gpu": {row["name"]: row["gpu"] for row in rows},
+    }
+
+
+def measure_server(setting: Setting) -> Found:
+    """Seconds until a server's first token, with empty caches of compiled code and full ones, and
+    what streams of `/generate` get."""
+    sizes = ["--geometry", setting.geometry, "--repeats", "2", "--num-alone", "8"]
+    if setting.is_trial:
+        sizes += ["--clients", "4", "--num-requests", "8", "--input-len", "8", "--output-len", "4"]
+    arguments = http_streams.parse(sizes)
+    starts: dict[str, list[float]] = {"cold": [], "warm": []}
+    with (
+        random_model(setting.geometry, long_prompts.CONTEXT_LEN) as folder,
+        tempfile.TemporaryDirectory() as caches,
+    ):
+        command = http_streams.server_command(arguments, folder)
+        environ = {name: f"{caches}/{place}" for name, place in startup.CACHES.items()}
+        for path in environ.values():
+            Path(path).mkdir()
+        for start in ("cold", "warm", "warm"):
+            with running_server(command, environ, START_LIMIT_S) as server:
+                asyncio.run(_first_token(server.port))
+                starts[start].append(time.perf_counter() - server.start_s)
+                print(f"{start} start: {starts[start][-1]:.1f} s", flush=True)
+                if len(starts["warm"]) == 2:
+                    seeds = itertools.count()
+                    found = http_streams.measure(server.port, arguments, setting.vocab_size, seeds)
+                server.stop()
+    figures = [
+        Figure.of_runs(f"HTTP, {name}", unit, [run[key] for run in found["runs"]])
+        for name, unit, key in (
+            ("output", "tokens/s", "tok_s"),
+            ("first token p50", "ms", "first_token_p50_ms"),
+            ("gap p99", "ms", "gap_p99_ms"),
+        )
+    ]
+    figures += [
+        Figure.of_runs(f"start, {start}", "s", seconds) for start, seconds in starts.items()
+    ]
+    return {"figures": figures, "http": found}
+
+
+async def _first_token(port: int) -> None:
+    """Waits for the first token that a server gives."""
+    client = await StreamClient.connect(port)
+    [body] = http_streams.bodies([[3, 4, 5]], 1)
+    await client.generate(body)
+    client.close()
+
+
+def measure_eagle(setting: Setting) -> Found:
+    """Milliseconds of a round by batch size, and a full load; see `eagle_rounds`."""
+    sizes = (1, 2) if setting.is_trial else (1, 8, 32, 64, 128)
+    has_load = not setting.is_trial
+    round_ms, load_tok_s = eagle_rounds.measure(setting.geometry, sizes, REPEATS, has_load)
+    figures = [Figure.of_runs(f"EAGLE, {size}", "ms/round", ms) for size, ms in round_ms.items()]
+    if has_load:
+        figures.append(Figure.of_runs("EAGLE, 512 x 512", "output tokens/s", load_tok_s))
+    return {
+        "figures": figures,
+        "num_steps": eagle_rounds.NUM_STEPS,
+        "accept_length": eagle_rounds.ACCEPT_LEN,
+    }
+
+
+def measure_look_ahead(setting: Setting) -> Found:
+    """Ratios of multi-token prediction and TileSpec to plain requests, then of TileSpec to fixed
+    numbers of drafts, on held-out code."""
+    start_s = time.perf_counter()
+    arguments = _look_ahead_arguments(setting)
+    *few, most = arguments.concurrency
+    prompts, source = code_prompts(arguments, "demo")
+    rounds = _Rounds(prompts, start_s, most=1 if setting.is_trial else MOST_ROUNDS)
+    with ExitStack() as stack:
+        model_path = stack.enter_context(model_path_of(arguments))
+        head = stack.enter_context(head_path_of(arguments))
+        rounds.say("models written")
+        flags = engine_flags(arguments, model_path)
+        outputs = {"max_new_tokens": arguments.new_tokens, "ignore_eos": True}
+        engines = _Engines(stack, flags | {"max_running_requests": few[-1]}, head, outputs)
+        ways = {TILE_SPEC: engines.start(TILE_SPEC)}
+        with start_engine(flags, mtp_load_aware_k=True) as mtp:
+            ahead = [(name, PLAIN) for name in (LOAD_AWARE, VERIFIED)]
+            pairs = {load: [*ahead, (TILE_SPEC, PLAIN)] for load in few} | {most: ahead}
+            kinds = {name: Way(mtp, KINDS[name].params | engines.outputs) for name in KINDS}
+            beside_plain = rounds.run({**kinds, **ways}, pairs, MTP_S)
+        with ThreadPoolExecutor(len(FIXED)) as pool:
+            ways |= zip(FIXED, pool.map(engines.start, FIXED), strict=True)
+        pairs = {load: [(TILE_SPEC, name) for name in FIXED] for load in few}
+        beside_fixed = rounds.run(ways, pairs, LOOK_AHEAD_S, LEAST_RUN_S)
+    figures = [
+        Figure.of_ratio(f"{NAMES[name]} / plain, {load}", beside_plain.interval(load, name, PLAIN))
+        for name in NAMES
+        for load in (few if name == TILE_SPEC else arguments.concurrency)
+    ]
+    return {
+        "figures": figures + list(_beside_fixed(beside_fixed, few)),
+        "prompts": source,
+        "beside_plain": beside_plain.rows(),
+        "beside_fixed": beside_fixed.rows(),
+    }
+
+
+@dataclass(frozen=True)
+class _Rounds:
+    """Measures ways in turn on the same prompts.
+
+    Attributes:
+        start_s: `time.perf_counter` when the part began.
+        most: rounds of a comparison.
+    """
+
+    prompts: list[list[int]]
+    start_s: float
+    most: int
+
+    def run(
+        self,
+        ways: Mapping[str, Way],
+        pairs: Mapping[int, Sequence[Pair]],
+        end_s: float,
+        least_run_s: float | None = None,
+    ) -> Paired[int]:
+        """Measures until the ratios of all pairs are certain, or the part is as old as `end_s`."""
+        self.say(f"Engines started for {', '.join(ways)}")
+        paired = Paired(closed_loops(ways, self.prompts, least_run_s), [*pairs], pairs)
+        measure_rounds(paired, Budget(end_s, self.start_s), self.most)
+        print_ratios(paired.rows())
+        return paired
+
+    def say(self, what: str) -> None:
+        """Prints what is done, and when."""
+        print(f"{time.perf_counter() - self.start_s:5.0f} s: {what}", flush=True)
+
+
+def _look_ahead_arguments(setting: Setting) -> argparse.Namespace:
+    """Those that the benchmarks of these Engines share."""
+    words = ["--model-dir", str(setting.model_dir)] if setting.model_dir else []
+    if setting.is_trial:
+        words = ["--model-path", "demo", "--new-tokens", "8"]
+    arguments = make_mtp_parser(__doc__, "headline").parse_args(words)
+    arguments.algorithm = "EAGLE3"
+    arguments.concurrency = [1, 2] if setting.is_trial else [*LOADS]
+    return arguments
+
+
+@dataclass(frozen=True)
+class _Engines:
+    """Starts Engines with a draft head, and ends them with `stack`."""
+
+    stack: ExitStack
+    flags: dict[str, Any]
+    head: str
+    outputs: dict[str, Any]
+
+    def start(self, name: str) -> Way:
+        """Starts the Engine of a way of `tile_spec.WAYS`, for greedy requests."""
+        more = dict(tile_spec.WAYS[name])
+        if "tile_spec" in more:
+            prices = self.stack.enter_context(tempfile.TemporaryDirectory())
+            more["tile_spec_cache_dir"] = prices
+        engine = start_engine(
+            self.flags,
+            speculative_algorithm="EAGLE3",
+            speculative_draft_model_path=self.head,
+            **more,
+        )
+        self.stack.callback(engine.shutdown)
+        return Way(engine, {"temperature": 0, **self.outputs})
+
+
+def _beside_fixed(paired: Paired[int], loads: Sequence[int]) -> Iterator[Figure]:
+    """Ratios to each fixed number of drafts, and to the best of each load."""
+    for load in loads:
+        found = {name: paired.interval(load, TILE_SPEC, name) for name in FIXED}
+        for name, interval in found.items():
+            number = name.removeprefix("static ")
+            yield Figure.of_ratio(f"TileSpec / {number} drafts, {load}", interval)
+        best = min(found.values(), key=lambda interval: interval.mean)
+        yield Figure.of_ratio(f"TileSpec / best fixed drafts, {load}", best)
+
+
+PARTS: dict[str, Callable[[Setting], Found]] = {
+    "plain": measure_plain,
+    "server": measure_server,
+    "eagle": measure_eagle,
+    "look-ahead": measure_look_ahead,
+}
+
+
+def stored(found: Found) -> Found:
+    """Gives what a part found as it is stored."""
+    return {**found, "figures": [asdict(figure) for figure in found["figures"]]}

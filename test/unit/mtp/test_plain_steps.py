@@ -1,0 +1,67 @@
+"""A step in which the length policy lets nobody look ahead is that of plain requests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang.srt.mem_cache.kv_ledger import PageTableWrites
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mtp.mask_drafter import MaskDrafter, MTPConfig
+from sglang.srt.mtp.mask_ops import TorchMaskOps
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.drafter import RowPlan
+from sglang.srt.speculative.length_policy import FullLength
+from sglang.srt.speculative.upcoming_step import Budget, UpcomingStep
+from sglang.srt.step.request_rows import RequestRows
+from sglang.srt.step.worker import NewRow, ScheduleBatch
+
+MAX_K = 4
+PROMPTS = [5, 0, 0]  # tokens that each request feeds of its prompt
+CONFIDENT = {"mtp_enabled": True, "mtp_k": MAX_K, "mtp_strategy": ("conf_adapt", 0.9)}
+MODES: list[dict[str, Any]] = [CONFIDENT, CONFIDENT | {"mtp_verify": True}]
+
+
+class Limits(FullLength):
+    """Grants each step the next of these limits."""
+
+    def __init__(self, *limits: int) -> None:
+        self._limits = list(limits)
+
+    def choose(self, upcoming: UpcomingStep) -> Budget:
+        return Budget(self._limits.pop(0))
+
+
+def plans(params: SamplingParams, limits: list[int]) -> list[RowPlan]:
+    """Of steps of the same requests, without their tiers."""
+    state = RequestRows(ReqToTokenPool(len(PROMPTS), 64, "cpu"), MAX_K, vocab_size=100)
+    config = MTPConfig(mask_token_id=9, max_k=MAX_K, limits_unverified=True, packs_rows=True)
+    drafter = MaskDrafter(state, config, Limits(*limits), TorchMaskOps)
+    rows, tokens = list(range(len(PROMPTS))), np.arange(5, dtype=np.int32)
+    drafter.admit([NewRow(row, 0, tokens, params, seed=0) for row in rows])
+    batch = ScheduleBatch(
+        rows=rows,
+        max_q_lens=[20] * len(rows),
+        num_prompt_tokens=PROMPTS,
+        emits=[True] * len(rows),
+        kv_len_upper_bounds=[40] * len(rows),
+        new_rows=[],
+        table_writes=PageTableWrites(),
+        all_greedy=True,
+    )
+    return [replace(drafter.plan(batch), tier=0) for _ in limits]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["unverified", "verified"])
+def test_a_step_without_look_ahead_is_planned_as_that_of_plain_requests(
+    mode: dict[str, Any],
+) -> None:
+    """Once nothing is pending of a step before it, which looked ahead."""
+    [plain] = plans(SamplingParams(temperature=0.0), [1])
+    first, after, last = plans(SamplingParams(temperature=0.0, **mode), [2, 1, 1])
+    assert first.wants_probs
+    assert after.counts.q_lens == [5, 2, 2]
+    assert last == plain
