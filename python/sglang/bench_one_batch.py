@@ -20,6 +20,7 @@ from sglang.benchmark.datasets import FIRST_PLAIN_ID
 from sglang.srt.argument_parsing import parse_flags
 from sglang.srt.environ import Environ
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.messages.control import AbortReq
 from sglang.srt.messages.requests import BatchTokenIDOutput, TokenizedGenerateReqInput
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_executor.runner_group import make_runners
@@ -28,6 +29,7 @@ from sglang.srt.processes.model_folders import ModelFolders
 from sglang.srt.processes.runtime_config import resolve, with_chunks_that_fit
 from sglang.srt.processes.scheduler_process import make_ledger, make_resources
 from sglang.srt.processes.worker_factory import (
+    BudgetMaker,
     WorkerMaker,
     drafter_models,
     make_prompt_budget,
@@ -76,9 +78,15 @@ class OneBatch:
 
     Args:
         make: makes the worker.
+        make_budget: makes what says how many prompt tokens a step feeds.
     """
 
-    def __init__(self, args: ServerArgs, make: WorkerMaker = make_worker) -> None:
+    def __init__(
+        self,
+        args: ServerArgs,
+        make: WorkerMaker = make_worker,
+        make_budget: BudgetMaker = make_prompt_budget,
+    ) -> None:
         config = resolve(args, Platform.probe(), load_model_config(args.model_path), Environ.read())
         runners = make_runners(config.execution, *drafter_models(config.drafter, config.execution))
         runner = runners.target
@@ -98,7 +106,7 @@ class OneBatch:
             self._collect,
             lambda message: None,
             _no_stop_finder,
-            budget=make_prompt_budget(config, prices),
+            budget=make_budget(config, prices),
         )
 
     def run(self, prompts: list[list[int]], output_len: int) -> BatchTimes:
@@ -137,7 +145,7 @@ class OneBatch:
         while ongoing is not None or not self._scheduler.lifecycle.is_idle:
             step()
 
-    def add(self, prompts: list[list[int]], params: SamplingParams) -> None:
+    def add(self, prompts: list[list[int]], params: SamplingParams, streams: bool = False) -> None:
         """Puts requests beside those of the batch; `outputs` holds them after all others."""
         for prompt in prompts:
             self.outputs[self._next_id] = []
@@ -147,9 +155,14 @@ class OneBatch:
                     rid=str(self._next_id),
                     input_ids=prompt,
                     sampling_params=params,
+                    streams=streams,
                 )
             )
             self._next_id += 1
+
+    def abort(self) -> None:
+        """Ends all requests of the batch with the next step."""
+        self._inbox.messages.append(AbortReq(abort_all=True))
 
     def _submit(self, prompts: list[list[int]], params: SamplingParams) -> None:
         self.outputs = {}

@@ -89,6 +89,7 @@ class Setup:
     low_priority_first: bool = False
     decode_log_interval: int | None = 0
     weight_version: str = "default"
+    strict_invariants: bool = True
 
     @property
     def row_width(self) -> int:
@@ -102,7 +103,9 @@ class RandomBudget:
         self._random = random.Random(seed)
         self._most = most
 
-    def open(self, decodes: DecodeLoad, someone_streams: bool) -> PromptAllowance:
+    def open(
+        self, decodes: DecodeLoad, someone_streams: bool, is_full: bool = False
+    ) -> PromptAllowance:
         return PromptAllowance(self._random.randint(1, self._most))
 
     def observe(self, price_ms: float, took_ms: float) -> None:
@@ -187,7 +190,7 @@ class SchedulerHarness:
                 schedule_conservativeness=1.0,
                 eos_token_ids=setup.eos_token_ids,
                 enable_overlap=setup.enable_overlap,
-                strict_invariants=True,
+                strict_invariants=setup.strict_invariants,
                 random_seed=0,
                 stream_interval=setup.stream_interval,
                 low_priority_first=setup.low_priority_first,

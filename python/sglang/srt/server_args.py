@@ -168,7 +168,8 @@ class ServerArgs(SpeculationArgs, metaclass=TakesSGLangArguments):
         "With `--chunked-prefill-size auto`, milliseconds that a step may take in which requests"
         " decode: a gap between their tokens. Prompts get what prices measured at the start, and"
         " what the last steps took, allow, and 128 tokens in any case. 0: no bound."
-        " Default: on a GPU 25 while any request streams, else no bound; on a CPU no bound.",
+        " Default: on a GPU 30 while any request streams, else no bound: callers without a stream"
+        " see no gaps. On a CPU no bound.",
     )
     schedule_policy: str = flag(
         "fcfs",

@@ -17,14 +17,16 @@ import torch
 
 from benchmark.command import add_schedule_options, schedule_flags
 from benchmark.kernel_times import Event, kind_of, sums
-from benchmark.measure import http_streams, load_weights, long_prompts, step_gaps
+from benchmark.measure import http_streams, load_weights, long_prompts, step_gaps, stream_bounds
 from benchmark.measure.long_prompts import CASES, Case
 from benchmark.measure.prefill_profile import flop
 from benchmark.random_model import GEOMETRIES, LLAMA_8B, random_model, weight_shapes, write_weights
 from benchmark.sse_client import StreamClient, StreamedAnswer, StreamError, last_event
+from priced_server import h100
 from sglang.bench_one_batch import OneBatch
 from sglang.srt.model_config import load_model_config
 from sglang.srt.model_loader.loader import load_model
+from sglang.srt.scheduling.prompt_budget import DecodeLoad, FixedBudget
 from sglang.srt.server_args import ServerArgs
 
 TINY = GEOMETRIES["tiny"]
@@ -370,3 +372,20 @@ def test_a_load_is_summed_up_by_its_warm_starts_and_their_highest_peak() -> None
     found = load_weights.summarize(runs, memory_bytes=None)
     assert (found["ready_s"], found["peak_mib"]) == (10.0, {"VmHWM": 300})
     assert "kv_share" not in found
+
+
+# ---------------------------------------------------------------- bounds of streams and lists
+
+
+def test_ways_to_bound_steps_are_what_their_names_say() -> None:
+    made = stream_bounds.budgets(["20", "together 20", "chunks 64"], 8192, h100(), FixedBudget(7))
+    switched = stream_bounds.SwitchedBudget(made)
+    rooms = {}
+    for name in made:
+        switched.current = made[name]
+        allowance = switched.open(DecodeLoad(64, 64, 64, 6400, 6400), True)
+        first = allowance.room_for(0, 5000)
+        rooms[name] = first, allowance.room_for(0, 5000, comes_along=True)
+    assert (rooms["default"], rooms["0"], rooms["chunks 64"]) == ((7, 7), (5000, 5000), (64, 64))
+    assert rooms["20"][0] == rooms["together 20"][0] == rooms["together 20"][1]
+    assert rooms["20"][1] < rooms["20"][0] < 1000

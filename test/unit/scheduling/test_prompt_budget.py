@@ -15,6 +15,7 @@ from sglang.srt.scheduling.prompt_budget import (
     MIN_PROMPT_TOKENS,
     PRICE_MARGIN,
     ROW_TILE,
+    SHARE_OF_OTHERS,
     BoundedBudget,
     DecodeLoad,
     FixedBudget,
@@ -104,13 +105,17 @@ def test_of_what_the_bound_allows_a_step_gets_the_most_or_ends_with_a_tile(name:
         max_ms, decodes = rng.choice([8.0, 15.0, 25.0, 40.0, 90.0]), draw_decodes(rng)
         allowance = bounded(prices, max_ms).open(decodes, True)
         step, num_taken = Step(prices, decodes), 0
+        decodes_ms = step.ms_with()
+        others_ms = decodes_ms + SHARE_OF_OTHERS * max(max_ms - decodes_ms, 0.0)
         for _ in range(rng.choice([1, 2, 4])):
             position, ahead = rng.choice([0, 0, 700, 30_000, 100_000]), rng.choice([0, 0, 7])
             num_left = rng.choice([1, 60, 300, 3000, 20_000])
             most = min(num_left, LARGEST - num_taken)
-            allowed = [n for n in range(1, most + 1) if step.ms_with(position, n, ahead) <= max_ms]
+            comes_along = num_taken > 0 and rng.random() < 0.5
+            own_ms = others_ms if comes_along else max_ms
+            allowed = [n for n in range(1, most + 1) if step.ms_with(position, n, ahead) <= own_ms]
             best = max(allowed, default=0)
-            room = allowance.room_for(position, num_left, ahead)
+            room = allowance.room_for(position, num_left, ahead, comes_along)
             least = min(most, MIN_PROMPT_TOKENS - num_taken)
             assert least <= room <= most
             if room > max(least, 0):
@@ -141,12 +146,23 @@ def check_rounding(step: Step, room: int, best: int, num_lookahead: int) -> None
     assert num_rows + best < sizes[sizes.index(num_rows + room) + 1]
 
 
-def test_with_nobody_decoding_a_step_gets_the_largest_chunk() -> None:
-    allowance = bounded(GPU, 1.0).open(DecodeLoad(), True)
+def test_with_nobody_decoding_the_first_prompt_gets_the_largest_chunk() -> None:
+    allowance = bounded(GPU, 40.0).open(DecodeLoad(), True)
     assert allowance.room_for(90_000, 20_000) == LARGEST
     allowance.take(90_000, 8000)
     assert allowance.room_for(0, 300) == 192
-    assert allowance.room_for(0, 20) == 20
+    assert allowance.room_for(0, 300, comes_along=True) == 0
+
+
+def test_further_prompts_come_along_up_to_a_share_of_the_bound() -> None:
+    allowance = bounded(GPU, 60.0).open(DecodeLoad(), True)
+    assert allowance.room_for(0, 20, comes_along=False) == 20
+    allowance.take(0, 20)
+    room = allowance.room_for(0, 5000, comes_along=True)
+    assert 0 < room < 1000
+    allowance.take(0, room)
+    assert allowance.price_ms == pytest.approx(20.0, rel=0.1)
+    assert allowance.room_for(0, 5000) > 1000, "of the first prompt itself"
 
 
 def test_prompts_progress_however_short_steps_are_to_be() -> None:

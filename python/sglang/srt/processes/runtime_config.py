@@ -43,7 +43,7 @@ GPU_STATIC_SHARE = 0.88  # of the GPU's memory for weights and KV, without --mem
 MIN_CAPABILITY = (8, 0)  # of a CUDA GPU
 MAX_GRAPH_ROWS = 1024  # beyond, a GPU is busy for longer than the launches take
 # Without --max-step-ms. On a CPU one step of a few prompt tokens may take longer than any bound.
-DEFAULT_MAX_STEP_MS = {"cpu": 0.0, "cuda": 25.0}
+DEFAULT_MAX_STEP_MS = {"cpu": 0.0, "cuda": 30.0}
 NO_DRAFTS = DrafterNeeds(max_drafts=0, max_rows=1)
 
 

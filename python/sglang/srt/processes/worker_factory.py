@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 # As `make_worker`, of its first three arguments.
 WorkerMaker = Callable[[RunnerGroup, DrafterConfig | None, PriceTable | None], Worker]
 
+# As `make_prompt_budget`.
+BudgetMaker = Callable[[RuntimeConfig, PriceTable | None], PromptBudget]
+
 
 def drafter_models(
     drafter: DrafterConfig | None, target: ExecutionConfig

@@ -5,6 +5,7 @@ decode in it. Decides from prices of steps and from what it is told that steps t
 from __future__ import annotations
 
 import bisect
+import math
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -20,6 +21,10 @@ MIN_PROMPT_TOKENS = 128
 EXCESS_RISE, EXCESS_FALL = 0.5, 0.1
 MIN_EXCESS, MAX_EXCESS = 0.8, 2.0
 PRICE_MARGIN = 1.05  # steps of the same price do not all take the same
+# Of what the bound leaves beside the decodes, the share up to which further prompts come along with
+# the first one of a step. So prompts begin to decode one after the other, and end so: in a closed
+# loop as many come in a step as end in one. All at once would end at once.
+SHARE_OF_OTHERS = 1 / 3
 # A GPU computes products of many rows in tiles of so many; part of a tile costs as much as all.
 ROW_TILE = 128
 
@@ -59,19 +64,22 @@ class PromptAllowance:
         self._step = step
         self.num_taken = 0
 
-    def room_for(self, position: int, num_left: int, num_lookahead: int = 0) -> int:
+    def room_for(
+        self, position: int, num_left: int, num_lookahead: int = 0, comes_along: bool = False
+    ) -> int:
         """How many tokens of a prompt the step can feed now.
 
         Args:
             position: of its next token.
             num_left: tokens from there to its end.
             num_lookahead: rows that follow its last token.
+            comes_along: another prompt is the step's first one.
         """
         most = min(num_left, self._max_tokens - self.num_taken)
         if self._step is None or most <= 0:
             return most
         least = min(most, MIN_PROMPT_TOKENS - self.num_taken)
-        return max(least, self._step.room_for(position, most, num_lookahead))
+        return max(least, self._step.room_for(position, most, num_lookahead, comes_along))
 
     @property
     def price_ms(self) -> float | None:
@@ -88,11 +96,14 @@ class PromptAllowance:
 class PromptBudget(Protocol):
     """Decides how many prompt tokens each step feeds."""
 
-    def open(self, decodes: DecodeLoad, someone_streams: bool) -> PromptAllowance:
+    def open(
+        self, decodes: DecodeLoad, someone_streams: bool, is_full: bool = False
+    ) -> PromptAllowance:
         """Says what a step with these decodes may feed; at least one token.
 
         Args:
             someone_streams: whether a running or waiting request streams.
+            is_full: whether more requests wait than there are places among the running ones.
         """
 
     def observe(self, price_ms: float, took_ms: float) -> None:
@@ -105,7 +116,9 @@ class FixedBudget:
 
     max_tokens: int
 
-    def open(self, decodes: DecodeLoad, someone_streams: bool) -> PromptAllowance:
+    def open(
+        self, decodes: DecodeLoad, someone_streams: bool, is_full: bool = False
+    ) -> PromptAllowance:
         return PromptAllowance(self.max_tokens)
 
     def observe(self, price_ms: float, took_ms: float) -> None:
@@ -113,14 +126,17 @@ class FixedBudget:
 
 
 class BoundedBudget:
-    """Gives `max_tokens` where nobody decodes, or nobody would see a gap between tokens; otherwise
-    as many of them as keep the step within `max_step_ms`, and MIN_PROMPT_TOKENS in any case.
+    """Gives `max_tokens` where nobody would see a gap between tokens and there is a place for all
+    that wait; otherwise to the first prompt as many as keep the step within `max_step_ms`, and to
+    those that come along with it up to SHARE_OF_OTHERS; MIN_PROMPT_TOKENS in any case. Where nobody
+    decodes, or nobody sees gaps, the first prompt has no bound.
 
     Prices are those of a GPU that has just started to work. Under a long load its clock falls, so
     what steps take is compared with what they were expected to cost.
 
     Args:
         for_streams_alone: the bound holds only while a request streams. If not, always.
+        share_of_others: see SHARE_OF_OTHERS.
     """
 
     def __init__(
@@ -129,20 +145,31 @@ class BoundedBudget:
         prices: PriceTable,
         max_step_ms: float,
         for_streams_alone: bool = False,
+        share_of_others: float = SHARE_OF_OTHERS,
     ) -> None:
         self._max_tokens = max_tokens
         self._ladders = Ladders(prices)
         self._max_step_ms = max_step_ms
         self._for_streams_alone = for_streams_alone
+        self._share_of_others = share_of_others
         self._excess = 1.0
 
-    def open(self, decodes: DecodeLoad, someone_streams: bool) -> PromptAllowance:
+    def open(
+        self, decodes: DecodeLoad, someone_streams: bool, is_full: bool = False
+    ) -> PromptAllowance:
         is_bound = someone_streams or not self._for_streams_alone
-        if decodes.num_reqs == 0 or not is_bound:
+        if not (is_bound or is_full):
             return PromptAllowance(self._max_tokens)
-        max_ms = self._max_step_ms / (PRICE_MARGIN * self._excess)
-        step = BoundedStep(self._ladders, max_ms, decodes)
+        bound_ms = self._max_step_ms / (PRICE_MARGIN * self._excess)
+        others_ms = decodes_ms = self._decodes_ms(decodes)
+        others_ms += self._share_of_others * max(bound_ms - decodes_ms, 0.0)
+        max_ms = bound_ms if is_bound and decodes.num_reqs else math.inf
+        step = BoundedStep(self._ladders, decodes, max_ms, others_ms)
         return PromptAllowance(self._max_tokens, step)
+
+    def _decodes_ms(self, decodes: DecodeLoad) -> float:
+        """What a step costs without prompts."""
+        return BoundedStep(self._ladders, decodes).price_ms if decodes.num_reqs else 0.0
 
     def observe(self, price_ms: float, took_ms: float) -> None:
         difference = min(max(took_ms / price_ms, MIN_EXCESS), MAX_EXCESS) - self._excess
@@ -200,11 +227,18 @@ class BoundedStep:
 
     Args:
         max_ms: what it may cost.
+        others_ms: what it may cost with prompts that come along with the first one.
     """
 
-    def __init__(self, ladders: Ladders, max_ms: float, decodes: DecodeLoad) -> None:
+    def __init__(
+        self,
+        ladders: Ladders,
+        decodes: DecodeLoad,
+        max_ms: float = math.inf,
+        others_ms: float = math.inf,
+    ) -> None:
         self._ladders = ladders
-        self._max_ms = max_ms
+        self._max_ms, self._others_ms = max_ms, others_ms
         prices = ladders.prices
         self._attention_ms = prices.kv_ms * decodes.kv_tokens + prices.row_kv_ms * decodes.row_kv
         self._num_reqs, self._num_rows = decodes.num_reqs, decodes.num_rows
@@ -225,15 +259,16 @@ class BoundedStep:
         rows_ms = prices.rows_ms(self._num_reqs, widest, self._num_rows)
         return rows_ms + prices.head.at(self._num_read) + self._attention_ms
 
-    def room_for(self, position: int, most: int, num_lookahead: int) -> int:
+    def room_for(self, position: int, most: int, num_lookahead: int, comes_along: bool) -> int:
         """The most tokens, up to `most`, with which the step costs no more than it may. Of more
         than fit the end of a tile, or of the graph before, may be the better place to stop."""
+        max_ms = self._others_ms if comes_along else self._max_ms
         rungs = self._ladders.of(self._num_reqs + 1)
         others = self._num_rows + num_lookahead
         prices = self._ladders.prices
         head_ms = prices.head.at(self._num_read + 1 + num_lookahead)
-        left_ms = self._max_ms - self._attention_ms - head_ms
-        offer = _Offer(position, num_lookahead, others, left_ms, self._max_ms - left_ms, prices)
+        other_ms = self._attention_ms + head_ms
+        offer = _Offer(position, num_lookahead, others, max_ms - other_ms, other_ms, prices)
         top = bisect.bisect_left(self._ladders.sizes, others + most)
         for index in range(top, -1, -1):
             rung = rungs[index]

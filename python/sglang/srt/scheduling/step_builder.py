@@ -106,7 +106,8 @@ class StepBuilder:
 
 
 class PromptFeed:
-    """Adds prompts to a step in their order. One that cannot end in the step is held back: those
+    """Adds prompts to a step in their order, all behind the first as far as they may come along
+    (`PromptAllowance.room_for`). One that cannot end in the step is held back: those
     behind it that can end get ENDING_SHARE of the step's prompt tokens, and it gets all the rest.
     For one that could end if it had more than this share, the share is saved from step to step.
 
@@ -130,6 +131,7 @@ class PromptFeed:
         self._splits_prompts = splits_prompts
         self._num_saved = num_saved
         self._held: Req | None = None
+        self._held_comes_along = False
         self._num_for_ending = 0
         self._saves = False
 
@@ -138,7 +140,8 @@ class PromptFeed:
         """The most tokens that a prompt may have to be read from now on; None for any number."""
         if self._held is not None:
             return 0 if self._saves else self._num_for_ending
-        return None if self._allowance.room_for(0, 1) > 0 else 0
+        comes_along = self._allowance.num_taken > 0
+        return None if self._allowance.room_for(0, 1, comes_along=comes_along) > 0 else 0
 
     @property
     def num_saved(self) -> int:
@@ -163,11 +166,12 @@ class PromptFeed:
             elif self._room_for(req) == num_left:
                 self._num_for_ending -= self._add(req, num_left)
             return
-        room = self._room_for(req)
+        comes_along = self._allowance.num_taken > 0
+        room = self._room_for(req, comes_along)
         if room == num_left:
             self._add(req, num_left)
         elif room > 0 and self._splits_prompts:
-            self._held = req
+            self._held, self._held_comes_along = req, comes_along
             num_ending = self._allowance.num_taken
             share = int(ENDING_SHARE * (num_ending + room))
             self._num_for_ending = max(0, share - num_ending) + self._num_saved
@@ -175,12 +179,13 @@ class PromptFeed:
     def finish(self) -> None:
         """Feeds the prompt that was held back."""
         if self._held is not None:
-            self._add(self._held, self._room_for(self._held))
+            self._add(self._held, self._room_for(self._held, self._held_comes_along))
 
-    def _room_for(self, req: Req) -> int:
+    def _room_for(self, req: Req, comes_along: bool = False) -> int:
         start = req.committed_bound
         num_left = len(req.fill_ids) - start
-        return self._allowance.room_for(start, num_left, req.width.lookahead_rows)
+        lookahead = req.width.lookahead_rows
+        return self._allowance.room_for(start, num_left, lookahead, comes_along)
 
     def _add(self, req: Req, count: int) -> int:
         """Adds the next `count` tokens of a prompt if the pool has slots; returns how many."""
