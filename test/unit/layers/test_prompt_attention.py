@@ -91,7 +91,11 @@ def test_items_cover_each_row_once_and_those_of_most_kv_come_first(seed: int, gr
     }
     found, ends = list[tuple[int, int, int, int]](), list[int]()
     for place in range(0, len(numbers), PROMPT_ITEM_SIZE):
-        request, first, num_rows, to_end, start = numbers[place : place + PROMPT_ITEM_SIZE]
+        request, first, packed, to_end, start = numbers[place : place + PROMPT_ITEM_SIZE]
+        num_rows = packed & 255
+        assert packed >> 8 == first - next(
+            each.first_token for each in taken if each.request == request
+        )
         kv_len = next(prompt.kv_len for prompt in taken if prompt.request == request)
         assert 1 <= num_rows <= most
         found += [(request, first + row, kv_len - to_end + row, start) for row in range(num_rows)]
@@ -117,7 +121,7 @@ def rows_and_places(planned: Any) -> tuple[set[tuple[int, ...]], set[tuple[int, 
 def test_a_replayed_graph_reads_the_items_of_its_own_step(max_kv_len: int) -> None:
     """Whatever step was planned for it before, and at the same address; as if without a graph."""
     source = random.Random(max_kv_len)
-    kept, fresh = (PromptAttention(SmallPool, 8, max_kv_len) for _ in range(2))  # type: ignore[arg-type]
+    kept, fresh = (PromptAttention(SmallPool, 8, max_kv_len, 132) for _ in range(2))  # type: ignore[arg-type]
     keys = [GraphKey(MIXED, 8, 4, 640), GraphKey(MIXED, 8, 4, 1024), GraphKey(MIXED, 64, 4, 1024)]
     addresses: dict[GraphKey, int] = {}
     num_taken, q_lens = 0, [1]
@@ -142,7 +146,7 @@ def test_a_replayed_graph_reads_the_items_of_its_own_step(max_kv_len: int) -> No
 
 
 def test_a_graph_without_prompts_has_nothing_of_the_step_before() -> None:
-    attention = PromptAttention(SmallPool, 8, 3000)  # type: ignore[arg-type]
+    attention = PromptAttention(SmallPool, 8, 3000, 132)  # type: ignore[arg-type]
     for key in (GraphKey(DECODE, 4, 1, 4), GraphKey(MIXED, 4, 1, MIN_ROWS - 1)):
         assert attention.plan([1, 300], [9, 900]) == {1}
         assert attention.plan_graph(key, [1, 1, 1], [7, 8, 9]) == frozenset()
@@ -150,7 +154,7 @@ def test_a_graph_without_prompts_has_nothing_of_the_step_before() -> None:
 
 
 def test_a_request_whose_kv_has_no_room_is_left_to_others() -> None:
-    attention = PromptAttention(SmallPool, 8, 600)  # type: ignore[arg-type]
+    attention = PromptAttention(SmallPool, 8, 600, 132)  # type: ignore[arg-type]
     assert attention.plan([300, 400], [600, 600]) == {1}
     attention._gathered = attention._gathered[:BLOCK_N]
     assert attention.plan([300, 400], [600, 600]) == frozenset()

@@ -42,7 +42,7 @@ INTEGERS = (
     *("slots_ptr", "positions_ptr", "rows_ptr", "kv_lens_ptr", "outside_ptr"),
     *("ancestors_ptr", "q_starts_ptr", "tree_starts_ptr", "kv_starts_ptr"),
 )
-SHORT_INTEGERS = ("items_ptr", "table_ptr", "token_table_ptr")  # of int32
+SHORT_INTEGERS = ("items_ptr", "splits_ptr", "table_ptr", "token_table_ptr")  # of int32
 FLOATS = ("sums_ptr", "stats_ptr", "rope_table_ptr")
 STEP_INTEGERS = {
     f"{name}_ptr": "*i64"
@@ -220,7 +220,16 @@ KERNELS = {
         **attention_constants(64, 64, True),
     ),
     **tree_kernels(
-        "sum of splits", attention._combine_kernel, **attention_constants(16, 32, True, BLOCK_S=64)
+        "sum of splits",
+        attention._combine_kernel,
+        splits_ptr=None,
+        **attention_constants(16, 32, True, ITEM_SIZE=4, BLOCK_S=64),
+    ),
+    **tree_kernels(
+        "sum of prompts' splits",
+        attention._combine_kernel,
+        num_warps=1,
+        **attention_constants(128, 128, False, ITEM_SIZE=5, BLOCK_S=8),
     ),
     **{
         f"gathered KV, {'not ' if guard else ''}guarded": Kernel(
@@ -403,7 +412,6 @@ def test_attention_of_prompts_compiles_for_hopper_and_fits(
     }
     types = {
         "kv_desc": f"tensordesc<{name}[{block_n}, {head_dim}],{layout!r}>",
-        "items_ptr": "*i32",
     }
     if not has_holes:
         constants["kv_starts_ptr"] = None

@@ -1,5 +1,6 @@
 """Attention of the requests of a step that feed many rows, on Hopper GPUs: their K and V are
-gathered once per layer, so that whole tiles can be copied by hardware."""
+gathered once per layer, so that whole tiles can be copied by hardware. Where the items of a step
+are too few to occupy the GPU, the KV of each is split among several programs."""
 
 from __future__ import annotations
 
@@ -11,13 +12,18 @@ from typing import NamedTuple
 import torch
 
 from sglang.srt.device_copies import overwrite, to_device
+from sglang.srt.layers.attention.kv_splits import MAX_ROUNDS, choose_splits
 from sglang.srt.layers.attention.triton_ops.gather_kernel import PLACE_SIZE, gather_kv
-from sglang.srt.layers.attention.triton_ops.kernels import Paged
+from sglang.srt.layers.attention.triton_ops.items import pack_rows
+from sglang.srt.layers.attention.triton_ops.kernels import Paged, workspace_size
 from sglang.srt.layers.attention.triton_ops.prompt_kernel import (
     BLOCK_N,
     DTYPES,
     HEAD_DIMS,
+    PACKED_ROWS,
     PROMPT_ITEM_SIZE,
+    TensorDescriptor,
+    add_up_prompts,
     attend_prompts,
     describe_gathered,
     rows_per_item,
@@ -57,12 +63,18 @@ class PromptItems:
     Attributes:
         items: [I, 5] int32, see `prompt_kernel.py`; empty ones have no rows.
         places: [P, 3] int32, see `gather_kv`.
+        num_splits: [1] int32.
         num_positions: of the longest request, about.
+        num_shares: items times splits, at most.
+        may_be_split: what splits leave may have to be added up.
     """
 
     items: torch.Tensor
     places: torch.Tensor
+    num_splits: torch.Tensor
     num_positions: int
+    num_shares: int
+    may_be_split: bool
 
 
 @dataclass(slots=True)
@@ -81,11 +93,23 @@ class PromptAttention:
         kv_pool: of the model.
         num_heads: query heads.
         max_kv_len: tokens with KV of a request, at most.
+        num_multiprocessors: of the GPU; each runs one program of the kernel at a time.
     """
 
-    def __init__(self, kv_pool: MHATokenToKVPool, num_heads: int, max_kv_len: int) -> None:
+    def __init__(
+        self,
+        kv_pool: MHATokenToKVPool,
+        num_heads: int,
+        max_kv_len: int,
+        num_multiprocessors: int,
+    ) -> None:
         kv = kv_pool.kv[0]
         self._kv_pool = kv_pool
+        self._num_kv_heads = kv.shape[1] // 2
+        self._num_multiprocessors = num_multiprocessors
+        # Filled with NaN, so that reading what no split has written shows.
+        size = workspace_size(MAX_ROUNDS * num_multiprocessors, PACKED_ROWS, kv.shape[2])
+        self._workspace = torch.full((size,), float("nan"), device=kv.device)
         self._rows_per_item = rows_per_item(2 * num_heads // kv.shape[1])
         capacity = min(_align(max_kv_len), MAX_GATHERED_BYTES // kv[0].nbytes // BLOCK_N * BLOCK_N)
         self._gathered = kv.new_empty((capacity, *kv.shape[1:]))
@@ -116,10 +140,12 @@ class PromptAttention:
         self._step = None
         if taken:
             items = make_items(taken, starts, self._rows_per_item)
-            places = make_places(taken, starts)
-            both = to_device(items + places, self._gathered.device, torch.int32)
+            num_splits = self._splits_of(taken)
+            numbers = items + make_places(taken, starts) + [num_splits]
+            on_device = to_device(numbers, self._gathered.device, torch.int32)
             longest = max(prompt.kv_len for prompt in taken)
-            self._step = _split(both, len(items), longest)
+            num_shares = len(items) // PROMPT_ITEM_SIZE * num_splits
+            self._step = _parts(on_device, len(items), longest, num_shares, num_splits > 1)
         return frozenset(prompt.request for prompt in taken)
 
     def plan_graph(
@@ -130,17 +156,20 @@ class PromptAttention:
         self._step = None
         if most_prompts == 0:
             return frozenset()
-        num_items = (key.num_tokens // self._rows_per_item + most_prompts) * PROMPT_ITEM_SIZE
+        most_items = key.num_tokens // self._rows_per_item + most_prompts
+        num_items = most_items * PROMPT_ITEM_SIZE
         if key not in self._graphs:
-            numbers = [0] * num_items + [NO_REQUEST, 0, 0] * most_prompts
-            both = to_device(numbers, self._gathered.device, torch.int32)
-            self._graphs[key] = _GraphItems(_split(both, num_items, GRAPH_POSITIONS), both, numbers)
+            numbers = [0] * num_items + [NO_REQUEST, 0, 0] * most_prompts + [1]
+            memory = to_device(numbers, self._gathered.device, torch.int32)
+            room = _parts(memory, num_items, GRAPH_POSITIONS, self._most_shares(most_items), True)
+            self._graphs[key] = _GraphItems(room, memory, numbers)
         held = self._graphs[key]
         taken, starts = choose(prompts_of(q_lens, kv_lens), self._gathered.shape[0])
         items = make_items(taken, starts, self._rows_per_item)
         places = make_places(taken, starts)
         numbers = items + [0] * (num_items - len(items))
         numbers += places + [NO_REQUEST, 0, 0] * (most_prompts - len(taken))
+        numbers.append(self._splits_of(taken))
         if numbers != held.numbers:
             overwrite(held.memory, numbers)
             held.numbers = numbers
@@ -160,7 +189,32 @@ class PromptAttention:
             return
         kv = self._kv_pool.kv[layer]
         gather_kv(kv, self._gathered, step.places, paged, step.num_positions, BLOCK_N)
-        attend_prompts(q, self._descriptor, out, step.items, paged, window)
+        self.attend(q, kv, self._descriptor, out, paged, window)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        gathered: TensorDescriptor,
+        out: torch.Tensor,
+        paged: Paged,
+        window: int | None,
+    ) -> None:
+        """What `forward` does with a layer's pool once its K and V are gathered."""
+        step = self._step
+        assert step is not None
+        shares = step.num_splits, self._workspace
+        attend_prompts(q, gathered, out, step.items, paged, window, *shares, step.num_shares)
+        if step.may_be_split:
+            add_up_prompts(q, kv, out, step.items, paged, window, *shares)
+
+    def _splits_of(self, taken: Sequence[Prompt]) -> int:
+        tiles = tiles_of_items(taken, self._rows_per_item)
+        return choose_splits(tiles, self._num_kv_heads, self._num_multiprocessors)
+
+    def _most_shares(self, num_items: int) -> int:
+        """Items times splits of any step of up to so many items."""
+        return max(num_items, MAX_ROUNDS * self._num_multiprocessors // self._num_kv_heads)
 
 
 def prompts_of(q_lens: Sequence[int], kv_lens: Sequence[int]) -> list[Prompt]:
@@ -191,7 +245,8 @@ def make_items(prompts: Sequence[Prompt], starts: Sequence[int], rows_per_item: 
     for prompt, start in zip(prompts, starts, strict=True):
         for first in range(0, prompt.q_len, rows_per_item):
             num_rows, to_end = min(rows_per_item, prompt.q_len - first), prompt.q_len - first
-            numbers = (prompt.request, prompt.first_token + first, num_rows, to_end, start)
+            rows, token = pack_rows(num_rows, first), prompt.first_token + first
+            numbers = (prompt.request, token, rows, to_end, start)
             items.append((prompt.kv_len - to_end, numbers))
     items.sort(key=lambda item: -item[0])
     return [number for _, numbers in items for number in numbers]
@@ -205,10 +260,27 @@ def make_places(prompts: Sequence[Prompt], starts: Sequence[int]) -> list[int]:
     return places
 
 
-def _split(numbers: torch.Tensor, num_items: int, num_positions: int) -> PromptItems:
-    """Of one tensor that holds the items, `num_items` numbers, then the places."""
-    items = numbers[:num_items].view(-1, PROMPT_ITEM_SIZE)
-    return PromptItems(items, numbers[num_items:].view(-1, PLACE_SIZE), num_positions)
+def tiles_of_items(prompts: Sequence[Prompt], rows_per_item: int) -> list[int]:
+    """Tiles of KV that each item sees, sliding windows aside."""
+    return [
+        _align(prompt.kv_len - prompt.q_len + min(first + rows_per_item, prompt.q_len)) // BLOCK_N
+        for prompt in prompts
+        for first in range(0, prompt.q_len, rows_per_item)
+    ]
+
+
+def _parts(
+    numbers: torch.Tensor, size: int, num_positions: int, num_shares: int, may_be_split: bool
+) -> PromptItems:
+    """Of one tensor that holds the items, `size` numbers, then the places, then the splits."""
+    return PromptItems(
+        items=numbers[:size].view(-1, PROMPT_ITEM_SIZE),
+        places=numbers[size:-1].view(-1, PLACE_SIZE),
+        num_splits=numbers[-1:],
+        num_positions=num_positions,
+        num_shares=num_shares,
+        may_be_split=may_be_split,
+    )
 
 
 def _align(num_positions: int) -> int:

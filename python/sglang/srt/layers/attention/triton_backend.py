@@ -177,7 +177,9 @@ class TritonBackend:
         )
         self._prompts: PromptAttention | None = None
         if PromptAttention.can_serve(kv_pool.kv[0], num_heads):
-            self._prompts = PromptAttention(kv_pool, num_heads, self._table.shape[1])
+            self._prompts = PromptAttention(
+                kv_pool, num_heads, self._table.shape[1], num_multiprocessors(self._device)
+            )
         self._uniform: dict[int, torch.Tensor] = {}
         self._graph_items: dict[GraphKey, _GraphItems] = {}
         self._no_items = torch.empty((0, ITEM_SIZE), dtype=torch.int32, device=self._device)

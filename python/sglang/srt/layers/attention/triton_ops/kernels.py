@@ -21,6 +21,9 @@ from sglang.srt.layers.triton_launch import ParallelLaunch, begin, dependent_lau
 LOG2_E = 1.4426950408889634
 # Maybe parts of other tensors: kernels are not compiled anew for addresses that 16 divides.
 _OFTEN_SLICES = ["ancestors_ptr", "q_starts_ptr", "tree_starts_ptr"]
+_SPLITS = ["splits_ptr", "num_items", "num_splits"]
+# Programs that add up splits where the device knows how many there are, of each KV head.
+_SUM_ITEMS, _SUM_ROWS = 4, 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,44 +171,74 @@ def _split_kernel(
     finish(PDL, beside)
 
 
-@triton.jit(do_not_specialize=[*_OFTEN_SLICES[1:], "window", "num_splits", "early"])
-def _combine_kernel(
-    sums_ptr, stats_ptr, out_ptr, items_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr,
-    q_starts_ptr, tree_starts_ptr, window, num_splits,
+@triton.jit
+def _add_up_row(
+    index, packed, num_splits, sums_ptr, stats_ptr, out_ptr, items_ptr, rows_ptr, kv_lens_ptr,
+    kv_starts_ptr, q_starts_ptr, tree_starts_ptr, window,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr, ITEM_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Adds up the splits of a packed row of an item, if it is there."""
+    _, _, first_token, num_rows, position, tree_start = load_item(
+        items_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr, q_starts_ptr, tree_starts_ptr, index,
+        HAS_TREE, ITEM_SIZE,
+    )  # fmt: skip
+    if packed // GROUP < num_rows:
+        start, end, _ = seen_range(
+            position, num_rows, tree_start, window, HAS_WINDOW, HAS_TREE, BLOCK_N
+        )
+        length = split_len(start, end, num_splits, BLOCK_N)
+        split = tl.arange(0, BLOCK_S)
+        used = (split < num_splits) & (start + split * length < end)
+        kv_index = tl.program_id(1)
+        part = (index * NUM_KV_HEADS + kv_index).to(tl.int64) * num_splits + split
+        row = part * BLOCK_M + packed
+        top = tl.load(stats_ptr + row * 2, mask=used, other=-1e30)
+        total = tl.load(stats_ptr + row * 2 + 1, mask=used, other=0.0)
+        dim = tl.arange(0, BLOCK_D)
+        exists = used[:, None] & (dim < HEAD_DIM)[None, :]
+        sums = tl.load(sums_ptr + row[:, None] * HEAD_DIM + dim[None, :], mask=exists, other=0.0)
+        weight = tl.exp2(top - tl.max(top, 0))
+        whole = tl.sum(total * weight, 0)
+        out = tl.sum(sums * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
+        head = kv_index * GROUP + packed % GROUP
+        token = first_token + packed // GROUP
+        place = token * (NUM_KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM
+        tl.store(out_ptr + place + dim, out.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=[*_OFTEN_SLICES[1:], *_SPLITS, "window", "early"])
+def _combine_kernel(
+    sums_ptr, stats_ptr, out_ptr, items_ptr, splits_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr,
+    q_starts_ptr, tree_starts_ptr, window, num_items, num_splits,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr, ITEM_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr, PDL: tl.constexpr, early,
 ):  # fmt: skip
-    """Grid (items, KV heads, packed rows): adds up the splits of one row."""
+    """Grid (items, KV heads, packed rows): adds up the splits of one row. With `splits_ptr` the
+    device knows the number of splits and the grid is smaller: a program takes several rows of
+    several items, or none if there is one split, whose program has written the result."""
     begin(PDL, early)
-    _, _, first_token, num_rows, position, tree_start = load_item(
-        items_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr, q_starts_ptr, tree_starts_ptr,
-        tl.program_id(0), HAS_TREE,
-    )  # fmt: skip
-    packed = tl.program_id(2)
-    if packed // GROUP >= num_rows:
-        return
-    start, end, _ = seen_range(
-        position, num_rows, tree_start, window, HAS_WINDOW, HAS_TREE, BLOCK_N
-    )
-    length = split_len(start, end, num_splits, BLOCK_N)
-    split = tl.arange(0, BLOCK_S)
-    used = (split < num_splits) & (start + split * length < end)
-    kv_index = tl.program_id(1)
-    part = (tl.program_id(0) * NUM_KV_HEADS + kv_index).to(tl.int64) * num_splits + split
-    row = part * BLOCK_M + packed
-    top = tl.load(stats_ptr + row * 2, mask=used, other=-1e30)
-    total = tl.load(stats_ptr + row * 2 + 1, mask=used, other=0.0)
-    dim = tl.arange(0, BLOCK_D)
-    exists = used[:, None] & (dim < HEAD_DIM)[None, :]
-    sums = tl.load(sums_ptr + row[:, None] * HEAD_DIM + dim[None, :], mask=exists, other=0.0)
-    weight = tl.exp2(top - tl.max(top, 0))
-    whole = tl.sum(total * weight, 0)
-    out = tl.sum(sums * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
-    head = kv_index * GROUP + packed % GROUP
-    place = (first_token + packed // GROUP) * (NUM_KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM
-    tl.store(out_ptr + place + dim, out.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
+    if splits_ptr is not None:
+        num_splits = tl.load(splits_ptr)
+        if num_splits > 1:
+            for index in range(tl.program_id(0), num_items, tl.num_programs(0)):
+                for packed in range(tl.program_id(2), BLOCK_M, tl.num_programs(2)):
+                    _add_up_row(
+                        index, packed, num_splits, sums_ptr, stats_ptr, out_ptr, items_ptr,
+                        rows_ptr, kv_lens_ptr, kv_starts_ptr, q_starts_ptr, tree_starts_ptr,
+                        window, NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, ITEM_SIZE,
+                        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
+                    )  # fmt: skip
+    else:
+        _add_up_row(
+            tl.program_id(0), tl.program_id(2), num_splits, sums_ptr, stats_ptr, out_ptr,
+            items_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr, q_starts_ptr, tree_starts_ptr, window,
+            NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, ITEM_SIZE,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_S,
+        )  # fmt: skip
 
 
 def _constants(
@@ -263,7 +296,7 @@ def attend_items_split(
     """
     constants = _constants(q, kv, window, tiles)
     num_kv_heads, head_dim = kv.shape[1] // 2, kv.shape[2]
-    stats, sums = _stats_and_sums(workspace, len(items) * num_kv_heads * num_splits, tiles)
+    stats, sums = stats_and_sums(workspace, tiles.block_m, head_dim)
     _split_kernel[(len(items), num_kv_heads, num_splits)](
         q, kv, sums, stats, items, paged.table, paged.outside, paged.rows, paged.kv_lens,
         paged.kv_starts, paged.ancestors, paged.q_starts, paged.tree_starts,
@@ -278,27 +311,37 @@ def attend_items_split(
 def add_up_splits(
     q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, items: torch.Tensor, paged: Paged,
     window: int | None, tiles: Tiles, num_splits: int, workspace: torch.Tensor,
+    device_splits: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Writes the items' rows of `out`, after `attend_items_split` of the same arguments."""
+    """Writes the items' rows of `out`, after `attend_items_split` of the same arguments.
+
+    Args:
+        items: [I, 4 or more] int32.
+        device_splits: [1] int32, the number of splits, `num_splits` at most; None: these are they.
+    """
     constants = _constants(q, kv, window, tiles)
     num_kv_heads = kv.shape[1] // 2
-    stats, sums = _stats_and_sums(workspace, len(items) * num_kv_heads * num_splits, tiles)
+    stats, sums = stats_and_sums(workspace, tiles.block_m, kv.shape[2])
     group = q.shape[1] // num_kv_heads
     has_tree = paged.ancestors is not None and window is not None  # else it changes no split
     block_s = next(size for size in (8, 32, 64) if num_splits <= size)  # each is compiled anew
-    _combine_kernel[(len(items), num_kv_heads, tiles.block_m // group * group)](
-        sums, stats, out, items, paged.rows, paged.kv_lens, paged.kv_starts, paged.q_starts,
-        paged.tree_starts if has_tree else None, window or 0, num_splits,
-        **constants, HAS_TREE=has_tree, BLOCK_S=block_s, num_warps=1 if block_s <= 32 else 4,
-        **dependent_launch(q.device, len(items) * num_kv_heads * tiles.block_m),
+    grid = (len(items), num_kv_heads, tiles.block_m // group * group)
+    if device_splits is not None:
+        grid = (min(len(items), _SUM_ITEMS), num_kv_heads, _SUM_ROWS)
+    _combine_kernel[grid](
+        sums, stats, out, items, device_splits, paged.rows, paged.kv_lens, paged.kv_starts,
+        paged.q_starts, paged.tree_starts if has_tree else None, window or 0, len(items),
+        num_splits, **constants, HAS_TREE=has_tree, ITEM_SIZE=items.shape[1], BLOCK_S=block_s,
+        num_warps=1 if block_s <= 32 else 4,
+        **dependent_launch(q.device, grid[0] * grid[1] * grid[2]),
     )  # fmt: skip
 
 
-def _stats_and_sums(
-    workspace: torch.Tensor, num_programs: int, tiles: Tiles
+def stats_and_sums(
+    workspace: torch.Tensor, block_m: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Where programs leave (top, total) and acc of their packed rows."""
-    size = 2 * num_programs * tiles.block_m
+    size = 2 * (workspace.numel() // (head_dim + 2) // block_m * block_m)
     return workspace[:size], workspace[size:]
 
 
