@@ -20,7 +20,6 @@ from sglang.srt.layers.attention.prompt_attention import (
     PromptAttention,
     make_places,
 )
-from sglang.srt.layers.attention.triton_backend import Tuning
 from sglang.srt.layers.attention.triton_ops.gather_kernel import PLACE_SIZE, gather_kv
 from sglang.srt.layers.attention.triton_ops.item_groups import ItemGroups, RowLimits
 from sglang.srt.layers.attention.triton_ops.items import ITEM_SIZE
@@ -29,6 +28,7 @@ from sglang.srt.layers.attention.triton_ops.prompt_kernel import (
     BLOCK_N,
     describe_gathered,
 )
+from sglang.srt.layers.attention.triton_tuning import Tuning
 from sglang.srt.layers.triton_launch import ParallelLaunch
 from sglang.srt.platform import has_warp_group_mma, num_multiprocessors
 

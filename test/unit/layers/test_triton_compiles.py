@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from sglang.srt import platform
-from sglang.srt.layers.attention import triton_backend
+from sglang.srt.layers.attention import triton_tuning
 from sglang.srt.layers.attention.triton_ops import gather_kernel, prompt_kernel
 from sglang.srt.layers.attention.triton_ops import kernels as attention
 from sglang.srt.layers.ops import triton_ops as ops
@@ -198,20 +198,22 @@ KERNELS = {
     **tree_kernels(
         "prompts",
         attention._extend_kernel,
-        num_warps=8,
-        **attention_constants(128, 64, False, LOOPS=True),
+        num_warps=4,
+        **attention_constants(64, 64, False),
     ),
     **tree_kernels(
         "decodes in a window",
         attention._extend_kernel,
         num_warps=1,
-        **attention_constants(16, 32, True, LOOPS=False),
+        splits_ptr=None,
+        **attention_constants(16, 32, True),
     ),
     **tree_kernels(
         "decodes",
         attention._extend_kernel,
         num_warps=2,
-        **attention_constants(16, 64, False, LOOPS=False),
+        splits_ptr=None,
+        **attention_constants(16, 64, False),
     ),
     **tree_kernels("splits", attention._split_kernel, **attention_constants(16, 32, False)),
     **tree_kernels(
@@ -468,11 +470,12 @@ def test_attention_fits_into_the_shared_memory(
     capability: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = shared_bytes(capability, monkeypatch)
-    monkeypatch.setattr(triton_backend, "num_multiprocessors", lambda device: 132)
-    tuning = triton_backend.Tuning.choose(torch.device("cuda"), torch.bfloat16, head_dim, 4)
+    monkeypatch.setattr(triton_tuning, "num_multiprocessors", lambda device: 132)
+    tuning = triton_tuning.Tuning.choose(torch.device("cuda"), torch.bfloat16, head_dim, 4)
     heads = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim}
     for tiles in {tuning.extend, tuning.few, tuning.split, tuning.whole, tuning.crowded}:
-        constants = attention_constants(tiles.block_m, tiles.block_n, True, LOOPS=False)
+        constants = attention_constants(tiles.block_m, tiles.block_n, True)
+        constants |= {"splits_ptr": None}
         constants |= {**heads, "HAS_TREE": False, "ancestors_ptr": None, "outside_ptr": None}
         constants |= {"tree_starts_ptr": None, "kv_starts_ptr": None}
         kernel = Kernel(attention._extend_kernel, constants, tiles.num_warps, tiles.num_stages)

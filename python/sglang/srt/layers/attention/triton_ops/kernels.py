@@ -61,66 +61,114 @@ class Paged:
     outside: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shares:
+    """How items are shared out among programs where the device knows the number of splits.
+
+    Attributes:
+        num_splits: [1] int32, of the KV of each item; with several, `add_up_splits` makes the
+            result of what they leave in the workspace.
+        num_programs: of each KV head.
+        workspace: float32, of as many programs as there are items times splits.
+    """
+
+    num_splits: torch.Tensor
+    num_programs: int
+    workspace: torch.Tensor
+
+
+@triton.jit
+def _leave_sums(
+    index, split, num_splits, num_rows, acc, top, total, sums_ptr, stats_ptr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """What a split's program has found of an item, to the workspace."""
+    part = index * NUM_KV_HEADS + tl.program_id(1)
+    part = (part * num_splits + split).to(tl.int64)
+    row = part * BLOCK_M + tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    exists = packed_mask(num_rows, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
+    tl.store(sums_ptr + row[:, None] * HEAD_DIM + dim[None, :], acc, mask=exists)
+    tl.store(stats_ptr + row * 2, top)
+    tl.store(stats_ptr + row * 2 + 1, total)
+
+
 @triton.jit
 def _attend_item(
-    index, q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr, kv_lens_ptr,
-    kv_starts_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
+    index, split, num_splits, q_ptr, kv_ptr, out_ptr, sums_ptr, stats_ptr, items_ptr, table_ptr,
+    outside_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MAY_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Goes over all the KV that an item sees, and writes its result."""
+    """Goes over the KV that an item sees, or over the share of one of several splits, and writes
+    the result, or leaves acc, top and total in the workspace."""
     table_row, kv_start, first_token, num_rows, position, tree_start = load_item(
         items_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr, q_starts_ptr, tree_starts_ptr, index,
         HAS_TREE,
     )  # fmt: skip
-    if num_rows > 0:
-        start, end, whole_end = seen_range(
-            position, num_rows, tree_start, window, HAS_WINDOW, HAS_TREE, BLOCK_N
-        )
-        acc, _, total = attend_range(
+    start, end, whole_end = seen_range(
+        position, num_rows, tree_start, window, HAS_WINDOW, HAS_TREE, BLOCK_N
+    )
+    if MAY_SPLIT:
+        length = split_len(start, end, num_splits, BLOCK_N)
+        start = start + split * length
+        end = tl.minimum(start + length, end)
+    if (num_rows > 0) & (start < end):
+        acc, top, total = attend_range(
             q_ptr, kv_ptr, table_ptr, outside_ptr, ancestors_ptr, table_row, kv_start, first_token,
             num_rows, position, tree_start, start, end, whole_end,
             q_token, q_head, kv_slot, kv_head, table_width, window, scale,
             NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-        offsets = packed_offsets(
-            first_token, tl.program_id(1), NUM_KV_HEADS * GROUP * HEAD_DIM, HEAD_DIM,
-            GROUP, BLOCK_M, BLOCK_D,
-        )  # fmt: skip
-        out = acc / tl.where(total > 0, total, 1.0)[:, None]
-        exists = packed_mask(num_rows, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
-        tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=exists)
+        if num_splits > 1:
+            _leave_sums(
+                index, split, num_splits, num_rows, acc, top, total, sums_ptr, stats_ptr,
+                NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+        else:
+            offsets = packed_offsets(
+                first_token, tl.program_id(1), NUM_KV_HEADS * GROUP * HEAD_DIM, HEAD_DIM,
+                GROUP, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+            out = acc / tl.where(total > 0, total, 1.0)[:, None]
+            exists = packed_mask(num_rows, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
+            tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-@triton.jit(do_not_specialize=[*_OFTEN_SLICES, "window", "num_items", "early", "beside"])
+@triton.jit(do_not_specialize=[*_OFTEN_SLICES, *_SPLITS, "window", "early", "beside"])
 def _extend_kernel(
-    q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr, kv_lens_ptr,
-    kv_starts_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
+    q_ptr, kv_ptr, out_ptr, sums_ptr, stats_ptr, items_ptr, splits_ptr, table_ptr, outside_ptr,
+    rows_ptr, kv_lens_ptr, kv_starts_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale, num_items,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    LOOPS: tl.constexpr, PDL: tl.constexpr, early, beside,
+    PDL: tl.constexpr, early, beside,
 ):  # fmt: skip
-    """Grid (items, KV heads). If it `LOOPS`, the grid has fewer programs than there are items, and
-    each takes several."""
+    """Grid (items, KV heads). With `splits_ptr` the device knows among how many programs the KV of
+    each item is split, and each program takes several of these shares."""
     begin(PDL, early, beside)
-    if LOOPS:
-        for index in range(tl.program_id(0), num_items, tl.num_programs(0)):
+    if splits_ptr is not None:
+        num_splits = tl.load(splits_ptr)
+        for share in range(tl.program_id(0), num_items * num_splits, tl.num_programs(0)):
             _attend_item(
-                index, q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr,
-                kv_lens_ptr, kv_starts_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
+                share // num_splits, share % num_splits, num_splits, q_ptr, kv_ptr, out_ptr,
+                sums_ptr, stats_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr, kv_lens_ptr,
+                kv_starts_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
                 q_token, q_head, kv_slot, kv_head, table_width, window, scale,
                 NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
+                True,
             )  # fmt: skip
     else:
         _attend_item(
-            tl.program_id(0), q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr,
-            kv_lens_ptr, kv_starts_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
+            tl.program_id(0), 0, 1, q_ptr, kv_ptr, out_ptr, sums_ptr, stats_ptr, items_ptr,
+            table_ptr, outside_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr, ancestors_ptr,
+            q_starts_ptr, tree_starts_ptr,
             q_token, q_head, kv_slot, kv_head, table_width, window, scale,
-            NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
+            NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D, False,
         )  # fmt: skip
     finish(PDL, beside)
 
@@ -160,14 +208,10 @@ def _split_kernel(
         q_token, q_head, kv_slot, kv_head, table_width, window, scale,
         NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    part = tl.program_id(0) * NUM_KV_HEADS + tl.program_id(1)
-    part = (part * tl.num_programs(2) + tl.program_id(2)).to(tl.int64)
-    row = part * BLOCK_M + tl.arange(0, BLOCK_M)
-    dim = tl.arange(0, BLOCK_D)
-    exists = packed_mask(num_rows, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
-    tl.store(sums_ptr + row[:, None] * HEAD_DIM + dim[None, :], acc, mask=exists)
-    tl.store(stats_ptr + row * 2, top)
-    tl.store(stats_ptr + row * 2 + 1, total)
+    _leave_sums(
+        tl.program_id(0), tl.program_id(2), tl.num_programs(2), num_rows, acc, top, total,
+        sums_ptr, stats_ptr, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
     finish(PDL, beside)
 
 
@@ -260,7 +304,7 @@ def _constants(
 def attend_items(
     q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor,
     items: torch.Tensor, paged: Paged, window: int | None, tiles: Tiles, launch: ParallelLaunch,
-    num_programs: int | None = None,
+    shared: Shares | None = None,
 ) -> None:  # fmt: skip
     """Attention of `items` [I, 4] int32.
 
@@ -268,18 +312,21 @@ def attend_items(
         q: [T, num_heads, head_dim], any strides but the last.
         kv: [num_slots, 2 * num_kv_heads, head_dim].
         out: [T, num_heads * head_dim] contiguous; the items' rows are written.
-        num_programs: the most programs of each KV head, which share the items; None: one per item.
+        shared: None: one program per item and KV head.
     """
     constants = _constants(q, kv, window, tiles)
-    programs = min(num_programs or len(items), len(items))
-    _extend_kernel[(programs, kv.shape[1] // 2)](
-        q, kv, out, items, paged.table, paged.outside, paged.rows, paged.kv_lens,
-        paged.kv_starts, paged.ancestors, paged.q_starts, paged.tree_starts,
+    num_programs, num_splits, stats, sums = len(items), None, None, None
+    if shared is not None:
+        num_programs, num_splits = shared.num_programs, shared.num_splits
+        stats, sums = stats_and_sums(shared.workspace, tiles.block_m, kv.shape[2])
+    _extend_kernel[(num_programs, kv.shape[1] // 2)](
+        q, kv, out, sums, stats, items, num_splits, paged.table, paged.outside, paged.rows,
+        paged.kv_lens, paged.kv_starts, paged.ancestors, paged.q_starts, paged.tree_starts,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), paged.table.stride(0),
         window or 0, kv.shape[2] ** -0.5 * LOG2_E, len(items),
-        **constants, HAS_TREE=paged.ancestors is not None, LOOPS=num_programs is not None,
+        **constants, HAS_TREE=paged.ancestors is not None,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        **launch.options(q.device, programs * constants["NUM_KV_HEADS"]),
+        **launch.options(q.device, num_programs * constants["NUM_KV_HEADS"]),
     )  # fmt: skip
 
 

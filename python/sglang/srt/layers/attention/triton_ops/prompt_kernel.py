@@ -102,7 +102,8 @@ def _attend_tile(
     scale, MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
-    """Scores of tile `index`, and V of the tile before it by `weights`."""
+    """Scores of tile `index`, and V of the tile before it by `weights`. These are float32 between
+    tiles: of 16-bit values that a loop carries the compiler swaps the halves, twice."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     k_index = 2 * index - 1
@@ -112,17 +113,17 @@ def _attend_tile(
     k = ring.index(k_index % RING).permute((1, 0))
     scores = warpgroup_mma(q_tile, k, nothing, use_acc=False, is_async=True)
     mbarrier.wait(filled.index(v_index % RING), (v_index // RING) & 1)
+    weights = gl.convert_layout(weights.to(ring.dtype), gl.DotOperandLayout(0, SUMS, 2))
     acc = warpgroup_mma(weights, ring.index(v_index % RING), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(emptied.index(k_index % RING), count=1)
-    new, top, total, decay = _next_weights(
+    weights, top, total, decay = _next_weights(
         scores, top, total, positions, (last_tile - index) * BLOCK_N, window, scale,
         MASKED, HAS_WINDOW, BLOCK_N, SCORES,
     )  # fmt: skip
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(emptied.index(v_index % RING), count=1)
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
-    weights = gl.convert_layout(new.to(ring.dtype), gl.DotOperandLayout(0, SUMS, 2))
     return weights, acc, top, total
 
 
@@ -192,11 +193,10 @@ def _consume(
     scores = warpgroup_mma(q_tile, k, nothing, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(emptied.index(0), count=1)
-    new, top, total, _ = _next_weights(
+    weights, top, total, _ = _next_weights(
         scores, top, total, positions, last_tile * BLOCK_N, window, scale,
         True, HAS_WINDOW, BLOCK_N, SCORES,
     )  # fmt: skip
-    weights = gl.convert_layout(new.to(ring.dtype), gl.DotOperandLayout(0, SUMS, 2))
     if HAS_WINDOW:
         num_masked = num_tiles
     else:  # tiles before this one are seen whole by the first row, so by all
@@ -213,6 +213,7 @@ def _consume(
         )  # fmt: skip
     v_index = 2 * num_tiles - 1
     mbarrier.wait(filled.index(v_index % RING), (v_index // RING) & 1)
+    weights = gl.convert_layout(weights.to(ring.dtype), gl.DotOperandLayout(0, SUMS, 2))
     acc = warpgroup_mma(weights, ring.index(v_index % RING), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
 
@@ -373,4 +374,6 @@ def add_up_prompts(
     """
     tiles = Tiles(block_m=PACKED_ROWS, block_n=BLOCK_N, num_warps=4, num_stages=1)
     paged = replace(paged, ancestors=None)  # prompts are no trees
-    add_up_splits(q, kv, out, items, paged, window, tiles, MAX_SPLITS, workspace, num_splits)
+    add_up_splits(
+        q, kv, out, items, paged, window, tiles, MAX_SPLITS, workspace, device_splits=num_splits
+    )
