@@ -14,6 +14,7 @@ if sys.platform != "linux":
     pytest.skip("needs Triton", allow_module_level=True)
 
 from sglang.srt.layers.attention.prompt_attention import (
+    LONG_KV_LEN,
     MIN_KV_LEN,
     MIN_ROWS,
     NO_REQUEST,
@@ -159,3 +160,12 @@ def test_a_request_whose_kv_has_no_room_is_left_to_others() -> None:
     attention._gathered = attention._gathered[:BLOCK_N]
     assert attention.plan([300, 400], [600, 600]) == frozenset()
     assert attention._step is None
+
+
+def test_a_graph_takes_prompts_of_fewer_rows_where_they_see_much() -> None:
+    """But no look-ahead, which feeds as many rows as the graph is wide, and only those that it has
+    room for."""
+    attention = PromptAttention(SmallPool, 8, 1 << 15, 132)  # type: ignore[arg-type]
+    key = GraphKey(MIXED, 8, 16, 2 * MIN_ROWS)
+    kv_lens = [9000, 9000, 9000, LONG_KV_LEN - 1, 9000]
+    assert attention.plan_graph(key, [17, 90, 16, 100, 30], kv_lens) == {1, 4}

@@ -35,6 +35,9 @@ from sglang.srt.platform import has_warp_group_mma
 
 # Fewer rows, or rows that see less, gain less by the faster kernel than gathering KV costs.
 MIN_ROWS, MIN_KV_LEN = 128, 512
+# Where a graph launches these kernels anyway, it pays for any prompt's rows that see so much: their
+# KV is split, which that of the Triton backend's items of many rows is not here.
+LONG_KV_LEN = 8192
 MAX_GATHERED_BYTES = 1 << 30  # of a layer's K and V; requests beyond are attended where they lie
 GRAPH_POSITIONS = 1024  # whose programs gather the KV of a request in a graph, whatever its length
 NO_REQUEST = -1
@@ -164,7 +167,8 @@ class PromptAttention:
             room = _parts(memory, num_items, GRAPH_POSITIONS, self._most_shares(most_items), True)
             self._graphs[key] = _GraphItems(room, memory, numbers)
         held = self._graphs[key]
-        taken, starts = choose(prompts_of(q_lens, kv_lens), self._gathered.shape[0])
+        prompts = prompts_of(q_lens, kv_lens, key.width + 1)
+        taken, starts = choose(prompts, self._gathered.shape[0], most_prompts)
         items = make_items(taken, starts, self._rows_per_item)
         places = make_places(taken, starts)
         numbers = items + [0] * (num_items - len(items))
@@ -217,21 +221,32 @@ class PromptAttention:
         return max(num_items, MAX_ROUNDS * self._num_multiprocessors // self._num_kv_heads)
 
 
-def prompts_of(q_lens: Sequence[int], kv_lens: Sequence[int]) -> list[Prompt]:
-    """Of a step, the requests that feed enough rows over enough KV."""
+def prompts_of(
+    q_lens: Sequence[int], kv_lens: Sequence[int], least_rows: int = MIN_ROWS
+) -> list[Prompt]:
+    """Of a step, the requests that feed enough rows over enough KV: MIN_ROWS, or over LONG_KV_LEN
+    tokens `least_rows`."""
     starts = accumulate(q_lens, initial=0)
     prompts = map(Prompt, range(len(q_lens)), starts, q_lens, kv_lens)
-    return [each for each in prompts if each.q_len >= MIN_ROWS and each.kv_len >= MIN_KV_LEN]
+    return [
+        each
+        for each in prompts
+        if (each.q_len >= MIN_ROWS and each.kv_len >= MIN_KV_LEN)
+        or (each.q_len >= least_rows and each.kv_len >= LONG_KV_LEN)
+    ]
 
 
-def choose(prompts: Sequence[Prompt], capacity: int) -> tuple[list[Prompt], list[int]]:
-    """Prompts that are gathered, those that feed most first, as long as there is room for their KV,
-    and the row of each one's first position. `capacity` is in tokens, a multiple of BLOCK_N."""
+def choose(
+    prompts: Sequence[Prompt], capacity: int, most: int | None = None
+) -> tuple[list[Prompt], list[int]]:
+    """Prompts that are gathered, those that feed most first, `most` of them at most, as long as
+    there is room for their KV, and the row of each one's first position. `capacity` is in tokens, a
+    multiple of BLOCK_N."""
     taken, starts = list[Prompt](), list[int]()
     end = 0
     for prompt in sorted(prompts, key=lambda prompt: -prompt.q_len):
         size = _align(prompt.kv_len)
-        if end + size <= capacity:
+        if end + size <= capacity and (most is None or len(taken) < most):
             taken.append(prompt)
             starts.append(end)
             end += size
