@@ -14,11 +14,11 @@ from sglang.srt.layers.attention.triton_backend import FewRows, TritonBackend
 from sglang.srt.layers.attention.triton_ops.items import ITEM_SIZE, pack_rows
 from sglang.srt.layers.attention.triton_ops.kernels import (
     Tiles,
-    add_up_splits,
     attend_items,
     attend_items_split,
     workspace_size,
 )
+from sglang.srt.layers.attention.triton_ops.sums_kernel import add_up_splits
 from sglang.srt.layers.attention.triton_tuning import Tuning
 from sglang.srt.layers.triton_launch import ParallelLaunch
 

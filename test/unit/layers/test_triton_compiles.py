@@ -21,7 +21,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from sglang.srt import platform
 from sglang.srt.layers.attention import triton_tuning
-from sglang.srt.layers.attention.triton_ops import gather_kernel, prompt_kernel
+from sglang.srt.layers.attention.triton_ops import gather_kernel, prompt_kernel, sums_kernel
 from sglang.srt.layers.attention.triton_ops import kernels as attention
 from sglang.srt.layers.ops import triton_ops as ops
 from sglang.srt.model_executor import triton_tree_search as trees
@@ -223,13 +223,13 @@ KERNELS = {
     ),
     **tree_kernels(
         "sum of splits",
-        attention._combine_kernel,
+        sums_kernel._combine_kernel,
         splits_ptr=None,
         **attention_constants(16, 32, True, ITEM_SIZE=4, BLOCK_S=64),
     ),
     **tree_kernels(
         "sum of prompts' splits",
-        attention._combine_kernel,
+        sums_kernel._combine_kernel,
         num_warps=1,
         **attention_constants(128, 128, False, ITEM_SIZE=5, BLOCK_S=8),
     ),

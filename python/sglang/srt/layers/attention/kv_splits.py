@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MAX_SPLITS = 8  # of the KV of an item
-MAX_ROUNDS = 4  # programs of splits for each multiprocessor, so much memory there is for them
-# In tiles of an item's KV: what a program takes beside them, and adding up splits.
-PROGRAM_TILES, SUM_TILES = 1.5, 5.0
+MAX_ROUNDS = 3  # programs of splits for each multiprocessor, so much memory there is for them
+# As many tiles of KV take as long, on an H100, as a program takes beside its tiles, and as leaving
+# and adding up splits takes, apart from what each of their programs adds.
+PROGRAM_TILES, SUM_TILES, SUM_TILES_OF_A_PROGRAM = 1.0, 2.0, 1 / 32
 
 
 def choose_splits(tiles: Sequence[int], num_kv_heads: int, num_multiprocessors: int) -> int:
@@ -32,4 +33,5 @@ def _tiles_until_end(
     num_programs = len(tiles) * num_kv_heads * num_splits
     rounds = -(-num_programs // num_multiprocessors)
     end = max(longest + PROGRAM_TILES, rounds * (mean + PROGRAM_TILES))
-    return end + (SUM_TILES if num_splits > 1 else 0)
+    sums = SUM_TILES + SUM_TILES_OF_A_PROGRAM * num_programs
+    return end + (sums if num_splits > 1 else 0)

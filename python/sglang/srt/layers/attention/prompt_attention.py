@@ -37,7 +37,7 @@ from sglang.srt.platform import has_warp_group_mma
 MIN_ROWS, MIN_KV_LEN = 128, 512
 # Where a graph launches these kernels anyway, it pays for any prompt's rows that see so much: their
 # KV is split, which that of the Triton backend's items of many rows is not here.
-LONG_KV_LEN = 8192
+LONG_KV_LEN = 2048
 MAX_GATHERED_BYTES = 1 << 30  # of a layer's K and V; requests beyond are attended where they lie
 GRAPH_POSITIONS = 1024  # whose programs gather the KV of a request in a graph, whatever its length
 NO_REQUEST = -1

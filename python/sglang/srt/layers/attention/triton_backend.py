@@ -18,11 +18,11 @@ from sglang.srt.layers.attention.triton_ops.kernels import (
     Paged,
     Shares,
     Tiles,
-    add_up_splits,
     attend_items,
     attend_items_split,
     workspace_size,
 )
+from sglang.srt.layers.attention.triton_ops.sums_kernel import add_up_splits
 from sglang.srt.layers.attention.triton_tuning import Tuning
 from sglang.srt.layers.forward_batch import MIXED, RAGGED, ForwardBatch, GraphKey
 from sglang.srt.layers.triton_launch import INTERPRETED, beside_each_other

@@ -33,9 +33,9 @@ from sglang.srt.layers.attention.triton_ops.items import ITEM_SIZE
 from sglang.srt.layers.attention.triton_ops.kernels import (
     Paged,
     Tiles,
-    add_up_splits,
     stats_and_sums,
 )
+from sglang.srt.layers.attention.triton_ops.sums_kernel import add_up_splits
 
 try:
     from triton.experimental.gluon.language.nvidia.hopper.tma import async_load
