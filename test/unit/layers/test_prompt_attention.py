@@ -15,6 +15,7 @@ if sys.platform != "linux":
 
 from sglang.srt.layers.attention.prompt_attention import (
     LONG_KV_LEN,
+    MAX_SPLIT_GRAPH_ROWS,
     MIN_KV_LEN,
     MIN_ROWS,
     NO_REQUEST,
@@ -26,6 +27,7 @@ from sglang.srt.layers.attention.prompt_attention import (
 )
 from sglang.srt.layers.attention.triton_ops.prompt_kernel import (
     BLOCK_N,
+    PACKED_ROWS,
     PROMPT_ITEM_SIZE,
     rows_per_item,
 )
@@ -169,3 +171,25 @@ def test_a_graph_takes_prompts_of_fewer_rows_where_they_see_much() -> None:
     key = GraphKey(MIXED, 8, 16, 2 * MIN_ROWS)
     kv_lens = [9000, 9000, 9000, LONG_KV_LEN - 1, 9000]
     assert attention.plan_graph(key, [17, 90, 16, 100, 30], kv_lens) == {1, 4}
+
+
+@pytest.mark.parametrize("num_tokens", [256, 512, 1024])
+def test_a_graph_has_room_for_all_splits_of_its_steps(num_tokens: int) -> None:
+    """Programs and memory; graphs of many rows split nothing."""
+    source = random.Random(num_tokens)
+    attention = PromptAttention(SmallPool, 8, 1 << 15, 132)  # type: ignore[arg-type]
+    key, found = GraphKey(MIXED, 8, 1, num_tokens), set()
+    for _ in range(100):
+        q_len = source.randint(2, num_tokens)
+        attention.plan_graph(key, [q_len], [source.randint(q_len, 30000)])
+        step = attention._step
+        assert step is not None
+        num_splits = int(step.num_splits)
+        num_items = int((step.items[:, 2] > 0).sum())
+        assert num_items * num_splits <= step.num_shares
+        if num_splits > 1:
+            assert step.may_be_split
+            packed_rows = num_items * num_splits * 2 * PACKED_ROWS  # of two KV heads
+            assert packed_rows * (64 + 2) <= attention._workspace.numel()
+        found.add(num_splits)
+    assert found == {1} if num_tokens > MAX_SPLIT_GRAPH_ROWS else len(found) > 2

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MAX_SPLITS = 8  # of the KV of an item
-MAX_ROUNDS = 3  # programs of splits for each multiprocessor, so much memory there is for them
+MAX_ROUNDS = 2  # programs of splits for each multiprocessor, so much memory there is for them
 # As many tiles of KV take as long, on an H100, as a program takes beside its tiles, and as leaving
 # and adding up splits takes, apart from what each of their programs adds.
 PROGRAM_TILES, SUM_TILES, SUM_TILES_OF_A_PROGRAM = 1.0, 2.0, 1 / 32

@@ -35,11 +35,12 @@ from sglang.srt.platform import has_warp_group_mma
 
 # Fewer rows, or rows that see less, gain less by the faster kernel than gathering KV costs.
 MIN_ROWS, MIN_KV_LEN = 128, 512
-# Where a graph launches these kernels anyway, it pays for any prompt's rows that see so much: their
-# KV is split, which that of the Triton backend's items of many rows is not here.
+# A graph launches these kernels anyway, and they are faster for any prompt's rows that see so much.
 LONG_KV_LEN = 2048
 MAX_GATHERED_BYTES = 1 << 30  # of a layer's K and V; requests beyond are attended where they lie
 GRAPH_POSITIONS = 1024  # whose programs gather the KV of a request in a graph, whatever its length
+# In graphs of more rows nothing is split: adding up would be launched for nothing nearly always.
+MAX_SPLIT_GRAPH_ROWS = 512
 NO_REQUEST = -1
 
 
@@ -161,10 +162,12 @@ class PromptAttention:
             return frozenset()
         most_items = key.num_tokens // self._rows_per_item + most_prompts
         num_items = most_items * PROMPT_ITEM_SIZE
+        may_be_split = key.num_tokens <= MAX_SPLIT_GRAPH_ROWS
         if key not in self._graphs:
             numbers = [0] * num_items + [NO_REQUEST, 0, 0] * most_prompts + [1]
             memory = to_device(numbers, self._gathered.device, torch.int32)
-            room = _parts(memory, num_items, GRAPH_POSITIONS, self._most_shares(most_items), True)
+            num_shares = self._most_shares(most_items) if may_be_split else most_items
+            room = _parts(memory, num_items, GRAPH_POSITIONS, num_shares, may_be_split)
             self._graphs[key] = _GraphItems(room, memory, numbers)
         held = self._graphs[key]
         prompts = prompts_of(q_lens, kv_lens, key.width + 1)
@@ -173,7 +176,7 @@ class PromptAttention:
         places = make_places(taken, starts)
         numbers = items + [0] * (num_items - len(items))
         numbers += places + [NO_REQUEST, 0, 0] * (most_prompts - len(taken))
-        numbers.append(self._splits_of(taken))
+        numbers.append(self._splits_of(taken) if may_be_split else 1)
         if numbers != held.numbers:
             overwrite(held.memory, numbers)
             held.numbers = numbers

@@ -163,6 +163,21 @@ def _leave_sums(
 
 
 @gluon.jit
+def _write_rows(
+    out, out_ptr, first_token, num_rows, head,
+    GROUP: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """The results of packed rows, to where they belong."""
+    row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SUMS))
+    dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, SUMS))
+    packed = (first_token + row // GROUP).to(gl.int64) * (NUM_KV_HEADS * GROUP)
+    packed += head * GROUP + row % GROUP
+    place = out_ptr + packed[:, None] * HEAD_DIM + dim[None, :]
+    gl.store(place, out, mask=(row // GROUP < num_rows)[:, None])
+
+
+@gluon.jit
 def _consume(
     WARP_GROUP: gl.constexpr, q_ptr, out_ptr, sums_ptr, stats_ptr, q_tile, ring, filled, emptied,
     first_token, num_rows, position, head, q_token, q_head, last_tile, num_tiles, num_splits,
@@ -227,12 +242,10 @@ def _consume(
         )  # fmt: skip
     else:
         out = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, SUMS))[:, None]
-        row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SUMS))
-        dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, SUMS))
-        packed = (first_token + row // GROUP).to(gl.int64) * (NUM_KV_HEADS * GROUP)
-        packed += head * GROUP + row % GROUP
-        place = out_ptr + packed[:, None] * HEAD_DIM + dim[None, :]
-        gl.store(place, out.to(ring.dtype), mask=(row // GROUP < num_rows)[:, None])
+        _write_rows(
+            out.to(ring.dtype), out_ptr, first_token, num_rows, head,
+            GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_M, SUMS,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -243,6 +256,21 @@ def _position(item, rows_ptr, kv_lens_ptr, kv_starts_ptr):
     if kv_starts_ptr is not None:
         position -= gl.load(kv_starts_ptr + gl.load(rows_ptr + request)).to(gl.int32)
     return position
+
+
+@gluon.jit
+def _share(
+    position, num_rows, window, split, num_splits, HAS_WINDOW: gl.constexpr, BLOCK_N: gl.constexpr
+):  # fmt: skip
+    """The first tile of a split of the KV that an item sees, and the number of its tiles, as
+    `split_len` divides them; 0 or less of a split without a share."""
+    first_tile = position * 0
+    if HAS_WINDOW:
+        first_tile = gl.maximum(position - window + 1, 0) // BLOCK_N
+    end_tile = gl.cdiv(position + num_rows, BLOCK_N)
+    length = gl.maximum(gl.cdiv(end_tile - first_tile, num_splits), 1)
+    first_tile += split * length
+    return first_tile, gl.minimum(end_tile - first_tile, length)
 
 
 @gluon.jit(do_not_specialize=["splits_ptr", "window", "num_items"])
@@ -261,13 +289,10 @@ def _prompt_kernel(
     num_rows = gl.where(index < num_items, gl.load(item + 2) & 255, 0)
     first_token = gl.load(item + 1)
     position = _position(item, rows_ptr, kv_lens_ptr, kv_starts_ptr)
-    first_tile = 0
-    if HAS_WINDOW:
-        first_tile = gl.maximum(position - window + 1, 0) // BLOCK_N
-    end_tile = gl.cdiv(position + num_rows, BLOCK_N)
-    length = gl.maximum(gl.cdiv(end_tile - first_tile, num_splits), 1)
-    first_tile += gl.program_id(0) // NUM_KV_HEADS % num_splits * length
-    num_tiles = gl.minimum(end_tile - first_tile, length)
+    split = gl.program_id(0) // NUM_KV_HEADS % num_splits
+    first_tile, num_tiles = _share(
+        position, num_rows, window, split, num_splits, HAS_WINDOW, BLOCK_N
+    )
     if (num_rows > 0) & (position >= 0) & (num_tiles > 0):
         kv_start = gl.load(item + 4)
         last_tile = first_tile + num_tiles - 1
