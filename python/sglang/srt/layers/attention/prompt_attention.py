@@ -5,17 +5,17 @@ are too few to occupy the GPU, the KV of each is split among several programs.""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from sglang.srt.device_copies import overwrite, to_device
-from sglang.srt.layers.attention.kv_splits import MAX_ROUNDS, choose_splits
+from sglang.srt.layers.attention.kv_splits import MAX_ROUNDS, MAX_SPLITS, choose_splits
 from sglang.srt.layers.attention.triton_ops.gather_kernel import PLACE_SIZE, gather_kv
 from sglang.srt.layers.attention.triton_ops.items import pack_rows
-from sglang.srt.layers.attention.triton_ops.kernels import Paged, workspace_size
+from sglang.srt.layers.attention.triton_ops.kernels import Paged, Tiles, workspace_size
 from sglang.srt.layers.attention.triton_ops.prompt_kernel import (
     BLOCK_N,
     DTYPES,
@@ -23,11 +23,11 @@ from sglang.srt.layers.attention.triton_ops.prompt_kernel import (
     PACKED_ROWS,
     PROMPT_ITEM_SIZE,
     TensorDescriptor,
-    add_up_prompts,
     attend_prompts,
     describe_gathered,
     rows_per_item,
 )
+from sglang.srt.layers.attention.triton_ops.sums_kernel import add_up_splits
 from sglang.srt.layers.forward_batch import MIXED, GraphKey
 from sglang.srt.layers.triton_launch import INTERPRETED
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -42,6 +42,7 @@ GRAPH_POSITIONS = 1024  # whose programs gather the KV of a request in a graph, 
 # In graphs of more rows nothing is split: adding up would be launched for nothing nearly always.
 MAX_SPLIT_GRAPH_ROWS = 512
 NO_REQUEST = -1
+_TILES = Tiles(block_m=PACKED_ROWS, block_n=BLOCK_N, num_warps=4, num_stages=1)  # of all items
 
 
 class Prompt(NamedTuple):
@@ -213,7 +214,11 @@ class PromptAttention:
         shares = step.num_splits, self._workspace
         attend_prompts(q, gathered, out, step.items, paged, window, *shares, step.num_shares)
         if step.may_be_split:
-            add_up_prompts(q, kv, out, step.items, paged, window, *shares)
+            paged = replace(paged, ancestors=None)  # prompts are no trees
+            sums = _TILES, MAX_SPLITS, self._workspace
+            add_up_splits(
+                q, kv, out, step.items, paged, window, *sums, device_splits=step.num_splits
+            )  # fmt: skip
 
     def _splits_of(self, taken: Sequence[Prompt]) -> int:
         tiles = tiles_of_items(taken, self._rows_per_item)

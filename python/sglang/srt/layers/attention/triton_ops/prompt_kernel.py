@@ -14,7 +14,6 @@ is split; if there are several, `add_up_splits` adds up what they leave.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import torch
@@ -28,14 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sglang.srt.layers.attention.kv_splits import MAX_SPLITS
 from sglang.srt.layers.attention.triton_ops.items import ITEM_SIZE
 from sglang.srt.layers.attention.triton_ops.kernels import (
     Paged,
-    Tiles,
     stats_and_sums,
 )
-from sglang.srt.layers.attention.triton_ops.sums_kernel import add_up_splits
 
 try:
     from triton.experimental.gluon.language.nvidia.hopper.tma import async_load
@@ -178,6 +174,29 @@ def _write_rows(
 
 
 @gluon.jit
+def _end_rows(
+    WARP_GROUP: gl.constexpr, acc, top, total, out_ptr, sums_ptr, stats_ptr, first_token, num_rows,
+    head, num_splits, DTYPE: gl.constexpr, GROUP: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, SUMS: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Writes the result of a warp group or, if the KV is split, what it has found in its share."""
+    if num_splits > 1:
+        share = gl.program_id(0) // NUM_KV_HEADS
+        part = share // num_splits * NUM_KV_HEADS + head
+        part = part * num_splits + share % num_splits
+        _leave_sums(
+            part * (2 * BLOCK_M) + WARP_GROUP * (BLOCK_M // GROUP * GROUP), num_rows,
+            acc, top, total, sums_ptr, stats_ptr, GROUP, HEAD_DIM, BLOCK_M, SUMS, SCORES,
+        )  # fmt: skip
+    else:
+        out = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, SUMS))[:, None]
+        _write_rows(
+            out.to(DTYPE), out_ptr, first_token, num_rows, head,
+            GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_M, SUMS,
+        )  # fmt: skip
+
+
+@gluon.jit
 def _consume(
     WARP_GROUP: gl.constexpr, q_ptr, out_ptr, sums_ptr, stats_ptr, q_tile, ring, filled, emptied,
     first_token, num_rows, position, head, q_token, q_head, last_tile, num_tiles, num_splits,
@@ -232,20 +251,10 @@ def _consume(
     acc = warpgroup_mma(weights, ring.index(v_index % RING), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
 
-    if num_splits > 1:
-        share = gl.program_id(0) // NUM_KV_HEADS
-        part = share // num_splits * NUM_KV_HEADS + head
-        part = part * num_splits + share % num_splits
-        _leave_sums(
-            part * (2 * BLOCK_M) + WARP_GROUP * (ROWS * GROUP), num_rows, acc, top, total,
-            sums_ptr, stats_ptr, GROUP, HEAD_DIM, BLOCK_M, SUMS, SCORES,
-        )  # fmt: skip
-    else:
-        out = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, SUMS))[:, None]
-        _write_rows(
-            out.to(ring.dtype), out_ptr, first_token, num_rows, head,
-            GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_M, SUMS,
-        )  # fmt: skip
+    _end_rows(
+        WARP_GROUP, acc, top, total, out_ptr, sums_ptr, stats_ptr, first_token, num_rows, head,
+        num_splits, ring.dtype, GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_M, SUMS, SCORES,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -309,31 +318,22 @@ def _prompt_kernel(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (
-                    _consume,
-                    (
-                        0, q_ptr, out_ptr, sums_ptr, stats_ptr, q_tiles.index(0), ring,
-                        filled, emptied, first_token, num_rows, position, head, q_token, q_head,
-                        last_tile, num_tiles, num_splits, window, scale,
-                        GROUP, NUM_KV_HEADS, HEAD_DIM, HAS_WINDOW, BLOCK_M, BLOCK_N, RING,
-                    ),
-                ),
-                (
-                    _consume,
-                    (
-                        1, q_ptr, out_ptr, sums_ptr, stats_ptr, q_tiles.index(1), ring,
-                        filled, emptied, first_token, num_rows, position, head, q_token, q_head,
-                        last_tile, num_tiles, num_splits, window, scale,
-                        GROUP, NUM_KV_HEADS, HEAD_DIM, HAS_WINDOW, BLOCK_M, BLOCK_N, RING,
-                    ),
-                ),
-                (
-                    _produce,
-                    (
-                        kv_desc, ring, filled, emptied, kv_start, last_tile, num_tiles,
-                        head * HEAD_DIM, (NUM_KV_HEADS + head) * HEAD_DIM, BLOCK_N, RING,
-                    ),
-                ),
+                (_consume, (
+                    0, q_ptr, out_ptr, sums_ptr, stats_ptr, q_tiles.index(0), ring,
+                    filled, emptied, first_token, num_rows, position, head, q_token, q_head,
+                    last_tile, num_tiles, num_splits, window, scale,
+                    GROUP, NUM_KV_HEADS, HEAD_DIM, HAS_WINDOW, BLOCK_M, BLOCK_N, RING,
+                )),
+                (_consume, (
+                    1, q_ptr, out_ptr, sums_ptr, stats_ptr, q_tiles.index(1), ring,
+                    filled, emptied, first_token, num_rows, position, head, q_token, q_head,
+                    last_tile, num_tiles, num_splits, window, scale,
+                    GROUP, NUM_KV_HEADS, HEAD_DIM, HAS_WINDOW, BLOCK_M, BLOCK_N, RING,
+                )),
+                (_produce, (
+                    kv_desc, ring, filled, emptied, kv_start, last_tile, num_tiles,
+                    head * HEAD_DIM, (NUM_KV_HEADS + head) * HEAD_DIM, BLOCK_N, RING,
+                )),
             ],
             [4, 1],
             [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
@@ -366,7 +366,7 @@ def attend_prompts(
     window: int | None, num_splits: torch.Tensor, workspace: torch.Tensor, num_shares: int,
 ) -> None:  # fmt: skip
     """Causal attention of `items` [I, 5] int32 (see above), those of most KV first. With several
-    splits, `add_up_prompts` makes the result of what they leave in the workspace.
+    splits, `add_up_splits` makes the result of what they leave in the workspace.
 
     Args:
         q: [T, num_heads, head_dim], any strides but the last.
@@ -386,19 +386,3 @@ def attend_prompts(
         NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
         HAS_WINDOW=window is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, RING=RING, num_warps=4,
     )  # fmt: skip
-
-
-def add_up_prompts(
-    q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, items: torch.Tensor, paged: Paged,
-    window: int | None, num_splits: torch.Tensor, workspace: torch.Tensor,
-) -> None:  # fmt: skip
-    """Writes the items' rows of `out`, after `attend_prompts`, if there are several splits.
-
-    Args:
-        kv: a layer's pool.
-    """
-    tiles = Tiles(block_m=PACKED_ROWS, block_n=BLOCK_N, num_warps=4, num_stages=1)
-    paged = replace(paged, ancestors=None)  # prompts are no trees
-    add_up_splits(
-        q, kv, out, items, paged, window, tiles, MAX_SPLITS, workspace, device_splits=num_splits
-    )
