@@ -10,15 +10,16 @@ import torch
 
 from benchmark.attention_inputs import DecodeInputs, Heads
 from sglang.srt.device_copies import to_device
-from sglang.srt.layers.attention.triton_backend import FewRows, TritonBackend, Tuning
+from sglang.srt.layers.attention.triton_backend import FewRows, TritonBackend
 from sglang.srt.layers.attention.triton_ops.items import ITEM_SIZE, pack_rows
 from sglang.srt.layers.attention.triton_ops.kernels import (
     Tiles,
-    add_up_splits,
     attend_items,
     attend_items_split,
     workspace_size,
 )
+from sglang.srt.layers.attention.triton_ops.sums_kernel import add_up_splits
+from sglang.srt.layers.attention.triton_tuning import Tuning
 from sglang.srt.layers.triton_launch import ParallelLaunch
 
 Call = Callable[[], torch.Tensor]  # one layer of one set; returns [R, num_heads * head_dim]

@@ -18,23 +18,19 @@ from sglang.srt.layers.attention.flashinfer_backend import load_flashinfer, why_
 from sglang.srt.layers.attention.prompt_attention import (
     Prompt,
     PromptAttention,
-    make_items,
     make_places,
 )
-from sglang.srt.layers.attention.triton_backend import Tuning
 from sglang.srt.layers.attention.triton_ops.gather_kernel import PLACE_SIZE, gather_kv
 from sglang.srt.layers.attention.triton_ops.item_groups import ItemGroups, RowLimits
 from sglang.srt.layers.attention.triton_ops.items import ITEM_SIZE
 from sglang.srt.layers.attention.triton_ops.kernels import attend_items
 from sglang.srt.layers.attention.triton_ops.prompt_kernel import (
     BLOCK_N,
-    PROMPT_ITEM_SIZE,
-    attend_prompts,
     describe_gathered,
-    rows_per_item,
 )
+from sglang.srt.layers.attention.triton_tuning import Tuning
 from sglang.srt.layers.triton_launch import ParallelLaunch
-from sglang.srt.platform import has_warp_group_mma
+from sglang.srt.platform import has_warp_group_mma, num_multiprocessors
 
 # Takes a layer and returns [num_rows, num_heads, head_dim], or for the gathering alone the K and V
 # of the prompt [kv_len, 2 * num_kv_heads, head_dim].
@@ -56,7 +52,7 @@ def ours(inputs: PromptInputs) -> Way:
     """`PromptAttention` as a step uses it: K and V are gathered, then attended."""
     _require_hopper_kernel(inputs)
     shape, q = inputs.shape, inputs.q
-    attention = PromptAttention(inputs.pool, inputs.heads.num_heads, shape.kv_len)
+    attention = _prompt_attention(inputs)
     if not attention.plan([shape.num_rows], [shape.kv_len]):
         raise NotHere("too few rows, or too much KV to be gathered")
     out = _rows_of(inputs)
@@ -85,17 +81,20 @@ def our_gathering(inputs: PromptInputs) -> Way:
 
 
 def our_attention(inputs: PromptInputs) -> Way:
-    """The second kernel of `ours` alone."""
+    """The second kernel of `ours` alone, and what adds up splits."""
     _require_hopper_kernel(inputs)
-    shape, q, heads = inputs.shape, inputs.q, inputs.heads
-    descriptors = [describe_gathered(kv) for kv in _gathered(inputs, _whole_tiles(shape.kv_len))]
-    prompt = Prompt(0, 0, shape.num_rows, shape.kv_len)
-    numbers = make_items([prompt], [0], rows_per_item(heads.group))
-    items = to_device(numbers, heads.device, torch.int32).view(-1, PROMPT_ITEM_SIZE)
+    shape, q = inputs.shape, inputs.q
+    attention, gathered = _prompt_attention(inputs), _gathered(inputs, _whole_tiles(shape.kv_len))
+    layers = [
+        (kv, describe_gathered(side_by_side))
+        for kv, side_by_side in zip(inputs.pool.kv, gathered, strict=True)
+    ]
+    attention.plan([shape.num_rows], [shape.kv_len])
     out = _rows_of(inputs)
 
     def call(layer: int) -> torch.Tensor:
-        attend_prompts(q, descriptors[layer], out, items, inputs.paged, None)
+        kv, descriptor = layers[layer]
+        attention.attend(q, kv, descriptor, out, inputs.paged, None)
         return out.view_as(q)
 
     return call
@@ -221,6 +220,11 @@ def _flashinfer_wrapper(device: torch.device) -> Any:
 def _require_hopper_kernel(inputs: PromptInputs) -> None:
     if not PromptAttention.can_serve(inputs.pool.kv[0], inputs.heads.num_heads):
         raise NotHere("not for this GPU or these heads")
+
+
+def _prompt_attention(inputs: PromptInputs) -> PromptAttention:
+    device, num_heads = inputs.heads.device, inputs.heads.num_heads
+    return PromptAttention(inputs.pool, num_heads, inputs.shape.kv_len, num_multiprocessors(device))
 
 
 def _rows_of(inputs: PromptInputs) -> torch.Tensor:

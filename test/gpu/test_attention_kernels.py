@@ -48,10 +48,13 @@ LONG = AttentionCase(
 )
 
 
-EDGES = (  # of whole tiles of KV, for prompts of many rows
-    *((0, 256), (1, 257), (127, 300), (128, 384), (1000, 1), (129, 511), (2000, 260)),
-    *((70, 15), (3, 1000), (0, 130), (640, 128)),
-)
+PROMPTS = {
+    "edges of whole tiles of KV": (
+        *((0, 256), (1, 257), (127, 300), (128, 384), (1000, 1), (129, 511), (2000, 260)),
+        *((70, 15), (3, 1000), (0, 130), (640, 128)),
+    ),
+    "few rows, whose KV is split": ((6001, 130), (70, 15), (300, 1), (2000, 128)),
+}
 
 
 def check(name: str, case: AttentionCase, dtype: torch.dtype) -> None:
@@ -110,7 +113,9 @@ def test_kv_is_gathered_side_by_side(name: str) -> None:
 @pytest.mark.parametrize("heads", [(8, 2), (3, 1), (14, 2)], ids=str)
 @pytest.mark.parametrize("windows", [(None,), (100,), (700, None)], ids=str)
 @pytest.mark.parametrize("has_holes", [False, True], ids=["whole", "holes"])
+@pytest.mark.parametrize("shape", PROMPTS)
 def test_prompts_of_many_rows(
+    shape: str,
     has_holes: bool,
     windows: tuple[int | None, ...],
     heads: tuple[int, int],
@@ -120,19 +125,7 @@ def test_prompts_of_many_rows(
     """Of all lengths around whole tiles, beside short ones, decodes and a tree's worth of rows;
     what the gathered KV held before is NaN."""
     case = AttentionCase(
-        shape=[
-            (0, 256),
-            (1, 257),
-            (127, 300),
-            (128, 384),
-            (1000, 1),
-            (129, 511),
-            (2000, 260),
-            (70, 15),
-            (3, 1000),
-            (0, 130),
-            (640, 128),
-        ],
+        shape=PROMPTS[shape],
         windows=windows,
         num_heads=heads[0],
         num_kv_heads=heads[1],
@@ -255,13 +248,17 @@ GROUPS = (
     *((900, 1), (300, 15), (1000, 300), (77, 4), (1500, 1), (410, 5), (20, 40), (640, 9)),
     (0, 130),
 )
+SPLIT_GROUPS = ((900, 1), (6000, 130), (1000, 15), (77, 4), (2900, 40))
 
 
 @pytest.mark.parametrize("count", [3, 8, 40])
 @pytest.mark.parametrize("width", [1, 15])
-def test_a_graph_of_mixed_steps_replays_every_group_of_items(width: int, count: int) -> None:
+@pytest.mark.parametrize("groups", [GROUPS, SPLIT_GROUPS], ids=["whole", "split"])
+def test_a_graph_of_mixed_steps_replays_every_group_of_items(
+    groups: tuple[tuple[int, int], ...], width: int, count: int
+) -> None:
     """Captured without a request, so whatever a replay leaves out stays NaN."""
-    case = with_requests(AttentionCase(shape=GROUPS, graph_width=width), count)
+    case = with_requests(AttentionCase(shape=groups, graph_width=width), count)
     case = replace(case, num_heads=32, num_kv_heads=8, head_dim=128)
     placed = PlacedCase(case, "cuda", torch.bfloat16, seed=0)
     expected = placed.expected()[0]

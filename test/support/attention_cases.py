@@ -117,6 +117,13 @@ CASES = {
     "a window per layer": AttentionCase(shape=MIXED, windows=(None, 20, 5), head_dim=16),
     "a window and a long decode": AttentionCase(shape=[(150, 1), (120, 2)], windows=(70,)),
     "a prompt of many rows": AttentionCase(shape=[(19, 75), (30, 1)], head_dim=16),
+    "a graph's few prompt rows over much KV, in splits": AttentionCase(
+        shape=[(290, 20), (40, 1)],
+        windows=(None, 150),
+        head_dim=16,
+        graph_width=2,
+        kv_starts=[3, 0],
+    ),
     "narrow, wide and many": THREE_GROUPS,
     "narrow and wide, both in splits": AttentionCase(shape=[(120, 15), (150, 1)]),
     "narrow and wide, one in splits": AttentionCase(

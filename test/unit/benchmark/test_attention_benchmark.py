@@ -24,8 +24,8 @@ from benchmark.measure import attention
 from benchmark.prompt_ways import GATHERING, WAYS, NotHere, over_prefix
 from benchmark.report import attention_tables
 from interpreted import run_interpreted
-from sglang.srt.layers.attention.triton_backend import Tuning
 from sglang.srt.layers.attention.triton_ops.kernels import Tiles
+from sglang.srt.layers.attention.triton_tuning import Tuning
 
 CPU = torch.device("cpu")
 TINY = Heads(4, 2, 16, torch.float32, CPU)

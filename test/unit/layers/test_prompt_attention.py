@@ -14,6 +14,8 @@ if sys.platform != "linux":
     pytest.skip("needs Triton", allow_module_level=True)
 
 from sglang.srt.layers.attention.prompt_attention import (
+    LONG_KV_LEN,
+    MAX_SPLIT_GRAPH_ROWS,
     MIN_KV_LEN,
     MIN_ROWS,
     NO_REQUEST,
@@ -25,6 +27,7 @@ from sglang.srt.layers.attention.prompt_attention import (
 )
 from sglang.srt.layers.attention.triton_ops.prompt_kernel import (
     BLOCK_N,
+    PACKED_ROWS,
     PROMPT_ITEM_SIZE,
     rows_per_item,
 )
@@ -91,7 +94,11 @@ def test_items_cover_each_row_once_and_those_of_most_kv_come_first(seed: int, gr
     }
     found, ends = list[tuple[int, int, int, int]](), list[int]()
     for place in range(0, len(numbers), PROMPT_ITEM_SIZE):
-        request, first, num_rows, to_end, start = numbers[place : place + PROMPT_ITEM_SIZE]
+        request, first, packed, to_end, start = numbers[place : place + PROMPT_ITEM_SIZE]
+        num_rows = packed & 255
+        assert packed >> 8 == first - next(
+            each.first_token for each in taken if each.request == request
+        )
         kv_len = next(prompt.kv_len for prompt in taken if prompt.request == request)
         assert 1 <= num_rows <= most
         found += [(request, first + row, kv_len - to_end + row, start) for row in range(num_rows)]
@@ -117,7 +124,7 @@ def rows_and_places(planned: Any) -> tuple[set[tuple[int, ...]], set[tuple[int, 
 def test_a_replayed_graph_reads_the_items_of_its_own_step(max_kv_len: int) -> None:
     """Whatever step was planned for it before, and at the same address; as if without a graph."""
     source = random.Random(max_kv_len)
-    kept, fresh = (PromptAttention(SmallPool, 8, max_kv_len) for _ in range(2))  # type: ignore[arg-type]
+    kept, fresh = (PromptAttention(SmallPool, 8, max_kv_len, 132) for _ in range(2))  # type: ignore[arg-type]
     keys = [GraphKey(MIXED, 8, 4, 640), GraphKey(MIXED, 8, 4, 1024), GraphKey(MIXED, 64, 4, 1024)]
     addresses: dict[GraphKey, int] = {}
     num_taken, q_lens = 0, [1]
@@ -142,7 +149,7 @@ def test_a_replayed_graph_reads_the_items_of_its_own_step(max_kv_len: int) -> No
 
 
 def test_a_graph_without_prompts_has_nothing_of_the_step_before() -> None:
-    attention = PromptAttention(SmallPool, 8, 3000)  # type: ignore[arg-type]
+    attention = PromptAttention(SmallPool, 8, 3000, 132)  # type: ignore[arg-type]
     for key in (GraphKey(DECODE, 4, 1, 4), GraphKey(MIXED, 4, 1, MIN_ROWS - 1)):
         assert attention.plan([1, 300], [9, 900]) == {1}
         assert attention.plan_graph(key, [1, 1, 1], [7, 8, 9]) == frozenset()
@@ -150,8 +157,39 @@ def test_a_graph_without_prompts_has_nothing_of_the_step_before() -> None:
 
 
 def test_a_request_whose_kv_has_no_room_is_left_to_others() -> None:
-    attention = PromptAttention(SmallPool, 8, 600)  # type: ignore[arg-type]
+    attention = PromptAttention(SmallPool, 8, 600, 132)  # type: ignore[arg-type]
     assert attention.plan([300, 400], [600, 600]) == {1}
     attention._gathered = attention._gathered[:BLOCK_N]
     assert attention.plan([300, 400], [600, 600]) == frozenset()
     assert attention._step is None
+
+
+def test_a_graph_takes_prompts_of_fewer_rows_where_they_see_much() -> None:
+    """But no look-ahead, which feeds as many rows as the graph is wide, and only those that it has
+    room for."""
+    attention = PromptAttention(SmallPool, 8, 1 << 15, 132)  # type: ignore[arg-type]
+    key = GraphKey(MIXED, 8, 16, 2 * MIN_ROWS)
+    kv_lens = [9000, 9000, 9000, LONG_KV_LEN - 1, 9000]
+    assert attention.plan_graph(key, [17, 90, 16, 100, 30], kv_lens) == {1, 4}
+
+
+@pytest.mark.parametrize("num_tokens", [256, 512, 1024])
+def test_a_graph_has_room_for_all_splits_of_its_steps(num_tokens: int) -> None:
+    """Programs and memory; graphs of many rows split nothing."""
+    source = random.Random(num_tokens)
+    attention = PromptAttention(SmallPool, 8, 1 << 15, 132)  # type: ignore[arg-type]
+    key, found = GraphKey(MIXED, 8, 1, num_tokens), set()
+    for _ in range(100):
+        q_len = source.randint(2, num_tokens)
+        attention.plan_graph(key, [q_len], [source.randint(q_len, 30000)])
+        step = attention._step
+        assert step is not None
+        num_splits = int(step.num_splits)
+        num_items = int((step.items[:, 2] > 0).sum())
+        assert num_items * num_splits <= step.num_shares
+        if num_splits > 1:
+            assert step.may_be_split
+            packed_rows = num_items * num_splits * 2 * PACKED_ROWS  # of two KV heads
+            assert packed_rows * (64 + 2) <= attention._workspace.numel()
+        found.add(num_splits)
+    assert found == {1} if num_tokens > MAX_SPLIT_GRAPH_ROWS else len(found) > 2

@@ -20,8 +20,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from sglang.srt import platform
-from sglang.srt.layers.attention import triton_backend
-from sglang.srt.layers.attention.triton_ops import gather_kernel, prompt_kernel
+from sglang.srt.layers.attention import triton_tuning
+from sglang.srt.layers.attention.triton_ops import gather_kernel, prompt_kernel, sums_kernel
 from sglang.srt.layers.attention.triton_ops import kernels as attention
 from sglang.srt.layers.ops import triton_ops as ops
 from sglang.srt.model_executor import triton_tree_search as trees
@@ -43,7 +43,7 @@ INTEGERS = (
     *("slots_ptr", "positions_ptr", "rows_ptr", "kv_lens_ptr", "outside_ptr"),
     *("ancestors_ptr", "q_starts_ptr", "tree_starts_ptr", "kv_starts_ptr"),
 )
-SHORT_INTEGERS = ("items_ptr", "table_ptr", "token_table_ptr")  # of int32
+SHORT_INTEGERS = ("items_ptr", "splits_ptr", "table_ptr", "token_table_ptr")  # of int32
 FLOATS = ("sums_ptr", "stats_ptr", "rope_table_ptr")
 STEP_INTEGERS = {
     f"{name}_ptr": "*i64"
@@ -199,20 +199,22 @@ KERNELS = {
     **tree_kernels(
         "prompts",
         attention._extend_kernel,
-        num_warps=8,
-        **attention_constants(128, 64, False, LOOPS=True),
+        num_warps=4,
+        **attention_constants(64, 64, False),
     ),
     **tree_kernels(
         "decodes in a window",
         attention._extend_kernel,
         num_warps=1,
-        **attention_constants(16, 32, True, LOOPS=False),
+        splits_ptr=None,
+        **attention_constants(16, 32, True),
     ),
     **tree_kernels(
         "decodes",
         attention._extend_kernel,
         num_warps=2,
-        **attention_constants(16, 64, False, LOOPS=False),
+        splits_ptr=None,
+        **attention_constants(16, 64, False),
     ),
     **tree_kernels("splits", attention._split_kernel, **attention_constants(16, 32, False)),
     **tree_kernels(
@@ -221,7 +223,16 @@ KERNELS = {
         **attention_constants(64, 64, True),
     ),
     **tree_kernels(
-        "sum of splits", attention._combine_kernel, **attention_constants(16, 32, True, BLOCK_S=64)
+        "sum of splits",
+        sums_kernel._combine_kernel,
+        splits_ptr=None,
+        **attention_constants(16, 32, True, ITEM_SIZE=4, BLOCK_S=64),
+    ),
+    **tree_kernels(
+        "sum of prompts' splits",
+        sums_kernel._combine_kernel,
+        num_warps=1,
+        **attention_constants(128, 128, False, ITEM_SIZE=5, BLOCK_S=8),
     ),
     **{
         f"gathered KV, {'not ' if guard else ''}guarded": Kernel(
@@ -415,7 +426,6 @@ def test_attention_of_prompts_compiles_for_hopper_and_fits(
     }
     types = {
         "kv_desc": f"tensordesc<{name}[{block_n}, {head_dim}],{layout!r}>",
-        "items_ptr": "*i32",
     }
     if not has_holes:
         constants["kv_starts_ptr"] = None
@@ -472,11 +482,12 @@ def test_attention_fits_into_the_shared_memory(
     capability: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = shared_bytes(capability, monkeypatch)
-    monkeypatch.setattr(triton_backend, "num_multiprocessors", lambda device: 132)
-    tuning = triton_backend.Tuning.choose(torch.device("cuda"), torch.bfloat16, head_dim, 4)
+    monkeypatch.setattr(triton_tuning, "num_multiprocessors", lambda device: 132)
+    tuning = triton_tuning.Tuning.choose(torch.device("cuda"), torch.bfloat16, head_dim, 4)
     heads = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim}
     for tiles in {tuning.extend, tuning.few, tuning.split, tuning.whole, tuning.crowded}:
-        constants = attention_constants(tiles.block_m, tiles.block_n, True, LOOPS=False)
+        constants = attention_constants(tiles.block_m, tiles.block_n, True)
+        constants |= {"splits_ptr": None}
         constants |= {**heads, "HAS_TREE": False, "ancestors_ptr": None, "outside_ptr": None}
         constants |= {"tree_starts_ptr": None, "kv_starts_ptr": None}
         kernel = Kernel(attention._extend_kernel, constants, tiles.num_warps, tiles.num_stages)

@@ -10,8 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang.srt.layers import triton_launch
-from sglang.srt.layers.attention import triton_backend
+from sglang.srt.layers.attention import triton_backend, triton_tuning
 from sglang.srt.layers.attention.triton_backend import TritonBackend
+from sglang.srt.layers.attention.triton_ops.kernels import Shares
 from sglang.srt.layers.forward_batch import (
     DECODE,
     DRAFT_STEPS,
@@ -32,7 +33,7 @@ WITH_BOTH = ParallelLaunch(with_previous=True, with_next=True)
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_launch, "supports_dependent_launch", lambda device: True)
-    for module in (triton_launch, triton_backend):
+    for module in (triton_launch, triton_tuning):
         monkeypatch.setattr(module, "num_multiprocessors", lambda device: 132)
 
 
@@ -70,14 +71,17 @@ def test_only_kernels_of_one_step_run_beside_each_other(
         (GraphKey(DECODE, 64, 1, 64), [("items", ALONE)]),
         (GraphKey(RAGGED, 2, 15, 32), [("split", ALONE), "sums"]),
         (GraphKey(RAGGED, 64, 15, 256), [("items", WITH_NEXT), ("items", WITH_PREVIOUS)]),
-        (GraphKey(MIXED, 64, 1, 256), [("items", WITH_NEXT), ("items", WITH_PREVIOUS)]),
+        (GraphKey(MIXED, 64, 1, 256), [("items", WITH_NEXT), ("items", WITH_PREVIOUS), "sums"]),
         (
             GraphKey(MIXED, 64, 15, 256),
-            [("items", WITH_NEXT), ("items", WITH_BOTH), ("items", WITH_PREVIOUS)],
+            [("items", WITH_NEXT), ("items", WITH_BOTH), ("items", WITH_PREVIOUS), "sums"],
         ),
         (
             GraphKey(MIXED, 8, 15, 256),
-            [("items", WITH_NEXT), ("split", WITH_BOTH), ("split", WITH_PREVIOUS), "sums", "sums"],
+            [
+                *(("items", WITH_NEXT), ("split", WITH_BOTH), ("split", WITH_PREVIOUS)),
+                *("sums", "sums", "sums"),
+            ],
         ),
     ],
     ids=str,
@@ -107,10 +111,12 @@ def launched(q_lens: list[int], key: GraphKey | None) -> list[object]:
             found.append((kind, parallel))
             if kind == "split":
                 workspaces.append(id(arguments[-1]))
+            elif isinstance(shares := arguments[-1], Shares):
+                workspaces.append(id(shares.workspace))
 
         return mock.Mock(side_effect=launch)
 
-    def add_up(*arguments: object) -> None:
+    def add_up(*arguments: object, device_splits: torch.Tensor | None = None) -> None:
         assert id(arguments[-1]) in workspaces
         found.append("sums")
 

@@ -1,27 +1,33 @@
 """Attention of the requests of a step that feed many rows, on Hopper GPUs: their K and V are
-gathered once per layer, so that whole tiles can be copied by hardware."""
+gathered once per layer, so that whole tiles can be copied by hardware. Where the items of a step
+are too few to occupy the GPU, the KV of each is split among several programs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from sglang.srt.device_copies import overwrite, to_device
+from sglang.srt.layers.attention.kv_splits import MAX_ROUNDS, MAX_SPLITS, choose_splits
 from sglang.srt.layers.attention.triton_ops.gather_kernel import PLACE_SIZE, gather_kv
-from sglang.srt.layers.attention.triton_ops.kernels import Paged
+from sglang.srt.layers.attention.triton_ops.items import pack_rows
+from sglang.srt.layers.attention.triton_ops.kernels import Paged, Tiles, workspace_size
 from sglang.srt.layers.attention.triton_ops.prompt_kernel import (
     BLOCK_N,
     DTYPES,
     HEAD_DIMS,
+    PACKED_ROWS,
     PROMPT_ITEM_SIZE,
+    TensorDescriptor,
     attend_prompts,
     describe_gathered,
     rows_per_item,
 )
+from sglang.srt.layers.attention.triton_ops.sums_kernel import add_up_splits
 from sglang.srt.layers.forward_batch import MIXED, GraphKey
 from sglang.srt.layers.triton_launch import INTERPRETED
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -29,9 +35,14 @@ from sglang.srt.platform import has_warp_group_mma
 
 # Fewer rows, or rows that see less, gain less by the faster kernel than gathering KV costs.
 MIN_ROWS, MIN_KV_LEN = 128, 512
+# A graph launches these kernels anyway, and they are faster for any prompt's rows that see so much.
+LONG_KV_LEN = 2048
 MAX_GATHERED_BYTES = 1 << 30  # of a layer's K and V; requests beyond are attended where they lie
 GRAPH_POSITIONS = 1024  # whose programs gather the KV of a request in a graph, whatever its length
+# In graphs of more rows nothing is split: adding up would be launched for nothing nearly always.
+MAX_SPLIT_GRAPH_ROWS = 512
 NO_REQUEST = -1
+_TILES = Tiles(block_m=PACKED_ROWS, block_n=BLOCK_N, num_warps=4, num_stages=1)  # of all items
 
 
 class Prompt(NamedTuple):
@@ -57,12 +68,18 @@ class PromptItems:
     Attributes:
         items: [I, 5] int32, see `prompt_kernel.py`; empty ones have no rows.
         places: [P, 3] int32, see `gather_kv`.
+        num_splits: [1] int32.
         num_positions: of the longest request, about.
+        num_shares: items times splits, at most.
+        may_be_split: what splits leave may have to be added up.
     """
 
     items: torch.Tensor
     places: torch.Tensor
+    num_splits: torch.Tensor
     num_positions: int
+    num_shares: int
+    may_be_split: bool
 
 
 @dataclass(slots=True)
@@ -81,11 +98,23 @@ class PromptAttention:
         kv_pool: of the model.
         num_heads: query heads.
         max_kv_len: tokens with KV of a request, at most.
+        num_multiprocessors: of the GPU; each runs one program of the kernel at a time.
     """
 
-    def __init__(self, kv_pool: MHATokenToKVPool, num_heads: int, max_kv_len: int) -> None:
+    def __init__(
+        self,
+        kv_pool: MHATokenToKVPool,
+        num_heads: int,
+        max_kv_len: int,
+        num_multiprocessors: int,
+    ) -> None:
         kv = kv_pool.kv[0]
         self._kv_pool = kv_pool
+        self._num_kv_heads = kv.shape[1] // 2
+        self._num_multiprocessors = num_multiprocessors
+        # Filled with NaN, so that reading what no split has written shows.
+        size = workspace_size(MAX_ROUNDS * num_multiprocessors, PACKED_ROWS, kv.shape[2])
+        self._workspace = torch.full((size,), float("nan"), device=kv.device)
         self._rows_per_item = rows_per_item(2 * num_heads // kv.shape[1])
         capacity = min(_align(max_kv_len), MAX_GATHERED_BYTES // kv[0].nbytes // BLOCK_N * BLOCK_N)
         self._gathered = kv.new_empty((capacity, *kv.shape[1:]))
@@ -116,10 +145,12 @@ class PromptAttention:
         self._step = None
         if taken:
             items = make_items(taken, starts, self._rows_per_item)
-            places = make_places(taken, starts)
-            both = to_device(items + places, self._gathered.device, torch.int32)
+            num_splits = self._splits_of(taken)
+            numbers = items + make_places(taken, starts) + [num_splits]
+            on_device = to_device(numbers, self._gathered.device, torch.int32)
             longest = max(prompt.kv_len for prompt in taken)
-            self._step = _split(both, len(items), longest)
+            num_shares = len(items) // PROMPT_ITEM_SIZE * num_splits
+            self._step = _parts(on_device, len(items), longest, num_shares, num_splits > 1)
         return frozenset(prompt.request for prompt in taken)
 
     def plan_graph(
@@ -130,17 +161,23 @@ class PromptAttention:
         self._step = None
         if most_prompts == 0:
             return frozenset()
-        num_items = (key.num_tokens // self._rows_per_item + most_prompts) * PROMPT_ITEM_SIZE
+        most_items = key.num_tokens // self._rows_per_item + most_prompts
+        num_items = most_items * PROMPT_ITEM_SIZE
+        may_be_split = key.num_tokens <= MAX_SPLIT_GRAPH_ROWS
         if key not in self._graphs:
-            numbers = [0] * num_items + [NO_REQUEST, 0, 0] * most_prompts
-            both = to_device(numbers, self._gathered.device, torch.int32)
-            self._graphs[key] = _GraphItems(_split(both, num_items, GRAPH_POSITIONS), both, numbers)
+            numbers = [0] * num_items + [NO_REQUEST, 0, 0] * most_prompts + [1]
+            memory = to_device(numbers, self._gathered.device, torch.int32)
+            num_shares = self._most_shares(most_items) if may_be_split else most_items
+            room = _parts(memory, num_items, GRAPH_POSITIONS, num_shares, may_be_split)
+            self._graphs[key] = _GraphItems(room, memory, numbers)
         held = self._graphs[key]
-        taken, starts = choose(prompts_of(q_lens, kv_lens), self._gathered.shape[0])
+        prompts = prompts_of(q_lens, kv_lens, key.width + 1)
+        taken, starts = choose(prompts, self._gathered.shape[0], most_prompts)
         items = make_items(taken, starts, self._rows_per_item)
         places = make_places(taken, starts)
         numbers = items + [0] * (num_items - len(items))
         numbers += places + [NO_REQUEST, 0, 0] * (most_prompts - len(taken))
+        numbers.append(self._splits_of(taken) if may_be_split else 1)
         if numbers != held.numbers:
             overwrite(held.memory, numbers)
             held.numbers = numbers
@@ -160,24 +197,64 @@ class PromptAttention:
             return
         kv = self._kv_pool.kv[layer]
         gather_kv(kv, self._gathered, step.places, paged, step.num_positions, BLOCK_N)
-        attend_prompts(q, self._descriptor, out, step.items, paged, window)
+        self.attend(q, kv, self._descriptor, out, paged, window)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        gathered: TensorDescriptor,
+        out: torch.Tensor,
+        paged: Paged,
+        window: int | None,
+    ) -> None:
+        """What `forward` does with a layer's pool once its K and V are gathered."""
+        step = self._step
+        assert step is not None
+        shares = step.num_splits, self._workspace
+        attend_prompts(q, gathered, out, step.items, paged, window, *shares, step.num_shares)
+        if step.may_be_split:
+            paged = replace(paged, ancestors=None)  # prompts are no trees
+            sums = _TILES, MAX_SPLITS, self._workspace
+            add_up_splits(
+                q, kv, out, step.items, paged, window, *sums, device_splits=step.num_splits
+            )  # fmt: skip
+
+    def _splits_of(self, taken: Sequence[Prompt]) -> int:
+        tiles = tiles_of_items(taken, self._rows_per_item)
+        return choose_splits(tiles, self._num_kv_heads, self._num_multiprocessors)
+
+    def _most_shares(self, num_items: int) -> int:
+        """Items times splits of any step of up to so many items."""
+        return max(num_items, MAX_ROUNDS * self._num_multiprocessors // self._num_kv_heads)
 
 
-def prompts_of(q_lens: Sequence[int], kv_lens: Sequence[int]) -> list[Prompt]:
-    """Of a step, the requests that feed enough rows over enough KV."""
+def prompts_of(
+    q_lens: Sequence[int], kv_lens: Sequence[int], least_rows: int = MIN_ROWS
+) -> list[Prompt]:
+    """Of a step, the requests that feed enough rows over enough KV: MIN_ROWS, or over LONG_KV_LEN
+    tokens `least_rows`."""
     starts = accumulate(q_lens, initial=0)
     prompts = map(Prompt, range(len(q_lens)), starts, q_lens, kv_lens)
-    return [each for each in prompts if each.q_len >= MIN_ROWS and each.kv_len >= MIN_KV_LEN]
+    return [
+        each
+        for each in prompts
+        if (each.q_len >= MIN_ROWS and each.kv_len >= MIN_KV_LEN)
+        or (each.q_len >= least_rows and each.kv_len >= LONG_KV_LEN)
+    ]
 
 
-def choose(prompts: Sequence[Prompt], capacity: int) -> tuple[list[Prompt], list[int]]:
-    """Prompts that are gathered, those that feed most first, as long as there is room for their KV,
-    and the row of each one's first position. `capacity` is in tokens, a multiple of BLOCK_N."""
+def choose(
+    prompts: Sequence[Prompt], capacity: int, most: int | None = None
+) -> tuple[list[Prompt], list[int]]:
+    """Prompts that are gathered, those that feed most first, `most` of them at most, as long as
+    there is room for their KV, and the row of each one's first position. `capacity` is in tokens, a
+    multiple of BLOCK_N."""
     taken, starts = list[Prompt](), list[int]()
     end = 0
     for prompt in sorted(prompts, key=lambda prompt: -prompt.q_len):
         size = _align(prompt.kv_len)
-        if end + size <= capacity:
+        if end + size <= capacity and (most is None or len(taken) < most):
             taken.append(prompt)
             starts.append(end)
             end += size
@@ -191,7 +268,8 @@ def make_items(prompts: Sequence[Prompt], starts: Sequence[int], rows_per_item: 
     for prompt, start in zip(prompts, starts, strict=True):
         for first in range(0, prompt.q_len, rows_per_item):
             num_rows, to_end = min(rows_per_item, prompt.q_len - first), prompt.q_len - first
-            numbers = (prompt.request, prompt.first_token + first, num_rows, to_end, start)
+            rows, token = pack_rows(num_rows, first), prompt.first_token + first
+            numbers = (prompt.request, token, rows, to_end, start)
             items.append((prompt.kv_len - to_end, numbers))
     items.sort(key=lambda item: -item[0])
     return [number for _, numbers in items for number in numbers]
@@ -205,10 +283,27 @@ def make_places(prompts: Sequence[Prompt], starts: Sequence[int]) -> list[int]:
     return places
 
 
-def _split(numbers: torch.Tensor, num_items: int, num_positions: int) -> PromptItems:
-    """Of one tensor that holds the items, `num_items` numbers, then the places."""
-    items = numbers[:num_items].view(-1, PROMPT_ITEM_SIZE)
-    return PromptItems(items, numbers[num_items:].view(-1, PLACE_SIZE), num_positions)
+def tiles_of_items(prompts: Sequence[Prompt], rows_per_item: int) -> list[int]:
+    """Tiles of KV that each item sees, sliding windows aside."""
+    return [
+        _align(prompt.kv_len - prompt.q_len + min(first + rows_per_item, prompt.q_len)) // BLOCK_N
+        for prompt in prompts
+        for first in range(0, prompt.q_len, rows_per_item)
+    ]
+
+
+def _parts(
+    numbers: torch.Tensor, size: int, num_positions: int, num_shares: int, may_be_split: bool
+) -> PromptItems:
+    """Of one tensor that holds the items, `size` numbers, then the places, then the splits."""
+    return PromptItems(
+        items=numbers[:size].view(-1, PROMPT_ITEM_SIZE),
+        places=numbers[size:-1].view(-1, PLACE_SIZE),
+        num_splits=numbers[-1:],
+        num_positions=num_positions,
+        num_shares=num_shares,
+        may_be_split=may_be_split,
+    )
 
 
 def _align(num_positions: int) -> int:

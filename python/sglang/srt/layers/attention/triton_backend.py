@@ -10,98 +10,29 @@ import triton
 
 from sglang.srt.device_copies import overwrite, to_device
 from sglang.srt.layers.attention.base_attn_backend import AttentionCapabilities, GraphSupport
+from sglang.srt.layers.attention.kv_splits import MAX_ROUNDS, MAX_SPLITS, choose_splits
 from sglang.srt.layers.attention.prompt_attention import PromptAttention
 from sglang.srt.layers.attention.triton_ops.item_groups import ItemGroups, ItemRoom, RowLimits
 from sglang.srt.layers.attention.triton_ops.items import ITEM_SIZE
 from sglang.srt.layers.attention.triton_ops.kernels import (
     Paged,
+    Shares,
     Tiles,
-    add_up_splits,
     attend_items,
     attend_items_split,
     workspace_size,
 )
+from sglang.srt.layers.attention.triton_ops.sums_kernel import add_up_splits
+from sglang.srt.layers.attention.triton_tuning import Tuning
 from sglang.srt.layers.forward_batch import MIXED, RAGGED, ForwardBatch, GraphKey
 from sglang.srt.layers.triton_launch import INTERPRETED, beside_each_other
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.platform import num_multiprocessors
 
 MIN_SPLITS = 3  # fewer gain less than adding them up costs
 # Programs of a packed graph's wide items, most of them empty, for each program that fills the GPU.
 MAX_WIDE_PROGRAMS = 4
 # The interpreter's tl.dot takes the bits of bfloat16 for integers.
 DTYPES = (torch.float32, torch.float16, *(() if INTERPRETED else (torch.bfloat16,)))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tuning:
-    """Tiles (see `Tiles`) and limits, by GPU, dtype and heads.
-
-    Packed rows are a request's rows times the query heads that share a KV head. A request feeds few
-    rows if its packed rows fit into one tile of `few`, else many. Items of few rows are narrow if
-    their packed rows fit into one tile of `split`, else wide.
-
-    Attributes:
-        extend: for requests that feed many rows, without a graph.
-        few: for the same in a graph, whose rows are so few that larger tiles would leave the GPU
-            idle; and for wide items.
-        split: for narrow items whose KV is split.
-        whole: for the same without a split, while the GPU has room for all programs at once.
-        crowded: for the same when it has not.
-        num_programs: programs of all items that fill the GPU.
-        num_split_programs: the KV of few requests is split until there are so many, of narrow
-            items; of wide ones until there are `num_programs`.
-        max_splits: the most parts of one request's KV.
-    """
-
-    extend: Tiles
-    few: Tiles
-    split: Tiles
-    whole: Tiles
-    crowded: Tiles
-    num_programs: int
-    num_split_programs: int
-    max_splits: int
-
-    @classmethod
-    def choose(cls, device: torch.device, dtype: torch.dtype, head_dim: int, group: int) -> Tuning:
-        """`group`: query heads that share a KV head; they stay in one block."""
-        least_m = triton.next_power_of_2(group)
-        if INTERPRETED:  # tiny, so that tiny batches cross every edge
-            tiles = Tiles(block_m=max(16, least_m), block_n=16, num_warps=4, num_stages=1)
-            return cls(
-                extend=tiles,
-                few=replace(tiles, block_m=2 * tiles.block_m),
-                split=tiles,
-                whole=tiles,
-                crowded=tiles,
-                num_programs=16,
-                num_split_programs=16,
-                max_splits=8,
-            )
-        # Block sizes at which the compiler spills no registers on an H100.
-        if dtype == torch.float32:  # no tensor cores
-            extend = Tiles(block_m=32, block_n=16, num_warps=8, num_stages=1)
-            few = split = whole = crowded = Tiles(block_m=16, block_n=16, num_warps=4, num_stages=1)
-        elif head_dim > 128:
-            extend = few = Tiles(block_m=64, block_n=32, num_warps=4, num_stages=2)
-            split = whole = crowded = Tiles(block_m=16, block_n=32, num_warps=4, num_stages=2)
-        else:
-            num_warps = 4 if head_dim <= 64 else 8
-            extend = Tiles(block_m=128, block_n=64, num_warps=num_warps, num_stages=2)
-            few = Tiles(block_m=64, block_n=64, num_warps=4, num_stages=3)
-            split = whole = Tiles(block_m=16, block_n=64, num_warps=2, num_stages=2)
-            crowded = Tiles(block_m=16, block_n=32, num_warps=1, num_stages=3)
-        return cls(
-            extend=replace(extend, block_m=max(extend.block_m, least_m)),
-            few=replace(few, block_m=max(few.block_m, least_m)),
-            split=split,
-            whole=whole,
-            crowded=crowded,
-            num_programs=2 * num_multiprocessors(device),
-            num_split_programs=4 * num_multiprocessors(device),
-            max_splits=64,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +57,12 @@ class ManyRows:
 
     Attributes:
         items: [I, 4] int32.
-        num_programs: of each KV head; None: one per item.
+        shared: None: one program per item and KV head.
     """
 
     items: torch.Tensor
     tiles: Tiles
-    num_programs: int | None
+    shared: Shares | None
 
 
 class TritonBackend:
@@ -177,7 +108,13 @@ class TritonBackend:
         )
         self._prompts: PromptAttention | None = None
         if PromptAttention.can_serve(kv_pool.kv[0], num_heads):
-            self._prompts = PromptAttention(kv_pool, num_heads, self._table.shape[1])
+            self._prompts = PromptAttention(
+                kv_pool, num_heads, self._table.shape[1], tuning.num_programs // 2
+            )
+        self._num_multiprocessors = tuning.num_programs // 2
+        num_shares = 0 if self._prompts else MAX_ROUNDS * self._num_multiprocessors
+        size = workspace_size(num_shares, tuning.few.block_m, head_dim)
+        self._many_workspace = torch.full((size,), float("nan"), device=self._device)
         self._uniform: dict[int, torch.Tensor] = {}
         self._graph_items: dict[GraphKey, _GraphItems] = {}
         self._no_items = torch.empty((0, ITEM_SIZE), dtype=torch.int32, device=self._device)
@@ -238,8 +175,7 @@ class TritonBackend:
         launches = iter(beside_each_other(len(few) + (len(many.items) > 0)))
         if len(many.items):
             attend_items(
-                q, kv, out, many.items, paged, window, many.tiles, next(launches),
-                many.num_programs,
+                q, kv, out, many.items, paged, window, many.tiles, next(launches), many.shared
             )  # fmt: skip
         for group in few:
             if group.num_splits == 1:
@@ -251,6 +187,11 @@ class TritonBackend:
             if group.num_splits > 1:
                 sums = group.tiles, group.num_splits, group.workspace
                 add_up_splits(q, kv, out, group.items, paged, window, *sums)
+        if len(many.items) and many.shared is not None and self._prompts is None:
+            shared, most = many.shared, (many.tiles, MAX_SPLITS, many.shared.workspace)
+            add_up_splits(
+                q, kv, out, many.items, paged, window, *most, device_splits=shared.num_splits
+            )
         return out
 
     def _plan_prompts(self, batch: ForwardBatch) -> frozenset[int]:
@@ -292,20 +233,40 @@ class TritonBackend:
             limits = self._graph_limits(key)
             room = ItemRoom.of_graph(key, limits, by_bounds=key.is_packed)
             size = room.wide + room.narrow + room.many
-            items = self._no_items.new_zeros((size, ITEM_SIZE))  # those of a step without requests
-            self._graph_items[key] = _GraphItems(limits, room, items, [], prompts)
+            # Those of a step without requests, and the number of splits of many rows.
+            numbers = self._no_items.new_zeros((size + 1, ITEM_SIZE))
+            numbers[size, 0] = 1
+            self._graph_items[key] = _GraphItems(limits, room, numbers, ([], prompts, 1))
         held = self._graph_items[key]
-        if (held.q_lens, held.prompts) != (batch.q_lens, prompts):
+        num_splits = self._splits_of_many(batch, held.limits)
+        if held.step != (batch.q_lens, prompts, num_splits):
             groups = ItemGroups.of(batch.q_lens, held.limits, prompts)
-            overwrite(held.items, groups.padded(held.room))
-            held.q_lens, held.prompts = list(batch.q_lens), prompts
+            overwrite(held.numbers, [*groups.padded(held.room), num_splits, 0, 0, 0])
+            held.step = list(batch.q_lens), prompts, num_splits
         num_wide = ItemRoom.of_graph(key, held.limits).wide
-        self._set_groups(held.items, held.room, held.limits, longest, longest, num_wide)
+        self._set_groups(held.numbers, held.room, held.limits, longest, longest, num_wide)
         # Most of this room is empty, and a program for each would take longer than the work. One
         # per multiprocessor leaves room for the items of few rows beside them.
-        num_programs = triton.cdiv(self._tuning.num_programs, 2 * self._num_kv_heads)
-        many = held.items[held.room.wide + held.room.narrow :]
-        self._many = ManyRows(many, self._tuning.few, num_programs)
+        many = held.numbers[held.room.wide + held.room.narrow : -1]
+        shared = Shares(
+            num_splits=held.numbers[-1, :1],
+            num_programs=triton.cdiv(self._num_multiprocessors, self._num_kv_heads),
+            workspace=self._many_workspace,
+        )
+        self._many = ManyRows(many, self._tuning.few, shared)
+
+    def _splits_of_many(self, batch: ForwardBatch, limits: RowLimits) -> int:
+        """Of the KV of items of many rows; `PromptAttention` leaves few of them."""
+        if self._prompts is not None:
+            return 1
+        block_n = self._tuning.few.block_n
+        tiles = [
+            triton.cdiv(bound - q_len + min(first + limits.many_item, q_len), block_n)
+            for q_len, bound in zip(batch.q_lens, batch.kv_len_upper_bounds, strict=True)
+            if q_len > limits.few
+            for first in range(0, q_len, limits.many_item)
+        ]
+        return choose_splits(tiles, self._num_kv_heads, self._num_multiprocessors)
 
     def _graph_limits(self, key: GraphKey) -> RowLimits:
         """Steps of few requests whose KV is split have no narrow items unless there are prompts:
@@ -388,11 +349,10 @@ class TritonBackend:
 
 @dataclass(slots=True)
 class _GraphItems:
-    """The items that a graph reads, their limits and numbers, and the q_lens that they are for: a
-    step of the same lengths copies nothing."""
+    """The items that a graph reads with their limits and room, and the step that they are for: its
+    q_lens, requests that `PromptAttention` takes, and splits. A step of the same copies nothing."""
 
     limits: RowLimits
     room: ItemRoom
-    items: torch.Tensor
-    q_lens: list[int]
-    prompts: frozenset[int]
+    numbers: torch.Tensor
+    step: tuple[list[int], frozenset[int], int]

@@ -40,13 +40,13 @@ def first_kv(kv_starts_ptr, table_row):
 @triton.jit
 def load_item(
     items_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr, q_starts_ptr, tree_starts_ptr, index,
-    HAS_TREE: tl.constexpr,
+    HAS_TREE: tl.constexpr, ITEM_SIZE: tl.constexpr = 4,
 ):  # fmt: skip
     """Row of the table, the column in it of the first KV that is seen, first token, number of query
     rows, position of the first one, and the position where the request's tree starts (where its KV
     ends if it has none). All are scalars, and positions count from that column on. The pointers to
     starts may be None."""
-    item = items_ptr + index * 4
+    item = items_ptr + index * ITEM_SIZE
     request = tl.load(item)
     packed = tl.load(item + 2)
     num_rows, first_row = packed & 255, packed >> 8

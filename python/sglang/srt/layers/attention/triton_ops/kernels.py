@@ -16,11 +16,12 @@ from sglang.srt.layers.attention.triton_ops.items import (
     seen_range,
     split_len,
 )
-from sglang.srt.layers.triton_launch import ParallelLaunch, begin, dependent_launch, finish
+from sglang.srt.layers.triton_launch import ParallelLaunch, begin, finish
 
 LOG2_E = 1.4426950408889634
 # Maybe parts of other tensors: kernels are not compiled anew for addresses that 16 divides.
-_OFTEN_SLICES = ["ancestors_ptr", "q_starts_ptr", "tree_starts_ptr"]
+OFTEN_SLICES = ["ancestors_ptr", "q_starts_ptr", "tree_starts_ptr"]
+SPLITS = ["splits_ptr", "num_items", "num_splits"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,71 +59,119 @@ class Paged:
     outside: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shares:
+    """How items are shared out among programs where the device knows the number of splits.
+
+    Attributes:
+        num_splits: [1] int32, of the KV of each item; with several, `add_up_splits` makes the
+            result of what they leave in the workspace.
+        num_programs: of each KV head.
+        workspace: float32, of as many programs as there are items times splits.
+    """
+
+    num_splits: torch.Tensor
+    num_programs: int
+    workspace: torch.Tensor
+
+
+@triton.jit
+def _leave_sums(
+    index, split, num_splits, num_rows, acc, top, total, sums_ptr, stats_ptr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """What a split's program has found of an item, to the workspace."""
+    part = index * NUM_KV_HEADS + tl.program_id(1)
+    part = (part * num_splits + split).to(tl.int64)
+    row = part * BLOCK_M + tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    exists = packed_mask(num_rows, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
+    tl.store(sums_ptr + row[:, None] * HEAD_DIM + dim[None, :], acc, mask=exists)
+    tl.store(stats_ptr + row * 2, top)
+    tl.store(stats_ptr + row * 2 + 1, total)
+
+
 @triton.jit
 def _attend_item(
-    index, q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr, kv_lens_ptr,
-    kv_starts_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
+    index, split, num_splits, q_ptr, kv_ptr, out_ptr, sums_ptr, stats_ptr, items_ptr, table_ptr,
+    outside_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MAY_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Goes over all the KV that an item sees, and writes its result."""
+    """Goes over the KV that an item sees, or over the share of one of several splits, and writes
+    the result, or leaves acc, top and total in the workspace."""
     table_row, kv_start, first_token, num_rows, position, tree_start = load_item(
         items_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr, q_starts_ptr, tree_starts_ptr, index,
         HAS_TREE,
     )  # fmt: skip
-    if num_rows > 0:
-        start, end, whole_end = seen_range(
-            position, num_rows, tree_start, window, HAS_WINDOW, HAS_TREE, BLOCK_N
-        )
-        acc, _, total = attend_range(
+    start, end, whole_end = seen_range(
+        position, num_rows, tree_start, window, HAS_WINDOW, HAS_TREE, BLOCK_N
+    )
+    if MAY_SPLIT:
+        length = split_len(start, end, num_splits, BLOCK_N)
+        start = start + split * length
+        end = tl.minimum(start + length, end)
+    if (num_rows > 0) & (start < end):
+        acc, top, total = attend_range(
             q_ptr, kv_ptr, table_ptr, outside_ptr, ancestors_ptr, table_row, kv_start, first_token,
             num_rows, position, tree_start, start, end, whole_end,
             q_token, q_head, kv_slot, kv_head, table_width, window, scale,
             NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-        offsets = packed_offsets(
-            first_token, tl.program_id(1), NUM_KV_HEADS * GROUP * HEAD_DIM, HEAD_DIM,
-            GROUP, BLOCK_M, BLOCK_D,
-        )  # fmt: skip
-        out = acc / tl.where(total > 0, total, 1.0)[:, None]
-        exists = packed_mask(num_rows, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
-        tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=exists)
+        if num_splits > 1:
+            _leave_sums(
+                index, split, num_splits, num_rows, acc, top, total, sums_ptr, stats_ptr,
+                NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+        else:
+            offsets = packed_offsets(
+                first_token, tl.program_id(1), NUM_KV_HEADS * GROUP * HEAD_DIM, HEAD_DIM,
+                GROUP, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+            out = acc / tl.where(total > 0, total, 1.0)[:, None]
+            exists = packed_mask(num_rows, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
+            tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-@triton.jit(do_not_specialize=[*_OFTEN_SLICES, "window", "num_items", "early", "beside"])
+@triton.jit(do_not_specialize=[*OFTEN_SLICES, *SPLITS, "window", "early", "beside"])
 def _extend_kernel(
-    q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr, kv_lens_ptr,
-    kv_starts_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
+    q_ptr, kv_ptr, out_ptr, sums_ptr, stats_ptr, items_ptr, splits_ptr, table_ptr, outside_ptr,
+    rows_ptr, kv_lens_ptr, kv_starts_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
     q_token, q_head, kv_slot, kv_head, table_width, window, scale, num_items,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    LOOPS: tl.constexpr, PDL: tl.constexpr, early, beside,
+    PDL: tl.constexpr, early, beside,
 ):  # fmt: skip
-    """Grid (items, KV heads). If it `LOOPS`, the grid has fewer programs than there are items, and
-    each takes several."""
+    """Grid (items, KV heads). With `splits_ptr` the device knows among how many programs the KV of
+    each item is split, and each program takes several of these shares."""
     begin(PDL, early, beside)
-    if LOOPS:
-        for index in range(tl.program_id(0), num_items, tl.num_programs(0)):
+    if splits_ptr is not None:
+        num_splits = tl.load(splits_ptr)
+        for share in range(tl.program_id(0), num_items * num_splits, tl.num_programs(0)):
             _attend_item(
-                index, q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr,
-                kv_lens_ptr, kv_starts_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
+                share // num_splits, share % num_splits, num_splits, q_ptr, kv_ptr, out_ptr,
+                sums_ptr, stats_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr, kv_lens_ptr,
+                kv_starts_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
                 q_token, q_head, kv_slot, kv_head, table_width, window, scale,
                 NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
+                True,
             )  # fmt: skip
     else:
         _attend_item(
-            tl.program_id(0), q_ptr, kv_ptr, out_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr,
-            kv_lens_ptr, kv_starts_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
+            tl.program_id(0), 0, 1, q_ptr, kv_ptr, out_ptr, sums_ptr, stats_ptr, items_ptr,
+            table_ptr, outside_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr, ancestors_ptr,
+            q_starts_ptr, tree_starts_ptr,
             q_token, q_head, kv_slot, kv_head, table_width, window, scale,
-            NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
+            NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D, False,
         )  # fmt: skip
     finish(PDL, beside)
 
 
-@triton.jit(do_not_specialize=[*_OFTEN_SLICES, "window", "early", "beside"])
+@triton.jit(do_not_specialize=[*OFTEN_SLICES, "window", "early", "beside"])
 def _split_kernel(
     q_ptr, kv_ptr, sums_ptr, stats_ptr, items_ptr, table_ptr, outside_ptr, rows_ptr, kv_lens_ptr,
     kv_starts_ptr, ancestors_ptr, q_starts_ptr, tree_starts_ptr,
@@ -157,58 +206,14 @@ def _split_kernel(
         q_token, q_head, kv_slot, kv_head, table_width, window, scale,
         NUM_KV_HEADS, GROUP, HEAD_DIM, HAS_WINDOW, HAS_TREE, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    part = tl.program_id(0) * NUM_KV_HEADS + tl.program_id(1)
-    part = (part * tl.num_programs(2) + tl.program_id(2)).to(tl.int64)
-    row = part * BLOCK_M + tl.arange(0, BLOCK_M)
-    dim = tl.arange(0, BLOCK_D)
-    exists = packed_mask(num_rows, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D)
-    tl.store(sums_ptr + row[:, None] * HEAD_DIM + dim[None, :], acc, mask=exists)
-    tl.store(stats_ptr + row * 2, top)
-    tl.store(stats_ptr + row * 2 + 1, total)
+    _leave_sums(
+        tl.program_id(0), tl.program_id(2), tl.num_programs(2), num_rows, acc, top, total,
+        sums_ptr, stats_ptr, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
     finish(PDL, beside)
 
 
-@triton.jit(do_not_specialize=[*_OFTEN_SLICES[1:], "window", "num_splits", "early"])
-def _combine_kernel(
-    sums_ptr, stats_ptr, out_ptr, items_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr,
-    q_starts_ptr, tree_starts_ptr, window, num_splits,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr, PDL: tl.constexpr, early,
-):  # fmt: skip
-    """Grid (items, KV heads, packed rows): adds up the splits of one row."""
-    begin(PDL, early)
-    _, _, first_token, num_rows, position, tree_start = load_item(
-        items_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr, q_starts_ptr, tree_starts_ptr,
-        tl.program_id(0), HAS_TREE,
-    )  # fmt: skip
-    packed = tl.program_id(2)
-    if packed // GROUP >= num_rows:
-        return
-    start, end, _ = seen_range(
-        position, num_rows, tree_start, window, HAS_WINDOW, HAS_TREE, BLOCK_N
-    )
-    length = split_len(start, end, num_splits, BLOCK_N)
-    split = tl.arange(0, BLOCK_S)
-    used = (split < num_splits) & (start + split * length < end)
-    kv_index = tl.program_id(1)
-    part = (tl.program_id(0) * NUM_KV_HEADS + kv_index).to(tl.int64) * num_splits + split
-    row = part * BLOCK_M + packed
-    top = tl.load(stats_ptr + row * 2, mask=used, other=-1e30)
-    total = tl.load(stats_ptr + row * 2 + 1, mask=used, other=0.0)
-    dim = tl.arange(0, BLOCK_D)
-    exists = used[:, None] & (dim < HEAD_DIM)[None, :]
-    sums = tl.load(sums_ptr + row[:, None] * HEAD_DIM + dim[None, :], mask=exists, other=0.0)
-    weight = tl.exp2(top - tl.max(top, 0))
-    whole = tl.sum(total * weight, 0)
-    out = tl.sum(sums * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
-    head = kv_index * GROUP + packed % GROUP
-    place = (first_token + packed // GROUP) * (NUM_KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM
-    tl.store(out_ptr + place + dim, out.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
-
-
-def _constants(
+def constants_of(
     q: torch.Tensor, kv: torch.Tensor, window: int | None, tiles: Tiles
 ) -> dict[str, int | bool]:
     """What every attention kernel knows when it is compiled."""
@@ -227,7 +232,7 @@ def _constants(
 def attend_items(
     q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor,
     items: torch.Tensor, paged: Paged, window: int | None, tiles: Tiles, launch: ParallelLaunch,
-    num_programs: int | None = None,
+    shared: Shares | None = None,
 ) -> None:  # fmt: skip
     """Attention of `items` [I, 4] int32.
 
@@ -235,18 +240,21 @@ def attend_items(
         q: [T, num_heads, head_dim], any strides but the last.
         kv: [num_slots, 2 * num_kv_heads, head_dim].
         out: [T, num_heads * head_dim] contiguous; the items' rows are written.
-        num_programs: the most programs of each KV head, which share the items; None: one per item.
+        shared: None: one program per item and KV head.
     """
-    constants = _constants(q, kv, window, tiles)
-    programs = min(num_programs or len(items), len(items))
-    _extend_kernel[(programs, kv.shape[1] // 2)](
-        q, kv, out, items, paged.table, paged.outside, paged.rows, paged.kv_lens,
-        paged.kv_starts, paged.ancestors, paged.q_starts, paged.tree_starts,
+    constants = constants_of(q, kv, window, tiles)
+    num_programs, num_splits, stats, sums = len(items), None, None, None
+    if shared is not None:
+        num_programs, num_splits = shared.num_programs, shared.num_splits
+        stats, sums = stats_and_sums(shared.workspace, tiles.block_m, kv.shape[2])
+    _extend_kernel[(num_programs, kv.shape[1] // 2)](
+        q, kv, out, sums, stats, items, num_splits, paged.table, paged.outside, paged.rows,
+        paged.kv_lens, paged.kv_starts, paged.ancestors, paged.q_starts, paged.tree_starts,
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), paged.table.stride(0),
         window or 0, kv.shape[2] ** -0.5 * LOG2_E, len(items),
-        **constants, HAS_TREE=paged.ancestors is not None, LOOPS=num_programs is not None,
+        **constants, HAS_TREE=paged.ancestors is not None,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        **launch.options(q.device, programs * constants["NUM_KV_HEADS"]),
+        **launch.options(q.device, num_programs * constants["NUM_KV_HEADS"]),
     )  # fmt: skip
 
 
@@ -261,9 +269,9 @@ def attend_items_split(
     Args:
         workspace: float32, `workspace_size` elements at least; of block_m packed rows.
     """
-    constants = _constants(q, kv, window, tiles)
+    constants = constants_of(q, kv, window, tiles)
     num_kv_heads, head_dim = kv.shape[1] // 2, kv.shape[2]
-    stats, sums = _stats_and_sums(workspace, len(items) * num_kv_heads * num_splits, tiles)
+    stats, sums = stats_and_sums(workspace, tiles.block_m, head_dim)
     _split_kernel[(len(items), num_kv_heads, num_splits)](
         q, kv, sums, stats, items, paged.table, paged.outside, paged.rows, paged.kv_lens,
         paged.kv_starts, paged.ancestors, paged.q_starts, paged.tree_starts,
@@ -275,30 +283,11 @@ def attend_items_split(
     )  # fmt: skip
 
 
-def add_up_splits(
-    q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, items: torch.Tensor, paged: Paged,
-    window: int | None, tiles: Tiles, num_splits: int, workspace: torch.Tensor,
-) -> None:  # fmt: skip
-    """Writes the items' rows of `out`, after `attend_items_split` of the same arguments."""
-    constants = _constants(q, kv, window, tiles)
-    num_kv_heads = kv.shape[1] // 2
-    stats, sums = _stats_and_sums(workspace, len(items) * num_kv_heads * num_splits, tiles)
-    group = q.shape[1] // num_kv_heads
-    has_tree = paged.ancestors is not None and window is not None  # else it changes no split
-    block_s = next(size for size in (8, 32, 64) if num_splits <= size)  # each is compiled anew
-    _combine_kernel[(len(items), num_kv_heads, tiles.block_m // group * group)](
-        sums, stats, out, items, paged.rows, paged.kv_lens, paged.kv_starts, paged.q_starts,
-        paged.tree_starts if has_tree else None, window or 0, num_splits,
-        **constants, HAS_TREE=has_tree, BLOCK_S=block_s, num_warps=1 if block_s <= 32 else 4,
-        **dependent_launch(q.device, len(items) * num_kv_heads * tiles.block_m),
-    )  # fmt: skip
-
-
-def _stats_and_sums(
-    workspace: torch.Tensor, num_programs: int, tiles: Tiles
+def stats_and_sums(
+    workspace: torch.Tensor, block_m: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Where programs leave (top, total) and acc of their packed rows."""
-    size = 2 * num_programs * tiles.block_m
+    size = 2 * (workspace.numel() // (head_dim + 2) // block_m * block_m)
     return workspace[:size], workspace[size:]
 
 

@@ -6,10 +6,10 @@ attend 64 packed rows: while the tensor cores multiply the scores of tile j and 
 tile j - 1, the softmax of tile j is computed. Tiles are gone over from the last to the first, so
 those that need masks come first.
 
-An item is five int32: request, first token among the T of the step, number of query rows (0: an
-empty item, which keeps a grid at a fixed size), the rows from its first row to the end of the
-request, and the row of the gathered KV where the request's first position lies, a multiple of
-BLOCK_N. Packed rows are laid out as in `items.py`.
+An item is five int32: the four of `items.py`, and the row of the gathered KV where the request's
+first position lies, a multiple of BLOCK_N. Packed rows are laid out as there, but those of the
+second warp group follow its first row. The device knows among how many programs the KV of each item
+is split; if there are several, `add_up_splits` adds up what they leave.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sglang.srt.layers.attention.triton_ops.kernels import Paged
+from sglang.srt.layers.attention.triton_ops.items import ITEM_SIZE
+from sglang.srt.layers.attention.triton_ops.kernels import (
+    Paged,
+    stats_and_sums,
+)
 
 try:
     from triton.experimental.gluon.language.nvidia.hopper.tma import async_load
@@ -37,8 +41,9 @@ except ImportError:  # its name before Triton 3.8
     )
 
 LOG2_E = 1.4426950408889634
-PROMPT_ITEM_SIZE = 5
+PROMPT_ITEM_SIZE = ITEM_SIZE + 1
 BLOCK_M = 64  # packed rows of a warp group
+PACKED_ROWS = 2 * BLOCK_M  # of an item
 BLOCK_N = 128  # KV positions of a tile
 RING = 4  # tiles of K and V in shared memory
 HEAD_DIMS = (64, 128)  # larger ones need more registers than there are
@@ -93,7 +98,8 @@ def _attend_tile(
     scale, MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
-    """Scores of tile `index`, and V of the tile before it by `weights`."""
+    """Scores of tile `index`, and V of the tile before it by `weights`. These are float32 between
+    tiles: of 16-bit values that a loop carries the compiler swaps the halves, twice."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     k_index = 2 * index - 1
@@ -103,17 +109,17 @@ def _attend_tile(
     k = ring.index(k_index % RING).permute((1, 0))
     scores = warpgroup_mma(q_tile, k, nothing, use_acc=False, is_async=True)
     mbarrier.wait(filled.index(v_index % RING), (v_index // RING) & 1)
+    weights = gl.convert_layout(weights.to(ring.dtype), gl.DotOperandLayout(0, SUMS, 2))
     acc = warpgroup_mma(weights, ring.index(v_index % RING), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(emptied.index(k_index % RING), count=1)
-    new, top, total, decay = _next_weights(
+    weights, top, total, decay = _next_weights(
         scores, top, total, positions, (last_tile - index) * BLOCK_N, window, scale,
         MASKED, HAS_WINDOW, BLOCK_N, SCORES,
     )  # fmt: skip
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(emptied.index(v_index % RING), count=1)
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
-    weights = gl.convert_layout(new.to(ring.dtype), gl.DotOperandLayout(0, SUMS, 2))
     return weights, acc, top, total
 
 
@@ -136,15 +142,71 @@ def _load_rows(
 
 
 @gluon.jit
+def _leave_sums(
+    first, num_rows, acc, top, total, sums_ptr, stats_ptr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr,
+    SUMS: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Packed rows to the workspace from its row `first` on, for `add_up_splits`."""
+    row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SUMS))
+    dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, SUMS))
+    place = sums_ptr + (first + row)[:, None] * HEAD_DIM + dim[None, :]
+    gl.store(place, acc, mask=(row // GROUP < num_rows)[:, None])
+    stat = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES))
+    exists = stat // GROUP < num_rows
+    gl.store(stats_ptr + (first + stat) * 2, top, mask=exists)
+    gl.store(stats_ptr + (first + stat) * 2 + 1, total, mask=exists)
+
+
+@gluon.jit
+def _write_rows(
+    out, out_ptr, first_token, num_rows, head,
+    GROUP: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """The results of packed rows, to where they belong."""
+    row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SUMS))
+    dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, SUMS))
+    packed = (first_token + row // GROUP).to(gl.int64) * (NUM_KV_HEADS * GROUP)
+    packed += head * GROUP + row % GROUP
+    place = out_ptr + packed[:, None] * HEAD_DIM + dim[None, :]
+    gl.store(place, out, mask=(row // GROUP < num_rows)[:, None])
+
+
+@gluon.jit
+def _end_rows(
+    WARP_GROUP: gl.constexpr, acc, top, total, out_ptr, sums_ptr, stats_ptr, first_token, num_rows,
+    head, num_splits, DTYPE: gl.constexpr, GROUP: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, SUMS: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Writes the result of a warp group or, if the KV is split, what it has found in its share."""
+    if num_splits > 1:
+        share = gl.program_id(0) // NUM_KV_HEADS
+        part = share // num_splits * NUM_KV_HEADS + head
+        part = part * num_splits + share % num_splits
+        _leave_sums(
+            part * (2 * BLOCK_M) + WARP_GROUP * (BLOCK_M // GROUP * GROUP), num_rows,
+            acc, top, total, sums_ptr, stats_ptr, GROUP, HEAD_DIM, BLOCK_M, SUMS, SCORES,
+        )  # fmt: skip
+    else:
+        out = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, SUMS))[:, None]
+        _write_rows(
+            out.to(DTYPE), out_ptr, first_token, num_rows, head,
+            GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_M, SUMS,
+        )  # fmt: skip
+
+
+@gluon.jit
 def _consume(
-    WARP_GROUP: gl.constexpr, q_ptr, out_ptr, q_tile, ring, filled, emptied,
-    first_token, num_rows, position, head,
-    q_token, q_head, last_tile, num_tiles, window, scale,
-    GROUP: gl.constexpr, NUM_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    WARP_GROUP: gl.constexpr, q_ptr, out_ptr, sums_ptr, stats_ptr, q_tile, ring, filled, emptied,
+    first_token, num_rows, position, head, q_token, q_head, last_tile, num_tiles, num_splits,
+    window, scale,
+    GROUP: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
     HAS_WINDOW: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
-    """One of two warp groups: attends its BLOCK_M packed rows of the item and writes their result.
-    If the item has no rows for it, it only takes part in emptying the ring."""
+    """One of two warp groups: attends its BLOCK_M packed rows of the item, and writes their result
+    or, if the KV is split, acc, top and total. If the item has no rows for it, it only takes part
+    in emptying the ring."""
     ROWS: gl.constexpr = BLOCK_M // GROUP
     first_token += WARP_GROUP * ROWS
     position += WARP_GROUP * ROWS
@@ -165,11 +227,10 @@ def _consume(
     scores = warpgroup_mma(q_tile, k, nothing, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(emptied.index(0), count=1)
-    new, top, total, _ = _next_weights(
+    weights, top, total, _ = _next_weights(
         scores, top, total, positions, last_tile * BLOCK_N, window, scale,
         True, HAS_WINDOW, BLOCK_N, SCORES,
     )  # fmt: skip
-    weights = gl.convert_layout(new.to(ring.dtype), gl.DotOperandLayout(0, SUMS, 2))
     if HAS_WINDOW:
         num_masked = num_tiles
     else:  # tiles before this one are seen whole by the first row, so by all
@@ -186,15 +247,14 @@ def _consume(
         )  # fmt: skip
     v_index = 2 * num_tiles - 1
     mbarrier.wait(filled.index(v_index % RING), (v_index // RING) & 1)
+    weights = gl.convert_layout(weights.to(ring.dtype), gl.DotOperandLayout(0, SUMS, 2))
     acc = warpgroup_mma(weights, ring.index(v_index % RING), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
 
-    out = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, SUMS))[:, None]
-    row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SUMS))
-    dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, SUMS))
-    token = (first_token + row // GROUP).to(gl.int64)
-    offsets = (token * NUM_HEADS + head * GROUP + row % GROUP)[:, None] * HEAD_DIM + dim[None, :]
-    gl.store(out_ptr + offsets, out.to(ring.dtype), mask=(row // GROUP < num_rows)[:, None])
+    _end_rows(
+        WARP_GROUP, acc, top, total, out_ptr, sums_ptr, stats_ptr, first_token, num_rows, head,
+        num_splits, ring.dtype, GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_M, SUMS, SCORES,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -207,25 +267,44 @@ def _position(item, rows_ptr, kv_lens_ptr, kv_starts_ptr):
     return position
 
 
-@gluon.jit(do_not_specialize=["window"])
+@gluon.jit
+def _share(
+    position, num_rows, window, split, num_splits, HAS_WINDOW: gl.constexpr, BLOCK_N: gl.constexpr
+):  # fmt: skip
+    """The first tile of a split of the KV that an item sees, and the number of its tiles, as
+    `split_len` divides them; 0 or less of a split without a share."""
+    first_tile = position * 0
+    if HAS_WINDOW:
+        first_tile = gl.maximum(position - window + 1, 0) // BLOCK_N
+    end_tile = gl.cdiv(position + num_rows, BLOCK_N)
+    length = gl.maximum(gl.cdiv(end_tile - first_tile, num_splits), 1)
+    first_tile += split * length
+    return first_tile, gl.minimum(end_tile - first_tile, length)
+
+
+@gluon.jit(do_not_specialize=["splits_ptr", "window", "num_items"])
 def _prompt_kernel(
-    q_ptr, kv_desc, out_ptr, items_ptr, rows_ptr, kv_lens_ptr, kv_starts_ptr,
-    q_token, q_head, window, scale,
+    q_ptr, kv_desc, out_ptr, sums_ptr, stats_ptr, items_ptr, splits_ptr, rows_ptr, kv_lens_ptr,
+    kv_starts_ptr, q_token, q_head, window, scale, num_items,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     HAS_WINDOW: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
-    """Grid (items x KV heads): the heads of an item are next to each other."""
+    """Grid (items x splits x KV heads, or more): the heads of a split are next to each other, and
+    so are the splits of an item."""
     head = gl.program_id(0) % NUM_KV_HEADS
-    item = items_ptr + gl.program_id(0) // NUM_KV_HEADS * 5
+    num_splits = gl.load(splits_ptr)
+    index = gl.program_id(0) // NUM_KV_HEADS // num_splits
+    item = items_ptr + gl.minimum(index, num_items - 1) * 5
+    num_rows = gl.where(index < num_items, gl.load(item + 2) & 255, 0)
     first_token = gl.load(item + 1)
-    num_rows = gl.load(item + 2)
     position = _position(item, rows_ptr, kv_lens_ptr, kv_starts_ptr)
-    if (num_rows > 0) & (position >= 0):
+    split = gl.program_id(0) // NUM_KV_HEADS % num_splits
+    first_tile, num_tiles = _share(
+        position, num_rows, window, split, num_splits, HAS_WINDOW, BLOCK_N
+    )
+    if (num_rows > 0) & (position >= 0) & (num_tiles > 0):
         kv_start = gl.load(item + 4)
-        last_tile = (position + num_rows - 1) // BLOCK_N
-        num_tiles = last_tile + 1
-        if HAS_WINDOW:
-            num_tiles -= gl.maximum(position - window + 1, 0) // BLOCK_N
+        last_tile = first_tile + num_tiles - 1
 
         dtype: gl.constexpr = kv_desc.dtype
         Q_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, HEAD_DIM], dtype)
@@ -239,31 +318,22 @@ def _prompt_kernel(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (
-                    _consume,
-                    (
-                        0, q_ptr, out_ptr, q_tiles.index(0), ring, filled, emptied,
-                        first_token, num_rows, position, head, q_token, q_head,
-                        last_tile, num_tiles, window, scale,
-                        GROUP, NUM_KV_HEADS * GROUP, HEAD_DIM, HAS_WINDOW, BLOCK_M, BLOCK_N, RING,
-                    ),
-                ),
-                (
-                    _consume,
-                    (
-                        1, q_ptr, out_ptr, q_tiles.index(1), ring, filled, emptied,
-                        first_token, num_rows, position, head, q_token, q_head,
-                        last_tile, num_tiles, window, scale,
-                        GROUP, NUM_KV_HEADS * GROUP, HEAD_DIM, HAS_WINDOW, BLOCK_M, BLOCK_N, RING,
-                    ),
-                ),
-                (
-                    _produce,
-                    (
-                        kv_desc, ring, filled, emptied, kv_start, last_tile, num_tiles,
-                        head * HEAD_DIM, (NUM_KV_HEADS + head) * HEAD_DIM, BLOCK_N, RING,
-                    ),
-                ),
+                (_consume, (
+                    0, q_ptr, out_ptr, sums_ptr, stats_ptr, q_tiles.index(0), ring,
+                    filled, emptied, first_token, num_rows, position, head, q_token, q_head,
+                    last_tile, num_tiles, num_splits, window, scale,
+                    GROUP, NUM_KV_HEADS, HEAD_DIM, HAS_WINDOW, BLOCK_M, BLOCK_N, RING,
+                )),
+                (_consume, (
+                    1, q_ptr, out_ptr, sums_ptr, stats_ptr, q_tiles.index(1), ring,
+                    filled, emptied, first_token, num_rows, position, head, q_token, q_head,
+                    last_tile, num_tiles, num_splits, window, scale,
+                    GROUP, NUM_KV_HEADS, HEAD_DIM, HAS_WINDOW, BLOCK_M, BLOCK_N, RING,
+                )),
+                (_produce, (
+                    kv_desc, ring, filled, emptied, kv_start, last_tile, num_tiles,
+                    head * HEAD_DIM, (NUM_KV_HEADS + head) * HEAD_DIM, BLOCK_N, RING,
+                )),
             ],
             [4, 1],
             [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
@@ -293,21 +363,26 @@ def describe_gathered(gathered: torch.Tensor) -> TensorDescriptor:
 
 def attend_prompts(
     q: torch.Tensor, kv: TensorDescriptor, out: torch.Tensor, items: torch.Tensor, paged: Paged,
-    window: int | None,
+    window: int | None, num_splits: torch.Tensor, workspace: torch.Tensor, num_shares: int,
 ) -> None:  # fmt: skip
-    """Causal attention of `items` [I, 5] int32 (see above), those of most KV first.
+    """Causal attention of `items` [I, 5] int32 (see above), those of most KV first. With several
+    splits, `add_up_splits` makes the result of what they leave in the workspace.
 
     Args:
         q: [T, num_heads, head_dim], any strides but the last.
         kv: of the gathered K and V; rows past a request's end, up to a whole tile, are finite.
         out: [T, num_heads * head_dim] contiguous; the items' rows are written.
         window: as in `AttentionBackend`.
+        num_splits: [1] int32, of the KV of each item.
+        workspace: float32, `workspace_size` elements of PACKED_ROWS packed rows.
+        num_shares: items times splits, or more.
     """
     num_heads, head_dim = q.shape[1], q.shape[2]
     num_kv_heads = kv.shape[1] // (2 * head_dim)
-    _prompt_kernel[(len(items) * num_kv_heads,)](
-        q, kv, out, items, paged.rows, paged.kv_lens, paged.kv_starts,
-        q.stride(0), q.stride(1), window or 0, head_dim**-0.5 * LOG2_E,
+    stats, sums = stats_and_sums(workspace, PACKED_ROWS, head_dim)
+    _prompt_kernel[(num_shares * num_kv_heads,)](
+        q, kv, out, sums, stats, items, num_splits, paged.rows, paged.kv_lens, paged.kv_starts,
+        q.stride(0), q.stride(1), window or 0, head_dim**-0.5 * LOG2_E, len(items),
         NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
         HAS_WINDOW=window is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, RING=RING, num_warps=4,
     )  # fmt: skip
