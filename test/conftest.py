@@ -11,6 +11,7 @@ import pytest
 
 from sglang.srt.garbage import keep_out_of_collections
 from target import TARGET, use_flags_as_defaults
+from turns import chosen, is_rest
 
 # Their fixture `target`, two engines and a server, is made once where one process runs them all.
 SHARE_SERVERS = (
@@ -67,9 +68,14 @@ use_flags_as_defaults(TARGET)
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the hub, nor does a process of one
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long_matrix: the suite takes half of it (turns.py)")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several processes: SHARE_SERVERS by what they share, the other LONGEST_FIRST, the other
-    files in their order."""
+    """Leaves out what is not of this turn, and sorts for several processes: SHARE_SERVERS by what
+    they share, the other LONGEST_FIRST, the other files in their order."""
+    take_turn(config, items)
     if not hasattr(config, "workerinput"):
         return
     ranks = {path: rank for rank, path in enumerate(LONGEST_FIRST)}
@@ -81,6 +87,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return ranks.get(path, len(ranks)), ""
 
     items.sort(key=place)
+
+
+def take_turn(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the half of long matrices that TEST_TURN does not choose."""
+    turn = os.environ.get("TEST_TURN", "all")
+    if turn == "all":
+        return
+    long = {item.nodeid for item in items if item.get_closest_marker("long_matrix")}
+    taken = chosen(turn, sorted(long))
+    if not is_rest(turn):
+        taken |= {item.nodeid for item in items} - long
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in taken])
+    items[:] = [item for item in items if item.nodeid in taken]
 
 
 def pytest_collection_finish() -> None:
