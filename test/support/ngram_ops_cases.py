@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from interpreted import asked
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.registry import OPERATIONS, load
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -244,7 +245,7 @@ def difference(ops: str, device: str, case: Case, num_rounds: int) -> str:
 
 def main(name: str) -> None:
     torch.set_num_threads(1)
-    for case_name, case in CASES.items():
+    for case_name, case in asked(CASES).items():
         print(json.dumps([case_name, difference(name, "cpu", case, num_rounds=4)]), flush=True)
 
 

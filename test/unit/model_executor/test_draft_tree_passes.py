@@ -219,10 +219,11 @@ def test_shapes_that_cannot_be_had_are_refused(
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, float | str]:
-    return run_interpreted("support/draft_tree_cases.py", "triton")
+def errors(request: pytest.FixtureRequest) -> dict[str, float | str]:
+    return run_interpreted("support/draft_tree_cases.py", "triton", request)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("case", CASES)
 def test_interpreted_kernels_draft_the_same_trees(
     errors: dict[str, float | str], case: str

@@ -10,8 +10,8 @@ from sglang.srt.speculative.kept_paths import torch_path_rows
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, float | str]:
-    return run_interpreted("support/path_rows_cases.py", "triton")
+def found(request: pytest.FixtureRequest) -> dict[str, float | str]:
+    return run_interpreted("support/path_rows_cases.py", "triton", request)
 
 
 @pytest.mark.parametrize("case", CASES)
