@@ -68,10 +68,6 @@ use_flags_as_defaults(TARGET)
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the hub, nor does a process of one
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "long_matrix: the suite takes half of it (turns.py)")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what is not of this turn, and sorts for several processes: SHARE_SERVERS by what
     they share, the other LONGEST_FIRST, the other files in their order."""
