@@ -31,6 +31,7 @@ CASES = {
     f"{shape.topk} by {shape.depth}, {count} requests, {kind}": (shape, count, kind)
     for shape in (*SHAPES, *RARE)
     for count, kind in ((1, "few values"), (2, "any values"), (7, "few values"), (3, "no numbers"))
+    if count < 3 or shape.num_found < 200  # of wide trees the interpreter takes long
 }
 
 
