@@ -163,7 +163,9 @@ class Texts:
         joined = joined_texts(self.corpus) if num_texts else None
         self.memory = NgramMemory(self.state, capacity, joined)
         kind: Any = load(OPERATIONS[ops].ngrams)
-        self.ops: NgramOps = kind(self.state, self.memory, self.limits, **small_blocks(ops, capacity))
+        self.ops: NgramOps = kind(
+            self.state, self.memory, self.limits, **small_blocks(ops, capacity)
+        )
         self.slots = Slots(capacity)
         self.running: dict[int, tuple[list[int], tuple[str, ...]]] = {}
 

@@ -70,6 +70,7 @@ def rounds(folders: Path, kind: str, backend: str = "ragged", page_size: int = 1
     return Rounds(graphs, eager, TOLERANCE, max_prompt=MAX_ROWS if backend == "uniform" else 7)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "backend", "page_size"),
     [

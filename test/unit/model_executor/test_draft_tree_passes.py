@@ -63,6 +63,7 @@ def head(folders: Path, kind: str, backend: str = "ragged", graphs: bool = True)
     )
 
 
+@pytest.mark.long_matrix
 @BOTH
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("rows", [[0], [4, 1, 2], list(range(8)), list(range(9))], ids=len)
@@ -112,6 +113,7 @@ def test_a_tree_of_one_branch_has_the_tokens_and_kv_of_the_chain_bit_for_bit(
     assert torch.equal(kv, runner.kv_pool.kv[0])
 
 
+@pytest.mark.long_matrix
 @BOTH
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_trees_keep_the_contract(folders: Path, kind: str, shape: TreeShape) -> None:

@@ -125,6 +125,7 @@ def assert_same(
         torch.testing.assert_close(replayed.taps[fed], right.taps[fed], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("name", CAPTURES)
 @pytest.mark.parametrize(("backend", "width"), [("ragged", 1), ("ragged", WIDTH), ("uniform", 7)])
 def test_graphs_give_what_is_asked_for(path: Path, backend: str, width: int, name: str) -> None:

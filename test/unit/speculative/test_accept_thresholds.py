@@ -137,6 +137,7 @@ def outcomes(harness: Served, **options: Any) -> list[Collected]:
     return [harness.outputs[req_id] for req_id in ids]
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "single", "acc", "drafts"),
     [
@@ -262,6 +263,7 @@ def tokens_without_a_head(target: Path) -> dict[int, list[int]]:
     return served_tokens(Served({"target": target}, None))
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "thresholds", "changes", "disturb"),
     [

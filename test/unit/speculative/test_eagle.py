@@ -61,6 +61,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 CASES = pairwise_cases(CHOICES)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_tokens_are_those_without_a_drafter(paths: dict[str, Path], case: dict[str, Any]) -> None:
     """Greedy and seeded requests; the ledger is exact and the KV canary silent in each step."""
@@ -165,6 +166,7 @@ def test_an_update_of_the_target_reaches_the_head(
         harness.assert_many_of_each()
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "mean"), [(EAGLE, 1.0), (EAGLE3, 2.5), (EAGLE, 3.0), (EAGLE3, 4.0)]
 )

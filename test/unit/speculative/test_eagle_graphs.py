@@ -78,6 +78,7 @@ def harness(
     return made, counter
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "backend", "page_size", "policy"),
     [

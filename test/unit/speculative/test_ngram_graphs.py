@@ -58,6 +58,7 @@ def serving(
     return served
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("page_size", "policy", "breadth", "disturb", "options"),
     [

@@ -143,6 +143,7 @@ def assert_many_of_each(seen: Counter[str]) -> None:
     assert seen["fed"] - seen["confirmed"] > NUM_REQUESTS / 4, seen
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "temperature", "first_seed", "tree"),
     [

@@ -54,6 +54,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 CASES = pairwise_cases(CHOICES)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_tokens_are_those_without_a_drafter(paths: dict[str, Path], case: dict[str, Any]) -> None:
     """Greedy and seeded requests; the ledger is exact and the KV canary silent in each step."""

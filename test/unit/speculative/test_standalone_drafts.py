@@ -141,6 +141,7 @@ def serve_all(harness: Drafted) -> None:
     harness.check()
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("page_size", "chunk", "retract_interval", "use_radix_cache", "policy"),
     [

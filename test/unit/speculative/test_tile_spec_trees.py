@@ -90,6 +90,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 CASES = pairwise_cases(CHOICES)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_tokens_are_those_without_a_drafter_whichever_nodes_are_left_out(
     paths: dict[str, Path], tmp_path: Path, case: dict[str, Any]

@@ -57,6 +57,7 @@ def right(paths: dict[str, Path]) -> list[list[int]]:
         return right_tokens(paths)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "page_size", "policy", "disturb"),
     [
