@@ -172,6 +172,7 @@ def test_tokens_follow_the_targets_distribution(
     assert alike(cells, plain(temperature), probs) > LIMIT
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "tree"),
     [(EAGLE, None), (EAGLE, TREE), (NGRAM, None)],

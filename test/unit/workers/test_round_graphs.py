@@ -87,6 +87,7 @@ def test_tokens(
     assert len(drafts) > 1 if policy != "fixed" else drafts == {NUM_STEPS}
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "page_size", "shape", "disturb"),
     [
