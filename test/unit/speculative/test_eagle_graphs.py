@@ -120,6 +120,7 @@ def test_tokens_with_graphs(
     assert (forward.call_count <= served.num_steps) == (backend == "ragged")
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "backend", "policy", "checks_kv"),
     [

@@ -324,6 +324,7 @@ def _has(text: tuple[int, ...], part: tuple[int, ...]) -> bool:
     return any(text[place : place + len(part)] == part for place in places)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("corpus_budget", [None, 2])
 @pytest.mark.parametrize("breadth", [1, 3])
 def test_where_rows_cost_nothing_steps_are_those_without_tile_spec(
@@ -345,6 +346,7 @@ def test_where_rows_cost_nothing_steps_are_those_without_tile_spec(
     assert not any(plan.wants_paths for plan, _ in plans[1])
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("breadth", [1, 3])
 def test_where_rows_are_dear_only_likely_drafts_are_verified(
     target: Path, tmp_path: Path, breadth: int
@@ -378,6 +380,7 @@ def test_long_matches_are_trusted_more_than_none(target: Path, breadth: int) -> 
     assert written.unique().numel() > 10
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("breadth", [1, 3])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_how_much_is_drafted_follows_prices_and_matches(

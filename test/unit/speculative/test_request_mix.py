@@ -198,6 +198,7 @@ def test_pairs_of_single_drafts_among_steps_without_foretell_rounds_of_one() -> 
         assert pairs.lengths(2000)[1] == pytest.approx(truth, rel=0.04)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("most_fed", [0, 1, 2])
 def test_steps_that_were_cut_foretell_what_others_give(most_fed: int) -> None:
     for text in (EVEN, BURSTS):

@@ -188,6 +188,7 @@ def test_thresholds_of_almost_1_give_almost_the_targets_distribution(
     assert fit(cells, exact(target, 1.3)) > LIMIT
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("thresholds", [AcceptThresholds(acc=0.7), AcceptThresholds(single=0.2)])
 def test_thresholds_below_1_give_another_distribution(
     paths: dict[str, Path], target: Model, thresholds: AcceptThresholds

@@ -243,6 +243,7 @@ def test_memory_is_released_and_taken_again(paths: dict[str, Path]) -> None:
     assert_as_foreseen(harness.seen)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("overlap", [True, False])
 def test_an_update_of_the_target_changes_acceptance_and_no_token_of_the_new_weights(
     paths: dict[str, Path], overlap: bool
