@@ -33,8 +33,8 @@ def run_interpreted(
     was wrong with it.
 
     Args:
-        request: of a fixture of a module; only cases are run that tests of this module name which
-            are to run. None: all.
+        request: of a fixture of a module; cases that no test names which reads the fixture, and is
+            to run, are left out. None: none is.
     """
     paths = (ROOT, ROOT / "python", ROOT / "sgl-kernel/python", ROOT / "test/support")
     process = subprocess.run(
@@ -56,11 +56,12 @@ def run_interpreted(
 
 
 def named(request: pytest.FixtureRequest) -> set[str]:
-    """Gathers the parameters of a module's tests that are text, among them names of cases."""
+    """Gathers the parameters that are text, names of cases, of the tests that read this fixture."""
     return {
         value
         for item in request.session.items
         if item.path == request.path and isinstance(item, pytest.Function)
-        for value in (item.callspec.params.values() if hasattr(item, "callspec") else ())
+        if request.fixturename in item.fixturenames and hasattr(item, "callspec")
+        for value in item.callspec.params.values()
         if isinstance(value, str)
     }
