@@ -90,6 +90,7 @@ def test_a_graph_gives_what_its_steps_do(
         assert torch.equal(right.slots[:, index].flatten(), table[row, columns].long())
 
 
+@pytest.mark.long_matrix
 @BOTH
 @pytest.mark.parametrize("has_graphs", [True, False])
 def test_a_tree_of_one_branch_has_the_tokens_and_kv_of_the_chain_bit_for_bit(

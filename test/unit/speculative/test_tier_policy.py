@@ -71,6 +71,7 @@ def test_of_equal_tiers_the_one_of_fewer_rows_is_taken() -> None:
     assert best_tier([1.0, 2.0, 3.0], {0: 4.0, 1: 4.0, 2: 6.0}) == 1
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("num_reqs", H200_MS)
 def test_on_an_h200_it_is_never_slower_than_plain_and_nearly_as_fast_as_the_best_tier(
     num_reqs: int,
@@ -106,6 +107,7 @@ def test_if_nothing_is_ever_right_probes_cost_what_they_may(num_reqs: int) -> No
     assert sum(count for tier, count in found.tiers.items() if tier) > 5, "it stopped to look"
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("num_reqs", H200_MS)
 def test_beyond_no_drafts_a_probe_is_followed_by_a_second_one(num_reqs: int) -> None:
     costs = H200_MS[num_reqs]

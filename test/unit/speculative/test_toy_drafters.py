@@ -158,6 +158,7 @@ def test_steps_may_feed_more_rows_than_drafts_or_fewer(
 # ---------------------------------------------------------------- what requests may ask for
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(("kind", "way"), CROSSED, ids=str)
 def test_all_that_requests_ask_for_is_what_they_get_without_drafts(
     small_model: Path, kind: str, way: tuple[bool, bool, int, int, int]
