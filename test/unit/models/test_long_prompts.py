@@ -52,6 +52,7 @@ def test_a_cached_prefix_of_any_length(serving: Serving, page_size: int) -> None
     check_cached_prefixes(serving, PREFIXES, 1000, page_size)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("chunk", [512, 4096])
 def test_logprobs_and_hidden_states_from_the_middle_of_a_chunk(
     serving: Serving, chunk: int
