@@ -2,6 +2,7 @@
 # Runs the CPU suite, three files at a time, after the set-up if that is needed. Extra arguments go to
 # pytest; a path or a test id among them replaces the whole suite, and runs in one process:
 # bash scripts/test.sh test/unit/test_code_shape.py -x
+# Of long matrices the suite takes half, a path all; TEST_TURN=NUMBER, rest-of-NUMBER or all chooses.
 set -euo pipefail
 # shellcheck source=scripts/_setup_venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/_setup_venv.sh"
@@ -15,6 +16,7 @@ for argument in "$@"; do
         *) if [ -e "${argument%%::*}" ]; then TARGETS=(); fi ;;
     esac
 done
+[ "${#TARGETS[@]}" -eq 0 ] || export TEST_TURN="${TEST_TURN:-$RANDOM}"
 
 # Three files keep two cores busy while servers start and tests wait. Waiting torch threads sleep:
 # busy ones of several processes slow each other many times over.
@@ -22,7 +24,7 @@ export OMP_WAIT_POLICY=PASSIVE KMP_BLOCKTIME=0 TOKENIZERS_PARALLELISM=false
 # Each of them, and each server, would compile all modules of this repository again.
 unset PYTHONDONTWRITEBYTECODE
 
-printf '[3/3] CPU suite\n'
+printf '[3/3] CPU suite%s\n' "${TEST_TURN:+, TEST_TURN=$TEST_TURN}"
 status=0
 "$VENV_PYTHON" -m pytest ${TARGETS[@]+"${TARGETS[@]}"} -q --durations=10 "$@" || status=$?
 case "$status" in

@@ -11,6 +11,7 @@ import pytest
 
 from sglang.srt.garbage import keep_out_of_collections
 from target import TARGET, use_flags_as_defaults
+from turns import chosen, is_rest
 
 # Their fixture `target`, two engines and a server, is made once where one process runs them all.
 SHARE_SERVERS = (
@@ -22,14 +23,16 @@ SHARE_SERVERS = (
 # time; the order of files by their number of tests, xdist's own, leaves the longest to one process.
 LONGEST_FIRST = (
     *SHARE_SERVERS,
+    "test/unit/layers/test_triton_compiles.py",
     "test/e2e/test_server_lifecycle.py",
     "test/unit/workers/test_round_graphs.py",
-    "test/unit/speculative/test_served_rounds.py",
     "test/e2e/test_openai_chat.py",
     "test/e2e/test_tools_and_log.py",
+    "test/unit/speculative/test_ngram_serving.py",
+    "sgl-kernel/tests/test_build.py",
+    "test/unit/speculative/test_sampled_distribution.py",
     "test/e2e/test_mtp.py",
     "test/unit/mtp/test_mtp_equality.py",
-    "sgl-kernel/tests/test_build.py",
     "test/e2e/test_logprobs_and_penalties.py",
     "test/unit/benchmark/test_inflate.py",
     "test/e2e/test_weight_updates.py",
@@ -57,7 +60,6 @@ LONGEST_FIRST = (
     "test/unit/model_executor/test_draft_tree_passes.py",
     "test/unit/speculative/test_ngram_graphs.py",
     "test/unit/test_train_draft.py",
-    "test/unit/speculative/test_sampled_distribution.py",
     "test/e2e/test_http_storm.py",
     "test/unit/managers/test_storm.py",
     "test/unit/step/test_triton_step_ops.py",
@@ -68,8 +70,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the hub, nor does a process o
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several processes: SHARE_SERVERS by what they share, the other LONGEST_FIRST, the other
-    files in their order."""
+    """Leaves out what is not of this turn, and sorts for several processes: SHARE_SERVERS by what
+    they share, the other LONGEST_FIRST, the other files in their order."""
+    take_turn(config, items)
     if not hasattr(config, "workerinput"):
         return
     ranks = {path: rank for rank, path in enumerate(LONGEST_FIRST)}
@@ -81,6 +84,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return ranks.get(path, len(ranks)), ""
 
     items.sort(key=place)
+
+
+def take_turn(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the half of long matrices that TEST_TURN does not choose."""
+    turn = os.environ.get("TEST_TURN", "all")
+    if turn == "all":
+        return
+    long = {item.nodeid for item in items if item.get_closest_marker("long_matrix")}
+    taken = chosen(turn, sorted(long))
+    if not is_rest(turn):
+        taken |= {item.nodeid for item in items} - long
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in taken])
+    items[:] = [item for item in items if item.nodeid in taken]
 
 
 def pytest_collection_finish() -> None:

@@ -91,6 +91,7 @@ def test_alone(model_path: Path, references: list[Reference]) -> None:
     assert_equal_up_to_near_ties(actual, chosen, "alone")
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_eight_at_once(model_path: Path, references: list[Reference], variant: str) -> None:
     """All prompts as it is by default, some in each other way."""
@@ -104,6 +105,7 @@ def test_eight_at_once(model_path: Path, references: list[Reference], variant: s
         assert any(output.num_retractions for output in harness.outputs.values())
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     "variant", ["overlap", "normal", "other chunks in every step", "everything at once"]
 )

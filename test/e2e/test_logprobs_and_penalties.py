@@ -74,6 +74,7 @@ def compare(position: PositionLogprobs, expected: torch.Tensor, token: int) -> N
     assert position.chosen == pytest.approx(chosen, abs=TOLERANCE)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("temperature", "variant"),
     [*((0.0, variant) for variant in VARIANTS), (0.7, "overlap"), (0.7, "small pool")],
@@ -107,6 +108,7 @@ def test_logprobs_equal_transformers(
                 check(oracle, prompt, result, start, temperature or 1.0)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_hidden_states_equal_transformers(path: Path, oracle: Any, variant: str) -> None:
     harness = harness_of(path, **VARIANTS[variant])
@@ -133,6 +135,7 @@ def test_hidden_states_equal_transformers(path: Path, oracle: Any, variant: str)
             )
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_penalties_survive_several_accepted_tokens_per_step(
     path: Path, penalized: list[list[int]], variant: str
@@ -188,6 +191,7 @@ def unpenalized(path: Path) -> list[list[int]]:
     return harness.generate(PROMPTS, max_new_tokens=16, temperature=0.0, ignore_eos=True)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_penalties_survive_every_schedule(
     path: Path, penalized: list[list[int]], unpenalized: list[list[int]], variant: str

@@ -59,6 +59,7 @@ def test_requests_of_all_kinds_at_once_get_what_they_get_alone(server: RunningSe
         assert state[name] == 0
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("mode", MODES)
 def test_meta_info_says_how_many_tokens_each_step_gave(server: RunningServer, mode: str) -> None:
     meta = generate(server, PROMPT, MODES[mode])["meta_info"]
@@ -73,6 +74,7 @@ def test_meta_info_says_how_many_tokens_each_step_gave(server: RunningServer, mo
     assert len(steps) < 40 or mode == "conf_adapt"
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stream_is_cumulative_and_ends_like_the_answer(server: RunningServer, mode: str) -> None:
     whole = generate(server, PROMPT, MODES[mode])
@@ -97,6 +99,7 @@ def test_a_stream_is_cumulative_and_ends_like_the_answer(server: RunningServer, 
         )
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stop_string_ends_a_run_in_its_middle(server: RunningServer, mode: str) -> None:
     whole = generate(server, PROMPT, MODES[mode])
@@ -112,6 +115,7 @@ def test_a_stop_string_ends_a_run_in_its_middle(server: RunningServer, mode: str
             assert sum(answer["meta_info"]["mtp_effective_k"]) == count
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("mode", MODES)
 def test_no_stop_text_ends_a_run_before_min_new_tokens(server: RunningServer, mode: str) -> None:
     params = {**MODES[mode], "min_new_tokens": 12, "max_new_tokens": 24}

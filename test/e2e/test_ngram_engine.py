@@ -68,6 +68,7 @@ def test_a_corpus_with_the_answer_helps_the_first_request(
     assert lengths[1] > 6 > lengths[0]
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("flags", [TREES, TREES | PROB], ids=["BFS", "PROB"])
 def test_trees_with_a_budget_of_the_corpus(
     right: list[list[int]], corpus: str, flags: dict[str, Any]

@@ -42,6 +42,7 @@ def gone(pids: list[int], timeout_s: float = 10.0) -> bool:
     return not alive
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("victim", ["scheduler", "detokenizer"])
 def test_death_of_a_child_ends_the_server_with_an_error(
     model_dir: Path, victim: str, tmp_path: Path
@@ -199,6 +200,7 @@ def test_flags_about_access_that_make_no_sense_are_one_clear_line(model_dir: Pat
         check_one_line(result, flag)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_during_the_start_exits_0(model_dir: Path, number: int) -> None:
     process = subprocess.Popen(

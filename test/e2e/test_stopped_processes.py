@@ -56,6 +56,7 @@ def refusal(server: RunningServer, method: str, path: str) -> str:
     return str(answer.json()["message"])
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("victim", ["scheduler", "detokenizer"])
 def test_every_route_answers_at_once_and_names_the_stopped_process(
     server: RunningServer, victim: str
@@ -83,6 +84,7 @@ def test_every_route_answers_at_once_and_names_the_stopped_process(
     assert server.generate().status_code == 200
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("victim", ["scheduler", "detokenizer"])
 def test_requests_wait_for_a_stopped_process_and_lose_nothing(
     server: RunningServer, victim: str

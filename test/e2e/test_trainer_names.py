@@ -92,6 +92,7 @@ def test_the_adapter_controls_its_server(adapter: HttpServerEngineAdapter) -> No
     assert isinstance(adapter, EngineBase)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("serialize", [MultiprocessingSerializer.serialize, pickle_of])
 @pytest.mark.parametrize("is_bucket", [False, True])
 def test_what_a_trainer_serializes_changes_what_serves(

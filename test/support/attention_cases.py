@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from draft_chain import draft_chain_error
+from interpreted import asked
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeBackend
 from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey
@@ -336,6 +337,8 @@ WHOLE_PACKED = (
     *("decodes", "uniform q = 7", "one decode, its KV in splits", "prompts beside decodes"),
     *("a window per layer", "narrow and wide, both in splits"),
 )
+MASKED = {f"{name}, {masks}": (name, masks) for name in WITH_IDLE_MASKS for masks in IDLE_MASKS}
+PACKED_WHOLE = {f"{name}, packed": name for name in WHOLE_PACKED}
 
 
 class PlacedCase:
@@ -740,7 +743,7 @@ def main(name: str) -> None:
     problems = ATTENTION_BACKENDS.load(name).capabilities().problems("cpu", torch.float32, 16)
     if problems:
         sys.exit(f"{name} {'; '.join(problems)}")
-    for case_name, case in (CASES | MORE_CASES).items():
+    for case_name, case in asked(CASES | MORE_CASES).items():
         error: float | str
         try:
             error = max_error(name, case, "cpu", torch.float32)
@@ -748,18 +751,17 @@ def main(name: str) -> None:
             error = str(failure) or "an assertion failed"
         print(json.dumps([case_name, error]), flush=True)
     if name == "triton":
-        for case_name, (shape, is_guarded) in OUTSIDE_CASES.items():
+        for case_name, (shape, is_guarded) in asked(OUTSIDE_CASES).items():
             print(json.dumps([case_name, outside_case(name, shape, is_guarded, "cpu")]), flush=True)
-        for case_name, (requests, starts) in GATHER_CASES.items():
+        for case_name, (requests, starts) in asked(GATHER_CASES).items():
             print(json.dumps([case_name, gather_case(requests, "cpu", starts)]), flush=True)
     print(json.dumps(["draft steps", draft_chain_error(name, "cpu", page_size=1)]), flush=True)
-    for case_name in WITH_IDLE_MASKS:
-        for masks in IDLE_MASKS:
-            error = change_by_idle_masks(name, CASES[case_name], masks, "cpu", torch.float32)
-            print(json.dumps([f"{case_name}, {masks}", error]), flush=True)
-    for case_name in WHOLE_PACKED:
+    for key, (case_name, masks) in asked(MASKED).items():
+        error = change_by_idle_masks(name, CASES[case_name], masks, "cpu", torch.float32)
+        print(json.dumps([key, error]), flush=True)
+    for key, case_name in asked(PACKED_WHOLE).items():
         change = change_by_packing(name, CASES[case_name], "cpu", torch.float32)
-        print(json.dumps([f"{case_name}, packed", change]), flush=True)
+        print(json.dumps([key, change]), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 
 from draft_heads import EAGLE, EAGLE3
 from head_rounds import HIDDEN_SIZE, WRITERS, make_head
+from interpreted import asked
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.model_executor.draft_shapes import TreeShape
 from sglang.srt.model_executor.draft_tree_passes import DraftedTrees
@@ -65,7 +66,7 @@ def main(name: str) -> None:
     """A line for each case: the largest error of scores and of KV, 1 where the trees differ."""
     with tempfile.TemporaryDirectory() as place:
         folders = write_folders(Path(place))
-        for case, (kind, shape) in CASES.items():
+        for case, (kind, shape) in asked(CASES).items():
             found = []
             for backend in (name, "torch_native"):
                 runner = make_head(

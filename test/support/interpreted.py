@@ -7,15 +7,35 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from typing import TypeVar
+
+import pytest
 
 from code_shape import ROOT
+
+Case = TypeVar("Case")
+ASKED = "INTERPRETED_CASES"  # a list of names; without it a program runs all
 
 TIMEOUT_S = 900.0  # twenty times what the longest table takes on a machine of its own
 
 
-def run_interpreted(program: str, name: str) -> dict[str, float | str]:
-    """The lines that `test/<program> <name>` prints: the largest error of each case, or what was
-    wrong with it."""
+def asked(cases: Mapping[str, Case]) -> dict[str, Case]:
+    """Picks those cases of a table that this process was started for."""
+    names = os.environ.get(ASKED)
+    return {name: cases[name] for name in cases if names is None or name in json.loads(names)}
+
+
+def run_interpreted(
+    program: str, name: str, request: pytest.FixtureRequest | None = None
+) -> dict[str, float | str]:
+    """Reads the lines that `test/<program> <name>` prints: the largest error of each case, or what
+    was wrong with it.
+
+    Args:
+        request: of a fixture of a module; cases that no test names which reads the fixture, and is
+            to run, are left out. None: none is.
+    """
     paths = (ROOT, ROOT / "python", ROOT / "sgl-kernel/python", ROOT / "test/support")
     process = subprocess.run(
         [sys.executable, ROOT / "test/support/quick_interpreter.py", ROOT / "test" / program, name],
@@ -24,6 +44,7 @@ def run_interpreted(program: str, name: str) -> dict[str, float | str]:
             "TRITON_INTERPRET": "1",
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
             "OMP_NUM_THREADS": "1",
+            **({} if request is None else {ASKED: json.dumps(sorted(named(request)))}),
         },
         capture_output=True,
         text=True,
@@ -32,3 +53,15 @@ def run_interpreted(program: str, name: str) -> dict[str, float | str]:
     )
     assert process.returncode == 0, f"the table ended early:\n{process.stderr}"
     return dict(json.loads(line) for line in process.stdout.splitlines())
+
+
+def named(request: pytest.FixtureRequest) -> set[str]:
+    """Gathers the parameters that are text, names of cases, of the tests that read this fixture."""
+    return {
+        value
+        for item in request.session.items
+        if item.path == request.path and isinstance(item, pytest.Function)
+        if request.fixturename in item.fixturenames and hasattr(item, "callspec")
+        for value in item.callspec.params.values()
+        if isinstance(value, str)
+    }

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from interpreted import asked
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.registry import OPERATIONS, load
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -33,7 +34,14 @@ from sglang.srt.step.worker import EndedText, NewRow
 
 WIDTH, NUM_ROWS, NUM_DRAFTS = 96, 6, 5
 NAMESPACES: list[tuple[str, ...]] = [("", ""), ("a", ""), ("", "a")]
-SMALL: dict[str, dict[str, int]] = {"torch": {}, "triton": {"num_parts": 2, "block": 16}}
+NUM_PARTS = 2
+
+
+def small_blocks(ops: str, capacity: int) -> dict[str, int]:
+    """How kernels search, so that a memory fills several blocks of a part, or none."""
+    if ops == "torch":
+        return {}
+    return {"num_parts": NUM_PARTS, "block": 16 if capacity < 200 else 64}
 
 
 @dataclass
@@ -155,7 +163,9 @@ class Texts:
         joined = joined_texts(self.corpus) if num_texts else None
         self.memory = NgramMemory(self.state, capacity, joined)
         kind: Any = load(OPERATIONS[ops].ngrams)
-        self.ops: NgramOps = kind(self.state, self.memory, self.limits, **SMALL[ops])
+        self.ops: NgramOps = kind(
+            self.state, self.memory, self.limits, **small_blocks(ops, capacity)
+        )
         self.slots = Slots(capacity)
         self.running: dict[int, tuple[list[int], tuple[str, ...]]] = {}
 
@@ -244,8 +254,8 @@ def difference(ops: str, device: str, case: Case, num_rounds: int) -> str:
 
 def main(name: str) -> None:
     torch.set_num_threads(1)
-    for case_name, case in CASES.items():
-        print(json.dumps([case_name, difference(name, "cpu", case, num_rounds=4)]), flush=True)
+    for case_name, case in asked(CASES).items():
+        print(json.dumps([case_name, difference(name, "cpu", case, num_rounds=3)]), flush=True)
 
 
 if __name__ == "__main__":

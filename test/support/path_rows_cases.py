@@ -12,6 +12,7 @@ from itertools import accumulate
 
 import torch
 
+from interpreted import asked
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.registry import OPERATIONS, load
 from sglang.srt.speculative.kept_paths import FindPathRows, KeptPaths, PathRows
@@ -104,7 +105,7 @@ def wrong_parts(find: FindPathRows, count: int, kind: str, device: str) -> list[
 def main(name: str) -> None:
     torch.set_num_threads(1)
     find = load(OPERATIONS[name].paths)
-    for case, (count, kind) in CASES.items():
+    for case, (count, kind) in asked(CASES).items():
         print(json.dumps([case, "; ".join(wrong_parts(find, count, kind, "cpu"))]), flush=True)
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from interpreted import asked
 from sglang.srt.step.row_division import (
     HIGHEST_VALUE,
     DividedRows,
@@ -261,7 +262,7 @@ CASES: dict[str, Case] = {
 
 def main(name: str) -> None:
     torch.set_num_threads(1)
-    for case_name, case in CASES.items():
+    for case_name, case in asked(CASES).items():
         print(json.dumps([case_name, "; ".join(case(name, "cpu", 1))]), flush=True)
 
 

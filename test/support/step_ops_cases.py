@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from attention_cases import outside_met
+from interpreted import asked
 from sgl_kernel import ConfirmedDrafts, reference
 from sglang.srt.layers.forward_batch import (
     DECODE,
@@ -699,7 +700,7 @@ OUTSIDE_CASES: dict[str, Case] = {
 
 def main(name: str) -> None:
     torch.set_num_threads(1)
-    for case_name, case in (CASES | (OUTSIDE_CASES if name == "triton" else {})).items():
+    for case_name, case in asked(CASES | (OUTSIDE_CASES if name == "triton" else {})).items():
         print(json.dumps([case_name, "; ".join(case(name, "cpu"))]), flush=True)
 
 

@@ -55,6 +55,7 @@ def logits_of(base: Path, folder: Path, algorithm: str) -> tuple[torch.Tensor, t
     return prompt_logits, logits[-2:]
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("silent_std", [0.0, 1e-12])
 @pytest.mark.parametrize(
     ("algorithm", "draft_vocab_size"), [*((name, None) for name in ALGORITHMS), (EAGLE3, 40)]

@@ -230,6 +230,7 @@ def outcomes() -> dict[str, float | str]:
     return run_interpreted("unit/benchmark/test_layer_ops_benchmark.py", "triton")
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("label", labels_of(tiny_cases()))
 def test_interpreted_kernels_pass_the_check(outcomes: dict[str, float | str], label: str) -> None:
     assert outcomes[label] == "right"

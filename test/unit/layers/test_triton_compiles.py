@@ -1,5 +1,6 @@
 """Triton kernels compile for GPUs that are not there: CI then sees what the interpreter does not,
-types and shapes that only the compiler refuses."""
+types and shapes that only the compiler refuses. Each is compiled in few of its variants, and each
+of these for one GPU; test/gpu runs the others, which are compiled at their first call."""
 
 from __future__ import annotations
 
@@ -82,6 +83,22 @@ TREE_INPUTS = ("ancestors_ptr", "tree_starts_ptr", "ancestors_out_ptr", "tree_st
 HIDDEN_INPUTS = ("hidden_ptr", "hidden_out_ptr")
 HEADS = {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128}
 
+UNPACKED = {"tree_starts_ptr": None, "q_starts_ptr": None}
+# As launched without trees of drafts, with them, with those of earlier steps in a packed one, and
+# with KV that is not there; all but the first with a guarded page table.
+MASKS: dict[str, dict[str, Any]] = {
+    "plain": {
+        "HAS_TREE": False,
+        "ancestors_ptr": None,
+        "outside_ptr": None,
+        "kv_starts_ptr": None,
+        **UNPACKED,
+    },
+    "trees": {"HAS_TREE": True, **UNPACKED, "kv_starts_ptr": None},
+    "packed, earlier trees": {"HAS_TREE": True, "kv_starts_ptr": None},
+    "holes": {"HAS_TREE": False, "ancestors_ptr": None, "tree_starts_ptr": None},
+}
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -115,29 +132,22 @@ def attention_constants(block_m: int, block_n: int, window: bool, **more: int) -
     return {**HEADS, "HAS_WINDOW": window, "BLOCK_M": block_m, "BLOCK_N": block_n, **more}
 
 
-def tree_kernels(name: str, function: Any, num_warps: int = 4, **constants: Any) -> dict[str, Any]:
-    """Without masks for trees of drafts, as launched without `ancestors`, and with them; the latter
-    with a guarded page table, and of packed steps too."""
-    unpacked = {"tree_starts_ptr": None, "q_starts_ptr": None}
-    whole = {"kv_starts_ptr": None}
-    variants: dict[str, dict[str, Any]] = {
-        "": {"HAS_TREE": False, "ancestors_ptr": None, "outside_ptr": None, **unpacked, **whole},
-        ", trees": {"HAS_TREE": True, **unpacked, **whole},
-        ", packed, earlier trees": {"HAS_TREE": True, **whole},
-        ", holes": {"HAS_TREE": False, "ancestors_ptr": None, "tree_starts_ptr": None},
-    }
+def tree_kernels(
+    name: str, function: Any, variants: tuple[str, ...], num_warps: int = 4, **constants: Any
+) -> dict[str, Any]:
+    """Makes those of MASKS that are named: for each function all of them, for each tile some."""
     return {
-        f"{name}{variant}": Kernel(
+        f"{name}, {variant}": Kernel(
             function,
             {
                 argument: value
-                for argument, value in {**constants, **more}.items()
+                for argument, value in {**constants, **MASKS[variant]}.items()
                 if argument in function.arg_names
             },
             num_warps=num_warps,
             num_stages=2,
         )
-        for variant, more in variants.items()
+        for variant in variants
     }
 
 
@@ -199,12 +209,14 @@ KERNELS = {
     **tree_kernels(
         "prompts",
         attention._extend_kernel,
+        ("packed, earlier trees", "plain"),
         num_warps=4,
         **attention_constants(64, 64, False),
     ),
     **tree_kernels(
         "decodes in a window",
         attention._extend_kernel,
+        ("trees", "holes"),
         num_warps=1,
         splits_ptr=None,
         **attention_constants(16, 32, True),
@@ -212,25 +224,34 @@ KERNELS = {
     **tree_kernels(
         "decodes",
         attention._extend_kernel,
+        ("plain", "packed, earlier trees"),
         num_warps=2,
         splits_ptr=None,
         **attention_constants(16, 64, False),
     ),
-    **tree_kernels("splits", attention._split_kernel, **attention_constants(16, 32, False)),
+    **tree_kernels(
+        "splits",
+        attention._split_kernel,
+        ("packed, earlier trees", "plain"),
+        **attention_constants(16, 32, False),
+    ),
     **tree_kernels(
         "splits in a window",
         attention._split_kernel,
+        ("trees", "holes"),
         **attention_constants(64, 64, True),
     ),
     **tree_kernels(
         "sum of splits",
         sums_kernel._combine_kernel,
+        ("holes", "trees"),
         splits_ptr=None,
         **attention_constants(16, 32, True, ITEM_SIZE=4, BLOCK_S=64),
     ),
     **tree_kernels(
         "sum of prompts' splits",
         sums_kernel._combine_kernel,
+        ("plain",),
         num_warps=1,
         **attention_constants(128, 128, False, ITEM_SIZE=5, BLOCK_S=8),
     ),
@@ -389,12 +410,34 @@ def compiled(kernel: Kernel, capability: int, dtype: str, aligned: bool = False)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-@pytest.mark.parametrize(("capability", "dtype"), TARGETS)
-@pytest.mark.parametrize("name", KERNELS)
+def variants_of_kernels() -> tuple[list[Any], list[Any]]:
+    """Gives each variant one of TARGETS, in turn; the kernels' first variants, and the others."""
+    variants: dict[Any, list[str]] = {}
+    for name, kernel in KERNELS.items():
+        variants.setdefault(kernel.function, []).append(name)
+    first, others = [], []
+    for place, names in enumerate(variants.values()):
+        for number, name in enumerate(names):
+            target = TARGETS[(place + number) % len(TARGETS)]
+            (others if number else first).append((name, *target))
+    return first, others
+
+
+FIRST, OTHERS = variants_of_kernels()
+
+
+@pytest.mark.parametrize(("name", "capability", "dtype"), FIRST)
 def test_a_kernel_compiles(name: str, capability: int, dtype: str) -> None:
     assert compiled(KERNELS[name], capability, dtype).asm["cubin"]
 
 
+@pytest.mark.long_matrix
+@pytest.mark.parametrize(("name", "capability", "dtype"), OTHERS)
+def test_another_variant_compiles(name: str, capability: int, dtype: str) -> None:
+    assert compiled(KERNELS[name], capability, dtype).asm["cubin"]
+
+
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("head_dim", "group", "dtype", "has_window", "has_holes"),
     [
@@ -467,15 +510,23 @@ def test_products_of_few_rows_fit_into_the_shared_memory(
         for *weight, gated in cases
     }
     assert len(shapes) >= 8
-    for gated, shape in shapes:
+
+    def staged(gated: bool, shape: ops._FewRows) -> int:
+        return (shape.block_m + (1 + gated) * shape.block_n) * shape.block_k * shape.num_stages
+
+    largest = {}
+    for gated, shape in sorted(shapes, key=lambda found: staged(*found)):
         assert shape is not None
         assert shape.num_stages >= 2, "Nothing would be loaded ahead."
+        largest[gated, shape.block_m] = shape
+    for (gated, _), shape in largest.items():
         constants = few_rows(shape.block_m, shape.block_n, shape.block_k, gated)
         kernel = Kernel(ops._few_rows_kernel, constants, shape.num_warps, shape.num_stages)
         dtype = "bf16" if capability >= 90 else "fp16"
         assert 0 < compiled(kernel, capability, dtype, aligned=True).metadata.shared <= limit
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_attention_fits_into_the_shared_memory(
@@ -485,7 +536,12 @@ def test_attention_fits_into_the_shared_memory(
     monkeypatch.setattr(triton_tuning, "num_multiprocessors", lambda device: 132)
     tuning = triton_tuning.Tuning.choose(torch.device("cuda"), torch.bfloat16, head_dim, 4)
     heads = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim}
-    for tiles in {tuning.extend, tuning.few, tuning.split, tuning.whole, tuning.crowded}:
+    all_tiles = {tuning.extend, tuning.few, tuning.split, tuning.whole, tuning.crowded}
+    # What it loads ahead, and the queries.
+    largest = sorted(
+        all_tiles, key=lambda tiles: tiles.block_m + 2 * tiles.block_n * tiles.num_stages
+    )
+    for tiles in largest[-2:]:
         constants = attention_constants(tiles.block_m, tiles.block_n, True)
         constants |= {"splits_ptr": None}
         constants |= {**heads, "HAS_TREE": False, "ancestors_ptr": None, "outside_ptr": None}

@@ -115,6 +115,7 @@ def expected_output(request: Submitted, eos: frozenset[int]) -> tuple[list[int],
     return tokens, "length"
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_ledger_tokens_and_answers_survive_any_storm(kind: str) -> None:
     """The harness checks the ledger after every step and every turn of the loop."""

@@ -18,6 +18,7 @@ MAX_NEAR_TIES = 1e-3  # per token
 FIRST_SEEDS = (10_000, 40_000, 80_000)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("first_seed", FIRST_SEEDS)
 def test_nothing_is_lost_doubled_or_changed_whatever_happens(
     tmp_path: Path, first_seed: int

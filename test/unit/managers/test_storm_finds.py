@@ -225,6 +225,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
     return TinyModels(tmp_path_factory.mktemp("models"))
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
 def test_a_defect_is_found(
     models: TinyModels, monkeypatch: Patch, defect: Callable[[Patch], None]

@@ -70,6 +70,7 @@ def rounds(folders: Path, kind: str, backend: str = "ragged", page_size: int = 1
     return Rounds(graphs, eager, TOLERANCE, max_prompt=MAX_ROWS if backend == "uniform" else 7)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "backend", "page_size"),
     [
@@ -91,6 +92,7 @@ def test_rounds_with_graphs_equal_rounds_without(
     assert pair.seen == {"drafts": num_drafts, "near-ties": 0, "rows": pair.seen["rows"]}
 
 
+@pytest.mark.long_matrix
 @BOTH
 def test_a_replay_gives_the_bits_of_the_same_pass_with_its_padding(
     folders: Path, kind: str
@@ -134,6 +136,7 @@ def with_padding(first: ForwardBatch, count: int) -> ForwardBatch:
 # --- which graphs there are ----------------------------------------------------------------------
 
 
+@pytest.mark.long_matrix
 @BOTH
 def test_every_graph_of_a_head_can_be_reached(folders: Path, kind: str) -> None:
     """None of single draft steps where one graph has all of them, unless it has the width of the

@@ -24,6 +24,7 @@ from utils import Setup, make_execution, make_random_llama
 KINDS = pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
 
 
+@pytest.mark.long_matrix
 @KINDS
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_what_a_head_does_in_a_round_is_timed(tmp_path: Path, kind: str, has_graphs: bool) -> None:
@@ -60,6 +61,7 @@ def test_what_a_head_does_in_a_round_is_timed(tmp_path: Path, kind: str, has_gra
             assert prices.extend.rows_ms(num_reqs, width, num_reqs * width) > 0
 
 
+@pytest.mark.long_matrix
 @KINDS
 def test_tokens_are_the_same_where_drafts_follow_measured_prices(tmp_path: Path, kind: str) -> None:
     paths = write_models(tmp_path)

@@ -63,6 +63,7 @@ def head(folders: Path, kind: str, backend: str = "ragged", graphs: bool = True)
     )
 
 
+@pytest.mark.long_matrix
 @BOTH
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("rows", [[0], [4, 1, 2], list(range(8)), list(range(9))], ids=len)
@@ -89,6 +90,7 @@ def test_a_graph_gives_what_its_steps_do(
         assert torch.equal(right.slots[:, index].flatten(), table[row, columns].long())
 
 
+@pytest.mark.long_matrix
 @BOTH
 @pytest.mark.parametrize("has_graphs", [True, False])
 def test_a_tree_of_one_branch_has_the_tokens_and_kv_of_the_chain_bit_for_bit(
@@ -112,6 +114,7 @@ def test_a_tree_of_one_branch_has_the_tokens_and_kv_of_the_chain_bit_for_bit(
     assert torch.equal(kv, runner.kv_pool.kv[0])
 
 
+@pytest.mark.long_matrix
 @BOTH
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_trees_keep_the_contract(folders: Path, kind: str, shape: TreeShape) -> None:
@@ -219,10 +222,11 @@ def test_shapes_that_cannot_be_had_are_refused(
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, float | str]:
-    return run_interpreted("support/draft_tree_cases.py", "triton")
+def errors(request: pytest.FixtureRequest) -> dict[str, float | str]:
+    return run_interpreted("support/draft_tree_cases.py", "triton", request)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("case", CASES)
 def test_interpreted_kernels_draft_the_same_trees(
     errors: dict[str, float | str], case: str

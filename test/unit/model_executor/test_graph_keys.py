@@ -121,6 +121,7 @@ def test_steps_with_prompts_waste_few_rows(max_requests: int) -> None:
     assert GraphKeys(GraphSupport.UNIFORM_Q, 8, 1, 1024).find([30, 1]) is None
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("width", [1, 15])
 @pytest.mark.parametrize("max_requests", [1, 3, 8, 9, 64, 100, 1000, 1024, 1500])
 def test_every_step_of_up_to_1024_rows_has_a_graph(max_requests: int, width: int) -> None:

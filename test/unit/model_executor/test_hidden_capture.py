@@ -75,6 +75,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("layers", [(0,), (1, 2, 3), (3, 0, 2)], ids=str)
 def test_taps_are_the_hidden_states_of_transformers_with_the_same_numbers(

@@ -31,6 +31,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_random_llama(tmp_path_factory.mktemp("prices"))
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("support", [GraphSupport.RAGGED_Q, GraphSupport.UNIFORM_Q])
 @pytest.mark.parametrize("max_requests", [1, 8, 20, 64, 128])
 @pytest.mark.parametrize("width", [1, 15])

@@ -125,6 +125,7 @@ def assert_same(
         torch.testing.assert_close(replayed.taps[fed], right.taps[fed], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("name", CAPTURES)
 @pytest.mark.parametrize(("backend", "width"), [("ragged", 1), ("ragged", WIDTH), ("uniform", 7)])
 def test_graphs_give_what_is_asked_for(path: Path, backend: str, width: int, name: str) -> None:
@@ -153,6 +154,7 @@ def test_where_all_rows_are_asked_for_no_graph_skips_any(path: Path) -> None:
     assert len(result.hidden) == 33
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("backend", ["ragged", "uniform"])
 def test_trees_replay_graphs_that_were_captured_for_them(path: Path, backend: str) -> None:
     graphs = make(path, backend, WIDTH, HiddenCapture((1,)), trees=True)
@@ -218,6 +220,7 @@ def with_earlier_trees(runner: ModelRunner, shape: list[int], seed: int) -> Forw
     return replace(batch, ancestors=torch.tensor(ancestors), tree_starts=before - num_earlier)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("trees", [False, True])
 def test_packed_steps_replay_the_graphs_of_look_ahead(path: Path, trees: bool) -> None:
     """Of more bounds than a graph has rows, too; and steps whose numbers of rows the host knows

@@ -24,6 +24,7 @@ from utils import Setup, make_execution, make_random_llama
 SHAPES = [TreeShape(4, 3, 9), TreeShape(3, 1, 2)]
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_passes_that_draft_trees_are_timed(tmp_path: Path, kind: str, has_graphs: bool) -> None:

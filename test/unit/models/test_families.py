@@ -118,6 +118,7 @@ def test_every_registered_family_is_tested() -> None:
     assert tested == set(MODELS.names)
 
 
+@pytest.mark.long_matrix
 def test_prompts_whole_and_in_chunks_beside_decodes(model: Model) -> None:
     """Mixed steps through the paged pool: one prompt whole, one in chunks, one token by token."""
     sequences = {name: sequence(42, seed) for seed, name in enumerate(("whole", "chunks", "one"))}
@@ -134,6 +135,7 @@ def test_prompts_whole_and_in_chunks_beside_decodes(model: Model) -> None:
             assert_close(logits, expected[name][feeder.fed[name] - 1])
 
 
+@pytest.mark.long_matrix
 def test_greedy_decoding_of_a_batch(model: Model) -> None:
     """One batch from step to step: the backend adds to the KV that it gathered before."""
     prompts = [sequence(length, seed=length) for length in (1, 12, 25)]

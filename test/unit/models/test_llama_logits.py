@@ -43,6 +43,7 @@ def plain_model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(make_random_llama(tmp_path_factory.mktemp("model") / "llama"))
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("length", [1, 2, 16, 100])
 def test_prefill_in_one_go(model: Model, length: int, page_size: int) -> None:
@@ -61,6 +62,7 @@ def test_the_logits_are_not_trivially_equal(plain_model: Model) -> None:
     assert float(expected.std()) > 0.5
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("chunk", [1, 3, 16])
 def test_prefill_in_chunks_and_token_by_token(model: Model, chunk: int, page_size: int) -> None:
@@ -93,6 +95,7 @@ def test_requests_of_a_mixed_batch_do_not_see_each_other(
         left = {name: tokens for name, tokens in left.items() if tokens}
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 100), (16, 100), (1, 3), (16, 7), (4, 1)])
 def test_the_worker_decodes_greedily_through_the_paged_pool(
     model: Model, page_size: int, chunk: int

@@ -39,17 +39,20 @@ def serving(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Serving(path, context_len=4096 + 64, num_slots=26_000)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("chunk", [512, 1000, 4096])
 def test_tokens_and_logprobs_of_any_length_in_any_company(serving: Serving, chunk: int) -> None:
     check_lengths(serving, LENGTHS, chunk)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_cached_prefix_of_any_length(serving: Serving, page_size: int) -> None:
     """It ends within a page, a window and a chunk, and at their edges."""
     check_cached_prefixes(serving, PREFIXES, 1000, page_size)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("chunk", [512, 4096])
 def test_logprobs_and_hidden_states_from_the_middle_of_a_chunk(
     serving: Serving, chunk: int
@@ -57,6 +60,7 @@ def test_logprobs_and_hidden_states_from_the_middle_of_a_chunk(
     check_starts_within_chunks(serving, chunk)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("retraction", RETRACTIONS)
 @pytest.mark.parametrize("chunk", [512, 1000])
 def test_a_prompt_retracted_in_its_middle_begins_anew(
@@ -65,6 +69,7 @@ def test_a_prompt_retracted_in_its_middle_begins_anew(
     check_retraction(serving, 2047, chunk, retraction)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(("chunk", "overlap"), [(512, True), (1000, True), (1000, False)])
 def test_a_prompt_aborted_in_its_middle_leaves_nothing_and_harms_nobody(
     serving: Serving, chunk: int, overlap: bool

@@ -146,6 +146,7 @@ def check(harness: SchedulerHarness, path: Path, jobs: dict[int, Job]) -> int:
     return sum(harness.outputs[req_id].num_retractions > 0 for req_id in jobs)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_requests_that_end_at_the_context_give_the_tokens_of_the_reference(
     small_model: Path, page_size: int
@@ -176,6 +177,7 @@ def test_requests_that_end_at_the_context_give_the_tokens_of_the_reference(
     assert num_retracted > 0
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_the_worker_of_one_token_per_step_reaches_the_end_of_the_context(
     small_model: Path, page_size: int

@@ -184,6 +184,7 @@ class MatrixRun:
                 assert min(right.margins) < EQUALITY_MARGIN, (self.setup, index, verify)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("concurrency", CONCURRENCIES)
 @pytest.mark.parametrize("tau", [STATIC, TAU], ids=["static", "conf_adapt"])
 @pytest.mark.parametrize("k", KS)

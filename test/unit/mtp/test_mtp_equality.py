@@ -158,6 +158,7 @@ def check(
     assert len(near_ties) <= most_near_ties(len(jobs))
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("name", SETUPS)
 def test_tokens_and_steps_equal_the_reference(
     name: str, prompts: list[list[int]], references: dict[Job, MTPReference]
@@ -166,6 +167,7 @@ def test_tokens_and_steps_equal_the_reference(
     check(run_jobs(SETUPS[name], prompts, jobs), references, jobs, name)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

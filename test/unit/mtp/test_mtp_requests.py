@@ -77,6 +77,7 @@ def test_every_length_limit_clips_the_run(runner: ModelRunner, mode: dict[str, A
         assert outcome.finish_reason.type == "length"
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("as_eos", [True, False], ids=["EOS", "stop id"])
 @pytest.mark.parametrize("mode", [STATIC_4, ADAPTIVE_4, {**VERIFIED_4, "temperature": 0.0}])
 def test_a_stop_token_inside_a_run_ends_it_there(
@@ -100,6 +101,7 @@ def test_a_stop_token_inside_a_run_ends_it_there(
     assert len(places_in_run) > 1, "All stops were at the same place of their run."
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("mode", [STATIC_4, ADAPTIVE_4, {**VERIFIED_4, "temperature": 0.0}])
 def test_an_abort_at_any_step_answers_with_a_prefix(

@@ -55,6 +55,7 @@ def outputs(model: Path, setup: Setup, packs_rows: bool) -> list[Collected]:
     return [harness.outputs[i] for i in ids]
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("enable_overlap", [False, True])
 @pytest.mark.parametrize("chunk", [3, 2048])
 def test_tokens_steps_and_log_probabilities_are_those_of_padded_steps(

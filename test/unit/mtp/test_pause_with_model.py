@@ -96,6 +96,7 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_random_llama(tmp_path_factory.mktemp("other"), seed=8, **changes)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("num_turns", [0, 1, 2, 3, 5, 8, 12, 20])
 @pytest.mark.parametrize("mode", ["retract", "in_place", "drain"])

@@ -98,6 +98,7 @@ def run_all(path: Path, kind: str) -> Counter[str]:
     return sum((run(path, kind, seed) for seed in SEEDS), Counter[str]())
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_table_holds_what_is_known_of_each_request(small_model: Path, kind: str) -> None:
     seen = run_all(small_model, kind)

@@ -137,6 +137,7 @@ def outcomes(harness: Served, **options: Any) -> list[Collected]:
     return [harness.outputs[req_id] for req_id in ids]
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "single", "acc", "drafts"),
     [
@@ -212,6 +213,7 @@ def assert_logprobs(
         assert torch.tensor(entry.logprob).exp() == pytest.approx(probs[token], abs=1e-4)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(("kind", "which"), [(EAGLE, "single"), (EAGLE3, "acc")])
 def test_the_lower_a_threshold_the_more_is_accepted(
     paths: dict[str, Path], kind: str, which: str
@@ -262,6 +264,7 @@ def tokens_without_a_head(target: Path) -> dict[int, list[int]]:
     return served_tokens(Served({"target": target}, None))
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "thresholds", "changes", "disturb"),
     [
@@ -285,6 +288,7 @@ def test_greedy_requests_see_nothing_of_thresholds(
     assert harness.seen["confirmed"] > 20
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "thresholds"),
     [(EAGLE, AcceptThresholds(0.5, 0.7)), (EAGLE3, AcceptThresholds(0.2, 1.0))],

@@ -47,6 +47,7 @@ def policies() -> Iterator[None]:
         yield
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_tokens_are_those_without_a_drafter_whatever_steps_slots_choose(

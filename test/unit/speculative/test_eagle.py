@@ -61,6 +61,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 CASES = pairwise_cases(CHOICES)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_tokens_are_those_without_a_drafter(paths: dict[str, Path], case: dict[str, Any]) -> None:
     """Greedy and seeded requests; the ledger is exact and the KV canary silent in each step."""
@@ -86,6 +87,7 @@ def test_tokens_are_those_without_a_drafter(paths: dict[str, Path], case: dict[s
     harness.assert_many_of_each(least=10)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "page_size", "overlap", "chunk", "policy"),
     [(EAGLE, 1, True, 5, JUMPING), (EAGLE3, 16, False, 2048, "fixed")],
@@ -104,6 +106,7 @@ def test_all_that_requests_ask_for_is_what_they_get_without_a_head(
     assert served.seen["fed"] - served.seen["confirmed"] > 20, served.seen
 
 
+@pytest.mark.long_matrix
 @BOTH
 def test_a_stop_within_an_accepted_run_clips_it(paths: dict[str, Path], kind: str) -> None:
     right, harness = right_tokens(paths["target"]), Served(paths, kind, 3, setup_for(3))
@@ -125,6 +128,7 @@ def test_a_stop_within_an_accepted_run_clips_it(paths: dict[str, Path], kind: st
     assert num_clipped > 5
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(("kind", "page_size"), [(EAGLE, 16), (EAGLE3, 1)])
 def test_requests_that_end_at_the_context(
     paths: dict[str, Path], kind: str, page_size: int
@@ -139,6 +143,7 @@ def test_requests_that_end_at_the_context(
     check_requests_that_end_at_the_context(harness, paths["target"])
 
 
+@pytest.mark.long_matrix
 @BOTH
 def test_memory_is_released_and_taken_again(paths: dict[str, Path], kind: str) -> None:
     right = right_tokens(paths["target"])
@@ -148,6 +153,7 @@ def test_memory_is_released_and_taken_again(paths: dict[str, Path], kind: str) -
     harness.assert_many_of_each()
 
 
+@pytest.mark.long_matrix
 @BOTH
 def test_an_update_of_the_target_reaches_the_head(
     paths: dict[str, Path], tmp_path: Path, kind: str
@@ -165,6 +171,7 @@ def test_an_update_of_the_target_reaches_the_head(
         harness.assert_many_of_each()
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "mean"), [(EAGLE, 1.0), (EAGLE3, 2.5), (EAGLE, 3.0), (EAGLE3, 4.0)]
 )

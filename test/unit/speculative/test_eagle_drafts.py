@@ -39,6 +39,7 @@ def serve_twice(harness: Drafted) -> None:
     harness.check()
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "page_size", "chunk", "retract_interval", "use_radix_cache", "policy"),
     [
@@ -89,6 +90,7 @@ def test_drafts_are_what_the_head_says_of_the_true_sequence(
         assert any(each.num_retractions for each in harness.outputs.values())
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
 @pytest.mark.parametrize(
     ("shape", "page_size", "chunk", "retract_interval", "use_radix_cache"),

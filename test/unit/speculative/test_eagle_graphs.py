@@ -78,6 +78,7 @@ def harness(
     return made, counter
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "backend", "page_size", "policy"),
     [
@@ -119,6 +120,7 @@ def test_tokens_with_graphs(
     assert (forward.call_count <= served.num_steps) == (backend == "ragged")
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "backend", "policy", "checks_kv"),
     [

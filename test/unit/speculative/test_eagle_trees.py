@@ -70,6 +70,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 CASES = pairwise_cases(CHOICES)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_tokens_are_those_without_a_drafter(paths: dict[str, Path], case: dict[str, Any]) -> None:
     """Greedy and seeded requests; the ledger is exact and the KV canary silent in each step."""
@@ -93,6 +94,7 @@ def test_tokens_are_those_without_a_drafter(paths: dict[str, Path], case: dict[s
     assert_many_of_each(harness)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "shape", "page_size", "overlap", "chunk"),
     [(EAGLE, WIDE, 1, True, 5), (EAGLE3, DEEP, 16, False, 2048)],
@@ -110,6 +112,7 @@ def test_all_that_requests_ask_for_is_what_they_get_without_a_head(
     drafter_checks.assert_many_of_each(drafted.seen, has_trees=True)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "page_size", "shape"), [(EAGLE, 16, WIDE), (EAGLE3, 1, SHAPES["full"])]
 )
@@ -127,6 +130,7 @@ def test_memory_is_released_and_taken_again(paths: dict[str, Path], kind: str) -
     check_memory_that_is_released(harness, right_tokens(paths["target"]))
 
 
+@pytest.mark.long_matrix
 @BOTH
 def test_a_tree_confirms_more_than_a_chain_as_deep(paths: dict[str, Path], kind: str) -> None:
     """Of the same head, which is often wrong with its best token."""

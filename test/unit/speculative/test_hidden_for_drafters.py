@@ -143,6 +143,7 @@ def served(path: Path, capture: HiddenCapture | None, setup: Setup) -> tuple[Any
     return outputs, seen
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("capture", CAPTURES, ids=str)
 @pytest.mark.parametrize(
     ("page_size", "chunk", "overlap"), [(1, 7, True), (16, 2048, False), (16, 16, True)]

@@ -10,8 +10,8 @@ from sglang.srt.speculative.kept_paths import torch_path_rows
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, float | str]:
-    return run_interpreted("support/path_rows_cases.py", "triton")
+def found(request: pytest.FixtureRequest) -> dict[str, float | str]:
+    return run_interpreted("support/path_rows_cases.py", "triton", request)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -19,6 +19,7 @@ def test_torch_finds_the_rows(case: str) -> None:
     assert wrong_parts(torch_path_rows, *CASES[case], "cpu") == []
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("case", CASES)
 def test_an_interpreted_kernel_finds_the_rows(found: dict[str, float | str], case: str) -> None:
     assert found[case] == ""

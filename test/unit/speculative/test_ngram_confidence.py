@@ -68,6 +68,7 @@ def scramble(trials: Trials) -> None:
 SHAPES = [(1, 1), (4, 4), (7, 3), (11, 10), (63, 6)]  # nodes and branches
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("corpus_budget", [None, 1, 4])
 @pytest.mark.parametrize(("num_drafts", "breadth"), SHAPES)
 def test_any_first_nodes_are_the_likeliest_tree(

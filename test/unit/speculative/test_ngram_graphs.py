@@ -58,6 +58,7 @@ def serving(
     return served
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("page_size", "policy", "breadth", "disturb", "options"),
     [
@@ -107,6 +108,7 @@ def test_graphs_find_texts_that_ended_after_their_capture(paths: dict[str, Path]
     assert found[1][0] >= 40 * NUM_STEPS // (1 + NUM_STEPS) - NUM_STEPS
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("breadth", [1, 3])
 def test_graphs_feed_as_many_drafts_of_the_corpus_as_its_budget(
     paths: dict[str, Path], right: list[list[int]], breadth: int
@@ -137,6 +139,7 @@ def test_without_drafts_rounds_search_nothing(paths: dict[str, Path]) -> None:
     assert len(graphs[1].calls) > 50
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("breadth", [1, 3])
 def test_confidences_are_learnt_in_graphs(
     paths: dict[str, Path], right: list[list[int]], tmp_path: Path, breadth: int

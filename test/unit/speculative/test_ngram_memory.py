@@ -83,6 +83,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_models(tmp_path_factory.mktemp("ngram"))["target"]
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("shape", [(5, 1), (7, 3)], ids=["chains", "trees"])
 def test_a_scheduler_that_has_served_more_novel_text_is_as_large(
     target: Path, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch

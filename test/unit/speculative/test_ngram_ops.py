@@ -21,15 +21,17 @@ from sglang.srt.step.worker import EndedText
 
 
 @pytest.fixture(scope="module")
-def differences() -> dict[str, float | str]:
-    return run_interpreted("support/ngram_ops_cases.py", "triton")
+def differences(request: pytest.FixtureRequest) -> dict[str, float | str]:
+    return run_interpreted("support/ngram_ops_cases.py", "triton", request)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_triton(differences: dict[str, float | str], name: str) -> None:
     assert differences[name] == ""
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("piece", [7, ngram_ops.PIECE])
 def test_torch(name: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:

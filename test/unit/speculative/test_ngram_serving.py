@@ -68,6 +68,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 CASES = pairwise_cases(CHOICES)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_tokens_are_those_without_drafts_and_texts_are_kept(
     target: Path, tmp_path: Path, case: dict[str, Any]
@@ -151,6 +152,7 @@ def test_ended_texts_help_those_of_the_same_key_and_nobody_else(target: Path) ->
     assert again >= 40 * 5 // 6 - 5
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("breadth", [1, 3])
 @pytest.mark.parametrize("by_frequency", [False, True])
 def test_a_corpus_with_the_answer_gives_right_drafts_from_the_first_request_on(
@@ -267,6 +269,7 @@ def test_how_many_are_drafted_by_load_is_learnt_of_drafts_that_a_budget_leaves(
     assert sum(told[count] for count in (3, 4, 5)) > 20, told
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("breadth", [1, 2])
 def test_requests_that_end_at_the_context(target: Path, page_size: int, breadth: int) -> None:
@@ -321,6 +324,7 @@ def _has(text: tuple[int, ...], part: tuple[int, ...]) -> bool:
     return any(text[place : place + len(part)] == part for place in places)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("corpus_budget", [None, 2])
 @pytest.mark.parametrize("breadth", [1, 3])
 def test_where_rows_cost_nothing_steps_are_those_without_tile_spec(
@@ -342,6 +346,7 @@ def test_where_rows_cost_nothing_steps_are_those_without_tile_spec(
     assert not any(plan.wants_paths for plan, _ in plans[1])
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("breadth", [1, 3])
 def test_where_rows_are_dear_only_likely_drafts_are_verified(
     target: Path, tmp_path: Path, breadth: int
@@ -375,6 +380,7 @@ def test_long_matches_are_trusted_more_than_none(target: Path, breadth: int) -> 
     assert written.unique().numel() > 10
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("breadth", [1, 3])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_how_much_is_drafted_follows_prices_and_matches(

@@ -127,6 +127,7 @@ def decoding(per_row: float, num_reqs: int, has_trees: bool = False) -> Decoding
 BOTH = pytest.mark.parametrize("has_trees", [False, True], ids=["chains", "trees"])
 
 
+@pytest.mark.long_matrix
 @BOTH
 @pytest.mark.parametrize("num_reqs", [1, 8, 32])
 @pytest.mark.parametrize("per_row", [0.003, 0.01, 0.03])

@@ -34,7 +34,12 @@ class Text(NamedTuple):
 
 EVEN, BURSTS = Text(0.5, 0.5), Text(0.85, 0.12)
 EASY, HARD = Text(0.95, 0.95), Text(0.3, 0.1)
-MIXES = {"even": [EVEN], "bursts": [BURSTS], "two kinds": [EASY, HARD], "all": [EASY, HARD, BURSTS]}
+MIXES = {
+    "even": (EVEN,),
+    "bursts": (BURSTS,),
+    "two kinds": (EASY, HARD),
+    "all": (EASY, HARD, BURSTS),
+}
 
 
 class Loop:
@@ -95,13 +100,15 @@ class Loop:
         return [total / (num_steps // 10) for total in sums]
 
 
-def given_per_round(texts: Sequence[Text], num_drafts: int) -> float:
+@cache
+def given_per_round(texts: tuple[Text, ...], num_drafts: int) -> float:
     loop = Loop(texts, [num_drafts], seed=1)
     for _ in range(3000):
         loop.step()
     return loop.num_tokens / loop.num_rounds
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("mix", MIXES)
 def test_other_numbers_of_drafts_are_foretold(mix: str) -> None:
     texts = MIXES[mix]
@@ -114,11 +121,6 @@ def test_other_numbers_of_drafts_are_foretold(mix: str) -> None:
         near = 0.15 if max(drafted) == 1 or drafted[0] == 0 else 0.08
         for count, length in right.items():
             assert lengths[count] == pytest.approx(length, rel=near), (drafted, count)
-
-
-@cache
-def endless(text: Text, num_drafts: int) -> float:
-    return given_per_round([text], num_drafts)
 
 
 def useful_per_round(text: Text, num_drafts: int, num_new: int, num_late: int) -> float:
@@ -136,9 +138,9 @@ def useful_per_round(text: Text, num_drafts: int, num_new: int, num_late: int) -
     return num_tokens / num_rounds
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("num_late", [0, 1])
-@pytest.mark.parametrize("num_new", [20, 32])
-@pytest.mark.parametrize("text", [EVEN, BURSTS, EASY, HARD])
+@pytest.mark.parametrize(("num_new", "text"), [(20, EVEN), (32, BURSTS), (32, EASY), (20, HARD)])
 def test_tokens_beyond_the_ends_of_requests_are_left_out(
     text: Text, num_new: int, num_late: int
 ) -> None:
@@ -148,7 +150,7 @@ def test_tokens_beyond_the_ends_of_requests_are_left_out(
     whole = loop.mix.lengths(ALL_ROWS, MOST)
     assert found[0] == pytest.approx(whole[0]), "each end is sure"
     for count in (1, 3, 7):
-        truth = useful_per_round(text, count, num_new, num_late) / endless(text, count)
+        truth = useful_per_round(text, count, num_new, num_late) / given_per_round((text,), count)
         lost, truly_lost = 1 - found[count] / whole[count], 1 - truth
         assert lost == pytest.approx(truly_lost, rel=0.35, abs=0.02), count
         assert num_late == 0 or count < 3 or text == HARD or truly_lost > 0.025, "it matters"
@@ -182,7 +184,7 @@ def test_what_was_right_in_rounds_of_few_drafts_says_too_much_of_many() -> None:
     foretold = loop.lengths()[MOST]
     shares = [of / all_of for of, all_of in zip(right, tried, strict=True)]
     multiplied = 1 + sum(itertools.accumulate(shares, float.__mul__))
-    truth = given_per_round([BURSTS], MOST)
+    truth = given_per_round((BURSTS,), MOST)
     assert multiplied > 1.1 * truth
     assert abs(foretold / truth - 1) < 0.06
 
@@ -190,17 +192,18 @@ def test_what_was_right_in_rounds_of_few_drafts_says_too_much_of_many() -> None:
 def test_pairs_of_single_drafts_among_steps_without_foretell_rounds_of_one() -> None:
     """One alone says how often tokens are predictable, and rounds of drafts meet fewer of these."""
     for text in (BURSTS, Text(0.7, 0.2)):
-        truth = given_per_round([text], 1)
+        truth = given_per_round((text,), 1)
         alone, pairs = (Loop([text], [0] * 40 + [1] * count) for count in (1, 2))
         assert alone.lengths(2000)[1] > 1.06 * truth
         assert pairs.lengths(2000)[1] == pytest.approx(truth, rel=0.04)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("most_fed", [0, 1, 2])
 def test_steps_that_were_cut_foretell_what_others_give(most_fed: int) -> None:
     for text in (EVEN, BURSTS):
         lengths = Loop([text], [5], most_fed=most_fed).lengths()
-        assert lengths[5] == pytest.approx(given_per_round([text], 5), rel=0.06), text
+        assert lengths[5] == pytest.approx(given_per_round((text,), 5), rel=0.06), text
 
 
 @pytest.mark.parametrize("num_rows", [64, 256])
@@ -262,9 +265,10 @@ def test_text_that_changes_is_noticed_within_some_steps() -> None:
         for _ in range(30):
             loop.step()
         found = loop.mix.lengths(ALL_ROWS, 3)[3]
-        assert found == pytest.approx(given_per_round([after], 3), rel=0.15), (before, after)
+        assert found == pytest.approx(given_per_round((after,), 3), rel=0.15), (before, after)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("seed", range(4))
 def test_a_lone_request_is_soon_not_taken_for_those_of_other_text(seed: int) -> None:
     """Its own drafts say at once that it differs, which is no surprise for long."""
@@ -276,7 +280,7 @@ def test_a_lone_request_is_soon_not_taken_for_those_of_other_text(seed: int) -> 
         for _ in range(600):
             loop.step()
         found = loop.mix.lengths([0], MOST)[MOST]
-        assert found == pytest.approx(given_per_round([after], MOST), rel=0.2), (before, after)
+        assert found == pytest.approx(given_per_round((after,), MOST), rel=0.2), (before, after)
 
 
 def test_text_that_stays_is_not_forgotten() -> None:

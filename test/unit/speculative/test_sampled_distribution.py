@@ -143,6 +143,7 @@ def assert_many_of_each(seen: Counter[str]) -> None:
     assert seen["fed"] - seen["confirmed"] > NUM_REQUESTS / 4, seen
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "temperature", "first_seed", "tree"),
     [
@@ -171,6 +172,7 @@ def test_tokens_follow_the_targets_distribution(
     assert alike(cells, plain(temperature), probs) > LIMIT
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "tree"),
     [(EAGLE, None), (EAGLE, TREE), (NGRAM, None)],
@@ -186,6 +188,7 @@ def test_thresholds_of_almost_1_give_almost_the_targets_distribution(
     assert fit(cells, exact(target, 1.3)) > LIMIT
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("thresholds", [AcceptThresholds(acc=0.7), AcceptThresholds(single=0.2)])
 def test_thresholds_below_1_give_another_distribution(
     paths: dict[str, Path], target: Model, thresholds: AcceptThresholds

@@ -198,6 +198,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 CASES = pairwise_cases(CHOICES)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_tokens_are_those_without_a_drafter(paths: dict[str, Path], case: dict[str, Any]) -> None:
     changes = dict(case)
@@ -242,6 +243,7 @@ def test_memory_is_released_and_taken_again(paths: dict[str, Path]) -> None:
     assert_as_foreseen(harness.seen)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("overlap", [True, False])
 def test_an_update_of_the_target_changes_acceptance_and_no_token_of_the_new_weights(
     paths: dict[str, Path], overlap: bool

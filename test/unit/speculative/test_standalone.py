@@ -54,6 +54,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 CASES = pairwise_cases(CHOICES)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_tokens_are_those_without_a_drafter(paths: dict[str, Path], case: dict[str, Any]) -> None:
     """Greedy and seeded requests; the ledger is exact and the KV canary silent in each step."""
@@ -79,6 +80,7 @@ def test_tokens_are_those_without_a_drafter(paths: dict[str, Path], case: dict[s
     harness.assert_many_of_each(least=10)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("page_size", "overlap", "chunk", "policy"), [(1, True, 5, JUMPING), (16, False, 2048, "fixed")]
 )
@@ -96,6 +98,7 @@ def test_all_that_requests_ask_for_is_what_they_get_without_a_draft_model(
     assert served.seen["fed"] - served.seen["confirmed"] > 20, served.seen
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_requests_that_end_at_the_context(paths: dict[str, Path], page_size: int) -> None:
     """Drafts go past it, within the row of the page table."""

@@ -144,6 +144,7 @@ def serve_all(harness: Drafted) -> None:
     harness.check()
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("page_size", "chunk", "retract_interval", "use_radix_cache", "policy"),
     [
@@ -180,6 +181,7 @@ def test_drafts_are_what_the_draft_model_says_of_the_true_sequence(
         assert any(each.num_retractions for each in harness.outputs.values())
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("num_padding", [0, 2])
 def test_so_they_are_behind_steps_that_verify_some_of_the_drafts(
     paths: dict[str, Path], tmp_path: Path, num_padding: int

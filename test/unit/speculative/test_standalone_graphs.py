@@ -45,6 +45,7 @@ def right(paths: dict[str, Path]) -> list[list[int]]:
         return right_tokens(paths)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("page_size", "policy", "disturb"),
     [(1, JUMPING, abort), (16, "fixed", pause), (16, JUMPING, nothing)],
@@ -76,6 +77,7 @@ def test_rounds_of_a_draft_model_that_is_the_target_confirm_all_drafts(
     assert served.seen["wrong"] == 0
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("backend", "page_size", "policy"), [("ragged", 16, JUMPING), ("uniform", 1, "fixed")]
 )
@@ -122,6 +124,7 @@ def test_requests_that_are_retracted_all_the_time(
     assert len(served.rounds) > 1
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("policy", ["fixed", JUMPING])
 def test_tile_spec_leaves_drafts_out(paths: dict[str, Path], tmp_path: Path, policy: str) -> None:
     budgets = RandomBudgets(1)

@@ -70,6 +70,7 @@ def test_of_equal_tiers_the_one_of_fewer_rows_is_taken() -> None:
     assert best_tier([1.0, 2.0, 3.0], {0: 4.0, 1: 4.0, 2: 6.0}) == 1
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("num_reqs", H200_MS)
 def test_on_an_h200_it_is_never_slower_than_plain_and_nearly_as_fast_as_the_best_tier(
     num_reqs: int,
@@ -93,6 +94,7 @@ def test_under_prices_of_any_kind_it_is_not_slower_than_plain() -> None:
         assert found.ms_per_token <= 1.01 * costs[0], (costs, num_reqs, chance, found)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("num_reqs", H200_MS)
 def test_if_nothing_is_ever_right_probes_cost_what_they_may(num_reqs: int) -> None:
     """Steps that believed the prior are few: what was read of the first ones tells."""
@@ -104,6 +106,7 @@ def test_if_nothing_is_ever_right_probes_cost_what_they_may(num_reqs: int) -> No
     assert sum(count for tier, count in found.tiers.items() if tier) > 5, "it stopped to look"
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("num_reqs", H200_MS)
 def test_beyond_no_drafts_a_probe_is_followed_by_a_second_one(num_reqs: int) -> None:
     costs = H200_MS[num_reqs]
@@ -181,6 +184,7 @@ def test_some_steps_are_of_tiers_that_gain_nearly_as_much_as_the_best(
     assert TIMED_STEPS < REST_AFTER, "the head must not rest for them"
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(("num_reqs", "num_steps"), [(1, 1000), (8, 300), (128, 400)])
 @pytest.mark.parametrize(("before", "after"), [(0.0, 0.9), (0.9, 0.0), (0.4, 0.9)])
 def test_it_follows_text_that_changes(
@@ -212,6 +216,7 @@ def test_equal_histories_get_equal_answers() -> None:
     assert runs[0] == runs[1]
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("num_reqs", H200_MS)
 @pytest.mark.parametrize("chance", [0.3, 0.45, 0.55, 0.65, 0.75])
 def test_on_text_that_does_not_change_it_settles(num_reqs: int, chance: float) -> None:
@@ -238,6 +243,7 @@ def test_of_tiers_that_a_batch_may_have_it_chooses_those_alone() -> None:
         assert found.tiers[max(allowed)] > found.tiers.total() / 2
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("max_drafts", [1, 2, 3, 5, 6, 8, 9, 31, 63])
 def test_tiers_reach_from_none_to_all(max_drafts: int) -> None:
     options = TierOptions(max_drafts)

@@ -216,6 +216,7 @@ def test_a_table_has_a_price_for_each_bucket() -> None:
 SAYINGS = {"true": 1.0, "too sure": 2.0, "too humble": 0.5}
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("saying", SAYINGS)
 @pytest.mark.parametrize(("num_reqs", "least"), [(1, 0.98), (8, 0.99), (64, 1.05), (128, 1.05)])
 def test_simulated_it_beats_the_best_static_number_where_rows_cost_time(

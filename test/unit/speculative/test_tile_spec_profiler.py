@@ -248,6 +248,7 @@ SPOILED: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("name", SPOILED)
 def test_a_spoiled_cache_is_measured_again_with_one_warning_and_replaced(
     tmp_path: Path, runners: tuple[Any, Any], caplog: pytest.LogCaptureFixture, name: str

@@ -65,6 +65,7 @@ def tiled(
     return Served(paths, kind, num_steps, setup, prices=prices, **options)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_tokens_are_those_without_a_drafter_whichever_drafts_are_left_out(
     paths: dict[str, Path], tmp_path: Path, case: dict[str, Any]

@@ -90,6 +90,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 CASES = pairwise_cases(CHOICES)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_tokens_are_those_without_a_drafter_whichever_nodes_are_left_out(
     paths: dict[str, Path], tmp_path: Path, case: dict[str, Any]
@@ -110,6 +111,7 @@ def test_tokens_are_those_without_a_drafter_whichever_nodes_are_left_out(
     assert max(right for _, right in budgets.outcomes) <= shape.max_confirmed
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_no_seed_of_random_shapes_aborts_and_retractions_changes_a_token(
     paths: dict[str, Path], tmp_path: Path, seed: int
@@ -224,6 +226,7 @@ def test_scores_that_are_no_numbers_change_no_token(paths: dict[str, Path], tmp_
     assert harness.seen["cut steps"] > 10
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_cut_steps_replay_graphs_for_trees_between_whole_rounds(
     paths: dict[str, Path], tmp_path: Path, kind: str

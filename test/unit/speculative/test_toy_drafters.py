@@ -120,6 +120,7 @@ def plain(path: Path, setup: Setup, requests: list[Request], **changes: Any) -> 
     return _served_plainly[key]
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(("kind", "way"), KINDS_AND_WAYS, ids=str)
 def test_drafts_change_no_token(
     small_model: Path, kind: str, way: tuple[bool, bool, int, int, int]
@@ -131,6 +132,7 @@ def test_drafts_change_no_token(
     assert_many_of_each(served.seen, kind == "tree")
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("kind", DRAFTERS_OF_TESTS)
 @pytest.mark.parametrize(
     "changes",
@@ -156,6 +158,7 @@ def test_steps_may_feed_more_rows_than_drafts_or_fewer(
 # ---------------------------------------------------------------- what requests may ask for
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(("kind", "way"), CROSSED, ids=str)
 def test_all_that_requests_ask_for_is_what_they_get_without_drafts(
     small_model: Path, kind: str, way: tuple[bool, bool, int, int, int]
@@ -190,6 +193,7 @@ def test_the_last_hidden_states_are_of_the_rows_that_tokens_were_drawn_from(
 # ---------------------------------------------------------------- ends, aborts, pauses, weights
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("kind", DRAFTERS_OF_TESTS)
 def test_requests_end_at_the_last_token_of_the_context(
@@ -229,6 +233,7 @@ def test_aborts_at_any_step_give_a_prefix_and_disturb_nobody(
     assert {number + 1 for number, flag in enumerate(is_aborted) if flag} == set(victims.values())
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "mode", "overlap"),
     [
@@ -259,6 +264,7 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_random_llama(tmp_path_factory.mktemp("other"), seed=8, **SMALL)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 @pytest.mark.parametrize("kind", DRAFTERS_OF_TESTS)
 def test_new_weights_confirm_what_they_would_say_themselves(
@@ -410,6 +416,7 @@ def forgets_a_level(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DraftTrees, "write", write)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.skipif(TARGET.device != "cpu", reason="The bugs are put into the operations of a CPU.")
 @pytest.mark.parametrize(
     ("bug", "found"),

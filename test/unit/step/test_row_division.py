@@ -14,15 +14,17 @@ from sglang.srt.step.row_division import TorchRowDivision, WantedRows
 
 
 @pytest.fixture(scope="module")
-def differences() -> dict[str, float | str]:
-    return run_interpreted("support/row_division_cases.py", "triton")
+def differences(request: pytest.FixtureRequest) -> dict[str, float | str]:
+    return run_interpreted("support/row_division_cases.py", "triton", request)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("name", CASES)
 def test_torch(name: str) -> None:
     assert CASES[name]("torch", "cpu", 12) == []
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_triton(differences: dict[str, float | str], name: str) -> None:
     assert differences[name] == ""

@@ -60,6 +60,7 @@ def right(paths: dict[str, Path]) -> list[list[int]]:
         return right_tokens(paths)
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "page_size", "policy", "disturb"),
     [
@@ -89,6 +90,7 @@ def test_tokens(
     assert len(drafts) > 1 if policy != "fixed" else drafts == {NUM_STEPS}
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     ("kind", "page_size", "shape", "disturb"),
     [
@@ -115,6 +117,7 @@ def test_tokens_of_trees(
     assert {count for _, count in served.rounds} == {shape.num_drafts}
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize(
     "asked",
     [
@@ -297,6 +300,7 @@ def test_who_is_told_of_each_step_gets_no_graphs(paths: dict[str, Path]) -> None
     assert worker._rounds is None
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
 def test_requests_that_are_retracted_all_the_time(
     paths: dict[str, Path], right: list[list[int]], kind: str
@@ -308,6 +312,7 @@ def test_requests_that_are_retracted_all_the_time(
     assert len(served.rounds) > 1
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_the_end_of_the_context(paths: dict[str, Path], page_size: int) -> None:
     """Drafts are verified by graphs for as long as there are slots for all of them."""
@@ -359,6 +364,7 @@ def histograms(served: Served) -> list[list[int]]:
     return [list(served.harness.outputs[each].accept_histogram) for each in ids]
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("kind", [EAGLE, EAGLE3, STANDALONE])
 def test_proposals_that_are_graphs_are_what_pieces_would_propose(
     paths: dict[str, Path], kind: str
@@ -376,6 +382,7 @@ def test_proposals_that_are_graphs_are_what_pieces_would_propose(
     assert sum(map(sum, right)) > 10
 
 
+@pytest.mark.long_matrix
 @pytest.mark.parametrize("kind", [EAGLE3, STANDALONE])
 def test_proposals_behind_prompts_are_graphs(paths: dict[str, Path], kind: str) -> None:
     served = serving(paths, kind)
