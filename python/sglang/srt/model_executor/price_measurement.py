@@ -123,6 +123,11 @@ class PriceMeter:
         )
         return prices
 
+    @torch.inference_mode()
+    def graph_ms(self, key: GraphKey, repeats: int) -> float:
+        """Milliseconds of a graph, the least of so many runs after a first one."""
+        return min(self._times_ms(self._replay(key), repeats))
+
     # ------------------------------------------------------------ time
 
     def _times_ms(self, launch: Launch, repeats: int) -> list[float]:
@@ -155,11 +160,11 @@ class PriceMeter:
         found = {}
         for key in shown(keys, "graphs", self._device):
             repeats = DECODE_REPEATS if key.tag == DECODE else 1
-            found[key] = min(self._times_ms(self._replay(key), repeats))
+            found[key] = self.graph_ms(key, repeats)
         ordered = sorted(found, key=lambda key: (*_kind(key), key.num_reqs, key.num_tokens))
         for key, larger in itertools.pairwise(ordered):
             if _kind(key) == _kind(larger) and found[key] > found[larger]:
-                found[key] = min(found[key], *self._times_ms(self._replay(key), 1))
+                found[key] = min(found[key], self.graph_ms(key, 1))
         return found
 
     def times_of(

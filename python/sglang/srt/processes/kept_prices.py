@@ -1,0 +1,68 @@
+"""Keeps prices of steps from one start to the next, of everything but `--tile-spec`, which has its
+own folder (`TileSpecProfiler`)."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+
+import msgspec
+
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.price_measurement import PriceMeter
+from sglang.srt.speculative.tile_spec.profiler import (
+    Kept,
+    KeptTable,
+    ProfileError,
+    measured_with,
+    write_profile,
+)
+from sglang.srt.step.price_table import PriceTable
+
+logger = logging.getLogger(__name__)
+
+# Graphs whose times are compared with their prices, and the share by which they may deviate.
+CHECKED_GRAPHS, CHECK_REPEATS, MOST_DEVIATION = 5, 2, 0.1
+
+
+def kept_or_measured(folder: Path, runner: ModelRunner, meter: PriceMeter) -> PriceTable:
+    """Gives the prices that an earlier start measured with the same GPU, versions, model and flags,
+    if some graphs still take as long; else measures them, for the next start too."""
+    known = measured_with(runner)
+    text = "\n".join(f"{name}: {value}" for name, value in sorted(known.items()))
+    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    prices = _read(path, runner)
+    if prices is not None and still_holds(prices, meter):
+        logger.info("Prices of steps are those of %s.", path)
+        return prices
+    prices = meter.measure()
+    try:
+        write_profile(path, Kept(known, KeptTable.of(prices)))
+    except OSError as error:
+        logger.warning("Prices of steps cannot be kept in %s: %s.", path, error.strerror)
+    return prices
+
+
+def still_holds(prices: PriceTable, meter: PriceMeter) -> bool:
+    """Tells whether some graphs take about as long as the prices say: somebody else may have used
+    the GPU when they were measured."""
+    keys = sorted(prices.graphs_ms, key=lambda key: key.num_tokens)
+    for key in keys[:: max(1, len(keys) // CHECKED_GRAPHS)]:
+        ratio = meter.graph_ms(key, CHECK_REPEATS) / prices.graphs_ms[key]
+        if abs(ratio - 1) > MOST_DEVIATION:
+            logger.info("A graph of %d rows takes %.2f of its price.", key.num_tokens, ratio)
+            return False
+    return bool(keys)
+
+
+def _read(path: Path, runner: ModelRunner) -> PriceTable | None:
+    """The prices of a file that holds those of a runner."""
+    if not path.is_file():
+        return None
+    try:
+        kept = msgspec.json.decode(path.read_bytes(), type=Kept[KeptTable])
+        return kept.checked(runner).table_of(runner)
+    except (OSError, msgspec.MsgspecError, ProfileError) as error:
+        logger.warning("%s: %s; measured again.", path, error)
+        return None
