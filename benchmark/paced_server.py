@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from sglang.srt.entrypoints.launch import CHILD_MODULES
+from sglang.srt.entrypoints.children import CHILD_MODULES
 from sglang.srt.entrypoints.server_process import run_server
 from sglang.srt.messages.control import AbortReq, HealthPing
 from sglang.srt.messages.ipc import ChildConfig, Receiver, Sender

@@ -37,8 +37,7 @@ EAGLE = "EAGLE"
 DRAFT_PATH_FLAG = "--speculative-draft-model-path"
 MAX_LOG_LINES = 200
 CACHES = {  # environment variable: folder
-    "TRITON_CACHE_DIR": "triton",
-    "SGL_KERNEL_CACHE_DIR": "sgl_kernel",
+    "SGLANG_CACHE_DIR": "sglang",  # of Triton and sgl_kernel too
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "CUDA_CACHE_PATH": "cuda",

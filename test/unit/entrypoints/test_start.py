@@ -18,7 +18,8 @@ from scheduler_infos import scheduler_info
 from serving_utils import make_model_dir
 from sglang import Engine, launch_server
 from sglang.srt.entrypoints import server_process
-from sglang.srt.entrypoints.launch import FrontendChannels, LaunchError, child_environ
+from sglang.srt.entrypoints.children import child_environ
+from sglang.srt.entrypoints.launch import FrontendChannels, LaunchError
 from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
 from sglang.srt.entrypoints.server_process import run_server
 from sglang.srt.entrypoints.server_state import ServerState

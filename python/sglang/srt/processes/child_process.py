@@ -42,7 +42,9 @@ def start_child_process() -> ChildConfig:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildConfig)
+    if not (line := sys.stdin.buffer.readline()):
+        sys.exit()
+    config = msgspec.json.decode(line, type=ChildConfig)
     threading.Thread(
         target=_exit_at_end_of_stdin,
         args=(config.addresses, os.getppid()),
