@@ -30,9 +30,8 @@ class KernelsAhead:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Launches no kernel in this block that is not compiled yet, but notes it: what steps
-        compute here is arbitrary. For the time before the first kernel is compiled: later, kernels
-        that are would run over what others have left unwritten."""
+        """Launches no kernel in this block that is not compiled yet, but notes it. So what steps
+        compute here is arbitrary, and no kernel may take it for a place in memory."""
 
         def note(*, fn: JitFunctionInfo, compile: Mapping[str, Any], **_: object) -> bool:
             function: JITFunction[Any] = fn.jit_function

@@ -57,7 +57,7 @@ class CompilesAhead(Protocol):
 
     def noting(self) -> AbstractContextManager[None]:
         """In this block kernels are noted instead of launched, so what steps compute is
-        arbitrary."""
+        arbitrary, and nothing may take it for a place in memory."""
 
     def start(self) -> None:
         """Starts to compile what was noted, beside what else is done."""
