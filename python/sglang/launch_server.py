@@ -14,11 +14,11 @@ def main(argv: list[str] | None = None) -> int:
     server_args = parse_cli(argv)
     try:
         # They import torch while this process imports the front end and looks at flags and model.
-        with started_children(server_args.base_gpu_id) as children:
+        with started_children(server_args.base_gpu_id) as waiting:
             # Loaded only once there is something to start: --help comes at once.
             from sglang.srt.entrypoints.server_process import run_server
 
-            return run_server(server_args, started=children)
+            return run_server(server_args, waiting)
     except KeyboardInterrupt:  # of a download, which the next start goes on with
         print("sglang: error: interrupted while starting.", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -72,13 +72,15 @@ class Child:
 
 
 @contextmanager
-def started_children(gpu_id: int) -> Iterator[dict[str, Child]]:
+def started_children(
+    gpu_id: int, modules: Mapping[str, str] = CHILD_MODULES
+) -> Iterator[dict[str, Child]]:
     """Starts the children of a server; those that still run after the block are killed. None are
     started where that is an error, which whoever starts them next is told."""
     children: dict[str, Child] = {}
     try:
         try:
-            for role, module in CHILD_MODULES.items():
+            for role, module in modules.items():
                 children[role] = Child(module, gpu_id)
         except (LaunchError, OSError):
             _end(children)

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import msgspec
 import zmq
@@ -62,8 +61,8 @@ class ProcessTree:
     Args:
         on_end: called once, from a thread, when a child ends without being told to after all are
             ready, or has been stopped for too long; told which one, and how.
-        modules: what `python -m` runs for each role.
-        started: children that run already, by role, and wait for their configuration.
+        waiting: children that run already, by role, and wait to be told what to do; None: they are
+            started when the tree is.
 
     Attributes:
         watch: says which children are stopped.
@@ -76,12 +75,11 @@ class ProcessTree:
         self,
         server_args: ServerArgs,
         on_end: OnEnd,
-        modules: Mapping[str, str] = CHILD_MODULES,
-        started: Mapping[str, Child] = MappingProxyType({}),
+        waiting: Mapping[str, Child] | None = None,
     ) -> None:
         self._server_args = server_args
         self._on_end = on_end
-        self._modules, self._started = modules, started
+        self._waiting = waiting or {}
         self.watch = ProcessWatch(server_args.watchdog_timeout)
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()
@@ -108,16 +106,16 @@ class ProcessTree:
             LaunchError: if a child cannot start or ends, or `stop` is called meanwhile.
         """
         start = time.monotonic()
-        roles = " and the ".join(self._modules)
+        roles = " and the ".join(CHILD_MODULES)
         logger.info("%s: starting the %s.", self._server_args.model_path, roles)
         receiver: Receiver[ProcessReady | ProcessFailed] = Receiver(
             self.addresses.launcher, ToLauncher
         )
         try:
             with self._lock:
-                for role, module in self._modules.items():
+                for role, module in CHILD_MODULES.items():
                     if not self._stopping.is_set():
-                        child = self._started.get(role)
+                        child = self._waiting.get(role)
                         self._configure(role, child or Child(module, self._server_args.base_gpu_id))
             return self._wait_ready(receiver, start)
         finally:
@@ -161,7 +159,7 @@ class ProcessTree:
     def _wait_ready(
         self, receiver: Receiver[ProcessReady | ProcessFailed], start: float
     ) -> SchedulerInfo:
-        waiting, info = set(self._modules), None
+        waiting, info = set(CHILD_MODULES), None
         while waiting:
             if self._stopping.is_set():
                 raise LaunchError("The start was interrupted.")
