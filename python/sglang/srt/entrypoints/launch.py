@@ -222,7 +222,7 @@ def find_model(server_args: ServerArgs) -> tuple[ModelFolders, Tokenizer]:
 
 def check_model(server_args: ServerArgs) -> Tokenizer:
     """Looks at all flags, and reads what a model directory must have for a start to make sense,
-    before any process is started. No torch.
+    before any process is told what to do. No torch.
 
     Raises:
         ConfigError: for a flag that cannot be met.
