@@ -45,7 +45,7 @@ def test_the_digest_is_of_kernels_alone(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_a_folder_that_can_be_written_is_used_itself(tmp_path: Path) -> None:
-    cache = open_cache(tmp_path / "root", "gpu", tmp_path / "private")
+    cache = open_cache(tmp_path / "root" / "gpu", tmp_path / "private")
     assert cache == CompileCache(tmp_path / "root" / "gpu", tmp_path / "root" / "gpu")
     assert not cache.is_private
     assert not (tmp_path / "private").exists()
@@ -64,7 +64,7 @@ class Caches:
         monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
 
     def open(self) -> CompileCache:
-        cache = open_cache(self.root, "gpu", self._private)
+        cache = open_cache(self.kept, self._private)
         self._patch.setenv("TRITON_CACHE_DIR", str(cache.folder / "triton"))
         return cache
 

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 PARTS = {"TRITON_CACHE_DIR": "triton", "SGL_KERNEL_CACHE_DIR": "sgl_kernel"}
@@ -51,10 +52,13 @@ class CompileCache:
             environ.setdefault(variable, str(self.folder / part))
 
 
-def default_root() -> Path:
-    """Gives the folder for all GPUs and versions without `SGLANG_CACHE_DIR`."""
-    cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache_home) / "sglang-adaptive" / "kernels"
+def folder_of(gpu: str) -> Path:
+    """Gives the folder of a GPU, of the versions that are installed and of this set of kernels."""
+    if not (root := os.environ.get("SGLANG_CACHE_DIR")):
+        cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        root = os.path.join(cache_home, "sglang-adaptive", "kernels")
+    versions = metadata.version("torch"), metadata.version("triton")
+    return Path(root) / folder_name(gpu, *versions, kernel_digest())
 
 
 def folder_name(gpu: str, torch: str, triton: str, digest: str) -> str:
@@ -73,14 +77,12 @@ def kernel_digest() -> str:
     return found.hexdigest()[:16]
 
 
-def open_cache(root: Path, name: str, private: Path) -> CompileCache:
-    """Opens the folder `name` of `root`, or `private`, which is made then, with links to what is
-    complete in it.
+def open_cache(kept: Path, private: Path) -> CompileCache:
+    """Opens a folder, or `private`, which is made then, with links to what is complete in it.
 
     Raises:
         OSError: if neither can be written.
     """
-    kept = root / name
     if _can_be_written(kept):
         return CompileCache(kept, kept)
     private.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""All switches that are environment variables, most of them for debugging."""
+"""All debug switches that are environment variables."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ class Environ:
             that pay.
         torch_profiler_dir: folder that `/start_profile` may write to; None: it may not
             (`SGLANG_TORCH_PROFILER_DIR`).
-        cache_dir: folder for what a start compiles and measures on a GPU (`SGLANG_CACHE_DIR`);
-            None: the one of `compile_cache.py`.
     """
 
     test_retract_interval: int = 0
@@ -48,7 +46,6 @@ class Environ:
     simulated_accept_len: float | None = None
     tile_spec_drafts: float | None = None
     torch_profiler_dir: str | None = None
-    cache_dir: str | None = None
 
     @classmethod
     def read(cls) -> Environ:
@@ -68,7 +65,6 @@ class Environ:
             simulated_accept_len=_tokens("SGLANG_SIMULATE_ACC_LEN"),
             tile_spec_drafts=_tokens("SGLANG_TILE_SPEC_DRAFTS"),
             torch_profiler_dir=os.environ.get("SGLANG_TORCH_PROFILER_DIR") or None,
-            cache_dir=os.environ.get("SGLANG_CACHE_DIR") or None,
         )
 
 

@@ -8,19 +8,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from sglang.srt.compile_cache import (
-    CompileCache,
-    default_root,
-    folder_name,
-    kernel_digest,
-    open_cache,
-)
+from sglang.srt.compile_cache import CompileCache, folder_of, open_cache
 from sglang.srt.constrained.grammar_sessions import GrammarSessions
 from sglang.srt.control.control import ModelResources
 from sglang.srt.control.memory_control import GRAPH_TAG, KV_TAG, WEIGHTS_TAG, MemoryPart
@@ -99,7 +92,7 @@ def build(
     draft_models = drafter_models(config.drafter, config.execution)
     kept = None
     if config.execution.device != "cpu":
-        kept = use_cache(environ, platform, addresses.private_cache).prices
+        kept = use_cache(platform, addresses.private_cache).prices
     runners = make_runners(config.execution, *draft_models)
     prices = measure_prices(config, runners.target, kept)
     path = environ.mtp_debug_trace
@@ -130,16 +123,13 @@ def build(
     return scheduler, _info(config, runners, [each.model for each in draft_models])
 
 
-def use_cache(environ: Environ, platform: Platform, private: Path) -> CompileCache:
+def use_cache(platform: Platform, private: Path) -> CompileCache:
     """Has what is compiled kept for the next start.
 
     Args:
         private: folder that takes it where it cannot be kept; it is made then.
     """
-    versions = metadata.version("torch"), metadata.version("triton")
-    root = default_root() if environ.cache_dir is None else Path(environ.cache_dir)
-    name = folder_name(platform.device_name, *versions, kernel_digest())
-    cache = open_cache(root, name, private)
+    cache = open_cache(folder_of(platform.device_name), private)
     if cache.is_private:
         logger.warning("%s cannot be written: what is compiled now is not kept.", cache.kept)
     else:
