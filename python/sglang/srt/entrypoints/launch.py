@@ -48,7 +48,7 @@ from sglang.srt.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
-POLL_MS = 100
+POLL_MS = 20
 
 TMPDIR_REMEDY = "Set TMPDIR to a writable directory with a short path."
 

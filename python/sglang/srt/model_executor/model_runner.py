@@ -31,6 +31,7 @@ from sglang.srt.step.step_ops import StepOps
 logger = logging.getLogger(__name__)
 
 WARM_UP_Q_LENS = (128, 8, 1)
+READ_ROWS = (1, 2, 16, 17, 32, 33, 64)  # whose logits take kernels of their own
 LESS_STATIC_MEMORY = "Lower --mem-fraction-static, --max-total-tokens"
 
 
@@ -138,6 +139,9 @@ class ModelRunner:
         if (graphs := self._make_graphs()) is not None:
             graphs.rehearse()
         self._run_small()
+        hidden = self.kv_pool.kv[0].new_zeros((READ_ROWS[-1], self._config.model.hidden_size))
+        for num_rows in READ_ROWS:
+            self.compute_logits(hidden[:num_rows])
 
     def _make_graphs(self) -> RunnerGraphs | None:
         """Makes what captures them."""

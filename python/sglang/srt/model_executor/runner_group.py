@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from sglang.srt.garbage import paused_collections
 from sglang.srt.layers.sampling_ops import prepare_sampling_ops
 from sglang.srt.mem_cache.kv_memory import KVMemory
 from sglang.srt.mem_cache.kv_sizing import KVSizing
@@ -76,7 +77,7 @@ def compile_ahead(config: ExecutionConfig, *others: ExecutionConfig) -> Compiles
     with start_phase("Rehearsing steps"):
         configs = [_with_few_layers(each) for each in (config, *others)]
         group = _put_together(configs[0], [LoadedModel(each) for each in configs])
-        with kernels.noting():
+        with kernels.noting(), paused_collections():
             for runner in group.runners:
                 runner.rehearse()
         del group, runner
