@@ -12,6 +12,7 @@ from sglang.srt.server_args import parse_cli
 def main(argv: list[str] | None = None) -> int:
     """Runs a server; returns its exit code."""
     server_args = parse_cli(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # until the server itself takes it
     try:
         # They import torch while this process imports the front end and looks at flags and model.
         with started_children(server_args.base_gpu_id) as waiting:
