@@ -57,8 +57,14 @@ def folder_of(gpu: str) -> Path:
     if not (root := os.environ.get("SGLANG_CACHE_DIR")):
         cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         root = os.path.join(cache_home, "sglang-adaptive", "kernels")
-    versions = metadata.version("torch"), metadata.version("triton")
-    return Path(root) / folder_name(gpu, *versions, kernel_digest())
+    return Path(root) / folder_name(gpu, _version("torch"), _version("triton"), kernel_digest())
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def folder_name(gpu: str, torch: str, triton: str, digest: str) -> str:

@@ -60,13 +60,19 @@ def test_a_second_start_measures_nothing(tmp_path: Path, runner: Any) -> None:
     assert prices == start(tmp_path, runner)[1]
 
 
-@pytest.mark.parametrize("slowness", [0.8, 1.25])
-def test_prices_of_another_time_are_replaced(tmp_path: Path, runner: Any, slowness: float) -> None:
-    start(tmp_path, runner)
-    num_measured, prices = start(tmp_path, runner, slowness)
+def test_prices_that_were_disturbed_are_replaced(tmp_path: Path, runner: Any) -> None:
+    start(tmp_path, runner, 1.25)
+    num_measured, prices = start(tmp_path, runner)
     assert num_measured == 1
-    assert all(cost == slowness * key.num_tokens for key, cost in prices.items())
-    assert start(tmp_path, runner, slowness) == (0, prices)
+    assert all(cost == key.num_tokens for key, cost in prices.items())
+    assert start(tmp_path, runner) == (0, prices)
+
+
+def test_a_start_that_is_disturbed_has_the_prices_of_one_that_was_not(
+    tmp_path: Path, runner: Any
+) -> None:
+    assert start(tmp_path, runner, 1.8) != start(tmp_path, runner)
+    assert start(tmp_path, runner, 1.8) == start(tmp_path, runner)
 
 
 def test_other_flags_have_prices_of_their_own(tmp_path: Path, runner: Any) -> None:
