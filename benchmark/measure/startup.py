@@ -3,9 +3,9 @@
 Random weights in a large geometry, CUDA graphs for up to --max-running-requests requests, a greedy
 request of 16 tokens as soon as /health says 200. Cold: every cache of compiled code (Triton,
 sgl_kernel, FlashInfer, inductor, the driver's) is an empty folder. Warm: the same folders again.
-So cold less warm is the time of compiling and of measuring prices of steps. With --eagle-head each server is also
-started with such a head of random weights. Files that the system has cached stay cached. The
-server is ended by SIGTERM, and all of its processes must be gone.
+So cold less warm is the time of compiling and of measuring prices of steps. With --eagle-head each
+server is also started with such a head of random weights. Files that the system has cached stay
+cached. The server is ended by SIGTERM, and all of its processes must be gone.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ def throughput(results: list[Result]) -> str:
 
 
 def startup(results: list[Result]) -> str:
-    """One row per attention backend and drafter; what compiles with nvcc is not judged. A cold start
-    also compiles, and measures prices."""
+    """One row per attention backend and drafter; what compiles with nvcc is not judged. A cold
+    start also compiles, and measures prices."""
     rows = []
     for line in (line for result in results for line in result["summary"]):
         backend = line["attention_backend"]
