@@ -30,7 +30,7 @@ THROUGHPUT_SHAPE = {
     "output_len": 128,
     "max_running_requests": 128,
 }
-STARTUP_S = {"cold": 25.0, "warm": 9.0}  # process start to the first answer, with Triton, at most
+STARTUP_S = {"cold": 40.0, "warm": 25.0}  # process start to the first answer, with Triton, at most
 STARTUP_BACKENDS = ("default", "triton")  # that are judged by it
 HOST_MS = {64: 2.0}  # by requests in the batch: host time of the scheduler per step, at most
 

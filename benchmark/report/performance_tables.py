@@ -118,8 +118,8 @@ def throughput(results: list[Result]) -> str:
 
 
 def startup(results: list[Result]) -> str:
-    """One row per attention backend and drafter; what compiles with nvcc is not judged. A cold
-    start also compiles, and measures prices."""
+    """One row per attention backend and drafter; what compiles with nvcc is not judged. Compiling
+    is what a cold start takes longer."""
     rows = []
     for line in (line for result in results for line in result["summary"]):
         backend = line["attention_backend"]
@@ -138,7 +138,7 @@ def startup(results: list[Result]) -> str:
     head = ["s to the first answer"]
     for run, asked in STARTUP_S.items():
         head += [run, f"{asked:g} or less"]
-    return table([*head, "cold less warm"], rows)
+    return table([*head, "compiling"], rows)
 
 
 def mtp_gpu(results: list[Result]) -> str:
