@@ -1,6 +1,7 @@
 # CPU:   docker build -t sglang-adaptive .
 # GPUs:  docker build -t sglang-adaptive --build-arg DEVICE=cuda --build-arg EXTRAS=flashinfer .
 # Run:   docker run -p 30000:30000 sglang-adaptive    (on GPUs with --gpus all)
+# Compiled Triton kernels: docs/starting.md says how an image carries them.
 # scripts/check_dockerfile.py runs the RUN lines of the CPU image without Docker.
 ARG DEVICE=cpu
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from sglang.srt.entrypoints.launch import CHILD_MODULES
+from sglang.srt.entrypoints.children import CHILD_MODULES, started_children
 from sglang.srt.entrypoints.server_process import run_server
 from sglang.srt.messages.control import AbortReq, HealthPing
 from sglang.srt.messages.ipc import ChildConfig, Receiver, Sender
@@ -179,7 +179,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--step-ms", type=float, required=True)
     own, flags = parser.parse_known_args(argv)
     os.environ[STEP_MS_VARIABLE] = str(own.step_ms)
-    return run_server(parse_cli(flags), {**CHILD_MODULES, "scheduler": "benchmark.paced_server"})
+    modules = {**CHILD_MODULES, "scheduler": "benchmark.paced_server"}
+    with started_children(0, modules) as waiting:
+        return run_server(parse_cli(flags), waiting)
 
 
 if __name__ == "__main__":

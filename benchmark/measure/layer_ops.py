@@ -28,7 +28,7 @@ from benchmark.environment import describe_environment
 from benchmark.random_model import GEOMETRIES, Geometry
 from sglang.srt.layers.forward_batch import DECODE, ForwardBatch, GraphKey
 from sglang.srt.layers.layer_runtime import LayerOps
-from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+from sglang.srt.layers.rotary_embedding import rotation_table
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.platform import shared_memory_bytes
 from sglang.srt.registry import ATTENTION_BACKENDS, OPERATIONS, load
@@ -113,13 +113,13 @@ def activation_case(setting: Setting, rows: int) -> Case:
 def rotation_case(setting: Setting, rows: int) -> Case:
     num_kv, head_dim = 2 * setting.geometry.num_kv_heads, setting.geometry.head_dim
     num_heads = setting.geometry.num_heads + num_kv
-    rotary = RotaryEmbedding(head_dim, MAX_POSITIONS, parse_rope(ROPE)).to(setting.device)
+    table = rotation_table(head_dim, MAX_POSITIONS, parse_rope(ROPE)).to(setting.device)
 
     def make(name: str) -> Call:
         ops = setting.layer_ops(name)
         (heads,) = setting.draw((rows, num_heads, head_dim))
         positions = torch.randint(0, MAX_POSITIONS, (rows,), device=setting.device)
-        rotation = ops.rotation(rotary.table, positions)  # once per step, not per layer
+        rotation = ops.rotation(table, positions)  # once per step, not per layer
         slots = torch.randperm(rows, device=setting.device)
         kv = torch.zeros_like(heads[:, :num_kv])
         return lambda: (ops.rotate_and_store(heads, rotation, positions, kv, slots), kv)

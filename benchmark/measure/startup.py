@@ -3,9 +3,9 @@
 Random weights in a large geometry, CUDA graphs for up to --max-running-requests requests, a greedy
 request of 16 tokens as soon as /health says 200. Cold: every cache of compiled code (Triton,
 sgl_kernel, FlashInfer, inductor, the driver's) is an empty folder. Warm: the same folders again.
-So cold less warm is the price of compiling. With --eagle-head each server is also
-started with such a head of random weights. Files that the system has cached stay cached. The
-server is ended by SIGTERM, and all of its processes must be gone.
+So cold less warm is the time of compiling and of measuring prices of steps. With --eagle-head each
+server is also started with such a head of random weights. Files that the system has cached stay
+cached. The server is ended by SIGTERM, and all of its processes must be gone.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ EAGLE = "EAGLE"
 DRAFT_PATH_FLAG = "--speculative-draft-model-path"
 MAX_LOG_LINES = 200
 CACHES = {  # environment variable: folder
-    "TRITON_CACHE_DIR": "triton",
-    "SGL_KERNEL_CACHE_DIR": "sgl_kernel",
+    "SGLANG_CACHE_DIR": "sglang",  # of Triton and sgl_kernel too
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "CUDA_CACHE_PATH": "cuda",

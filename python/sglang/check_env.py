@@ -5,6 +5,7 @@ Without flags it looks at the bundled model at the usual port. Exit code 1 if it
 
 from __future__ import annotations
 
+import os
 import platform as python_platform
 import re
 import resource
@@ -120,9 +121,12 @@ def _look_at_kernels(findings: Findings, platform: Platform) -> None:
     """Says where the CUDA library comes from; without it torch samples."""
     from sgl_kernel import KernelUnavailableError
     from sgl_kernel._build import architecture_of, library_state
+    from sglang.srt.compile_cache import CompileCache, folder_of
 
     if platform.capability is None:
         return
+    kept = folder_of(platform.device_name)
+    CompileCache(kept, kept).use(os.environ)
     try:
         findings.row("kernels", library_state(architecture_of(platform.capability)))
     except KernelUnavailableError as error:

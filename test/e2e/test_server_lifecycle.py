@@ -210,8 +210,9 @@ def test_signal_during_the_start_exits_0(model_dir: Path, number: int) -> None:
         text=True,
     )
     try:
-        while len(psutil.Process(process.pid).children()) < 2:
-            time.sleep(0.02)
+        assert process.stderr is not None
+        while "starting the scheduler" not in process.stderr.readline():
+            pass
         process.send_signal(number)
         _, errors = process.communicate(timeout=20)
     finally:
@@ -219,6 +220,20 @@ def test_signal_during_the_start_exits_0(model_dir: Path, number: int) -> None:
     assert process.returncode == 0
     assert "Traceback" not in errors
     assert errors.endswith("Stopped before the server was ready.\n")
+
+
+def test_sigterm_before_the_flags_are_checked_exits_0(model_dir: Path) -> None:
+    command = server_command(model_dir, free_port(), *DUMMY)
+    process = subprocess.Popen(command, env=environ(), stderr=subprocess.PIPE, text=True)
+    try:
+        while not (children := psutil.Process(process.pid).children()):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert (process.returncode, errors) == (0, "")
+    assert not psutil.wait_procs(children, timeout=10)[1]
 
 
 def run_to_end(command: list[str]) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,7 @@ import torch
 
 from sglang.srt.layers.layer_runtime import LayerOps
 from sglang.srt.layers.ops.torch_ops import TorchOps
-from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+from sglang.srt.layers.rotary_embedding import rotation_table
 from sglang.srt.registry import OPERATIONS, load
 from sglang.srt.rope_config import parse_rope
 
@@ -76,8 +76,8 @@ def rotation_case(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: 
     """Every slot that is not named must keep its content."""
 
     def run(ops: LayerOps, generator: torch.Generator, device: str, dtype: torch.dtype) -> float:
-        rotary = RotaryEmbedding(head_dim, 512, parse_rope({"rope_theta": 10_000.0}))
-        table = rotary.table.to(device)
+        rope = parse_rope({"rope_theta": 10_000.0})
+        table = rotation_table(head_dim, 512, rope).to(device)
         num_all = num_heads + 2 * num_kv_heads
         heads = _values(generator, device, dtype, num_tokens, num_all, head_dim)
         kv = _values(generator, device, dtype, NUM_SLOTS, 2 * num_kv_heads, head_dim)

@@ -85,7 +85,7 @@ def recorded_graphs() -> Iterator[None]:
         "Stream": mock.Mock,
         "current_stream": mock.Mock,
         "stream": lambda side: nullcontext(),
-        "graph": lambda graph, pool: _Recording(graph),
+        "graph": lambda graph, pool, capture_error_mode: _Recording(graph),
         "graph_pool_handle": lambda: (0, 0),
         "mem_get_info": lambda device: (next(free_mib) << 20, 1 << 40),
     }

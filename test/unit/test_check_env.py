@@ -13,6 +13,7 @@ import sgl_kernel._build
 from fake_hub import lay_out
 from sglang import check_env
 from sglang.srt import host, platform
+from sglang.srt.compile_cache import PARTS
 from sglang.srt.entrypoints.server_process import run_server
 from sglang.srt.model_config import resolve_model_path
 from sglang.srt.platform import Platform
@@ -104,6 +105,8 @@ def test_a_gpu_without_kernels_is_a_note(
     monkeypatch.setattr(Platform, "probe", lambda: HOPPER)
     monkeypatch.setattr(platform, "free_bytes", lambda device: 3 << 30)
     monkeypatch.setattr(sgl_kernel._build, "library_state", no_library)
+    for variable in PARTS:  # which it would set
+        monkeypatch.setenv(variable, "somewhere")
     assert check_env.main(["--port", "0"]) == 0
     text = capsys.readouterr().out
     assert "Fake GPU, 3.0 GiB free" in text

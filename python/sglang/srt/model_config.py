@@ -74,6 +74,17 @@ class ModelConfig:
         """Gives the model's folder as an absolute path, for processes elsewhere."""
         return os.path.abspath(self.path)
 
+    def with_layers(self, num_layers: int) -> ModelConfig:
+        """Gives the shape of a model of so many layers, whose last one is of the last one's kind; a
+        sliding window begins no later than there, if it is in some layers alone."""
+        hf, types = dict(self.hf), self.hf.get("layer_types")
+        if isinstance(types, list) and types:
+            hf["layer_types"] = [*types[: num_layers - 1], types[-1]]
+        first = self.hf.get("max_window_layers")
+        if isinstance(first, int) and first < self.num_layers:
+            hf["max_window_layers"] = min(first, num_layers - 1)
+        return replace(self, num_layers=num_layers, hf=hf)
+
     def flag(self, name: str) -> bool:
         """A boolean entry of config.json; missing and null are false."""
         value = self.hf.get(name)

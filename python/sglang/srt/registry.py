@@ -52,6 +52,7 @@ class Operations:
         ngrams: of `NgramOps` (speculative/ngram_ops.py).
         trees: what makes a `TreeSearch` (model_executor/draft_tree_passes.py).
         paths: a function, `FindPathRows` (speculative/kept_paths.py).
+        ahead: `CompilesAhead` (model_executor/runner_group.py); empty: they are not compiled.
     """
 
     layers: str
@@ -60,6 +61,7 @@ class Operations:
     ngrams: str
     trees: str
     paths: str
+    ahead: str = ""
 
 
 ATTENTION_BACKENDS = Registry(
@@ -118,6 +120,7 @@ OPERATIONS = {
         ngrams="sglang.srt.speculative.triton_ngram_ops:TritonNgramOps",
         trees="sglang.srt.model_executor.triton_tree_search:triton_tree_search",
         paths="sglang.srt.speculative.triton_kept_paths:triton_path_rows",
+        ahead="sglang.srt.layers.triton_ahead:KernelsAhead",
     ),
 }
 DEFAULT_OPERATIONS = {"cpu": "torch", "cuda": "triton"}  # by device

@@ -6,7 +6,9 @@ import asyncio
 import os
 import shutil
 import socket
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from scheduler_infos import scheduler_info
 from serving_utils import make_model_dir
 from sglang import Engine, launch_server
 from sglang.srt.entrypoints import server_process
-from sglang.srt.entrypoints.launch import FrontendChannels, LaunchError, child_environ
+from sglang.srt.entrypoints.children import CHILD_MODULES, Child, child_environ
+from sglang.srt.entrypoints.launch import FrontendChannels, LaunchError
 from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
 from sglang.srt.entrypoints.server_process import run_server
 from sglang.srt.entrypoints.server_state import ServerState
@@ -151,12 +154,25 @@ def test_what_can_be_refused_is_refused_before_weights_are_fetched(
 def test_an_interrupted_download_ends_the_start_with_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(args: ServerArgs) -> int:
+    waiting: list[Child] = []
+
+    def interrupt(args: ServerArgs, children: Mapping[str, Child]) -> int:
+        waiting.extend(children.values())
         raise KeyboardInterrupt
 
     monkeypatch.setattr(server_process, "run_server", interrupt)
     assert launch_server.main(["--model-path", "owner/model"]) == 130
     check_one_line(capsys.readouterr().err, "interrupted")
+    assert len(waiting) == 2
+    assert all(child.process.poll() is not None for child in waiting)
+
+
+def test_a_child_that_is_told_nothing_ends_without_a_word() -> None:
+    command = [sys.executable, "-m", CHILD_MODULES["detokenizer"]]
+    ended = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, env=child_environ(), timeout=60
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
 
 
 def test_the_label_of_the_weights_is_known_before_the_scheduler_says_anything() -> None:

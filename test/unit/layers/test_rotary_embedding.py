@@ -9,9 +9,9 @@ import torch
 
 from sglang.srt.layers.ops.torch_ops import TorchOps
 from sglang.srt.layers.rotary_embedding import (
-    RotaryEmbedding,
     attention_factor,
     inverse_frequencies,
+    rotation_table,
 )
 from sglang.srt.rope_config import LinearScaling, RopeConfig, YarnScaling, parse_rope
 
@@ -65,10 +65,10 @@ def test_the_table_equals_that_of_transformers(scaling: dict[str, Any], theta: f
     assert ours.dtype == torch.float32
     assert torch.equal(ours, frequencies)
     assert attention_factor(config.scaling) == pytest.approx(factor, rel=1e-12)
-    rotary = RotaryEmbedding(HEAD_DIM, MAX_POSITIONS, config)
-    assert rotary.table.dtype == torch.float32
+    rotation = rotation_table(HEAD_DIM, MAX_POSITIONS, config)
+    assert rotation.dtype == torch.float32
     half = HEAD_DIM // 2
-    unsigned = rotary.table.clone()
+    unsigned = rotation.clone()
     unsigned[:, 1, :half] *= -1
     assert torch.equal(unsigned, table)
 
@@ -148,7 +148,7 @@ def test_rotation_equals_that_of_transformers() -> None:
 
     _, _, table = reference(SCALINGS["yarn"], 10_000.0)
     config = parse_rope({**BASE, "rope_scaling": SCALINGS["yarn"]})
-    rotary = RotaryEmbedding(HEAD_DIM, MAX_POSITIONS, config)
+    rotations = rotation_table(HEAD_DIM, MAX_POSITIONS, config)
     positions = torch.tensor([0, 3, 699])
     heads = torch.randn(3, 8, HEAD_DIM, generator=torch.Generator().manual_seed(0))
     cos, sin = table[positions].unbind(1)
@@ -156,7 +156,7 @@ def test_rotation_equals_that_of_transformers() -> None:
     kv = torch.zeros(5, 4, HEAD_DIM)
     slots = torch.tensor([4, 1, 2])
     ops = TorchOps(torch.device("cpu"))
-    rotation = ops.rotation(rotary.table, positions)
+    rotation = ops.rotation(rotations, positions)
     ours = ops.rotate_and_store(heads, rotation, positions, kv, slots)
     torch.testing.assert_close(ours, q, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(kv[slots, :2], k, rtol=1e-4, atol=1e-4)

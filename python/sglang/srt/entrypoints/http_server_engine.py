@@ -26,8 +26,9 @@ from urllib.parse import urlencode
 
 import msgspec
 
+from sglang.srt.entrypoints.children import child_environ
 from sglang.srt.entrypoints.engine_answers import SamplingInput, sampling_fields
-from sglang.srt.entrypoints.launch import LaunchError, child_environ
+from sglang.srt.entrypoints.launch_error import LaunchError
 from sglang.srt.entrypoints.serialized_updates import SerializedTensors, serialized_request
 from sglang.srt.entrypoints.server_process import run_server
 from sglang.srt.entrypoints.tensor_file import NamedTensors, written_tensors

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +15,7 @@ import zmq
 
 from sglang.srt.constrained.grammar_check import GrammarCheck
 from sglang.srt.constrained.grammar_messages import GrammarSetup
+from sglang.srt.entrypoints.children import CHILD_MODULES, Child
 from sglang.srt.entrypoints.launch_error import LaunchError
 from sglang.srt.entrypoints.limits_from_flags import limits_from_flags
 from sglang.srt.environ import Environ
@@ -48,21 +47,8 @@ from sglang.srt.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-CHILD_MODULES: Mapping[str, str] = {
-    "scheduler": "sglang.srt.processes.scheduler_process",
-    "detokenizer": "sglang.srt.processes.detokenizer_process",
-}
-# OpenMP threads sleep when there is nothing to do: spinning ones of two busy processes on few cores
-# slow each other down by an order of magnitude. They spin first for about 0.2 ms (5,000 pauses),
-# long enough to be awake for the next operation of a step.
-CHILD_ENVIRON = {
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "GOMP_SPINCOUNT": "5000",
-    "KMP_BLOCKTIME": "0",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 STOP_TIMEOUT_S = 5.0
-POLL_MS = 100
+POLL_MS = 20
 
 TMPDIR_REMEDY = "Set TMPDIR to a writable directory with a short path."
 
@@ -75,7 +61,8 @@ class ProcessTree:
     Args:
         on_end: called once, from a thread, when a child ends without being told to after all are
             ready, or has been stopped for too long; told which one, and how.
-        modules: what `python -m` runs for each role.
+        waiting: children that run already, by role, and wait to be told what to do; None: they are
+            started when the tree is.
 
     Attributes:
         watch: says which children are stopped.
@@ -88,11 +75,11 @@ class ProcessTree:
         self,
         server_args: ServerArgs,
         on_end: OnEnd,
-        modules: Mapping[str, str] = CHILD_MODULES,
+        waiting: Mapping[str, Child] | None = None,
     ) -> None:
         self._server_args = server_args
         self._on_end = on_end
-        self._modules = modules
+        self._waiting = waiting or {}
         self.watch = ProcessWatch(server_args.watchdog_timeout)
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()
@@ -119,16 +106,17 @@ class ProcessTree:
             LaunchError: if a child cannot start or ends, or `stop` is called meanwhile.
         """
         start = time.monotonic()
-        roles = " and the ".join(self._modules)
+        roles = " and the ".join(CHILD_MODULES)
         logger.info("%s: starting the %s.", self._server_args.model_path, roles)
         receiver: Receiver[ProcessReady | ProcessFailed] = Receiver(
             self.addresses.launcher, ToLauncher
         )
         try:
             with self._lock:
-                for role, module in self._modules.items():
+                for role, module in CHILD_MODULES.items():
                     if not self._stopping.is_set():
-                        self._start_child(role, module)
+                        child = self._waiting.get(role)
+                        self._configure(role, child or Child(module, self._server_args.base_gpu_id))
             return self._wait_ready(receiver, start)
         finally:
             receiver.close()
@@ -157,35 +145,21 @@ class ProcessTree:
             self.watch.close()
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _start_child(self, role: str, module: str) -> None:
-        reading, writing = os.pipe()
+    def _configure(self, role: str, child: Child) -> None:
+        """Tells a child what to do."""
+        reading, writing = child.beats
+        self._children[role] = child.process
+        self.watch.add(role, child.process.pid, reading)
         config = ChildConfig(public_fields(self._server_args), self.addresses, writing)
         try:
-            # A process group of its own: Ctrl-C in a terminal reaches this process alone.
-            child = subprocess.Popen(
-                [sys.executable, "-m", module],
-                stdin=subprocess.PIPE,
-                env=child_environ(self._server_args.base_gpu_id),
-                process_group=0,
-                pass_fds=(writing,),
-            )
-        finally:
-            os.close(writing)
-        self._children[role] = child
-        self.watch.add(role, child.pid, reading)
-        if child.stdin is None:
-            raise LaunchError("A child process has no standard input.")
-        try:
-            # The pipe stays open: its end tells the child that this process is gone.
-            child.stdin.write(msgspec.json.encode(config) + b"\n")
-            child.stdin.flush()
+            child.tell(msgspec.json.encode(config))
         except BrokenPipeError:
-            logger.debug("%s ended before it read its configuration.", module)
+            logger.debug("The %s ended before it read its configuration.", role)
 
     def _wait_ready(
         self, receiver: Receiver[ProcessReady | ProcessFailed], start: float
     ) -> SchedulerInfo:
-        waiting, info = set(self._modules), None
+        waiting, info = set(CHILD_MODULES), None
         while waiting:
             if self._stopping.is_set():
                 raise LaunchError("The start was interrupted.")
@@ -235,28 +209,6 @@ class ProcessTree:
         return None
 
 
-def child_environ(gpu_id: int = 0) -> dict[str, str]:
-    """Makes the environment of children: they find this package as this process did.
-
-    Args:
-        gpu_id: the only GPU that they see, of those that this process sees; 0: they see them all,
-            and take the first.
-
-    Raises:
-        LaunchError: if CUDA_VISIBLE_DEVICES does not have so many.
-    """
-    package_root = str(Path(__file__).resolve().parents[3])
-    paths = [package_root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environ = {**os.environ, **CHILD_ENVIRON, "PYTHONPATH": os.pathsep.join(paths)}
-    if gpu_id == 0:
-        return environ
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(gpu_id)] if visible is None else visible.split(",")[gpu_id:]
-    if not names:
-        raise LaunchError(f"--base-gpu-id {gpu_id}: CUDA_VISIBLE_DEVICES is {visible!r}.")
-    return {**environ, "CUDA_VISIBLE_DEVICES": names[0]}
-
-
 def find_model(server_args: ServerArgs) -> tuple[ModelFolders, Tokenizer]:
     """Looks at the numbers of flags, then finds the folders that they name, then `check_model`.
 
@@ -270,7 +222,7 @@ def find_model(server_args: ServerArgs) -> tuple[ModelFolders, Tokenizer]:
 
 def check_model(server_args: ServerArgs) -> Tokenizer:
     """Looks at all flags, and reads what a model directory must have for a start to make sense,
-    before any process is started. No torch.
+    before any process is told what to do. No torch.
 
     Raises:
         ConfigError: for a flag that cannot be met.

@@ -15,13 +15,13 @@ from dataclasses import replace
 import uvicorn
 
 from sglang.srt.entrypoints.access import AccessRules
+from sglang.srt.entrypoints.children import Child
 from sglang.srt.entrypoints.connection_limits import LimitedRequests
 from sglang.srt.entrypoints.front_end import make_manager
 from sglang.srt.entrypoints.half_close import HalfCloseProtocol
 from sglang.srt.entrypoints.http_io import OutermostApp
 from sglang.srt.entrypoints.http_server import create_app
 from sglang.srt.entrypoints.launch import (
-    CHILD_MODULES,
     FrontendChannels,
     LaunchError,
     ProcessTree,
@@ -64,8 +64,8 @@ class BindError(OSError):
     """The address cannot be listened on; the message is one line for the user."""
 
 
-def run_server(server_args: ServerArgs, modules: Mapping[str, str] = CHILD_MODULES) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit code.
+def run_server(server_args: ServerArgs, waiting: Mapping[str, Child] | None = None) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit code. `waiting` is of `ProcessTree`.
 
     0 after a signal; 1, with one line on standard error, if the server cannot start or a process
     of it dies.
@@ -83,7 +83,7 @@ def run_server(server_args: ServerArgs, modules: Mapping[str, str] = CHILD_MODUL
             port = listener.getsockname()[1]  # 0 asks for any
             server_args = replace(folders.with_weights(), port=port)
             _warn_if_open(server_args, listener)
-            return asyncio.run(_Server(server_args, tokenizer, listener, modules).run())
+            return asyncio.run(_Server(server_args, tokenizer, listener, waiting).run())
         except (LaunchError, ModelPathError) as error:
             _say(str(error))
             return 1
@@ -154,12 +154,12 @@ class _Server:
         server_args: ServerArgs,
         tokenizer: Tokenizer,
         listener: socket.socket,
-        modules: Mapping[str, str],
+        waiting: Mapping[str, Child] | None,
     ) -> None:
         self._args = server_args
         self._tokenizer = tokenizer
         self._listener = listener
-        self._modules = modules
+        self._waiting = waiting
         self._state = ServerState(server_args, load_model_config(server_args.model_path))
         self._uvicorn = self._make_uvicorn()
         self._exit_code = 0
@@ -196,7 +196,7 @@ class _Server:
         def on_end(reason: str) -> None:
             loop.call_soon_threadsafe(self._fail, f"{reason}; the server stops.")
 
-        tree = ProcessTree(self._args, on_end, self._modules)
+        tree = ProcessTree(self._args, on_end, self._waiting)
         self._state.private_directory = tree.private_directory
         try:
             channels = FrontendChannels(tree.addresses)

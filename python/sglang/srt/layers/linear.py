@@ -1,4 +1,4 @@
-"""Linear layers that know how a checkpoint stores them."""
+"""Layers of weights that know how a checkpoint stores them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,21 @@ from sglang.srt.layers.layer_runtime import LayerRuntime
 class Linear(nn.Linear):
     """A linear layer whose product the runtime computes."""
 
+    def reset_parameters(self) -> None:
+        """Leaves the weights as they are, for the loader to fill."""
+
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, runtime: LayerRuntime
     ) -> torch.Tensor:
         return runtime.linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Embedding):
+    """A table of tokens' hidden states."""
+
+    def reset_parameters(self) -> None:
+        """Leaves the weights as they are, for the loader to fill: to draw random ones on the meta
+        device torch would import its compiler, which takes seconds."""
 
 
 class FusedLinear(Linear):

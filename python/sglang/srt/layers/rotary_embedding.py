@@ -11,33 +11,31 @@ from sglang.srt.rope_config import Llama3Scaling, RopeConfig, RopeScaling, YarnS
 
 
 class RotaryEmbedding(nn.Module):
-    """Table of cos and sin for every position a step can feed.
-
-    The table is float32, whatever the model's type is.
-    """
+    """Holds a table of cos and sin for every position a step can feed, once `fill` is called. It is
+    float32, whatever the model's type is."""
 
     def __init__(self, head_dim: int, max_positions: int, config: RopeConfig) -> None:
         super().__init__()
         self._head_dim, self._max_positions, self._config = head_dim, max_positions, config
         self.table: torch.Tensor
-        self.register_buffer("table", self._compute_table(), persistent=False)
+        self.register_buffer("table", torch.empty(max_positions, 2, head_dim), persistent=False)
 
-    def recompute(self) -> None:
-        """Fills the table anew: after a model was built without memory or changed its type."""
-        self.table = self._compute_table()
+    def fill(self) -> None:
+        """Computes the table, where torch makes tensors now."""
+        self.table = rotation_table(self._head_dim, self._max_positions, self._config)
 
-    def _compute_table(self) -> torch.Tensor:
-        """[max_positions, 2, head_dim]: cos over both halves; sin with the first half negated, so
-        that rotating is x * cos + swapped halves of x * sin."""
-        frequencies = inverse_frequencies(self._head_dim, self._config)
-        positions = torch.arange(self._max_positions, dtype=torch.float32)
-        angles = torch.outer(positions, frequencies)
-        factor = attention_factor(self._config.scaling)
-        table = angles.new_empty(self._max_positions, 2, 2, self._head_dim // 2)  # by halves
-        table[:, 0] = (angles.cos() * factor)[:, None]
-        torch.mul(angles.sin(), factor, out=table[:, 1, 1])
-        torch.neg(table[:, 1, 1], out=table[:, 1, 0])
-        return table.flatten(2)
+
+def rotation_table(head_dim: int, max_positions: int, config: RopeConfig) -> torch.Tensor:
+    """Gives [max_positions, 2, head_dim] float32: cos over both halves; sin with the first half
+    negated, so that rotating is x * cos + swapped halves of x * sin."""
+    frequencies = inverse_frequencies(head_dim, config)
+    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
+    factor = attention_factor(config.scaling)
+    table = angles.new_empty(max_positions, 2, 2, head_dim // 2)  # by halves
+    table[:, 0] = (angles.cos() * factor)[:, None]
+    torch.mul(angles.sin(), factor, out=table[:, 1, 1])
+    torch.neg(table[:, 1, 1], out=table[:, 1, 0])
+    return table.flatten(2)
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:

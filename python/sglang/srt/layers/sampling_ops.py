@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
+from contextlib import suppress
 from types import ModuleType
 
 import torch
@@ -12,6 +14,16 @@ import sgl_kernel
 import sgl_kernel.reference
 
 logger = logging.getLogger(__name__)
+
+
+def prepare_sampling_ops(device: torch.device) -> None:
+    """Starts to compile or load them, for `sampling_ops` to wait for."""
+    threading.Thread(target=_warm_up, args=(device,), name="sgl-kernel", daemon=True).start()
+
+
+def _warm_up(device: torch.device) -> None:
+    with suppress(sgl_kernel.KernelUnavailableError):  # `sampling_ops` tells it
+        sgl_kernel.warm_up(device)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -31,6 +32,11 @@ class IpcAddresses(msgspec.Struct, frozen=True):
     detokenizer: str
     frontend: str
     launcher: str
+
+    @property
+    def private_cache(self) -> Path:
+        """A folder beside the sockets, not made yet, for what ends with the server."""
+        return Path(self.launcher.removeprefix("ipc://")).parent / "cache"
 
     @classmethod
     def create(cls) -> tuple[IpcAddresses, str]:

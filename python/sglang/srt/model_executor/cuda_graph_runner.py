@@ -96,25 +96,33 @@ class GraphMemory:
 
 
 def capture_graph(
-    memory: GraphMemory, run: Callable[[], Found], prepare: Callable[[], None] = lambda: None
+    memory: GraphMemory,
+    run: Callable[[], Found],
+    prepare: Callable[[], None] = lambda: None,
+    runs_first: bool = True,
 ) -> tuple[torch.cuda.CUDAGraph, Found]:
-    """Calls `run` once on a side stream, so that all is compiled, then captures it.
+    """Calls `run` once on a side stream, so that all is compiled and has its memory, then captures
+    it.
 
     Args:
         prepare: called before each, and no part of the graph.
+        runs_first: False: captures at once, as `run` keeps nothing from one call to the next. What
+            is not compiled yet is compiled while the graph is captured.
 
     Returns:
         The graph, and what `run` gave in it.
     """
-    side = memory.side
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        prepare()
-        run()
-    torch.cuda.current_stream().wait_stream(side)
+    if runs_first:
+        side = memory.side
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            prepare()
+            run()
+        torch.cuda.current_stream().wait_stream(side)
     prepare()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory.pool):
+    # Relaxed: this thread may load kernels meanwhile, and others too.
+    with torch.cuda.graph(graph, pool=memory.pool, capture_error_mode="relaxed"):
         found = run()
     return graph, found
 
@@ -131,6 +139,7 @@ class CudaGraphRunner(Generic[Results]):
         poisons: overwrite all inputs and results before each replay, so that whatever a step does
             not fill anew shows.
         memory: has room for all `keys`; None: the runner takes its own.
+        runs_first: of `capture_graph`.
     """
 
     def __init__(
@@ -143,6 +152,7 @@ class CudaGraphRunner(Generic[Results]):
         device: str,
         poisons: bool = False,
         memory: GraphMemory | None = None,
+        runs_first: bool = True,
     ) -> None:
         memory = memory or GraphMemory(keys.all, device)
         self._plan = plan
@@ -154,6 +164,7 @@ class CudaGraphRunner(Generic[Results]):
         self._memory, self._static = memory, memory.static
         self._tokens, self._requests = memory.static.tokens, memory.static.requests
         self._device = device
+        self._runs_first = runs_first
         self._captured: dict[GraphKey, _Captured[Results]] = {}
 
     @property
@@ -195,6 +206,13 @@ class CudaGraphRunner(Generic[Results]):
             max(key.num_tokens for key in keys),
             time.perf_counter() - start,
         )
+
+    def rehearse(self) -> None:
+        """Computes a step of each shape and captures nothing."""
+        for key in self._keys.all:
+            batch = self._empty_step(key)
+            self._plan(batch)
+            self._compute(batch)
 
     def key_of(self, batch: ForwardBatch) -> GraphKey | None:
         """The graph that a step can replay, if there is one."""
@@ -264,6 +282,17 @@ class CudaGraphRunner(Generic[Results]):
 
     def _capture(self, key: GraphKey) -> _Captured[Results]:
         """Captures a step of the key."""
+        batch = self._empty_step(key)
+        found = capture_graph(
+            self._memory,
+            lambda: self._compute(batch),
+            lambda: self._plan(batch),
+            self._runs_first,
+        )
+        return _Captured(*found)
+
+    def _empty_step(self, key: GraphKey) -> ForwardBatch:
+        """A step of the key whose rows are all padding, as the graph sees it."""
         count = key.num_reqs
         share, rest = divmod(key.num_tokens, count)
         empty = self._tokens[0, :0]
@@ -278,10 +307,7 @@ class CudaGraphRunner(Generic[Results]):
             bounds_are_exact=True,
         )
         self._ops.fill(self._static, key, replace(shape, q_lens=[]))
-        batch = self._static_batch(key, shape)
-        return _Captured(
-            *capture_graph(self._memory, lambda: self._compute(batch), lambda: self._plan(batch))
-        )
+        return self._static_batch(key, shape)
 
 
 def poison(results: tuple[torch.Tensor | None, ...]) -> None:

@@ -12,7 +12,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionCapabilities
 from sglang.srt.layers.forward_batch import ForwardBatch, GraphKey, ModelOutput, dummy_step
 from sglang.srt.layers.layer_runtime import LayerRuntime
-from sglang.srt.mem_cache.kv_memory import KVGeometry, KVMemory
+from sglang.srt.mem_cache.kv_memory import KVMemory
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, GraphMemory
 from sglang.srt.model_executor.draft_passes import DraftPass, Drafts
 from sglang.srt.model_executor.draft_shapes import DraftShape, TreeShape
@@ -21,18 +21,17 @@ from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.graph_keys import GraphKeys, uniform_key
 from sglang.srt.model_executor.host_threads import HostThreads
 from sglang.srt.model_executor.largest_step import MIN_PROMPT_ROWS, largest_step, most_that_fits
+from sglang.srt.model_executor.loaded_model import LoadedModel
 from sglang.srt.model_executor.runner_graphs import RunnerGraphs, keys_of_draft_steps, plan_nothing
-from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.draft_head import DraftHead
-from sglang.srt.models.transformer import CausalLM
 from sglang.srt.platform import memory_for
 from sglang.srt.registry import ATTENTION_BACKENDS, OPERATIONS, load
 from sglang.srt.step.step_ops import StepOps
-from sglang.srt.weight_sync.weight_store import WeightStore
 
 logger = logging.getLogger(__name__)
 
 WARM_UP_Q_LENS = (128, 8, 1)
+READ_ROWS = (1, 2, 16, 17, 32, 33, 64)  # whose logits take kernels of their own
 LESS_STATIC_MEMORY = "Lower --mem-fraction-static, --max-total-tokens"
 
 
@@ -48,49 +47,6 @@ class ForwardResult:
     hidden: torch.Tensor
     used_graph: bool
     taps: torch.Tensor | None = None
-
-
-class LoadedModel:
-    """A model on its device, before it has KV memory.
-
-    Attributes:
-        weights: changes the model's weights, gives their memory back and takes it again.
-        geometry: of the pool that the model needs.
-
-    Raises:
-        ModelPathError: if the weights cannot be loaded.
-        ValueError: if the attention backend cannot be had; the text says why.
-        MemoryError: if the device has too little memory for the weights.
-    """
-
-    def __init__(self, config: ExecutionConfig) -> None:
-        dtype = getattr(torch, config.dtype)
-        backend = ATTENTION_BACKENDS.load(config.attention_backend)
-        problems = backend.capabilities().problems(config.device, dtype, config.page_size)
-        if problems:
-            raise ValueError(
-                f"--attention-backend {config.attention_backend} cannot be used:"
-                f" {'; '.join(problems)}."
-            )
-        config.capture.check(config.model.num_layers)
-        with memory_for("the weights", "Use a GPU with more memory, or a smaller model."):
-            self.model = load_model(
-                config.model, config.load_format, config.row_width, dtype, config.device
-            )
-        self.config = config
-        self.weights = WeightStore(self.model, config.model)
-        self.geometry = KVGeometry.of(config.model, dtype)
-
-    def attach(self, target: LoadedModel) -> None:
-        """Gives a head what it shares with the model that it drafts for; others need nothing.
-
-        Raises:
-            ModelPathError: if the head was trained for a target of other sizes.
-        """
-        if isinstance(self.model, DraftHead):
-            assert isinstance(target.model, CausalLM)
-            self.model.attach(target.model)
-            target.weights.after_update.append(self.model.refresh)
 
 
 class ModelRunner:
@@ -168,30 +124,43 @@ class ModelRunner:
         """Captures graphs anew, if there are to be any and all memory is there: they hold its
         addresses."""
         self.drop_graphs()
-        config = self._config
-        if not self.is_whole or config.max_graph_width == 0:
-            return
-        keys, draft_keys = self._keys(), dict[DraftShape, GraphKeys]()
-        if self._capabilities.captures_plans:
-            draft_keys = keys_of_draft_steps(config, self.model.draft_hidden_width)
-        if not keys.all:
-            return
-        every = [key for each in (keys, *draft_keys.values()) for key in each.all]
-        ops, plan = self.step_ops, self._layers.plan
-        drafts: dict[DraftShape, CudaGraphRunner[Drafts | DraftedTrees]] = {}
         with memory_for(
             "CUDA graphs",
             f"{LESS_STATIC_MEMORY} or --max-running-requests, or --disable-cuda-graph.",
         ):
-            memory = GraphMemory(every, config.device, getattr(torch, config.dtype))
-            more = config.row_width, config.device, config.poisons_graphs, memory
-            for shape, each in draft_keys.items():
-                run = self._draft_pass(shape, lambda batch: self._forward_part(batch).hidden).run
-                drafts[shape] = CudaGraphRunner(plan_nothing, run, ops, each, *more)
-            steps = CudaGraphRunner(plan, self._compute, ops, keys, *more)
-            graphs = RunnerGraphs(steps, drafts, config.capture.all_rows, memory)
-            graphs.capture()
+            graphs = self._make_graphs()
+            if graphs is not None:
+                graphs.capture()
         self._graphs = graphs
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Runs steps of all shapes that graphs will have, and those of `warm_up`."""
+        if (graphs := self._make_graphs()) is not None:
+            graphs.rehearse()
+        self._run_small()
+        hidden = self.kv_pool.kv[0].new_zeros((READ_ROWS[-1], self._config.model.hidden_size))
+        for num_rows in READ_ROWS:
+            self.compute_logits(hidden[:num_rows])
+
+    def _make_graphs(self) -> RunnerGraphs | None:
+        """Makes what captures them."""
+        config = self._config
+        if not self.is_whole or config.max_graph_width == 0 or not (keys := self._keys()).all:
+            return None
+        draft_keys, is_foreseen = dict[DraftShape, GraphKeys](), self._capabilities.captures_plans
+        if is_foreseen:
+            draft_keys = keys_of_draft_steps(config, self.model.draft_hidden_width)
+        every = [key for each in (keys, *draft_keys.values()) for key in each.all]
+        ops, plan = self.step_ops, self._layers.plan
+        drafts: dict[DraftShape, CudaGraphRunner[Drafts | DraftedTrees]] = {}
+        memory = GraphMemory(every, config.device, getattr(torch, config.dtype))
+        more = config.row_width, config.device, config.poisons_graphs, memory
+        for shape, each in draft_keys.items():
+            run = self._draft_pass(shape, lambda batch: self._forward_part(batch).hidden).run
+            drafts[shape] = CudaGraphRunner(plan_nothing, run, ops, each, *more)
+        steps = CudaGraphRunner(plan, self._compute, ops, keys, *more, runs_first=not is_foreseen)
+        return RunnerGraphs(steps, drafts, config.capture.all_rows, memory)
 
     def _keys(self) -> GraphKeys:
         """Of all graphs but those of several draft steps."""

@@ -12,13 +12,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
 from sglang.srt.device_copies import to_device
 from sglang.srt.layers.forward_batch import (
-    DECODE,
     MIXED,
     ForwardBatch,
     GraphKey,
@@ -55,7 +54,7 @@ READ_STATES = 64  # different hidden states whose logits are computed
 READ_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 PROMPT_ROWS = 512  # of a request in a step of many rows
 REPEATS = 2
-DECODE_REPEATS = 3  # what all other steps are compared with
+GRAPH_REPEATS = 3  # the shortest counts
 PLAIN_REPEATS = 7  # that show how much times vary
 KV_REQUESTS, KV_TOKENS, KV_REPEATS = 32, 1024, 3
 # A prompt's chunks and the tokens before them; the pool may be smaller: slots are named repeatedly.
@@ -92,7 +91,6 @@ class PriceMeter:
         self._is_cpu = self._device.type == "cpu"
         self._width = runner.model.hidden_width
         self._generator = torch.Generator(self._device).manual_seed(0)
-        self._hidden = self._forward([1] * min(READ_STATES, max_requests))
 
     @torch.inference_mode()
     def measure(self) -> PriceTable:
@@ -122,6 +120,11 @@ class PriceMeter:
             prices.measured_s,
         )
         return prices
+
+    @torch.inference_mode()
+    def graph_ms(self, key: GraphKey, repeats: int) -> float:
+        """Milliseconds of a graph, the least of so many runs after a first one."""
+        return min(self._times_ms(self._replay(key), repeats))
 
     # ------------------------------------------------------------ time
 
@@ -154,12 +157,11 @@ class PriceMeter:
         is timed again: it may have met a slow moment."""
         found = {}
         for key in shown(keys, "graphs", self._device):
-            repeats = DECODE_REPEATS if key.tag == DECODE else 1
-            found[key] = min(self._times_ms(self._replay(key), repeats))
+            found[key] = self.graph_ms(key, GRAPH_REPEATS)
         ordered = sorted(found, key=lambda key: (*_kind(key), key.num_reqs, key.num_tokens))
         for key, larger in itertools.pairwise(ordered):
             if _kind(key) == _kind(larger) and found[key] > found[larger]:
-                found[key] = min(found[key], *self._times_ms(self._replay(key), 1))
+                found[key] = min(found[key], self.graph_ms(key, 1))
         return found
 
     def times_of(
@@ -293,9 +295,11 @@ class PriceMeter:
             batch = _over_kv(batch, kv_len)
         return lambda: self._runner.forward(batch)
 
-    def _forward(self, q_lens: list[int]) -> torch.Tensor:
-        with torch.inference_mode():
-            return self._runner.forward(self._dummy_step(q_lens)).hidden.clone()
+    @cached_property
+    def _hidden(self) -> torch.Tensor:
+        """Different hidden states, whose logits are computed."""
+        step = self._dummy_step([1] * min(READ_STATES, self._max_requests))
+        return self._runner.forward(step).hidden.clone()
 
     def _dummy_step(self, q_lens: list[int]) -> ForwardBatch:
         batch = self.random_step(q_lens, self._width)

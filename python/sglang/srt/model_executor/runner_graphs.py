@@ -55,6 +55,10 @@ class RunnerGraphs:
         for graphs in self._drafts.values():
             graphs.capture()
 
+    def rehearse(self) -> None:
+        """Computes a step of each shape, and no draft steps, whose tokens come from steps."""
+        self._steps.rehearse()
+
     def forward(self, batch: ForwardBatch) -> ModelOutput | None:
         """What the model gives of a step; None if no graph fits it."""
         key = self._steps.key_of(batch)

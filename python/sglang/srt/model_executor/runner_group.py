@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Protocol
 
+import torch
+
+from sglang.srt.garbage import paused_collections
+from sglang.srt.layers.sampling_ops import prepare_sampling_ops
 from sglang.srt.mem_cache.kv_memory import KVMemory
 from sglang.srt.mem_cache.kv_sizing import KVSizing
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool, hand_back_unused
 from sglang.srt.model_executor.execution_config import ExecutionConfig
-from sglang.srt.model_executor.model_runner import LESS_STATIC_MEMORY, LoadedModel, ModelRunner
+from sglang.srt.model_executor.loaded_model import LoadedModel
+from sglang.srt.model_executor.model_runner import LESS_STATIC_MEMORY, ModelRunner
 from sglang.srt.observability.start_log import start_phase
 from sglang.srt.platform import memory_for, static_bytes_left
-from sglang.srt.registry import HEADS
+from sglang.srt.registry import ATTENTION_BACKENDS, HEADS, OPERATIONS, load
+
+FEW_LAYERS = 2  # the first and the last: those between them launch no other kernels
 
 
 def make_runners(config: ExecutionConfig, *others: ExecutionConfig) -> RunnerGroup:
@@ -33,19 +41,75 @@ def make_runners(config: ExecutionConfig, *others: ExecutionConfig) -> RunnerGro
         raise config.model.refusal(
             f"{config.model.architecture} only drafts for another model; serve that one"
         )
+    if config.device != "cpu":
+        prepare_sampling_ops(torch.device(config.device))
+    kernels = compile_ahead(config, *others)
     models = [_load(each) for each in (config, *others)]
-    for model in models[1:]:
-        model.attach(models[0])
     with start_phase("Allocating the KV pool"):
-        memory = make_memory(config, models)
-    group = RunnerGroup([ModelRunner(model, memory, index) for index, model in enumerate(models)])
+        group = _put_together(config, models)
+    if kernels is not None:
+        kernels.wait()
     group.prepare()
     return group
+
+
+class CompilesAhead(Protocol):
+    """Compiles the kernels of steps before they are launched."""
+
+    def noting(self) -> AbstractContextManager[None]:
+        """In this block kernels are noted instead of launched, so what steps compute is
+        arbitrary, and nothing may take it for a place in memory."""
+
+    def start(self) -> None:
+        """Starts to compile what was noted, beside what else is done."""
+
+    def wait(self) -> None:
+        """Waits until all is compiled."""
+
+
+def compile_ahead(config: ExecutionConfig, *others: ExecutionConfig) -> CompilesAhead | None:
+    """Starts to compile what steps will launch, before there are weights: models of the same sizes
+    and few layers launch the same. None where that cannot be told."""
+    place, backend = OPERATIONS[config.ops].ahead, ATTENTION_BACKENDS.load(config.attention_backend)
+    if not place or config.device == "cpu" or not backend.capabilities().captures_plans:
+        return None
+    kernels: CompilesAhead = load(place)()
+    with start_phase("Rehearsing steps"):
+        configs = [_with_few_layers(each) for each in (config, *others)]
+        group = _put_together(configs[0], [LoadedModel(each) for each in configs])
+        with kernels.noting(), paused_collections():
+            for runner in group.runners:
+                runner.rehearse()
+        del group, runner
+        hand_back_unused(torch.device(config.device))
+    kernels.start()
+    return kernels
+
+
+def _with_few_layers(config: ExecutionConfig) -> ExecutionConfig:
+    """A model with the same first and last layer, random weights and one page of KV."""
+    model, capture = config.model, config.capture
+    num_layers = min(FEW_LAYERS, model.num_layers)
+    return replace(
+        config,
+        model=model.with_layers(num_layers),
+        load_format="dummy",
+        max_total_tokens=config.page_size,
+        capture=replace(capture, layers=(0,) * len(capture.layers)),
+    )
 
 
 def _load(config: ExecutionConfig) -> LoadedModel:
     with start_phase(f"Loading the weights of {config.model.path}"):
         return LoadedModel(config)
+
+
+def _put_together(config: ExecutionConfig, models: Sequence[LoadedModel]) -> RunnerGroup:
+    """Runners of models over one memory."""
+    for model in models[1:]:
+        model.attach(models[0])
+    memory = make_memory(config, models)
+    return RunnerGroup([ModelRunner(model, memory, index) for index, model in enumerate(models)])
 
 
 def make_memory(config: ExecutionConfig, models: Sequence[LoadedModel]) -> KVMemory:

@@ -48,7 +48,7 @@ def load_model(
         model: Model = architecture(config, max_positions)
     if load_format != "dummy":
         _untie_if_stored_twice(model, config, dtype)
-    model = _with_memory(model.to(dtype), config, device).eval().requires_grad_(False)
+    model = _with_memory(model.to(dtype), config, device).eval()
     model.complete()
     if load_format == "dummy":
         _fill_dummy(model)
@@ -96,7 +96,22 @@ def _with_memory(model: Model, config: ModelConfig, device: str) -> Model:
             f"weights and tables of these sizes take {num_bytes >> 30} GiB, which this host does"
             f" not have ({available >> 30} GiB are free); use a smaller model or --context-length"
         )
-    return model.to_empty(device=device)
+    _place(model, device)
+    return model
+
+
+def _place(model: nn.Module, device: str) -> None:
+    """Does what `nn.Module.to_empty` does, without the import of torch's compiler that
+    `torch.empty_like` of a tensor without memory takes."""
+    made: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight stays one
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if weight not in made:
+                empty = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+                made[weight] = nn.Parameter(empty, requires_grad=False)
+            setattr(module, name, made[weight])
+        for name, table in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty(table.shape, dtype=table.dtype, device=device))
 
 
 def _fill_dummy(model: nn.Module) -> None:

@@ -65,7 +65,7 @@ class DraftHead(Model):
         )
 
     def complete(self) -> None:
-        self.rotary.recompute()
+        self.rotary.fill()
         self.hot_ids = torch.tensor(self._config.hot_token_ids, dtype=torch.int64)
         for name in self.checkpoint_names.zero_if_missing:
             self.state_dict(keep_vars=True)[name].zero_()

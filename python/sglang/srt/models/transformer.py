@@ -10,7 +10,7 @@ from torch import nn
 from sglang.srt.layers.forward_batch import ForwardBatch, ModelOutput
 from sglang.srt.layers.forward_options import NO_CAPTURE, HiddenCapture
 from sglang.srt.layers.layer_runtime import LayerRuntime
-from sglang.srt.layers.linear import FusedLinear, Linear
+from sglang.srt.layers.linear import Embedding, FusedLinear, Linear
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_config import ModelConfig
 from sglang.srt.models.model import CheckpointNames, Model
@@ -170,7 +170,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, max_positions: int, spec: DecoderSpec) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, spec) for layer in range(config.num_layers)
         )
@@ -231,7 +231,7 @@ class CausalLM(Model):
 
     def complete(self) -> None:
         self._tie_head()
-        self.model.rotary.recompute()  # in float32, whatever the type of the weights
+        self.model.rotary.fill()  # in float32, whatever the type of the weights
 
     def forward(
         self, batch: ForwardBatch, runtime: LayerRuntime, capture: HiddenCapture = NO_CAPTURE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -41,7 +42,9 @@ def start_child_process() -> ChildConfig:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildConfig)
+    if not (line := sys.stdin.buffer.readline()):
+        sys.exit()
+    config = msgspec.json.decode(line, type=ChildConfig)
     threading.Thread(
         target=_exit_at_end_of_stdin,
         args=(config.addresses, os.getppid()),
@@ -119,6 +122,7 @@ def _exit_at_end_of_stdin(addresses: IpcAddresses, parent: int) -> NoReturn:
 
 def _remove_sockets(addresses: IpcAddresses) -> None:
     """Removes the sockets of a server and their directory."""
+    shutil.rmtree(addresses.private_cache, ignore_errors=True)
     paths = [Path(address.removeprefix("ipc://")) for address in msgspec.structs.astuple(addresses)]
     for path in paths:
         path.unlink(missing_ok=True)

@@ -4,13 +4,16 @@ launcher, which writes one line of JSON (`ChildConfig`) to its standard input.""
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from sglang.srt.compile_cache import CompileCache, folder_of, open_cache
 from sglang.srt.constrained.grammar_sessions import GrammarSessions
 from sglang.srt.control.control import ModelResources
 from sglang.srt.control.memory_control import GRAPH_TAG, KV_TAG, WEIGHTS_TAG, MemoryPart
@@ -84,10 +87,14 @@ def build(
     model = with_tokenizer_eos(model, tokenizer_folder(args), tokenizer)
     for warning in model.warnings:
         logger.warning("%s", warning)
-    config = resolve(args, Platform.probe(), model, environ)
+    platform = Platform.probe()
+    config = resolve(args, platform, model, environ)
     draft_models = drafter_models(config.drafter, config.execution)
+    kept = None
+    if config.execution.device != "cpu":
+        kept = use_cache(platform, addresses.private_cache).prices
     runners = make_runners(config.execution, *draft_models)
-    prices = measure_prices(config, runners.target)
+    prices = measure_prices(config, runners.target, kept)
     path = environ.mtp_debug_trace
     trace = None if path is None or config.mtp is None else DebugTrace(path)
     worker = make_worker(
@@ -114,6 +121,21 @@ def build(
         grammars=_grammars(args, config),
     )
     return scheduler, _info(config, runners, [each.model for each in draft_models])
+
+
+def use_cache(platform: Platform, private: Path) -> CompileCache:
+    """Has what is compiled kept for the next start.
+
+    Args:
+        private: folder that takes it where it cannot be kept; it is made then.
+    """
+    cache = open_cache(folder_of(platform.device_name), private)
+    if cache.is_private:
+        logger.warning("%s cannot be written: what is compiled now is not kept.", cache.kept)
+    else:
+        logger.info("Compiled kernels are kept in %s.", cache.kept)
+    cache.use(os.environ)
+    return cache
 
 
 def _grammars(args: ServerArgs, config: RuntimeConfig) -> GrammarSessions | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,7 @@ from sglang.srt.model_executor.execution_config import ExecutionConfig
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.price_measurement import PriceMeter
 from sglang.srt.model_executor.runner_group import RunnerGroup
+from sglang.srt.processes.kept_prices import kept_or_measured
 from sglang.srt.processes.runtime_config import RuntimeConfig, drafter_needs
 from sglang.srt.registry import DRAFTERS
 from sglang.srt.scheduling.prompt_budget import PromptBudget, make_budget
@@ -45,16 +47,26 @@ def drafter_models(
     return kind.models(drafter.options, target)
 
 
-def measure_prices(config: RuntimeConfig, runner: ModelRunner) -> PriceTable | None:
+def measure_prices(
+    config: RuntimeConfig, runner: ModelRunner, kept: Path | None = None
+) -> PriceTable | None:
     """Prices of steps, for all that go by them: how far requests look ahead, how many prompt tokens
-    a step feeds. None where nothing does."""
+    a step feeds. None where nothing does.
+
+    Args:
+        kept: folder for prices of a GPU that earlier starts have measured.
+    """
     looks_ahead = config.needs.needs_prices
     if not looks_ahead and config.scheduler.planner.max_step_ms == 0:
         return None
     num_rows = runner.req_to_token_pool.num_rows
-    measure = PriceMeter(runner, num_rows, config.execution.max_decode_rows).measure
-    cache = config.needs.price_cache
-    prices = measure() if cache is None else TileSpecProfiler(cache, runner).target(measure)
+    meter = PriceMeter(runner, num_rows, config.execution.max_decode_rows)
+    if (cache := config.needs.price_cache) is not None:
+        prices = TileSpecProfiler(cache, runner).target(meter.measure)
+    elif kept is not None:
+        prices = kept_or_measured(kept, runner, meter)
+    else:
+        prices = meter.measure()
     runner.prefer_cheaper_graphs(prices.graphs_ms)
     return prices
 

@@ -346,7 +346,7 @@ def _reason(error: OSError | ValueError) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
-def write_profile(path: Path, profile: Profile) -> None:
+def write_profile(path: Path, profile: msgspec.Struct) -> None:
     """Replaces a file as a whole: whoever reads it at that time gets the old one or the new one.
 
     Raises:

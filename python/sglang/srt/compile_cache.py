@@ -1,0 +1,127 @@
+"""The folder where a start keeps what the next one need not do again: compiled kernels and prices.
+
+`SGLANG_CACHE_DIR` (default: `sglang-adaptive/kernels` in `XDG_CACHE_HOME` or ~/.cache) has a folder
+for each GPU, torch, Triton and set of kernels. Triton and sgl-kernel keep what they compile in it
+with caches of their own, which know what each file was compiled from; TRITON_CACHE_DIR and
+SGL_KERNEL_CACHE_DIR say otherwise. If it cannot be written, what it holds is read all the same, and
+what is new goes to a private folder that ends with the server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+PARTS = {"TRITON_CACHE_DIR": "triton", "SGL_KERNEL_CACHE_DIR": "sgl_kernel"}
+PRICES = "prices"
+GROUP = "__grp__"  # how Triton's files begin that name the other files of a kernel
+
+
+@dataclass(frozen=True, slots=True)
+class CompileCache:
+    """A folder that can be written.
+
+    Attributes:
+        kept: the folder of `SGLANG_CACHE_DIR` that it stands for.
+    """
+
+    folder: Path
+    kept: Path
+
+    @property
+    def is_private(self) -> bool:
+        """Tells whether it ends with the server."""
+        return self.folder != self.kept
+
+    @property
+    def prices(self) -> Path:
+        """Where prices of steps are kept."""
+        return self.folder / PRICES
+
+    def use(self, environ: MutableMapping[str, str]) -> None:
+        """Has Triton and sgl-kernel keep there what they compile from now on."""
+        for variable, part in PARTS.items():
+            environ.setdefault(variable, str(self.folder / part))
+
+
+def folder_of(gpu: str) -> Path:
+    """Gives the folder of a GPU, of the versions that are installed and of this set of kernels."""
+    if not (root := os.environ.get("SGLANG_CACHE_DIR")):
+        cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        root = os.path.join(cache_home, "sglang-adaptive", "kernels")
+    return Path(root) / folder_name(gpu, _version("torch"), _version("triton"), kernel_digest())
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def folder_name(gpu: str, torch: str, triton: str, digest: str) -> str:
+    """Names the folder of a GPU, of versions and of a set of kernels."""
+    names = (gpu, f"torch-{torch}", f"triton-{triton}", digest)
+    return "_".join(re.sub(r"[^A-Za-z0-9.+-]+", "-", name).strip("-.") for name in names)
+
+
+@cache
+def kernel_digest() -> str:
+    """Gives the digest of the sources of all kernels; they are read once in a process."""
+    root, found = Path(__file__).resolve().parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        if b"triton" in (source := path.read_bytes()):
+            found.update(path.relative_to(root).as_posix().encode() + source)
+    return found.hexdigest()[:16]
+
+
+def open_cache(kept: Path, private: Path) -> CompileCache:
+    """Opens a folder, or `private`, which is made then, with links to what is complete in it.
+
+    Raises:
+        OSError: if neither can be written.
+    """
+    if _can_be_written(kept):
+        return CompileCache(kept, kept)
+    private.mkdir(mode=0o700)
+    for part in (*PARTS.values(), PRICES):
+        (private / part).mkdir()
+        if (kept / part).is_dir():
+            for entry in (kept / part).iterdir():
+                if _is_complete(entry):
+                    (private / part / entry.name).symlink_to(entry.absolute())
+    return CompileCache(private, kept)
+
+
+def _can_be_written(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _is_complete(entry: Path) -> bool:
+    """Tells whether nobody would write to an entry of a cache: a file is whole, and a folder of
+    Triton's has a file that names others, by the paths that they had when they were written. What
+    launches kernels lies alone in its folder."""
+    if entry.is_file():
+        return True
+    try:
+        files = list(entry.iterdir())
+        groups = [json.loads(file.read_bytes()) for file in files if file.name.startswith(GROUP)]
+        paths = [path for group in groups for path in group["child_paths"].values()]
+    except (OSError, ValueError, KeyError):
+        return False
+    if groups:
+        return all(map(os.path.exists, paths))
+    return any(file.suffix == ".so" for file in files)

@@ -1,0 +1,118 @@
+"""Child processes, which import what they need while their configuration is still being checked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from sglang.srt.entrypoints.launch_error import LaunchError
+
+CHILD_MODULES: Mapping[str, str] = {
+    "scheduler": "sglang.srt.processes.scheduler_process",
+    "detokenizer": "sglang.srt.processes.detokenizer_process",
+}
+# OpenMP threads sleep when there is nothing to do: spinning ones of two busy processes on few cores
+# slow each other down by an order of magnitude. They spin first for about 0.2 ms (5,000 pauses),
+# long enough to be awake for the next operation of a step.
+CHILD_ENVIRON = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "5000",
+    "KMP_BLOCKTIME": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class Child:
+    """A process that waits for one line on its standard input, and ends with the end of that.
+
+    Args:
+        module: what `python -m` runs.
+        gpu_id: of `child_environ`.
+
+    Attributes:
+        beats: where it beats (`ProcessWatch`): the reading end, and the number that the writing end
+            has in the child.
+
+    Raises:
+        LaunchError: of `child_environ`.
+    """
+
+    def __init__(self, module: str, gpu_id: int = 0) -> None:
+        environ = child_environ(gpu_id)
+        reading, writing = os.pipe()
+        try:
+            # A process group of its own: Ctrl-C in a terminal reaches the parent alone.
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module],
+                stdin=subprocess.PIPE,
+                env=environ,
+                process_group=0,
+                pass_fds=(writing,),
+            )
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+        self.beats = reading, writing
+
+    def tell(self, line: bytes) -> None:
+        """Writes the line. The pipe stays open: its end tells the child that this process is gone.
+
+        Raises:
+            BrokenPipeError: if the child has ended.
+        """
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + b"\n")
+        self.process.stdin.flush()
+
+
+@contextmanager
+def started_children(
+    gpu_id: int, modules: Mapping[str, str] = CHILD_MODULES
+) -> Iterator[dict[str, Child]]:
+    """Starts the children of a server; those that still run after the block are killed. None are
+    started where that is an error, which whoever starts them next is told."""
+    children: dict[str, Child] = {}
+    try:
+        try:
+            for role, module in modules.items():
+                children[role] = Child(module, gpu_id)
+        except (LaunchError, OSError):
+            _end(children)
+            children = {}
+        yield children
+    finally:
+        _end(children)
+
+
+def _end(children: Mapping[str, Child]) -> None:
+    for child in children.values():
+        child.process.kill()
+        child.process.wait()
+
+
+def child_environ(gpu_id: int = 0) -> dict[str, str]:
+    """Makes the environment of children: they find this package as this process did.
+
+    Args:
+        gpu_id: the only GPU that they see, of those that this process sees; 0: they see them all,
+            and take the first.
+
+    Raises:
+        LaunchError: if CUDA_VISIBLE_DEVICES does not have so many.
+    """
+    package_root = str(Path(__file__).resolve().parents[3])
+    paths = [package_root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environ = {**os.environ, **CHILD_ENVIRON, "PYTHONPATH": os.pathsep.join(paths)}
+    if gpu_id == 0:
+        return environ
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(gpu_id)] if visible is None else visible.split(",")[gpu_id:]
+    if not names:
+        raise LaunchError(f"--base-gpu-id {gpu_id}: CUDA_VISIBLE_DEVICES is {visible!r}.")
+    return {**environ, "CUDA_VISIBLE_DEVICES": names[0]}

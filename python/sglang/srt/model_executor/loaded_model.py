@@ -1,0 +1,57 @@
+"""A model on its device, with its weights, before it has KV memory."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang.srt.mem_cache.kv_memory import KVGeometry
+from sglang.srt.model_executor.execution_config import ExecutionConfig
+from sglang.srt.model_loader.loader import load_model
+from sglang.srt.models.draft_head import DraftHead
+from sglang.srt.models.transformer import CausalLM
+from sglang.srt.platform import memory_for
+from sglang.srt.registry import ATTENTION_BACKENDS
+from sglang.srt.weight_sync.weight_store import WeightStore
+
+
+class LoadedModel:
+    """A model on its device, before it has KV memory.
+
+    Attributes:
+        weights: changes the model's weights, gives their memory back and takes it again.
+        geometry: of the pool that the model needs.
+
+    Raises:
+        ModelPathError: if the weights cannot be loaded.
+        ValueError: if the attention backend cannot be had; the text says why.
+        MemoryError: if the device has too little memory for the weights.
+    """
+
+    def __init__(self, config: ExecutionConfig) -> None:
+        dtype = getattr(torch, config.dtype)
+        backend = ATTENTION_BACKENDS.load(config.attention_backend)
+        problems = backend.capabilities().problems(config.device, dtype, config.page_size)
+        if problems:
+            raise ValueError(
+                f"--attention-backend {config.attention_backend} cannot be used:"
+                f" {'; '.join(problems)}."
+            )
+        config.capture.check(config.model.num_layers)
+        with memory_for("the weights", "Use a GPU with more memory, or a smaller model."):
+            self.model = load_model(
+                config.model, config.load_format, config.row_width, dtype, config.device
+            )
+        self.config = config
+        self.weights = WeightStore(self.model, config.model)
+        self.geometry = KVGeometry.of(config.model, dtype)
+
+    def attach(self, target: LoadedModel) -> None:
+        """Gives a head what it shares with the model that it drafts for; others need nothing.
+
+        Raises:
+            ModelPathError: if the head was trained for a target of other sizes.
+        """
+        if isinstance(self.model, DraftHead):
+            assert isinstance(target.model, CausalLM)
+            self.model.attach(target.model)
+            target.weights.after_update.append(self.model.refresh)

@@ -1,0 +1,138 @@
+"""What a start compiles is found by the next one, also where the folder cannot be written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.srt import compile_cache
+from sglang.srt.compile_cache import CompileCache, folder_name, kernel_digest, open_cache
+
+NAMED = {"gpu": "NVIDIA H100 80GB HBM3", "torch": "2.11.0+cu130", "triton": "3.6.0", "digest": "ab"}
+KERNEL = {"kernel.json": "{}", "kernel.cubin": "code"}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_each_part_of_the_name_counts(name: str) -> None:
+    first, second = folder_name(**NAMED), folder_name(**{**NAMED, name: "other"})
+    assert first != second
+    assert "/" not in first
+    assert first == folder_name(**NAMED)
+
+
+def test_names_of_gpus_stay_within_the_root() -> None:
+    assert "/" not in folder_name(**{**NAMED, "gpu": "../../x y"})
+    assert not folder_name(**{**NAMED, "gpu": "../../x y"}).startswith(".")
+
+
+def test_the_digest_is_of_kernels_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kernel, other = tmp_path / "kernel.py", tmp_path / "other.py"
+    monkeypatch.setattr(compile_cache, "__file__", str(tmp_path / "compile_cache.py"))
+    found = []
+    for kernel_text, other_text in (
+        ("import triton", "1"),
+        ("import triton", "2"),
+        ("triton", "2"),
+    ):
+        kernel.write_text(kernel_text)
+        other.write_text(other_text)
+        kernel_digest.cache_clear()
+        found.append(kernel_digest())
+    kernel_digest.cache_clear()
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_folder_that_can_be_written_is_used_itself(tmp_path: Path) -> None:
+    cache = open_cache(tmp_path / "root" / "gpu", tmp_path / "private")
+    assert cache == CompileCache(tmp_path / "root" / "gpu", tmp_path / "root" / "gpu")
+    assert not cache.is_private
+    assert not (tmp_path / "private").exists()
+    environ = {"SGL_KERNEL_CACHE_DIR": "mine"}
+    cache.use(environ)
+    wanted = str(tmp_path / "root" / "gpu" / "triton")
+    assert environ == {"SGL_KERNEL_CACHE_DIR": "mine", "TRITON_CACHE_DIR": wanted}
+
+
+class Caches:
+    """Triton's own cache in the folders that a start uses."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root, self._private, self._patch = tmp_path / "root", tmp_path / "private", monkeypatch
+        self.kept = self.root / "gpu"
+        monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+
+    def open(self) -> CompileCache:
+        cache = open_cache(self.kept, self._private)
+        self._patch.setenv("TRITON_CACHE_DIR", str(cache.folder / "triton"))
+        return cache
+
+    def open_read_only(self) -> CompileCache:
+        def refuse(**_: Any) -> None:
+            raise OSError("Read-only file system")
+
+        with self._patch.context() as patch:  # a test's user may write everywhere
+            patch.setattr(compile_cache.tempfile, "TemporaryFile", refuse)
+            cache = self.open()
+        assert cache.is_private
+        return cache
+
+    def files(self) -> dict[str, float]:
+        return {str(path): path.lstat().st_mtime for path in self.kept.rglob("*")}
+
+
+@pytest.fixture
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Caches:
+    return Caches(tmp_path, monkeypatch)
+
+
+def put(key: str, is_whole: bool = True) -> None:
+    """Puts a kernel as Triton does; without its last file if it is not whole."""
+    from triton.runtime.cache import FileCacheManager
+
+    manager = FileCacheManager(key)
+    paths = {name: manager.put(content, name) for name, content in KERNEL.items()}
+    if is_whole:
+        manager.put_group("kernel.json", paths)
+
+
+def found(key: str) -> dict[str, str]:
+    """The kernel as Triton reads it."""
+    from triton.runtime.cache import FileCacheManager
+
+    group = FileCacheManager(key).get_group("kernel.json") or {}
+    return {name: Path(path).read_text() for name, path in group.items()}
+
+
+def test_a_read_only_folder_is_read_and_nothing_is_written_to_it(caches: Caches) -> None:
+    caches.open()
+    put("A")
+    put("B", is_whole=False)
+    (caches.kept / "prices").mkdir()
+    (caches.kept / "prices" / "x.json").write_text("1")
+    before = caches.files()
+    cache = caches.open_read_only()
+    assert found("A") == KERNEL
+    assert (cache.prices / "x.json").read_text() == "1"
+    for key in ("B", "C"):
+        assert found(key) == {}
+        put(key)
+        assert found(key) == KERNEL
+    (cache.prices / "y.json").write_text("2")
+    assert caches.files() == before
+
+
+def test_kernels_that_were_moved_are_compiled_anew(caches: Caches) -> None:
+    """Triton keeps absolute paths."""
+    caches.open()
+    put("A")
+    caches.root.rename(caches.root.with_name("moved"))
+    caches.root = caches.root.with_name("moved")
+    caches.kept = caches.root / "gpu"
+    before = caches.files()
+    caches.open_read_only()
+    assert found("A") == {}
+    put("A")
+    assert found("A") == KERNEL
+    assert caches.files() == before
