@@ -221,7 +221,7 @@ def test_on_text_that_does_not_change_it_settles(num_reqs: int, chance: float) -
     served = load_aware(num_reqs, costs)
     served.run(costs, 500, lambda step: chance)
     found = served.run(costs, 3000, lambda step: chance, seed=1)
-    assert found.num_switches < 3 * found.ms / 1000
+    assert found.num_switches < found.ms / 1000
     assert found.ms_per_token <= 1.02 * best_ms_per_token(costs, chance)
 
 
